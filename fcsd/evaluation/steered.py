@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 
 from fcsd.data.batches import Collator, real_tokens
 from fcsd.evaluation.backend import Batches
+from fcsd.model.families.choices import recording
 from fcsd.parallel.launch import Launch
 from fcsd.steering.network.links import LinkModel
 from fcsd.steering.network.simulate import Payload
-from fcsd.steering.routing.counts import recording
 from fcsd.steering.routing.exchanges import exchange_counts, exchange_times, time_summary
 from fcsd.steering.routing.metrics import avg_layer_cv, avg_layer_kl, cv, kl, routes_moved
 from fcsd.training.losses.kl import Original, mean_kl, read_original

@@ -69,9 +69,9 @@ class PretrainConfig(Strict):
     def _no_loss_of_the_routers_is_asked_for(cls, value: dict[str, Any]) -> dict[str, Any]:
         if keys := router_loss_keys(value):
             raise ValueError(
-                f"{', '.join(keys)}: a pre-training minimises cross-entropy alone and adds no auxiliary loss of the"
-                " routers, so this would balance nothing; leave it out (`fcsd routing` counts how evenly a model uses"
-                " its experts)"
+                f"{', '.join(keys)}: a pre-training does not use the model's own auxiliary loss of the routers, so this"
+                " would balance nothing; leave it out and set pretrain.train.balance_loss_coefficient (0.01 in Switch,"
+                " 0.001 in DeepSeek-V2), or balance_bias_rate"
             )
         return value
 

@@ -27,6 +27,7 @@ from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.fcsd_config import Sections
 from fcsd.training.guarded import GuardedSteps
 from fcsd.training.interrupt import shield_workers
+from fcsd.training.losses.balance import Balance
 from fcsd.training.optimizer import note_parts, own_optimizer
 from fcsd.training.safety import Guard
 from fcsd.training.schedule import learning_rate_schedule
@@ -67,7 +68,8 @@ class DistillTrainer(Trainer):
         args.save_only_model = False
         # The name is `Trainer`'s for a model that came sharded: accelerate wraps the optimiser only.
         self.is_distributed_loading_by_transformers = self.engine.has_dtensors
-        self.step_loss = StepLoss(sections.objective, teacher, model, self.accelerator)
+        balance = Balance(sections.train, model, self.accelerator) if sections.train.balances else None
+        self.step_loss = StepLoss(sections.objective, teacher, model, self.accelerator, balance)
         self.meters, self.teacher = self.step_loss.meters, teacher
         self.guard = Guard(sections.safety)
         self.guarded = GuardedSteps(self, self.guard, Path(str(args.output_dir)))
@@ -120,6 +122,8 @@ class DistillTrainer(Trainer):
         return norm
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.guarded.verdict == "go":
+            self.step_loss.end_step()
         if self.control.should_training_stop:
             self.control.should_log = True  # the last step is on record whatever logging_steps is
         if self.guarded.rewind():
@@ -237,8 +241,7 @@ class DistillTrainer(Trainer):
 
     def scored_weights(self) -> AbstractContextManager[None]:
         """Within the block the model has the weights that are scored and kept: with ema_decay their average."""
-        average = self.average
-        return average.applied() if average is not None and average.average else nullcontext()
+        return self.average.applied() if self.average and self.average.average else nullcontext()
 
     @property
     def plain_model(self) -> Any:

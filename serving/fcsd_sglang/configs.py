@@ -6,10 +6,11 @@ in each process that reads a config: otherwise the stock class would load the sa
 """
 
 import os
+from typing import Any
 
 import transformers
 
-from fcsd_sglang.families import FAMILIES
+from fcsd_sglang.families import ALL, FAMILIES, REFUSED
 from fcsd_sglang.versions import EngineError, check_version, installed
 from fcsd_vllm.configs import make_config_class
 
@@ -32,13 +33,30 @@ def check_server() -> None:
     check_package(os.environ.get(VARIABLE))
 
 
-CLASSES = {
+CLASSES: dict[str, Any] = {
     family.farskip_type: make_config_class(
         family, module=__name__, base_architecture=True, check=check_server
     )
     for family in FAMILIES.values()
 }
-globals().update({made.__name__: made for made in CLASSES.values()})  # where pickle looks for them
+
+
+def _refusing(model_type: str, sentence: str) -> Any:
+    """Return a config class that says why nothing of its kind is served."""
+
+    def from_dict(cls: Any, *_: Any, **__: Any) -> Any:
+        raise EngineError(sentence)
+
+    space = {"model_type": model_type, "from_dict": classmethod(from_dict), "__module__": __name__}
+    return type("Refused", (transformers.PretrainedConfig,), space)
+
+
+for _name, _sentence in REFUSED.items():
+    for _type in (_name, ALL[_name].farskip_type):
+        CLASSES[_type] = _refusing(_type, _sentence)
+for _family in FAMILIES.values():
+    _made = CLASSES[_family.farskip_type]
+    globals()[_made.__name__] = _made  # where pickle looks for it
 
 
 def register_all() -> None:

@@ -18,3 +18,10 @@ MODULES = {
 
 GIVES_PAIR = ("deepseek_v2", "deepseek_v3")
 """Families whose layers give (hidden_states, indices of sparse attention); these have none."""
+
+REFUSED = {
+    "instella_moe": "fcsd-serving: instella_moe: SGLang has no place for its attention gate; serve it with vLLM and"
+    " this plugin, or with AMD's fork of SGLang (github.com/AMD-AGI/FarSkip-Collective), which takes AMD's checkpoints"
+    " and what `fcsd export --format amd` writes"
+}
+"""Family that is not served here -> the sentence that says so."""

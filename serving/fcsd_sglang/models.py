@@ -9,8 +9,8 @@ import functools
 import importlib
 from typing import Any
 
-from fcsd_sglang.families import FAMILIES, MODULES
-from fcsd_sglang.versions import check_version, installed
+from fcsd_sglang.families import ALL, FAMILIES, MODULES, REFUSED
+from fcsd_sglang.versions import EngineError, check_version, installed
 from fcsd_vllm.families import Family
 from fcsd_vllm.field import read_field
 
@@ -73,7 +73,17 @@ def classes() -> list[Any]:
     from fcsd_sglang.cpu_experts import skip_absent_experts
 
     skip_absent_experts()
-    return [make_model_class(family) for family in FAMILIES.values()]
+    refusing = [_refusing(ALL[name].causal_lm, sentence) for name, sentence in REFUSED.items()]
+    return [make_model_class(family) for family in FAMILIES.values()] + refusing
+
+
+def _refusing(architecture: str, sentence: str) -> Any:
+    """Return the class of an architecture, as AMD publishes it, that says why it is not served."""
+
+    def __init__(self: Any, *_: Any, **__: Any) -> None:
+        raise EngineError(sentence)
+
+    return type(architecture, (), {"__init__": __init__, "__module__": __name__})
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fcsd_vllm.families import FAMILIES, Family
-from fcsd_vllm.field import FieldError, read_field
+from fcsd_vllm.field import FieldError, field_of, read_field
 
 
 def check_config(config: Mapping[str, Any], family: Family) -> None:
@@ -22,9 +22,14 @@ def check_config(config: Mapping[str, Any], family: Family) -> None:
     read_field(config.get("farskip"), text.get("num_hidden_layers") if isinstance(text, Mapping) else None)
 
 
-def check_class(config: Any, family: Family) -> None:
+def check_class(config: Any, family: Family, architecture: str) -> None:
     """Raise FieldError for a config object that was not read, and so not checked, as one of this family's."""
-    if type(config).model_type != family.farskip_type:
+    if architecture == family.causal_lm:  # AMD's, of any class, or the regular one
+        field_of(config, config.num_hidden_layers)
+        for name, value in family.defaults:
+            if not hasattr(config, name):
+                setattr(config, name, value)
+    elif type(config).model_type != family.farskip_type:
         raise FieldError(
             f"config.json: architecture '{family.architecture}' needs model_type '{family.farskip_type}', got"
             f" '{config.model_type}'; write the checkpoint again with `fcsd convert`"
@@ -36,6 +41,7 @@ def make_config_class(
     *,
     module: str = __name__,
     base_architecture: bool = False,
+    regular: bool = False,
     check: Callable[[], None] | None = None,
 ) -> Any:
     """Return the config class of a family, as `AutoConfig` is to know it.
@@ -43,6 +49,7 @@ def make_config_class(
     Args:
         module: where pickle finds the class by its name.
         base_architecture: instances carry the base's `architectures`, too.
+        regular: of the base, which transformers does not have, and not of a converted checkpoint.
         check: called before a config is read.
     """
     import transformers
@@ -52,28 +59,37 @@ def make_config_class(
     def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         if check is not None:
             check()
-        check_config(config_dict, family)
+        if not regular:
+            check_config(config_dict, family)
         unset = {name: value for name, value in family.defaults if config_dict.get(name) is None}
         made = super(new, cls).from_dict({**config_dict, **unset}, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
-        config.farskip = config_dict["farskip"]
+        if not regular:
+            config.farskip = config_dict["farskip"]
         if base_architecture:
             config.architectures = [family.causal_lm]
-        config.__dict__["model_type"] = family.model_type
+        config.__dict__["model_type"] = family.stock_type
         return made
 
+    name = family.farskip_config.removeprefix("FarSkip" if regular else "")
     new: Any = type(
-        f"FarSkip{family.config}",
+        name,
         (base,),
-        {"model_type": family.farskip_type, "from_dict": classmethod(from_dict), "__module__": module},
+        {
+            **({"gated_attention": True} if family.like else {}),
+            "model_type": family.model_type if regular else family.farskip_type,
+            "from_dict": classmethod(from_dict),
+            "__module__": module,
+        },
     )
     return new
 
 
 def __getattr__(name: str) -> Any:
     """Make a config class when it is first asked for, by pickle too."""
-    family = next((row for row in FAMILIES.values() if f"FarSkip{row.config}" == name), None)
-    if family is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = made = make_config_class(family)
-    return made
+    regular = not name.startswith("FarSkip")
+    for family in FAMILIES.values():
+        if family.farskip_config == f"FarSkip{name.removeprefix('FarSkip')}" and (family.like or not regular):
+            globals()[name] = made = make_config_class(family, regular=regular)
+            return made
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

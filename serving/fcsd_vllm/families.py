@@ -26,6 +26,9 @@ class Family:
     """A multimodal wrapper: the fields of the stack are in the text config."""
     defaults: tuple[tuple[str, Any], ...] = ()
     """Config fields that transformers' class does not write, because it has one way, and that engines choose by."""
+    like: str = ""
+    """Family whose class in vLLM this one's is, with a gate on attention. transformers and vLLM have none of its own:
+    its regular checkpoints, and those that AMD publishes, are the plugin's to load, too."""
     fp16_rescales: bool = False
     """vLLM divides the residual stream by a factor in float16, in which the sums of two connectivities cannot meet."""
 
@@ -38,6 +41,21 @@ class Family:
     def architecture(self) -> str:
         """Return the architecture of a converted checkpoint."""
         return f"FarSkip{self.causal_lm}"
+
+    @property
+    def farskip_config(self) -> str:
+        """Return the name of the configuration class of a converted checkpoint."""
+        return f"{self.architecture}Config" if self.like else f"FarSkip{self.config}"
+
+    @property
+    def stock_type(self) -> str:
+        """Return the `model_type` by which vLLM chooses what it does for the base."""
+        return self.like or self.model_type
+
+    @property
+    def stock(self) -> str:
+        """Return vLLM's architecture whose layers are rewired."""
+        return FAMILIES[self.like].causal_lm if self.like else self.causal_lm
 
 
 _ROWS = (
@@ -71,6 +89,15 @@ _ROWS = (
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         arguments=("positions", "hidden_states", "residual", "llama_4_scaling"),
+        defaults=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+        fp16_rescales=True,
+    ),
+    Family(
+        "instella_moe",
+        "DeepseekV3Config",
+        "InstellaMoEForCausalLM",
+        arguments=("positions", "hidden_states", "residual", "llama_4_scaling"),
+        like="deepseek_v3",
         defaults=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
         fp16_rescales=True,
     ),

@@ -56,6 +56,39 @@ def read_field(value: Any, num_layers: int | None = None, where: str = "config.j
     return Field(layers, attention == "partial", mlp == "outdated")
 
 
+PUBLISHED = ("farskip", "farskip_start_idx", "farskip_end_idx", "attn_only_farskip", "mlp_only_farskip")
+"""AMD's keys for the same connectivity; fcsd's `connectivity/aliases.py` says what they mean."""
+
+
+def field_of(config: Any, num_layers: int) -> Field:
+    """Return the field of a config object that has fcsd's key or AMD's; none of them is a regular model.
+
+    Raises:
+        FieldError: as `read_field`; a key of AMD's kind that nobody has described; a range of AMD's that begins with
+            both sides after a regular MoE layer, which hands on another stream there.
+    """
+    if isinstance(getattr(config, "farskip", None), Mapping):
+        return read_field(config.farskip, num_layers)
+    keys = {name: value for name, value in vars(config).items() if "farskip" in name}
+    if unknown := sorted(keys.keys() - set(PUBLISHED)):
+        raise FieldError(f"config.json: {unknown[0]}: unknown key; allowed: {', '.join(PUBLISHED)}")
+    attention_only, mlp_only = keys.get("attn_only_farskip"), keys.get("mlp_only_farskip")
+    start = max(int(keys.get("farskip_start_idx") or 0), 0)
+    last = keys.get("farskip_end_idx")
+    end = min(num_layers - 1 if last is None else int(last), num_layers - 1)
+    if not keys.get("farskip") or start > end or (attention_only and mlp_only):
+        return Field((), True, True)
+    first_moe = config.first_k_dense_replace
+    if start > first_moe and attention_only:
+        start -= 1  # of AMD's regular MoE layers the routed output is in flight, too
+    elif start > first_moe and not mlp_only:
+        raise FieldError(
+            f"config.json: farskip_start_idx: {start} follows a regular MoE layer, whose routed output AMD's file"
+            f" leaves in flight, too; allowed: 0 to {first_moe}, or mlp_only_farskip or attn_only_farskip with it"
+        )
+    return Field(tuple(range(start, end + 1)), not mlp_only, not attention_only)
+
+
 def _indices(values: list[Any], num_layers: int | None) -> tuple[int, ...]:
     if not all(isinstance(index, int) and not isinstance(index, bool) for index in values):
         raise FieldError(f"layers: indices must be whole numbers, got {values!r}")

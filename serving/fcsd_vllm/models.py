@@ -7,7 +7,7 @@ from typing import Any
 
 from fcsd_vllm.communication import make_communication
 from fcsd_vllm.families import FAMILIES, Family
-from fcsd_vllm.field import read_field
+from fcsd_vllm.field import field_of, read_field
 from fcsd_vllm.rewire import rewire
 from fcsd_vllm.settings import Settings, read_settings, shown
 
@@ -23,13 +23,33 @@ def _stock_class(name: str) -> Any:
 
 def make_model_class(family: Family) -> Any:
     """Return the FarSkip class of a family."""
-    stock = _stock_class(family.causal_lm)
+    stock = _stock_class(family.stock)
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         stock.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        if family.like:
+            _add_gates(self, vllm_config)
         _rewire(self, family, vllm_config)
 
-    return type(family.architecture, (stock,), {"__init__": __init__, "__module__": __name__})
+    def load_weights(self: Any, weights: Any) -> Any:
+        from fcsd_vllm.gate import renamed
+
+        return stock.load_weights(self, renamed(weights, self))
+
+    namespace: dict[str, Any] = {"__init__": __init__, "__module__": __name__}
+    if family.like:
+        namespace["load_weights"] = load_weights
+    return type(family.architecture, (stock,), namespace)
+
+
+def _add_gates(model: Any, vllm_config: Any) -> None:
+    import vllm
+
+    from fcsd_vllm.gate import add_gates
+
+    model.farskip_mla = vllm_config.model_config.use_mla
+    if getattr(model.config, "gated_attention", False):
+        add_gates(model.model, model.config, vllm_config.quant_config, vllm.__version__)
 
 
 def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
@@ -45,7 +65,7 @@ def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
     rewired = rewire(
         stack,
         family,
-        read_field(config.farskip, num_layers),
+        field_of(config, num_layers) if family.like else read_field(config.farskip, num_layers),
         model.farskip_communication,
         vllm_config.compilation_config.static_forward_context,
         vllm.__version__,

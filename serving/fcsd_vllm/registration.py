@@ -5,10 +5,10 @@ from typing import Any
 import fcsd_vllm
 from fcsd_vllm import configs
 from fcsd_vllm.families import FAMILIES, Family
-from fcsd_vllm.refusals import check_engine
+from fcsd_vllm.refusals import Refused, check_engine
 from fcsd_vllm.settings import read_settings, with_version
 from fcsd_vllm.versions import check_internals, unverified
-from fcsd_vllm.weights import check_weights
+from fcsd_vllm.weights import check_gates, check_weights
 
 
 def register_all() -> None:
@@ -26,9 +26,13 @@ def register_all() -> None:
     for family in FAMILIES.values():
         if not hasattr(transformers, family.config):
             continue
-        AutoConfig.register(family.farskip_type, getattr(configs, f"FarSkip{family.config}"), exist_ok=True)
-        ModelRegistry.register_model(family.architecture, f"fcsd_vllm.models:{family.architecture}")
-        _add_hook(family)
+        AutoConfig.register(family.farskip_type, getattr(configs, family.farskip_config), exist_ok=True)
+        if family.like:
+            regular = getattr(configs, family.farskip_config.removeprefix("FarSkip"))
+            AutoConfig.register(family.model_type, regular, exist_ok=True)
+        for architecture in (family.architecture, *((family.causal_lm,) if family.like else ())):
+            ModelRegistry.register_model(architecture, f"fcsd_vllm.models:{family.architecture}")
+            _add_hook(family, architecture)
     _add_warning()
     if current_platform.is_cpu():
         from fcsd_vllm.cpu_experts import respect_expert_map
@@ -36,27 +40,51 @@ def register_all() -> None:
         respect_expert_map()
 
 
-def _add_hook(family: Family) -> None:
+def _add_hook(family: Family, architecture: str) -> None:
     """Let vLLM ask us, after what it does for the base's architecture, when an engine is configured."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
     from vllm.platforms import current_platform
 
-    base: Any = MODELS_CONFIG_MAP.get(family.causal_lm, VerifyAndUpdateConfig)
+    base: Any = MODELS_CONFIG_MAP.get(family.stock, VerifyAndUpdateConfig)
 
     def verify_and_update_config(vllm_config: Any) -> None:
-        configs.check_class(vllm_config.model_config.hf_config, family)
+        configs.check_class(vllm_config.model_config.hf_config, family, architecture)
         base.verify_and_update_config(vllm_config)
         check_engine(vllm_config, family)
+        check_latent(vllm_config, family)
         check_weights(vllm_config.model_config.model)
+        if getattr(vllm_config.model_config.hf_config, "gated_attention", False):
+            check_gates(vllm_config.model_config.model, vllm_config.model_config.hf_config.num_hidden_layers)
         settings = read_settings(vllm_config.additional_config)
         if settings.comm != "blocking" and current_platform.is_cuda_alike():
             keep_whole_graphs(vllm_config.compilation_config)
         vllm_config.additional_config = with_version(vllm_config.additional_config, fcsd_vllm.__version__)
 
-    MODELS_CONFIG_MAP[family.architecture] = type(
-        f"{family.architecture}Config",
+    MODELS_CONFIG_MAP[architecture] = type(
+        f"{architecture}Config",
         (base,),
         {"verify_and_update_config": staticmethod(verify_and_update_config)},
+    )
+
+
+def check_latent(vllm_config: Any, family: Family) -> None:
+    """Raise Refused for a latent cache of a size that the attention back end has no kernel for."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if not vllm_config.model_config.use_mla:
+        return
+    config = vllm_config.model_config.hf_text_config
+    latent = config.kv_lora_rank + config.qk_rope_head_dim
+    chosen = vllm_config.attention_config.backend
+    if current_platform.is_cpu():
+        chosen = AttentionBackendEnum.CPU_MLA
+    if chosen is None or chosen.get_class().supports_head_size(latent):
+        return  # vLLM takes the first back end that has the size
+    others = "" if current_platform.is_cpu() else "--attention-backend TRITON_MLA, or "
+    raise Refused(
+        f"fcsd-serving: {family.causal_lm}: its latent cache has {latent} channels, for which {chosen.name} has no"
+        f" kernel; use {others}VLLM_MLA_DISABLE=1 in the environment (a cache of whole heads)"
     )
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from fcsd_vllm.refusals import Refused
 
+GATE = ".self_attn.gate_proj."
+"""Instella-MoE's attention gate in the names of a checkpoint."""
 _FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 
 
@@ -20,6 +22,17 @@ def check_weights(folder: str) -> None:
             raise Refused(
                 f"fcsd-serving: {folder}: {name} is FP8 and has no scale ({name}_scale or {name}_scale_inv), without"
                 " which its values are not known; convert the original again with its scales, or a bfloat16 one"
+            )
+
+
+def check_gates(folder: str, layers: int) -> None:
+    """Raise Refused for a local checkpoint that lacks the gate of one of its layers, which vLLM would not miss."""
+    names = {name for file in Path(folder).glob("*.safetensors") for name, _ in _types(file)}
+    for index in range(layers if names else 0):
+        if not any(name.startswith(f"model.layers.{index}{GATE}") for name in names):
+            raise Refused(
+                f"fcsd-serving: {folder}: model.layers.{index}{GATE}weight is missing, which config.json's"
+                " gated_attention needs; download or convert the checkpoint again"
             )
 
 

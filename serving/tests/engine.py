@@ -34,15 +34,16 @@ def inspect_here(*families: str) -> None:
 
     load_general_plugins()
     for name in families:
-        architecture = FAMILIES[name].architecture
-        ModelRegistry.register_model(architecture, getattr(models, architecture))
+        family = FAMILIES[name]
+        for architecture in (family.architecture, *((family.causal_lm,) if family.like else ())):
+            ModelRegistry.register_model(architecture, getattr(models, family.architecture))
 
 
 def start_engine(folder: Path, **options: Any) -> Any:
     """Return an `LLM` of a tiny checkpoint in float32; `options` are its arguments."""
     from vllm import LLM
 
-    if folder.name.startswith("deepseek"):
+    if folder.name.startswith(("deepseek", "instella")):
         options.setdefault("attention_backend", "CPU_MLA")  # the default one has no float32
     if folder.name.startswith("llama4-"):
         options.setdefault("limit_mm_per_prompt", {"image": 0})

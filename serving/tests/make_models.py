@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
+from fcsd.model.connectivity.export import export_checkpoint
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -75,6 +76,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_key_value_heads": 4},
     "deepseek_v2": {**_MLA, **_EXPERTS},
     "deepseek_v3": {**_MLA, **_EXPERTS, "q_lora_rank": 64},
+    "instella_moe": {**_MLA, **_EXPERTS, "q_lora_rank": None, "qk_nope_head_dim": 96, "n_shared_experts": 2},
     "llama4_text": {
         **_HEADS,
         "intermediate_size": 64,
@@ -112,6 +114,9 @@ CASES: dict[str, tuple[str, Connectivity | None]] = {
     "ernie4_5_moe-original": ("ernie4_5_moe", None),  # the plugin has no row of it
     "ernie4_5_moe-all": ("ernie4_5_moe", Connectivity("all")),
 }
+PUBLISHED = {"instella_moe-amd": "instella_moe-all"}
+"""Name of a checkpoint in the keys of AMD's -> checkpoint of the same model in ours."""
+CASES |= {case: CASES[source] for case, source in PUBLISHED.items()}
 """Name of a checkpoint -> family and connectivity; deepseek and glm4_moe begin with a dense layer, which is selected
 in `all` and in `gap`."""
 
@@ -124,19 +129,35 @@ def make(case: str, folder: Path) -> None:
             VARIANTS[case](folder, folder / case)
         return
     family, connectivity = CASES[case]
+    if case in PUBLISHED and not (folder / case).exists():
+        make(PUBLISHED[case], folder)
+        export_checkpoint(folder / PUBLISHED[case], folder / case)
     original = folder / f"{family}-original"
     if not (original / "config.json").exists():
-        model = tiny_model(family, **{**_COMMON, **SIZES.get(family, {**_HEADS, **_EXPERTS})})
-        with torch.no_grad():  # log-probabilities of a few nats, whose rounding stays far below the bound
-            model.get_output_embeddings().weight.mul_(0.125)
-        model.save_pretrained(original)
-        tiny_tokenizer(VOCABULARY).save_pretrained(original)
+        make_original(original, family)
     if connectivity is not None and not (folder / case).exists():
         convert_checkpoint(original, folder / case, connectivity)
     if not (folder / case / "reference.npz").exists():
         np.savez(
             folder / case / "reference.npz", **outputs_of(load_model(folder / case, dtype=torch.float32))
         )
+
+
+def make_original(place: Path, family: str, **sizes: Any) -> None:
+    """Write a regular checkpoint of a family; `sizes` are other than the family's here."""
+    model = tiny_model(family, **{**_COMMON, **SIZES.get(family, {**_HEADS, **_EXPERTS}), **sizes})
+    with torch.no_grad():  # log-probabilities of a few nats, whose rounding stays far below the bound
+        model.get_output_embeddings().weight.mul_(0.125)
+    model.save_pretrained(place)
+    tiny_tokenizer(VOCABULARY).save_pretrained(place)
+
+
+def make_latent(folder: Path, place: Path) -> None:
+    """Convert a model with the latent cache of Instella-MoE's real size, 512 + 32."""
+    original = folder / f"{place.name}-original"
+    make_original(original, "instella_moe", qk_rope_head_dim=32)
+    convert_checkpoint(original, place)
+    np.savez(place / "reference.npz", **outputs_of(load_model(place, dtype=torch.float32)))
 
 
 def make_adapter(folder: Path, place: Path) -> None:
@@ -198,7 +219,11 @@ def _multiply(integers: Any, scale: Any, bias: Any, x: Any) -> Any:
 
 BASE = "qwen2_moe-all"
 """The checkpoint whose variants are made."""
-VARIANTS = {"qwen2_moe-adapter": make_adapter, "qwen2_moe-int8": make_int8}
+VARIANTS = {
+    "qwen2_moe-adapter": make_adapter,
+    "qwen2_moe-int8": make_int8,
+    "instella_moe-latent": make_latent,
+}
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _INT8 = {
     "quant_method": "compressed-tensors",

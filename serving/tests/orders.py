@@ -59,9 +59,9 @@ shared 3 | experts 3 | start routed.3 | wait routed.3
 OF_FAMILY = {
     **dict.fromkeys(("qwen3_moe", "mixtral", "olmoe", "gpt_oss"), PLAIN),
     **dict.fromkeys(("qwen2_moe", "llama4_text", "llama4"), SHARED),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next"), DENSE_FIRST),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "instella_moe"), DENSE_FIRST),
 }
-"""Family -> order with all layers selected; the first layer of four families is dense."""
+"""Family -> order with all layers selected; the first layer of five families is dense."""
 
 OF_CASE = {
     **{f"{family}-all": order for family, order in OF_FAMILY.items()},

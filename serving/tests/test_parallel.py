@@ -18,7 +18,7 @@ STAGES = [f"{case}:pp" for case in ("qwen3_moe-all", "qwen2_moe-gap", "deepseek_
 RIGHT = [
     *(
         f"{family}-all:{layout}"
-        for family in ("qwen3_moe", "qwen2_moe", "deepseek_v2", "gpt_oss")
+        for family in ("qwen3_moe", "qwen2_moe", "deepseek_v2", "gpt_oss", "instella_moe")
         for layout in ("tp", "ep", "async", "async_ep")
     ),
     "qwen3_moe-gap:async",

@@ -10,7 +10,7 @@ from typing import Any
 import engine
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fcsd_vllm import registration, versions
 
@@ -82,19 +82,42 @@ def test_an_fp8_checkpoint_without_scales_is_refused_by_the_engine_that_is_confi
     assert "x.weight is FP8 and has no scale (x.weight_scale or x.weight_scale_inv)" in refusal(place)
 
 
+@pytest.mark.parametrize(
+    "case", ["qwen3_moe-all", "instella_moe-all", "instella_moe-original", "instella_moe-amd"]
+)
 def test_without_the_plugin_the_checkpoint_is_refused_and_never_served_as_the_regular_model(
-    folder: Any,
+    case: str, folder: Any
 ) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", START, str(folder("qwen3_moe-all"))],
+        [sys.executable, "-c", START, str(folder(case))],
         env={**os.environ, "VLLM_PLUGINS": ""},
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
     )
     assert run.returncode != 0
-    assert "farskip_qwen3_moe" in run.stderr or "trust_remote_code" in run.stderr
+    names = ("farskip_qwen3_moe", "trust_remote_code", "['InstellaMoEForCausalLM'] are not supported")
+    assert any(name in run.stderr for name in names), run.stderr[-2000:]
     assert "rewired" not in run.stderr
+
+
+def test_a_gate_that_is_missing_and_one_too_many_are_errors(models: Path, folder: Any) -> None:
+    tensors = load_file(models / "instella_moe-amd" / "model.safetensors")
+    gate = tensors.pop("model.layers.2.self_attn.gate_proj.weight")
+    place = folder("instella_moe-amd")
+    save_file(tensors, place / "model.safetensors")
+    assert "layers.2.self_attn.gate_proj.weight is missing" in refusal(place)
+    tensors["model.layers.2.self_attn.gate_proj.weight"] = gate
+    tensors["model.layers.4.self_attn.gate_proj.weight"] = gate.clone()
+    save_file(tensors, place / "model.safetensors")
+    assert "layers.4.self_attn.gate_proj.weight belongs to no parameter" in refusal(place)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"gated_attention": False}))
+    assert "layers.0.self_attn.gate_proj.weight belongs to no parameter" in refusal(place)
+
+
+def test_amds_keys_that_cannot_be_served_are_refused(folder: Any) -> None:
+    assert "farskip_stride: unknown key" in refusal(folder("instella_moe-amd", farskip_stride=2))
 
 
 def test_an_engine_that_is_not_on_the_list_warns_and_one_without_an_internal_is_refused(

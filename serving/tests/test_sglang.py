@@ -238,6 +238,19 @@ def test_a_config_that_cannot_be_served_is_refused_in_a_line(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("model_type", ["instella_moe", "farskip_instella_moe"])
+def test_instella_is_refused_by_a_line_that_names_what_serves_it(
+    model_type: str, tmp_path: Path, stack: Any
+) -> None:
+    from fcsd_sglang import models
+
+    with pytest.raises(EngineError, match=r"github\.com/AMD-AGI/FarSkip-Collective"):
+        read(tmp_path, model_type=model_type)
+    amds = next(made for made in models.classes() if made.__name__ == "InstellaMoEForCausalLM")
+    with pytest.raises(EngineError, match="serve it with vLLM and this plugin"):
+        amds(config=None)
+
+
 def test_a_farskip_config_is_refused_in_another_version(
     tmp_path: Path, stack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

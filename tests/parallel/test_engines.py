@@ -695,3 +695,22 @@ def test_sizes_and_launches_that_expert_parallelism_cannot_have_are_refused(
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match=r"launch with distributed_type: MULTI_GPU .*ep_8"):
         requested_engine(8, cpu, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["", "fsdp2", pytest.param("zero3", marks=NEEDS_DEEPSPEED), "ep"])
+def test_loads_are_balanced_over_all_ranks(bench: Bench, engine: str) -> None:
+    """Over the whole step, of which each of two ranks has a half: the same loss as in one process, to rounding."""
+    train = {
+        "max_steps": 4, "batch_size_tokens": 128, "learning_rate": 1e-3, "warmup_steps": 1, "logging_steps": 1,
+        "balance_loss_coefficient": 0.1, "balance_loss_over": "batch",
+    }  # fmt: skip
+    two = bench.recipe("two", train=train | {"per_device_train_batch_size": 2}, objective={"name": "sft"})
+    command = ["distill", str(two)] + (EP if engine == "ep" else [])
+    assert launch(f"cpu_2_{engine}".rstrip("_"), command) == [0]
+    one = bench.recipe("one", train=train | {"per_device_train_batch_size": 4}, objective={"name": "sft"})
+    assert main(["distill", str(one)]) == 0
+    for a, b in zip(history(bench, "two"), history(bench, "one"), strict=True):
+        for key in ("loss", "ce", "balance", "load_max_over_mean", "dead_experts"):
+            assert a[key] == pytest.approx(b[key], rel=1e-4), (key, a, b)
+        assert a["loss"] == pytest.approx(a["ce"] + 0.1 * a["balance"] * 2, rel=1e-4)  # two MoE layers

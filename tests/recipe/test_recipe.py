@@ -357,7 +357,7 @@ ROUTER_LOSSES = {
 
 
 @pytest.mark.parametrize(("key", "value"), ROUTER_LOSSES.items())
-def test_a_pretraining_that_asks_for_a_balance_of_routers_is_refused_as_it_would_have_none(
+def test_a_pretraining_that_asks_for_the_models_own_balance_of_routers_is_told_ours(
     tmp_path: Path, key: str, value: object
 ) -> None:
     def load(config: dict[str, object]) -> Recipe:
@@ -365,7 +365,7 @@ def test_a_pretraining_that_asks_for_a_balance_of_routers_is_refused_as_it_would
         return load_recipe(write(tmp_path, MINIMAL | {"model": {}, "pretrain": plan | {"train": {}}}))
 
     message = (
-        rf"x\.yaml: pretrain\.config: {key}: a pre-training minimises cross-entropy alone .*; leave it out"
+        rf"x\.yaml: pretrain\.config: {key}: a pre-training does not use the model.s own .* set pretrain"
     )
     with pytest.raises(UserError, match=message):
         load({key: value})

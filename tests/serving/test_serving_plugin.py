@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity
-from fcsd.model.families import FAMILIES, PREFIX
+from fcsd.model.connectivity.aliases import from_instella
+from fcsd.model.families import FAMILIES, PREFIX, SERVED
 from tests.support import ROOT
 
 SERVING = ROOT / "serving"
@@ -34,9 +35,12 @@ def plugin() -> Any:
 
 
 def test_every_family_is_named_as_in_fcsd(plugin: Any) -> None:
+    assert sorted(plugin.families.FAMILIES) == list(SERVED)
     for name, row in plugin.families.FAMILIES.items():
         family = FAMILIES[name]
-        assert (row.model_type, row.config, row.causal_lm) == (name, family.config, family.causal_lm)
+        config = FAMILIES[family.like].config if family.like else family.config
+        assert (row.model_type, row.config, row.causal_lm) == (name, config, family.causal_lm)
+        assert row.like == (family.like or "")
         assert row.farskip_type == PREFIX + name
         assert row.text_config == family.multimodal
 
@@ -87,6 +91,38 @@ def test_a_field_that_fcsd_writes_is_read(plugin: Any, layers: list[int], attent
     read = plugin.field.read_field(json.loads(json.dumps(written)), 4)
     assert list(read.layers) == written["layers"]
     assert (read.partial, read.outdated) == (attention == "partial", mlp == "outdated")
+
+
+KEYS: list[dict[str, Any]] = [
+    {"farskip": True, "farskip_start_idx": start, "farskip_end_idx": end, **sides}
+    for start in (None, 0, 1, 2, 3, 9)
+    for end in (None, 0, 2, 1e4)
+    for sides in ({}, {"attn_only_farskip": True}, {"mlp_only_farskip": True, "attn_only_farskip": False})
+]
+KEYS += [{"farskip": True, "attn_only_farskip": True, "mlp_only_farskip": True}, {"farskip": False}, {}]
+
+
+@pytest.mark.parametrize("dense", [0, 1, 2])
+def test_amds_keys_are_read_and_refused_as_by_fcsd(plugin: Any, dense: int) -> None:
+    mask = [index >= dense for index in range(5)]
+    for keys in KEYS:
+        given = {name: value for name, value in keys.items() if value is not None}
+        config = SimpleNamespace(first_k_dense_replace=dense, **given)
+        try:
+            ours = from_instella(given, mask).field(mask)
+        except UserError:
+            with pytest.raises(plugin.field.FieldError, match="follows a regular MoE layer"):
+                plugin.field.field_of(config, 5)
+            continue
+        read = plugin.field.field_of(config, 5)
+        assert list(read.layers) == ours["layers"], given
+        if read.layers:
+            assert (read.partial, read.outdated) == (
+                ours["attention"] == "partial",
+                ours["mlp"] == "outdated",
+            )
+    with pytest.raises(plugin.field.FieldError, match="farskip_stride: unknown key"):
+        plugin.field.field_of(SimpleNamespace(farskip=True, farskip_stride=2), 5)
 
 
 def test_the_pure_modules_import_neither_an_engine_nor_torch() -> None:

@@ -43,8 +43,8 @@ PREFIX = "farskip_"
 """A converted checkpoint has `model_type` PREFIX + the model type of its base."""
 
 SERVED = (
-    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama4", "llama4_text", "mixtral", "olmoe", "qwen2_moe",
-    "qwen3_moe", "qwen3_next",
+    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "instella_moe", "llama4", "llama4_text", "mixtral", "olmoe",
+    "qwen2_moe", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
 """Families whose converted checkpoints vLLM runs with the plugin in `serving/` (the distribution fcsd-serving)."""
 

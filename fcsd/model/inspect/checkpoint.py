@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.model.connectivity.aliases import INSTELLA_KEYS
+from fcsd.model.connectivity.aliases import INSTELLA_KEYS, has_instella_keys, translate_instella
 from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, local_folder, read_checkpoint_json
 from fcsd.model.inspect.memory import BYTES
 
@@ -27,6 +27,12 @@ class Source:
     """Weight file -> size; empty where there are none, or where the Hub does not tell."""
     missing_files: tuple[str, ...]
     """Weight files that the index names and that are not there."""
+
+    @property
+    def own_config(self) -> dict[str, Any]:
+        """The config, a connectivity in another project's keys in ours; raises UserError as `translate_instella`."""
+        foreign = has_instella_keys(self.config)
+        return translate_instella(self.config, self.where) if foreign else self.config
 
 
 def find_source(path: str | Path, revision: str | None = None) -> Source:

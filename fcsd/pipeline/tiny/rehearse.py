@@ -32,7 +32,6 @@ from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite, suite_na
 from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
 from fcsd.model.config import ModelConfig
-from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.connectivity.spec import parse_selection
 from fcsd.model.families import family_of
@@ -239,9 +238,7 @@ def _config(model: ModelConfig) -> PreTrainedConfig:
         source = find_source(model.path, model.revision)
     except UserError as error:
         raise UserError(f"--rehearse: {error}; it is read to find the model's family") from None
-    config = source.config
-    if has_instella_keys(config):
-        config = translate_instella(config, source.where)
+    config = source.own_config
     family = family_of(config)
     raw = {name: value for name, value in config.items() if name != "quantization_config"}  # of its weights
     return config_object(base_model_class(family).config_class, raw, family.model_type, source.where)

@@ -22,7 +22,7 @@ from fcsd.planning.cost.machine import Cluster, Machine, make_machine
 from fcsd.planning.cost.memory import Layout
 from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
 from fcsd.planning.cost.roofline import Precision, Roofline
-from fcsd.planning.cost.training import Training, built, config_of
+from fcsd.planning.cost.training import Training, built
 from fcsd.steering.network.links import LinkModel
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig
@@ -126,7 +126,7 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
             f"--global-batch: of an optimiser step, which --phase {settings.phase} has not; leave it out"
         )
     source = find_source(settings.model, settings.revision)
-    spec, config = settings.connectivity, config_of(source)
+    spec, config = settings.connectivity, source.own_config
     if spec is None:
         own = config.get("farskip")
         spec = Connectivity.from_field(own, source.where) if own else Connectivity()

@@ -13,12 +13,11 @@ from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
 from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.families import EXPERTS, Family, family_of
 from fcsd.model.inspect import inspect_model
-from fcsd.model.inspect.checkpoint import Source, checkpoint_dtype, config_object, find_source
+from fcsd.model.inspect.checkpoint import checkpoint_dtype, config_object, find_source
 from fcsd.model.load import dtype_of, load_tokenizer
 from fcsd.parallel.engine import checkpoints_activations
 from fcsd.planning.cost.memory import Layout
@@ -51,12 +50,6 @@ class Training:
     data_tokens: int = 0  # tokenized for it, and for the trainings that share its data
 
 
-def config_of(source: Source) -> Mapping[str, Any]:
-    """Return a checkpoint's config, a connectivity in another project's keys in ours; raises UserError as that does."""
-    keys = has_instella_keys(source.config)
-    return translate_instella(source.config, source.where) if keys else source.config
-
-
 def distillation(recipe: Recipe, variant: str | None) -> Training:
     if variant is not None:
         if variant not in recipe.variants:
@@ -65,7 +58,7 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
         recipe = recipe.variant(variant)
     if recipe.model.path:
         source = find_source(recipe.model.path, recipe.model.revision)
-        config, where = config_of(source), source.where
+        config, where = source.own_config, source.where
         parameters = inspect_model(recipe.model.path, recipe.model.revision)["parameters"] or {}
         num_active = parameters.get("active")
         dtype = checkpoint_dtype(config) if recipe.model.dtype == "auto" else recipe.model.dtype

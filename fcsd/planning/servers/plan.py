@@ -16,7 +16,8 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
         UserError: a model that is not converted, an original that is, or of another model; a prompt that does not fit.
     """
     model, original = find_source(benchmark.model), find_source(benchmark.against)
-    converted, base = str(model.config.get("model_type")), str(original.config.get("model_type"))
+    ours, regular = model.own_config, original.own_config
+    converted, base = str(ours.get("model_type")), str(regular.get("model_type"))
     if not converted.startswith(PREFIX):
         raise UserError(
             f"{model.where}: model_type '{converted}': MODEL is not converted; `fcsd convert` makes a FarSkip"
@@ -31,7 +32,7 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
             f"{original.where}: model_type '{base}' is not what {benchmark.model} was converted from,"
             f" '{base_model_type(converted)}'"
         )
-    mine, theirs = _sizes(model.config), _sizes(original.config)
+    mine, theirs = _sizes(ours), _sizes(regular)
     if differ := [name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]]:
         name = min(differ)
         raise UserError(
@@ -45,7 +46,7 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
             f"--prompt-tokens {max(benchmark.prompt_tokens)} and --output-tokens {benchmark.output_tokens} make"
             f" {longest} tokens; the context of {benchmark.model} is {context}"
         )
-    return model.config
+    return ours
 
 
 def _sizes(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]:

@@ -17,6 +17,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import check_file_place, read_json
 from fcsd.base.strict import Strict, validate
 from fcsd.model.families import base_model_type
+from fcsd.model.families.choices import Routed
 from fcsd.model.families.routers import find_routers
 from fcsd.model.families.structure import unwrapped
 from fcsd.model.load import find_model
@@ -27,7 +28,7 @@ from fcsd.steering.network.links import Array
 from fcsd.steering.routing.bias import BiasTables, Kind, read_tables, router_bias, tables_for, write_tables
 from fcsd.steering.routing.bottleneck import Deployment, bottleneck, fit_windows
 from fcsd.steering.routing.camoe import camoe
-from fcsd.steering.routing.counts import Routed, read_batches
+from fcsd.steering.routing.counts import read_batches
 from fcsd.steering.routing.exchanges import exchange_counts
 from fcsd.steering.routing.placement import contiguous, placed
 from fcsd.steering.routing.settings import BiasSettings

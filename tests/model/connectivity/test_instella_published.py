@@ -22,6 +22,7 @@ from fcsd.model.connectivity.export import export_checkpoint
 from fcsd.pipeline.pretrain import new_model
 from fcsd.pipeline.tiny import rehearse
 from fcsd.pipeline.tiny.models import tiny_tokenizer
+from fcsd.pipeline.tiny.tasks import write_tiny_data
 from tests.float64 import BOUND, error
 from tests.model.connectivity.test_export import run_without_fcsd
 from tests.reference.instella import (
@@ -267,3 +268,16 @@ def test_a_published_checkpoint_is_tuned_and_routed_and_talked_to(
     command = ["calibrate", str(tmp_path / "regular"), str(tmp_path / "calibrated"), "--tokens", "2000"]
     assert main([*command, *words]) == 0
     assert type(load_model(tmp_path / "calibrated")).__name__ == "FarSkipInstellaMoEForCausalLM"
+
+
+@pytest.mark.slow
+def test_a_published_checkpoint_is_evaluated_as_what_it_is_converted_to(published_bench, tmp_path):
+    write_tiny_data(tmp_path / "tiny", num_train=8, num_distill=8, num_heldout=2, num_test=3)
+    options = ["--suite", "tiny", "--data-root", str(tmp_path / "tiny" / "data"), "--batch-size", "3"]
+    assert main(["convert", str(published_bench.base), str(tmp_path / "converted")]) == 0
+    samples = []
+    for model in (published_bench.base, tmp_path / "converted"):
+        output = tmp_path / f"scores-{model.name}"
+        assert main(["evaluate", str(model), *options, "--output", str(output)]) == 0
+        samples.append({path.name: path.read_text() for path in output.glob("samples_*.jsonl")})
+    assert len(samples[0]) == 3 and samples[0] == samples[1]

@@ -11,9 +11,9 @@ import torch
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.families import FAMILIES, base_model_type
+from fcsd.model.families.choices import recording
 from fcsd.model.families.routers import find_routers
 from fcsd.steering.routing.bias import BiasTables, read_tables, router_bias, write_tables
-from fcsd.steering.routing.counts import recording
 from tests.reference.tiny import tiny_model
 
 IDS = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(3))

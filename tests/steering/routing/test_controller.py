@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from fcsd.base.errors import UserError
+from fcsd.model.families.choices import recording
 from fcsd.steering.network.simulate import Payload
 from fcsd.steering.routing.bias import BiasTables, router_bias
 from fcsd.steering.routing.bottleneck import Deployment
 from fcsd.steering.routing.controller import SEARCHES, Controller, Rung, probe_by
-from fcsd.steering.routing.counts import recording
 from fcsd.steering.routing.placement import contiguous
 from fcsd.steering.routing.tables import Calibration, make_tables
 from tests.reference.tiny import tiny_model

@@ -6,8 +6,8 @@ import torch
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.families import FAMILIES, moe_mask
+from fcsd.model.families.choices import recording
 from fcsd.model.families.routers import find_routers
-from fcsd.steering.routing.counts import recording
 from fcsd.steering.routing.routes import read_routes
 from tests.reference.tiny import tiny_model
 

@@ -12,6 +12,7 @@ import torch
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
+from fcsd.model.families.choices import recording
 from fcsd.model.families.routers import find_routers
 from fcsd.parallel.overlap import attach
 from fcsd.parallel.ranks import Ranks
@@ -21,7 +22,6 @@ from fcsd.steering.network.simulate import Payload
 from fcsd.steering.routing.bias import read_tables, router_bias
 from fcsd.steering.routing.bottleneck import Deployment
 from fcsd.steering.routing.camoe import camoe
-from fcsd.steering.routing.counts import recording
 from fcsd.steering.routing.placement import contiguous
 from fcsd.steering.routing.tables import Calibration, make_tables, read_windows
 from tests.parallel.overlap.ranks import spread
