@@ -379,7 +379,11 @@ def test_the_command_calibrates_and_tells_what_it_did(
         f"{{path: {rows}, columns: {{text: text}}}}",
     ]
     assert main([*words, "--tokens", "2000", "--max-length", "64"]) == 0
-    assert capsys.readouterr().out == f"{out}\n"
+    said = capsys.readouterr()
+    assert said.out == f"{out}\n" and "layer 0" not in said.err
+    every = [*words[:2], str(tmp_path / "all"), "--layers", "all", "--text", str(tmp_path / "gone.jsonl")]
+    assert main(every) == 2
+    assert "layer 0 alone is likely to be most of the loss; --layers last:3 leaves" in capsys.readouterr().err
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["stage"] == "calibrate" and 2000 <= manifest["results"]["tokens"] < 2064
     assert (
