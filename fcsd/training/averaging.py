@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from fcsd.model.connectivity.spec import changed_by
+
 FILE = "average.safetensors"
 
 
@@ -22,11 +24,14 @@ class WeightAverage(TrainerCallback):
     """After step t (1, 2, …): average = d·average + (1 - d)·weights, with d = min(decay, (1 + t) / (10 + t)).
 
     The average begins as the weights before the first step and is kept in float32; the smaller d of the first steps
-    lets it leave them. Frozen parameters have none. A step after which `skipped()` is true changes nothing.
+    lets it leave them. Weights that are calibrated or trained already are a good start, which it does not leave so
+    fast: their d is `decay` from the first step. Frozen parameters have none. A step after which `skipped()` is true
+    changes nothing.
     """
 
     def __init__(self, model: nn.Module, decay: float, skipped: Callable[[], bool]):
         self.decay, self.skipped = decay, skipped
+        self.keeps_start = changed_by(getattr(model, "config", {})) is not None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.average: dict[str, Tensor] = {}
 
@@ -40,7 +45,8 @@ class WeightAverage(TrainerCallback):
         """Add one step to the average."""
         if self.skipped():
             return
-        decay = min(self.decay, (1 + state.global_step) / (10 + state.global_step))
+        leave = 1.0 if self.keeps_start else (1 + state.global_step) / (10 + state.global_step)
+        decay = min(self.decay, leave)
         for name, average in self.average.items():
             average.lerp_(self.parameters[name].detach().float(), 1 - decay)
 
