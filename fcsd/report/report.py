@@ -65,9 +65,7 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
     models = {
         name: {
             "layers": "0" if name in steered else _layers(layout, name),
-            "training": _calibration(layout.stage(name))
-            if name == "calibrated"
-            else _training(training.get(name)),
+            "training": _training(training[name]) if name in training else _untrained(layout.stage(name)),
             "result": each["result"],
         }
         for name, each in evaluated.items()
@@ -128,14 +126,12 @@ def _layers(layout: RunLayout, name: str) -> str:
     return f"{len(farskip['layers'])}/{text['num_hidden_layers']}{only}"
 
 
-def _calibration(path: Path) -> str:
-    results = read_manifest(path)["results"]
-    return f"none; calibrated on {results['tokens']:,} tokens"
+def _untrained(path: Path) -> str:
+    tokens = read_manifest(path).get("results", {}).get("tokens")
+    return "-" if tokens is None else f"none; calibrated on {tokens:,} tokens"
 
 
-def _training(path: Path | None) -> str:
-    if path is None:
-        return "-"
+def _training(path: Path) -> str:
     manifest = read_manifest(path)
     objective = manifest["settings"].get("objective", {"name": "ce"})["name"]
     results = manifest["results"]

@@ -64,12 +64,7 @@ def calibrate_checkpoint(
     """
     started, ranks = time.perf_counter(), launch.ranks
     checkpoint = calibratable(original)
-    options = original.config.model_dump(
-        include={"attn_implementation", "experts_implementation"}, exclude_none=True
-    )
-    if "flash" in options.get("attn_implementation", ""):
-        del options["attn_implementation"]  # its kernels know no float32
-    models = Layerwise(checkpoint, connectivity, launch.device, **options)
+    models = Layerwise(checkpoint, connectivity, launch.device, **_options(original))
     text = own_text(rows, models.model, ranks)
     layers = list(rewired_layers(models.student.layers))
     if not layers:
@@ -92,11 +87,7 @@ def calibrate_checkpoint(
                     bar.set_postfix_str(shown(result))
                 _save(state, work, ranks)
                 bar.update()
-        if (said := complaint(state.results)) is not None:
-            if said[0]:
-                raise UserError(said[1])
-            if ranks.first:
-                print(said[1], file=sys.stderr)
+        _judge(state, ranks)
         facts = {"tokens": text.num_tokens, "ridge": ridge, "layers": layers}
         ranks.share(lambda: None)  # no rank is still at work in the folder that the first removes
         ranks.from_first(lambda: _finish(model, out, facts))
@@ -106,6 +97,25 @@ def calibrate_checkpoint(
         "layers": state.results,
         "seconds": round(time.perf_counter() - started, 1),
     }
+
+
+def _options(original: ModelFolder) -> dict[str, Any]:
+    options = original.config.model_dump(
+        include={"attn_implementation", "experts_implementation"}, exclude_none=True
+    )
+    if "flash" in options.get("attn_implementation", ""):
+        del options["attn_implementation"]  # its kernels know no float32
+    return options
+
+
+def _judge(state: State, ranks: Ranks) -> None:
+    if (said := complaint(state.results)) is None:
+        return
+    is_ruled_out, line = said
+    if is_ruled_out:
+        raise UserError(line)
+    if ranks.first:
+        print(line, file=sys.stderr)
 
 
 def calibratable(original: ModelFolder) -> Checkpoint:

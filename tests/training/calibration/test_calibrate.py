@@ -431,9 +431,14 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
         "calibration": {"tokens": 1500},
         "data": {"train": [{"path": str(rows), "columns": {"text": "text"}}], "max_length": 64},
         "train": train | {"warmup_steps": 0},
-        "variants": {"same": {"train.learning_rate": 2e-9}, "copied": {"calibration": None}},
+        "variants": {
+            "same": {"train.learning_rate": 2e-9},
+            "copied": {"calibration": None},
+            "untrained": {"train.max_steps": 0},
+            "rewired": {"calibration": None, "train.max_steps": 0},
+        },
     }
-    for variant in (None, "copied"):
+    for variant in (None, "copied", "untrained", "rewired"):
         fcsd.run_stage("distill", recipe, variant=variant)
     same = calibrate(Run(fcsd.load_recipe(write_recipe(recipe, tmp_path)), CPU), "same")
     assert same.folder.name == "fcsd" and same.state() == "finished"
@@ -449,6 +454,18 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
     ):
         left = tensors(run / folder / "model")
         assert max(float((value - start[name]).abs().max()) for name, value in left.items()) < 1e-6, folder
+    tokens = json.loads((run / "calibrate" / "fcsd" / "manifest.json").read_text())["results"]["tokens"]
+    for name, start, results, said in (
+        ("untrained", calibrated, {"steps": 0, "tokens": tokens}, "not trained. Calibrated with fcsd"),
+        ("rewired", original, {"steps": 0}, "not trained: the weights are those of the original"),
+    ):
+        folder = run / "variants" / name
+        left = tensors(folder / "model")
+        assert left.keys() == start.keys() and all(torch.equal(left[key], start[key]) for key in left)
+        assert json.loads((folder / "manifest.json").read_text())["results"] == results
+        assert fcsd.load(folder / "model")[0].config.farskip["layers"] == [1, 3]
+        push(folder / "model", "me/model", dry_run=tmp_path / "push" / name)
+        assert said in (tmp_path / "push" / name / "README.md").read_text()
     config = json.loads((run / "distill" / "model" / "config.json").read_text())
     assert config["farskip_calibration"]["layers"] == [1, 3]
     with pytest.raises(UserError, match="adapter_off takes the student's own weights for the original's"):
