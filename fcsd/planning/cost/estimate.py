@@ -77,11 +77,11 @@ def _refused(recipe: Recipe, variant: str | None, hardware: Hardware) -> Iterato
     if variant is not None:
         return
     sizes = recipe.sweep.batch_size_tokens if recipe.sweep is not None else []
-    batches = [("sweep: ", recipe, {"batch_size_tokens": size}) for size in sizes]
-    batches += [(f"variants.{name}: ", recipe.variant(name), {}) for name in recipe.variants]
-    for where, one, changes in batches:
+    others = [("sweep: ", recipe, {"batch_size_tokens": size}) for size in sizes]
+    others += [(f"variants.{name}: ", recipe.variant(name), {}) for name in recipe.variants]
+    for where, one, replaced in others:
         try:
-            micro_batches(one.train.model_copy(update=changes), one.data.max_length, hardware.num_gpus)
+            micro_batches(one.train.model_copy(update=replaced), one.data.max_length, hardware.num_gpus)
         except UserError as error:
             yield f"{where}{error}"
 
