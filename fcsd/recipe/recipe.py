@@ -57,6 +57,13 @@ class PretrainConfig(Strict):
     data: DataConfig
     train: TrainConfig
 
+    @field_validator("train")
+    @classmethod
+    def _something_is_trained(cls, value: TrainConfig) -> TrainConfig:
+        if not value.max_steps:
+            raise ValueError("max_steps must be at least 1: without a step the model would be random")
+        return value
+
     @field_validator("config")
     @classmethod
     def _config_names_its_family(cls, value: dict[str, Any]) -> dict[str, Any]:

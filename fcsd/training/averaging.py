@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from fcsd.model.connectivity.spec import changed_by
 from fcsd.parallel.parts import Part, compute_with, parts_of
 from fcsd.parallel.state import read_average
 
@@ -23,13 +24,16 @@ class WeightAverage(TrainerCallback):
     """After step t (1, 2, …): average = d·average + (1 - d)·weights, with d = min(decay, (1 + t) / (10 + t)).
 
     The average begins as the weights before the first step and is kept in float32; the smaller d of the first steps
-    lets it leave them. Frozen parameters have none. A step after which `skipped()` is true changes nothing.
+    lets it leave them. Weights that are calibrated or trained already are a good start, which it does not leave so
+    fast: their d is `decay` from the first step. Frozen parameters have none. A step after which `skipped()` is true
+    changes nothing.
 
     average: name -> this rank's part of a parameter, flat; it lies where the part lies.
     """
 
     def __init__(self, trainer: Any, decay: float, skipped: Callable[[], bool]):
         self.trainer, self.decay, self.skipped = trainer, decay, skipped
+        self.keeps_start = changed_by(trainer.plain_model.config) is not None
         self.average: dict[str, Tensor] = {}
 
     def _parts(self) -> list[Part]:
@@ -46,9 +50,9 @@ class WeightAverage(TrainerCallback):
         """Add one step to the average."""
         if self.skipped():
             return
-        decay = min(self.decay, (1 + state.global_step) / (10 + state.global_step))
+        leave = 1.0 if self.keeps_start else (1 + state.global_step) / (10 + state.global_step)
         for part in self._parts():
-            self.average[part.name].lerp_(part.of(part.slot).float(), 1 - decay)
+            self.average[part.name].lerp_(part.of(part.slot).float(), 1 - min(self.decay, leave))
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -41,7 +41,7 @@ _SCHEDULES: dict[str, type[Strict]] = {
 class TrainConfig(Strict):
     """The optimiser's side of a run; names are those of `transformers.TrainingArguments` where it has them."""
 
-    max_steps: int = Field(2000, gt=0)
+    max_steps: int = Field(2000, ge=0)  # 0: what a training would start from is left as it is
     batch_size_tokens: int = Field(131072, gt=0)  # over all ranks and accumulation steps
     per_device_train_batch_size: int = Field(
         1, gt=0
@@ -95,6 +95,8 @@ class TrainConfig(Strict):
 
     @model_validator(mode="after")
     def _the_schedule_has_room(self) -> "TrainConfig":
+        if not self.max_steps:
+            return self
         if self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
         if self.num_decay_steps(self.max_steps) > self.max_steps - self.warmup_steps:

@@ -44,9 +44,8 @@ def disk_need(
     where no model is. keeps_best: whether early stopping keeps weights.
     """
     weights = num_trained * dtype_of(train.dtype).itemsize
-    num_saved = (train.max_steps - 1) // train.save_steps + bool(
-        model_itemsize
-    )  # the last step's with the model
+    # The last step's with the model; none where there is no step.
+    num_saved = max(0, (train.max_steps - 1) // train.save_steps + bool(model_itemsize))
     return DiskNeed(
         checkpoint=weights * (4 if train.ema_decay is not None else 3),
         num_checkpoints=min(train.save_total_limit + 1, num_saved),

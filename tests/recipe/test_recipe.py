@@ -178,7 +178,7 @@ WRONG = [
         {"data": {"train": [{"pth": "d"}]}},
         r"data\.train\.0\.pth: unknown key; did you mean 'path'\? \(and 1 more: data\.train\.0\.path: is required\)",
     ),
-    ({"train": {"max_steps": 0}}, r"train\.max_steps: .*greater than 0, got 0"),
+    ({"train": {"max_steps": -1}}, r"train\.max_steps: .*greater than or equal to 0, got -1"),
     ({"train": {"max_steps": 10, "warmup_steps": 11}}, r"warmup_steps \(11\) is more than max_steps \(10\)"),
     (
         {"train": {"lr_scheduler_type": "cosine_with_min_lr"}},

@@ -52,6 +52,8 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
         for row in facts["totals"]
     ]
     yield [markdown(["", "runs", "steps each", "tokens", "hours"], rows)]
+    if facts["refused"]:
+        yield ["`fcsd run` refuses, on so many processes:", *(f"- {text}" for text in facts["refused"])]
     yield ["assumed:", *(f"- {text}" for text in facts["assumptions"])]
 
 
