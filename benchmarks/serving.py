@@ -1,9 +1,10 @@
-"""What of its all-reduces a FarSkip model hides in vLLM, and what that saves: two ranks on a CPU, an emulated network.
+"""What of its collectives a FarSkip model hides in vLLM, and what that saves: two ranks on a CPU, an emulated network.
 
-    .serving/bin/python benchmarks/serving.py [--rounds N] [--real-time]        `make bench-serving`
+    .serving/bin/python benchmarks/serving.py [--rounds N] [--data-parallel] [--real-time]      `make bench-serving`
 
-A model of 8 layers with random weights is run by two ranks (tensor and expert parallel), whose collectives take turns
-in a thread that waits as a network of 2 ms and 0.5 GB/s would. Both ways are of one engine: overlapped, and
+A model of 8 layers with random weights is run by two ranks (tensor and expert parallel, or with --data-parallel each
+its own prompts and half of the experts), whose collectives take turns in a thread that waits as a network of 2 ms and
+0.5 GB/s would. Both ways are of one engine: overlapped, and
 each collective waited for where it begins. Their steps alternate. Hidden is the part of the collectives' time in which
 the computing thread did not wait for them; other waits are for the other rank, and for threads to run.
 
@@ -26,7 +27,7 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving/tests"))
-from launch import start_two_ranks
+from launch import start_ranks
 
 NETWORK = {"comm": "timed", "latency_ms": 2.0, "bandwidth_gb_per_s": 0.5}
 WORK = {"prefill": (4, 32, 1), "decode": (4, 16, 16)}
@@ -51,7 +52,19 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def start_engine(folder: str, compiled: bool) -> Any:
+# With a shared expert, as models that are served so have: a dispatch has attention from its kernel on to run beside, a
+# combine the shared expert and attention up to its kernel.
+DATA_PARALLEL_CONFIG: dict[str, Any] = {
+    **CONFIG,
+    "architectures": ["FarSkipQwen2MoeForCausalLM"],
+    "model_type": "farskip_qwen2_moe",
+    "num_key_value_heads": 16,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+def start_engine(folder: str, compiled: bool, data_parallel: bool) -> Any:
     """Return an engine of two ranks with weights that it makes up."""
     from vllm import LLM
 
@@ -70,7 +83,7 @@ def start_engine(folder: str, compiled: bool) -> Any:
         max_num_seqs=16,
         seed=0,
         skip_tokenizer_init=True,
-        tensor_parallel_size=2,
+        **{"data_parallel_size" if data_parallel else "tensor_parallel_size": 2},
     )
 
 
@@ -81,6 +94,7 @@ def measure(llm: Any, work: tuple[int, int, int], rounds: int) -> dict[str, Any]
     from fcsd_vllm.communication import Times
 
     communication = llm.apply_model(lambda model: model.farskip_communication)[0]
+    communication = getattr(communication, "timed", communication)
     overlapped = communication.settings
     ways = {"overlapped": overlapped, "blocking": replace(overlapped, min_overlap_bytes=2**62)}
     prompts, tokens, new_tokens = work
@@ -116,20 +130,19 @@ def run_first() -> None:
         os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(priority))
 
 
-def run_rank(folder: str, compiled: bool, rounds: int, real_time: bool) -> None:
+def run_rank(folder: str, compiled: bool, given: argparse.Namespace) -> None:
     """Measure on this rank, and write the results beside the config."""
-    llm = start_engine(folder, compiled)
-    if real_time:
+    llm = start_engine(folder, compiled, given.data_parallel)
+    if given.real_time:
         run_first()
-    results = {name: measure(llm, work, rounds) for name, work in WORK.items()}
+    results = {name: measure(llm, work, given.rounds) for name, work in WORK.items()}
     Path(folder, f"results-{int(compiled)}-{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 
-def launch(folder: str, compiled: bool, rounds: int, real_time: bool) -> dict[str, Any]:
+def launch(folder: str, compiled: bool, rounds: int) -> dict[str, Any]:
     """Run both ranks; return the milliseconds of rank 0, and what was hidden on both."""
-    flags = [name for name, on in (("--compiled", compiled), ("--real-time", real_time)) if on]
-    words = ["--rank-of", folder, "--rounds", str(rounds), *flags]
-    if start_two_ranks(Path(__file__), *words).wait() != 0:
+    words = ["--rank-of", folder, *sys.argv[1:], *(["--compiled"] if compiled else [])]
+    if start_ranks(Path(__file__), *words).wait() != 0:
         sys.exit("a rank failed")
     ranks = [
         json.loads(Path(folder, f"results-{int(compiled)}-{rank}.json").read_text()) for rank in range(2)
@@ -157,20 +170,24 @@ def main() -> None:
     parser.add_argument(
         "--real-time", action="store_true", help="before other work on this machine; needs root"
     )
+    parser.add_argument(
+        "--data-parallel", action="store_true", help="attention a rank, experts over the ranks"
+    )
     parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank_of:
-        run_rank(given.rank_of, given.compiled, given.rounds, given.real_time)
+        run_rank(given.rank_of, given.compiled, given)
         return
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        config = DATA_PARALLEL_CONFIG if given.data_parallel else CONFIG
+        Path(folder, "config.json").write_text(json.dumps(config))
         print(
             "| work | model | blocking ms | overlapped ms | ratio | collectives | ms each | hidden | other waits ms |"
         )
         print("|---|---|---|---|---|---|---|---|---|")
         for compiled in (False, True):
-            for work, ways in launch(folder, compiled, given.rounds, given.real_time).items():
+            for work, ways in launch(folder, compiled, given.rounds).items():
                 blocking, overlapped = ways["blocking"], ways["overlapped"]
                 print(
                     f"| {work} | {'compiled' if compiled else 'eager'} | {blocking['median_ms']:.0f}"

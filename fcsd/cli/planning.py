@@ -34,9 +34,9 @@ def _plan(arguments: Namespace) -> None:
     options = vars(arguments) | _cluster(arguments)
     settings = PlanSettings.from_options(options, connectivity=connectivity_of(arguments))
     if arguments.windows is not None:
-        if arguments.phase != "train":
+        if settings.phase != "train" and settings.data_parallel is None:
             raise UserError(
-                f"--windows: of dispatch and combine, which --phase {arguments.phase} has not; use train"
+                f"--windows: of dispatch and combine, which --phase {arguments.phase} has not; use train, or --dp"
             )
         check_file_place(arguments.windows, read_windows_file)
     if arguments.figure is not None:

@@ -81,18 +81,18 @@ def check_identity(
 
 
 def _check_folder(server: Server, model: ModelFolder) -> None:
-    """Refuse a server that was started with another folder of this machine: two trainings may answer alike."""
-    root = Path(server.root)
-    if (
-        not root.is_absolute()
-        or root.resolve() == model.folder.resolve()
-        or not any(root.glob("*.safetensors"))
-    ):
+    """Refuse a server that was started with another folder of this machine: two trainings may answer alike.
+
+    A relative one is looked for from here, where a server is usually started, too.
+    """
+    root = Path(server.root).resolve()
+    if not server.root or root == model.folder.resolve() or not any(root.glob("*.safetensors")):
         return
     served = weights_fingerprint(root), read_json(root / "config.json").get("farskip")
     if served != (model.weights, read_json(model.folder / "config.json").get("farskip")):
         raise server.error(
-            f"serves {root}, which is another model than {model.config.path}. Serve that: vllm serve {model.folder}"
+            f"serves {server.root}, in this machine's {root}, which is another model than {model.config.path}. Serve"
+            f" that: vllm serve {model.folder.resolve()}"
         )
 
 

@@ -2,7 +2,8 @@
 
 All have the two methods of `Communication`. A tag names a collective of the model, such as `attention.3`, and is the
 same on every rank and in every step. `start` leaves its argument alone and gives memory of its own back, so that a
-compiler may do with the argument what it likes; the sum is in it after `wait` with the same tag.
+compiler may do with the argument what it likes; the sum is in it after `wait` with the same tag. It may be a view, as
+`[:, :hidden]` of a kernel's padded output: collectives do not read strides, so each gets whole memory.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +28,7 @@ _QUIET_S = 0.1
 
 
 class Communication(Protocol):
-    """A back end."""
+    """A back end; one whose collectives are complete when they have begun has `at_once`."""
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Begin to sum `x` over the ranks; the result is complete after `wait`."""
@@ -40,6 +42,8 @@ class Communication(Protocol):
 class Alone:
     """One rank: the sum is the summand."""
 
+    at_once = True
+
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Copy, because operators may not return their arguments."""
         return x.clone()
@@ -52,12 +56,16 @@ class Alone:
 class Blocking:
     """The engine's own all-reduce, with whatever it chooses for the size; complete at once."""
 
+    at_once = True
+
     def __init__(self, group: Any) -> None:
         self.group = group
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Sum `x`; on CPUs the engine sums in place."""
-        return self.group.all_reduce(x.clone() if x.device.type == "cpu" else x)
+        if x.device.type == "cpu":
+            return self.group.all_reduce(x.clone(memory_format=torch.contiguous_format))
+        return self.group.all_reduce(x.contiguous())
 
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Return `x`."""
@@ -95,26 +103,35 @@ class Stream:
             )
         self.stream = torch.cuda.Stream()
         self.events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
-        self.inputs: dict[str, torch.Tensor] = {}
+        self.inputs: dict[str, Any] = {}
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Begin when the computing stream has made `x`."""
-        if tag not in self.events:
-            self.events[tag] = (torch.cuda.Event(), torch.cuda.Event())
-        ready, done = self.events[tag]
+        x = x.contiguous()
         summed = torch.empty_like(x)
-        ready.record()
-        self.stream.wait_event(ready)
-        self.communicator.all_reduce(x, summed, stream=self.stream)
-        done.record(self.stream)
-        self.inputs[tag] = x  # not to be freed, and its memory given to another tensor, while it is read
+        self.begin(lambda communicator, stream: communicator.all_reduce(x, summed, stream=stream), x, tag)
         return summed
 
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Let the computing stream wait; the process does not."""
+        self._end(tag)
+        return x
+
+    def begin(self, run: Callable[[Any, Any], object], inputs: Any, tag: str) -> Callable[[], None]:
+        """Queue collectives, given communicator and stream, behind what the computing stream has; return what waits."""
+        if tag not in self.events:
+            self.events[tag] = (torch.cuda.Event(), torch.cuda.Event())
+        ready, done = self.events[tag]
+        ready.record()
+        self.stream.wait_event(ready)
+        run(self.communicator, self.stream)
+        done.record(self.stream)
+        self.inputs[tag] = inputs  # not to be freed, and the memory given to another tensor, while it is read
+        return lambda: self._end(tag)
+
+    def _end(self, tag: str) -> None:
         torch.cuda.current_stream().wait_event(self.events[tag][1])
         self.inputs.pop(tag, None)
-        return x
 
 
 @dataclass
@@ -140,10 +157,12 @@ class Times:
 class _Turn:
     """One collective in the queue of `Timed`, and when all ranks had come to it and it ended."""
 
-    x: torch.Tensor
+    run: Callable[[], object]
+    bytes: int
     done: threading.Event = field(default_factory=threading.Event)
     met: float = 0.0
     ended: float = 0.0
+    error: Exception | None = None
 
 
 class Timed:
@@ -166,24 +185,31 @@ class Timed:
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Put a copy of `x` in the queue; a small one is waited for at once."""
         summed = x.clone(memory_format=torch.contiguous_format)
-        self.pending[tag] = _Turn(summed)
-        self.queue.put(self.pending[tag])
-        self.times.collectives += 1
-        self.times.bytes += x.nbytes
-        if x.nbytes < self.settings.min_overlap_bytes:
-            self._join(tag)
+        self.begin(lambda: dist.all_reduce(summed, group=self.group), x.nbytes, tag)
         return summed
 
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Wait for the thread."""
-        if tag in self.pending:
-            self._join(tag)
+        self._join(tag)
         return x
 
+    def begin(self, run: Callable[[], object], num_bytes: int, tag: str) -> Callable[[], None]:
+        """Put a collective in the queue, which is waited for at once where it is small; return what waits."""
+        self.pending[tag] = _Turn(run, num_bytes)
+        self.queue.put(self.pending[tag])
+        self.times.collectives += 1
+        self.times.bytes += num_bytes
+        if num_bytes < self.settings.min_overlap_bytes:
+            self._join(tag)
+        return lambda: self._join(tag)
+
     def _join(self, tag: str) -> None:
-        turn = self.pending.pop(tag)
+        if (turn := self.pending.pop(tag, None)) is None:
+            return
         asked = time.perf_counter()
         turn.done.wait()
+        if turn.error is not None:
+            raise turn.error
         exposed = max(0.0, turn.ended - max(asked, turn.met))
         self.times.exposed_s += exposed
         self.times.behind_s += time.perf_counter() - asked - exposed
@@ -196,14 +222,21 @@ class Timed:
             except queue.Empty:
                 self._tell()
                 continue
-            dist.barrier(group=self.group)
-            turn.met = time.perf_counter()
-            dist.all_reduce(turn.x, group=self.group)
-            speed = self.settings.bandwidth_gb_per_s * 1e9
-            network_s = self.settings.latency_ms / 1e3 + (turn.x.nbytes / speed if speed else 0.0)
-            time.sleep(max(0.0, network_s - (time.perf_counter() - turn.met)))
-            turn.ended = time.perf_counter()
+            try:
+                self._take(turn)
+            except Exception as error:  # a rank that is gone, mostly; told where it is waited for
+                turn.error = error
             turn.done.set()
+
+    @torch.inference_mode()
+    def _take(self, turn: _Turn) -> None:
+        dist.barrier(group=self.group)
+        turn.met = time.perf_counter()
+        turn.run()
+        speed = self.settings.bandwidth_gb_per_s * 1e9
+        network_s = self.settings.latency_ms / 1e3 + (turn.bytes / speed if speed else 0.0)
+        time.sleep(max(0.0, network_s - (time.perf_counter() - turn.met)))
+        turn.ended = time.perf_counter()
 
     def _tell(self) -> None:
         """Write what was measured, when there is more than was written; under another name first."""

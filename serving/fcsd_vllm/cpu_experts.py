@@ -3,6 +3,7 @@
 `CPUUnquantizedExperts.apply` ignores `expert_map`, though its class says that it takes one (vllm issue 57837).
 """
 
+import functools
 import inspect
 from typing import Any
 
@@ -19,6 +20,7 @@ def respect_expert_map() -> None:
 
     signature = inspect.signature(stock)
 
+    @functools.wraps(stock)
     def apply(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments
         if (expert_map := given["expert_map"]) is None:

@@ -1,6 +1,8 @@
 """The model classes that vLLM loads: a stock class each, whose layers are rewired before weights are loaded."""
 
 import importlib
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -8,8 +10,10 @@ from typing import Any
 from fcsd_vllm.communication import make_communication
 from fcsd_vllm.families import FAMILIES, Family
 from fcsd_vllm.field import field_of, read_field
-from fcsd_vllm.rewire import rewire
+from fcsd_vllm.rewire import rewire, used_functions
 from fcsd_vllm.settings import Settings, read_settings, shown
+from fcsd_vllm.transports import make_transport
+from fcsd_vllm.versions import check_sources, needed_functions
 
 
 def _stock_class(name: str) -> Any:
@@ -19,6 +23,18 @@ def _stock_class(name: str) -> Any:
     module, class_name = {**_TEXT_GENERATION_MODELS, **_MULTIMODAL_MODELS}[name]
     module = module if "." in module else f"vllm.model_executor.models.{module}"
     return getattr(importlib.import_module(module), class_name)
+
+
+def forwards() -> Iterator[Callable[..., Any]]:
+    """Yield the forwards of all that the families' files name; the layers of a wrapper are those of its text model."""
+    rooms = ("vllm.model_executor.models.", "vllm.model_executor.layers.mamba.")
+    for family in FAMILIES.values():
+        if family.text_config:
+            continue
+        file = importlib.import_module(_stock_class(family.stock).__module__)
+        for each in vars(file).values():
+            if inspect.isclass(each) and each.__module__.startswith(rooms) and hasattr(each, "forward"):
+                yield each.forward
 
 
 def make_model_class(family: Family) -> Any:
@@ -54,13 +70,18 @@ def _add_gates(model: Any, vllm_config: Any) -> None:
 
 def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
     import vllm
-    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.distributed.parallel_state import get_dp_group, get_tp_group
     from vllm.logger import init_logger
 
     config = vllm_config.model_config.hf_config
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
     settings = _chosen(vllm_config)
-    model.farskip_communication = make_communication(settings, get_tp_group())
+    exchanging = vllm_config.parallel_config.data_parallel_size > 1
+    model.farskip_communication = (
+        make_transport(settings, get_dp_group())
+        if exchanging
+        else make_communication(settings, get_tp_group())
+    )
     stack = reduce(getattr, family.stack.split("."), model)
     rewired = rewire(
         stack,
@@ -70,11 +91,14 @@ def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
         vllm_config.compilation_config.static_forward_context,
         vllm.__version__,
     )
+    used = [*used_functions(stack, family, rewired), *needed_functions()] if rewired else []
+    check_sources(used, vllm.__version__, settings.looked_at)
     init_logger("vllm.fcsd").info(
-        "FarSkip: rewired %d of %d layers of %s, all-reduces %s, vLLM %s",
+        "FarSkip: rewired %d of %d layers of %s, %s %s, vLLM %s",
         len(rewired),
         num_layers,
         family.causal_lm,
+        "exchanges" if exchanging else "all-reduces",
         shown(settings),
         vllm.__version__,
     )

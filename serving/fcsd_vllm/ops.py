@@ -9,15 +9,31 @@ from typing import Any
 
 import torch
 from torch.library import Library
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
+
+from fcsd_vllm.refusals import Refused
 
 _LIBRARY = Library("fcsd", "FRAGMENT")
 
 
 def _schedule(name: str) -> Any:
-    """Return the layer that this engine knows by a name; two engines in a process have a table each."""
-    return get_forward_context().no_compile_layers[name]
+    """Return the layer that this engine knows by a name; two engines in a process have a table each.
+
+    Raises:
+        Refused: a piecewise graph is captured, which would end with sums in flight. vLLM chooses the kind of its graphs
+            once more when it knows its attention kernels, after `keep_whole_graphs`.
+    """
+    context = get_forward_context()
+    schedule = context.no_compile_layers[name]
+    at_once = getattr(schedule.communication, "at_once", False)
+    if context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE and not at_once:
+        raise Refused(
+            "fcsd-serving: vLLM captures piecewise graphs, which end where FarSkip has sums in flight (its attention"
+            ' kernels, or speculation, have no whole ones); use --compilation-config \'{"cudagraph_mode": "NONE"}\''
+        )
+    return schedule
 
 
 def attention_input(
@@ -29,6 +45,19 @@ def attention_input(
 
 def _attention_input_fake(
     stream: torch.Tensor, flight: torch.Tensor | None, routed: torch.Tensor, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(stream), torch.empty_like(stream)
+
+
+def layer_input(
+    stream: torch.Tensor, routed: torch.Tensor | None, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ExchangeSchedule.layer_input`."""
+    return _schedule(layer).layer_input(stream, routed)
+
+
+def _layer_input_fake(
+    stream: torch.Tensor, routed: torch.Tensor | None, layer: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(stream), torch.empty_like(stream)
 
@@ -75,6 +104,7 @@ def _finish_fake(
 
 for _op, _fake in (
     (attention_input, _attention_input_fake),
+    (layer_input, _layer_input_fake),
     (after_attention, _after_attention_fake),
     (after_attention_in_flight, _after_attention_in_flight_fake),
     (finish, _finish_fake),

@@ -4,10 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 from fcsd_vllm.families import Family
+from fcsd_vllm.settings import read_settings
 
 
 class Refused(ValueError):
     """A feature of the engine that FarSkip layers do not have; the message is one line."""
+
+
+MONOLITHIC = (
+    "routes and computes in one call, out of which no exchange can be cut; choose another --moe-backend"
+)
+SPLITTABLE = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
+"""Back ends (`--all2all-backend`) that begin and end an exchange apart."""
+SPLIT = f"use --all2all-backend {', '.join(SPLITTABLE)}, the last two with comm: stream; or comm: blocking"
 
 
 def _parallel(name: str) -> Callable[[Any, Family], bool]:
@@ -26,29 +35,57 @@ def _method(*names: str) -> Callable[[Any, Family], bool]:
     return lambda config, family: getattr(config.speculative_config, "method", None) in names
 
 
-# Sequence-parallel MoE needs data parallelism above one too; the more general sentence comes last.
+def _data_parallel(applies: Callable[[Any], bool]) -> Callable[[Any, Family], bool]:
+    return lambda config, family: config.parallel_config.data_parallel_size > 1 and applies(config)
+
+
+def _unsplit(config: Any) -> bool:
+    comm = read_settings(config.additional_config).comm
+    back_end = config.parallel_config.all2all_backend
+    if comm in ("c10d", "timed"):
+        return bool(back_end != SPLITTABLE[0])
+    return comm != "blocking" and back_end not in SPLITTABLE
+
+
 _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
     (
-        _parallel("enable_dbo"),
-        "dual batch overlap (--enable-dbo) splits the step that FarSkip layers overlap; leave it off",
+        _parallel("use_ubatching"),
+        "dual batch overlap (--enable-dbo, --ubatch-size) splits the step that FarSkip layers overlap; leave it off",
     ),
     (
-        _parallel("use_sequence_parallel_moe"),
-        "sequence-parallel MoE (expert parallel with data parallel) scatters the stream over the ranks; use"
-        " --data-parallel-size 1",
+        _data_parallel(lambda config: config.parallel_config.tensor_parallel_size > 1),
+        "with data parallelism, tensor parallelism scatters the stream over the ranks or sums beside the exchange; use"
+        " --tensor-parallel-size 1, or --data-parallel-size 1 and start one server a replica",
     ),
     (
-        _above_one("data_parallel_size"),
-        "data parallelism exchanges tokens between its ranks in every MoE block; use --data-parallel-size 1 and start"
-        " one server a replica",
+        _data_parallel(lambda config: config.parallel_config.pipeline_parallel_size > 1),
+        "data parallelism over the stages of a pipeline was never run; use --pipeline-parallel-size 1",
+    ),
+    (
+        _data_parallel(_unsplit),
+        f"this exchange of data-parallel ranks cannot be begun and waited for apart; {SPLIT}",
+    ),
+    (
+        _data_parallel(lambda config: config.lora_config is not None),
+        "with data parallelism adapters travel with the tokens, which FarSkip's exchange does not do; merge them",
     ),
     (
         _above_one("prefill_context_parallel_size"),
         "context-parallel prefill splits the sums of a layer; leave it off",
     ),
     (
-        _method("eagle3", "dflash"),
-        "this draft model reads the stream between layers, where FarSkip has sums in flight; use n-gram speculation",
+        _above_one("decode_context_parallel_size"),
+        "context-parallel decoding (--decode-context-parallel-size) moves queries and sums between the ranks within"
+        " attention, beside the sums in flight; leave it off",
+    ),
+    (
+        _parallel("enable_elastic_ep"),
+        "elastic expert parallelism (--enable-elastic-ep) changes the groups of ranks of a running server; leave it"
+        " off",
+    ),
+    (
+        _method("eagle3", "dflash", "dspark", "extract_hidden_states"),
+        "this speculation reads the stream between layers, where FarSkip has sums in flight; use n-gram speculation",
     ),
     (_float16, "vLLM rescales the stream of this family in float16; use --dtype bfloat16"),
 )

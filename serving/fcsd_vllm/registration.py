@@ -35,9 +35,11 @@ def register_all() -> None:
             _add_hook(family, architecture)
     _add_warning()
     if current_platform.is_cpu():
+        from fcsd_vllm.cpu_exchange import give_collectives
         from fcsd_vllm.cpu_experts import respect_expert_map
 
         respect_expert_map()
+        give_collectives()
 
 
 def _add_hook(family: Family, architecture: str) -> None:

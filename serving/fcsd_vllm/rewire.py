@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 
 from fcsd_vllm import ops  # noqa: F401  defines torch.ops.fcsd
 from fcsd_vllm.communication import Communication
+from fcsd_vllm.exchange import Exchange
+from fcsd_vllm.exchange_schedule import ExchangeSchedule, call_before_kernel
 from fcsd_vllm.families import Family
 from fcsd_vllm.field import Field
-from fcsd_vllm.refusals import Refused
+from fcsd_vllm.refusals import MONOLITHIC, Refused
 from fcsd_vllm.schedule import Schedule, pair
+from fcsd_vllm.transports import Transport
 from fcsd_vllm.versions import missing
 
 
@@ -22,7 +26,7 @@ def rewire(
     stack: nn.Module,
     family: Family,
     field: Field,
-    communication: Communication,
+    communication: Communication | Transport,
     table: dict[str, Any],
     version: str,
 ) -> list[int]:
@@ -46,30 +50,56 @@ def rewire(
     is_moe = [here[k] and _runner(getattr(layer, family.moe)) is not None for k, layer in enumerate(layers)]
     rewired = [k for k in field.layers if here[k]]
     for k in rewired:
+        _check_forward(layers[k], k)
         begins_stage = k > 0 and not here[k - 1]
         ends_stage = k + 1 < len(layers) and not here[k + 1]
-        before = k - 1 in selected and field.partial
-        schedule = Schedule(
-            index=k,
-            name=f"fcsd.planning.layers.{k}",
-            layer=layers[k],
-            block=getattr(layers[k], family.moe),
-            shared=None,
-            dense=not is_moe[k],
-            outdated=field.outdated,
-            receives=before and (begins_stage or is_moe[k - 1]),
-            carries=field.partial and is_moe[k] and k + 1 in selected,
-            begins_stage=begins_stage,
-            ends_stage=ends_stage,
-            communication=communication,
-        )
-        _give_partial_sums(schedule, family, version)
+        receives = k - 1 in selected and field.partial
+        parts: dict[str, Any] = {
+            "index": k,
+            "name": f"fcsd.planning.layers.{k}",
+            "layer": layers[k],
+            "block": getattr(layers[k], family.moe),
+            "shared": None,
+            "dense": not is_moe[k],
+            "outdated": field.outdated,
+            "receives": receives and (begins_stage or is_moe[k - 1]),
+            "carries": field.partial and is_moe[k] and k + 1 in selected,
+            "begins_stage": begins_stage,
+            "ends_stage": ends_stage,
+            "communication": communication,
+        }
+        schedule: Schedule
+        if isinstance(communication, Transport):
+            before = table.get(f"fcsd.planning.layers.{k - 1}")
+            schedule = _exchanging(parts, getattr(before, "exchange", None), family, version)
+        else:
+            schedule = Schedule(**parts)
+            _give_partial_sums(schedule, family, version)
         table[schedule.name] = schedule
         attention = _attention(layers[k], family)
         takes = set(inspect.signature(attention.forward).parameters) & set(family.arguments)
         run = functools.partial(_forward, schedule, attention, family.arguments, tuple(sorted(takes)))
         layers[k].forward = run
     return rewired
+
+
+def used_functions(stack: nn.Module, family: Family, rewired: list[int]) -> list[Callable[..., Any]]:
+    """Return the forwards that rewired layers replace or call, and that of the loop around them."""
+    layers: list[Any] = [stack.layers[k] for k in rewired]  # type: ignore[index]
+    parts = [
+        part for layer in layers for part in (layer, _attention(layer, family), getattr(layer, family.moe))
+    ]
+    return [type(part).forward for part in (stack, *parts)]
+
+
+def _check_forward(layer: nn.Module, k: int) -> None:
+    """Refuse a layer whose forward is wrapped: what the wrapper does, such as to fetch weights, would be left out."""
+    if (wrapper := vars(layer).get("forward")) is not None:
+        raise Refused(
+            f"layer {k}: {getattr(wrapper, '__module__', 'something')} has put a forward of its own in the layer's"
+            " place, which FarSkip layers would leave out; switch that off (offloading of weights: --cpu-offload-gb,"
+            " --offload-group-size)"
+        )
 
 
 def _attention(layer: nn.Module, family: Family) -> Any:
@@ -87,20 +117,46 @@ def _runner(block: nn.Module) -> MoERunner | None:
 def _give_partial_sums(schedule: Schedule, family: Family, version: str) -> None:
     """Let attention, the block and the shared experts of a layer give this rank's part of their sums."""
     where = f"layer {schedule.index}"
-    if getattr(schedule.layer, "layer_scale", False):
-        raise Refused(f"{where}: layer_scale multiplies the sums of this layer; FarSkip layers have none")
+    _check_layer(schedule)
     _row(_attention(schedule.layer, family), f"attention of {where}", version).reduce_results = False
     if schedule.dense:
         _row(schedule.block, f"MLP of {where}", version).reduce_results = False
         return
     runner: Any = _runner(schedule.block)
-    for name in ("moe_config", "_shared_experts", "_select_forward", "_forward_entry"):
-        if not hasattr(runner, name):
-            raise missing(version, f"MoERunner.{name}")
+    _check_runner(schedule, runner, version)
     if not hasattr(runner.moe_config, "skip_final_all_reduce"):
         raise missing(version, "FusedMoEConfig.skip_final_all_reduce")
-    _check_runner(schedule, runner, where)
+    kernel = getattr(runner._quant_method, "moe_kernel", None)
+    if kernel is not None and kernel.output_is_reduced():
+        raise Refused(
+            f"{where}: {type(kernel).__name__} sums the outputs of its ranks itself; choose another MoE back end"
+        )
     runner.moe_config.skip_final_all_reduce = True
+    _take_shared(schedule, runner)
+
+
+def _exchanging(
+    parts: dict[str, Any], before: Exchange | None, family: Family, version: str
+) -> ExchangeSchedule:
+    """Return the schedule of a layer whose experts are spread over data-parallel ranks."""
+    schedule = ExchangeSchedule(**parts, before=before)
+    _check_layer(schedule)
+    if not schedule.dense:
+        runner: Any = _runner(schedule.block)
+        for name in ("router", "routed_scaling_factor", "routed_experts", "_sequence_parallel_context"):
+            if not hasattr(runner, name):
+                raise missing(version, f"MoERunner.{name}")
+        _check_runner(schedule, runner, version)
+        if runner._quant_method.is_monolithic:
+            raise Refused(f"layer {schedule.index}: {type(runner._quant_method).__name__} {MONOLITHIC}")
+        _take_shared(schedule, runner)
+        schedule.exchange = Exchange(schedule.block, runner, schedule.index, parts["communication"])
+    call_before_kernel(_attention(schedule.layer, family), schedule.between)
+    return schedule
+
+
+def _take_shared(schedule: Schedule, runner: Any) -> None:
+    """Let the schedule run the shared experts, and the block give the routed output alone."""
     if runner._shared_experts is not None:
         schedule.shared = runner._shared_experts._layer
         runner._shared_experts = None
@@ -115,8 +171,19 @@ def _row(module: nn.Module, what: str, version: str) -> Any:
     return rows[0]
 
 
-def _check_runner(schedule: Schedule, runner: Any, where: str) -> None:
+def _check_layer(schedule: Schedule) -> None:
+    if getattr(schedule.layer, "layer_scale", False):
+        raise Refused(
+            f"layer {schedule.index}: layer_scale multiplies the sums of this layer; FarSkip layers have none"
+        )
+
+
+def _check_runner(schedule: Schedule, runner: Any, version: str) -> None:
+    for name in ("moe_config", "_shared_experts", "_select_forward", "_forward_entry"):
+        if not hasattr(runner, name):
+            raise missing(version, f"MoERunner.{name}")
     block: Any = schedule.block
+    where = f"layer {schedule.index}"
     if runner.moe_config.is_sequence_parallel:
         raise Refused(f"{where}: sequence-parallel MoE scatters the stream; switch it off")
     if getattr(block, "is_fused_shared_expert_enabled", False):
@@ -128,11 +195,6 @@ def _check_runner(schedule: Schedule, runner: Any, where: str) -> None:
     if getattr(runner, "routed_output_transform", None) is not None:
         raise Refused(
             f"{where}: its routed output is transformed after the sum over the ranks, which must not be delayed"
-        )
-    kernel = getattr(runner._quant_method, "moe_kernel", None)
-    if kernel is not None and kernel.output_is_reduced():
-        raise Refused(
-            f"{where}: {type(kernel).__name__} sums the outputs of its ranks itself; choose another MoE back end"
         )
 
 
@@ -148,7 +210,14 @@ def _forward(
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     hidden, residual = given["hidden_states"], given["residual"]
     routed = None
-    if schedule.receives and schedule.begins_stage:
+    if isinstance(schedule, ExchangeSchedule):
+        if residual is None:
+            stream = hidden
+        else:
+            routed = hidden
+            stream = residual[0] if isinstance(residual, tuple) else residual
+        base, read = torch.ops.fcsd.layer_input(stream, routed, schedule.name)
+    elif schedule.receives and schedule.begins_stage:
         base, routed = residual, hidden
         read = schedule.layer.input_layernorm(base)
     elif schedule.receives:

@@ -25,6 +25,8 @@ class Settings:
     """Of an emulated network, a collective; only `timed`."""
     bandwidth_gb_per_s: float = 0.0
     """Of an emulated network, 0 for none; only `timed`."""
+    looked_at: str = ""
+    """Digest of the changed functions of vLLM that a user has looked at; the refusal of an engine names it."""
 
 
 def read_settings(additional_config: Any) -> Settings:
@@ -47,6 +49,11 @@ def read_settings(additional_config: Any) -> Settings:
         if name == "comm":
             if value not in BACK_ENDS:
                 raise SettingsError(f"{where}.comm: must be one of {', '.join(BACK_ENDS)}, got {value!r}")
+        elif name == "looked_at":
+            if not isinstance(value, str):
+                raise SettingsError(
+                    f"{where}.looked_at: must be the digest that the refusal named, got {value!r}"
+                )
         elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise SettingsError(f"{where}.{name}: must be a number of 0 or more, got {value!r}")
     settings = Settings(**chosen)
@@ -66,6 +73,8 @@ def with_version(additional_config: Mapping[str, Any], version: str) -> dict[str
 def shown(settings: Settings) -> str:
     """Return settings as `blocking` or `timed (latency_ms 2)`."""
     rest = ", ".join(
-        f"{name} {value:g}" for name, value in asdict(settings).items() if name != "comm" and value
+        f"{name} {value}" if isinstance(value, str) else f"{name} {value:g}"
+        for name, value in asdict(settings).items()
+        if name != "comm" and value
     )
     return settings.comm + (f" ({rest})" if rest else "")

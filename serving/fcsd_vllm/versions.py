@@ -1,15 +1,54 @@
 """Which engines the plugin was verified with, and what it needs of one. Standard library only."""
 
 import importlib
+import inspect
+import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
-VERIFIED = ("0.32.0",)
+from fcsd_vllm.sources import SOURCES, changed, digests, seal
+
+VERIFIED = tuple(SOURCES)
 """Versions of vLLM whose models were compared with fcsd's: ids, log-probabilities, order of collectives."""
 
 # Model internals move with releases; the plugin API has not since 0.6.
+_MOE = "vllm.model_executor.layers.fused_moe"
+_RUNNER = f"{_MOE}.runner.moe_runner"
+_ATTENTION = "vllm.model_executor.layers.attention"
+# What experts over data-parallel ranks are cut out of: steps that `exchange.py` takes apart or does itself.
+EXCHANGE = (
+    (_RUNNER, "MoERunner._sequence_parallel_context"),
+    (_RUNNER, "MoERunner._apply_quant_method"),
+    (f"{_MOE}.modular_kernel", "FusedMoEKernelModularImpl.apply"),
+    (f"{_MOE}.modular_kernel", "FusedMoEKernelModularImpl._prepare"),
+    (f"{_MOE}.modular_kernel", "FusedMoEKernelModularImpl._fused_experts"),
+    (f"{_MOE}.modular_kernel", "FusedMoEKernelModularImpl._finalize"),
+    (f"{_MOE}.modular_kernel", "FusedMoEKernelModularImpl._allocate_buffers"),
+    (f"{_MOE}.prepare_finalize.naive_dp_ep", "MoEPrepareAndFinalizeNaiveDPEPModular.prepare"),
+    (f"{_MOE}.prepare_finalize.naive_dp_ep", "MoEPrepareAndFinalizeNaiveDPEPModular.finalize"),
+    (f"{_MOE}.prepare_finalize.naive_dp_ep", "_quantize_and_setup_dispatch"),
+    (f"{_MOE}.prepare_finalize.naive_dp_ep", "_unwrap_scale_and_prepare_for_moe"),
+    (f"{_MOE}.topk_weight_and_reduce", "TopKWeightAndReduceContiguous.apply"),
+    ("vllm.distributed.device_communicators.all2all", "AgRsAll2AllManager.dispatch"),
+    ("vllm.distributed.device_communicators.all2all", "AgRsAll2AllManager.combine_into_output"),
+    ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.all_gatherv"),
+    ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.reduce_scatterv"),
+    ("vllm.distributed.parallel_state", "get_dp_group"),
+    (f"{_ATTENTION}.attention", "unified_attention_with_output"),
+    (f"{_ATTENTION}.mla_attention", "unified_mla_attention_with_output"),
+)
 NEEDED = (
-    ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"),
-    ("vllm.model_executor.layers.linear", "RowParallelLinear"),
+    *EXCHANGE,
+    (_RUNNER, "MoERunner.forward"),
+    (_RUNNER, "MoERunner._select_forward"),
+    (_RUNNER, "MoERunner._forward_impl"),
+    (_RUNNER, "MoERunner._maybe_apply_routed_scale_to_output"),
+    (_RUNNER, "MoERunner._maybe_reduce_final_output"),
+    ("vllm.config", "VllmConfig.try_verify_and_update_config"),
+    ("vllm.config", "CUDAGraphMode.without_piecewise"),
+    ("vllm.distributed.parallel_state", "GroupCoordinator.all_reduce"),
+    ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.all_reduce"),
+    ("vllm.model_executor.layers.linear", "RowParallelLinear.forward"),
     ("vllm.model_executor.models.config", "MODELS_CONFIG_MAP"),
     ("vllm.model_executor.models.registry", "_TEXT_GENERATION_MODELS"),
     ("vllm.model_executor.models.registry", "_MULTIMODAL_MODELS"),
@@ -18,7 +57,10 @@ NEEDED = (
     ("vllm.distributed.parallel_state", "get_tp_group"),
     ("vllm.utils.torch_utils", "direct_register_custom_op"),
 )
-"""Module and name of each internal of vLLM that is used."""
+"""Module and name of each internal of vLLM that is used; functions are known by their source, too."""
+
+_WRAPPED = (("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.apply"),)
+"""What is wrapped where an engine has it."""
 
 
 class EngineError(RuntimeError):
@@ -51,9 +93,41 @@ def missing(version: str, what: str) -> EngineError:
 def check_internals(version: str) -> None:
     """Raise EngineError if the installed vLLM lacks a name in `NEEDED`."""
     for module, name in NEEDED:
-        try:
-            found: Any = getattr(importlib.import_module(module), name, None)
-        except ImportError:
-            found = None
-        if found is None:
+        if _internal(module, name) is None:
             raise missing(version, f"{module}.{name}")
+
+
+def needed_functions() -> list[Callable[..., Any]]:
+    """Return those of `NEEDED` that are functions, and what else is wrapped."""
+    return [
+        each for module, name in (*NEEDED, *_WRAPPED) if inspect.isfunction(each := _internal(module, name))
+    ]
+
+
+def _internal(module: str, name: str) -> Any:
+    try:
+        holder: Any = importlib.import_module(module)
+    except ImportError:
+        return None
+    for part in name.split("."):
+        holder = getattr(holder, part, None)
+    return holder
+
+
+def check_sources(functions: Iterable[Callable[..., Any]], version: str, looked_at: str = "") -> None:
+    """Raise EngineError if a function is not what it was in a verified version.
+
+    Args:
+        functions: what a model's layers replace and call.
+        looked_at: the digest of the changes by which a user says that they were looked at.
+    """
+    new = changed(digests(functions))
+    if not new or looked_at == seal(new):
+        return
+    names = ", ".join(".".join(name.split(".")[-2:]) for name in new)
+    setting = json.dumps({"fcsd": {"looked_at": seal(new)}})
+    raise EngineError(
+        f"fcsd-serving: vLLM {version}: FarSkip layers replace or call functions whose source nobody has compared:"
+        f" {names}; install vllm=={', '.join(VERIFIED)}, or read what changed, compare the log-probabilities of a few"
+        f" prompts with load_model(...), and say so: --additional-config '{setting}'"
+    )

@@ -1,13 +1,16 @@
 """What the tests of the engine share: its environment, prompts, the comparison with fcsd's reference, the recorder."""
 
+import functools
 import gc
 import os
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from launch import ENVIRONMENT
 
 os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
@@ -86,15 +89,21 @@ def model_of(llm: Any) -> Any:
     return llm.apply_model(lambda model: model)[0]
 
 
-def generate(llm: Any, folder: Path, prompt_logprobs: int | None = 5, **options: Any) -> list[Any]:
-    """Return what the engine makes of the reference's prompts, 16 greedy tokens each, with the top five log-probs.
+def generate(
+    llm: Any,
+    reference: Path,
+    prompt_logprobs: int | None = 5,
+    which: Sequence[int] = range(4),
+    **options: Any,
+) -> list[Any]:
+    """Return what the engine makes of prompts of a reference, 16 greedy tokens each, with the top five log-probs.
 
     Those of prompts are not to be had of what is read from the prefix cache.
     """
     from vllm import SamplingParams
 
-    reference = np.load(folder / "reference.npz")
-    prompts = [{"prompt_token_ids": reference[f"prompt{k}"].tolist()} for k in range(4)]
+    arrays = np.load(_file(reference))
+    prompts = [{"prompt_token_ids": arrays[f"prompt{k}"].tolist()} for k in which]
     sampling = SamplingParams(
         temperature=0,
         max_tokens=NEW_TOKENS,
@@ -106,16 +115,21 @@ def generate(llm: Any, folder: Path, prompt_logprobs: int | None = 5, **options:
     return llm.generate(prompts, sampling, use_tqdm=False, **options)
 
 
-def compare(outputs: list[Any], folder: Path) -> tuple[int, float]:
+def _file(reference: Path) -> Path:
+    """Return the file itself, or the one in the folder of a checkpoint."""
+    return reference if reference.suffix else reference / "reference.npz"
+
+
+def compare(outputs: list[Any], reference: Path, which: Sequence[int] = range(4)) -> tuple[int, float]:
     """Return how many prompts have all ids equal to the reference's, and the largest difference of a log-probability.
 
     Of a prompt whose ids differ only the prompt's own log-probabilities are compared.
     """
-    reference = np.load(folder / "reference.npz")
+    arrays = np.load(_file(reference))
     equal, worst = 0, 0.0
-    for k, output in enumerate(outputs):
-        logprobs, ids = reference[f"logprobs{k}"], list(output.outputs[0].token_ids)
-        same = ids == reference[f"ids{k}"].tolist()
+    for k, output in zip(which, outputs, strict=True):
+        logprobs, ids = arrays[f"logprobs{k}"], list(output.outputs[0].token_ids)
+        same = ids == arrays[f"ids{k}"].tolist()
         equal += same
         prompt = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
         rows = [*prompt, *(output.outputs[0].logprobs if same else ())]
@@ -165,6 +179,15 @@ class Recorder:
         """A hook that writes an event down."""
         return lambda *_: self.events.append(event)
 
+    def before(self, run: Any, event: str) -> Any:
+        """Return a function that writes an event down before it runs."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.events.append(event)
+            return run(*args, **kwargs)
+
+        return noted
+
     def forget(self) -> None:
         """Take back what `record` changed outside the engine."""
         for undo in self.undo:
@@ -199,6 +222,78 @@ def record(llm: Any) -> Recorder:
 
     group.all_reduce = all_reduce
     recorder.undo.append(lambda: delattr(group, "all_reduce"))
+    return recorder
+
+
+def kernel_of(layer: Any) -> tuple[Any, str]:
+    """Return what holds the kernel of a layer's attention, and under which name, as vLLM's operator finds it."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    kernel = next(part for part in layer.modules() if isinstance(part, Attention | MLAAttention))
+    return (kernel, "forward_impl") if isinstance(kernel, MLAAttention) else (kernel.impl, "forward")
+
+
+def exchanging(llm: Any) -> list[Any]:
+    """Return the schedules of rewired MoE layers whose experts are spread over data-parallel ranks."""
+    return [each for each in schedules_of(llm) if getattr(each, "exchange", None) is not None]
+
+
+class Transport:
+    """A back end that writes down where another one's exchanges begin and are waited for."""
+
+    def __init__(self, inner: Any, events: list[str]) -> None:
+        self.inner = inner
+        self.events = events
+
+    def gather(self, tensors: Any, sizes: Any, tag: str) -> Any:
+        self.events.append(f"start {tag}")
+        return self._watched(self.inner.gather(tensors, sizes, tag), tag)
+
+    def scatter(self, x: Any, output: Any, sizes: Any, tag: str) -> Any:
+        self.events.append(f"start {tag}")
+        return self._watched(self.inner.scatter(x, output, sizes, tag), tag)
+
+    def _watched(self, wait: Any, tag: str) -> Any:
+        def watched() -> Any:
+            self.events.append(f"wait {tag}")
+            return wait()
+
+        return watched
+
+
+def record_exchange(llm: Any) -> Recorder:
+    """Put a recorder into an engine whose experts are spread over data-parallel ranks; modules run hooks only eagerly.
+
+    `attention` is where it begins, `kernel` where its kernel does; `gather` and `scatter` are exchanges of vLLM's own.
+    """
+    from vllm.distributed.parallel_state import get_dp_group
+
+    recorder = Recorder(None)
+    for k, layer in enumerate(layers_of(llm)):
+        attention_of(layer).register_forward_pre_hook(recorder.note(f"attention {k}"))
+        owner, name = kernel_of(layer)
+        outer = getattr(owner, name)
+        watched = recorder.before(vars(outer).get("kernel", outer), f"kernel {k}")
+        if "kernel" in vars(outer):
+            vars(outer)["kernel"] = watched
+        else:
+            setattr(owner, name, watched)
+    for schedule in schedules_of(llm):
+        k = schedule.index
+        if schedule.dense:
+            schedule.block.register_forward_pre_hook(recorder.note(f"mlp {k}"))
+            continue
+        experts = schedule.exchange.kernel.impl.fused_experts
+        experts.apply = recorder.before(experts.apply, f"experts {k}")
+        if isinstance(schedule.shared, torch.nn.Module):
+            schedule.shared.register_forward_pre_hook(recorder.note(f"shared {k}"))
+        if hasattr(schedule.exchange.halves, "transport"):
+            halves = schedule.exchange.halves
+            halves.transport = Transport(halves.transport, recorder.events)
+    group = get_dp_group()
+    for name, event in (("all_gatherv", "gather"), ("reduce_scatterv", "scatter")):
+        setattr(group, name, recorder.before(getattr(group, name), event))
+        recorder.undo.append(functools.partial(delattr, group, name))
     return recorder
 
 

@@ -1,4 +1,4 @@
-"""How engines are started that run whole in their process, alone or as two ranks; the benchmark starts them so, too."""
+"""How engines are started that run whole in their process, alone or as ranks; the benchmark starts them so, too."""
 
 import os
 import subprocess
@@ -16,9 +16,10 @@ ENVIRONMENT = {
 }
 
 
-def start_two_ranks(script: Path, *words: str, **options: Any) -> subprocess.Popen[str]:
-    """Start a script on two ranks, where engines take the executor `external_launcher`; `options` are Popen's."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *words]
+def start_ranks(script: Path, *words: str, ranks: int = 2, **options: Any) -> subprocess.Popen[str]:
+    """Start a script on ranks, where engines take the executor `external_launcher`; `options` are Popen's."""
+    number = ["--nproc-per-node", str(ranks)]
+    command = ["-m", "torch.distributed.run", "--standalone", *number, str(script), *words]
     return subprocess.Popen(
         [sys.executable, *command], env={**ENVIRONMENT, **os.environ}, text=True, **options
     )

@@ -28,6 +28,8 @@ from tests.reference.tiny import tiny_model
 
 VOCABULARY = 512
 PROMPT_TOKENS = (5, 17, 33, 64)
+DATA_PARALLEL_TOKENS = (1, 17, 3, 64, 130, 257, 1021, 511)
+"""Of the prompts in `data_parallel.npz`, which ranks take in turn: two of them have sums of 1,155 and 849."""
 NEW_TOKENS = 16
 _FIRST_TEXT = 128  # the wrapper's ids of images are below
 
@@ -100,6 +102,9 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
+DATA_PARALLEL = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "instella_moe")
+"""Families whose checkpoints have prompts for data-parallel ranks, too."""
+
 _HALF, _GAP = [2, 3], [0, 1, 3]
 CASES: dict[str, tuple[str, Connectivity | None]] = {
     **{f"{family}-original": (family, None) for family in SIZES},
@@ -137,10 +142,13 @@ def make(case: str, folder: Path) -> None:
         make_original(original, family)
     if connectivity is not None and not (folder / case).exists():
         convert_checkpoint(original, folder / case, connectivity)
-    if not (folder / case / "reference.npz").exists():
-        np.savez(
-            folder / case / "reference.npz", **outputs_of(load_model(folder / case, dtype=torch.float32))
-        )
+    wanted = {"reference.npz": PROMPT_TOKENS}
+    if family in DATA_PARALLEL:
+        wanted["data_parallel.npz"] = DATA_PARALLEL_TOKENS
+    for name, lengths in wanted.items():
+        if not (folder / case / name).exists():
+            model = load_model(folder / case, dtype=torch.float32)
+            np.savez(folder / case / name, **outputs_of(model, lengths))
 
 
 def make_original(place: Path, family: str, **sizes: Any) -> None:
@@ -242,12 +250,12 @@ _INT8 = {
 }  # fmt: skip
 
 
-def outputs_of(model: Any) -> dict[str, Any]:
+def outputs_of(model: Any, lengths: tuple[int, ...] = PROMPT_TOKENS) -> dict[str, Any]:
     """Return prompts, greedy ids and log-probabilities of a model."""
     model.generation_config.eos_token_id = None  # all 16 tokens, as with the engine's ignore_eos
     generator = torch.Generator().manual_seed(1)
     arrays: dict[str, Any] = {}
-    for k, length in enumerate(PROMPT_TOKENS):
+    for k, length in enumerate(lengths):
         prompt = torch.randint(_FIRST_TEXT, VOCABULARY, (1, length), generator=generator)
         whole = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW_TOKENS

@@ -8,7 +8,7 @@ from typing import Any
 import orders
 import pytest
 from engine import BOUND
-from launch import start_two_ranks
+from launch import start_ranks
 
 HERE = Path(__file__).parent
 PATIENCE_S = 1200
@@ -37,13 +37,16 @@ WRONG = [
 ]
 
 
-def run_ranks(models: Path, place: Path, cases: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return every case's result on each rank, of one launch of two processes."""
-    run = start_two_ranks(
-        HERE / "two_ranks.py",
+def run_ranks(
+    models: Path, place: Path, cases: list[str], script: Path = HERE / "two_ranks.py", ranks: int = 2
+) -> dict[str, list[dict[str, Any]]]:
+    """Return every case's result on each rank, of one launch of as many processes."""
+    run = start_ranks(
+        script,
         str(models),
         str(place),
         *cases,
+        ranks=ranks,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
@@ -53,10 +56,11 @@ def run_ranks(models: Path, place: Path, cases: list[str]) -> dict[str, list[dic
         run.terminate()  # and torchrun its ranks, of which one may wait for ever for the other
         run.wait()
     assert run.returncode == 0, said[-4000:]
-    ranks = [
-        [json.loads(line) for line in Path(f"{place}.{rank}").read_text().splitlines()] for rank in range(2)
+    results = [
+        [json.loads(line) for line in Path(f"{place}.{rank}").read_text().splitlines()]
+        for rank in range(ranks)
     ]
-    return {both[0]["case"]: list(both) for both in zip(*ranks, strict=True)}
+    return {each[0]["case"]: list(each) for each in zip(*results, strict=True)}
 
 
 @pytest.fixture(scope="module")

@@ -154,3 +154,74 @@ def test_no_graph_ends_where_sums_are_in_flight(given: str | None, kept: str) ->
     config = SimpleNamespace(cudagraph_mode=given and CUDAGraphMode[given])
     registration.keep_whole_graphs(config)
     assert config.cudagraph_mode is CUDAGraphMode[kept]
+
+
+def test_the_functions_that_layers_replace_or_call_are_known_and_a_change_is_refused(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeDecoderLayer
+
+    from fcsd_vllm import models, sources
+
+    found = sources.digests([*versions.needed_functions(), *models.forwards()])
+    assert sources.SOURCES["0.32.0"] == found  # written anew by `python -m fcsd_vllm.sources`
+    stock = Qwen3MoeDecoderLayer.forward
+
+    def forward(self: Any, positions: Any, hidden_states: Any, residual: Any) -> Any:
+        return stock(self, positions, hidden_states, residual)
+
+    forward.__module__, forward.__qualname__ = stock.__module__, stock.__qualname__
+    monkeypatch.setattr(Qwen3MoeDecoderLayer, "forward", forward)
+    engine.inspect_here("qwen3_moe")
+    said = refusal(folder("qwen3_moe-all"))
+    assert (
+        "functions whose source nobody has compared: Qwen3MoeDecoderLayer.forward; install vllm==0.32.0"
+        in said
+    )
+    name = f"{stock.__module__}.{stock.__qualname__}"
+    looked_at = sources.seal({name: sources.digest(forward)})
+    assert f'{{"fcsd": {{"looked_at": "{looked_at}"}}}}' in said
+    versions.check_sources([forward], "0.32.0", looked_at)
+
+
+def test_a_layer_in_whose_place_another_forward_stands_is_refused() -> None:
+    from torch import nn
+
+    from fcsd_vllm import rewire
+    from fcsd_vllm.families import FAMILIES
+    from fcsd_vllm.field import read_field
+    from fcsd_vllm.refusals import Refused
+
+    stack, layer = nn.Module(), nn.Module()
+    layer.self_attn, layer.mlp = nn.Identity(), nn.Identity()
+    layer.forward = lambda *args: None  # as vLLM's offloaders do, which fetch the layer's weights there
+    stack.layers = nn.ModuleList([layer])
+    with pytest.raises(
+        Refused, match="layer 0: test_refusals has put a forward of its own in the layer's place"
+    ):
+        rewire.rewire(stack, FAMILIES["qwen3_moe"], read_field({**FIELD, "layers": [0]}), None, {}, "0.32.0")
+
+
+@pytest.mark.parametrize("comm", ["blocking", "c10d"])
+def test_a_piecewise_graph_is_refused_where_its_capture_begins_unless_nothing_is_in_flight(
+    comm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    from vllm.config import CUDAGraphMode
+
+    from fcsd_vllm import ops
+    from fcsd_vllm.communication import make_communication
+    from fcsd_vllm.refusals import Refused
+    from fcsd_vllm.settings import Settings
+
+    group = SimpleNamespace(world_size=2, device_group=SimpleNamespace(group_name="ranks"))
+    layer = SimpleNamespace(communication=make_communication(Settings(comm=comm), group))
+    for mode in CUDAGraphMode:
+        context = SimpleNamespace(cudagraph_runtime_mode=mode, no_compile_layers={"layer": layer})
+        monkeypatch.setattr(ops, "get_forward_context", lambda context=context: context)
+        if comm != "blocking" and mode is CUDAGraphMode.PIECEWISE:
+            with pytest.raises(Refused, match="vLLM captures piecewise graphs, which end where"):
+                ops._schedule("layer")
+        else:
+            assert ops._schedule("layer") is layer

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def name_shared_memory() -> None:
     SharedMemory.make_group_name = staticmethod(lambda communicator: f"{stock(communicator)}-{os.getppid()}")
 
 
-def main(models: str, results: str, *cases: str) -> None:
+def main(run: Callable[[str, Path], dict[str, Any]], models: str, results: str, *cases: str) -> None:
     """Run cases one after another; one that fails says why and ends the launch, in which the other rank would wait."""
     name_shared_memory()
     engine.inspect_here(*{case.partition("-")[0] for case in cases})
@@ -156,7 +157,8 @@ def main(models: str, results: str, *cases: str) -> None:
                 os._exit(1)
     for shared in Path("/dev/shm").glob(f"*-cpushm-{os.getppid()}_*"):  # engines that are kept leave it
         shared.unlink(missing_ok=True)
+    os._exit(0)  # and would take minutes to be taken apart one by one
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(run, *sys.argv[1:])

@@ -1,6 +1,7 @@
 """Evaluation through a server: the same items, prompts and scores as in memory, and what a server may do wrong."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,10 @@ def elsewhere(engine: Engine, models: dict[str, Any]) -> None:
     engine.root = models["elsewhere"]
 
 
+def relative(engine: Engine, models: dict[str, Any]) -> None:
+    engine.root = os.path.relpath(models["elsewhere"])
+
+
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
@@ -260,6 +265,7 @@ def elsewhere(engine: Engine, models: dict[str, Any]) -> None:
         (page, "likelihood", "answers /v1/models with HTTP 200 and text/html, not JSON"),
         (locked, "likelihood", rf"asks for a key; set {client.API_KEY} \(HTTP 401\)"),
         (elsewhere, "likelihood", "serves .*base, which is another model than .*vllm serve .*model"),
+        (relative, "likelihood", r"serves \.\..*base, in .*base, which is another model than .*vllm serve .*model"),
     ],
 )  # fmt: skip
 def test_a_server_that_will_not_do_is_refused_in_one_line_before_the_first_task(

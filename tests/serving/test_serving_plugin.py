@@ -1,7 +1,7 @@
 """`serving/` is a distribution of its own, which cannot import fcsd: what both must say alike is compared here."""
 
 import ast
-import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from fcsd.model.families import FAMILIES, PREFIX, SERVED
 from tests.support import ROOT
 
 SERVING = ROOT / "serving"
-PURE = ("families", "field", "refusals", "settings", "versions", "weights")
+PURE = ("families", "field", "refusals", "settings", "sources", "versions", "weights")
 
 
 @pytest.fixture(scope="module")
@@ -157,27 +157,57 @@ def test_no_function_of_the_plugin_is_longer_than_eighty_lines() -> None:
                 assert node.end_lineno - node.lineno < 80, f"{path}: {node.name}"
 
 
-def engine_config(dtype: str = "torch.bfloat16", method: str | None = None, **parallel: Any) -> Any:
+def engine_config(
+    dtype: str = "torch.bfloat16",
+    method: str | None = None,
+    lora: Any = None,
+    comm: str = "",
+    **parallel: Any,
+) -> Any:
     """What the refusals read of a vLLM config."""
+    sizes = {f"{name}_parallel_size": 1 for name in ("data", "tensor", "pipeline")}
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**parallel),
+        parallel_config=SimpleNamespace(
+            **{**sizes, "all2all_backend": "allgather_reducescatter", **parallel},
+        ),
         model_config=SimpleNamespace(dtype=dtype),
         speculative_config=SimpleNamespace(method=method) if method else None,
+        lora_config=lora,
+        additional_config={"fcsd": {"comm": comm}} if comm else {},
     )
 
 
 @pytest.mark.parametrize(
     "family, config, words",
     [
-        ("qwen3_moe", engine_config(enable_dbo=True), "--enable-dbo"),
+        ("qwen3_moe", engine_config(use_ubatching=True), "--enable-dbo, --ubatch-size"),
         (
             "qwen3_moe",
-            engine_config(use_sequence_parallel_moe=True, data_parallel_size=2),
-            "sequence-parallel MoE",
+            engine_config(tensor_parallel_size=2, data_parallel_size=2),
+            "use --tensor-parallel-size 1, or --data-parallel-size 1",
         ),
-        ("qwen3_moe", engine_config(data_parallel_size=2), "one server a replica"),
+        (
+            "qwen3_moe",
+            engine_config(pipeline_parallel_size=2, data_parallel_size=2),
+            "use --pipeline-parallel-size 1",
+        ),
+        ("qwen3_moe", engine_config(lora="LoRA", data_parallel_size=2), "merge them"),
+        (
+            "qwen3_moe",
+            engine_config(all2all_backend="mori_low_latency", data_parallel_size=2),
+            "use --all2all-backend allgather_reducescatter, deepep_high_throughput, deepep_low_latency",
+        ),
+        (
+            "qwen3_moe",
+            engine_config(all2all_backend="deepep_low_latency", data_parallel_size=2, comm="timed"),
+            "the last two with comm: stream",
+        ),
         ("qwen3_moe", engine_config(prefill_context_parallel_size=2), "context-parallel prefill"),
+        ("deepseek_v3", engine_config(decode_context_parallel_size=2), "--decode-context-parallel-size"),
+        ("qwen3_moe", engine_config(enable_elastic_ep=True), "--enable-elastic-ep"),
         ("llama4_text", engine_config(method="eagle3"), "use n-gram speculation"),
+        ("qwen3_moe", engine_config(method="dspark"), "use n-gram speculation"),
+        ("qwen3_moe", engine_config(method="extract_hidden_states"), "use n-gram speculation"),
         ("deepseek_v3", engine_config(dtype="torch.float16"), "use --dtype bfloat16"),
     ],
 )
@@ -215,7 +245,17 @@ def test_an_fp8_weight_without_its_scale_is_refused_before_weights_load(plugin: 
 
 def test_what_farskip_layers_have_is_not_refused(plugin: Any) -> None:
     rows = plugin.families.FAMILIES
-    plugin.refusals.check_engine(engine_config(data_parallel_size=1, enable_dbo=False), rows["deepseek_v3"])
+    plugin.refusals.check_engine(
+        engine_config(data_parallel_size=1, use_ubatching=False), rows["deepseek_v3"]
+    )
+    for back_end in plugin.refusals.SPLITTABLE:
+        plugin.refusals.check_engine(
+            engine_config(data_parallel_size=8, all2all_backend=back_end), rows["deepseek_v3"]
+        )
+    plugin.refusals.check_engine(
+        engine_config(data_parallel_size=8, all2all_backend="mori_low_latency", comm="blocking"),
+        rows["qwen3_moe"],
+    )
     plugin.refusals.check_engine(engine_config(method="ngram"), rows["qwen3_moe"])
     plugin.refusals.check_engine(engine_config(dtype="torch.float16"), rows["qwen3_moe"])
 
@@ -227,6 +267,7 @@ def test_what_farskip_layers_have_is_not_refused(plugin: Any) -> None:
         ({"comm": "nccl"}, "must be one of blocking, stream, c10d, timed, got 'nccl'"),
         ({"comm": "timed", "latency_ms": -1}, "latency_ms: must be a number of 0 or more, got -1"),
         ({"comm": "c10d", "latency_ms": 2}, "they need comm: timed"),
+        ({"looked_at": True}, "looked_at: must be the digest that the refusal named, got True"),
         ("blocking", "must be a mapping"),
     ],
 )
@@ -253,6 +294,35 @@ def test_a_missing_internal_is_an_error_that_names_the_verified_versions(plugin:
         plugin.versions.EngineError, match=f"install a verified version: vllm=={plugin.versions.VERIFIED[0]}"
     ):
         plugin.versions.check_internals("9.9.9")
+
+
+def test_a_source_is_known_by_what_it_does_and_a_change_is_refused_until_a_user_has_looked_at_it(
+    plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(text: str) -> Any:
+        file = tmp_path / f"engine{len(list(tmp_path.iterdir()))}.py"
+        file.write_text(text)
+        spec = importlib.util.spec_from_file_location("engine", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.forward
+
+    first = written('def forward(x, *, y=None):\n    """Add."""\n    return x + 1  # one\n')
+    same = written("# a comment\n\ndef forward(x, *, y=None):\n    return (x\n            + 1)\n")
+    other = written("def forward(x, *, y=None):\n    return x + 2\n")
+    known = plugin.sources.digests([first])
+    assert plugin.sources.digests([same]) == known != plugin.sources.digests([other])
+    monkeypatch.setitem(plugin.sources.SOURCES, "0.32.0", known)
+    plugin.versions.check_sources([first, same], "0.33.0")
+    with pytest.raises(plugin.versions.EngineError) as refused:
+        plugin.versions.check_sources([other], "0.33.0")
+    assert "compared: engine.forward; install vllm==0.32.0" in str(refused.value)
+    looked_at = plugin.sources.seal(plugin.sources.digests([other]))
+    assert f'"looked_at": "{looked_at}"' in str(refused.value)
+    plugin.versions.check_sources([other], "0.33.0", looked_at)
+    with pytest.raises(plugin.versions.EngineError):
+        plugin.versions.check_sources([len], "0.33.0", looked_at)  # another change, of no source at all
 
 
 def test_an_architecture_of_another_family_is_refused(plugin: Any) -> None:

@@ -190,6 +190,10 @@ def _check_layers(times: Times, rewired: list[bool], moe: list[bool]) -> None:
 
 
 def _check(times: Times, planned: Planned) -> None:
+    if planned.wide:
+        raise UserError(
+            "--measured: a file of a server is of tensor-parallel ranks, not of --dp; leave one out"
+        )
     for name, theirs, ours in _facts(times, planned):
         if theirs != ours:
             raise UserError(

@@ -72,6 +72,7 @@ def _settings(planned: Planned) -> dict[str, Any]:
         "fused_attention": not settings.unfused_attention,
         "expert_parallel": planned.expert_parallel,
         "tensor_parallel": planned.tensor_parallel,
+        "data_parallel": settings.data_parallel,
         "micro_batches": planned.micro_batches,
         "layers": resolve_layers(spec.layers, planned.work.moe),
         "num_layers": len(planned.work.layers),
@@ -108,8 +109,10 @@ def _training_memory(planned: Planned) -> dict[str, int]:
 
 def _serving_memory(planned: Planned) -> dict[str, int]:
     settings, work, tp = planned.settings, planned.work, planned.tensor_parallel
+    # Of a wide server a rank has all but the other ranks' experts.
+    elsewhere = work.num_expert_parameters * (1 - 1 / planned.expert_parallel) if planned.wide else 0
     return {
-        "weights": work.num_parameters * (1 if settings.fp8 else 2) // tp,
+        "weights": int((work.num_parameters - elsewhere) * (1 if settings.fp8 else 2)) // tp,
         "keys and values": int(planned.cached),
         "activations": work.tokens * work.hidden_size * 2 * 4,
         "GPU context": CONTEXT_BYTES,

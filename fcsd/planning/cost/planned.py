@@ -47,6 +47,14 @@ class PlanSettings(Cluster):
     tensor_parallel: int | None = option(
         None, "tensor-parallel ranks of a server (default: all GPUs)", metavar="N", flag="--tp"
     )
+    data_parallel: int | None = option(
+        None,
+        "data-parallel ranks of a server, each with attention and requests of its own, that share the experts and"
+        " exchange tokens (wide expert parallelism), instead of --tp",
+        metavar="N",
+        flag="--dp",
+        ge=2,
+    )
     batch: int = option(1, "rows of a rank's micro-batch; in serving requests at once", metavar="N", ge=1)
     global_batch: int | None = option(
         None, "rows of an optimiser step (default: one micro-batch a rank)", metavar="N"
@@ -93,6 +101,11 @@ class Planned:
         return replace(self, machine=self.machine.assuming(values))
 
     @property
+    def wide(self) -> bool:
+        """A server whose ranks have tokens of their own and exchange them."""
+        return self.settings.data_parallel is not None
+
+    @property
     def layout(self) -> Layout:
         """Return who shares the weights of a training."""
         num_gpus = self.machine.num_gpus
@@ -135,7 +148,8 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     ep, tp = _ranks(settings, machine, links)
     length = 1 if settings.phase == "decode" else settings.length
     _check_size(settings, machine, config, length)
-    work = trace_layers(build, family, source.where, settings.batch, length)
+    rows = settings.batch // (settings.data_parallel or 1)
+    work = trace_layers(build, family, source.where, rows, length)
     if settings.phase == "train" and ep == 1:
         work = as_run(work)
     if work.num_experts % ep:
@@ -153,8 +167,11 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
 def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) -> tuple[int, int]:
     """Return expert-parallel and tensor-parallel ranks."""
     world, train = machine.num_gpus, settings.phase == "train"
-    tp, ep = settings.tensor_parallel, settings.expert_parallel
-    tp = (1 if train else world) if tp is None else tp
+    tp, ep, dp = settings.tensor_parallel, settings.expert_parallel, settings.data_parallel
+    if dp is not None:
+        _check_wide(settings, machine, dp)
+        ep = dp
+    tp = (1 if train or dp else world) if tp is None else tp
     ep = (world if train else tp) if ep is None else ep
     if train and tp > 1:
         raise UserError(
@@ -166,14 +183,15 @@ def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) ->
         raise UserError(
             f"--ep {ep}: does not divide the {world} GPUs ({machine.num_nodes} x {machine.gpus_per_node})"
         )
-    if not train and ep not in (1, tp):
+    if not train and not dp and ep not in (1, tp):
         raise UserError(
             f"--ep {ep}: a server's experts are spread over its {tp} tensor-parallel ranks (--ep {tp}), or not (--ep 1)"
         )
     if links is not None:
-        if not train:
+        if not train and not dp:
             raise UserError(
-                f"--links: measured for all-to-all; {settings.phase} is planned with all-reduces, leave it out"
+                f"--links: measured for all-to-all; without --dp {settings.phase} is planned with all-reduces, leave it"
+                " out"
             )
         if links.world_size != ep:
             raise UserError(
@@ -182,6 +200,27 @@ def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) ->
             )
         links.require(collective="all_to_all_single")  # what expert parallelism calls
     return ep, tp
+
+
+def _check_wide(settings: PlanSettings, machine: Machine, dp: int) -> None:
+    """Refuse data-parallel ranks that a server cannot have."""
+    if settings.phase == "train":
+        raise UserError(
+            f"--dp {dp}: ranks of a server; in training every rank has rows of its own, leave it out"
+        )
+    if settings.tensor_parallel not in (None, 1) or settings.expert_parallel not in (None, dp):
+        raise UserError(
+            f"--dp {dp}: every rank has attention of its own and a part of the experts (--tp 1 --ep {dp}); leave both"
+            " out"
+        )
+    if machine.num_gpus % dp:
+        raise UserError(
+            f"--dp {dp}: does not divide the {machine.num_gpus} GPUs ({machine.num_nodes} x {machine.gpus_per_node})"
+        )
+    if settings.batch % dp:
+        raise UserError(
+            f"--batch {settings.batch}: requests of the whole server, not a multiple of its {dp} ranks (--dp)"
+        )
 
 
 def _check_size(settings: PlanSettings, machine: Machine, config: Mapping[str, Any], length: int) -> None:
@@ -237,7 +276,7 @@ def _cached(settings: PlanSettings, config: Any, tp: int) -> float:
     """Return the bytes of keys and values on a rank: heads are spread over the ranks, MLA's latent is on each."""
     heads = 1 if getattr(config, "kv_lora_rank", None) else getattr(config, "num_key_value_heads", None)
     shared = min(tp, heads or tp)
-    return (cache_bytes(config, settings.length) or 0) * settings.batch / shared
+    return (cache_bytes(config, settings.length) or 0) * settings.batch / (settings.data_parallel or shared)
 
 
 def _decoding(work: ModelWork, length: int, cached: float) -> ModelWork:

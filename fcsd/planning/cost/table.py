@@ -191,8 +191,10 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
         ranks = f"expert parallel {settings['expert_parallel']}"
         batch += f" a rank, micro-batches of a step: {settings['micro_batches']}"
     else:
+        wide = settings["data_parallel"] is not None
+        kind = "data" if wide else "tensor"
         ranks = (
-            f"tensor parallel {settings['tensor_parallel']}, expert parallel {settings['expert_parallel']}"
+            f"{kind} parallel {settings[f'{kind}_parallel']}, expert parallel {settings['expert_parallel']}"
         )
     network = "measured links" if facts["links"] else f"{machine['nic_gb_s']:g} GB/s a GPU between nodes"
     rows = [

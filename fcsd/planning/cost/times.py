@@ -184,7 +184,30 @@ def plan_times(planned: Planned, layers: Sequence[int] | None = None) -> dict[st
     return step_time(step, facts, values["last_combine"] if in_flight else 1.0)
 
 
+def _wide_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any]:
+    """Return the times of a server whose ranks exchange tokens: a rank's layers run as those of a training step do."""
+    work, roofline, ranks = planned.work, planned.roofline, planned.expert_parallel
+    seconds = roofline.layers(work, ranks)
+    found = [
+        {kind: window(each[kind], seconds) for kind in ("dispatch", "combine")}
+        for each in computed_beside(planned.facts(layers))
+    ]
+    exchange = dict(zip(("dispatch", "combine"), roofline.exchange(work, ranks), strict=True))
+    moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
+    sent = len(moe) * sum(exchange.values())
+    remaining = sum(exposed(exchange[kind], found[k][kind]) for k in moe for kind in exchange)
+    compute = sum(map(total, seconds)) + roofline.head(work)
+    return summary(compute, sent, remaining, roofline.values["slowdown"]) | {
+        "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
+        "exchange_s": exchange,
+        "windows": [{"layer": k, **{f"{kind}_s": found[k][kind] for kind in exchange}} for k in moe],
+        "layer_s": seconds[moe[len(moe) // 2]],
+    }
+
+
 def _serving_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any]:
+    if planned.wide:
+        return _wide_times(planned, layers)
     spec, work, roofline = planned.connectivity, planned.work, planned.roofline
     seconds = roofline.layers(work, 1)
     shared = [each.get("shared expert", 0.0) > 0 for each in seconds]

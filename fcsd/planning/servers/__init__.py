@@ -11,6 +11,6 @@
     gains       times for `fcsd plan`, and the gain planned from them beside the measured one
     summary     medians, spreads and speed-ups; the table
 
-Not covered: SGLang; whether a server computes the right thing (`serving/tests`, `fcsd evaluate`); a model whose
-tensors several machines share.
+Not covered: SGLang; whether a server computes the right thing (`serving/tests`, `fcsd evaluate`); plans from the times
+of wide rows.
 """

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import base_model_type
-from fcsd.planning.servers.summary import FIGURES, Runs, emulated, spread
+from fcsd.planning.servers.rows import Row, emulated
+from fcsd.planning.servers.summary import FIGURES, Runs, spread
 
 _FIGURES = {"prefill": "ttft_ms", "decode": "tbt_ms"}
 _OVERLAPPED = "farskip_overlapped"
@@ -73,6 +74,36 @@ def served_gains(
     return found
 
 
+def find_limits(
+    settings: Mapping[str, Any], rows: Sequence[Row], runs: Runs, traces: Traces
+) -> dict[str, list[dict[str, float]]]:
+    """Return what hiding all communication could give a FarSkip row, by length of prompt and figure: 1 / (1 - f).
+
+    f is that of the row that it is set against, by a trace, or of FarSkip blocking. A throughput has prompts and
+    answers in it, and the larger of both limits. A figure whose communication is not known has none.
+    """
+    found: dict[str, list[dict[str, float]]] = {}
+    for row in rows:
+        if not row.farskip or row.name not in runs:
+            continue
+        regular = [row.base, f"{row.name.partition('_')[0]}_blocking"]
+        limits: list[dict[str, float]] = []
+        for place in range(len(settings["prompt_tokens"])):
+            at: dict[str, float] = {}
+            for phase, figure in _FIGURES.items():
+                traced = traces if (place, phase) == (0, "prefill") else {}
+                points = {name: [run["points"][place] for run in runs.get(name, ())] for name in regular}
+                shares = [
+                    _share(_spent(points[name], phase, settings["tensor_parallel"], traced.get(name)))
+                    for name in regular
+                ]
+                if known := [share for share in shares if share is not None]:
+                    at[figure] = 1 / (1 - known[0])
+            limits.append(at | ({"output_tokens_per_s": max(at.values())} if len(at) == 2 else {}))
+        found[row.name] = limits
+    return found
+
+
 def _gain(
     served: dict[str, Any],
     points: Mapping[str, Sequence[Any]],
@@ -100,6 +131,7 @@ def _gain(
         "file": f"times-{phase}-{times.length}.json",
         "times": times.model_dump(mode="json"),
         "planned": None if overlap is None else 1 + gain(share, overlap),
+        "limit": 1 / (1 - share),
         "measured": spread([a / b for a, b in zip(seconds, ours, strict=True)]) if ours else None,
     }
 

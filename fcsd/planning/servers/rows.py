@@ -6,7 +6,7 @@ from vLLM 0.32; where vLLM itself goes on without it and only says so in its log
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -20,6 +20,10 @@ class Row:
     """It serves the converted model."""
     exact: bool = False
     """A rival: stock's results by other means. It may be missing on a machine."""
+    wide: bool = False
+    """Attention data-parallel, the experts over all ranks (wide expert parallelism). It may be missing, too."""
+    base: str = "stock"
+    """The row that its speed-ups are over."""
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     signs: tuple[str, ...] = ()
@@ -36,6 +40,9 @@ RowName = Literal[
     "fused_allreduce",
     "farskip_blocking",
     "farskip_overlapped",
+    "wide_stock",
+    "wide_blocking",
+    "wide_overlapped",
 ]
 _SHARED = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "num_shared_expert")
 _NO_GPU = "vLLM has it on GPUs only, and there is none here"
@@ -47,17 +54,21 @@ def make_rows(
     devices: tuple[str, ...],
     tensor_parallel: int,
     comm: Mapping[str, Any],
+    all2all: str,
 ) -> list[Row]:
     """Return the rows of these names.
 
     Args:
         config: of the model, as in its `config.json`.
         devices: names of the GPUs.
-        comm: settings of the overlapped row's communication.
+        tensor_parallel: ranks of a server; the wide rows have as many that are data-parallel.
+        comm: settings of the overlapped rows' communication.
+        all2all: back end of the wide rows' exchanges.
     """
     ranks = ("--tensor-parallel-size", str(tensor_parallel))
     experts = ("--enable-expert-parallel",) if tensor_parallel > 1 else ()
     usual = (*ranks, *experts)
+    wide = (*_data_parallel(tensor_parallel), "--all2all-backend", all2all)
     alone = "there is nothing to overlap on one rank" if tensor_parallel == 1 else None
     no_gpu = None if devices else _NO_GPU
     rows = [
@@ -90,8 +101,11 @@ def make_rows(
             ),
             missing=alone or no_gpu,
         ),
-        _farskip("blocking", usual, blocking(comm)),
-        _farskip("overlapped", usual, comm),
+        _farskip("blocking", usual, blocking(comm), emulated(comm)),
+        _farskip("overlapped", usual, comm, emulated(comm)),
+        Row("wide_stock", "wide, stock", exact=True, wide=True, base="wide_stock", flags=wide, missing=alone),
+        _wide("blocking", wide, blocking(comm), emulated(comm), alone),
+        _wide("overlapped", wide, comm, emulated(comm), alone),
     ]
     return [row for row in rows if row.name in names]
 
@@ -109,19 +123,59 @@ def _dbo(phase: str, kernels: str, ranks: int, alone: str | None) -> Row:
         f"dbo_{phase}",
         f"stock, dual batch overlap, DeepEP for {phase}",
         exact=True,
-        flags=(
-            *("--tensor-parallel-size", "1", "--data-parallel-size", str(ranks)),
-            *("--enable-expert-parallel", "--enable-dbo", "--all2all-backend", f"deepep_{kernels}"),
-        ),
+        wide=True,
+        flags=(*_data_parallel(ranks), "--enable-dbo", "--all2all-backend", f"deepep_{kernels}"),
         environment={"VLLM_USE_V2_MODEL_RUNNER": "0"},
         signs=("Dual-Batch Overlap is not supported",),
         missing=alone,
     )
 
 
-def _farskip(name: str, usual: tuple[str, ...], comm: Mapping[str, Any]) -> Row:
+def _farskip(name: str, usual: tuple[str, ...], comm: Mapping[str, Any], emulates: bool) -> Row:
     flags = (*usual, "--additional-config", json.dumps({"fcsd": dict(comm)}))
-    return Row(f"farskip_{name}", f"FarSkip, {name}", farskip=True, flags=flags)
+    base = "farskip_blocking" if emulates else "stock"
+    return Row(f"farskip_{name}", f"FarSkip, {name}", farskip=True, flags=flags, base=base)
+
+
+def _wide(
+    name: str, wide: tuple[str, ...], comm: Mapping[str, Any], emulates: bool, missing: str | None
+) -> Row:
+    row = _farskip(name, wide, comm, emulates)
+    base = "wide_blocking" if emulates else "wide_stock"
+    return replace(
+        row, name=f"wide_{name}", title=f"wide, {row.title}", wide=True, base=base, missing=missing
+    )
+
+
+def _data_parallel(ranks: int) -> tuple[str, ...]:
+    return "--tensor-parallel-size", "1", "--data-parallel-size", str(ranks), "--enable-expert-parallel"
+
+
+def node_flags(row: Row, ranks: int, nodes: Sequence[str], port: int) -> list[list[str]]:
+    """Return what each machine of a server adds to a row's flags, the first one's first; nothing for a single one.
+
+    Args:
+        ranks: of the whole server; as many on each machine.
+        nodes: addresses of the machines.
+        port: a free one of the first machine.
+    """
+    if len(nodes) < 2:
+        return [[]]
+    each = ranks // len(nodes)
+    if row.wide:
+        common = ["--data-parallel-size-local", each, "--data-parallel-address", nodes[0]]
+        common += ["--data-parallel-rpc-port", port]
+        own = [["--data-parallel-start-rank", each * place] for place in range(1, len(nodes))]
+    else:
+        common = ["--nnodes", len(nodes), "--master-addr", nodes[0], "--master-port", port]
+        own = [["--node-rank", place] for place in range(1, len(nodes))]
+    found = [common, *([*common, "--headless", *more] for more in own)]
+    return [[str(word) for word in words] for words in found]
+
+
+def emulated(comm: Mapping[str, Any]) -> bool:
+    """Tell whether the FarSkip rows communicate over an emulated network, which stock's do not."""
+    return bool(comm.get("latency_ms") or comm.get("bandwidth_gb_per_s"))
 
 
 def _has_shared_experts(config: Mapping[str, Any]) -> bool:

@@ -14,9 +14,12 @@ measured twice: one token each for the time to the first, then a whole answer fo
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,19 @@ from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
 from fcsd.base.files import hold_folder, read_json, release_folder, write_json, write_text
 from fcsd.base.text import progress_bar
-from fcsd.planning.servers.gains import served_gains, write_gains
+from fcsd.planning.servers.gains import find_limits, served_gains, write_gains
 from fcsd.planning.servers.plan import check_models
-from fcsd.planning.servers.rows import Row, make_rows
-from fcsd.planning.servers.server import NotServed, Server, Vllm, find_vllm, measure, running_server, tail_of
+from fcsd.planning.servers.rows import Row, make_rows, node_flags
+from fcsd.planning.servers.server import (
+    NotServed,
+    Server,
+    Vllm,
+    find_vllm,
+    free_port,
+    measure,
+    running_server,
+    tail_of,
+)
 from fcsd.planning.servers.settings import Benchmark
 from fcsd.planning.servers.summary import summarise, table
 from fcsd.planning.servers.times import TIMES_VARIABLE, communication_between, settled_times
@@ -64,7 +76,8 @@ def bench_serve(
         (folder / part).mkdir(parents=True, exist_ok=True)
     hold_folder(folder)
     stage.start()
-    rows = make_rows(benchmark.rows, config, vllm.devices, benchmark.tensor_parallel, benchmark.comm)
+    ranks = benchmark.tensor_parallel
+    rows = make_rows(benchmark.rows, config, vllm.devices, ranks, benchmark.comm, benchmark.all2all)
     missing = bench.measure_rounds(rows)
     measured = {
         row.name: [read_json(bench.file(number, row)) for number in range(1, benchmark.rounds + 1)]
@@ -72,10 +85,12 @@ def bench_serve(
         if row.name not in missing
     }
     settings = benchmark.model_dump(mode="json")
-    facts = {"settings": settings, "versions": bench.versions, "warning": vllm.warning}
+    versions = bench.versions | {"cores": os.cpu_count()}
+    facts = {"settings": settings, "versions": versions, "warning": vllm.warning}
     traces = {name: bench.traced(row) for row in rows if (name := row.name) in TRACED and benchmark.trace}
     gains = served_gains(settings, config, measured, traces)
-    result = summarise(facts, rows, measured, missing, traces) | {"gains": gains}
+    limits = find_limits(settings, rows, measured, traces)
+    result = summarise(facts, rows, measured, missing, traces, limits) | {"gains": gains}
     write_gains(gains, folder)
     write_json(folder / "serving.json", result)
     write_text(folder / "serving.md", table(result) + "\n")
@@ -113,13 +128,18 @@ class _Bench:
         return self.folder / "rounds" / f"{number}-{row.name}.json"
 
     def measure_rounds(self, rows: list[Row]) -> dict[str, str]:
-        """Measure what is not there yet; return why rows cannot be had."""
+        """Measure what is not there yet; return why rows cannot be had.
+
+        A round that was cut off is measured again as a whole: its ratios are of servers one after another.
+        """
         missing = {row.name: row.missing for row in rows if row.missing is not None}
+        missing |= {row.name: reason for row in rows if (reason := self.refused(row)) is not None}
         rounds = self.benchmark.rounds
         steps = 1 + 2 * len(self.benchmark.prompt_tokens)  # the start of a server, and its measurements
         with progress_bar(total=rounds * len(rows) * steps, desc="bench", unit="step", smoothing=0.1) as bar:
             for number in range(1, rounds + 1):
                 first = (number - 1) % len(rows)
+                self.forget_cut(number, [row for row in rows if row.name not in missing])
                 for index, row in enumerate([*rows[first:], *rows[:first]]):
                     if row.name not in missing and not self.file(number, row).is_file():
                         where = f"round {number} of {rounds}, {row.title}"
@@ -127,18 +147,39 @@ class _Bench:
                             found = self.measure_row(row, number, _Progress(bar, where))
                             write_json(self.file(number, row), found)
                         except NotServed as failure:
-                            if not row.exact or number > 1:
+                            if not (row.exact or row.wide) or number > 1:
                                 raise UserError(
                                     f"the server of row {row.name} failed: {failure.reason}; the last lines of"
                                     f" {self.log(number, row)}: {failure.tail}"
                                 ) from None
                             missing[row.name] = failure.reason
+                            write_json(self.file(1, row).with_suffix(".refused"), {"reason": failure.reason})
                     bar.update(((number - 1) * len(rows) + index + 1) * steps - bar.n)
         return missing
 
-    def words(self, row: Row) -> list[str]:
-        model = self.benchmark.model if row.farskip else self.benchmark.against
-        return [model, "--no-enable-prefix-caching", *self.benchmark.serve_args, *row.flags]
+    def refused(self, row: Row) -> str | None:
+        """Return why a row that was asked for before could not be had."""
+        file = self.file(1, row).with_suffix(".refused")
+        return str(read_json(file)["reason"]) if file.is_file() else None
+
+    def forget_cut(self, number: int, rows: list[Row]) -> None:
+        """Remove what there is of a round that lacks rows."""
+        there = [file for row in rows if (file := self.file(number, row)).is_file()]
+        if 0 < len(there) < len(rows):
+            print(f"fcsd bench: round {number} was cut off and is measured again", file=sys.stderr)
+            for file in there:
+                file.unlink()
+
+    def server(
+        self, row: Row, environment: Mapping[str, str], log: Path, *more: str
+    ) -> AbstractContextManager[Server]:
+        """Return a row's server, to be entered."""
+        benchmark = self.benchmark
+        model = benchmark.model if row.farskip else benchmark.against
+        words = [model, "--no-enable-prefix-caching", *benchmark.serve_args, *row.flags, *more]
+        own, *others = node_flags(row, benchmark.tensor_parallel, benchmark.nodes, free_port())
+        there = {node: [*words, *flags] for node, flags in zip(benchmark.nodes[1:], others, strict=True)}
+        return running_server(self.vllm, [*words, *own], environment, log, row.signs, there)
 
     def traced(self, row: Row) -> dict[str, Any]:
         """Return what the profiler saw of a row's prompts of the first length, with a server of its own."""
@@ -147,10 +188,9 @@ class _Bench:
         if not file.is_file():
             print(f"fcsd bench: trace of {row.title}", file=sys.stderr)
             folder.mkdir(exist_ok=True)
-            words = [*self.words(row), *profiler_flags(folder)]
             shape = {"input": self.benchmark.prompt_tokens[0], "output": 1, "seed": 0}
             try:
-                with running_server(self.vllm, words, row.environment, log) as server:
+                with self.server(row, row.environment, log, *profiler_flags(folder)) as server:
                     self.measure_phase(server, None, shape, "--profile")
                 write_json(file, read_trace(folder))
             except NotServed as failure:
@@ -165,7 +205,7 @@ class _Bench:
 
     def measure_row(self, row: Row, number: int, progress: "_Progress") -> dict[str, Any]:
         """Start a row's server, measure it at every length, end it."""
-        words = self.words(row)
+        begin, load = datetime.now(UTC), os.getloadavg()[0]
         log, environment = self.log(number, row), dict(row.environment)
         times = None
         if row.farskip:
@@ -175,7 +215,7 @@ class _Bench:
                 left.unlink()
             environment[TIMES_VARIABLE] = str(times.resolve())
         progress.next("starting")
-        with running_server(self.vllm, words, environment, log, row.signs) as server:
+        with self.server(row, environment, log) as server:
             points = []
             for index, length in enumerate(self.benchmark.prompt_tokens):
                 point: dict[str, Any] = {"prompt_tokens": length}
@@ -184,7 +224,8 @@ class _Bench:
                     shape = {"input": length, "output": tokens, "seed": 1000 * number + index}
                     point[phase] = self.measure_phase(server, times, shape)
                 points.append(point)
-        return {"row": row.name, "round": number, "start_s": server.start_s, "points": points}
+        facts = {"begin": _written(begin), "end": _written(datetime.now(UTC)), "load": load}
+        return {"row": row.name, "round": number, "start_s": server.start_s, **facts, "points": points}
 
     def measure_phase(
         self, server: Server, times: Path | None, shape: Mapping[str, int], *more: str
@@ -200,6 +241,10 @@ class _Bench:
         if times is not None and before is not None:
             found["communication"] = communication_between(before, settled_times(times))
         return found
+
+
+def _written(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 class _Progress:

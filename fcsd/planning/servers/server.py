@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -76,6 +77,11 @@ class Vllm:
     """Versions of vLLM that the plugin was verified with."""
     devices: tuple[str, ...]
     """Names of the GPUs; none on a CPU."""
+
+    @property
+    def python(self) -> str:
+        """Return the interpreter of its environment."""
+        return _python_of(Path(self.program))
 
     @property
     def warning(self) -> str | None:
@@ -162,30 +168,45 @@ class Server(NamedTuple):
 
 @contextlib.contextmanager
 def running_server(
-    vllm: Vllm, words: Sequence[str], environment: Mapping[str, str], log: Path, signs: Sequence[str] = ()
+    vllm: Vllm,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    signs: Sequence[str] = (),
+    others: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[Server]:
     """Start `vllm serve` and wait until it answers; it has ended, with all its processes, when the block is left.
 
     Args:
         words: the model and the flags.
         environment: added to this process's.
-        log: file for what it prints.
+        log: file for what it prints; that of another machine is beside it.
         signs: patterns of lines that say that vLLM goes on without what the flags ask for.
+        others: address of each other machine of the server -> model and flags there, where nothing is asked.
 
     Raises:
         NotServed: it ended before it answered, printed one of `signs`, or did not answer within `START_S`.
     """
     port, begun = free_port(), time.monotonic()
     command = [vllm.program, "serve", *words, "--host", "127.0.0.1", "--port", str(port)]
-    with _guarded([*command, "--served-model-name", NAME], environment, log) as process:
+    with contextlib.ExitStack() as running:
+        process = running.enter_context(_guarded([*command, "--served-model-name", NAME], environment, log))
+        parts = {log: process}
+        for node, flags in (others or {}).items():
+            there = log.with_suffix(f".{node}.log")
+            parts[there] = running.enter_context(
+                _guarded([vllm.program, "serve", *flags], environment, there, (node, vllm.python))
+            )
         while not _answers(port):
-            text = log.read_text(encoding="utf-8", errors="replace")
+            texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in parts}
+            text = texts[log]
             if (
                 line := next((line for line in text.splitlines() if _matches(line, signs)), None)
             ) is not None:
                 raise NotServed(_PREFIX.sub("", line).strip(), tail_of(text))
-            if process.poll() is not None:
-                raise NotServed(reason_of(text), tail_of(text))
+            for file, part in parts.items():
+                if part.poll() is not None:
+                    raise NotServed(reason_of(texts[file]), tail_of(texts[file]))
             if time.monotonic() - begun > START_S:
                 raise NotServed(f"did not answer within {START_S:.0f} s", tail_of(text))
             time.sleep(0.1)
@@ -251,12 +272,25 @@ def measure(
 
 @contextlib.contextmanager
 def _guarded(
-    words: Sequence[str], environment: Mapping[str, str], log: Path
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    place: tuple[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program with all that it prints in a file; it has ended when the block is left, or this process does."""
+    """Run a program with all that it prints in a file; it has ended when the block is left, or this process does.
+
+    place: address of another machine, where ssh gets without a password, and a Python there.
+    """
+    guarded = [sys.executable, "-S", guard.__file__, *words]
+    if place is not None:
+        node, python = place
+        given = [f"{name}={value}" for name, value in environment.items()]
+        source = Path(guard.__file__).read_text(encoding="utf-8")
+        there = shlex.join(["env", *given, python, "-c", source, *words])
+        guarded = ["ssh", "-T", "-o", "BatchMode=yes", node, there]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-S", guard.__file__, *words],
+            guarded,
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -11,11 +11,20 @@ from fcsd.planning.servers.rows import RowName
 _OURS = (
     "--additional-config",
     "--all2all-backend",
+    "--data-parallel-address",
+    "--data-parallel-rpc-port",
     "--data-parallel-size",
+    "--data-parallel-size-local",
+    "--data-parallel-start-rank",
     "--enable-dbo",
     "--enable-prefix-caching",
+    "--headless",
     "--host",
+    "--master-addr",
+    "--master-port",
     "--model",
+    "--nnodes",
+    "--node-rank",
     "--port",
     "--profiler-config",
     "--served-model-name",
@@ -40,6 +49,18 @@ class Benchmark(Strict):
         ' \'{"comm": "timed", "latency_ms": 2}\' (default: what the plugin takes)',
         metavar="NAME|JSON",
     )
+    all2all: str = option(
+        "allgather_reducescatter",
+        "what the wide rows (attention data-parallel, experts over all ranks) exchange tokens by, the same for all of"
+        " them, in vLLM's words: deepep_high_throughput, deepep_low_latency, …",
+        metavar="NAME",
+    )
+    nodes: list[str] = option(
+        [],
+        "addresses of the machines that a server spans, this one first; the others are reached by ssh and have the same"
+        " folders (default: this machine)",
+        metavar="A,B,…",
+    )
     serve_args: list[str] = option(
         [],
         "flags of `vllm serve` for every server, in one word: --serve-args='--quantization fp8'",
@@ -63,7 +84,7 @@ class Benchmark(Strict):
         " (GPUs)",
     )
 
-    @field_validator("prompt_tokens", "rows", mode="before")
+    @field_validator("prompt_tokens", "rows", "nodes", mode="before")
     @classmethod
     def _listed(cls, value: Any, info: ValidationInfo) -> Any:
         """Read `512,1024`."""
@@ -86,6 +107,16 @@ class Benchmark(Strict):
     def _one_word(cls, value: Any) -> Any:
         return shlex.split(value) if isinstance(value, str) else value
 
+    @field_validator("nodes")
+    @classmethod
+    def _several(cls, nodes: list[str], info: ValidationInfo) -> list[str]:
+        ranks = info.data.get("tensor_parallel", 1)
+        if nodes and (len(nodes) < 2 or ranks % len(nodes)):
+            raise ValueError(
+                f"{len(nodes)} machines cannot have as many of {ranks} ranks each; two or more can, by a divisor"
+            )
+        return nodes
+
     @field_validator("serve_args")
     @classmethod
     def _leaves_rows_alone(cls, words: list[str]) -> list[str]:
@@ -94,7 +125,7 @@ class Benchmark(Strict):
                 raise ValueError(f"{flag} is set by the benchmark; leave it out")
         return words
 
-    @field_validator("prompt_tokens", "rows")
+    @field_validator("prompt_tokens", "rows", "nodes")
     @classmethod
     def _once_each(cls, values: list[Any]) -> list[Any]:
         if twice := [value for value in values if values.count(value) > 1]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fcsd.base.text import markdown
-from fcsd.planning.servers.rows import Row
+from fcsd.planning.servers.rows import Row, emulated
 
 SCHEMA_VERSION = 1
 # Name -> the phase it is measured in, vLLM's name of it, whether less is better.
@@ -20,6 +20,10 @@ FIGURES = {
     "output_tokens_per_s": ("decode", "output_throughput", False),
 }
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
+Limits = Mapping[str, Sequence[Mapping[str, float]]]
+"""Row -> by length of prompt, figure -> the largest speed-up that is no noise."""
+FEW = 3
+"""Rounds below which the page says that they are few."""
 
 
 def summarise(
@@ -28,6 +32,7 @@ def summarise(
     runs: Runs,
     missing: Mapping[str, str],
     traces: Mapping[str, Mapping[str, Any]],
+    limits: Limits,
 ) -> dict[str, Any]:
     """Return the result as `serving.json` holds it.
 
@@ -36,33 +41,48 @@ def summarise(
         runs: a row's runs in the order of the rounds.
         missing: why a row cannot be had.
         traces: what `fcsd.planning.servers.trace.read_trace` says of a row.
+        limits: the speed-ups that hiding all communication could give, where it is known.
     """
-
-    def base(row: Row) -> Sequence[Mapping[str, Any]]:
-        limited = row.farskip and emulated(facts["settings"]["comm"])
-        return runs.get("farskip_blocking" if limited else "stock", ())
-
     return {
         "schema_version": SCHEMA_VERSION,
         **facts,
+        "rounds": _rounds(runs),
         "rows": [
             {
                 "name": row.name,
                 "title": row.title,
                 "exact": row.exact,
+                "wide": row.wide,
                 "serves": "MODEL" if row.farskip else "ORIGINAL",
                 "flags": list(row.flags),
                 "environment": dict(row.environment),
                 "missing": missing.get(row.name),
                 "trace": traces.get(row.name),
-                "points": _points(runs[row.name], base(row)) if row.name in runs else [],
+                "base": row.base,
+                "points": _points(runs[row.name], runs.get(row.base, ()), limits.get(row.name, ()))
+                if row.name in runs
+                else [],
             }
             for row in rows
         ],
     }
 
 
-def _points(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _rounds(runs: Runs) -> list[dict[str, Any]]:
+    """Return when each round began and ended, and the load of the machine before its servers started."""
+    found = []
+    for each in zip(*runs.values(), strict=True):
+        loads = [run["load"] for run in each]
+        begin, end = min(run["begin"] for run in each), max(run["end"] for run in each)
+        found.append({"begin": begin, "end": end, "load": {"lowest": min(loads), "highest": max(loads)}})
+    return found
+
+
+def _points(
+    runs: Sequence[Mapping[str, Any]],
+    base: Sequence[Mapping[str, Any]],
+    limits: Sequence[Mapping[str, float]],
+) -> list[dict[str, Any]]:
     found = []
     for place, first in enumerate(runs[0]["points"]):
         point: dict[str, Any] = {"prompt_tokens": first["prompt_tokens"]}
@@ -72,6 +92,7 @@ def _points(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]
             point[figure] = spread(mine)
             pairs = zip(theirs, mine, strict=True) if less else zip(mine, theirs, strict=True)
             point[figure]["speedup"] = spread([a / b for a, b in pairs]) if base else None
+            point[figure]["limit"] = limits[place].get(figure) if limits else None
         for phase in ("prefill", "decode"):
             told = [run["points"][place][phase].get("communication") for run in runs]
             known = [each["overlap"] for each in told if each is not None]
@@ -96,28 +117,54 @@ def table(result: Mapping[str, Any]) -> str:
     devices = versions["devices"]
     where = f"{len(devices)} x {devices[0]}" if devices else "CPU"
     rounds = settings["rounds"]
+    measured = _measured(result)
     parts = [
         f"# Served: {settings['model']} against {settings['against']}",
-        f"vLLM {versions['vllm']}, fcsd-serving {versions['fcsd-serving']}, {where}, tensor parallel"
-        f" {settings['tensor_parallel']}; {settings['requests']} requests at once, {settings['output_tokens']} tokens"
+        f"vLLM {versions['vllm']}, fcsd-serving {versions['fcsd-serving']}, {where}, {_layout(result)};"
+        f" {settings['requests']} requests at once, {settings['output_tokens']} tokens"
         f" each for the time between tokens. Median of {rounds} {'round' if rounds == 1 else 'rounds'} in turns"
         " (lowest to highest), without warm-up; x is the speed-up over stock in the same round.",
+        _conditions(result),
         *([f"**{result['warning']}.**"] if result.get("warning") else []),
-        _measured(result),
+        *([f"**Fewer than {FEW} rounds: a gain cannot be told from noise.**"] if rounds < FEW else []),
+        measured,
     ]
+    if "noise" in measured:
+        parts.append(
+            "noise: the median is above what hiding all communication could give (`limit` in serving.json). Measure"
+            " again, in more rounds, on a machine with nothing else to do."
+        )
     if emulated(settings["comm"]):
         parts.append(
             "The FarSkip rows run over an emulated network, stock does not: compare them with each other only. Their x"
-            " is the speed-up over FarSkip, blocking."
+            " is the speed-up over FarSkip, blocking (of wide rows the wide one)."
         )
     more = (_against_best(result), _traced(result), _planned(result), _missing(result))
     parts += [text for text in more if text]
     return "\n\n".join(parts)
 
 
-def emulated(comm: Mapping[str, Any]) -> bool:
-    """Tell whether the FarSkip rows communicate over an emulated network."""
-    return bool(comm.get("latency_ms") or comm.get("bandwidth_gb_per_s"))
+def _layout(result: Mapping[str, Any]) -> str:
+    settings = result["settings"]
+    ranks, nodes = settings["tensor_parallel"], settings["nodes"]
+    where = f" on {len(nodes)} machines" if nodes else ""
+    wide = any(row["wide"] and row["points"] for row in result["rows"])
+    more = f" (wide: data parallel {ranks}, {settings['all2all']}, x over wide stock)" if wide else ""
+    return f"tensor parallel {ranks}{where}{more}"
+
+
+def _conditions(result: Mapping[str, Any]) -> str:
+    """Say when it was measured, and beside what."""
+    rounds = result["rounds"]
+    if not rounds:
+        return "Nothing was measured."
+    lowest = min(each["load"]["lowest"] for each in rounds)
+    highest = max(each["load"]["highest"] for each in rounds)
+    cores = result["versions"]["cores"]
+    return (
+        f"Measured from {rounds[0]['begin']} to {rounds[-1]['end']}; load of this machine ({cores} cores)"
+        f" before its servers started {lowest:.1f} to {highest:.1f}."
+    )
 
 
 def _measured(result: Mapping[str, Any]) -> str:
@@ -127,7 +174,7 @@ def _measured(result: Mapping[str, Any]) -> str:
         for point in row["points"]:
             cells = [row["title"], f"{point['prompt_tokens']}"]
             for figure in FIGURES:
-                cells += [_figure(point[figure]), _times(point[figure]["speedup"])]
+                cells += [_figure(point[figure]), _times(point[figure]["speedup"], point[figure]["limit"])]
             cells += [_percent(point[f"overlap_{phase}"]) for phase in ("prefill", "decode")]
             lines.append(cells)
     return markdown(header, lines)
@@ -142,8 +189,11 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _times(value: Mapping[str, Any] | None) -> str:
-    return "" if value is None else f"{value['median']:.2f}"
+def _times(value: Mapping[str, Any] | None, limit: float | None = None) -> str:
+    """Return a speed-up; `noise` where hiding everything could not give it."""
+    if value is None:
+        return ""
+    return "noise" if limit is not None and value["median"] > limit else f"{value['median']:.2f}"
 
 
 def _percent(value: Mapping[str, Any] | None) -> str:
@@ -156,21 +206,22 @@ def _share(value: float) -> str:
 
 def _against_best(result: Mapping[str, Any]) -> str:
     """Set FarSkip against the fastest row that computes what stock does, at each length."""
-    ours = next(
-        (row for row in result["rows"] if row["name"] == "farskip_overlapped" and row["points"]), None
-    )
     rivals = [row for row in result["rows"] if row["serves"] == "ORIGINAL" and row["points"]]
-    if ours is None or not rivals or emulated(result["settings"]["comm"]):
+    if not rivals or emulated(result["settings"]["comm"]):
         return ""
     lines = []
-    for place, point in enumerate(ours["points"]):
-        said = []
-        for figure, unit in (("ttft_ms", "TTFT"), ("tbt_ms", "TBT")):
-            best = min(rivals, key=lambda row: row["points"][place][figure]["median"])
-            ratio = best["points"][place][figure]["median"] / point[figure]["median"]
-            said.append(f"{unit} x {ratio:.2f} ({best['title']})")
-        lines.append(f"- {point['prompt_tokens']} tokens: {', '.join(said)}")
-    return "\n".join(["FarSkip, overlapped, against the fastest server with stock's results:\n", *lines])
+    for ours in result["rows"]:
+        for place, point in enumerate(ours["points"] if ours["name"].endswith("_overlapped") else ()):
+            said = []
+            for figure, unit in (("ttft_ms", "TTFT"), ("tbt_ms", "TBT")):
+                best = min(rivals, key=lambda row: row["points"][place][figure]["median"])
+                ratio = best["points"][place][figure]["median"] / point[figure]["median"]
+                over = f"x {ratio:.2f} ({best['title']})"
+                noise = _times(point[figure]["speedup"], point[figure]["limit"]) == "noise"
+                said.append(f"{unit} {'noise' if noise else over}")
+            lines.append(f"- {ours['title']}, {point['prompt_tokens']} tokens: {', '.join(said)}")
+    head = "Against the fastest server with stock's results:\n"
+    return "\n".join([head, *lines]) if lines else ""
 
 
 def _traced(result: Mapping[str, Any]) -> str:
@@ -200,7 +251,11 @@ def _planned(result: Mapping[str, Any]) -> str:
         step_s, overlap = times["step_s"], times["overlap"]
         cells = [each["phase"], f"{each['prompt_tokens']}", titles[each["regular"]], _number(1000 * step_s)]
         cells += [_share(times["communication_s"] / step_s), "" if overlap is None else _share(overlap)]
-        cells += ["" if planned is None else f"{planned:.2f}", _times(each["measured"]), each["file"]]
+        cells += [
+            "" if planned is None else f"{planned:.2f}",
+            _times(each["measured"], each["limit"]),
+            each["file"],
+        ]
         lines.append(cells)
     return "\n\n".join(
         [

@@ -134,6 +134,12 @@ def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
     assert memory(short)["parts"]["weights"] == 15_706_484_224 // 8
     assert parts["weights"] == 15_706_484_224 * 2 // 8
     assert parts["keys and values"] == 27 * (512 + 64) * 2 * 100 * 2
+    wide = published(
+        "DeepSeek-V2-Lite", {}, {"phase": "decode", "batch": 16, "length": 100, "data_parallel": 8}
+    )
+    experts = 26 * 64 * 3 * 2048 * 1408  # of which a rank has an eighth, and all of the rest
+    assert memory(wide)["parts"]["weights"] == 2 * (15_706_484_224 - experts * 7 // 8)
+    assert memory(wide)["parts"]["keys and values"] == 27 * (512 + 64) * 2 * 100 * 2
     short = published("DeepSeek-V2-Lite", {"num_hidden_layers": 3}, {"length": 128})
     parts = memory(short)["parts"]
     assert parts["student weights"] == short.work.num_parameters * 4 // 8
@@ -342,13 +348,21 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "links in serving": (
             [model, "--phase", "decode", "--tp", "4", "--links", str(tmp_path / "links.json")],
-            "measured for all-to-all; decode is planned with all-reduces",
+            "measured for all-to-all; without --dp decode is planned with all-reduces",
         ),
         "dense": ([str(tmp_path / "dense")], "'llama' is a dense model"),
         "tensor parallel training": ([model, "--tp", "2"], "--tp 2: training is planned without tensor parallelism"),
         "server's experts": (
             [model, "--phase", "prefill", "--ep", "4"],
             "--ep 4: a server's experts are spread over its 8 tensor-parallel ranks",
+        ),
+        "data-parallel training": ([model, "--dp", "8"], "--dp 8: ranks of a server; in training every rank has"),
+        "both ways": ([model, "--phase", "prefill", "--dp", "8", "--tp", "8"], "(--tp 1 --ep 8); leave both out"),
+        "ranks of no server": ([model, "--phase", "prefill", "--dp", "3"], "--dp 3: does not divide the 8 GPUs"),
+        "requests": ([model, "--phase", "decode", "--dp", "8", "--batch", "12"], "--batch 12: requests of the whole"),
+        "measured wide": (
+            [model, "--phase", "decode", "--dp", "8", "--batch", "8", "--measured", str(tmp_path / "times.json")],
+            "--measured: a file of a server is of tensor-parallel ranks, not of --dp",
         ),
         "global batch": ([model, "--global-batch", "12"], "--global-batch 12: not a multiple of 8 rows"),
         "batch": ([model, "--batch", "0"], "--batch: Input should be greater than or equal to 1, got 0"),

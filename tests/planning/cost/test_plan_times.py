@@ -190,6 +190,38 @@ def test_a_server_takes_two_all_reduces_a_layer_and_its_head() -> None:
     assert times["exposed_s"] == pytest.approx(left)
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_wide_server_exchanges_what_tokens_chose_and_hides_it_as_docs_overlap_says(phase: str) -> None:
+    """Eight ranks with two requests each; DeepSeek-V2-Lite: 27 layers, the first dense, 6 of 64 experts."""
+    settings: dict[str, Any] = {"gpu": "h200", "phase": phase, "batch": 16, "length": 512, "data_parallel": 8}
+    lite = with_values(published("DeepSeek-V2-Lite", {}, settings), slowdown=0.25)
+    times = plan_times(lite)
+    tokens = 2 * (512 if phase == "prefill" else 1)
+    assert (lite.work.tokens, lite.expert_parallel, lite.tensor_parallel) == (tokens, 8, 1)
+    each = 20e-6 + tokens * 6 * 2048 * 2 / 8 * 7 / (450e9 * 0.85)
+    assert times["exchange_s"] == pytest.approx({"dispatch": each, "combine": each})
+    steps = [lite.roofline.steps(lite.work, layer, 8) for layer in lite.work.layers]
+    bandwidth = 4800e9 * 0.65
+    if phase == "decode":  # a rank reads those of its experts that any of the 16 tokens chose
+        used = 64 / 8 * (1 - (1 - 6 / 64) ** 16)
+        rows = 2 * lite.roofline.passes(2, tokens * 6 * 2048)
+        assert steps[5]["experts"] == pytest.approx(used * 3 * 2048 * 1408 * 2 / bandwidth + rows)
+    # Nothing is in flight when layer 1 begins: its dispatch has all of attention; a combine the shared expert and
+    # the next layer's queries, keys and values, but the last one.
+    dispatch = {k: steps[k]["attention b"] + (steps[k]["attention a"] if k == 1 else 0) for k in range(1, 27)}
+    combine = {
+        k: steps[k]["shared expert"] + (steps[k + 1]["attention a"] if k < 26 else 0) for k in range(1, 27)
+    }
+    for row in times["windows"]:
+        k = row["layer"]
+        assert row == pytest.approx({"layer": k, "dispatch_s": dispatch[k], "combine_s": combine[k]})
+    left = sum(max(0, each - window[k]) for window in (dispatch, combine) for k in range(1, 27))
+    compute = sum(sum(one.values()) for one in steps) + lite.roofline.head(lite.work)
+    assert times["regular_s"] == pytest.approx(compute + 52 * each)
+    assert times["overlapped_s"] == pytest.approx(compute + left + 0.25 * (52 * each - left))
+    assert 0 < times["overlap"]["forward"] <= 1
+
+
 def test_a_servers_third_all_reduce_is_sent_by_the_rewired_model_alone() -> None:
     """With `mlp: full` shared experts have one of their own, but in the last layer and in the dense one."""
     settings: dict[str, Any] = {

@@ -43,6 +43,8 @@ def serve():
     if name == "dbo":
         print(LOG.format("WARNING", "Dual-Batch Overlap is not supported on CPU, disabled."), flush=True)
         time.sleep(600)
+    if "--headless" in sys.argv:
+        time.sleep(600)
     (HERE / "server").write_text(json.dumps({"row": name, "pid": os.getpid()}))
     times = os.environ.get("FCSD_SERVING_TIMES")
     spent = {"schema_version": 1, "collectives": 0, "bytes": 0, "total_s": 0.0, "exposed_s": 0.0}

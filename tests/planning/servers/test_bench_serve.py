@@ -161,7 +161,7 @@ def test_rows_take_turns_and_the_table_has_the_medians_over_the_rounds(
         *("62.5 (41.7 to 125)", "1.50", "87.5 %", "50.0 %"),
     ]
     assert "- stock, dual batch overlap, DeepEP for prefill: Dual-Batch Overlap is not supported" in printed
-    assert "- 512 tokens: TTFT x 1.20 (stock), TBT x 1.50 (stock)" in printed
+    assert "- FarSkip, overlapped, 512 tokens: TTFT x 1.20 (stock), TBT x 1.50 (stock)" in printed
     assert (place.out / "serving.png").stat().st_size > 5000
     assert gone(pids(place))
 
@@ -276,33 +276,129 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
 
 
 def test_over_an_emulated_network_farskip_is_set_against_its_own_blocking_row() -> None:
-    def measured(ttft: float) -> list[dict[str, Any]]:
-        figures = {"median_ttft_ms": ttft, "median_itl_ms": 1.0, "output_throughput": 9.0}
-        return [{"points": [{"prompt_tokens": 512, "prefill": figures, "decode": figures}]}]
-
     comm = {"comm": "timed", "latency_ms": 2}
-    rows = make_rows(["stock", "farskip_blocking", "farskip_overlapped"], {}, (), 2, comm)
-    runs = {"stock": measured(50), "farskip_blocking": measured(300), "farskip_overlapped": measured(200)}
-    settings = {
-        "model": "M",
-        "against": "O",
-        "tensor_parallel": 2,
-        "requests": 4,
-        "output_tokens": 8,
-        "rounds": 1,
-    }
-    versions = {"vllm": "0.32.0", "fcsd-serving": "0.1.0", "devices": []}
-    facts = {"settings": settings | {"comm": comm, "prompt_tokens": [512]}, "versions": versions}
-    result = summarise(facts, rows, runs, {}, {})
+    runs = {"stock": 50, "farskip_blocking": 300, "farskip_overlapped": 200}
+    runs |= {"wide_stock": 40, "wide_blocking": 100, "wide_overlapped": 80}
+    result = summed_up({name: [ttft] for name, ttft in runs.items()}, comm)
     ratios = [row["points"][0]["ttft_ms"]["speedup"]["median"] for row in result["rows"]]
-    assert ratios == [1.0, 1.0, 1.5]
-    assert "Their x is the speed-up over FarSkip, blocking." in table(result)
+    assert ratios == [1.0, 1.0, 1.5, 1.0, 1.0, 1.25]
+    assert "Their x is the speed-up over FarSkip, blocking (of wide rows the wide one)." in table(result)
     assert "fastest server" not in table(result)
+
+
+def summed_up(times: dict[str, list[float]], comm: Any, limits: Any = None) -> dict[str, Any]:
+    """The result of rows whose first tokens took these milliseconds, a round each."""
+
+    def run(ttft: float) -> dict[str, Any]:
+        figures = {"median_ttft_ms": ttft, "median_itl_ms": 1.0, "output_throughput": 9.0}
+        point = {"prompt_tokens": 512, "prefill": figures, "decode": figures}
+        return {"begin": "2026-11-23 10:00:00 UTC", "end": "2026-11-23 10:01:00 UTC", "load": ttft / 100} | {
+            "points": [point]
+        }
+
+    rows = make_rows(list(times), {}, (), 2, comm, "allgather_reducescatter")
+    runs = {name: [run(ttft) for ttft in each] for name, each in times.items()}
+    settings = {
+        "model": "M", "against": "O", "tensor_parallel": 2, "requests": 4, "output_tokens": 8, "nodes": [],
+        "all2all": "allgather_reducescatter", "rounds": len(next(iter(times.values()))), "comm": comm,
+        "prompt_tokens": [512],
+    }  # fmt: skip
+    versions = {"vllm": "0.32.0", "fcsd-serving": "0.1.0", "devices": [], "cores": 2}
+    return summarise({"settings": settings, "versions": versions}, rows, runs, {}, {}, limits or {})
+
+
+def test_a_speed_up_beyond_what_can_be_hidden_is_noise_and_no_gain() -> None:
+    times = {"stock": [200.0, 220.0, 210.0], "farskip_overlapped": [100.0, 110.0, 105.0]}
+    for limit, cell in ((2.5, "2.00"), (1.4, "noise")):
+        result = summed_up(times, {}, {"farskip_overlapped": [{"ttft_ms": limit}]})
+        page = table(result)
+        line = next(line for line in page.splitlines() if line.startswith("| FarSkip, overlapped"))
+        assert [each.strip() for each in line.strip("|").split("|")][3] == cell
+        assert ("TTFT noise, TBT x 1.00 (stock)" in page) == (cell == "noise") == ("2.00" not in page)
+        assert ("measure again" in page.lower()) == (cell == "noise")
+        assert "Fewer than 3 rounds" not in page
+    assert result["rows"][1]["points"][0]["ttft_ms"]["limit"] == 1.4
+
+
+def test_few_rounds_and_the_load_beside_them_are_told() -> None:
+    result = summed_up({"stock": [200.0, 220.0], "farskip_overlapped": [100.0, 110.0]}, {})
+    assert [each["load"] for each in result["rounds"]] == [
+        {"lowest": 1.0, "highest": 2.0},
+        {"lowest": 1.1, "highest": 2.2},
+    ]
+    page = table(result)
+    assert "**Fewer than 3 rounds: a gain cannot be told from noise.**" in page
+    assert (
+        "Measured from 2026-11-23 10:00:00 UTC to 2026-11-23 10:01:00 UTC; load of this machine (2 cores)"
+        in page
+    )
+    assert "before its servers started 1.0 to 2.2." in page
+
+
+def test_wide_rows_have_the_same_back_end_and_are_set_against_wide_stock(place: Place) -> None:
+    rows = "--rows=stock,wide_stock,wide_blocking,wide_overlapped"
+    assert main(place.words(rows, "--rounds=1", "--all2all=deepep_low_latency")) == 0
+    serves = [call["serve"] for call in place.calls() if "serve" in call]
+    wide = "--tensor-parallel-size 1 --data-parallel-size 2 --enable-expert-parallel"
+    wide += " --all2all-backend deepep_low_latency"
+    assert [wide in " ".join(words) for words in serves] == [False, True, True, True]
+    assert [words[0].rpartition("/")[2] for words in serves] == ["original", "original", "model", "model"]
+    result = place.result()
+    assert [row["base"] for row in result["rows"]] == ["stock", *("wide_stock",) * 3]
+    (point,) = result["rows"][3]["points"]
+    assert point["ttft_ms"]["speedup"]["median"] == pytest.approx(1.2)
+    assert (
+        "(wide: data parallel 2, deepep_low_latency, x over wide stock)"
+        in (place.out / "serving.md").read_text()
+    )
+
+
+def test_a_round_that_was_cut_off_is_measured_again_as_a_whole(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = place.words("--rows=stock,dbo_prefill,farskip_overlapped", "--rounds=2")
+    (place.bin / "fail").write_text("8")  # the second server of round 2, after the first was measured
+    assert main(words) == 2
+    assert sorted(file.name for file in (place.out / "rounds").glob("*.json")) == [
+        *("1-farskip_overlapped.json", "1-stock.json", "2-farskip_overlapped.json")
+    ]
+    before, kept = len(place.calls()), (place.out / "rounds/1-stock.json").read_text()
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "fcsd bench: round 2 was cut off and is measured again" in capsys.readouterr().err
+    assert [call["row"] for call in place.calls()[before:] if "serve" in call] == ["overlapped", "stock"]
+    assert (
+        place.out / "rounds/1-stock.json"
+    ).read_text() == kept  # with what dbo said, which is not asked again
+    rounds = place.result()["rounds"]
+    assert len(rounds) == 2 and rounds[0]["end"] <= rounds[1]["begin"]
+    assert place.result()["rows"][1]["missing"].startswith("Dual-Batch Overlap is not supported")
+
+
+def test_a_server_over_two_machines_is_started_on_both_and_ends_on_both(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.program("ssh", '#!/bin/sh\nwhile [ "$1" != there ]; do shift; done\nexec sh -c "$2"\n')
+    monkeypatch.setenv("PATH", f"{place.bin}:{os.environ['PATH']}")
+    rows = "--rows=stock,wide_stock"
+    assert main(place.words(rows, "--rounds=1", "--nodes=here,there", "--tensor-parallel=4")) == 0
+    serves = [" ".join(call["serve"]) for call in place.calls() if "serve" in call]
+    head, second, wide_head, wide_second = sorted(
+        serves, key=lambda words: ("data-p" in words, "headless" in words)
+    )
+    for words in (head, second):
+        assert "--tensor-parallel-size 4" in words and "--nnodes 2 --master-addr here --master-port " in words
+    assert "--headless --node-rank 1" in second and "--host" not in second
+    for words in (wide_head, wide_second):
+        assert "--data-parallel-size-local 2 --data-parallel-address here --data-parallel-rpc-port" in words
+    assert "--headless --data-parallel-start-rank 2" in wide_second
+    assert "tensor parallel 4 on 2 machines" in (place.out / "serving.md").read_text()
+    assert gone(pids(place))
 
 
 def test_a_rival_is_started_only_where_it_has_something_to_overlap() -> None:
     def missing(config: dict[str, Any], devices: tuple[str, ...], ranks: int) -> dict[str, str]:
-        rows = make_rows(get_args(RowName), config, devices, ranks, {})
+        rows = make_rows(get_args(RowName), config, devices, ranks, {}, "allgather_reducescatter")
         assert [row.name for row in rows] == list(get_args(RowName))
         return {row.name: row.missing for row in rows if row.missing is not None}
 
@@ -310,7 +406,8 @@ def test_a_rival_is_started_only_where_it_has_something_to_overlap() -> None:
     assert missing(shared, gpus, 2) == {}
     assert missing({}, gpus, 2) == {"shared_stream": "the model has no shared experts"}
     assert set(missing(shared, (), 2)) == {"shared_stream", "fused_allreduce"}  # DBO: vLLM's own log says so
-    assert set(missing(shared, gpus, 1)) == {"dbo_prefill", "dbo_decode", "fused_allreduce"}
+    wide = {"wide_stock", "wide_blocking", "wide_overlapped"}
+    assert set(missing(shared, gpus, 1)) == {"dbo_prefill", "dbo_decode", "fused_allreduce"} | wide
 
 
 def test_a_plugin_that_the_environment_leaves_out_is_told(
@@ -387,6 +484,8 @@ def test_what_cannot_be_measured_is_one_line_before_any_server_starts(
         ("--prompt-tokens=512,x", "--prompt-tokens: 'x' is not a number"),
         ("--rows=stock,stok", "rows"),
         ("--rounds=0", "rounds"),
+        ("--nodes=here", "--nodes: 1 machines cannot have as many of 2 ranks each"),
+        ("--nodes=a,b,c", "--nodes: 3 machines cannot have as many of 2 ranks each"),
     ],
 )
 def test_an_option_without_a_meaning_is_one_line(

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from fcsd.planning.cost.times import gain
-from fcsd.planning.servers.gains import served_gains
+from fcsd.planning.servers.gains import find_limits, served_gains
+from fcsd.planning.servers.rows import make_rows
 
 SETTINGS: dict[str, Any] = {
     "comm": {},
@@ -87,6 +88,32 @@ def test_without_an_overlapped_server_the_plan_says_what_is_hidden() -> None:
     # 0.1 of 0.5 s in prefill; 0.6 - 0.1 of 1.5 - 0.5 s in decoding, whose steps take 20 ms in the middle.
     assert found[0]["times"]["communication_s"] == pytest.approx(0.2 * 0.2)
     assert found[1]["times"]["communication_s"] == pytest.approx(0.5 * 0.020)
+
+
+def test_what_hiding_everything_could_give_is_known_by_the_row_that_is_set_against() -> None:
+    # 0.1 of 0.5 s in prefill; 0.6 - 0.1 of 1.5 - 0.5 s in decoding; of the wide ones half of it and a tenth.
+    runs = {
+        "farskip_blocking": rounds([100, 300], (0.5, 0.4, 0.4), (1.5, 2.4, 2.4)),
+        "farskip_overlapped": rounds([100, 300], None, None),
+        "wide_blocking": rounds([100, 300], (0.5, 1.0, 1.0), (1.5, 1.4, 1.4)),
+        "wide_overlapped": rounds([100, 300], None, None),
+    }
+    rows = make_rows(list(runs), CONFIG, (), 2, {}, "allgather_reducescatter")
+    found = find_limits(SETTINGS, rows, runs, {})
+    assert set(found) == set(runs)
+    for place in range(2):
+        assert found["farskip_overlapped"][place] == pytest.approx(
+            {"ttft_ms": 1.25, "tbt_ms": 2.0, "output_tokens_per_s": 2.0}
+        )
+        assert found["wide_overlapped"][place] == pytest.approx(
+            {"ttft_ms": 2.0, "tbt_ms": 1 / 0.9, "output_tokens_per_s": 2.0}
+        )
+    traces = {"stock": {"total_s": 0.1, "exposed_s": 0.1}}
+    runs = {"stock": rounds([400], None, None), "farskip_overlapped": rounds([320], None, None)}
+    first, second = find_limits(SETTINGS, make_rows(list(runs), CONFIG, (), 2, {}, ""), runs, traces)[
+        "farskip_overlapped"
+    ]
+    assert first == pytest.approx({"ttft_ms": 1.25}) and second == {}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,227 @@
+"""An MoE block's exchange with other ranks, cut in three: dispatch begins, experts run, combine ends.
+
+vLLM runs a block in one call. Here `apply` of its kernel only begins the dispatch and gives memory that the combine
+will fill, so that the block may return before: what it does after its experts are views. Gate, routing, padding,
+quantisation, experts and back ends stay vLLM's. A back end's own halves are called (`prepare_async`, `finalize_async`);
+`allgather_reducescatter` has none, and gets those of `SplitGather`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
+from vllm.model_executor.layers.fused_moe.prepare_finalize import naive_dp_ep
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+
+from fcsd_vllm.refusals import MONOLITHIC, SPLIT, Refused
+from fcsd_vllm.transports import Transport
+
+ASYNCHRONOUS = ("DeepEPHTPrepareAndFinalize", "DeepEPLLPrepareAndFinalize")
+"""Back ends of vLLM whose own halves are used."""
+
+
+class SplitGather:
+    """vLLM's all-gather and reduce-scatter in two halves each: the steps of its `prepare` and `finalize`."""
+
+    def __init__(self, transport: Transport, index: int) -> None:
+        self.transport = transport
+        self.index = index
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        *given: Any,
+    ) -> Callable[[], tuple[Any, ...]]:
+        """Quantise, and begin to gather rows, weights and ids."""
+        apply_router_weight_on_input, quant_config, defer_input_quant = given
+        if apply_router_weight_on_input:
+            a1 = a1 * topk_weights.to(a1.dtype)
+        a1q, scales, scale = naive_dp_ep._quantize_and_setup_dispatch(a1, quant_config, defer_input_quant)
+        gathered = self.transport.gather(
+            [a1q, topk_weights, topk_ids, *(scales or ())], _sizes(), f"dispatch.{self.index}"
+        )
+
+        def receive() -> tuple[Any, ...]:
+            rows, weights, ids, *all_scales = gathered()
+            own = not all_scales
+            return (
+                rows,
+                scale if own else naive_dp_ep._unwrap_scale_and_prepare_for_moe(all_scales, quant_config),
+                None,
+                ids,
+                weights,
+            )
+
+        return receive
+
+    def finalize_async(self, output: torch.Tensor, fused: torch.Tensor, *given: Any) -> Callable[[], object]:
+        """Weigh and sum over the experts of a token, and begin to sum over ranks."""
+        *weighing, reduce = given
+        if isinstance(reduce, TopKWeightAndReduceDelegate):
+            reduce = TopKWeightAndReduceContiguous()
+        rows = reduce.apply(None, fused, *weighing)
+        return self.transport.scatter(rows, output, _sizes(), f"combine.{self.index}")
+
+
+class Whole:
+    """vLLM's own exchange, complete at once: any back end."""
+
+    def __init__(self, back_end: Any) -> None:
+        self.back_end = back_end
+
+    def prepare_async(self, *given: Any) -> Callable[[], Any]:
+        """Dispatch."""
+        received = self.back_end.prepare(*given)
+        return lambda: received
+
+    def finalize_async(self, *given: Any) -> Callable[[], object]:
+        """Combine."""
+        self.back_end.finalize(*given)
+        return lambda: None
+
+
+def _sizes() -> list[int]:
+    """Return every rank's tokens of this step, which are known inside the runner's `_sequence_parallel_context`."""
+    sizes: list[int] = get_forward_context().dp_metadata.get_chunk_sizes_across_dp_rank()
+    return sizes
+
+
+def _wait_for(begun: Any) -> Any:
+    """Wait for a half of a back end, which gives a receiver, or a hook before it."""
+    if isinstance(begun, tuple):
+        hook, begun = begun
+        hook()
+    return begun()
+
+
+def _own_memory(shape: Any, dtype: Any, device: Any, reduce: Any) -> torch.Tensor | None:
+    """Return memory for outputs that a combine reads as they are: the engine's workspace is attention's too."""
+    return (
+        torch.empty(shape, dtype=dtype, device=device)
+        if isinstance(reduce, TopKWeightAndReduceNoOP)
+        else None
+    )
+
+
+class Exchange:
+    """That of one block, with one step's in flight: `start`, `experts` and `wait` are called in turn."""
+
+    def __init__(self, block: nn.Module, runner: Any, index: int, transport: Transport) -> None:
+        self.block = block
+        self.runner = runner
+        self.index = index
+        self.transport = transport
+        self.kernel: Any = None
+        self.halves: Any = None
+        self.scale: float = runner.routed_scaling_factor
+        runner.routed_scaling_factor = 1.0  # it would scale before there is anything
+        self.call: dict[str, Any] = {}
+        self.begun: Any = None
+        self.output: Any = None
+        self.routed: Any = None
+
+    def start(self, read: torch.Tensor) -> None:
+        """Route, and begin the dispatch."""
+        self._take_kernel()
+        self.output = None
+        self.routed = self.block(read)
+        where = f"layer {self.index}: {type(self.runner._quant_method).__name__}"
+        if self.output is None:
+            raise Refused(f"{where} runs experts without the kernel that is cut; use --data-parallel-size 1")
+        if self.routed.untyped_storage().data_ptr() != self.output.untyped_storage().data_ptr():
+            raise Refused(f"{where}: its block computes with the routed output, which is in flight by then")
+
+    def experts(self) -> None:
+        """Wait for the dispatch, run this rank's experts, and begin the combine."""
+        call, impl = self.call, self.kernel.impl
+        rows, scale, meta, ids, weights = _wait_for(self.begun)
+        ids = call["topk_ids"] if ids is None else ids
+        weights = call["topk_weights"] if weights is None else weights
+        same = ("w1", "w2", "activation", "global_num_experts", "expert_map", "apply_router_weight_on_input")
+        fused = impl._fused_experts(
+            in_dtype=call["hidden_states"].dtype,
+            a1q=rows,
+            a1q_scale=scale,
+            topk_weights=weights,
+            topk_ids=ids,
+            local_num_experts=len(call["w1"]),
+            expert_tokens_meta=meta,
+            **{name: call[name] for name in same},
+        )
+        reduce = impl.fused_experts.finalize_weight_and_reduce_impl()
+        with self.runner._sequence_parallel_context():
+            self.begun = self._at_once_if_small(
+                self.halves.finalize_async(
+                    self.output, fused, weights, ids, call["apply_router_weight_on_input"], reduce
+                )
+            )
+        self.call = {}
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the combine; return the routed output."""
+        _wait_for(self.begun)
+        routed: torch.Tensor = self.routed if self.scale == 1.0 else self.routed * self.scale
+        self.begun = self.output = self.routed = None
+        return routed
+
+    def _begin(self, **call: Any) -> torch.Tensor:
+        """Take the place of the kernel's `apply`."""
+        self.call = call
+        experts = self.kernel.impl.fused_experts
+        self.begun = self._at_once_if_small(
+            self.halves.prepare_async(
+                call["hidden_states"],
+                call["topk_weights"],
+                call["topk_ids"],
+                call["global_num_experts"],
+                call["expert_map"],
+                call["apply_router_weight_on_input"],
+                experts.quant_config,
+                experts.expects_unquantized_inputs,
+            )
+        )
+        self.output = torch.empty_like(call["hidden_states"])
+        return self.output
+
+    def _at_once_if_small(self, begun: Any) -> Any:
+        """Wait for a message below `min_overlap_bytes`, whose size all ranks have to agree on: of all their rows."""
+        rows = self.call["hidden_states"]
+        tokens = int(get_forward_context().dp_metadata.num_tokens_across_dp_cpu.sum())
+        if tokens * rows.shape[-1] * rows.element_size() >= self.transport.settings.min_overlap_bytes:
+            return begun
+        received = _wait_for(begun)
+        return lambda: received
+
+    def _take_kernel(self) -> None:
+        """Cut the kernel that vLLM made when weights were loaded, or made anew since."""
+        method = self.runner._quant_method
+        kernel = method.moe_kernel
+        if kernel is None or kernel.is_monolithic:
+            raise Refused(f"layer {self.index}: {type(method).__name__} {MONOLITHIC}")
+        if kernel is self.kernel:
+            return
+        self.kernel, back_end = kernel, kernel.prepare_finalize
+        name = type(back_end).__name__
+        comm = self.transport.settings.comm
+        if comm == "blocking":
+            self.halves = Whole(back_end)
+        elif isinstance(back_end, naive_dp_ep.MoEPrepareAndFinalizeNaiveDPEPModular):
+            self.halves = SplitGather(self.transport, self.index)
+        elif name in ASYNCHRONOUS and comm == "stream":
+            self.halves = back_end
+        else:
+            raise Refused(f"layer {self.index}: comm: {comm} cannot split {name}; {SPLIT}")
+        if comm != "blocking" and back_end.activation_format is FusedMoEActivationFormat.Standard:
+            back_end.allocate_fused_expert_output = _own_memory
+        kernel.impl.apply = self._begin

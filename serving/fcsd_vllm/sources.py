@@ -1,0 +1,83 @@
+"""What a verified engine's code is: a digest of each function that FarSkip layers replace or call.
+
+A release may change what such a function does and keep its name. `sources.json` has the digests by verified version:
+
+    python -m fcsd_vllm.sources
+
+adds those of the installed vLLM, after its models were compared with fcsd's (`serving/tests`). Standard library only.
+"""
+
+import ast
+import hashlib
+import inspect
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("sources.json")
+SOURCES: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
+"""Verified version -> function -> digest."""
+_VERSIONED = ("kind", "type_comment", "type_params")  # not in every Python's syntax trees
+
+
+def digest(function: Callable[..., Any]) -> str:
+    """Return 16 hex digits of what a function does: comments, docstrings, layout and Python's version do not count."""
+    try:
+        text = inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return "no source"
+    return _hash(_plain(ast.parse(textwrap.dedent(text)).body))[:16]
+
+
+def digests(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
+    """Return module and name -> digest, without what the plugin has defined itself."""
+    named = {f"{each.__module__}.{each.__qualname__}": each for each in functions}
+    return {name: digest(each) for name, each in sorted(named.items()) if not name.startswith("fcsd_")}
+
+
+def changed(found: Mapping[str, str]) -> dict[str, str]:
+    """Return those digests that no verified version has."""
+    return {
+        name: now for name, now in found.items() if all(now != each.get(name) for each in SOURCES.values())
+    }
+
+
+def seal(found: Mapping[str, str]) -> str:
+    """Return one digest of several, by which a user says that these changes were looked at."""
+    return _hash(sorted(found.items()))[:12]
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _plain(node: Any) -> Any:
+    """Return a syntax tree as tuples, without docstrings and what is empty."""
+    if isinstance(node, list):
+        return tuple(_plain(each) for each in node)
+    if not isinstance(node, ast.AST):
+        return node
+    if (
+        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and ast.get_docstring(node) is not None
+    ):
+        node.body = node.body[1:]
+    fields = [(name, _plain(value)) for name, value in ast.iter_fields(node) if name not in _VERSIONED]
+    return type(node).__name__, *(field for field in fields if field[1] is not None and field[1] != ())
+
+
+def main() -> None:
+    """Write the digests of the installed vLLM."""
+    import vllm
+
+    from fcsd_vllm.models import forwards
+    from fcsd_vllm.versions import needed_functions, release
+
+    SOURCES[release(vllm.__version__)] = digests([*needed_functions(), *forwards()])
+    FILE.write_text(json.dumps(SOURCES, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

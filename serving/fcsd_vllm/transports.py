@@ -1,0 +1,152 @@
+"""Exchanges of rows between data-parallel ranks, begun in one place and waited for in another, by several back ends.
+
+    gather    every rank's rows, in the order of ranks: the dispatch of `allgather_reducescatter`
+    scatter   of rows of all ranks the sum over ranks of the own ones: its combine
+
+Ranks may have different numbers of rows, `sizes`, and none. Both return what waits; the memory given to `scatter` is
+read until then. A tag names an exchange of the model, such as `dispatch.3`, and is the same on every rank and in every
+step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fcsd_vllm.communication import Stream, Timed
+from fcsd_vllm.settings import Settings
+
+
+def gather_rows(x: torch.Tensor, sizes: list[int], group: Any, wait: bool = True) -> tuple[torch.Tensor, Any]:
+    """Return all ranks' rows, and the work to wait for; gloo gathers only equal numbers, so every rank sends to all."""
+    rows = x.new_empty((sum(sizes), *x.shape[1:]))
+    sent = x.repeat(len(sizes), *[1] * (x.dim() - 1))
+    work = dist.all_to_all_single(rows, sent, sizes, [len(x)] * len(sizes), group, async_op=not wait)
+    return rows, work
+
+
+def scatter_rows(
+    x: torch.Tensor, sizes: list[int], group: Any, wait: bool = True
+) -> tuple[torch.Tensor, Any]:
+    """Return what every rank has of this rank's rows, (ranks, rows, …), and the work to wait for."""
+    own = sizes[dist.get_rank(group)]
+    parts = x.new_empty((len(sizes) * own, *x.shape[1:]))
+    work = dist.all_to_all_single(parts, x.contiguous(), [own] * len(sizes), sizes, group, async_op=not wait)
+    return parts.view(len(sizes), own, *x.shape[1:]), work
+
+
+class Transport:
+    """A back end: torch.distributed on the group of the device, gloo on CPUs, NCCL or RCCL elsewhere."""
+
+    def __init__(self, group: Any, settings: Settings) -> None:
+        self.group = group.device_group
+        self.settings = settings
+        self.at_once = settings.comm == "blocking"  # then nothing comes here
+
+    def gather(
+        self, tensors: list[torch.Tensor], sizes: list[int], tag: str
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Begin to gather the rows of several tensors, which have as many."""
+        begun = [gather_rows(x, sizes, self.group, wait=False) for x in tensors]
+
+        def wait() -> list[torch.Tensor]:
+            for _, work in begun:
+                work.wait()
+            return [rows for rows, _ in begun]
+
+        return wait
+
+    def scatter(
+        self, x: torch.Tensor, output: torch.Tensor, sizes: list[int], tag: str
+    ) -> Callable[[], object]:
+        """Begin to sum into `output`."""
+        parts, work = scatter_rows(x, sizes, self.group, wait=False)
+
+        def wait() -> None:
+            work.wait()
+            torch.sum(parts, 0, out=output)
+
+        return wait
+
+
+class TimedTransport(Transport):
+    """The thread of `Timed`, with its emulated network; a dispatch is one message, and so is a combine."""
+
+    def __init__(self, group: Any, settings: Settings) -> None:
+        super().__init__(group, settings)
+        self.timed = Timed(group, settings)
+
+    def gather(
+        self, tensors: list[torch.Tensor], sizes: list[int], tag: str
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Put one turn in the queue; its bytes are those of all ranks' rows."""
+        gathered: list[torch.Tensor] = []
+
+        def run() -> None:
+            gathered.extend(gather_rows(x, sizes, self.group)[0] for x in tensors)
+
+        end = self.timed.begin(run, sum(x[:1].nbytes for x in tensors) * sum(sizes), tag)
+
+        def wait() -> list[torch.Tensor]:
+            end()
+            return gathered
+
+        return wait
+
+    def scatter(
+        self, x: torch.Tensor, output: torch.Tensor, sizes: list[int], tag: str
+    ) -> Callable[[], object]:
+        """Put one turn in the queue."""
+
+        def run() -> None:
+            torch.sum(scatter_rows(x, sizes, self.group)[0], 0, out=output)
+
+        return self.timed.begin(run, x.nbytes, tag)
+
+
+class StreamTransport(Transport):
+    """NCCL or RCCL with a communicator and a stream of its own."""
+
+    def __init__(self, group: Any, settings: Settings) -> None:
+        super().__init__(group, settings)
+        self.stream = Stream(group)
+
+    def gather(
+        self, tensors: list[torch.Tensor], sizes: list[int], tag: str
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Begin when the computing stream has made the tensors."""
+        tensors = [x.contiguous() for x in tensors]
+        gathered = [x.new_empty((sum(sizes), *x.shape[1:])) for x in tensors]
+
+        def run(communicator: Any, stream: Any) -> None:
+            communicator.group_start()
+            for x, rows in zip(tensors, gathered, strict=True):
+                communicator.all_gatherv(rows, x, sizes, stream=stream)
+            communicator.group_end()
+
+        end = self.stream.begin(run, tensors, tag)
+
+        def wait() -> list[torch.Tensor]:
+            end()
+            return gathered
+
+        return wait
+
+    def scatter(
+        self, x: torch.Tensor, output: torch.Tensor, sizes: list[int], tag: str
+    ) -> Callable[[], object]:
+        """Begin when the computing stream has made `x`."""
+        x = x.contiguous()
+
+        def run(communicator: Any, stream: Any) -> None:
+            communicator.reduce_scatterv(output, x, sizes, stream=stream)
+
+        return self.stream.begin(run, x, tag)
+
+
+def make_transport(settings: Settings, group: Any) -> Transport:
+    """Return the back end that the settings name, over the data-parallel ranks; `blocking` is vLLM's own exchange."""
+    if settings.comm == "timed":
+        return TimedTransport(group, settings)
+    return StreamTransport(group, settings) if settings.comm == "stream" else Transport(group, settings)
