@@ -3,7 +3,8 @@
     python benchmarks/kills.py --kills 200 --output docs/kills.md
 
 Commands: convert; sweep and distill, with early stopping by code, on one rank and on two (of which one or
-both are killed); evaluate with a multiple-choice and a code task; push to a Hub on this machine. After each kill it is
+both are killed), with checkpoints that the training waits for and with those that it does not; evaluate with a
+multiple-choice and a code task; push to a Hub on this machine. After each kill it is
 checked that
 - the second run ends well, and what it leaves has the same bytes (weights, scores, results but for times and versions);
 - a training goes on from the newest checkpoint that was there;
@@ -44,6 +45,7 @@ from fcsd.base.files import file_sha256, write_text  # noqa: E402
 from fcsd.cli.main import main as fcsd  # noqa: E402
 from fcsd.model.connectivity import Connectivity, convert_checkpoint  # noqa: E402
 from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer  # noqa: E402
+from fcsd.training import checkpoint_writer  # noqa: E402
 from tests.report.publish.hub_server import TOKEN, running_hub  # noqa: E402
 from tests.support import Bench, forked_ranks, make_bench, status_of  # noqa: E402
 
@@ -211,6 +213,13 @@ def jobs(bench: Bench, hub: Any) -> Iterator[Job]:
 
     yield Job("sweep, distill", 1, distill, tree)
     yield Job("sweep, distill", 2, distill, tree)
+
+    def in_background(folder: Path) -> int:
+        checkpoint_writer.BACKGROUND_FROM = 0  # in a fork of its own
+        return distill(folder)
+
+    yield Job("distill, checkpoints in the background", 1, in_background, tree)
+    yield Job("distill, checkpoints in the background", 2, in_background, tree)
 
     model = bench.folder / "converted"
     convert_checkpoint(bench.base, model, Connectivity("all"))

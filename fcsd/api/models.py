@@ -3,6 +3,7 @@
 Not covered: models that are wrapped already (PEFT, FSDP, DDP): convert them before.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -98,17 +99,22 @@ def calibrate(
         max_length: tokens of a row that a data set is packed into.
 
     Returns:
-        What was solved, layer by layer: squared residuals before and after, and what could not be folded.
+        What was solved, layer by layer: squared residuals before and after, the same of text that was left out
+        (`held_out`), and what could not be folded. Where those say that the text was too little, a line on stderr does,
+        too.
 
     Raises:
         UserError: a student that is not converted, or calibrated already; models that do not belong together; too
             little text, or text of another tokenizer; a data set without a tokenizer, or one that cannot be tokenized;
             sums that are singular or not finite.
     """
-    from fcsd.training.calibration.model import calibrate_model
+    from fcsd.training.calibration.model import calibrate_model, complaint
 
     rows = _token_rows(rows, tokenizer, max_length)
-    return calibrate_model(student, teacher, rows, ridge=ridge)
+    results = calibrate_model(student, teacher, rows, ridge=ridge)
+    if (said := complaint(results)) is not None:
+        print(said[1], file=sys.stderr)
+    return results
 
 
 def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:

@@ -21,11 +21,14 @@ with lazy_imports():
     from fcsd.data.config import DataConfig, source_option
     from fcsd.evaluation.config import EvaluationConfig
     from fcsd.model.config import ModelConfig
+    from fcsd.model.connectivity.checkpoint import read_checkpoint
     from fcsd.model.connectivity.export import convert_checkpoint, export_checkpoint, unconvert_checkpoint
+    from fcsd.model.connectivity.load import load_config
     from fcsd.model.families.table import families_facts, families_table
     from fcsd.model.inspect import inspect_model, report_table
     from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.calibrate import calibrate_folder
+    from fcsd.planning.layers.first import tell_first_layer
     from fcsd.recipe.recipe import Recipe
     from fcsd.training.config import CalibrationConfig
 
@@ -49,6 +52,9 @@ def _convert(arguments: Namespace) -> None:
         "versions": versions(),
     }
     write_json(Path(arguments.out) / "manifest.json", record)
+    left = read_checkpoint(arguments.out)
+    assert left.connectivity is not None and left.family is not None
+    tell_first_layer(left.connectivity, load_config(left), left.family, "--layers")
     print(arguments.out)
 
 

@@ -3,6 +3,7 @@
     state-00001-of-00008.safetensors   of each rank that writes; what is above 4 GB in …00008.1.safetensors and so on
         NAME                  (n,) the rank's part of a trained parameter, flat, as the optimiser has it (float32)
         NAME|exp_avg, …       (n,) the same part of each state of the optimiser
+        NAME|average          (n,) the same part of the moving average of the weights, float32
         metadata: `starts`    NAME -> where the part begins in the flattened parameter; `sizes` NAME -> its whole size
     optimizer.json            the settings of each parameter group, and what the optimiser counts (`step`)
 
@@ -19,91 +20,142 @@ parameter's shape; ZeRO-3 with its optimiser on a disk (nvme).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import _TYPES
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
+from fcsd.parallel.parts import Part, compute_with, inner_optimizer, parts_of, writers_of
 from fcsd.parallel.ranks import Ranks
-from fcsd.parallel.shard import reshard
 
 OPTIMIZER = "optimizer.json"
+AVERAGE = "average"  # what no optimiser calls a state
 PART_OF = "part_of"  # in a parameter group of the optimiser: see `_groups`
-FILE_BYTES = (
-    1 << 32
-)  # of a file at most, but for a single tensor: a rank has the tensors of one file in host memory
+FILE_BYTES = 1 << 32  # of a file at most, but for a single tensor
 _FILE = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors")
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The run [start, stop) of a parameter of `size` numbers; on this rank at `offset` of the flattened `slot`.
-
-    slot: what the optimiser updates: the parameter itself, or ZeRO's flat float32 partition of many.
-    """
+class StateFile:
+    """A file of a rank's part: name -> (n,) numbers, and what its header says beside them."""
 
     name: str
-    parameter: Any
-    size: int
-    start: int
-    stop: int
-    slot: Any
-    offset: int = 0
+    runs: dict[str, Tensor]
+    metadata: dict[str, str]
 
-    def of(self, tensor: Any) -> Tensor:
-        """Return a view of this run in the slot, or in a state that is laid out like it."""
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        return local.detach().view(-1)[self.offset : self.offset + self.stop - self.start]
+    def copied(self, into: dict[str, Tensor]) -> StateFile:
+        """Return it with its numbers as they are now, in host memory: in the tensors of `into`, made where there are
+        none."""
+        for key, run in self.runs.items():
+            if key not in into:
+                into[key] = torch.empty_like(run, device="cpu")
+            into[key].copy_(run)
+        return replace(self, runs={key: into[key] for key in self.runs})
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write it, and return what it has: `bytes` and `sha256`, of what was given to the disk.
+
+        safetensors' own writer gives no hash (a pass over the file would take as long again), and puts the header's
+        metadata in any order.
+        """
+        runs = dict(sorted(self.runs.items(), key=lambda item: -item[1].element_size()))  # aligned
+        header: dict[str, Any] = {"__metadata__": self.metadata}
+        end = 0
+        for name, run in runs.items():
+            begin, end = end, end + run.nbytes
+            header[name] = {"dtype": _DTYPES[run.dtype], "shape": [*run.shape], "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        digest, number = hashlib.sha256(), 0
+        with (folder / self.name).open("wb") as file:
+            for data in (memoryview(len(text).to_bytes(8, "little") + text), *map(_bytes_of, runs.values())):
+                for start in range(0, len(data), _PIECE):
+                    piece = data[start : start + _PIECE]
+                    number += file.write(piece)
+                    digest.update(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        return {"bytes": number, "sha256": digest.hexdigest()}
 
 
-def write_state(
-    folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks, *, weights_only: bool = False
-) -> None:
-    """Write this rank's part below `folder`. All ranks call this; `check_state` tells whether all have.
+_DTYPES = {dtype: name for name, dtype in _TYPES.items()}
+_PIECE = 1 << 24
+
+
+def _bytes_of(run: Tensor) -> memoryview:
+    array: Any = run.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def state_files(
+    model: nn.Module,
+    optimizer: Any,
+    ranks: Ranks,
+    *,
+    weights_only: bool = False,
+    average: Mapping[str, Tensor] | None = None,
+) -> list[StateFile]:
+    """Return the files of this rank's part; their numbers are views of what is trained. All ranks call this.
 
     model: as it is trained, without DDP's or DeepSpeed's wrapper. optimizer: accelerate's, of that model.
-    weights_only: leave the optimiser's states out.
+    weights_only: leave the optimiser's states out. average: of each trained parameter this rank's part, flat.
     """
-    reshard(model)
-    folder.mkdir(parents=True, exist_ok=True)
-    writers, index = _writers(model, ranks)
-    parts = list(_parts(model, optimizer, ranks))
-    states = {} if weights_only else _inner(optimizer).state
-    if index is not None:
-        path = folder / f"state-{index + 1:05}-of-{writers:05}.safetensors"
-        files = _cut(parts, states)
-        for number, entries in enumerate(files):
-            tensors = {key: part.of(source).to("cpu", copy=True) for key, part, source in entries}
-            metadata = {
+    parts = parts_of(model, optimizer, ranks)
+    writers, index = writers_of(model, ranks)
+    if index is None:
+        return []
+    path = Path(f"state-{index + 1:05}-of-{writers:05}.safetensors")
+    files = _cut(parts, {} if weights_only else inner_optimizer(optimizer).state, average or {})
+    return [
+        StateFile(
+            _numbered(path, number).name,
+            {key: run for key, _, run in entries},
+            {
                 "files": str(len(files)),
                 "starts": json.dumps({part.name: part.start for _, part, _ in entries}),
                 "sizes": json.dumps({part.name: part.size for _, part, _ in entries}),
-            }
-            save_file(tensors, _numbered(path, number), metadata=metadata)
-            _check_written(_numbered(path, number), tensors)
-    if ranks.first and not weights_only:
-        counted = {
-            part.name: {
-                key: float(value) for key, value in states.get(part.slot, {}).items() if _is_number(value)
-            }
-            for part in parts
+            },
+        )
+        for number, entries in enumerate(files)
+    ]
+
+
+def write_weights(folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
+    """Write this rank's part of the weights below `folder`, a file at a time. All ranks call this; `check_state` tells
+    whether all have."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in state_files(model, optimizer, ranks, weights_only=True):
+        file.copied({}).write(folder)
+
+
+def write_settings(folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
+    """Write what the optimiser has beside tensors: on the first rank; all call this."""
+    parts, inner = parts_of(model, optimizer, ranks), inner_optimizer(optimizer)
+    if not ranks.first:
+        return
+    counted = {
+        part.name: {
+            key: float(value) for key, value in inner.state.get(part.slot, {}).items() if _is_number(value)
         }
-        groups = {
-            index: {k: v for k, v in group.items() if k not in ("params", PART_OF)}
-            for index, group in _groups(_inner(optimizer))
-        }
-        write_json(folder / OPTIMIZER, {"groups": list(groups.values()), "counted": counted})
+        for part in parts
+    }
+    groups = {
+        index: {k: v for k, v in group.items() if k not in ("params", PART_OF)}
+        for index, group in _groups(inner)
+    }
+    write_json(folder / OPTIMIZER, {"groups": list(groups.values()), "counted": counted})
 
 
 def _groups(inner: torch.optim.Optimizer) -> list[tuple[int, dict[str, Any]]]:
@@ -113,7 +165,7 @@ def _groups(inner: torch.optim.Optimizer) -> list[tuple[int, dict[str, Any]]]:
 
 def schedule_state(scheduler: Any, optimizer: Any) -> dict[str, Any]:
     """Return a learning-rate schedule's state, its lists with one entry for each parameter group of one process."""
-    indices = [index for index, _ in _groups(_inner(optimizer))]
+    indices = [index for index, _ in _groups(inner_optimizer(optimizer))]
     state: dict[str, Any] = scheduler.state_dict()
     lists = {
         key: dict(zip(indices, value, strict=True)) for key, value in state.items() if isinstance(value, list)
@@ -123,26 +175,31 @@ def schedule_state(scheduler: Any, optimizer: Any) -> dict[str, Any]:
 
 def load_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> None:
     """Continue from `schedule_state`, whatever engine made it."""
-    indices = [index for index, _ in _groups(_inner(optimizer))]
+    indices = [index for index, _ in _groups(inner_optimizer(optimizer))]
     lists = {key: [value[i] for i in indices] for key, value in state.items() if isinstance(value, list)}
     scheduler.load_state_dict(state | lists)
 
 
-def _cut(parts: list[_Part], states: Any) -> list[list[tuple[str, _Part, Any]]]:
-    """Return (name in the file, part, tensor that holds it) of all that is stored, by file."""
-    files: list[list[tuple[str, _Part, Any]]] = [[]]
+def _cut(
+    parts: list[Part], states: Any, average: Mapping[str, Tensor]
+) -> list[list[tuple[str, Part, Tensor]]]:
+    """Return (name in the file, part, its numbers) of all that is stored, by file."""
+    files: list[list[tuple[str, Part, Tensor]]] = [[]]
     size = 0
     for part in parts:
-        others = {f"{part.name}|{key}": value for key, value in states.get(part.slot, {}).items()}
-        for key, source in {part.name: part.slot, **others}.items():
-            if _is_number(source):
-                continue
-            number = (part.stop - part.start) * source.element_size()
-            if files[-1] and size + number > FILE_BYTES:
+        own = {
+            f"{part.name}|{key}": part.of(value)
+            for key, value in states.get(part.slot, {}).items()
+            if not _is_number(value)
+        }
+        if part.name in average:
+            own[f"{part.name}|{AVERAGE}"] = average[part.name]
+        for key, run in {part.name: part.of(part.slot), **own}.items():
+            if files[-1] and size + run.nbytes > FILE_BYTES:
                 files.append([])
                 size = 0
-            files[-1].append((key, part, source))
-            size += number
+            files[-1].append((key, part, run))
+            size += run.nbytes
     return files
 
 
@@ -154,22 +211,33 @@ def _numbered(path: Path, number: int) -> Path:
 def read_state(
     folder: Path, model: nn.Module, optimizer: Any | None, ranks: Ranks, *, weights_only: bool = False
 ) -> None:
-    """Continue from `write_state`'s files, whatever engine and number of ranks wrote them. All ranks call this.
+    """Continue from the files of a checkpoint, whatever engine and number of ranks wrote them. All ranks call this.
 
     optimizer: None where none was made yet; then weights only.
 
     Raises:
         UserError: a file is missing or damaged, or the checkpoint is of other trainable parameters.
     """
-    reshard(model)
-    parts = list(_parts(model, optimizer, ranks))
+    parts = parts_of(model, optimizer, ranks)
     with ExitStack() as stack, torch.no_grad():
         stored = _Stored(folder, stack)
         for part in parts:
             stored.read(part.name, part, part.of(part.slot))
         if optimizer is not None and not weights_only:
-            _read_optimizer(folder, stored, parts, _inner(optimizer))
-    _use(parts, optimizer)
+            _read_optimizer(folder, stored, parts, inner_optimizer(optimizer))
+    compute_with(parts, optimizer)
+
+
+def read_average(folder: Path, model: nn.Module, optimizer: Any | None, ranks: Ranks) -> dict[str, Tensor]:
+    """Return this rank's part of the average that a checkpoint holds; raises as `read_state`."""
+    average = {}
+    with ExitStack() as stack:
+        stored = _Stored(folder, stack)
+        for part in parts_of(model, optimizer, ranks):
+            run = torch.empty(part.stop - part.start, dtype=torch.float32, device=part.slot.device)
+            stored.read(f"{part.name}|{AVERAGE}", part, run)
+            average[part.name] = run
+    return average
 
 
 def check_state(folder: Path) -> None:
@@ -178,7 +246,7 @@ def check_state(folder: Path) -> None:
         _Stored(folder, stack)
 
 
-def _read_optimizer(folder: Path, stored: _Stored, parts: list[_Part], inner: torch.optim.Optimizer) -> None:
+def _read_optimizer(folder: Path, stored: _Stored, parts: list[Part], inner: torch.optim.Optimizer) -> None:
     record = read_json(folder / OPTIMIZER)
     groups, own = record["groups"], _groups(inner)
     if len(groups) != (number := len({index for index, _ in own})):
@@ -239,13 +307,15 @@ class _Stored:
 
     def states(self, name: str) -> list[str]:
         """Return names of the optimiser's states of a parameter."""
-        return [key.split("|")[1] for key in self.runs if key.startswith(f"{name}|")]
+        keys = [key.split("|")[1] for key in self.runs if key.startswith(f"{name}|")]
+        return [key for key in keys if key != AVERAGE]
 
-    def read(self, name: str, part: _Part, into: Tensor) -> None:
+    def read(self, name: str, part: Part, into: Tensor) -> None:
         """Copy the run of `part` of a stored tensor into the flat `into`."""
-        if name not in self.runs or self.sizes[part.name] != part.size:
+        held = self.sizes[part.name] if name in self.runs else "no"
+        if held != part.size:
             raise UserError(
-                f"{self.folder}: holds {self.sizes.get(part.name, 'no')} numbers of '{name}', needed are {part.size};"
+                f"{self.folder}: holds {held} numbers of '{name}', needed are {part.size};"
                 " it is the checkpoint of another model, or of other trainable parameters"
             )
         missing = part.stop - part.start
@@ -262,97 +332,5 @@ class _Stored:
 _ADVICE = "the checkpoint is damaged: remove it, and the run goes on from the one before"
 
 
-# ---- what the engines have
-
-
-def _inner(optimizer: Any) -> Any:
-    """torch's optimiser inside accelerate's and DeepSpeed's."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _zero(optimizer: Any) -> Any:
-    """DeepSpeed's ZeRO-3 optimiser inside accelerate's."""
-    while not hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _writers(model: nn.Module, ranks: Ranks) -> tuple[int, int | None]:
-    """Return how many ranks write, and which of them this one is; None: it writes nothing."""
-    rank, world = ranks.rank, ranks.size
-    first: Any = next(model.parameters())
-    if hasattr(first, "ds_id"):
-        return world, rank
-    if hasattr(first, "device_mesh"):
-        mesh = first.device_mesh
-        *replica, index = mesh.get_coordinate()
-        return mesh.size(mesh.ndim - 1), index if not any(replica) else None
-    return 1, 0 if rank == 0 else None
-
-
-def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[_Part]:
-    """Yield this rank's part of every trained parameter, in the model's order."""
-    for name, parameter in model.named_parameters():
-        p: Any = parameter
-        if not p.requires_grad:
-            continue
-        if hasattr(p, "ds_id"):
-            length = p.ds_tensor.ds_numel
-            start = min(ranks.rank * length, p.ds_numel)
-            stop = min(start + length, p.ds_numel)
-            slot, offset = p.ds_tensor, 0
-            if optimizer is not None:
-                zero = _zero(optimizer)
-                group, offset, _ = zero.grad_position[zero.get_param_id(p)]
-                slot = zero.fp32_partitioned_groups_flat[group]
-            yield _Part(name, p, p.ds_numel, start, stop, slot, int(offset))
-        elif hasattr(p, "device_mesh"):
-            start = _first_row(p) * (p.numel() // p.shape[0])
-            yield _Part(name, p, p.numel(), start, start + p.to_local().numel(), p)
-        else:
-            yield _Part(name, p, p.numel(), 0, p.numel(), p)
-
-
-def _first_row(parameter: Any) -> int:
-    """Return where this rank's rows begin: FSDP2 shards by rows, the last ranks have fewer. Experts: see `Engine`."""
-    mesh, rows = parameter.device_mesh, parameter.shape[0]
-    *outer, index = mesh.get_coordinate()
-    first = 0
-    if "ep" in (
-        mesh.mesh_dim_names or ()
-    ):  # (efsdp, ep): each rank of `ep` has some experts, `efsdp` cuts these
-        rows //= mesh.size(mesh.ndim - 1)
-        first, index = index * rows, outer[-1] if outer else 0
-        ranks = mesh.size(mesh.ndim - 2) if outer else 1
-    else:
-        ranks = mesh.size(mesh.ndim - 1)
-    return first + min(index * -(-rows // ranks), rows)
-
-
-def _use(parts: list[_Part], optimizer: Any | None) -> None:
-    """ZeRO-3 computes with copies of what was read."""
-    if optimizer is None or not parts or not hasattr(parts[0].parameter, "ds_id"):
-        return
-    for part in parts:
-        view = part.of(part.slot)
-        part.parameter.ds_tensor.data.view(-1)[: view.numel()].copy_(view)
-    persistent = _zero(optimizer).persistent_parameters
-    if persistent:
-        persistent[0].partition(persistent)
-        persistent[0].all_gather(persistent)
-
-
 def _is_number(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.ndim == 0
-
-
-def _check_written(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raise OSError unless the file is on the disk, and holds what was written."""
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
-    with safe_open(path, framework="pt") as file:
-        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    if shapes != {name: list(tensor.shape) for name, tensor in tensors.items()}:
-        raise OSError(f"{path}: does not hold what was written to it")

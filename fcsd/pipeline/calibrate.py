@@ -13,6 +13,7 @@ from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, left_out, training_rows
+from fcsd.planning.layers.first import tell_first_layer
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import Recipe
 from fcsd.training.calibration.checkpoint import calibratable, calibrate_checkpoint, take_rows
@@ -75,7 +76,11 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
         raise UserError(f"{out}: exists and is not empty; choose another destination or remove it first")
     check_folder_place(out)
     check_folder_place(recipe.folder, run.layout.calibration(MAIN).parent.name, "unfinished calibration")
-    calibratable(run.original)
+    checkpoint = calibratable(run.original)
+    if launch.first:
+        assert checkpoint.family is not None
+        wired = recipe.connectivity.spec()
+        tell_first_layer(wired, run.original.load_config(), checkpoint.family, "--layers")
     stage = calibrate(run, on_bad_row=None)
 
     def leave() -> None:

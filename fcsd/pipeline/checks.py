@@ -30,6 +30,7 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.overlap import check_connections, check_transformers, refusal
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.steer import links_of
+from fcsd.planning.layers.first import tell_first_layer
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.stopping import TaskStoppingConfig
 from fcsd.steering.routing.placement import contiguous
@@ -69,6 +70,8 @@ def check_run(run: Run) -> None:
                 _check_layers(one.recipe.connectivity, mask)
             except UserError as error:
                 raise UserError(f"{where}{error}") from None
+    if run.launch.first and _unfinished(layout.convert):
+        tell_first_layer(recipe.connectivity.spec(), config, family, "connectivity.layers:")
     bias, evaluated = recipe.evaluation.router_bias, list(run.model_names)
     if bias is not None:
         num_experts, _ = expert_counts(text_config(config, family))

@@ -1,5 +1,6 @@
 """Sweep, distil and fill the teacher cache: the training stages of a recipe that have a teacher."""
 
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from transformers import PreTrainedModel
 
 from fcsd.base.artifact import Stage, read_manifest
 from fcsd.base.errors import UserError
-from fcsd.base.files import write_text
+from fcsd.base.files import new_folder, write_text
 from fcsd.base.strict import validate
+from fcsd.model.connectivity import convert_checkpoint
+from fcsd.model.connectivity.export import link_or_copy
 from fcsd.model.load import ModelFolder, dtype_of
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
@@ -91,6 +94,9 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     check_training(run)
     check_overlap(run)
     start = calibrated_start(whole, variant)
+    if not plan.train.max_steps:
+        launch.finish(stage, _leave_start(run, start, folder / "model"), folder / "model")
+        return stage
     rows = training_rows(plan.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
     training = _training_run(run, folder, f"distil {variant or MAIN}", teacher, rows, start)
@@ -99,6 +105,26 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     launch.finish(stage, results | left_out(rows, folder, launch), folder / "model")
     remove_checkpoints(folder, launch)
     return stage
+
+
+def _leave_start(run: Run, start: ModelFolder | None, folder: Path) -> dict[str, Any]:
+    """Leave the weights that a training of this recipe would start from, calibrated or copied."""
+
+    def leave() -> dict[str, Any]:
+        if start is None:
+            if not folder.is_dir():
+                convert_checkpoint(run.original.folder, folder, run.recipe.connectivity.spec())
+            return {"steps": 0}
+        with new_folder(folder) as new:
+            shutil.copytree(start.folder, new, copy_function=_copy_or_link, dirs_exist_ok=True)
+        return {"steps": 0, "tokens": read_manifest(start.folder.parent)["results"]["tokens"]}
+
+    return run.launch.ranks.from_first(leave)
+
+
+def _copy_or_link(source: str, destination: str) -> None:
+    copy = link_or_copy if source.endswith(".safetensors") else shutil.copyfile
+    copy(Path(source), Path(destination))
 
 
 def cache_teacher(run: Run, variant: str | None, output: Path | None, *, verify: bool = False) -> Path:

@@ -12,7 +12,7 @@ from fcsd.planning.cost.measured import Times, measured_times, read_times
 from fcsd.planning.cost.plan import plan
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
 from fcsd.planning.cost.times import plan_times
-from fcsd.planning.layers.proposal import has_calibrated, point_loss, selection_text, study_metric
+from fcsd.planning.layers.points import has_calibrated, point_loss, selection_text, study_metric
 from fcsd.planning.layers.study import read_study
 from fcsd.report.study_plots import plot_worth
 from fcsd.steering.network.links import read_links

@@ -57,6 +57,13 @@ class PretrainConfig(Strict):
     data: DataConfig
     train: TrainConfig
 
+    @field_validator("train")
+    @classmethod
+    def _something_is_trained(cls, value: TrainConfig) -> TrainConfig:
+        if not value.max_steps:
+            raise ValueError("max_steps must be at least 1: without a step the model would be random")
+        return value
+
     @field_validator("config")
     @classmethod
     def _config_names_its_family(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -69,9 +76,9 @@ class PretrainConfig(Strict):
     def _no_loss_of_the_routers_is_asked_for(cls, value: dict[str, Any]) -> dict[str, Any]:
         if keys := router_loss_keys(value):
             raise ValueError(
-                f"{', '.join(keys)}: a pre-training minimises cross-entropy alone and adds no auxiliary loss of the"
-                " routers, so this would balance nothing; leave it out (`fcsd routing` counts how evenly a model uses"
-                " its experts)"
+                f"{', '.join(keys)}: a pre-training does not use the model's own auxiliary loss of the routers, so this"
+                " would balance nothing; leave it out and set pretrain.train.balance_loss_coefficient (0.01 in Switch,"
+                " 0.001 in DeepSeek-V2), or balance_bias_rate"
             )
         return value
 

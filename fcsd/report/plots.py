@@ -14,25 +14,29 @@ from fcsd.report.figure import GREY, SIZE, Colours, legend_beside, save_figure, 
 from fcsd.training.losses.objectives import MEASURES
 from fcsd.training.sweep import last_text
 
+_PANELS = {key: (f"Training loss: {measure.title}", "nats per token") for key, measure in MEASURES.items()}
+_PANELS["load_max_over_mean"] = ("Load of a layer's busiest expert", "times the mean")
+
 
 def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Path, colours: Colours) -> None:
-    """Draw the training loss by tokens for every run; each divergence and cross-entropy in panels of their own.
+    """Draw the training loss by tokens for every run; each divergence and cross-entropy in panels of their own, and the
+    busiest expert's load where loads are balanced.
 
     histories: name -> points with `tokens` beside what was logged.
     """
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for key, measure in MEASURES.items():
+    panels: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+    for key, panel in _PANELS.items():
         for name, points in histories.items():
             # On a logarithmic axis there is no place for 0.
             if series := [(point["tokens"], point[key]) for point in points if point.get(key, 0) > 0]:
-                panels.setdefault(measure.title, {})[name] = series
+                panels.setdefault(panel, {})[name] = series
     count = max(1, len(panels))
     figure, axes = plt.subplots(1, count, figsize=(SIZE[0] * count, SIZE[1]), squeeze=False)
-    for axis, (title, lines) in zip(axes[0], panels.items(), strict=False):
+    for axis, ((title, unit), lines) in zip(axes[0], panels.items(), strict=False):
         for name, series in lines.items():
             axis.plot(*zip(*series, strict=True), color=colours[name], label=name)
-        axis.set(ylabel="nats per token", yscale="log")
-        set_title(axis, f"Training loss: {title}")
+        axis.set(ylabel=unit, yscale="log")
+        set_title(axis, title)
         _token_axis(axis)
         axis.legend()
     save_figure(figure, path)

@@ -13,6 +13,8 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json, write_json, write_text
 from fcsd.base.text import fold, stopping_text
 from fcsd.evaluation.results import read_result
+from fcsd.planning.layers.first import worst_layer, worst_text
+from fcsd.planning.layers.settings import KL
 from fcsd.planning.layers.study import read_study
 from fcsd.recipe.layout import MAIN, RunLayout
 from fcsd.recipe.overrides import to_yaml
@@ -63,9 +65,7 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
     models = {
         name: {
             "layers": "0" if name in steered else _layers(layout, name),
-            "training": _calibration(layout.stage(name))
-            if name == "calibrated"
-            else _training(training.get(name)),
+            "training": _training(training[name]) if name in training else _untrained(layout.stage(name)),
             "result": each["result"],
         }
         for name, each in evaluated.items()
@@ -126,14 +126,12 @@ def _layers(layout: RunLayout, name: str) -> str:
     return f"{len(farskip['layers'])}/{text['num_hidden_layers']}{only}"
 
 
-def _calibration(path: Path) -> str:
-    results = read_manifest(path)["results"]
-    return f"none; calibrated on {results['tokens']:,} tokens"
+def _untrained(path: Path) -> str:
+    tokens = read_manifest(path).get("results", {}).get("tokens")
+    return "-" if tokens is None else f"none; calibrated on {tokens:,} tokens"
 
 
-def _training(path: Path | None) -> str:
-    if path is None:
-        return "-"
+def _training(path: Path) -> str:
     manifest = read_manifest(path)
     objective = manifest["settings"].get("objective", {"name": "ce"})["name"]
     results = manifest["results"]
@@ -175,6 +173,8 @@ def _figures(
         figures["layers.png"] = (
             "KL to the original, untrained, against the rewired layers: from either end (paper Fig. 3), and alone."
         )
+        facts = {"metric": report["layers"]["metrics"][0], "worst_layer": worst_layer(report["layers"], KL)}
+        figures["layers.png"] = " ".join([figures["layers.png"], *filter(None, worst_text(facts))])
     if report["sweep"] is not None:
         plot_sweep(report["sweep"], folder)
         figures["sweep.png"] = "The sweep: batch size first, then learning rate."

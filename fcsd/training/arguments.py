@@ -62,9 +62,24 @@ def micro_batches(train: TrainConfig, max_length: int, world_size: int) -> tuple
         raise UserError(
             f"train.batch_size_tokens: {train.batch_size_tokens} is not a multiple of {rows * row_tokens}"
             f" (per_device_train_batch_size {rows} x data.max_length {max_length} x {world_size} processes);"
-            " change one of them"
+            f" {_ways(train.batch_size_tokens, rows, max_length, world_size)}"
         )
     return rows, train.batch_size_tokens // (rows * row_tokens)
+
+
+def _ways(batch: int, rows: int, max_length: int, world_size: int) -> str:
+    """Say what would fit: fewer rows at once, the next larger batch, shorter rows, fewer processes."""
+    step = max_length * world_size
+    if batch % step == 0:
+        return f"what fits: per_device_train_batch_size {max(k for k in range(1, rows) if batch % (k * step) == 0)}"
+    found = [f"a batch of {-(-batch // step) * step}"]
+    processes = [k for k in range(1, world_size) if batch % (k * max_length) == 0]
+    lengths = [k for k in range(max_length // 8, max_length) if k and batch % (k * world_size) == 0]
+    if lengths:
+        found.append(f"data.max_length {max(lengths)}")
+    if processes:
+        found.append(f"{max(processes)} processes")
+    return f"what fits: {', or '.join(found)}"
 
 
 def refuse_what_cannot_be_sharded(
@@ -75,10 +90,8 @@ def refuse_what_cannot_be_sharded(
     if not engine.shards:
         return
     wrong = {
-        "train.optimizer: muon orthogonalises whole matrices, which no rank has under FSDP or DeepSpeed; launch data"
-        " parallel copies": train.optimizer == "muon",
-        "train.ema_decay: an average is kept of whole weights, which no rank has under FSDP or DeepSpeed; launch data"
-        " parallel copies": train.ema_decay is not None,
+        "train.optimizer: muon orthogonalises whole matrices, and ZeRO-3's optimiser has flat runs of them; launch"
+        " FSDP2 (configs/fsdp2_8.yaml)": engine.uses_deepspeed and train.optimizer == "muon",
         "train.layer_lr_ratio: does not work with --expert-parallel; launch FSDP2 (configs/fsdp2_8.yaml)": (
             engine.spreads_experts and train.layer_lr_ratio != 1
         ),

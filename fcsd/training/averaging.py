@@ -1,6 +1,7 @@
 """An exponential moving average of the trained weights, which is what is scored and left.
 
-Not covered: weights that are sharded over ranks.
+It is elementwise, so each rank averages its own part of each parameter, whatever engine has cut it
+(`fcsd.parallel.parts`).
 """
 
 from __future__ import annotations
@@ -11,62 +12,70 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-FILE = "average.safetensors"
+from fcsd.model.connectivity.spec import changed_by
+from fcsd.parallel.parts import Part, compute_with, parts_of
+from fcsd.parallel.state import read_average
 
 
 class WeightAverage(TrainerCallback):
     """After step t (1, 2, …): average = d·average + (1 - d)·weights, with d = min(decay, (1 + t) / (10 + t)).
 
     The average begins as the weights before the first step and is kept in float32; the smaller d of the first steps
-    lets it leave them. Frozen parameters have none. A step after which `skipped()` is true changes nothing.
+    lets it leave them. Weights that are calibrated or trained already are a good start, which it does not leave so
+    fast: their d is `decay` from the first step. Frozen parameters have none. A step after which `skipped()` is true
+    changes nothing.
+
+    average: name -> this rank's part of a parameter, flat; it lies where the part lies.
     """
 
-    def __init__(self, model: nn.Module, decay: float, skipped: Callable[[], bool]):
-        self.decay, self.skipped = decay, skipped
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    def __init__(self, trainer: Any, decay: float, skipped: Callable[[], bool]):
+        self.trainer, self.decay, self.skipped = trainer, decay, skipped
+        self.keeps_start = changed_by(trainer.plain_model.config) is not None
         self.average: dict[str, Tensor] = {}
+
+    def _parts(self) -> list[Part]:
+        trainer = self.trainer
+        return parts_of(trainer.plain_model, trainer.optimizer, trainer.launch.ranks)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Start from the weights as they are now, where they belong, unless an average has been loaded."""
         if not self.average:
-            self.average = {name: p.detach().float().clone() for name, p in self.parameters.items()}
+            self.average = {part.name: part.of(part.slot).float().clone() for part in self._parts()}
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Add one step to the average."""
         if self.skipped():
             return
-        decay = min(self.decay, (1 + state.global_step) / (10 + state.global_step))
-        for name, average in self.average.items():
-            average.lerp_(self.parameters[name].detach().float(), 1 - decay)
+        leave = 1.0 if self.keeps_start else (1 + state.global_step) / (10 + state.global_step)
+        for part in self._parts():
+            self.average[part.name].lerp_(part.of(part.slot).float(), 1 - min(self.decay, leave))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the averaged weights inside the block, and its own again behind it."""
-        own = {name: p.detach().clone() for name, p in self.parameters.items()}
+        """Give the model the averaged weights inside the block, and its own again behind it. All ranks enter it."""
+        own = {part.name: part.of(part.slot).clone() for part in self._parts()}
         self.apply()
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in self.parameters.items():
-                    parameter.copy_(own[name])
+            self._give(own)
 
-    @torch.no_grad()
     def apply(self) -> None:
         """Give the model the averaged weights for good."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.average[name])
+        self._give(self.average)
 
-    def save(self, folder: Path) -> None:
-        """Write the average beside the weights of a checkpoint."""
-        save_file(self.average, str(folder / FILE))
+    @torch.no_grad()
+    def _give(self, weights: dict[str, Tensor]) -> None:
+        parts = self._parts()
+        for part in parts:
+            part.of(part.slot).copy_(weights[part.name])
+        compute_with(parts, self.trainer.optimizer)
 
     def load(self, folder: Path) -> None:
-        """Go on from `save`."""
-        found = load_file(str(folder / FILE))
-        self.average = {name: found[name].to(p.device) for name, p in self.parameters.items()}
+        """Go on from the average that a checkpoint holds."""
+        trainer = self.trainer
+        self.average = read_average(folder, trainer.plain_model, trainer.optimizer, trainer.launch.ranks)

@@ -12,9 +12,9 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, writing
 from fcsd.base.temporary import replace_folder
 from fcsd.parallel.ranks import known_to_all
-from fcsd.parallel.state import check_state, write_state
+from fcsd.parallel.state import check_state, write_weights
 from fcsd.training.arguments import Scorer, TrainingRun
-from fcsd.training.checkpoints import STOPPER_FILE, checkpoints
+from fcsd.training.checkpoints import STOPPER_FILE, checkpoints, damage, note_files
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.fcsd_trainer import FCSDTrainer
 
@@ -38,12 +38,45 @@ def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
         shutil.rmtree(beside, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     with writing(best), trainer.scored_weights():
-        write_state(beside, trainer.plain_model, trainer.optimizer, trainer.launch.ranks, weights_only=True)
+        write_weights(beside, trainer.plain_model, trainer.optimizer, trainer.launch.ranks)
     trainer.accelerator.wait_for_everyone()
     if first:
         check_state(beside)
+    with writing(best):
+        note_files(beside, trainer.launch.ranks)
+    if first:
         replace_folder(beside, best)
     trainer.accelerator.wait_for_everyone()
+
+
+def settle_best(trainer: FCSDTrainer, run: TrainingRun, *, last_step: int | None = None) -> None:
+    """Have the stopper name best weights that are whole, where those that it names are damaged. All ranks call this.
+
+    What is damaged is set aside as `damaged-step-N`. last_step: of the weights in the model, which can be left as well.
+    """
+    stopper, ranks = run.stopper, run.launch.ranks
+    if stopper is None or stopper.best_step is None:
+        return
+    lost = best_folder(run, stopper.best_step)
+    reason = damage(lost, ranks)
+    if reason is None:
+        return
+    kept = ranks.from_first(
+        lambda: [point["step"] for point in stopper.points if best_folder(run, point["step"]).is_dir()]
+    )
+    whole = [step for step in kept if damage(best_folder(run, step), ranks) is None]
+    stopper.lose_all_but([*whole, *([] if last_step is None else [last_step])])
+    if stopper.best_step is None:
+        instead = "no other weights that were scored are whole"
+    else:
+        instead = f"taking those of step {stopper.best_step}, {stopper.name} {stopper.best_score:.4g}"
+    trainer.guarded.say(f"{lost}: the best weights are damaged ({reason}); {instead}")
+    ranks.from_first(lambda: _set_aside(lost))
+
+
+def _set_aside(folder: Path) -> None:
+    if folder.is_dir():
+        replace_folder(folder, folder.with_name(f"damaged-{folder.name}"))
 
 
 def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
@@ -76,7 +109,9 @@ class StopWhenScoreStalls(TrainerCallback):
         self.stopper.time.start()
         if state.global_step == 0:
             self._evaluate(0)
-        elif self.stopper.is_due(state.global_step, state.max_steps):
+        else:
+            settle_best(self.trainer, self.run)
+        if state.global_step and self.stopper.is_due(state.global_step, state.max_steps):
             self._evaluate(state.global_step)
             control.should_training_stop = self.stopper.should_stop or state.global_step == state.max_steps
 

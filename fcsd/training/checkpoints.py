@@ -3,13 +3,13 @@
 A checkpoint is written beside and renamed, so that a process that is killed leaves none that is half-written. What is
 left is the machine that goes down, or a disk that loses or changes something: files are on the disk before the rename,
 their sizes and SHA-256 are noted with them (`files.json`), and compared before a run continues from them. Every rank
-reads and hashes its share of the files.
+hashes what it has written, and reads its share of the files.
 """
 
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,8 @@ from typing import Any
 from transformers import TrainerState
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import file_sha256, read_json, write_json, writing
-from fcsd.base.temporary import replace_folder
+from fcsd.base.files import file_sha256, read_json, write_json
 from fcsd.parallel.ranks import ALONE, Ranks
-from fcsd.parallel.state import check_state
 
 GUARD_FILE = "safety.json"  # the guard's state, in each checkpoint
 STOPPER_FILE = "early_stopping.json"  # in each checkpoint of a run with early stopping
@@ -40,10 +38,10 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
 
 
-def note_files(checkpoint: Path, ranks: Ranks) -> None:
+def note_files(checkpoint: Path, ranks: Ranks, noted: Mapping[str, dict[str, Any]] | None = None) -> None:
     """Bring the files of a checkpoint to the disk and note their sizes and hashes, before it is renamed.
 
-    All ranks call this, when all files are written.
+    noted: what is known already. All ranks call this, when all files are written.
     """
     names = ranks.from_first(
         lambda: sorted(
@@ -52,15 +50,17 @@ def note_files(checkpoint: Path, ranks: Ranks) -> None:
             if path.is_file() and path.name != _FILES
         )
     )
-    found: dict[str, dict[str, Any]] = {}
+    found = dict(noted or {})
+    unknown = [name for name in names if name not in found]
     ranks = replace(ranks, lockstep=False)  # no rank is in a pass
-    for shares in ranks.share(lambda: {name: _noted(checkpoint / name) for name in ranks.deal(names)}):
+    for shares in ranks.share(lambda: {name: _facts(checkpoint / name) for name in ranks.deal(unknown)}):
         found |= shares
     if ranks.first:
         write_json(checkpoint / _FILES, {name: found[name] for name in names})
 
 
-def _noted(path: Path) -> dict[str, Any]:
+def _facts(path: Path) -> dict[str, Any]:
+    """Bring a file to the disk and return its size and hash."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
@@ -171,57 +171,17 @@ def _finish_rewind(folder: Path) -> None:
             remove(path)
 
 
-def write_checkpoint(trainer: Any, name: str, write: Callable[[], None]) -> None:
-    """Let `write` leave a trainer's checkpoint beside, then rename it, then drop the oldest. All ranks call this."""
-    folder, first = Path(trainer.args.output_dir), trainer.args.should_save
-    beside = folder / PARTIAL / name
-    trainer.is_writing_checkpoint = True
-    try:
-        with writing(folder / name):
-            write()
-            if first:
-                _write_progress(trainer, beside)
-    finally:
-        trainer.is_writing_checkpoint = False
-        trainer.accelerator.wait_for_everyone()
-        if first and not (beside / "trainer_state.json").is_file():
-            shutil.rmtree(folder / PARTIAL, ignore_errors=True)
-    if first:
-        check_state(beside)
-    with writing(folder / name):
-        note_files(beside, trainer.launch.ranks)
-    if first:
-        replace_folder(beside, folder / name)
-        shutil.rmtree(folder / PARTIAL, ignore_errors=True)
-        _remove_old(trainer, folder)
-    trainer.accelerator.wait_for_everyone()
-
-
-def _write_progress(trainer: Any, beside: Path) -> None:
-    """Write what guard and stopper go on from; the best checkpoint gets the name that it is renamed to."""
-    state = trainer.state
-    if state.best_global_step == state.global_step:
-        state.best_model_checkpoint = str(Path(trainer.args.output_dir) / beside.name)
-        state.save_to_json(str(beside / "trainer_state.json"))
-    write_json(beside / GUARD_FILE, trainer.guard.state())
-    if trainer.stopper is not None:
-        write_json(beside / STOPPER_FILE, trainer.stopper.state())
-
-
-def _remove_old(trainer: Any, folder: Path) -> None:
-    """Keep the newest `save_total_limit`, and the best one; None keeps all."""
-    if trainer.args.save_total_limit is not None:
-        for old in checkpoints(folder)[: -trainer.args.save_total_limit]:
-            if str(old) != trainer.state.best_model_checkpoint:
-                remove(old)
+def retire(checkpoint: Path) -> Path:
+    """Take a checkpoint its name, by which it is one no more, and return what is to be removed."""
+    gone = checkpoint.with_name(f".{checkpoint.name}.old")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.replace(checkpoint, gone)
+    return gone
 
 
 def remove(checkpoint: Path) -> None:
     """Remove a checkpoint; one that is cut off while it is removed is no checkpoint any more."""
-    gone = checkpoint.with_name(f".{checkpoint.name}.old")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.replace(checkpoint, gone)
-    shutil.rmtree(gone)
+    shutil.rmtree(retire(checkpoint))
 
 
 def restore_if_complete(trainer: Any, checkpoint: Path) -> bool:

@@ -41,7 +41,7 @@ _SCHEDULES: dict[str, type[Strict]] = {
 class TrainConfig(Strict):
     """The optimiser's side of a run; names are those of `transformers.TrainingArguments` where it has them."""
 
-    max_steps: int = Field(2000, gt=0)
+    max_steps: int = Field(2000, ge=0)  # 0: what a training would start from is left as it is
     batch_size_tokens: int = Field(131072, gt=0)  # over all ranks and accumulation steps
     per_device_train_batch_size: int = Field(
         1, gt=0
@@ -60,6 +60,11 @@ class TrainConfig(Strict):
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     adam_epsilon: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, gt=0)
+    # Of the balance of the experts' loads (`fcsd.training.losses.balance`); DeepSeek-V2 has 0.001 to 0.003.
+    balance_loss_coefficient: float | None = Field(None, gt=0)
+    balance_loss_over: Literal["sequence", "batch"] = "sequence"  # batch: of all ranks
+    # Step of a balance without a loss, by the routers' correction bias; DeepSeek-V3 has 0.001.
+    balance_bias_rate: float | None = Field(None, gt=0)
     # The weights' moving average is what is scored and left.
     ema_decay: float | None = Field(None, gt=0, lt=1)
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained weights
@@ -90,6 +95,8 @@ class TrainConfig(Strict):
 
     @model_validator(mode="after")
     def _the_schedule_has_room(self) -> "TrainConfig":
+        if not self.max_steps:
+            return self
         if self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
         if self.num_decay_steps(self.max_steps) > self.max_steps - self.warmup_steps:
@@ -98,6 +105,11 @@ class TrainConfig(Strict):
                 f" ({self.warmup_steps}) are more than max_steps ({self.max_steps})"
             )
         return self
+
+    @property
+    def balances(self) -> bool:
+        """Whether the loads of the experts are balanced."""
+        return self.balance_loss_coefficient is not None or self.balance_bias_rate is not None
 
     def num_decay_steps(self, max_steps: int) -> int:
         """Return the last steps of as many, in which `warmup_stable_decay` lets the rate fall; 0 of other schedules."""

@@ -17,7 +17,8 @@ class DiskNeed:
     """Bytes of what a training keeps at the same time, at most.
 
     checkpoint: one of them. num_checkpoints: `save_total_limit`, and the one that is being written beside them.
-    best: of early stopping, the best weights and those that are being written beside them. model: what is left.
+    best: of early stopping, the best weights, those that are being written beside them, and those that a checkpoint
+    names which goes when the one that is being written is done. model: what is left.
     """
 
     checkpoint: int
@@ -43,13 +44,12 @@ def disk_need(
     where no model is. keeps_best: whether early stopping keeps weights.
     """
     weights = num_trained * dtype_of(train.dtype).itemsize
-    num_saved = (train.max_steps - 1) // train.save_steps + bool(
-        model_itemsize
-    )  # the last step's with the model
+    # The last step's with the model; none where there is no step.
+    num_saved = max(0, (train.max_steps - 1) // train.save_steps + bool(model_itemsize))
     return DiskNeed(
         checkpoint=weights * (4 if train.ema_decay is not None else 3),
         num_checkpoints=min(train.save_total_limit + 1, num_saved),
-        best=2 * weights if keeps_best else 0,
+        best=3 * weights if keeps_best else 0,
         model=num_parameters * model_itemsize,
     )
 

@@ -6,7 +6,7 @@ Pure bookkeeping; what the score is and how it is measured is in `fcsd.pipeline.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ class EarlyStopper:
         """Note the score at `step` (0: before training); true when these weights are the best checkpoint so far."""
         gain, margin = score.value if score.higher_is_better else -score.value, self.min_delta
         if self.metric in RELATIVE:
-            gain = -math.log(max(score.value, 1e-30))  # rounding may leave a KL of 0, or a little below it
+            gain = _relative_gain(score.value)
             margin = -math.log1p(-self.min_delta)
         self._note(step, score)
         if self.reference is None or gain > self.reference + margin:
@@ -104,6 +104,28 @@ class EarlyStopper:
             self.best_step, self.best_score, self.best_stderr = step, score.value, score.stderr
             return True
         return False
+
+    def lose_all_but(self, steps: Collection[int]) -> None:
+        """Take the best of these steps for the best checkpoint, so far: the weights of the others are lost.
+
+        Of equal scores the later one; none where none of the steps was scored.
+        """
+        scores = {point["step"]: point["score"] for point in self.points}
+        kept = [point for point in self.points if point["step"] in steps]
+        if self.highest_step is None or self.highest is None:
+            return
+        highest = scores[self.highest_step]
+        best = min(kept, key=lambda point: (abs(point["score"] - highest), -point["step"]), default=None)
+        self.best_step, self.best_score, self.best_stderr = (
+            (best["step"], best["score"], best["stderr"]) if best is not None else (None, None, None)
+        )
+        if best is None:
+            self.highest = self.highest_step = None
+        elif self.metric in RELATIVE:
+            self.highest, self.highest_step = _relative_gain(best["score"]), best["step"]
+        else:
+            self.highest = best["score"] if self.highest == highest else -best["score"]
+            self.highest_step = best["step"]
 
     def _note(self, step: int, score: Score) -> None:
         if not math.isfinite(score.value):
@@ -245,6 +267,10 @@ class EarlyStopper:
         for name in (*_CURVE, *_STATE):
             setattr(self, name, state[name])
         self.points = [dict(point) for point in self.points]
+
+
+def _relative_gain(score: float) -> float:
+    return -math.log(max(score, 1e-30))  # rounding may leave a KL of 0, or a little below it
 
 
 class TimeSpent:

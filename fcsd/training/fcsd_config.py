@@ -143,6 +143,9 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             steps at which the rate is multiplied by `gamma`.
         layer_lr_ratio: the last layer's learning rate over the first one's.
         ema_decay: the moving average of the weights is what is evaluated and saved.
+        balance_loss_coefficient: of the loss that balances the experts' loads, over each "sequence" or the whole
+            "batch" (`balance_loss_over`); balance_bias_rate: balances by the routers' correction bias instead
+            (`fcsd.training.losses.balance`).
         safety: the `safety` section of a recipe: what happens when a step goes wrong.
         model_init_kwargs: `dtype`, `revision`, `attn_implementation`, `experts_implementation` of a model given by its
             path; `trust_remote_code` stands by itself.
@@ -190,6 +193,13 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         TrainConfig, "layer_lr_ratio", "Last layer's learning rate over the first's."
     )
     ema_decay: float | None = _key(TrainConfig, "ema_decay", "Of the weights' moving average.")
+    balance_loss_coefficient: float | None = _key(
+        TrainConfig, "balance_loss_coefficient", "Of the loss that balances the experts' loads."
+    )
+    balance_loss_over: str = _key(TrainConfig, "balance_loss_over", "sequence or batch.")
+    balance_bias_rate: float | None = _key(
+        TrainConfig, "balance_bias_rate", "Step of the routers' correction bias."
+    )
     safety: dict[str, Any] | str | None = _argument(None, "When a step goes wrong.")
 
     trust_remote_code: bool = _argument(False, "Of a tokenizer given by its path.")
@@ -261,7 +271,10 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
                 "lr_scheduler_kwargs": self.lr_scheduler_kwargs,
                 "warmup_steps": self.get_warmup_steps(max_steps),
             }
-        same = ("learning_rate", "weight_decay", "optimizer", "layer_lr_ratio", "ema_decay", "dtype", "bf16")
+        same = [
+            *("learning_rate", "weight_decay", "optimizer", "layer_lr_ratio", "ema_decay", "dtype", "bf16"),
+            *("balance_loss_coefficient", "balance_loss_over", "balance_bias_rate"),
+        ]
         raw = {
             "objective": {"name": self.objective, **given},
             "train": train | {name: getattr(self, name) for name in same},

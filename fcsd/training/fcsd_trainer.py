@@ -187,7 +187,7 @@ class FCSDTrainer(DistillTrainer):
             if checkpoint is not None and restore_if_complete(self, checkpoint):
                 output = TrainOutput(self.state.global_step, 0.0, {})
             else:
-                self._known_checkpoints.clear()
+                self.checkpoint_writer.known.clear()
                 output = super().train(str(checkpoint) if checkpoint is not None else None, *more)
         if self.average is not None:
             self.average.apply()
@@ -256,7 +256,7 @@ class FCSDTrainer(DistillTrainer):
 
         The folder loads with `AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True)`, without fcsd.
         """
-        if self.is_writing_checkpoint:
+        if self.checkpoint_writer.is_saving:
             return  # weights and optimiser are written together
         folder = Path(output_dir or str(self.args.output_dir))
         with self.scored_weights(), writing(folder):
@@ -273,7 +273,7 @@ class FCSDTrainer(DistillTrainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push the model as it is now; a checkpoint under its last name, once it has that."""
-        if self.is_writing_checkpoint or self.args.hub_strategy == "end":
+        if self.checkpoint_writer.is_saving or self.args.hub_strategy == "end":
             return
         self.save_model(_internal_call=True)
         super()._push_from_checkpoint(checkpoint_folder)

@@ -36,6 +36,7 @@ class GuardedSteps:
         self.signals = Signals()
         self.interrupted_by = 0
         self.verdict: Verdict = "go"
+        self.is_written = True  # no rank is writing its part of a checkpoint
         self._received = 0  # the signal of any rank, as known to all
         self._logged_step = 0
         self._skipped_since_log = 0
@@ -65,9 +66,12 @@ class GuardedSteps:
         """Decide on the step, whose gradient is whole, before the optimiser acts on it; all ranks call this."""
         assert self._step_loss is not None
         guard, known = self.guard, len(self.guard.events)
-        more = self._step_loss.new_tensor([norm, self.signals.received])
-        losses, norms, received = zip(*self._of_all_ranks(torch.stack([self._step_loss, *more])), strict=True)
-        self._received = int(max(received))
+        more = self._step_loss.new_tensor(
+            [norm, self.signals.received, self.trainer.checkpoint_writer.at_work]
+        )
+        figures = self._of_all_ranks(torch.stack([self._step_loss, *more]))
+        losses, norms, received, at_work = zip(*figures, strict=True)
+        self._received, self.is_written = int(max(received)), not any(at_work)
         step = self.trainer.state.global_step + 1
         # The norm is that of all ranks, so all found the same; should they not, one that is not finite counts.
         self.verdict = guard.decide(
@@ -109,6 +113,7 @@ class GuardedSteps:
             why = f"{not_finite(found)} for {found['steps']} steps in a row"
         else:
             why = f"{not_finite(found)}, nor are the weights"
+        self.trainer.checkpoint_writer.finish()
         kept = checkpoints(Path(self.trainer.args.output_dir))
         pass_over = (
             f"run again with safety.max_rewinds: {self.guard.rewinds + 1} to pass over these batches, "
@@ -176,6 +181,7 @@ class GuardedSteps:
             ]
             return before[-1] if before else None
 
+        self.trainer.checkpoint_writer.finish()
         return self.trainer.launch.ranks.from_first(newest)
 
     def rewind(self) -> bool:

@@ -24,6 +24,9 @@ class Meters:
         teacher_entropy             nats
         clipped_share               of tokens, with objective.clip
         l2, router_kl               before their coefficients, see `fcsd.training.losses.hidden_terms`
+        balance                     mean of MoE layers, 1 when balanced, see `fcsd.training.losses.balance`; with it
+        load_max_over_mean          of an expert's tokens since the last log, mean of MoE layers
+        dead_experts                that had none of them, in all MoE layers
         tokens_per_second           all tokens, of all ranks
     Divergence and entropy are taken at objective.temperature.
 
@@ -38,6 +41,7 @@ class Meters:
         """Gather for the next log from here on."""
         self._sums: dict[str, Tensor] = {}  # this rank's part of each mean
         self._counts: Tensor | None = None  # this rank's tokens by their divergence
+        self._loads: Tensor | None = None  # of all ranks: tokens of each expert, [layers, experts]
         self.num_tokens = 0  # of all ranks
         self._since = time.perf_counter()
 
@@ -77,7 +81,19 @@ class Meters:
             return {}
         names = sorted(self._sums)
         means = self._of_all(torch.stack([self._sums[name] for name in names]) / steps, "mean")
-        return dict(zip(names, means.tolist(), strict=True)) | self._quantiles()
+        return dict(zip(names, means.tolist(), strict=True)) | self._quantiles() | self._balance()
+
+    def add_loads(self, loads: Tensor | None) -> None:
+        """Add the tokens of each expert in a step, of all ranks, [layers, experts]."""
+        if loads is not None:
+            self._loads = loads if self._loads is None else self._loads + loads
+
+    def _balance(self) -> dict[str, float]:
+        if self._loads is None:
+            return {}
+        loads = self._loads.double()
+        most = (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).mean()
+        return {"load_max_over_mean": float(most), "dead_experts": float((loads == 0).sum())}
 
     def tokens_per_second(self) -> float:
         """Return the throughput of all ranks."""

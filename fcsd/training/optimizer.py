@@ -1,6 +1,6 @@
 """Update the weights: by AdamW, or Muon for the matrices of the decoder layers; one learning rate, or one a layer.
 
-Not covered: the schedule, which is transformers'; Muon for weights that are sharded over ranks.
+Not covered: the schedule, which is transformers'; Muon under ZeRO-3, whose optimiser has no matrices but runs of them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim._muon import muon
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.families import family_of
+from fcsd.parallel.shard import own_part
 from fcsd.parallel.state import PART_OF
 from fcsd.training.config import TrainConfig
 
@@ -99,6 +101,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     A 3-D parameter is a stack of matrices (the experts of a layer), each of which is orthogonalised on its own. The
     step is scaled to the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`), so that both take one learning rate.
 
+    Of a stack that is sharded a rank has some whole matrices, and moves these. A matrix that is sharded by rows is put
+    together once a step, orthogonalised on every rank, and each moves its rows: what one process does, to the last bit.
+
     Raises: ValueError for a parameter of a Muon group that has neither two nor three dimensions.
     """
 
@@ -125,26 +130,49 @@ class MuonWithAdamW(torch.optim.Optimizer):
             self._adamw.step()
 
     def _muon_step(self, group: dict[str, Any]) -> None:
-        matrices: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            for each, tensor in zip(
-                matrices, (parameter, parameter.grad, state["momentum_buffer"]), strict=True
-            ):
-                each.extend(tensor.unbind() if tensor.ndim == 3 else [tensor])
-        muon(
-            *matrices,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            momentum=0.95,
-            nesterov=True,
-            ns_coefficients=(3.4445, -4.7750, 2.0315),
-            ns_steps=5,
-            eps=1e-7,
-            adjust_lr_fn="match_rms_adamw",
-            has_complex=False,
-        )
+            own, gradient, momentum = map(own_part, (parameter, parameter.grad, state["momentum_buffer"]))
+            momentum.lerp_(gradient, 1 - _MOMENTUM)
+            update = gradient.lerp(momentum, _MOMENTUM)  # Nesterov's
+            own.mul_(1 - group["lr"] * group["weight_decay"])
+            step = -_adjust_lr(group["lr"], "match_rms_adamw", parameter.shape[-2:])
+            if parameter.ndim == 3:
+                for matrix, change in zip(own, update, strict=True):
+                    matrix.add_(_orthogonal(change), alpha=step)
+            else:
+                own.add_(_own_rows(_orthogonal(_whole(update, parameter)), parameter), alpha=step)
+
+
+_MOMENTUM = 0.95
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    """Orthogonalise a matrix by `torch.optim.Muon`'s iteration, with its defaults."""
+    return _zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+
+
+def _whole(own: Tensor, parameter: Any) -> Tensor:
+    """Put together what ranks have of a matrix that is laid out as `parameter`; all ranks call this."""
+    if not isinstance(parameter, DTensor):
+        return own
+    mesh = parameter.device_mesh
+    local = own.to(mesh.device_type)
+    spread: Any = DTensor.from_local(
+        local, mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+    whole: Tensor = spread.full_tensor()
+    return whole
+
+
+def _own_rows(matrix: Tensor, parameter: Any) -> Tensor:
+    """Return this rank's rows of a whole matrix."""
+    if not isinstance(parameter, DTensor):
+        return matrix
+    mesh, layout = parameter.device_mesh, parameter.placements
+    rows = distribute_tensor(matrix, mesh, layout, src_data_rank=None).to_local()
+    return rows.to(own_part(parameter).device)

@@ -31,7 +31,7 @@ from fcsd.parallel.engine import checkpoints_activations, engine_environment
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import read_state
 from fcsd.training.arguments import TrainingRun, check_reporters, micro_batches, refuse_what_cannot_be_sharded
-from fcsd.training.best import ScoreFailure, StopWhenScoreStalls, best_folder
+from fcsd.training.best import ScoreFailure, StopWhenScoreStalls, best_folder, settle_best
 from fcsd.training.callbacks import NoCheckpointAtTheEnd, ProgressBar, replace_output
 from fcsd.training.checkpoints import checkpoints, newest_usable
 from fcsd.training.disk import check_disk, disk_need, trained_and_all
@@ -91,6 +91,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
         raise _not_scored(trainer, run, stops.failure) from stops.failure.__cause__
     if trainer.guarded.interrupted_by:
         raise _interrupted(trainer, run)
+    settle_best(trainer, run, last_step=trainer.state.global_step)
     results = _results(trainer, run)
     if trainer.is_world_process_zero():
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -217,7 +218,8 @@ def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
     first, engine = trainer.is_world_process_zero(), run.launch.engine
     if run.stopper is not None and run.stopper.best_step is not None and (first or engine.shards):
         best = best_folder(run, run.stopper.best_step)
-        read_state(best, run.student, trainer.optimizer, run.launch.ranks, weights_only=True)
+        if best.is_dir():  # else it is the last step's, which the model has
+            read_state(best, run.student, trainer.optimizer, run.launch.ranks, weights_only=True)
     if first and run.adapters is not None:
         with new_folder(run.folder / "adapter") as folder:
             leave_adapters(run.adapters, folder)

@@ -4,7 +4,7 @@ It is the sum over all kept tokens, of all ranks and accumulation steps, divided
 on how a batch is cut.
 """
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fcsd.data.batches import Batch, next_token_targets, trim_padding
 from fcsd.parallel.failure import in_step
+from fcsd.training.losses.balance import Balance, counted_tokens
 from fcsd.training.losses.head import refuse_packing
 from fcsd.training.losses.hidden_terms import AuxiliaryLosses, Captured
 from fcsd.training.losses.objectives import ObjectiveConfig
@@ -23,7 +24,12 @@ class StepLoss:
     """What `objective` says of a student, and of the teacher that it is compared with; `meters` notes the parts."""
 
     def __init__(
-        self, objective: ObjectiveConfig, teacher: Teacher | None, student: nn.Module, accelerator: Any
+        self,
+        objective: ObjectiveConfig,
+        teacher: Teacher | None,
+        student: nn.Module,
+        accelerator: Any,
+        balance: Balance | None = None,
     ):
         if objective.has_teacher != (teacher is not None):
             raise ValueError(
@@ -31,6 +37,7 @@ class StepLoss:
             )
         self.objective: ObjectiveConfig = objective
         self.teacher, self.accelerator = teacher, accelerator
+        self.balance = balance
         self.terms = AuxiliaryLosses(objective, student, 1) if objective.has_hidden_terms else None
         self.meters = Meters(accelerator, objective.logged, objective.clip)
         self._prepared: list[Batch] = []  # the micro-batches of the step that is under way
@@ -57,10 +64,13 @@ class StepLoss:
             return None
         count = sum(next_token_targets(batch["labels"], batch["position_ids"])[0].sum() for batch in batches)
         tokens = sum(batch["input_ids"].numel() for batch in batches)
-        counts = torch.tensor([int(count), tokens], device=device)
+        routed = sum(int(counted_tokens(batch).sum()) for batch in batches)
+        counts = torch.tensor([int(count), tokens, routed], device=device)
         if self.accelerator.num_processes > 1:
             counts = self.accelerator.reduce(counts, "sum")
         self.meters.num_tokens += int(counts[1])
+        if self.balance is not None:
+            self.balance.begin_step(int(counts[2]))
         return counts[0]
 
     def __call__(self, model: nn.Module, inputs: Batch, num_kept: Tensor | int) -> tuple[Tensor, Any]:
@@ -76,7 +86,9 @@ class StepLoss:
             else:
                 hidden = inputs["teacher_hidden"]
             target = {"teacher_hidden": hidden, "teacher_head": self.teacher.head}
-        with terms.captured(model) if terms is not None else nullcontext(Captured()) as captured:
+        with ExitStack() as stack:
+            captured = stack.enter_context(terms.captured(model)) if terms is not None else Captured()
+            routes = stack.enter_context(self.balance.recorded(model)) if self.balance is not None else None
             ids, positions = inputs["input_ids"], inputs["position_ids"]
             outputs = model(
                 input_ids=ids, position_ids=positions, keep=keep, objective=self.objective, **target
@@ -92,4 +104,11 @@ class StepLoss:
             for name, value in terms.values(captured, of_teacher, keep, list(self._coefficients)).items():
                 self.meters.add(name, value * scale)
                 loss = loss + self._coefficients[name] * value * scale
+        if self.balance is not None and routes is not None:
+            loss = loss + self.balance.share(routes.take(), inputs, self.meters)
         return loss, outputs
+
+    def end_step(self) -> None:
+        """Note the loads of a step that was taken, and move the biases of the routers."""
+        if self.balance is not None:
+            self.meters.add_loads(self.balance.end_step())

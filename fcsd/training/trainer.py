@@ -18,21 +18,21 @@ from fcsd.model.autocast import autocast_experts
 from fcsd.model.connectivity.spec import TRAINED
 from fcsd.parallel.failure import in_step
 from fcsd.parallel.launch import Launch
-from fcsd.parallel.state import load_schedule, read_state, schedule_state, write_state
+from fcsd.parallel.state import load_schedule, read_state
 from fcsd.training.averaging import WeightAverage
 from fcsd.training.callbacks import InStep
-from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE, write_checkpoint
+from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter
+from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE
 from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.fcsd_config import Sections
 from fcsd.training.guarded import GuardedSteps
 from fcsd.training.interrupt import shield_workers
+from fcsd.training.losses.balance import Balance
 from fcsd.training.optimizer import note_parts, own_optimizer
 from fcsd.training.safety import Guard
 from fcsd.training.schedule import learning_rate_schedule
 from fcsd.training.step_loss import StepLoss
 from fcsd.training.teachers.base import Teacher
-
-_SCHEDULE = "scheduler.pt"
 
 
 class DistillTrainer(Trainer):
@@ -57,7 +57,7 @@ class DistillTrainer(Trainer):
         **kwargs: Any,
     ):
         self.launch, self.engine = launch, launch.engine
-        self.is_writing_checkpoint = False  # beside its place
+        self.checkpoint_writer = CheckpointWriter(self)
         _use_one_device(args)
         if args.bf16:
             autocast_experts()
@@ -68,7 +68,8 @@ class DistillTrainer(Trainer):
         args.save_only_model = False
         # The name is `Trainer`'s for a model that came sharded: accelerate wraps the optimiser only.
         self.is_distributed_loading_by_transformers = self.engine.has_dtensors
-        self.step_loss = StepLoss(sections.objective, teacher, model, self.accelerator)
+        balance = Balance(sections.train, model, self.accelerator) if sections.train.balances else None
+        self.step_loss = StepLoss(sections.objective, teacher, model, self.accelerator, balance)
         self.meters, self.teacher = self.step_loss.meters, teacher
         self.guard = Guard(sections.safety)
         self.guarded = GuardedSteps(self, self.guard, Path(str(args.output_dir)))
@@ -76,9 +77,8 @@ class DistillTrainer(Trainer):
         self.settings = sections.train
         self.average: WeightAverage | None = None
         if (decay := self.settings.ema_decay) is not None:
-            self.average = WeightAverage(model, decay, skipped=lambda: self.guarded.verdict != "go")
+            self.average = WeightAverage(self, decay, skipped=lambda: self.guarded.verdict != "go")
             self.add_callback(self.average)  # before the one that scores, which is added later
-        self._known_checkpoints: set[str] = set()  # written by this trainer, or gone on from
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.engine.shards:  # whose parts are where they belong
@@ -122,10 +122,14 @@ class DistillTrainer(Trainer):
         return norm
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.guarded.verdict == "go":
+            self.step_loss.end_step()
         if self.control.should_training_stop:
             self.control.should_log = True  # the last step is on record whatever logging_steps is
         if self.guarded.rewind():
             return
+        if self.guarded.is_written:
+            self.checkpoint_writer.finish()
         self.guarded.heed_signals()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -155,7 +159,7 @@ class DistillTrainer(Trainer):
             self.step_loss.terms.steps = max_steps
         if resume_from_checkpoint is not None:
             self.restore(Path(resume_from_checkpoint))
-            self._known_checkpoints.add(Path(resume_from_checkpoint).name)
+            self.checkpoint_writer.known.add(Path(resume_from_checkpoint).name)
         self.guarded.reset_meters()
         return prepared
 
@@ -171,8 +175,15 @@ class DistillTrainer(Trainer):
         """Train as the Trainer does; behind it no rank is in a step."""
         try:
             return super().train(*args, **kwargs)
+        except BaseException as error:
+            self.checkpoint_writer.leave(error)
+            raise
         finally:
             in_step(False)
+
+    def _finalize_training(self, *args: Any) -> Any:
+        self.checkpoint_writer.close()
+        return super()._finalize_training(*args)
 
     def get_train_dataloader(self) -> Any:
         """Return the Trainer's; its processes outlive a signal that the scheduler or Ctrl-C has sent to all."""
@@ -209,7 +220,7 @@ class DistillTrainer(Trainer):
             self.optimizer = own_optimizer(trained, self.settings, decayed, *adamw)
         optimizer = super().create_optimizer(model)
         # The Trainer has one group a mesh of those that decay, and of the others.
-        if self.engine.spreads_experts:
+        if self.engine.spreads_experts and plain:
             note_parts(optimizer, trained, decayed)
         return optimizer
 
@@ -230,8 +241,7 @@ class DistillTrainer(Trainer):
 
     def scored_weights(self) -> AbstractContextManager[None]:
         """Within the block the model has the weights that are scored and kept: with ema_decay their average."""
-        average = self.average
-        return average.applied() if average is not None and average.average else nullcontext()
+        return self.average.applied() if self.average and self.average.average else nullcontext()
 
     @property
     def plain_model(self) -> Any:
@@ -241,7 +251,7 @@ class DistillTrainer(Trainer):
     def restore(self, checkpoint: Path) -> None:
         """Weights, optimiser and schedule as they were, whatever engine and number of ranks wrote the checkpoint."""
         read_state(checkpoint, self.plain_model, self.optimizer, self.launch.ranks)
-        schedule = torch.load(checkpoint / _SCHEDULE, map_location="cpu", weights_only=True)
+        schedule = torch.load(checkpoint / SCHEDULE, map_location="cpu", weights_only=True)
         load_schedule(self.lr_scheduler, self.optimizer, schedule)
         if self.average is not None:
             self.average.load(checkpoint)
@@ -254,26 +264,19 @@ class DistillTrainer(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
-        return str(Path(folder) / PARTIAL) if self.is_writing_checkpoint else folder
+        return str(Path(folder) / PARTIAL) if self.checkpoint_writer.is_saving else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the checkpoint beside, then rename it, then drop the oldest: a checkpoint that can be seen is whole."""
-        name = f"checkpoint-{self.state.global_step}"
-        if name not in self._known_checkpoints or not (Path(str(self.args.output_dir)) / name).is_dir():
-            save = super()._save_checkpoint
-            write_checkpoint(self, name, lambda: save(model, trial))
-            self._known_checkpoints.add(name)
+        save = super()._save_checkpoint
+        self.checkpoint_writer.write(f"checkpoint-{self.state.global_step}", lambda: save(model, trial))
 
     # The Trainer saves with `save_pretrained`, which writes per-expert tensor names, and loads a checkpoint with a
     # non-strict `load_state_dict`, which expects the fused names: the experts would silently stay as they are. Under
     # FSDP and DeepSpeed it writes formats that only the same engine reads.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        write_state(Path(output_dir), self.plain_model, self.optimizer, self.launch.ranks)
-        if self.args.should_save:
-            torch.save(schedule_state(self.lr_scheduler, self.optimizer), Path(output_dir) / _SCHEDULE)
-            if self.average is not None:
-                self.average.save(Path(output_dir))
+        self.checkpoint_writer.save_state(Path(output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Nothing: `restore` does it, once there is an optimiser."""

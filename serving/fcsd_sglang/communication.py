@@ -36,6 +36,10 @@ def settings() -> Settings:
         raise SettingsError(
             f"{VARIABLE}.comm: must be one of {', '.join(BACK_ENDS)} with SGLang, got {chosen.comm!r}"
         )
+    if chosen.looked_at:
+        raise SettingsError(
+            f"{VARIABLE}.looked_at: of vLLM; with SGLang one version alone is served, leave it out"
+        )
     return chosen if chosen.comm else replace(chosen, comm=BACK_ENDS[0])
 
 

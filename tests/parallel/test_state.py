@@ -1,14 +1,17 @@
 """Weights and optimiser on disk: what is read is what was written, or an error that says what is missing."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from fcsd.base.errors import UserError
 from fcsd.parallel.ranks import ALONE
-from fcsd.parallel.state import check_state, read_state, write_state
+from fcsd.parallel.state import StateFile, check_state, read_state, state_files, write_settings
 from tests.reference.tiny import tiny_model
 
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -21,6 +24,12 @@ def trained(steps: int, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     go_on(model, optimizer, steps)
     return model, optimizer
+
+
+def write_state(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for file in state_files(model, optimizer, ALONE):
+        file.copied({}).write(folder)
+    write_settings(folder, model, optimizer, ALONE)
 
 
 def go_on(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -37,7 +46,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_training_goes_on_to_the_last_bit_from_several_files(tmp_path: Path, small_files: None) -> None:
     model, optimizer = trained(2)
-    write_state(tmp_path, model, optimizer, ALONE)
+    write_state(tmp_path, model, optimizer)
     files = {path.name for path in tmp_path.glob("*.safetensors")}
     assert (
         len(files) > 5 and {"state-00001-of-00001.safetensors", "state-00001-of-00001.1.safetensors"} < files
@@ -53,6 +62,26 @@ def test_a_training_goes_on_to_the_last_bit_from_several_files(tmp_path: Path, s
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
+def test_a_file_is_read_by_safetensors_and_has_the_bytes_that_were_noted(tmp_path: Path) -> None:
+    runs = {
+        "half": torch.arange(5, dtype=torch.bfloat16),
+        "ä|exp_avg": torch.randn(7),
+        "none": torch.empty(0),
+        "large": torch.randn(5_000_000),  # more than one piece
+    }
+    noted = StateFile("state.safetensors", runs, {"files": "1"}).write(tmp_path)
+    path = tmp_path / "state.safetensors"
+    assert noted == {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    found = load_file(path)
+    assert found.keys() == runs.keys() and all(torch.equal(found[name], runs[name]) for name in runs)
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"files": "1"}
+        assert torch.equal(file.get_slice("large")[10:4_000_000], runs["large"][10:4_000_000])
+    again = tmp_path / "again"
+    again.mkdir()
+    assert StateFile("state.safetensors", runs, {"files": "1"}).write(again) == noted
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -65,7 +94,7 @@ def test_a_training_goes_on_to_the_last_bit_from_several_files(tmp_path: Path, s
 def test_a_file_that_is_not_whole_is_named(
     tmp_path: Path, small_files: None, spoil: Any, message: str, name: str
 ) -> None:
-    write_state(tmp_path, *trained(1), ALONE)
+    write_state(tmp_path, *trained(1))
     spoil(tmp_path / name)
     with pytest.raises(UserError, match=message) as error:
         check_state(tmp_path)
@@ -73,7 +102,7 @@ def test_a_file_that_is_not_whole_is_named(
 
 
 def test_a_rank_whose_files_are_missing_is_counted(tmp_path: Path) -> None:
-    write_state(tmp_path, *trained(1), ALONE)
+    write_state(tmp_path, *trained(1))
     (tmp_path / "state-00001-of-00001.safetensors").rename(tmp_path / "state-00002-of-00003.safetensors")
     with pytest.raises(UserError, match="1 of 3 state files are there"):
         check_state(tmp_path)
@@ -81,7 +110,7 @@ def test_a_rank_whose_files_are_missing_is_counted(tmp_path: Path) -> None:
 
 def test_the_checkpoint_of_another_model_or_optimiser_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained(1)
-    write_state(tmp_path, model, optimizer, ALONE)
+    write_state(tmp_path, model, optimizer)
     model.lm_head.requires_grad_(True)
     with pytest.raises(
         UserError, match=r"holds no numbers of 'lm_head.weight', needed are 3168; .* other trainable"

@@ -55,6 +55,16 @@ def test_a_run_that_cannot_end_well_does_not_begin(
     assert not (bench.folder / "r").exists()
 
 
+def test_a_recipe_whose_first_layer_is_rewired_is_told_what_leaves_it_out(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_run(run_of(bench.recipe("all")))
+    said = "layer 0 alone is likely to be most of the loss; connectivity.layers: last:1 leaves it as it is"
+    assert said in capsys.readouterr().err
+    check_run(run_of(bench.recipe("but-one", connectivity={"layers": "last:1"})))
+    assert "layer 0" not in capsys.readouterr().err
+
+
 def test_a_sandbox_that_this_machine_does_not_have_is_missed_before_the_trainings(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,7 +178,7 @@ WRONG = [
         {"data": {"train": [{"pth": "d"}]}},
         r"data\.train\.0\.pth: unknown key; did you mean 'path'\? \(and 1 more: data\.train\.0\.path: is required\)",
     ),
-    ({"train": {"max_steps": 0}}, r"train\.max_steps: .*greater than 0, got 0"),
+    ({"train": {"max_steps": -1}}, r"train\.max_steps: .*greater than or equal to 0, got -1"),
     ({"train": {"max_steps": 10, "warmup_steps": 11}}, r"warmup_steps \(11\) is more than max_steps \(10\)"),
     (
         {"train": {"lr_scheduler_type": "cosine_with_min_lr"}},
@@ -357,7 +357,7 @@ ROUTER_LOSSES = {
 
 
 @pytest.mark.parametrize(("key", "value"), ROUTER_LOSSES.items())
-def test_a_pretraining_that_asks_for_a_balance_of_routers_is_refused_as_it_would_have_none(
+def test_a_pretraining_that_asks_for_the_models_own_balance_of_routers_is_told_ours(
     tmp_path: Path, key: str, value: object
 ) -> None:
     def load(config: dict[str, object]) -> Recipe:
@@ -365,7 +365,7 @@ def test_a_pretraining_that_asks_for_a_balance_of_routers_is_refused_as_it_would
         return load_recipe(write(tmp_path, MINIMAL | {"model": {}, "pretrain": plan | {"train": {}}}))
 
     message = (
-        rf"x\.yaml: pretrain\.config: {key}: a pre-training minimises cross-entropy alone .*; leave it out"
+        rf"x\.yaml: pretrain\.config: {key}: a pre-training does not use the model.s own .* set pretrain"
     )
     with pytest.raises(UserError, match=message):
         load({key: value})

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import subprocess
 import sys
 import tomllib
@@ -84,3 +85,14 @@ def test_the_distribution_names_the_plugin_of_sglang() -> None:
     assert "fcsd_sglang" in configured["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     version = configured["project"]["version"]
     assert f'__version__ = "{version}"' in (SERVING / "fcsd_sglang/__init__.py").read_text()
+
+
+@pytest.mark.parametrize("chosen, message", [("looked_at", "of vLLM"), ("comm", "must be one of c10d")])
+def test_a_setting_of_vllms_plugin_alone_is_refused(
+    chosen: str, message: str, package: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SERVING)
+    communication = importlib.import_module("fcsd_sglang.communication")
+    monkeypatch.setenv("FCSD_SERVING", json.dumps({chosen: "stream"}))
+    with pytest.raises(ValueError, match=f"FCSD_SERVING.{chosen}: {message}"):
+        communication.settings()

@@ -1,6 +1,7 @@
 """Learning rates by layer and Muon, against torch's own optimisers on parameters given one by one."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from fcsd.training.config import TrainConfig
 from fcsd.training.optimizer import MuonWithAdamW, learning_rate_scales, parameter_groups
+from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -57,9 +59,8 @@ def test_every_trained_parameter_is_in_one_group_with_its_decay_and_its_optimise
     assert any(p.ndim == 3 for group in found if group["muon"] for p in group["params"])
 
 
-def test_muon_moves_each_expert_as_torchs_muon_moves_a_matrix_and_the_rest_as_adamw_does() -> None:
-    model = tiny_model("qwen3_moe", num_hidden_layers=2)
-    optimizer = MuonWithAdamW(groups(model), **ADAMW)
+def by_torchs_own(model: Any) -> dict[str, torch.Tensor]:
+    """The weights after three steps of `torch.optim.Muon` for each matrix by itself, and of `torch.optim.AdamW`."""
     matrices: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, p in model.named_parameters():
@@ -81,20 +82,61 @@ def test_muon_moves_each_expert_as_torchs_muon_moves_a_matrix_and_the_rest_as_ad
         ],
         **ADAMW,
     )
+    for gradient in gradients(model):
+        for name, grad in gradient.items():
+            parts = [others[name]] if name in others else matrices[name]
+            for each, own in zip(parts, grad if grad.ndim == 3 else [grad], strict=True):
+                each.grad = own.clone()
+        muon.step()
+        adamw.step()
+    whole = {name: torch.stack(list(each)) for name, each in matrices.items()}
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    return {name: p.detach().reshape(shapes[name]) for name, p in {**others, **whole}.items()}
+
+
+def gradients(model: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Random ones of three steps."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
+        yield {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+
+
+def test_muon_moves_each_expert_as_torchs_muon_moves_a_matrix_and_the_rest_as_adamw_does() -> None:
+    model = tiny_model("qwen3_moe", num_hidden_layers=2)
+    wanted = by_torchs_own(model)
+    optimizer = MuonWithAdamW(groups(model), **ADAMW)
+    for gradient in gradients(model):
         for name, p in model.named_parameters():
-            p.grad = torch.randn(p.shape, generator=generator)
-            if name in others:
-                others[name].grad = p.grad.clone()
-            else:
-                for each, grad in zip(matrices[name], p.grad if p.ndim == 3 else [p.grad], strict=True):
-                    each.grad = grad.clone()
-        for each in (optimizer, muon, adamw):
-            each.step()
+            p.grad = gradient[name]
+        optimizer.step()
     for name, p in model.named_parameters():
-        wanted = others[name] if name in others else torch.stack(list(matrices[name])).reshape(p.shape)
-        assert torch.equal(p, wanted), name
+        assert torch.equal(p, wanted[name]), name
+
+
+def sharded(rank: int, world: int, replicas: int) -> dict[str, torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    model = tiny_model("qwen3_moe", num_hidden_layers=2, num_experts=5)
+    steps = list(gradients(model))
+    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh if replicas > 1 else mesh["shard"])
+    optimizer = MuonWithAdamW(groups(model), **ADAMW)
+    for gradient in steps:
+        for name, p in model.named_parameters():
+            p.grad = distribute_tensor(gradient[name], p.device_mesh, p.placements)
+        optimizer.step()
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 2)])
+def test_muon_moves_what_fsdp2_has_cut_as_it_moves_whole_matrices(world: int, replicas: int) -> None:
+    wanted = by_torchs_own(tiny_model("qwen3_moe", num_hidden_layers=2, num_experts=5))  # 3 on a rank and 2
+    for found in run_ranks(sharded, world, world, replicas):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_a_loaded_state_goes_on_to_the_last_bit() -> None:

@@ -21,7 +21,7 @@ from fcsd.data import sources as sources_module
 from fcsd.model import load
 from fcsd.parallel import launch
 from fcsd.training import best as best_module
-from fcsd.training import checkpoints as checkpoints_module
+from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training import run as run_module
 from fcsd.training import trainer as trainer_module
 from fcsd.training.history import read_history
@@ -89,8 +89,8 @@ def die(*args: Any, **kwargs: Any) -> None:
 @pytest.mark.parametrize(
     ("module", "place"),
     [
-        (checkpoints_module, "replace_folder"),  # a whole checkpoint, not yet renamed
-        (checkpoints_module, "write_json"),  # weights and optimiser written, the stopper's state not
+        (writer_module, "replace_folder"),  # a whole checkpoint, not yet renamed
+        (writer_module, "write_json"),  # weights and optimiser written, the stopper's state not
         (trainer_module.DistillTrainer, "_save_rng_state"),
         (best_module, "drop_others"),
         (run_module, "_leave_model"),  # after the last step
@@ -154,7 +154,7 @@ def on_two_ranks(
     """How a run of two ranks ends; `rank` (-1: both) is killed, or asked to end, at `place`."""
 
     def one(mine: int) -> int:
-        holder = checkpoints_module if hasattr(checkpoints_module, place) else trainer_module.DistillTrainer
+        holder = writer_module if hasattr(writer_module, place) else trainer_module.DistillTrainer
         original = getattr(holder, place, None)
 
         def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,10 +231,10 @@ def test_a_run_goes_on_at_its_row_and_reads_nothing_before_it(
     in_order, read[:] = [*read], []
     assert 12 * 4 <= len(in_order) <= 12 * 4 + 2  # one micro-batch is fetched ahead
     command = ["distill", str(bench.recipe("killed", data=data))]
-    replace = checkpoints_module.replace_folder
+    replace = writer_module.replace_folder
 
     def killed() -> int:
-        monkeypatch.setattr(checkpoints_module, "replace_folder", lambda *args: (replace(*args), die()))
+        monkeypatch.setattr(writer_module, "replace_folder", lambda *args: (replace(*args), die()))
         return main(command)
 
     assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
@@ -251,7 +251,7 @@ def test_a_run_goes_on_at_its_row_and_reads_nothing_before_it(
 def test_a_run_is_gone_on_with_by_another_number_of_ranks(bench: Bench, tmp_path: Path) -> None:
     assert main(["distill", str(bench.recipe("whole"))]) == 0
     command = ["distill", str(bench.recipe("killed"))]
-    statuses = [status for status, _ in on_two_ranks(command, tmp_path, -1, "_remove_old")]
+    statuses = [status for status, _ in on_two_ranks(command, tmp_path, -1, "_old")]
     assert -signal.SIGKILL in statuses
     assert (bench.folder / "killed" / "distill" / "checkpoints" / "checkpoint-4").is_dir()
     assert main(command) == 0

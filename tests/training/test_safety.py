@@ -17,6 +17,7 @@ from torch.utils.data import SequentialSampler
 
 from fcsd.base.errors import Interrupted, UserError
 from fcsd.parallel.ranks import ALONE
+from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training import checkpoints as checkpoints_module
 from fcsd.training import guarded, interrupt
 from fcsd.training import run as run_module
@@ -253,7 +254,7 @@ def test_a_spike_that_lasts_is_rewound_and_its_batches_are_passed_over(
         (guarded, "note_rewind", 1),  # it is decided, and nothing noted
         (checkpoints_module, "_finish_rewind", 2),  # noted; the first call is that of the start
         (DistillTrainer, "restore", 1),
-        (checkpoints_module, "note_files", 5),  # while the first checkpoint behind it is written
+        (writer_module, "note_files", 5),  # while the first checkpoint behind it is written
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

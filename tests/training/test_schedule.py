@@ -10,7 +10,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.recipe.load_recipe import load_recipe
-from fcsd.training import checkpoints as checkpoints_module
+from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.history import read_history
 from fcsd.training.schedule import learning_rate_schedule
@@ -71,13 +71,13 @@ def test_a_run_with_steps_that_was_killed_goes_on_to_the_same_weights(
     assert main(["distill", str(bench.recipe("whole")), *more]) == 0
     command = ["distill", str(bench.recipe("killed")), *more]
 
-    write = checkpoints_module.write_json
+    write = writer_module.write_json
 
     def write_or_die(place: Path, value: Any) -> None:
         die() if place.parent.name == "checkpoint-8" else write(place, value)
 
     def killed() -> int:
-        monkeypatch.setattr(checkpoints_module, "write_json", write_or_die)
+        monkeypatch.setattr(writer_module, "write_json", write_or_die)
         return main(command)
 
     assert in_a_fork(killed, tmp_path / "output") < 0, (tmp_path / "output").read_text()

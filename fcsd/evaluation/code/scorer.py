@@ -17,11 +17,11 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
 from fcsd.base.errors import ScorerError, UserError
+from fcsd.base.memory import available_memory
 from fcsd.base.text import progress_bar
 from fcsd.evaluation.code.generate import extract_code
 from fcsd.evaluation.code.problems import PROBE, Problem
@@ -79,9 +79,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 def default_num_workers(memory_bytes: int = MEMORY_BYTES) -> int:
     """Choose one worker a core that this process may use, and no more than fit the available memory."""
     cores = len(os.sched_getaffinity(0))
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return max(1, min(cores, int(free // memory_bytes)))
+    return max(1, min(cores, available_memory() // memory_bytes))
 
 
 class CodeScorer:

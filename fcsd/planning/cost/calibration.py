@@ -23,9 +23,9 @@ def calibration_flops(
     """
     # XᵀX and XᵀY of two problems of D inputs and one of 2 D, and of two of D for every expert that a token uses.
     sums = (20 + 8 * experts_per_token) * hidden_size**2
-    # n inputs are n³/3 for Cholesky and 6 n² D for the map and what is left before and after it; an expert's are solved
-    # with and without the rows that say whether its map is taken, of which two more residuals are asked.
-    solutions = (2 * 19 + 8 + 72 + num_experts * 2 * (2 * 19 + 12)) / 3 * hidden_size**3
+    # n inputs are n³/3 for Cholesky and 6 n² D for the map and what is left before and after it; each is solved with
+    # and without the rows that it is tested on, of which two more residuals are asked.
+    solutions = (2 * (2 * 19 + 12) + 2 * (8 + 72) + 48 + num_experts * 2 * (2 * 19 + 12)) / 3 * hidden_size**3
     return (
         tokens * (PASSES * forward + num_layers * sums)
         + num_layers * solutions

@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 
+from fcsd.base.errors import UserError
 from fcsd.model.families import expert_counts
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.calibration import calibration_flops
 from fcsd.planning.cost.changes import activation_bytes, changes, is_supported
 from fcsd.planning.cost.job import SHARES, Hardware, Job, assumed_values, job_of, step_times
-from fcsd.planning.cost.memory import CONTEXT_BYTES, FRAGMENTATION, memory_parts
+from fcsd.planning.cost.memory import CONTEXT_BYTES, FRAGMENTATION, GPUS_PER_NODE, memory_parts
 from fcsd.planning.cost.tokens import tokenizing
 from fcsd.planning.cost.training import Training, distillation, only_pretrains, pretraining
 from fcsd.recipe.recipe import Recipe
+from fcsd.training.arguments import micro_batches
+from fcsd.training.checkpoint_writer import BACKGROUND_FROM
 from fcsd.training.disk import disk_need
 
 
@@ -29,7 +32,7 @@ def estimate(
             has no `train` section, whose pre-training is all that it is about, that is what is estimated anyway.
 
     Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, disk, flops, time, tokens,
-        totals, assumptions.
+        totals, refused, assumptions.
 
     Raises:
         UserError: no such checkpoint, GPU or variant; a family that is refused; a batch that cannot be cut over the
@@ -65,8 +68,23 @@ def estimate(
             *([] if pretrain else _calibration(recipe, variant, job)),
             *_totals(recipe, training, step_s, with_sweep=not pretrain and variant is None),
         ],
+        "refused": [] if pretrain else list(_refused(recipe, variant, hardware)),
         "assumptions": list(_assumptions(job)),
     }
+
+
+def _refused(recipe: Recipe, variant: str | None, hardware: Hardware) -> Iterator[str]:
+    """Say which other trainings of a run have a batch that cannot be cut over the ranks."""
+    if variant is not None:
+        return
+    sizes = recipe.sweep.batch_size_tokens if recipe.sweep is not None else []
+    others = [("sweep: ", recipe, {"batch_size_tokens": size}) for size in sizes]
+    others += [(f"variants.{name}: ", recipe.variant(name), {}) for name in recipe.variants]
+    for where, one, replaced in others:
+        try:
+            micro_batches(one.train.model_copy(update=replaced), one.data.max_length, hardware.num_gpus)
+        except UserError as error:
+            yield f"{where}{error}"
 
 
 def _hardware(job: Job) -> dict[str, Any]:
@@ -127,11 +145,19 @@ def _disk(job: Job) -> dict[str, int]:
     )
     return {
         "checkpoint_bytes": need.checkpoint,
+        "host_copy_bytes": _host_copy(job, need.checkpoint),
         "num_checkpoints": need.num_checkpoints,
         "best_bytes": need.best,
         "model_bytes": need.model,
         "total_bytes": need.total,
     }
+
+
+def _host_copy(job: Job, checkpoint: int) -> int:
+    """Return the bytes of a machine's memory that hold its ranks' parts of a checkpoint while that is written."""
+    ranks = job.layout.num_shards  # of replicas one writes
+    written_behind = job.trace.num_trainable >= BACKGROUND_FROM
+    return checkpoint * min(ranks, GPUS_PER_NODE) // ranks if written_behind else 0
 
 
 def _flops(job: Job) -> dict[str, Any]:

@@ -123,6 +123,7 @@ def _sharded_parts(trace: Trace, setting: Setting, layout: Layout, trained: int)
         "master weights": 0 if layout.offload else master // ranks,
         "gradients": size * trained // ranks,
         "optimizer states": 0 if layout.offload else 2 * size * trained // ranks,
+        "averaged weights": 4 * trained // ranks if layout.averages and not layout.offload else 0,
         "teacher weights": (teacher - head) // ranks,
         "teacher head": head,
         "gathered weights": gathered if ranks > 1 else 0,

@@ -35,7 +35,7 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
             for row in facts["changes"]
         ]
         yield [markdown(["change, on top of those above", "memory", "fits", "supported"], rows)]
-    yield [_disk(facts["disk"])]
+    yield list(_disk(facts["disk"]))
     flops = facts["flops"]
     rows = [[name, f"{number / 1e9:.2f}"] for name, number in flops["per_token"].items()]
     rows.append(["all", f"{sum(flops['per_token'].values()) / 1e9:.2f}"])
@@ -52,6 +52,8 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
         for row in facts["totals"]
     ]
     yield [markdown(["", "runs", "steps each", "tokens", "hours"], rows)]
+    if facts["refused"]:
+        yield ["`fcsd run` refuses, on so many processes:", *(f"- {text}" for text in facts["refused"])]
     yield ["assumed:", *(f"- {text}" for text in facts["assumptions"])]
 
 
@@ -109,12 +111,14 @@ def _activations(values: Mapping[str, int | None]) -> Iterator[str]:
     yield f"              checkpointed inputs of the layers {size(inputs or 0)}{more}"
 
 
-def _disk(disk: Mapping[str, int]) -> str:
+def _disk(disk: Mapping[str, int]) -> Iterator[str]:
     parts = [f"{disk['num_checkpoints']} checkpoints of {size(disk['checkpoint_bytes'])}"]
     if disk["best_bytes"]:
-        parts.append(f"{size(disk['best_bytes'])} for the best weights and those being written beside them")
+        parts.append(f"{size(disk['best_bytes'])} for the best weights, those before and those being written")
     parts.append(f"{size(disk['model_bytes'])} for the model")
-    return f"disk          {size(disk['total_bytes'])}: {', '.join(parts)}"
+    yield f"disk          {size(disk['total_bytes'])}: {', '.join(parts)}"
+    if copy := disk["host_copy_bytes"]:
+        yield f"host memory   {size(copy)} of each machine that writes: a copy of the checkpoint that is being written"
 
 
 def _time(facts: Mapping[str, Any]) -> list[str]:

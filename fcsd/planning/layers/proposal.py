@@ -21,17 +21,24 @@ from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
-from fcsd.base.strict import did_you_mean
 from fcsd.base.text import markdown, nats
 from fcsd.model.connectivity.spec import resolve_layers
-from fcsd.model.families import FAMILIES
-from fcsd.model.inspect.table import ranges
 from fcsd.model.load import find_model
 from fcsd.parallel.launch import Launch
-from fcsd.parallel.overlap.schedule import ATTENTION_A, ATTENTION_B, beside, layer_facts
-from fcsd.parallel.overlap.support import kept_inside
+from fcsd.planning.layers.first import worst_layer, worst_text
+from fcsd.planning.layers.points import (
+    has_calibrated,
+    number_text,
+    point_loss,
+    selection_text,
+    study_metric,
+    study_overlap,
+    values_of,
+)
 from fcsd.planning.layers.settings import KL, Study
 from fcsd.planning.layers.study import difference, layers_stage, measuring, read_study
+
+OVERLAPPED = "collectives overlapped"
 
 
 def plan_layers(
@@ -82,8 +89,10 @@ def plan_layers(
             for layer, (value, error) in enumerate(zip(sensitivities, errors, strict=True))
         ],
         "selections": [],
+        "worst_layer": worst_layer(study, chosen),
     }
-    for name, layers in (("proposal", proposal), (f"last {count}", last)):
+    compared = {"proposal": proposal, f"last {count}": last} | _without_worst(result)
+    for name, layers in compared.items():
         facts = _selection(study, layers, chosen, calibrated)
         total = sum(sensitivities[layer] for layer in layers)
         result["selections"].append({"name": name, "sum_of_sensitivities": total} | facts)
@@ -93,17 +102,23 @@ def plan_layers(
     return result
 
 
+def _without_worst(result: dict[str, Any]) -> dict[str, list[int]]:
+    worst = result["worst_layer"]
+    if worst is None or worst["layer"] not in result["layers"]:
+        return {}
+    return {f"all but layer {worst['layer']}": worst["without"]["layers"]}
+
+
 def _selection(study: dict[str, Any], layers: list[int], metric: str, calibrated: bool) -> dict[str, Any]:
     """Return what is known of a selection: its exchanges, and what the study itself has measured of it."""
-    sides = study["study"]["attention"], study["study"]["mlp"]
-    overlapped, total = overlapped_collectives(layers, study["moe_layers"], *sides, study.get("model_type"))
+    overlapped, total = study_overlap(study, layers)
     same = (point for point in study["points"] if point["layers"] == layers)
     return {
         "layers": layers,
         "selection": selection_text(layers),
         "overlapped_collectives": overlapped,
         "collectives": total,
-        "measured": next((_values(point, calibrated)[metric] for point in same), None),
+        "measured": next((values_of(point, calibrated)[metric] for point in same), None),
     }
 
 
@@ -122,37 +137,6 @@ def least_sensitive(sensitivities: Sequence[float], count: int) -> list[int]:
     """Return the `count` layers with the smallest sensitivity, by index; of equal ones the later (paper Fig. 3)."""
     ranked = sorted(range(len(sensitivities)), key=lambda layer: (sensitivities[layer], -layer))
     return sorted(ranked[:count])
-
-
-def selection_text(layers: Sequence[int]) -> str:
-    """Sorted indices as `--layers` reads them: `3,5-27`; `none` for no layer."""
-    return ranges(layers) if layers else "none"
-
-
-def overlapped_collectives(
-    layers: Sequence[int], moe_layers: Sequence[int], attention: str, mlp: str, model_type: str | None = None
-) -> tuple[int, int]:
-    """Return (collectives that no longer block, all): dispatch and combine of each MoE layer under expert parallelism.
-
-    Those beside which attention is computed (`fcsd.parallel.overlap.schedule`); beside a shared expert alone a regular
-    layer's could run as well. model_type: of the family, some of which keep each combine in its layer; None: not known.
-    """
-    num_layers = 1 + max((*layers, *moe_layers), default=0)
-    rewired, moe = ([k in chosen for k in range(num_layers)] for chosen in (set(layers), set(moe_layers)))
-    inside = model_type is not None and kept_inside(FAMILIES[model_type]) is not None
-    exchanges = [
-        computed
-        for layer in beside(layer_facts(rewired, moe, attention, mlp, inside=inside))
-        for computed in layer.values()
-    ]
-    attention_steps = {step.name for step in (ATTENTION_A, ATTENTION_B)}
-    overlapped = sum(any(name in attention_steps for _, name in computed) for computed in exchanges)
-    return overlapped, 2 * len(moe_layers)
-
-
-def has_calibrated(study: dict[str, Any]) -> bool:
-    """Tell whether a study was measured with calibrated weights, too."""
-    return all("calibrated" in point for point in study["points"])
 
 
 def layers_within(folder: Path, max_loss: float, *, metric: str | None = None) -> dict[str, Any]:
@@ -182,6 +166,7 @@ def layers_within(folder: Path, max_loss: float, *, metric: str | None = None) -
             within = [row for row in losses if row[1] <= max_loss]
             best = max(within, key=lambda row: row[0]["num_layers"], default=None)
             layers, value, error = (best[0]["layers"], *best[1:]) if best is not None else ([], 0.0, 0.0)
+            overlapped, total = study_overlap(study, layers)
             rows.append(
                 {
                     "side": side,
@@ -189,6 +174,8 @@ def layers_within(folder: Path, max_loss: float, *, metric: str | None = None) -
                     "num_layers": len(layers),
                     "selection": selection_text(layers),
                     "loss": {"value": value, "stderr": error},
+                    "overlapped_collectives": overlapped,
+                    "collectives": total,
                 }
             )
     return {
@@ -197,6 +184,7 @@ def layers_within(folder: Path, max_loss: float, *, metric: str | None = None) -
         "max_loss": max_loss,
         "num_hidden_layers": study["num_hidden_layers"],
         "within": rows,
+        "worst_layer": worst_layer(study, chosen),
     }
 
 
@@ -209,36 +197,13 @@ def within_text(found: dict[str, Any]) -> str:
             "calibrated" if row["calibrated"] else "copied",
             f"{row['side']} {row['num_layers']} of {total}",
             row["selection"],
-            _number(row["loss"]),
+            number_text(row["loss"]),
+            f"{row['overlapped_collectives']} of {row['collectives']}",
         ]
         for row in found["within"]
     ]
-    header = ["weights", f"most with {lost} <= {found['max_loss']:g}", "--layers", lost]
-    return markdown(header, rows)
-
-
-def study_metric(study: dict[str, Any], metric: str | None) -> str:
-    """Return the metric that is asked for, or the first of the study; raises UserError for one that it lacks."""
-    names = [row["name"] for row in study["metrics"]]
-    if metric is not None and metric not in names:
-        raise UserError(f"metric {metric!r}: not in this study{did_you_mean(metric, names)}")
-    return metric or str(names[0])
-
-
-def _values(point: dict[str, Any], calibrated: bool) -> dict[str, Any]:
-    found: dict[str, Any] = point["calibrated" if calibrated else "values"]
-    return found
-
-
-def point_loss(
-    study: dict[str, Any], point: dict[str, Any], metric: str, calibrated: bool
-) -> tuple[float, float]:
-    """Return what a selection costs: its KL, or what the task's score loses against the original."""
-    row = _values(point, calibrated)[metric]
-    if metric == KL:
-        return row["value"], row["stderr"]
-    (original,) = (p["values"][metric]["value"] for p in study["points"] if p["side"] == "none")
-    return original - row["value"], row["stderr"]
+    header = ["weights", f"most with {lost} <= {found['max_loss']:g}", "--layers", lost, OVERLAPPED]
+    return "\n".join([markdown(header, rows), *worst_text(found)])
 
 
 def _sensitivities(
@@ -293,7 +258,7 @@ def plan_text(plan: dict[str, Any]) -> str:
     metric = plan["metric"]
     unit = "KL" if metric["name"] == KL else f"{metric['name']} lost"
     rows = [
-        [str(row["layer"]), _number(row), "rewired" if row["rewired"] else "regular"]
+        [str(row["layer"]), number_text(row), "rewired" if row["rewired"] else "regular"]
         for row in plan["sensitivities"]
     ]
     compared = [
@@ -301,7 +266,7 @@ def plan_text(plan: dict[str, Any]) -> str:
             row["name"],
             row["selection"],
             nats(row["sum_of_sensitivities"]),
-            _number(row["measured"]) if row["measured"] else "-",
+            number_text(row["measured"]) if row["measured"] else "-",
             f"{row['overlapped_collectives']} of {row['collectives']}",
         ]
         for row in plan["selections"]
@@ -309,7 +274,7 @@ def plan_text(plan: dict[str, Any]) -> str:
     measured = "KL" if metric["name"] == KL else metric["name"]
     if plan["calibrated"]:
         unit, measured = f"{unit}, calibrated,", f"{measured}, calibrated,"
-    header = ["selection", "layers", f"sum of {unit} alone", f"{measured} measured", "collectives overlapped"]
+    header = ["selection", "layers", f"sum of {unit} alone", f"{measured} measured", OVERLAPPED]
     return "\n".join(
         [
             markdown(["layer", f"{unit} alone", ""], rows),
@@ -317,6 +282,7 @@ def plan_text(plan: dict[str, Any]) -> str:
             markdown(header, compared),
             "",
             _verdict(plan),
+            *worst_text(plan),
             "",
             f"--layers {plan['selection']}",
             "",
@@ -330,7 +296,7 @@ def plan_text(plan: dict[str, Any]) -> str:
 
 def _verdict(plan: dict[str, Any]) -> str:
     """Return one honest sentence: is the proposal better than the last N layers?"""
-    first, second = plan["selections"]
+    first, second = plan["selections"][:2]
     if first["layers"] == second["layers"]:
         return f"The proposal is the {second['name']} layers."
     found = plan["difference"]
@@ -348,10 +314,6 @@ def _verdict(plan: dict[str, Any]) -> str:
     )
 
 
-def _number(row: dict[str, Any]) -> str:
-    return f"{nats(row['value'])} ± {row['stderr']:.1g}"  # KLs span orders of magnitude
-
-
 def study_table(study: dict[str, Any]) -> str:
     """Return the table of `fcsd layers`: a row for each number of layers or single layer, with every metric."""
     names = [row["name"] for row in study["metrics"]]
@@ -362,7 +324,8 @@ def study_table(study: dict[str, Any]) -> str:
             labels[point["side"]].format(
                 point["layers"][0] if point["side"] == "single" else point["num_layers"]
             ),
-            *[_number(_values(point, calibrated)[name]) for calibrated in which for name in names],
+            *[number_text(values_of(point, calibrated)[name]) for calibrated in which for name in names],
+            "{} of {}".format(*study_overlap(study, point["layers"])),
         ]
         for point in study["points"]
     ]
@@ -371,4 +334,6 @@ def study_table(study: dict[str, Any]) -> str:
         for calibrated in which
         for row in study["metrics"]
     ]
-    return markdown(["rewired layers", *heads], rows)
+    table = markdown(["rewired layers", *heads, OVERLAPPED], rows)
+    facts = {"metric": study["metrics"][0], "worst_layer": worst_layer(study, names[0])}
+    return "\n".join([table, *worst_text(facts)])

@@ -94,7 +94,10 @@ def metrics(study: Study) -> list[dict[str, str]]:
 
 
 def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
-    """Return the study's points as (side, rewired layers), in the order in which they are measured."""
+    """Return the study's points as (side, rewired layers), in the order in which they are measured.
+
+    All but the first layer are among the last, whatever `every` is: that is where most of the loss is left out.
+    """
     counts = study.counts
     if counts is None:
         counts = sorted({*range(study.every, num_layers + 1, study.every), num_layers})
@@ -107,5 +110,9 @@ def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
         if side == "single":
             found += [(side, [layer]) for layer in range(num_layers)]
         else:
-            found += [(side, resolve_layers({side: count}, [True] * num_layers)) for count in sorted(counts)]
+            own = {num_layers - 1} - {0} if side == "last" and study.counts is None else set()
+            found += [
+                (side, resolve_layers({side: count}, [True] * num_layers))
+                for count in sorted({*counts, *own})
+            ]
     return found

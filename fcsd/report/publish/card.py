@@ -117,13 +117,21 @@ def _layers(sandbox: Mapping[str, Any]) -> str:
 
 
 def _untrained(facts: Facts) -> bool:
-    return facts.untrained or (facts.training is not None and facts.training["stage"] == "convert")
+    training = facts.training
+    copied = training is not None and not _has_steps(training) and CALIBRATED not in facts.config
+    return facts.untrained or copied
+
+
+def _has_steps(training: Mapping[str, Any]) -> bool:
+    untrained = training["stage"] in ("convert", "calibrate")
+    return not untrained and training.get("results", {}).get("steps") != 0
 
 
 def _distilled(training: Mapping[str, Any] | None) -> bool:
     return (
         training is not None
         and training["stage"] == "distill"
+        and _has_steps(training)
         and OBJECTIVES[_objective(training)].has_teacher
     )
 
@@ -134,7 +142,7 @@ def _objective(training: Mapping[str, Any]) -> str:
 
 def _training(facts: Facts) -> str:
     training = facts.training
-    if (calibrated := _calibrated(facts)) and (training is None or training["stage"] == "calibrate"):
+    if (calibrated := _calibrated(facts)) and (training is None or not _has_steps(training)):
         sources = _sources(training["settings"]) if training is not None else ""
         return f"Rewired with fcsd, not trained. {calibrated}{sources}"
     if _untrained(facts):

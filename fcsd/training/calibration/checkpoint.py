@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from fcsd.model.connectivity.spec import CALIBRATED, Connectivity
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
-from fcsd.training.calibration.model import batches_of, first_stream, own_batches, shown
+from fcsd.training.calibration.model import batches_of, complaint, first_stream, own_text, shown
 from fcsd.training.calibration.shards import Layerwise, own_copies, write_changed
 from fcsd.training.calibration.state import State
 from fcsd.training.calibration.steps import Stream
@@ -58,24 +59,20 @@ def calibrate_checkpoint(
         tokens, seconds, and for each layer what was solved (`fcsd.training.calibration.model.calibrate_model`).
 
     Raises:
-        UserError: a checkpoint that is converted, calibrated or quantised; too little text; sums that cannot be solved.
+        UserError: a checkpoint that is converted, calibrated or quantised; too little text, or text that
+            makes it worse; sums that cannot be solved.
     """
     started, ranks = time.perf_counter(), launch.ranks
     checkpoint = calibratable(original)
-    options = original.config.model_dump(
-        include={"attn_implementation", "experts_implementation"}, exclude_none=True
-    )
-    if "flash" in options.get("attn_implementation", ""):
-        del options["attn_implementation"]  # its kernels know no float32
-    models = Layerwise(checkpoint, connectivity, launch.device, **options)
-    batches, tokens = own_batches(rows, models.model, ranks)
+    models = Layerwise(checkpoint, connectivity, launch.device, **_options(original))
+    text = own_text(rows, models.model, ranks)
     layers = list(rewired_layers(models.student.layers))
     if not layers:
         raise UserError(f"{original.config.path}: no layer of it is rewired; there is nothing to calibrate")
     model = work / "model"
     with writing(work):
         ranks.from_first(lambda: _prepare(original, connectivity, model, models, layers))
-        state = _resume(work, models, batches, ranks)
+        state = _resume(work, models, text.batches, ranks)
         bar = progress_bar(
             total=max(layers) + 1,
             initial=state.next_layer,
@@ -84,16 +81,41 @@ def calibrate_checkpoint(
             shown=ranks.first,
         )
         with bar:
-            for result in walk(models, state, batches, layers=layers, ridge=ridge, ranks=ranks):
+            for result in walk(models, state, text, layers=layers, ridge=ridge, ranks=ranks):
                 if result is not None:
                     _write_layer(models, state.next_layer - 1, model, ranks)
                     bar.set_postfix_str(shown(result))
                 _save(state, work, ranks)
                 bar.update()
-        facts = {"tokens": tokens, "ridge": ridge, "layers": layers}
+        _judge(state, ranks)
+        facts = {"tokens": text.num_tokens, "ridge": ridge, "layers": layers}
         ranks.share(lambda: None)  # no rank is still at work in the folder that the first removes
         ranks.from_first(lambda: _finish(model, out, facts))
-    return {**facts, "layers": state.results, "seconds": round(time.perf_counter() - started, 1)}
+    return {
+        **facts,
+        "distinct_tokens": text.num_distinct,
+        "layers": state.results,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def _options(original: ModelFolder) -> dict[str, Any]:
+    options = original.config.model_dump(
+        include={"attn_implementation", "experts_implementation"}, exclude_none=True
+    )
+    if "flash" in options.get("attn_implementation", ""):
+        del options["attn_implementation"]  # its kernels know no float32
+    return options
+
+
+def _judge(state: State, ranks: Ranks) -> None:
+    if (said := complaint(state.results)) is None:
+        return
+    is_ruled_out, line = said
+    if is_ruled_out:
+        raise UserError(line)
+    if ranks.first:
+        print(line, file=sys.stderr)
 
 
 def calibratable(original: ModelFolder) -> Checkpoint:

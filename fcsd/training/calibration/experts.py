@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fcsd.base.hooks import Stopped, first_tensor, hooked
 from fcsd.training.calibration.roles import Experts
-from fcsd.training.calibration.solve import LeastSquares, Solution
+from fcsd.training.calibration.solve import Solution
 from fcsd.training.calibration.state import Work
 
 READS_RIDGE = 3e-2
@@ -133,7 +133,7 @@ def fold_reads(
     wanted = before = after = 0.0
     for number in range(_num_experts(work, experts)):
         parts = (
-            (work.rows(work.held_out(place)[:, None], place)[chosen, 0], x[chosen], y[chosen])
+            (work.rows(work.text.held_out[place][:, None], place)[chosen, 0], x[chosen], y[chosen])
             for place, (route, (x, y)) in enumerate(zip(routes, pairs, strict=True))
             for chosen in [(route == number).any(-1)]
         )
@@ -205,7 +205,7 @@ def _fold_adds(
                 tokens, out = call.to(work.device).expert(module, number, work.masks[place])
             tokens, out = tokens.cpu(), out.double() * experts.factor
             added.append((tokens, out.cpu()))
-            yield work.held_out(place)[tokens], out, out + rest[tokens].to(work.device).double()
+            yield work.text.held_out[place][tokens], out, out + rest[tokens].to(work.device).double()
 
     _, solution = _solve(work, parts(), ADDS_RIDGE, f"what expert {number} adds")
     if solution.map is None:
@@ -227,7 +227,7 @@ def _solve(
 
     parts: of each batch which tokens the map is tested on (N_e,), x and y (N_e, D).
     """
-    problem, held_out = (LeastSquares(work.width, device=work.device) for _ in range(2))
+    problem, held_out = work.problems()
     for held, x, y in parts:
         for rows, sums in ((~held, problem), (held, held_out)):
             sums.add(x[rows.to(x.device)].to(work.device), y[rows.to(y.device)].to(work.device))

@@ -23,44 +23,49 @@ from torch import Tensor, nn
 from fcsd.base.hooks import After, Before, Stopped, first_tensor, hidden_states, hooked
 from fcsd.training.calibration.experts import fold_adds, fold_reads
 from fcsd.training.calibration.roles import Group, Roles, Side, roles_of
-from fcsd.training.calibration.solve import LeastSquares
 from fcsd.training.calibration.state import Work, to
 
 
 def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
     """Fold maps into a layer and take both streams behind it; return what was solved."""
     roles = roles_of(work.layer, work.models.student.family)
-    result: dict[str, Any] = {"layer": work.index, "reads": _fold_reads(work, roles, ridge)}
+    held_out: dict[str, list[float]] = {}
+    result: dict[str, Any] = {"layer": work.index, "reads": _fold_reads(work, roles, ridge, held_out)}
     result |= {"adds": None, "experts": None, "left": roles.left}
     if roles.groups:
-        result["adds"] = _fold_adds(work, roles.groups, ridge)
+        result["adds"] = _fold_adds(work, roles.groups, ridge, held_out)
     if roles.experts:
         result["experts"] = fold_adds(work, roles.experts)
     for place in range(len(work.batches)):
         work.student[place] = to(work.step(place), "cpu")
-    return result
+    return result | {"held_out": held_out}
 
 
-def _fold_reads(work: Work, roles: Roles, ridge: float) -> dict[str, list[float]]:
-    """Take the teacher's stream behind the layer, and fold what maps what the student's branches read to its."""
+def _fold_reads(
+    work: Work, roles: Roles, ridge: float, held_out: dict[str, list[float]]
+) -> dict[str, list[float]]:
+    """Take the teacher's stream behind the layer, and fold what maps what the student's branches read to its.
+
+    held_out: gets the same residuals of rows that were left out.
+    """
     sides, experts = roles.sides, roles.experts
     own = experts.readers if experts else ()
     wanted = _teacher(work, sides)
     found: dict[str, list[float]] = {}
     together = work.layer.farskip_plan.outdated
     for round_sides in [sides] if together and sides else [[side] for side in sides]:
-        problems = {side: LeastSquares(work.width, device=work.device) for side in round_sides}
+        problems = {side: work.problems() for side in round_sides}
         given: list[Tensor] = []  # what the experts read
         for place, ys in enumerate(wanted):
             xs = _inputs(work, place, round_sides)
             for side, problem in problems.items():
                 x = xs[side.modules[0]]
-                problem.add(x, ys[side.modules[0]].to(work.device))
+                work.add(problem, place, x, ys[side.modules[0]].to(work.device))
                 given += [x.cpu()] if own and set(own) <= set(side.readers) else []
         for side, problem in problems.items():
             name = side.modules[0]
             solution = work.solve(problem, ridge, f"what {name} reads")
-            found[name] = [solution.before, solution.after]
+            found[name], held_out[name] = [solution.before, solution.after], list(solution.held_out)
             if solution.map is None:
                 continue
             work.models.fold(
@@ -110,18 +115,21 @@ def _normed(work: Work, place: int, sides: list[Side], in_norm: str, mlp_norm: s
     return found
 
 
-def _fold_adds(work: Work, groups: list[Group], ridge: float) -> list[float]:
-    problem = LeastSquares(work.width, len(groups), work.device)
+def _fold_adds(
+    work: Work, groups: list[Group], ridge: float, held_out: dict[str, list[float]]
+) -> list[float]:
+    problem = work.problems(len(groups))
     for place in range(len(work.batches)):
         with _outputs_of(work.layer, groups) as found:
             stream = work.step(place)
         x = [work.rows(value, place).double() for value in found]
         target = work.teacher[place]["o"].to(work.device).double() - stream["o"].double()
-        problem.add(torch.cat(x, -1), work.rows(target, place) + sum(x))
+        work.add(problem, place, torch.cat(x, -1), work.rows(target, place) + sum(x))
     solution = work.solve(problem, ridge, "what its branches add")
     if solution.map is not None:
         for group, matrix in zip(groups, solution.map.split(work.width), strict=True):
             work.models.fold(work.index, group.writers, matrix, "writes")
+    held_out["adds"] = list(solution.held_out)
     return [solution.before, solution.after]
 
 

@@ -18,13 +18,15 @@ from fcsd.model.families import base_model_type, family_of
 from fcsd.parallel.ranks import ALONE, Ranks, input_device, is_sharded
 from fcsd.training.calibration.fold import fold_map
 from fcsd.training.calibration.roles import Place
-from fcsd.training.calibration.state import State, to
+from fcsd.training.calibration.solve import FITS_THE_SAMPLE
+from fcsd.training.calibration.state import State, Text, to
 from fcsd.training.calibration.steps import Steps, Stream
 from fcsd.training.calibration.walk import walk
 from fcsd.training.losses.head import refuse_packing
 
 RIDGE = 1e-3
 BATCH_TOKENS = 4096
+_RULED_OUT = 2.0  # times as much of what is added is missed; 1.5 is what 16 x the width leaves
 
 
 class InMemory:
@@ -77,23 +79,26 @@ def calibrate_model(
         UserError: a student that is not converted, models that do not belong together or are sharded; too little text.
     """
     layers = _check_pair(student, teacher)
-    batches, tokens = own_batches(_as_rows(rows), teacher, ranks)
+    text = own_text(_as_rows(rows), teacher, ranks)
     modes = student.training, teacher.training
     student.eval(), teacher.eval()
     models = InMemory(student, teacher)
     try:
-        streams = [first_stream(models.teacher, batch, models.device) for batch in batches]
-        state = State(0, streams, [first_stream(models.student, batch, models.device) for batch in batches])
+        streams = [
+            [first_stream(steps, batch, models.device) for batch in text.batches]
+            for steps in (models.teacher, models.student)
+        ]
+        state = State(0, *streams)
         with progress_bar(
             total=max(layers) + 1, desc="calibrate", unit="layer", shown=progress and ranks.first
         ) as bar:
-            for result in walk(models, state, batches, layers=layers, ridge=ridge, ranks=ranks):
+            for result in walk(models, state, text, layers=layers, ridge=ridge, ranks=ranks):
                 bar.update()
                 if result is not None:
                     bar.set_postfix_str(shown(result))
     finally:
         student.train(modes[0]), teacher.train(modes[1])
-    setattr(student.config, CALIBRATED, {"tokens": tokens, "ridge": ridge, "layers": layers})
+    setattr(student.config, CALIBRATED, {"tokens": text.num_tokens, "ridge": ridge, "layers": layers})
     return state.results
 
 
@@ -140,29 +145,56 @@ def batches_of(rows: Sequence[Any]) -> list[Batch]:
     return in_batches(rows, max(1, BATCH_TOKENS // len(rows[0]["input_ids"])))
 
 
-def own_batches(rows: Sequence[Any], model: Any, ranks: Ranks) -> tuple[list[Batch], int]:
-    """Return this rank's share of the rows, in batches, and the tokens of text of all ranks.
+def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
+    """Return this rank's share of the rows.
 
     Raises:
-        UserError: the text has ids that the model does not know, fewer tokens than four times the model's width, or
-            none on a rank; packed examples that the model would let see each other.
+        UserError: the text has ids that the model does not know, fewer distinct tokens than four times the model's
+            width, or none on a rank; packed examples that the model would let see each other.
     """
-    batches, config = ranks.deal(batches_of(rows)), model.config.get_text_config()
-    largest = max((int(batch["input_ids"].max()) for batch in batches), default=0)
+    text, config = Text.of(batches_of(rows), ranks), model.config.get_text_config()
+    largest = max((int(batch["input_ids"].max()) for batch in text.batches), default=0)
     if largest >= config.vocab_size:
         raise UserError(
             f"calibration text: has the token id {largest}, and the model {config.vocab_size} tokens; the rows were"
             " made with another tokenizer, make them with the model's own"
         )
-    counts = ranks.share(lambda: sum(int(real_tokens(batch).sum()) for batch in batches))
-    if sum(counts) < 4 * config.hidden_size or not all(counts):
+    counts = ranks.share(lambda: sum(int(real_tokens(batch).sum()) for batch in text.batches))
+    if text.num_distinct < 4 * config.hidden_size or not all(counts):
         raise UserError(
-            f"calibration text: {sum(counts)} tokens in all, {min(counts)} on the rank with the fewest; at least"
-            f" {4 * config.hidden_size} are needed (4 x hidden size), and some on every rank: give more text"
+            f"calibration text: {text.num_distinct} distinct tokens of {text.num_tokens} in all (an example that comes"
+            f" again adds none), {min(counts)} on the rank with the fewest; at least {4 * config.hidden_size} distinct"
+            " ones are needed (4 x hidden size), and some on every rank: give more text"
         )
-    for batch in batches:
+    for batch in text.batches:
         refuse_packing(model, batch["labels"], batch["position_ids"])
-    return batches, sum(counts)
+    return text
+
+
+def complaint(results: Sequence[dict[str, Any]]) -> tuple[bool, str] | None:
+    """Say that the text was too little, or too much alike: whether that rules the result out, and a line for people.
+
+    By residuals of text that was left out, summed over all layers (docs/LOG.md): where those of what branches read
+    grow, or those of what they add double, the model is no better than with copied weights, or hardly. What they add
+    is missed a little more with any text.
+    """
+
+    def total(side: int, *, adds: bool) -> float:
+        pairs = (
+            pair for one in results for name, pair in one["held_out"].items() if (name == "adds") is adds
+        )
+        return sum(pair[side] for pair in pairs)
+
+    more = "give more, or more varied text; 100 x hidden size tokens are enough"
+    for adds, usual, limit in ((False, 1.0, 1.0), (True, FITS_THE_SAMPLE, _RULED_OUT)):
+        before, after = total(0, adds=adds), total(1, adds=adds)
+        if after > usual * before:
+            return after > limit * before, (
+                f"calibration text: is too little, or too much alike: of text that was left out, what rewired layers"
+                f" {'add' if adds else 'read'} misses the original's by {after:.3g} with the maps and by {before:.3g}"
+                f" without, so that the model may become worse (relative squares, all layers); {more}"
+            )
+    return None
 
 
 def shown(result: dict[str, Any]) -> str:

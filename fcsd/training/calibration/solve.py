@@ -7,7 +7,7 @@ X (N, K·D) and Y (N, D) are never kept: chunks of their rows are added up, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,12 +27,14 @@ _NOISE = 1e-12  # float32 gives 1e-14, squared and relative
 class Solution:
     """A map (K·D, D) in float64, and |XJ - Y|²/|Y|² before it, |XA - Y|²/|Y|² after it.
 
-    map: None where X and Y are the same, but for rounding, and nothing is to be changed.
+    map: None where X and Y are the same, but for rounding, and nothing is to be changed. held_out: the two residuals of
+    rows that a map was tested on, which was solved without them.
     """
 
     map: Tensor | None
     before: float
     after: float
+    held_out: tuple[float, float] = (0.0, 0.0)
 
 
 class LeastSquares:
@@ -124,8 +126,10 @@ class LeastSquares:
         what: str,
         ranks: Ranks = ALONE,
         towards: Tensor | None = None,
+        limit: float = FITS_THE_SAMPLE,
     ) -> Solution:
-        """Solve with the rows of `held_out` too, if a map that was solved without them does not fit its sample only.
+        """Solve with the rows of `held_out` too, if a map that was solved without them leaves at most `limit` times as
+        much of them as `towards` does.
 
         The map is None otherwise: `towards` is to be taken.
 
@@ -135,13 +139,14 @@ class LeastSquares:
         if towards is None:
             towards = self._identities()
         found = self.solve(ridge, what, ranks, towards).map
-        limit = FITS_THE_SAMPLE * held_out.residual(towards)
-        fits = found is not None and held_out.residual(found) <= limit
+        before = held_out.residual(towards)
+        after = before if found is None else held_out.residual(found)
+        fits = found is not None and after <= limit * before
         self.add_sums(held_out)
         if not fits:
             left = self.residual(towards)
-            return Solution(None, left, left)
-        return self.solve(ridge, what, ranks, towards)
+            return Solution(None, left, left, (before, after))
+        return replace(self.solve(ridge, what, ranks, towards), held_out=(before, after))
 
     def _identities(self) -> Tensor:
         one = torch.eye(self.width, dtype=torch.float64, device=self.xx.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,13 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fcsd.data.batches import Batch
+from fcsd.data.batches import Batch, real_tokens
 from fcsd.parallel.ranks import Ranks
 from fcsd.training.calibration.roles import Place
 from fcsd.training.calibration.solve import LeastSquares, Solution
 from fcsd.training.calibration.steps import Steps, Stream
 
-_HELD_OUT = 4  # every so many-th row says whether an expert's map fits the others only
+_HELD_OUT = 4  # every so many-th row says whether a map fits the others only
+_SEEN = 4  # as many tokens that come again tell nothing new
 
 
 class Models(Protocol):
@@ -51,6 +53,46 @@ class State:
 
 
 @dataclass(frozen=True)
+class Text:
+    """What a calibration is solved on, a rank's share of it.
+
+    held_out: which tokens (B * T,) of each batch a map is tested on: every fourth row of those that differ, whichever
+    rank has them; of fewer rows the last quarter of each. num_tokens, num_distinct: of text of all ranks, and how many
+    of them differ, they and the three before them in their example.
+    """
+
+    batches: Sequence[Batch]
+    held_out: Sequence[Tensor]
+    num_tokens: int
+    num_distinct: int
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch], ranks: Ranks) -> Text:
+        """Deal out the batches, of which all ranks have all."""
+        known: dict[tuple[int, ...], int] = {}
+        different: set[tuple[int, ...]] = set()
+        numbers: list[Tensor] = []  # (B,) of each batch: equal rows have the same one
+        num_tokens = 0
+        for batch in batches:
+            columns = [batch["input_ids"], batch["position_ids"], real_tokens(batch)]
+            rows = list(zip(*(column.tolist() for column in columns), strict=True))
+            numbers.append(torch.tensor([known.setdefault(tuple(ids), len(known)) for ids, _, _ in rows]))
+            for ids, positions, is_text in rows:
+                for place, (position, counts) in enumerate(zip(positions, is_text, strict=True), 1):
+                    if counts and position + 1 >= _SEEN:
+                        different.add(tuple(ids[place - _SEEN : place]))
+                num_tokens += sum(is_text)
+        held_out = []
+        for batch, number in zip(batches, numbers, strict=True):
+            length = batch["input_ids"].shape[1]
+            if len(known) < _HELD_OUT:
+                held_out.append((torch.arange(length) >= length - length // _HELD_OUT).repeat(len(number)))
+            else:
+                held_out.append((number % _HELD_OUT == _HELD_OUT - 1).repeat_interleave(length))
+        return cls(ranks.deal(batches), ranks.deal(held_out), num_tokens, len(different))
+
+
+@dataclass(frozen=True)
 class Work:
     """One rewired layer and the rows that it is calibrated on, a rank's share of them.
 
@@ -59,11 +101,16 @@ class Work:
 
     models: Models
     index: int
-    batches: Sequence[Batch]
+    text: Text
     masks: Sequence[Tensor]
     teacher: list[Stream]
     student: list[Stream]
     ranks: Ranks
+
+    @property
+    def batches(self) -> Sequence[Batch]:
+        """Of the text."""
+        return self.text.batches
 
     @property
     def layer(self) -> Any:
@@ -90,17 +137,24 @@ class Work:
         flat, mask = values.reshape(-1, values.shape[-1]), self.masks[place]
         return flat if bool(mask.all()) else flat[mask.to(flat.device)]
 
-    def held_out(self, place: int) -> Tensor:
-        """Tell which tokens of a batch (B * T,) an expert's map is tested on."""
-        num_rows, length = self.batches[place]["input_ids"].shape
-        before = sum(len(batch["input_ids"]) for batch in self.batches[:place])
-        held = torch.arange(before, before + num_rows) % _HELD_OUT == _HELD_OUT - 1
-        return held.repeat_interleave(length)
+    def problems(self, num_inputs: int = 1) -> tuple[LeastSquares, LeastSquares]:
+        """Return the sums of a problem, and of the rows that its map is tested on."""
+        one, other = (LeastSquares(self.width, num_inputs, self.device) for _ in range(2))
+        return one, other
 
-    def solve(self, problem: LeastSquares, ridge: float, what: str) -> Solution:
-        """Solve over all ranks."""
+    def add(self, problems: tuple[LeastSquares, LeastSquares], place: int, x: Tensor, y: Tensor) -> None:
+        """Add what belongs to the tokens of text of a batch, x (N, K·D), y (N, D)."""
+        tested = self.rows(self.text.held_out[place][:, None], place)[:, 0]
+        for rows, sums in zip((~tested, tested), problems, strict=True):
+            sums.add(x[rows.to(x.device)], y[rows.to(y.device)])
+
+    def solve(self, problems: tuple[LeastSquares, LeastSquares], ridge: float, what: str) -> Solution:
+        """Solve over all ranks; the rows that it is tested on decide nothing."""
+        problem, held_out = problems
         problem.sum_over(self.ranks)
-        return problem.solve(ridge, f"layer {self.index}, {what}", self.ranks)
+        held_out.sum_over(self.ranks)
+        what = f"layer {self.index}, {what}"
+        return problem.solve_checked(held_out, ridge, what, self.ranks, limit=math.inf)
 
 
 def to(values: dict[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:

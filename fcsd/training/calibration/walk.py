@@ -1,6 +1,6 @@
 """Go through the decoder layers in order: solve and fold one, then hand both streams on to the next.
 
-    for result in walk(models, state, batches, layers=[...], ridge=1e-3): ...
+    for result in walk(models, state, text, layers=[...], ridge=1e-3): ...
 
 The same tokens go through teacher and student. A rewired layer is calibrated (`fcsd.training.calibration.layer`) when
 all layers before it are.
@@ -16,13 +16,13 @@ from typing import Any
 from fcsd.data.batches import Batch, real_tokens
 from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.training.calibration.layer import calibrate_layer
-from fcsd.training.calibration.state import Models, State, Work, to
+from fcsd.training.calibration.state import Models, State, Text, Work, to
 
 
 def walk(
     models: Models,
     state: State,
-    batches: Sequence[Batch],
+    text: Text,
     *,
     layers: Sequence[int],
     ridge: float,
@@ -32,23 +32,23 @@ def walk(
 
     While a result is looked at, the layer is still loaded.
 
-    All ranks call this, each with its share of the batches, at least one.
+    All ranks call this, each with its share of the text, at least one batch.
 
     Raises:
         UserError: as `LeastSquares.solve`.
     """
-    masks = [real_tokens(batch).flatten() for batch in batches]
+    masks = [real_tokens(batch).flatten() for batch in text.batches]
     for index in range(state.next_layer, max(layers) + 1):
         result = None
         with models.layer(index):
             if index in layers:
                 if state.student is None:
                     state.student = list(state.teacher)
-                work = Work(models, index, batches, masks, state.teacher, state.student, ranks)
+                work = Work(models, index, text, masks, state.teacher, state.student, ranks)
                 result = calibrate_layer(work, ridge)
                 state.results.append(result)
             else:
-                _hand_on(models, state, batches, index)
+                _hand_on(models, state, text.batches, index)
             state.next_layer = index + 1
             yield result
 

@@ -10,9 +10,12 @@ def test_the_operations_of_a_calibration_are_those_counted_by_hand() -> None:
     # of two of 4 inputs for each of the 3 experts of a token.
     sums = 4 * 2 * 16 + 2 * 64 + 2 * 32 + 3 * 2 * 2 * 2 * 16
     # Cholesky of 4 and of 8 inputs, the map by two triangles and two residuals, each a product with the Gram matrix;
-    # each of 5 experts has two maps, both solved twice, with two more residuals.
-    four, eight, residual = 4**3 / 3 + 6 * 4**3, 8**3 / 3 + 6 * 8**2 * 4, 2 * 4**3
-    solved = 2 * four + eight + 5 * 2 * (2 * four + 2 * residual)
+    # each map is solved twice, with two more residuals, those of 5 experts too.
+    four, eight = (
+        2 * (n**3 / 3 + 6 * n**2 * 4) + 2 * 2 * n**2 * 4  # n inputs
+        for n in (4, 8)
+    )
+    solved = 2 * four + eight + 5 * 2 * four
     found = calibration_flops(
         forward=100,
         tokens=10,

@@ -33,6 +33,8 @@ from fcsd.planning.cost.times import plan_times
 from fcsd.planning.cost.trace import Setting, Trace, trace_step
 from fcsd.planning.cost.tracker import PERSISTENT
 from fcsd.recipe.load_recipe import load_recipe
+from fcsd.training.arguments import micro_batches
+from fcsd.training.config import TrainConfig
 from fcsd.training.losses.head import attach_loss_head, final_hidden
 from fcsd.training.teachers.lora import add_adapters
 from tests.losses import objective_of
@@ -282,6 +284,8 @@ def test_an_average_of_the_weights_takes_four_bytes_a_parameter(recipe: Callable
     path = few_layers(recipe(train={"ema_decay": 0.99}))
     facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=1, sharding="none"))
     assert facts["memory"]["parts"]["averaged weights"] == 4 * facts["parameters"]["total"]
+    facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2"))
+    assert facts["memory"]["parts"]["averaged weights"] == 4 * facts["parameters"]["total"] // 8
 
 
 def test_the_disk_holds_twelve_bytes_a_parameter_and_checkpoint(recipe: Callable[..., Path]) -> None:
@@ -290,6 +294,10 @@ def test_the_disk_holds_twelve_bytes_a_parameter_and_checkpoint(recipe: Callable
     number, disk = facts["parameters"]["total"], facts["disk"]
     assert disk["total_bytes"] == 3 * 12 * number + 2 * number
     assert "3 checkpoints of " in estimate_table(facts)
+    assert disk["host_copy_bytes"] == 12 * number and "host memory   " in estimate_table(facts)
+    for sharding, machines in (("fsdp2", 2), ("hsdp", 1)):
+        facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=16, sharding=sharding))
+        assert facts["disk"]["host_copy_bytes"] == 12 * number // machines
 
 
 def test_attention_of_two_widths_runs_in_the_dtype_of_the_model_and_keeps_no_scores(
@@ -422,8 +430,9 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(recipe: Ca
     sums = (
         2 * 2 * gram + 2 * 256**2 + 2 * 256 * 128 + 2 * 2 * 2 * gram
     )  # two sides, both at once, two experts
-    one, both = 128**3 / 3 + 6 * 128**3, 256**3 / 3 + 6 * 256**2 * 128
-    solved = 2 * one + both + 8 * 2 * (2 * one + 2 * 2 * 128**3)
+    # Each is solved twice, the second time without rows, on which two more residuals are taken.
+    one, both = (2 * (n**3 / 3 + 6 * n**2 * 128) + 2 * 2 * n**2 * 128 for n in (128, 256))
+    solved = 2 * one + both + 8 * 2 * one
     flops = 16_384 * (6 * rewired + 4 * sums) + 4 * solved + 2 * 128 * 0.9e6
     by_hand = flops / 66.9e12 / 3600
     assert whole["totals"][1]["hours"] == pytest.approx([by_hand / 0.7, by_hand / 0.3], rel=0.01)
@@ -434,6 +443,39 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(recipe: Ca
     facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=64, sharding="fsdp2"))
     assert facts["run"] == "pretrain" and facts["settings"]["teacher"] is None
     assert [row["stage"] for row in facts["totals"]] == ["pretrain"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "max_length", "ranks", "ways"),
+    [
+        (1, 131072, 4096, 64, "a batch of 262144, or data.max_length 2048, or 32 processes"),
+        (1, 65536, 4096, 32, "a batch of 131072, or data.max_length 2048, or 16 processes"),
+        (4, 49152, 1024, 8, "per_device_train_batch_size 3"),
+        (1, 1000, 64, 3, "a batch of 1152"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_comes_with_what_fits(
+    rows: int, batch: int, max_length: int, ranks: int, ways: str
+) -> None:
+    train = TrainConfig(batch_size_tokens=batch, per_device_train_batch_size=rows)
+    with pytest.raises(UserError, match=f"what fits: {ways}$"):
+        micro_batches(train, max_length, ranks)
+    if found := re.search(r"max_length (\d+)", ways):
+        assert micro_batches(train, int(found[1]), ranks)[0] == rows
+    if found := re.search(r"(\d+) processes", ways):
+        assert micro_batches(train, max_length, int(found[1]))[0] == rows
+
+
+def test_other_trainings_of_a_run_whose_batch_cannot_be_cut_are_named(recipe: Callable[..., Path]) -> None:
+    sweep = {"batch_size_tokens": [1024, 4096], "learning_rate": [1e-3], "steps": 2}
+    variants = {"short": {"train.batch_size_tokens": 5120}, "same": {"seed": 1}}
+    train = {"batch_size_tokens": 2048, "max_steps": 4, "warmup_steps": 1}
+    path = few_layers(recipe(train=train, sweep=sweep, variants=variants))
+    facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=2))
+    first, second = facts["refused"]
+    assert first.startswith("sweep: train.batch_size_tokens: 1024 is not a multiple of 2048")
+    assert second.startswith("variants.short: train.batch_size_tokens: 5120 is not a multiple of 2048")
+    assert second in estimate_table(facts)
 
 
 def test_what_does_not_fit_comes_with_changes_until_it_does(recipe: Callable[..., Path]) -> None:
@@ -562,7 +604,10 @@ def test_the_demo_is_estimated_before_anything_is_there(capsys: pytest.CaptureFi
     [
         (["--gpu", "h20"], r"--gpu h20: unknown GPU; allowed: a100, .*did you mean"),
         (["--gpus", "0"], r"--gpus: Input should be greater than or equal to 1, got 0"),
-        (["--gpus", "3"], r"train.batch_size_tokens: 131072 is not a multiple of 3072"),
+        (
+            ["--gpus", "3"],
+            r"train.batch_size_tokens: 131072 is not a multiple of 3072 .*; what fits: a batch of 132096, or 2 proc",
+        ),
         (["--mfu", "fast"], r"--mfu: a range such as 0.1-0.25, or one number, got 'fast'"),
         (["--mfu", "0.5-0.1"], r"--mfu: 0.5-0.1: a range such as 0.1-0.25, within 0 and 1"),
         (["--expert-parallel", "3"], r"--expert-parallel 3: does not divide the 1 GPUs"),

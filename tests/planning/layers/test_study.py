@@ -31,13 +31,15 @@ from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.planning.layers import study as study_module
+from fcsd.planning.layers.points import overlapped_collectives, selection_text
 from fcsd.planning.layers.proposal import (
+    layers_within,
     least_sensitive,
-    overlapped_collectives,
     parse_budget,
     plan_layers,
     plan_text,
-    selection_text,
+    study_table,
+    within_text,
 )
 from fcsd.planning.layers.settings import Study, selections
 from fcsd.planning.layers.study import Measured, difference, read_study
@@ -351,11 +353,11 @@ def test_the_kl_of_a_multimodal_wrapper_is_refused(text: Path, tmp_path: Path, r
     )
 
 
-def test_counts_are_every_nth_and_all() -> None:
+def test_counts_are_every_nth_all_but_the_first_layer_and_all() -> None:
     study = validate(
         Study, {"model": {"path": "x"}, "text": {"path": "y"}, "every": 3, "sides": ["last"]}, "study"
     )
-    assert [len(layers) for _, layers in selections(study, 8)] == [3, 6, 8]
+    assert [len(layers) for _, layers in selections(study, 8)] == [3, 6, 7, 8]
 
 
 def test_a_paired_difference_has_the_error_of_the_differences() -> None:
@@ -509,6 +511,66 @@ def test_the_number_of_layers_for_a_loss_is_the_largest_that_was_measured_within
     hand_made([0.5, 0.1], tmp_path / "b")
     assert main(["plan-layers", str(tmp_path / "b"), "--max-loss", "1"]) == 0
     assert "calibrated" not in capsys.readouterr().out
+    # What is left out of the gain stands beside the loss: all of 2 MoE layers would overlap 3 of 4.
+    assert (
+        rows["last", False]["overlapped_collectives"] == 3
+        and rows["first", False]["overlapped_collectives"] == 0
+    )
+
+
+def test_a_study_names_the_layer_that_is_most_of_the_loss_and_prices_all_but_it(tmp_path: Path) -> None:
+    study = hand_made([0.9, 0.02, 0.04], tmp_path, calibrated=0.1, moe_layers=[0, 1, 2])
+    plan = plan_layers(tmp_path, "100%")
+    assert plan["worst_layer"]["layer"] == 0 and plan["worst_layer"]["without"]["layers"] == [1, 2]
+    rows = {row["name"]: row for row in plan["selections"]}
+    without = rows["all but layer 0"]
+    assert without["measured"]["value"] == pytest.approx(0.06)
+    # Of 3 MoE layers: the regular one's two exchanges block, and the last combine.
+    assert (without["overlapped_collectives"], without["collectives"]) == (3, 6)
+    said = (
+        "Layer 0 alone costs 0.9000 of the 0.9600 of all layers. All but it (--layers last:2): KL 0.06000 ± 0.01"
+        " copied, 0.006000 ± 0.01 calibrated; 3 of 6 collectives overlapped, 5 by all layers."
+    )
+    texts = [plan_text(plan), study_table(study), within_text(layers_within(tmp_path, 1.0))]
+    assert all(said in text for text in texts)
+    assert "all but layer 0" not in {row["name"] for row in plan_layers(tmp_path, "2")["selections"]}
+    hand_made([0.4, 0.3, 0.3], tmp_path / "even")
+    even = plan_layers(tmp_path / "even", "100%")
+    assert even["worst_layer"] is None and "alone costs" not in plan_text(even)
+    # A later layer, which the last N cannot leave out, was not measured.
+    hand_made([0.1, 0.8, 0.1], tmp_path / "later")
+    assert "All but it (--layers 0,2): not measured" in plan_text(plan_layers(tmp_path / "later", "100%"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "connectivity", "selection"),
+    [
+        ("qwen3_moe", Connectivity("all"), "last:3"),
+        ("qwen3_moe", Connectivity([0, 2]), "2"),
+        ("qwen3_moe", Connectivity({"last": 3}), None),
+        ("qwen3_moe", Connectivity([0]), None),
+        # Layer 0 then computes what a regular layer does.
+        ("qwen3_moe", Connectivity("all", mlp="full"), None),
+        ("cohere2_moe", Connectivity("all"), None),
+    ],
+)
+def test_convert_says_when_the_first_layer_is_among_those_to_rewire(
+    model_type: str,
+    connectivity: Connectivity,
+    selection: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tiny_model(model_type).save_pretrained(tmp_path / "model")
+    layers = parse_selection(connectivity.layers)
+    text = ",".join(map(str, layers)) if isinstance(layers, list) else "last:3" if layers != "all" else "all"
+    out = str(tmp_path / "out")
+    assert main(["convert", str(tmp_path / "model"), out, "--layers", text, "--mlp", connectivity.mlp]) == 0
+    said = capsys.readouterr().err
+    if selection is None:
+        assert "layer 0" not in said
+    else:
+        assert f"layer 0 alone is likely to be most of the loss; --layers {selection} leaves it" in said
 
 
 def test_of_equal_layers_the_later_is_rewired() -> None:

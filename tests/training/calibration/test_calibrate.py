@@ -34,7 +34,7 @@ from fcsd.training.calibration import layer as layer_module
 from fcsd.training.calibration import solve
 from fcsd.training.calibration.checkpoint import calibrate_checkpoint, take_rows
 from fcsd.training.calibration.experts import calls_of
-from fcsd.training.calibration.model import calibrate_model
+from fcsd.training.calibration.model import calibrate_model, complaint
 from fcsd.training.calibration.shards import Layerwise
 from tests.examples import pack
 from tests.reference.ranks import run_ranks
@@ -379,7 +379,11 @@ def test_the_command_calibrates_and_tells_what_it_did(
         f"{{path: {rows}, columns: {{text: text}}}}",
     ]
     assert main([*words, "--tokens", "2000", "--max-length", "64"]) == 0
-    assert capsys.readouterr().out == f"{out}\n"
+    said = capsys.readouterr()
+    assert said.out == f"{out}\n" and "layer 0" not in said.err
+    every = [*words[:2], str(tmp_path / "all"), "--layers", "all", "--text", str(tmp_path / "gone.jsonl")]
+    assert main(every) == 2
+    assert "layer 0 alone is likely to be most of the loss; --layers last:3 leaves" in capsys.readouterr().err
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["stage"] == "calibrate" and 2000 <= manifest["results"]["tokens"] < 2064
     assert (
@@ -427,9 +431,14 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
         "calibration": {"tokens": 1500},
         "data": {"train": [{"path": str(rows), "columns": {"text": "text"}}], "max_length": 64},
         "train": train | {"warmup_steps": 0},
-        "variants": {"same": {"train.learning_rate": 2e-9}, "copied": {"calibration": None}},
+        "variants": {
+            "same": {"train.learning_rate": 2e-9},
+            "copied": {"calibration": None},
+            "untrained": {"train.max_steps": 0},
+            "rewired": {"calibration": None, "train.max_steps": 0},
+        },
     }
-    for variant in (None, "copied"):
+    for variant in (None, "copied", "untrained", "rewired"):
         fcsd.run_stage("distill", recipe, variant=variant)
     same = calibrate(Run(fcsd.load_recipe(write_recipe(recipe, tmp_path)), CPU), "same")
     assert same.folder.name == "fcsd" and same.state() == "finished"
@@ -445,6 +454,18 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
     ):
         left = tensors(run / folder / "model")
         assert max(float((value - start[name]).abs().max()) for name, value in left.items()) < 1e-6, folder
+    tokens = json.loads((run / "calibrate" / "fcsd" / "manifest.json").read_text())["results"]["tokens"]
+    for name, start, results, said in (
+        ("untrained", calibrated, {"steps": 0, "tokens": tokens}, "not trained. Calibrated with fcsd"),
+        ("rewired", original, {"steps": 0}, "not trained: the weights are those of the original"),
+    ):
+        folder = run / "variants" / name
+        left = tensors(folder / "model")
+        assert left.keys() == start.keys() and all(torch.equal(left[key], start[key]) for key in left)
+        assert json.loads((folder / "manifest.json").read_text())["results"] == results
+        assert fcsd.load(folder / "model")[0].config.farskip["layers"] == [1, 3]
+        push(folder / "model", "me/model", dry_run=tmp_path / "push" / name)
+        assert said in (tmp_path / "push" / name / "README.md").read_text()
     config = json.loads((run / "distill" / "model" / "config.json").read_text())
     assert config["farskip_calibration"]["layers"] == [1, 3]
     with pytest.raises(UserError, match="adapter_off takes the student's own weights for the original's"):
@@ -495,9 +516,59 @@ def test_rows_that_are_no_tokens_are_refused_with_what_is_needed(pair: tuple[Any
         fcsd.calibrate(*pair, [{"messages": [{"role": "user", "content": 5}]}], tokenizer=tiny_tokenizer(99))
 
 
+def test_a_row_that_is_repeated_is_no_more_text(pair: tuple[Any, Any], base: Path, tmp_path: Path) -> None:
+    student, teacher = pair
+    row = text(1, length=120)
+    for rows in (row.repeat(64, 1), row.repeat(1, 64).view(60, 128)):  # cut in other places, too
+        with pytest.raises(UserError, match=r"1[12]\d distinct tokens of 7680 in all .* give more text"):
+            calibrate_model(student, teacher, rows, progress=False)
+    # Just enough tokens that differ: text that is left out says it.
+    with pytest.raises(
+        UserError, match=r"too little, or too much alike: .* left out, what rewired layers read misses"
+    ):
+        run_folder(base, tmp_path / "out", text(1, length=132).repeat(64, 1))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "connectivity", "is_ruled_out"),
+    [(5, Connectivity({"last": 3}), True), (16, ALL, False), (256, ALL, None)],
+)
+def test_text_that_was_left_out_tells_that_there_is_too_little_of_it(
+    rows: int, connectivity: Connectivity, is_ruled_out: bool | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = tiny_model("qwen3_moe", seed=1)
+    student, held_out = converted(teacher, connectivity), text(32, seed=1)
+    before = kl(teacher, student, held_out)
+    results = fcsd.calibrate(student, teacher, text(rows))
+    found = complaint(results)
+    assert (found[0] if found is not None else None) is is_ruled_out
+    assert capsys.readouterr().err.endswith("" if found is None else f"{found[1]}\n")
+    assert (kl(teacher, student, held_out) > before) is bool(is_ruled_out)
+
+
+def test_what_is_left_of_text_that_was_left_out_is_that_of_maps_solved_without_it() -> None:
+    """By hand, of what the MoE block of the last layer reads: every fourth row is left out, equal rows are one."""
+    teacher = tiny_model("qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager")
+    ids, student = text(12), converted(teacher, Connectivity({"last": 1}))
+    ids = torch.cat([ids, ids[3:4]])
+    read: list[Tensor] = []
+    for model in (student, teacher):
+        handle = model.model.layers[-1].mlp.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+        model.model(ids)
+        handle.remove()
+    x, y = (value.detach().flatten(0, 1) for value in read)
+    held_out = ((torch.arange(13) % 4 == 3) | (torch.arange(13) == 12)).repeat_interleave(ids.shape[1])
+    own, none = x[~held_out], torch.zeros(int((~held_out).sum()), dtype=torch.bool)
+    found = by_hand(own, y[~held_out], none, 1e-3, torch.eye(x.shape[1], dtype=x.dtype))
+    wanted = [float((z - y)[held_out].square().sum() / y[held_out].square().sum()) for z in (x, x @ found)]
+    (result,) = calibrate_model(student, teacher, ids, progress=False)
+    assert result["held_out"]["mlp"] == pytest.approx(wanted, rel=1e-6)
+
+
 def test_bad_input_is_one_line(pair: tuple[Any, Any], base: Path, tmp_path: Path) -> None:
     student, teacher = pair
-    with pytest.raises(UserError, match=r"96 tokens in all, .* at least 128 are needed \(4 x hidden size\)"):
+    with pytest.raises(UserError, match=r"87 distinct tokens of 96 in all .* at least 128 distinct"):
         fcsd.calibrate(student, teacher, text(3))
     with pytest.raises(
         UserError, match=r"has the token id 150, and the model 99 tokens; .* another tokenizer"
@@ -509,8 +580,6 @@ def test_bad_input_is_one_line(pair: tuple[Any, Any], base: Path, tmp_path: Path
         UserError, match="the teacher has to be the student's original, a regular qwen3_moe of width 32"
     ):
         fcsd.calibrate(student, tiny_model("olmoe"), text(24))
-    with pytest.raises(UserError, match=r"the Gram matrix .* is singular"):
-        fcsd.calibrate(student, teacher, text(1, length=4).repeat(1, 64), ridge=0.0)
     with torch.no_grad():
         teacher.model.layers[1].mlp.gate.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="are not finite"):

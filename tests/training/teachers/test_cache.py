@@ -21,7 +21,7 @@ from fcsd.model.connectivity import load_model
 from fcsd.model.families.structure import output_head
 from fcsd.model.load import ModelFolder
 from fcsd.pipeline.tiny.models import tiny_tokenizer
-from fcsd.training import checkpoints as checkpoints_module
+from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.teachers import cache as cache_module
 from fcsd.training.teachers import cache_fill as cache_stage
@@ -263,9 +263,7 @@ def test_a_killed_training_on_a_cache_goes_on_to_the_same_weights(
     changes = {"train": TRAIN | {"save_steps": 2}}
     assert main(["distill", str(cached(bench, "whole", **changes))]) == 0
     command = ["distill", str(cached(bench, "killed", **changes))]
-    killed_after(
-        monkeypatch, checkpoints_module, "replace_folder", lambda: main(command), tmp_path / "output"
-    )
+    killed_after(monkeypatch, writer_module, "replace_folder", lambda: main(command), tmp_path / "output")
     assert main(command) == 0
     one, other = (weights_fingerprint(bench.folder / n / "distill" / "model") for n in ("whole", "killed"))
     assert one == other

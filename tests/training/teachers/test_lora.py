@@ -16,7 +16,7 @@ from fcsd.cli.main import main
 from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.families import FAMILIES
-from fcsd.training import checkpoints as checkpoints_module
+from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.losses.hidden_terms import AuxiliaryLosses
 from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig
@@ -187,9 +187,7 @@ def test_a_killed_lora_run_goes_on_to_the_same_weights_from_checkpoints_of_adapt
     stopping = bench.early_stopping | {"every_steps": 6}
     assert main(["distill", str(bench.recipe("whole", early_stopping=stopping, **sections))]) == 0
     command = ["distill", str(bench.recipe("killed", early_stopping=stopping, **sections))]
-    killed_after(
-        monkeypatch, checkpoints_module, "replace_folder", lambda: main(command), tmp_path / "output"
-    )
+    killed_after(monkeypatch, writer_module, "replace_folder", lambda: main(command), tmp_path / "output")
     checkpoints = bench.folder / "killed" / "distill" / "checkpoints"
     kept = load_file(checkpoints / "checkpoint-4" / "state-00001-of-00001.safetensors")
     assert kept and all(".lora_" in name for name in kept)

@@ -1,0 +1,316 @@
+"""What a checkpoint costs a training beside its steps: written while it waits, and in the background.
+
+    python benchmarks/checkpoints.py [--experts 56] [--checkpoints 6] [--every 16] [--json OUT]
+    python benchmarks/checkpoints.py --kills 20
+
+One process trains a Qwen3-MoE with random weights by `fcsd.training.run.train` (cross-entropy, AdamW, float32; a token
+uses one expert, so that steps are cheap for the size of the checkpoint: 2.0 GiB with 56 experts). Every second
+checkpoint is written while the training waits, the others in the background, so that a busy machine is busy for both.
+
+    blocked    wall time of the training's thread in all that belongs to the checkpoint
+    slowed     by how much the steps that run beside a writing, or removing, thread take longer than the median of those
+               that do not; summed up
+    delay      both; of the first checkpoint in the background apart: it maps the memory that later ones use again
+
+The share is the median delay in the background over the median time blocked of the other kind.
+
+--kills: the training is ended with SIGKILL at a random moment between the begin of its first checkpoint and its end,
+run again, and its weights are compared with those of one that was left alone; all checkpoints in the background.
+
+glibc keeps what the steps free: they would else map their gradients anew in each, which no GPU does.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback  # noqa: E402
+from turns import load_average  # noqa: E402
+
+from fcsd.base.text import size  # noqa: E402
+from fcsd.parallel.launch import join_launch  # noqa: E402
+from fcsd.pipeline.tiny.models import tiny_tokenizer  # noqa: E402
+from fcsd.training import checkpoint_writer  # noqa: E402
+from fcsd.training import run as product  # noqa: E402
+from fcsd.training.checkpoint_writer import CheckpointWriter  # noqa: E402
+from fcsd.training.config import TrainConfig  # noqa: E402
+from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig  # noqa: E402
+
+ROW = 32
+KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+
+
+class Rows:
+    """Random tokens, the same at every start."""
+
+    def __init__(self, number: int):
+        self.ids = torch.randint(6, 500, (number, ROW), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self.ids[index]
+        return {"input_ids": row, "labels": row, "position_ids": torch.arange(ROW)}
+
+
+def make_model(num_experts: int) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=512,
+        hidden_size=512,
+        moe_intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=num_experts,
+        num_experts_per_tok=1,
+        use_cache=False,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+
+
+def train(folder: Path, num_experts: int, steps: int, every: int) -> Any:
+    """The trained model; a training that was ended goes on."""
+    model = make_model(num_experts)
+    run = product.TrainingRun(
+        launch=join_launch(),
+        folder=folder,
+        description="checkpoints",
+        student=model,
+        teacher=None,
+        tokenizer=tiny_tokenizer(512),
+        rows=Rows(2 * steps),
+        max_length=ROW,
+        objective=CrossEntropyObjectiveConfig(name="sft"),
+        train=TrainConfig(
+            max_steps=steps,
+            batch_size_tokens=2 * ROW,
+            per_device_train_batch_size=2,
+            learning_rate=1e-4,
+            warmup_steps=0,
+            save_steps=every,
+            save_total_limit=1,
+            logging_steps=1,
+            gradient_checkpointing=False,
+        ),
+        seed=0,
+        save_model=False,
+    )
+    product.train(run)
+    return model
+
+
+class Watch(TrainerCallback):
+    """Notes of each step its seconds and whether a thread was at work, of each checkpoint what blocked the training."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.every = options.every
+        self.writer: Any = None
+        self.blocked_s = 0.0
+        self.steps: list[tuple[int, float, bool]] = []  # of which checkpoint, seconds, beside a thread
+        self.checkpoints: dict[int, dict[str, Any]] = {}
+        self.number, self.began, self.beside = 0, 0.0, False
+        for name in ("write", "finish"):
+            self._time(name)
+
+    def _time(self, name: str) -> None:
+        does, inside = getattr(CheckpointWriter, name), self
+
+        def timed(writer: Any, *args: Any) -> None:
+            inside.writer = writer
+            nested, began = inside.blocked_s, time.perf_counter()
+            if name == "write":
+                inside.next_checkpoint()
+            does(writer, *args)
+            inside.blocked_s = nested + time.perf_counter() - began  # `write` calls `finish`
+
+        setattr(CheckpointWriter, name, timed)
+
+    def next_checkpoint(self) -> None:
+        self.settle()
+        self.number += 1
+        in_background = self.number % 2 == 0
+        checkpoint_writer.BACKGROUND_FROM = 0 if in_background else 10**12
+        self.checkpoints[self.number] = {"background": in_background, "before_s": self.blocked_s}
+
+    def settle(self) -> None:
+        """Wait, outside all measurements, until nothing is written any more: the next one begins like the first."""
+        if self.number:
+            self.checkpoints[self.number]["blocked_s"] = self.blocked_s - self.checkpoints[self.number].pop(
+                "before_s"
+            )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        thread = self.writer._thread if self.writer is not None else None
+        self.beside = thread is not None and thread.is_alive()
+        self.began, self.blocked_before = time.perf_counter(), self.blocked_s
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.steps.append((self.number, time.perf_counter() - self.began, self.beside))
+
+    def rows(self) -> list[dict[str, Any]]:
+        self.settle()
+        quiet = statistics.median(seconds for number, seconds, beside in self.steps if not beside and number)
+        for number, row in self.checkpoints.items():
+            slow = [seconds - quiet for of, seconds, beside in self.steps if of == number and beside]
+            row |= {"steps_beside": len(slow), "slowed_s": sum(slow), "step_s": quiet}
+            row["delay_s"] = row["blocked_s"] + row["slowed_s"]
+        return list(self.checkpoints.values())
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    watch = Watch(options)
+    make = product.FCSDTrainer
+
+    def watched(*args: Any, **more: Any) -> Any:
+        trainer = make(*args, **more)
+        trainer.add_callback(watch)
+        return trainer
+
+    product.FCSDTrainer = watched  # type: ignore[misc,assignment]
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        model = train(
+            Path(folder),
+            options.experts,
+            options.checkpoints * options.every + options.every - 1,
+            options.every,
+        )
+    rows = watch.rows()
+    waiting = [row["delay_s"] for row in rows if not row["background"]]
+    first, *others = (row for row in rows if row["background"])
+    blocking = statistics.median(waiting)
+    return {
+        "checkpoint_bytes": 12 * sum(p.numel() for p in model.parameters()),
+        "load": load_average(),
+        "rows": rows,
+        "blocking_s": blocking,
+        "first_share": first["delay_s"] / blocking,
+        "share": statistics.median(row["delay_s"] for row in others) / blocking if others else None,
+        "blocked_share": statistics.median(row["blocked_s"] for row in others) / blocking if others else None,
+    }
+
+
+def report(found: dict[str, Any]) -> None:
+    print(f"a checkpoint of {size(found['checkpoint_bytes'])}, load {found['load']:.1f}")
+    for row in found["rows"]:
+        kind = "background" if row["background"] else "waiting"
+        print(
+            f"{kind:10}  blocked {row['blocked_s']:6.2f} s, {row['steps_beside']:2} steps beside slowed by"
+            f" {row['slowed_s']:6.2f} s (of {row['step_s']:.2f} s each)"
+        )
+    print(
+        f"blocking {found['blocking_s']:.2f} s; in the background {100 * found['first_share']:.1f} % (the first)"
+    )
+    if found["share"] is not None:
+        print(f"later ones {100 * found['share']:.1f} %, of it blocked {100 * found['blocked_share']:.1f} %")
+
+
+# ---- kills
+
+
+def worker(options: argparse.Namespace) -> None:
+    """Train, with all checkpoints in the background, and print a hash of the weights."""
+    checkpoint_writer.BACKGROUND_FROM = 0
+    write = CheckpointWriter.write
+
+    def told(self: Any, *args: Any) -> None:
+        print("writing", flush=True)
+        write(self, *args)
+
+    CheckpointWriter.write = told  # type: ignore[method-assign]
+    model = train(Path(options.worker), options.experts, 7, 2)
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    print(digest.hexdigest(), flush=True)
+
+
+def begin(options: argparse.Namespace, folder: Path) -> subprocess.Popen:
+    command = [sys.executable, __file__, "--worker", str(folder), "--experts", str(options.experts)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen) -> str:
+    """The hash that it printed last."""
+    output, errors = process.communicate()
+    if process.returncode:
+        sys.exit(errors[-3000:])
+    return output.split()[-1]
+
+
+def kills(options: argparse.Namespace) -> None:
+    draw, good = random.Random(options.seed), 0
+    with tempfile.TemporaryDirectory(dir=options.folder) as place:
+        process = begin(options, Path(place) / "whole")
+        assert process.stdout is not None
+        process.stdout.readline()
+        began = time.monotonic()
+        wanted = ended(process)
+        duration_s = time.monotonic() - began
+        for number in range(options.kills):
+            folder = Path(place) / f"killed-{number}"
+            process = begin(options, folder)
+            assert process.stdout is not None
+            process.stdout.readline()
+            moment = draw.uniform(0, duration_s)
+            time.sleep(moment)
+            process.send_signal(signal.SIGKILL)
+            killed = process.wait() == -signal.SIGKILL
+            there = sorted(path.name for path in (folder / "checkpoints").iterdir())
+            same = ended(begin(options, folder)) == wanted
+            good += same and killed
+            print(
+                f"after {moment:5.1f} of {duration_s:.1f} s, killed {killed}: {there}, same weights {same}",
+                flush=True,
+            )
+            subprocess.run(["rm", "-rf", str(folder)], check=True)
+    print(f"{good} of {options.kills} ended with the same weights, load {load_average():.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--experts", type=int, default=56)
+    parser.add_argument("--checkpoints", type=int, default=6)
+    parser.add_argument("--every", type=int, default=16, help="steps between checkpoints")
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="of the temporary folder, on the disk that is measured")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not KEPT.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEPT})
+    torch.set_num_threads(1)
+    if options.worker:
+        worker(options)
+    elif options.kills:
+        kills(options)
+    else:
+        found = measure(options)
+        report(found)
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

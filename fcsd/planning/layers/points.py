@@ -1,0 +1,80 @@
+"""What a layer study has measured of a selection of layers, and which of its exchanges it overlaps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.base.strict import did_you_mean
+from fcsd.base.text import nats
+from fcsd.model.families import FAMILIES
+from fcsd.model.inspect.table import ranges
+from fcsd.parallel.overlap.schedule import ATTENTION_A, ATTENTION_B, beside, layer_facts
+from fcsd.parallel.overlap.support import kept_inside
+from fcsd.planning.layers.settings import KL
+
+
+def study_metric(study: dict[str, Any], metric: str | None) -> str:
+    """Return the metric that is asked for, or the first of the study; raises UserError for one that it lacks."""
+    names = [row["name"] for row in study["metrics"]]
+    if metric is not None and metric not in names:
+        raise UserError(f"metric {metric!r}: not in this study{did_you_mean(metric, names)}")
+    return metric or str(names[0])
+
+
+def has_calibrated(study: dict[str, Any]) -> bool:
+    """Tell whether a study was measured with calibrated weights, too."""
+    return all("calibrated" in point for point in study["points"])
+
+
+def values_of(point: dict[str, Any], calibrated: bool) -> dict[str, Any]:
+    """Return what was measured of a selection with copied, or with calibrated weights."""
+    found: dict[str, Any] = point["calibrated" if calibrated else "values"]
+    return found
+
+
+def point_loss(
+    study: dict[str, Any], point: dict[str, Any], metric: str, calibrated: bool
+) -> tuple[float, float]:
+    """Return what a selection costs: its KL, or what the task's score loses against the original."""
+    row = values_of(point, calibrated)[metric]
+    if metric == KL:
+        return row["value"], row["stderr"]
+    (original,) = (p["values"][metric]["value"] for p in study["points"] if p["side"] == "none")
+    return original - row["value"], row["stderr"]
+
+
+def selection_text(layers: Sequence[int]) -> str:
+    """Sorted indices as `--layers` reads them: `3,5-27`; `none` for no layer."""
+    return ranges(layers) if layers else "none"
+
+
+def overlapped_collectives(
+    layers: Sequence[int], moe_layers: Sequence[int], attention: str, mlp: str, model_type: str | None = None
+) -> tuple[int, int]:
+    """Return (collectives that no longer block, all): dispatch and combine of each MoE layer under expert parallelism.
+
+    Those beside which attention is computed (`fcsd.parallel.overlap.schedule`); beside a shared expert alone a regular
+    layer's could run as well. model_type: of the family, some of which keep each combine in its layer; None: not known.
+    """
+    num_layers = 1 + max((*layers, *moe_layers), default=0)
+    rewired, moe = ([k in chosen for k in range(num_layers)] for chosen in (set(layers), set(moe_layers)))
+    inside = model_type is not None and kept_inside(FAMILIES[model_type]) is not None
+    exchanges = [
+        computed
+        for layer in beside(layer_facts(rewired, moe, attention, mlp, inside=inside))
+        for computed in layer.values()
+    ]
+    attention_steps = {step.name for step in (ATTENTION_A, ATTENTION_B)}
+    overlapped = sum(any(name in attention_steps for _, name in computed) for computed in exchanges)
+    return overlapped, 2 * len(moe_layers)
+
+
+def study_overlap(study: dict[str, Any], layers: Sequence[int]) -> tuple[int, int]:
+    """Return `overlapped_collectives` of a selection of a study's model, with the sides that it has studied."""
+    sides = study["study"]["attention"], study["study"]["mlp"]
+    return overlapped_collectives(layers, study["moe_layers"], *sides, study.get("model_type"))
+
+
+def number_text(row: dict[str, Any]) -> str:
+    """Format a value and its standard error."""
+    return f"{nats(row['value'])} ± {row['stderr']:.1g}"  # KLs span orders of magnitude

@@ -1,0 +1,154 @@
+"""Balance the loads of the experts while training: by a loss, or by the bias that some routers choose with.
+
+T tokens, E experts, c_e of whose K T choices are of expert e, p the softmax of the router's logits:
+
+    f_e = E c_e / (K T)        P_e = mean over tokens of p_e        L = sum_e f_e P_e, 1 when balanced
+
+summed over the MoE layers (Switch Transformers, arXiv 2101.03961, Eq. 4; for K above 1 DeepSeek-V2, arXiv 2405.04434,
+Eq. 23 to 25). Gradients flow through P alone. The tokens are those of one example (`sequence`, the mean over examples
+weighted by their tokens, so that it does not depend on how a batch is cut) or of the whole step (`batch`): f is then
+counted over all ranks and over the micro-batches of the step so far (Qiu et al., arXiv 2501.11873), and is that of the
+whole step where it has one micro-batch. Padding, and text behind the last token with loss of a row, does not count.
+
+Without a loss (DeepSeek-V3, arXiv 2412.19437, 2.1.2): behind each step the bias of an expert that had more than the
+mean of its layer falls by the rate, that of one that had less rises.
+
+Not covered: routers that choose by other scores than logits get the loss of the softmax of their logits, as in
+transformers; text between examples is none.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fcsd.base.errors import UserError
+from fcsd.data.batches import NO_LOSS, Batch
+from fcsd.model.families.choices import Recording, Routed, recording
+from fcsd.model.families.routers import find_routers
+from fcsd.model.families.structure import unwrapped
+from fcsd.training.config import TrainConfig
+from fcsd.training.meters import Meters
+
+
+def balance_loss(
+    probabilities: Tensor, experts: Tensor, share: Tensor | None, examples: Tensor, num_examples: int
+) -> Tensor:
+    """Return T times the loss of one layer: the sum over examples of their tokens times their loss.
+
+    Args:
+        probabilities: (T, E) of the router.
+        experts: (T, K) that each token goes to.
+        share: (E,) f of the whole step; None: that of each example.
+        examples: (T,) number of each token's example.
+        num_examples: of them.
+
+    Returns: a scalar, 0 for no token.
+    """
+    num_experts, top_k = probabilities.shape[-1], experts.shape[-1]
+    if share is not None:
+        return (probabilities.sum(0) * share).sum()
+    places = examples[:, None] * num_experts + experts
+    counts = torch.bincount(places.flatten(), minlength=num_examples * num_experts)
+    lengths = torch.bincount(examples, minlength=num_examples).clamp(min=1)
+    each = counts.view(num_examples, num_experts) * num_experts / (top_k * lengths[:, None])
+    return (probabilities * each[examples]).sum()
+
+
+def counted_tokens(batch: Batch) -> Tensor:
+    """Tell which tokens (B, T) count: all up to the last one with loss of their row."""
+    with_loss = batch["labels"] != NO_LOSS
+    return with_loss.flip(1).cumsum(1).flip(1) > 0
+
+
+class Balance:
+    """The balance of one training's student.
+
+    Raises:
+        UserError: no routers that can be found; `balance_bias_rate` for a family that chooses without a bias.
+    """
+
+    def __init__(self, train: TrainConfig, student: nn.Module, accelerator: Any):
+        self.coefficient, self.over = train.balance_loss_coefficient, train.balance_loss_over
+        self.bias_rate, self.accelerator = train.balance_bias_rate, accelerator
+        self.routers = find_routers(student)
+        self.biases = _biases(student) if self.bias_rate is not None else []
+        self.loads: Tensor | None = (
+            None  # choices of the step that is under way, over all ranks, [layers, experts]
+        )
+        self.num_tokens = 1  # that count, of that step and all ranks
+
+    @contextmanager
+    def recorded(self, model: nn.Module) -> Iterator[Recording]:
+        """Record what the routers of a forward pass do in the block."""
+        with recording(unwrapped(model), with_gradient=self.coefficient is not None) as found:
+            yield found
+
+    def begin_step(self, num_tokens: int) -> None:
+        """Count the loads of a step, which has as many tokens that count."""
+        self.loads, self.num_tokens = None, max(num_tokens, 1)
+
+    def add(self, routed: list[Routed], batch: Batch) -> Tensor:
+        """Count a micro-batch's choices, and return the loss summed over its tokens and the layers."""
+        counted = counted_tokens(batch)
+        flat = counted.flatten()
+        examples = (batch["position_ids"] == 0).flatten().cumsum(0)[flat] - 1
+        kept = [Routed(experts[flat], logits.view(len(flat), -1)[flat]) for experts, logits in routed]
+        loads = torch.stack(
+            [
+                torch.bincount(one.experts.flatten(), minlength=router.num_experts)
+                for one, router in zip(kept, self.routers, strict=True)
+            ]
+        )
+        if self.accelerator.num_processes > 1:
+            loads = self.accelerator.reduce(loads, "sum")
+        self.loads = loads if self.loads is None else self.loads + loads
+        total = flat.new_zeros((), dtype=torch.float32)
+        if self.coefficient is None:
+            return total
+        number = int(examples.max()) + 1 if len(examples) else 0
+        for layer, one in enumerate(kept):
+            dtype = torch.promote_types(one.logits.dtype, torch.float32)
+            share = None
+            if self.over == "batch":
+                share = self.loads[layer].to(dtype)
+                share = share * len(share) / share.sum().clamp(min=1)
+            total = total + balance_loss(
+                one.logits.to(dtype).softmax(-1), one.experts, share, examples, number
+            )
+        return total
+
+    def share(self, routed: list[Routed], batch: Batch, meters: Meters) -> Tensor:
+        """Return what a micro-batch adds to the loss of its step; gradients are averaged over ranks."""
+        value = self.add(routed, batch) * self.accelerator.num_processes / self.num_tokens
+        if self.coefficient is None:
+            return value
+        meters.add("balance", value / len(self.routers))
+        return self.coefficient * value
+
+    @torch.no_grad()
+    def end_step(self) -> Tensor | None:
+        """Move the biases that experts are chosen with, by the loads of the step; return these."""
+        if self.loads is not None and self.bias_rate is not None:
+            for bias, load in zip(self.biases, self.loads.float(), strict=True):
+                bias += (self.bias_rate * (load.mean() - load).sign()).to(bias)
+        return self.loads
+
+
+def _biases(student: nn.Module) -> list[Tensor]:
+    """Return the tensor of each MoE layer that is added to the scores for the choice alone."""
+    owner, found = unwrapped(student), []
+    for router in find_routers(student):
+        block = owner.get_submodule(router.name.rpartition(".")[0])
+        named = [*block.named_buffers(), *block.named_parameters()]
+        biases = [tensor for name, tensor in named if name.endswith(("correction_bias", "expert_bias"))]
+        if len(biases) != 1 or biases[0].numel() != router.num_experts or isinstance(biases[0], DTensor):
+            raise UserError(
+                f"train.balance_bias_rate: {router.name} of model type '{owner.config.model_type}' has no correction"
+                " bias that every rank holds; use train.balance_loss_coefficient"
+            )
+        found.append(biases[0].view(-1))
+    return found

@@ -1,0 +1,156 @@
+"""The balance of experts' loads against sums written out token by token, and the bias that moves instead."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fcsd.base.errors import UserError
+from fcsd.data.batches import NO_LOSS
+from fcsd.model.families.routers import find_routers
+from fcsd.training.config import TrainConfig
+from fcsd.training.losses.balance import Balance, counted_tokens
+from fcsd.training.meters import Meters
+from tests.float64 import in_float64
+from tests.reference.tiny import tiny_model
+
+ALONE = SimpleNamespace(num_processes=1)
+PACKED = [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1, 0, 0]]
+"""Positions of two rows: three examples; two and padding, of which the last has two tokens behind its last loss."""
+
+
+def batch(rows: slice = slice(None)) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 99, (2, 10), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[0, 5:7] = NO_LOSS
+    labels[1, 6:] = NO_LOSS
+    return {
+        "input_ids": ids[rows],
+        "labels": labels[rows],
+        "position_ids": torch.tensor(PACKED)[rows],
+    }
+
+
+def written_out(logits: list[torch.Tensor], top_k: int, examples: list[list[int]]) -> float:
+    """The loss times its tokens, sums over examples and layers, by counting; places of tokens in each example."""
+    total = 0.0
+    for layer in logits:
+        p = layer.softmax(-1)
+        num_experts = p.shape[-1]
+        for places in examples:
+            counts = [0] * num_experts
+            for t in places:
+                for e in layer[t].argsort(descending=True)[:top_k].tolist():
+                    counts[e] += 1
+            for e in range(num_experts):
+                f = num_experts * counts[e] / (top_k * len(places))
+                total += len(places) * f * float(sum(p[t, e] for t in places)) / len(places)
+    return total
+
+
+EXAMPLES = [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12, 13, 14, 15]]
+COUNTED = [place for places in EXAMPLES for place in places]
+
+
+def run(model: Any, given: dict[str, torch.Tensor], balance: Balance) -> Any:
+    with balance.recorded(model) as found:
+        model(input_ids=given["input_ids"], position_ids=given["position_ids"], use_cache=False)
+    return found.take()
+
+
+def test_what_counts_is_the_text_up_to_the_last_token_with_loss() -> None:
+    assert counted_tokens(batch()).flatten().nonzero().flatten().tolist() == COUNTED
+
+
+@pytest.mark.parametrize("over", ["sequence", "batch"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_loss_and_gradient_are_those_of_the_sums(over: Any, checkpointing: bool) -> None:
+    with in_float64():
+        model = tiny_model("qwen3_moe").double()
+        if checkpointing:
+            model.train().activation_checkpointing_enable({"use_reentrant": False})
+        balance = Balance(TrainConfig(balance_loss_coefficient=0.1, balance_loss_over=over), model, ALONE)
+        balance.begin_step(len(COUNTED))
+        routed = run(model, batch(), balance)
+        logits = [one.logits.detach().view(20, -1) for one in routed]
+        top_k = find_routers(model)[0].top_k
+        expected = written_out(logits, top_k, EXAMPLES if over == "sequence" else [COUNTED])
+        meters = Meters(ALONE, "ce", None)
+        value = balance.share(routed, batch(), meters)
+        assert float(value.detach()) == pytest.approx(0.1 * expected / len(COUNTED), rel=1e-12)
+        assert meters.means(1)["balance"] == pytest.approx(expected / len(COUNTED) / len(logits), rel=1e-6)
+        value.backward()
+        weight = find_routers(model)[
+            0
+        ].module.weight  # moves its own layer, and by what it gives on the later ones
+        step = torch.zeros_like(weight)
+        step[0, 0] = 1e-6
+        sides = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                weight.add_(sign * step)
+                again = Balance(
+                    TrainConfig(balance_loss_coefficient=0.1, balance_loss_over=over), model, ALONE
+                )
+                again.begin_step(len(COUNTED))
+                sides.append(
+                    float(again.share(run(model, batch(), again), batch(), Meters(ALONE, "ce", None)))
+                )
+                weight.sub_(sign * step)
+        assert float(weight.grad[0, 0]) == pytest.approx((sides[0] - sides[1]) / 2e-6, rel=1e-5)
+
+
+def test_the_loss_over_sequences_does_not_depend_on_how_a_batch_is_cut() -> None:
+    with in_float64(), torch.no_grad():
+        model = tiny_model("qwen3_moe").double()
+        balance = Balance(TrainConfig(balance_loss_coefficient=1.0), model, ALONE)
+        whole = balance.add(run(model, batch(), balance), batch())
+        loads = balance.loads
+        balance.begin_step(1)
+        parts = [
+            balance.add(run(model, batch(slice(k, k + 1)), balance), batch(slice(k, k + 1))) for k in (0, 1)
+        ]
+        assert float(sum(parts)) == pytest.approx(float(whole), rel=1e-12)
+        assert torch.equal(balance.loads, loads) and int(loads.sum()) == len(COUNTED) * loads.shape[0] * 2
+
+
+def test_a_balanced_router_has_one_and_a_collapsed_one_as_much_as_experts() -> None:
+    model = tiny_model("qwen3_moe")
+    for router in find_routers(model):
+        torch.nn.init.zeros_(router.module.weight)
+    balance = Balance(TrainConfig(balance_loss_coefficient=1.0), model, ALONE)
+    balance.begin_step(len(COUNTED))
+    meters = Meters(ALONE, "ce", None)
+    balance.share(run(model, batch(), balance), batch(), meters)
+    assert meters.means(1)["balance"] == pytest.approx(1.0, rel=1e-5)  # whatever the ties choose
+    meters.add_loads(balance.end_step())
+    router = find_routers(model)[0]
+    logged = meters.means(1)
+    assert logged["load_max_over_mean"] == pytest.approx(router.num_experts / router.top_k)
+    assert logged["dead_experts"] == len(find_routers(model)) * (router.num_experts - router.top_k)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "lfm2_moe", "ernie4_5_moe"])
+def test_the_bias_of_an_expert_with_more_than_the_mean_falls_and_that_of_others_rises(
+    model_type: str,
+) -> None:
+    model = tiny_model(model_type)
+    balance = Balance(TrainConfig(balance_bias_rate=0.25), model, ALONE)
+    before = [bias.clone() for bias in balance.biases]
+    balance.begin_step(1)
+    assert float(balance.share(run(model, batch(), balance), batch(), Meters(ALONE, "ce", None))) == 0
+    loads = balance.end_step()
+    assert loads is not None
+    for load, old, new in zip(loads.tolist(), before, balance.biases, strict=True):
+        mean = sum(load) / len(load)
+        for e, number in enumerate(load):
+            sign = (number < mean) - (number > mean)
+            assert float(new[e].detach() - old[e].detach()) == pytest.approx(0.25 * sign, abs=1e-6)
+    names = [name for name, _ in [*model.named_buffers(), *model.named_parameters()] if "bias" in name]
+    assert any(name.endswith(("correction_bias", "expert_bias")) for name in names)
+
+
+def test_a_family_without_the_bias_is_told_what_it_has() -> None:
+    with pytest.raises(UserError, match=r"balance_bias_rate: .*; use train\.balance_loss_coefficient"):
+        Balance(TrainConfig(balance_bias_rate=0.1), tiny_model("qwen3_moe"), ALONE)
