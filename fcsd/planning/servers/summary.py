@@ -16,7 +16,7 @@ SCHEMA_VERSION = 1
 # Name -> the phase it is measured in, vLLM's name of it, whether less is better.
 FIGURES = {
     "ttft_ms": ("prefill", "median_ttft_ms", True),
-    "tbt_ms": ("decode", "median_itl_ms", True),
+    "tbt_ms": ("decode", "median_tpot_ms", True),
     "output_tokens_per_s": ("decode", "output_throughput", False),
 }
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]

@@ -290,7 +290,7 @@ def summed_up(times: dict[str, list[float]], comm: Any, limits: Any = None) -> d
     """The result of rows whose first tokens took these milliseconds, a round each."""
 
     def run(ttft: float) -> dict[str, Any]:
-        figures = {"median_ttft_ms": ttft, "median_itl_ms": 1.0, "output_throughput": 9.0}
+        figures = {"median_ttft_ms": ttft, "median_tpot_ms": 1.0, "output_throughput": 9.0}
         point = {"prompt_tokens": 512, "prefill": figures, "decode": figures}
         return {"begin": "2026-11-23 10:00:00 UTC", "end": "2026-11-23 10:01:00 UTC", "load": ttft / 100} | {
             "points": [point]

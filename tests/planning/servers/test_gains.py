@@ -36,7 +36,7 @@ def rounds(
             "points": [
                 {
                     "prefill": measured({"median_ttft_ms": each}, prefill),
-                    "decode": measured({"median_itl_ms": each / 10}, decode),
+                    "decode": measured({"median_tpot_ms": each / 10}, decode),
                 }
                 for _ in SETTINGS["prompt_tokens"]
             ]
