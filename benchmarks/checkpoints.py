@@ -7,12 +7,14 @@ One process trains a Qwen3-MoE with random weights by `fcsd.training.run.train` 
 uses one expert, so that steps are cheap for the size of the checkpoint: 2.0 GiB with 56 experts). Every second
 checkpoint is written while the training waits, the others in the background, so that a busy machine is busy for both.
 
-    blocked    wall time of the training's thread in all that belongs to the checkpoint
+    blocked    time of the training's thread in all that belongs to the checkpoint
     slowed     by how much the steps that run beside a writing, or removing, thread take longer than the median of those
                that do not; summed up
     delay      both; of the first checkpoint in the background apart: it maps the memory that later ones use again
 
-The share is the median delay in the background over the median time blocked of the other kind.
+The share is the median delay in the background over the median time blocked of the other kind. Times are processor
+time of the training's thread, which a busy machine does not change: without the waiting for the disk, which only the
+training that waits has to do, so that the share is too large. Wall time of what blocked stands beside.
 
 --kills: the training is ended with SIGKILL at a random moment between the begin of its first checkpoint and its end,
 run again, and its weights are compared with those of one that was left alone; all checkpoints in the background.
@@ -124,7 +126,7 @@ class Watch(TrainerCallback):
     def __init__(self, options: argparse.Namespace):
         self.every = options.every
         self.writer: Any = None
-        self.blocked_s = 0.0
+        self.blocked_s = (0.0, 0.0)  # of the processor, of the wall
         self.steps: list[tuple[int, float, bool]] = []  # of which checkpoint, seconds, beside a thread
         self.checkpoints: dict[int, dict[str, Any]] = {}
         self.number, self.began, self.beside = 0, 0.0, False
@@ -136,11 +138,12 @@ class Watch(TrainerCallback):
 
         def timed(writer: Any, *args: Any) -> None:
             inside.writer = writer
-            nested, began = inside.blocked_s, time.perf_counter()
+            nested, began = inside.blocked_s, (time.thread_time(), time.perf_counter())
             if name == "write":
                 inside.next_checkpoint()
             does(writer, *args)
-            inside.blocked_s = nested + time.perf_counter() - began  # `write` calls `finish`
+            spent = (time.thread_time() - began[0], time.perf_counter() - began[1])
+            inside.blocked_s = (nested[0] + spent[0], nested[1] + spent[1])  # `write` calls `finish`
 
         setattr(CheckpointWriter, name, timed)
 
@@ -152,19 +155,19 @@ class Watch(TrainerCallback):
         self.checkpoints[self.number] = {"background": in_background, "before_s": self.blocked_s}
 
     def settle(self) -> None:
-        """Wait, outside all measurements, until nothing is written any more: the next one begins like the first."""
+        """Note what has blocked since the last checkpoint began."""
         if self.number:
-            self.checkpoints[self.number]["blocked_s"] = self.blocked_s - self.checkpoints[self.number].pop(
-                "before_s"
-            )
+            row = self.checkpoints[self.number]
+            spent = [b - a for a, b in zip(row.pop("before_s"), self.blocked_s, strict=True)]
+            row["blocked_s"], row["blocked_wall_s"] = spent
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         thread = self.writer._thread if self.writer is not None else None
         self.beside = thread is not None and thread.is_alive()
-        self.began, self.blocked_before = time.perf_counter(), self.blocked_s
+        self.began = time.thread_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.steps.append((self.number, time.perf_counter() - self.began, self.beside))
+        self.steps.append((self.number, time.thread_time() - self.began, self.beside))
 
     def rows(self) -> list[dict[str, Any]]:
         self.settle()
@@ -213,8 +216,8 @@ def report(found: dict[str, Any]) -> None:
     for row in found["rows"]:
         kind = "background" if row["background"] else "waiting"
         print(
-            f"{kind:10}  blocked {row['blocked_s']:6.2f} s, {row['steps_beside']:2} steps beside slowed by"
-            f" {row['slowed_s']:6.2f} s (of {row['step_s']:.2f} s each)"
+            f"{kind:10}  blocked {row['blocked_s']:6.2f} s ({row['blocked_wall_s']:.2f} s of wall time),"
+            f" {row['steps_beside']:2} steps beside slowed by {row['slowed_s']:6.2f} s (of {row['step_s']:.2f} s each)"
         )
     print(
         f"blocking {found['blocking_s']:.2f} s; in the background {100 * found['first_share']:.1f} % (the first)"
