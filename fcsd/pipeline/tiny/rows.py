@@ -13,9 +13,7 @@ from fcsd.evaluation.config import Column
 Row = dict[str, Any]
 
 _ROLES = {"user": "human", "assistant": "gpt", "system": "system"}  # ShareGPT's words
-_WORDS = (
-    "as on so far green seven bread the table small rain over never count red old house both they ran".split()
-)
+_WORDS = ["green", "seven", "bread", "table", "small", "rain", "over", "count", "red", "old", "house", "both", "ran"]
 _LETTERS = ["A", "B", "C", "D", "E"]
 
 
