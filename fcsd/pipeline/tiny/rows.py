@@ -13,7 +13,21 @@ from fcsd.evaluation.config import Column
 Row = dict[str, Any]
 
 _ROLES = {"user": "human", "assistant": "gpt", "system": "system"}  # ShareGPT's words
-_WORDS = ["green", "seven", "bread", "table", "small", "rain", "over", "count", "red", "old", "house", "both", "ran"]
+_WORDS = [
+    "green",
+    "seven",
+    "bread",
+    "table",
+    "small",
+    "rain",
+    "over",
+    "count",
+    "red",
+    "old",
+    "house",
+    "both",
+    "ran",
+]
 _LETTERS = ["A", "B", "C", "D", "E"]
 
 
