@@ -4,6 +4,7 @@ Columns and types are those of the hub repositories; those of benchmarks stand i
 here and holds nothing of theirs. A data set that is not known here has the columns that its recipe names.
 """
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,21 @@ from fcsd.evaluation.config import Column
 Row = dict[str, Any]
 
 _ROLES = {"user": "human", "assistant": "gpt", "system": "system"}  # ShareGPT's words
+_WORDS = [
+    "green",
+    "seven",
+    "bread",
+    "table",
+    "small",
+    "rain",
+    "over",
+    "count",
+    "red",
+    "old",
+    "house",
+    "both",
+    "ran",
+]
 _LETTERS = ["A", "B", "C", "D", "E"]
 
 
@@ -20,10 +36,15 @@ def conversation(index: int) -> list[dict[str, str]]:
     system = [{"role": "system", "content": "be brief"}] if index % 4 == 3 else []
     first = [
         {"role": "user", "content": f"{index} + {index % 7}?"},
-        {"role": "assistant", "content": f"it is {index + index % 7}"},
+        {"role": "assistant", "content": f"it is {index + index % 7}, {_chatter(index)}"},
     ]
     second = [{"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}]
     return system + first + (second if index % 3 == 2 else [])
+
+
+def _chatter(index: int) -> str:
+    """Make words that differ from row to row: a calibration refuses text that is always the same."""
+    return " ".join(random.Random(index).choices(_WORDS, k=12))
 
 
 def _genqa(index: int) -> Row:

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -376,7 +377,7 @@ def test_every_recipe_of_a_real_model_says_how_to_launch_it_and_accelerate_reads
             config = data_dir("recipes").parent / arguments.config_file
             assert config.is_file() or (
                 arguments.config_file == "MY.yaml"
-                and "MY.yaml is configs/fsdp2_2x8.yaml with" in path.read_text()
+                and re.search(r"MY\.yaml is configs/(fsdp2_2x8|ep_8)\.yaml with", path.read_text())
             )
 
 
@@ -395,10 +396,13 @@ def up_to_the_first_stage(command: list[str]) -> int:
 def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = launch_environment(ROOT / "configs" / "cpu_2_fsdp2.yaml")
     monkeypatch.chdir(tmp_path)  # where there is no checkout
     for number, words in enumerate(header_commands(path)):
         command = words[words.index("fcsd") + 1 :]
+        spread = "--expert-parallel" in command
+        if spread:
+            command[command.index("--expert-parallel") + 1] = "2"
+        environment = launch_environment(ROOT / "configs" / f"cpu_2_{'ep' if spread else 'fsdp2'}.yaml")
         build_parser().parse_args(command)
         if command[0] == "tiny-data":
             write_tiny_data(Path(command[1]), **SIZES)
@@ -407,7 +411,11 @@ def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
         rehearsal = functools.partial(up_to_the_first_stage, [*command, "--rehearse", str(number)])
         if words[0] == "accelerate":
 
-            def on_one(rank: int, rehearsal: Callable[[], int] = rehearsal) -> int:
+            def on_one(
+                rank: int,
+                rehearsal: Callable[[], int] = rehearsal,
+                environment: dict[str, str] = environment,
+            ) -> int:
                 os.environ.update(environment)
                 return rehearsal()
 
