@@ -190,6 +190,11 @@ class Recipe(Strict):
         stopping = self.early_stopping
         if stopping is not None and stopping.metric == "heldout_kl" and self.data.heldout is None:
             raise ValueError("early_stopping.metric 'heldout_kl' needs data.heldout")
+        if stopping is not None and self.train.balance_bias_rate is not None:
+            raise ValueError(
+                "train.balance_bias_rate does not work with early_stopping, whose best weights hold no routers'"
+                " bias; use train.balance_loss_coefficient"
+            )
         if self.evaluation.layer_study and self.data.heldout is None:
             raise ValueError("evaluation.layer_study needs data.heldout, the text on which KL is measured")
         if (bias := self.evaluation.router_bias) is not None:

@@ -28,6 +28,7 @@ from fcsd.base.text import size
 from fcsd.parallel.ranks import Ranks
 from fcsd.parallel.state import StateFile, check_state, schedule_state, state_files, write_settings
 from fcsd.training.checkpoints import (
+    BALANCE_FILE,
     GUARD_FILE,
     PARTIAL,
     STOPPER_FILE,
@@ -201,12 +202,14 @@ class CheckpointWriter:
 
 
 def _write_progress(trainer: Any, beside: Path) -> None:
-    """Write what guard and stopper go on from; the best checkpoint gets the name that it is renamed to."""
+    """Write what guard, stopper and balance go on from; the best checkpoint gets the name that it is renamed to."""
     state = trainer.state
     if state.best_global_step == state.global_step:
         state.best_model_checkpoint = str(Path(trainer.args.output_dir) / beside.name)
         state.save_to_json(str(beside / "trainer_state.json"))
     write_json(beside / GUARD_FILE, trainer.guard.state())
+    if (balance := trainer.step_loss.balance) is not None:
+        write_json(beside / BALANCE_FILE, balance.state())
     if trainer.stopper is not None:
         write_json(beside / STOPPER_FILE, trainer.stopper.state())
 

@@ -21,6 +21,7 @@ from fcsd.base.files import file_sha256, read_json, write_json
 from fcsd.parallel.ranks import ALONE, Ranks
 
 GUARD_FILE = "safety.json"  # the guard's state, in each checkpoint
+BALANCE_FILE = "balance.json"  # the routers' biases, in each checkpoint of a run that balances loads
 STOPPER_FILE = "early_stopping.json"  # in each checkpoint of a run with early stopping
 PARTIAL = "checkpoint-being-written"  # the folder of the one that is
 _FILES = "files.json"

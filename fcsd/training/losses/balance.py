@@ -137,6 +137,16 @@ class Balance:
                 bias += (self.bias_rate * (load.mean() - load).sign()).to(bias)
         return self.loads
 
+    def state(self) -> list[list[float]]:
+        """Return the biases of all layers, which are no trained parameters."""
+        return [bias.float().tolist() for bias in self.biases]
+
+    @torch.no_grad()
+    def load(self, state: list[list[float]]) -> None:
+        """Go on from `state`."""
+        for bias, values in zip(self.biases, state, strict=True):
+            bias.copy_(torch.tensor(values))
+
 
 def _biases(student: nn.Module) -> list[Tensor]:
     """Return the tensor of each MoE layer that is added to the scores for the choice alone."""

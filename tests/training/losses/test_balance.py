@@ -7,13 +7,18 @@ import pytest
 import torch
 
 from fcsd.base.errors import UserError
+from fcsd.base.files import weights_fingerprint
+from fcsd.cli.main import main
 from fcsd.data.batches import NO_LOSS
 from fcsd.model.families.routers import find_routers
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.balance import Balance, counted_tokens
 from fcsd.training.meters import Meters
+from fcsd.training.trainer import DistillTrainer
 from tests.float64 import in_float64
 from tests.reference.tiny import tiny_model
+from tests.support import make_bench
 
 ALONE = SimpleNamespace(num_processes=1)
 PACKED = [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1, 0, 0]]
@@ -154,3 +159,36 @@ def test_the_bias_of_an_expert_with_more_than_the_mean_falls_and_that_of_others_
 def test_a_family_without_the_bias_is_told_what_it_has() -> None:
     with pytest.raises(UserError, match=r"balance_bias_rate: .*; use train\.balance_loss_coefficient"):
         Balance(TrainConfig(balance_bias_rate=0.1), tiny_model("qwen3_moe"), ALONE)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_ended_goes_on_with_its_biases(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    tiny_model("deepseek_v3", vocab_size=300).save_pretrained(tmp_path / "base")
+    tiny_tokenizer(300).save_pretrained(tmp_path / "base")
+    bench = make_bench(tmp_path / "base", tmp_path)
+    train = {
+        "max_steps": 6, "batch_size_tokens": 128, "learning_rate": 1e-3, "warmup_steps": 1, "logging_steps": 1,
+        "save_steps": 2, "balance_bias_rate": 0.05,
+    }  # fmt: skip
+    ended, whole = (str(bench.recipe(name, train=train)) for name in ("ended", "whole"))
+    compute = DistillTrainer.compute_loss
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 3:
+            raise KeyboardInterrupt
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(DistillTrainer, "compute_loss", interrupted)
+    assert main(["distill", ended]) == 130
+    monkeypatch.setattr(DistillTrainer, "compute_loss", compute)
+    assert main(["distill", ended]) == main(["distill", whole]) == 0
+    one, other = (
+        weights_fingerprint(bench.folder / name / "distill" / "model") for name in ("ended", "whole")
+    )
+    assert one == other
+    stopping = bench.recipe("stops", train=train, early_stopping=bench.choice)
+    assert main(["distill", str(stopping)]) == 2
+    assert "train.balance_bias_rate does not work with early_stopping" in capsys.readouterr().err
