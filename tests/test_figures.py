@@ -66,3 +66,28 @@ def test_a_figure_is_that_of_the_last_entry_of_the_log_on_its_benchmark(figure: 
     (date,) = [found[0] for words in figure["with"] if (found := re.match(r"\d{4}-\d\d-\d\d", words))]
     headings = [one.partition("\n")[0] for one in sections(PAGES[LOG])[1:] if figure["log"] in one]
     assert [heading for heading in headings if heading.removeprefix("## ")[:10] > date] == []
+
+
+def test_the_readme_says_of_the_demo_what_its_tables_say() -> None:
+    text = PAGES["README.md"]
+    demo = {
+        cells[1]: cells
+        for line in text.partition("<!-- demo-table -->")[2].partition("<!-- /demo-table -->")[0].splitlines()
+        if len(cells := [cell.strip() for cell in line.split("|")]) > 8
+    }
+    original, fcsd, sft = (float(demo[name][7]) for name in ("original", "fcsd", "sft"))
+    steps = re.search(r"(\d+) steps", demo["fcsd"][3])
+    assert steps is not None
+    said = (
+        f"in {steps[1]} steps: {original - fcsd:.1f} points of {original} below the original,"
+        f" SFT {original - sft:.1f} "
+    )
+    lost = re.search(r"SFT (\d+\.\d) ", text)
+    assert lost is not None and abs(float(lost[1]) - (original - sft)) < 0.11  # means are rounded
+    assert said.rpartition("SFT")[0] in text
+    for name in ("tiny_code", "tiny_choice", "tiny_answers"):
+        row = next(line for line in text.splitlines() if line.startswith(f"| {name}"))
+        column = {"tiny_code": 4, "tiny_choice": 5, "tiny_answers": 6}[name]
+        assert f"| {demo['original'][column]} | {demo['fcsd'][column]} |" in row
+    assert re.search(rf"mean +\| +\| {original} ± \S+ \| {fcsd} ±", text)
+    assert f"changed by {sft - original:.1f}"[:-1] in text
