@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcsd.base.files import write_json, writing
+from fcsd.base.files import read_json, write_json, writing
 from fcsd.base.memory import available_memory
 from fcsd.base.temporary import replace_folder
 from fcsd.base.text import size
@@ -212,6 +212,14 @@ def _write_progress(trainer: Any, beside: Path) -> None:
         write_json(beside / BALANCE_FILE, balance.state())
     if trainer.stopper is not None:
         write_json(beside / STOPPER_FILE, trainer.stopper.state())
+
+
+def restore_beside(trainer: Any, checkpoint: Path) -> None:
+    """Go on with the average and the balance that a checkpoint holds beside the weights."""
+    if trainer.average is not None:
+        trainer.average.load(checkpoint)
+    if (balance := trainer.step_loss.balance) is not None:
+        balance.load(read_json(checkpoint / BALANCE_FILE))
 
 
 def _old(trainer: Any, folder: Path) -> list[Path]:

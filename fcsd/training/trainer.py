@@ -21,8 +21,8 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import load_schedule, read_state
 from fcsd.training.averaging import WeightAverage
 from fcsd.training.callbacks import InStep
-from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter
-from fcsd.training.checkpoints import BALANCE_FILE, PARTIAL, STOPPER_FILE
+from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter, restore_beside
+from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE
 from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.fcsd_config import Sections
 from fcsd.training.guarded import GuardedSteps
@@ -253,18 +253,12 @@ class DistillTrainer(Trainer):
         read_state(checkpoint, self.plain_model, self.optimizer, self.launch.ranks)
         schedule = torch.load(checkpoint / SCHEDULE, map_location="cpu", weights_only=True)
         load_schedule(self.lr_scheduler, self.optimizer, schedule)
-        self._restore_beside(checkpoint)
-
-    def _restore_beside(self, checkpoint: Path) -> None:
-        if self.average is not None:
-            self.average.load(checkpoint)
-        if (balance := self.step_loss.balance) is not None:
-            balance.load(read_json(checkpoint / BALANCE_FILE))
+        restore_beside(self, checkpoint)
 
     def restore_weights(self, checkpoint: Path, optimizer: Any) -> None:
         """Weights as they were, and their average; optimizer: None where none is at work yet."""
         read_state(checkpoint, self.plain_model, optimizer, self.launch.ranks, weights_only=True)
-        self._restore_beside(checkpoint)
+        restore_beside(self, checkpoint)
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
