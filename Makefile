@@ -92,7 +92,8 @@ $(SERVING_STAMP): serving/pyproject.toml serving/tests/requirements.txt
 	$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # builds for CUDA; text needs none
 	$(SERVING)/bin/python serving/tests/name_vllm.py
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e serving
-	VLLM_CACHE_ROOT=$(CURDIR)/$(SERVING)/cache $(SERVING)/bin/python -c 'import vllm._C'  # for this processor, too
+	VLLM_CACHE_ROOT=$(CURDIR)/$(SERVING)/cache $(SERVING)/bin/python -c \
+	  'from vllm.platforms import current_platform as p; p.import_kernels()'  # those of this processor
 	touch $@
 
 SGLANG := .sglang
