@@ -30,7 +30,13 @@ def best_folder(run: TrainingRun, step: int) -> Path:
 
 
 def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
-    """All ranks write their parts of the weights beside, then the first renames the folder."""
+    """All ranks write their parts of the weights beside, then the first renames the folder.
+
+    A checkpoint that is still being written is waited for, and what no checkpoint names goes before: the run can go
+    back to no other.
+    """
+    trainer.checkpoint_writer.close()
+    drop_others(trainer, run, None)
     best = best_folder(run, step)
     beside = best.with_name(f".{best.name}.tmp")
     first = trainer.is_world_process_zero()
@@ -79,9 +85,9 @@ def _set_aside(folder: Path) -> None:
         replace_folder(folder, folder.with_name(f"damaged-{folder.name}"))
 
 
-def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
+def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int | None) -> None:
     """Keep the best weights of this step, and those that a checkpoint names: the run may go back to it."""
-    if trainer.is_world_process_zero():
+    if trainer.is_world_process_zero() and (run.folder / "best").is_dir():
         kept = checkpoints(run.folder / "checkpoints")
         named = {read_json(checkpoint / STOPPER_FILE)["best_step"] for checkpoint in kept}
         wanted = {best_folder(run, best) for best in {step, *named} if best is not None}

@@ -1,8 +1,10 @@
 """The layer study measures what its points say, goes on after a kill, and its plan is the sum of what was measured."""
 
 import json
+import random
 import re
 import shutil
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,7 +103,8 @@ def command(model: Path, text: Path, folder: Path, *more: str) -> list[str]:
 def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the maps are solved on: none of the rows that the KL is measured on."""
     path = tmp_path_factory.mktemp("other") / "rows.jsonl"
-    lines = ({"text": f"{n * 7 % 31} times {n} and {n % 5} letters more"} for n in range(60))
+    chooser = random.Random(0)
+    lines = ({"text": "".join(chooser.choices(string.ascii_letters, k=40))} for _ in range(60))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
