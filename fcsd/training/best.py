@@ -36,7 +36,7 @@ def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
     back to no other.
     """
     trainer.checkpoint_writer.close()
-    drop_others(trainer, run, None)
+    _keep_only(trainer, run, [])
     best = best_folder(run, step)
     beside = best.with_name(f".{best.name}.tmp")
     first = trainer.is_world_process_zero()
@@ -85,12 +85,16 @@ def _set_aside(folder: Path) -> None:
         replace_folder(folder, folder.with_name(f"damaged-{folder.name}"))
 
 
-def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int | None) -> None:
+def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
     """Keep the best weights of this step, and those that a checkpoint names: the run may go back to it."""
+    _keep_only(trainer, run, [step])
+
+
+def _keep_only(trainer: FCSDTrainer, run: TrainingRun, steps: list[int]) -> None:
     if trainer.is_world_process_zero() and (run.folder / "best").is_dir():
         kept = checkpoints(run.folder / "checkpoints")
         named = {read_json(checkpoint / STOPPER_FILE)["best_step"] for checkpoint in kept}
-        wanted = {best_folder(run, best) for best in {step, *named} if best is not None}
+        wanted = {best_folder(run, best) for best in {*steps, *named} if best is not None}
         for folder in set((run.folder / "best").iterdir()) - wanted:
             shutil.rmtree(folder)
 

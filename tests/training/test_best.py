@@ -93,8 +93,8 @@ def test_damaged_best_weights_are_never_left(
                 harm(tmp_path / "best" / f"step-{step}")
 
     monkeypatch.setattr(run_module, "_tensorboard", lambda run: [AtTheEnd()])
-    # What is only a file behind the last checkpoint would be dropped with it.
-    monkeypatch.setattr("fcsd.training.best.drop_others", lambda *_: None)
+    # What no checkpoint names would be dropped when it is beaten.
+    monkeypatch.setattr("fcsd.training.best._keep_only", lambda *_: None)
     results = train(watched.run)
     assert watched.left() == [left]
     assert (results["best_step"], results["best_score"]) == (left, scores[left])
