@@ -70,6 +70,16 @@ class Transport:
         return wait
 
 
+def _giving(rows: list[torch.Tensor], end: Callable[[], object]) -> Callable[[], list[torch.Tensor]]:
+    """Return what waits for the end and gives the rows that are there by then."""
+
+    def wait() -> list[torch.Tensor]:
+        end()
+        return rows
+
+    return wait
+
+
 class TimedTransport(Transport):
     """The thread of `Timed`, with its emulated network; a dispatch is one message, and so is a combine."""
 
@@ -88,11 +98,7 @@ class TimedTransport(Transport):
 
         end = self.timed.begin(run, sum(x[:1].nbytes for x in tensors) * sum(sizes), tag)
 
-        def wait() -> list[torch.Tensor]:
-            end()
-            return gathered
-
-        return wait
+        return _giving(gathered, end)
 
     def scatter(
         self, x: torch.Tensor, output: torch.Tensor, sizes: list[int], tag: str
@@ -127,11 +133,7 @@ class StreamTransport(Transport):
 
         end = self.stream.begin(run, tensors, tag)
 
-        def wait() -> list[torch.Tensor]:
-            end()
-            return gathered
-
-        return wait
+        return _giving(gathered, end)
 
     def scatter(
         self, x: torch.Tensor, output: torch.Tensor, sizes: list[int], tag: str

@@ -14,20 +14,8 @@ Row = dict[str, Any]
 
 _ROLES = {"user": "human", "assistant": "gpt", "system": "system"}  # ShareGPT's words
 _WORDS = [
-    "green",
-    "seven",
-    "bread",
-    "table",
-    "small",
-    "rain",
-    "over",
-    "count",
-    "red",
-    "old",
-    "house",
-    "both",
-    "ran",
-]
+    "green", "seven", "bread", "table", "small", "rain", "over", "count", "red", "old", "house", "both", "ran",
+]  # fmt: skip
 _LETTERS = ["A", "B", "C", "D", "E"]
 
 
