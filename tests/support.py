@@ -169,7 +169,7 @@ def forked_ranks(call: Callable[[int], int], world_size: int, folder: Path) -> l
         return call(rank)
 
     outputs = [store.with_name(f"output-{rank}") for rank in range(world_size)]
-    return [(_fork(partial(joined, rank), output), output) for rank, output in enumerate(outputs)]
+    return [(forked(partial(joined, rank), output), output) for rank, output in enumerate(outputs)]
 
 
 def free_port() -> int:
@@ -181,7 +181,7 @@ def free_port() -> int:
 
 def in_a_fork(call: Callable[[], int], output: Path) -> int:
     """The exit status of `call` in a forked process, negative for a signal; its stdout and stderr go to `output`."""
-    return status_of(_fork(call, output))
+    return status_of(forked(call, output))
 
 
 def end_if_it_hangs() -> None:
@@ -195,7 +195,7 @@ def end_if_it_hangs() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _fork(call: Callable[[], int], output: Path) -> int:
+def forked(call: Callable[[], int], output: Path) -> int:
     child = os.fork()
     if child == 0:
         status = 99

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.reference.tiny import tiny_model
-from tests.support import start
+from tests.support import in_a_fork, start
 
 ROWS: list[dict[str, Any]] = [
     {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"},
@@ -111,21 +112,19 @@ def test_a_killed_evaluation_goes_on_and_finds_what_an_uninterrupted_one_finds(
     place: Path, tmp_path: Path
 ) -> None:
     """The command in a process of its own, which gets a SIGKILL when it comes to its third task."""
-    code = (
-        "import os, signal, sys\n"
-        "from fcsd.cli.main import main\n"
-        "from fcsd.evaluation.lm_eval import tasks\n"
-        "run = tasks.run_task\n"
-        "def killed(wrapper, row, *rest):\n"
-        "    return os.kill(os.getpid(), signal.SIGKILL) if row.task == 'gsm8k' else run(wrapper, row, *rest)\n"
-        "tasks.run_task = killed\n"
-        "main(sys.argv[1:])\n"
-    )
-    out = tmp_path / "out"
-    words = f"evaluate {place / 'model'} --suite {place / 'suite.yaml'} --data-root {place / 'root'}".split()
-    with start("-c", code, *words, "--output", str(out), "--batch-size", "4") as child:
-        said = child.communicate(timeout=300)
-    assert child.returncode == -signal.SIGKILL, said
+    out, run = tmp_path / "out", likelihood.run_task
+
+    def dies(wrapper: Any, row: TaskConfig, *rest: Any) -> Any:
+        return os.kill(os.getpid(), signal.SIGKILL) if row.task == "gsm8k" else run(wrapper, row, *rest)
+
+    def killed() -> int:
+        likelihood.run_task = dies
+        words = (
+            f"evaluate {place / 'model'} --suite {place / 'suite.yaml'} --data-root {place / 'root'}".split()
+        )
+        return main([*words, "--output", str(out), "--batch-size", "4"])
+
+    assert in_a_fork(killed, tmp_path / "said") == -signal.SIGKILL, (tmp_path / "said").read_text()
     kept = sorted(path.name.partition("-")[0] for path in (out / FINISHED_TASKS).iterdir())
     assert kept == ["piqa", "sciq"] and not (out / "results.json").exists()
     judge(place, out)

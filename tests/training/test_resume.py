@@ -25,7 +25,7 @@ from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training import run as run_module
 from fcsd.training import trainer as trainer_module
 from fcsd.training.history import read_history
-from tests.support import Bench, in_a_fork, in_forked_ranks, make_bench, start
+from tests.support import Bench, forked, in_a_fork, in_forked_ranks, make_bench, status_of
 
 
 def recipe(bench: Bench, name: str) -> Path:
@@ -66,16 +66,17 @@ def whole(never_killed: Bench) -> tuple[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["after a checkpoint", "while a checkpoint is written"])
 def test_a_run_killed_with_sigkill_ends_with_the_weights_of_one_that_was_not(
-    bench: Bench, whole: tuple[str, Any], moment: str
+    bench: Bench, whole: tuple[str, Any], tmp_path: Path, moment: str
 ) -> None:
     path = recipe(bench, "killed")
     checkpoints = bench.folder / "killed" / "distill" / "checkpoints"
     awaited = "checkpoint-4" if moment == "after a checkpoint" else "checkpoint-being-written"
-    with start("-m", "fcsd", "distill", str(path)) as child:
-        while child.poll() is None and not (checkpoints / awaited).exists():
-            time.sleep(0.001)
-        child.send_signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL, child.communicate()[1]
+    child, output = forked(lambda: main(["distill", str(path)]), tmp_path / "output"), tmp_path / "output"
+    while not (checkpoints / awaited).exists():
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), output.read_text()
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    assert status_of(child) == -signal.SIGKILL, output.read_text()
     assert not (bench.folder / "killed" / "distill" / "model").exists()
     assert main(["distill", str(path)]) == 0
     assert files(bench.folder / "killed" / "distill") == FINISHED
