@@ -29,8 +29,8 @@ with lazy_imports():
     from fcsd.evaluation.stage import test_set_fingerprints
     from fcsd.model.config import ModelConfig
     from fcsd.report.study_plots import plot_routing
+    from fcsd.steering.config import BiasSettings, RoutingStudy
     from fcsd.steering.routing.report import report
-    from fcsd.steering.routing.settings import BiasSettings, RoutingStudy
     from fcsd.steering.routing.study import study_routing
     from fcsd.steering.routing.tables import write_bias
 

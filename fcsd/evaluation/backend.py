@@ -1,7 +1,4 @@
-"""What answers the questions of an evaluation: a model in memory, or one behind a server (`fcsd.evaluation.served`).
-
-Not covered: which questions there are, and what an answer is worth.
-"""
+"""What answers the questions of an evaluation: a model in memory, or one behind a server (`fcsd.evaluation.served`)."""
 
 import contextlib
 import functools

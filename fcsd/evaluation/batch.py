@@ -5,9 +5,6 @@
 Scores do not depend on the size beyond float noise.
 
 Every task starts at 128 again. Of several ranks that hold whole copies each may halve its own.
-
-Not covered: models whose weights are sharded over the ranks, where one that tries again leaves the others waiting;
-"auto" is refused there.
 """
 
 import math

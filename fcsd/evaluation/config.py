@@ -1,19 +1,17 @@
 """Schemas of a suite (`eval/suites/*.yaml`): its tasks with shots, metrics, data sets; and of a recipe's `evaluation`.
 
-    name: tiny
-    tasks:
-      - task: tiny_choice              # lm-eval's task name, or any name for `kind: code`
-        kind: likelihood               # likelihood | generation (both lm-eval), code (fcsd's own scorer)
-        metric: acc,none               # lm-eval's key: metric,filter
-        num_fewshot: 0
-        dataset: fcsd/tiny-choice      # hub id, or the folder of that name below --data-root
-        split: test
-        lm_eval_include: tiny          # folder with the task's YAML, see `LMEvalTaskConfig.lm_eval_include`
-        chat_template: true
-    columns:                           # of a task's data, see `fcsd.evaluation.lm_eval.columns`
-      tiny_choice: {question: text}
-
-Not covered: downloading the data sets (`fcsd.evaluation.fetch` fills a data root).
+name: tiny
+tasks:
+  - task: tiny_choice              # lm-eval's task name, or any name for `kind: code`
+    kind: likelihood               # likelihood | generation (both lm-eval), code (fcsd's own scorer)
+    metric: acc,none               # lm-eval's key: metric,filter
+    num_fewshot: 0
+    dataset: fcsd/tiny-choice      # hub id, or the folder of that name below --data-root
+    split: test
+    lm_eval_include: tiny          # folder with the task's YAML, see `LMEvalTaskConfig.lm_eval_include`
+    chat_template: true
+columns:                           # of a task's data, see `fcsd.evaluation.lm_eval.columns`
+  tiny_choice: {question: text}
 """
 
 import re

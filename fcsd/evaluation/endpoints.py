@@ -2,8 +2,6 @@
 
 Batch j of a task belongs to endpoint j mod N, as N ranks deal them, so that one process gives the scores of N ranks,
 and so do N ranks. The batch size therefore enters the key of a finished task.
-
-Not covered: where tables come from (`fcsd.steering.routing`), what an exchange costs (`fcsd.evaluation.steered`).
 """
 
 import contextlib

@@ -1,7 +1,5 @@
 """The texts of test items: all of a suite's tasks or of data sets by name, for training data to be compared with; and
 the prompts of a suite as tokens, text that a model really is asked.
-
-Not covered: what an item is for a score; that is lm-eval's and the scorer's business.
 """
 
 import functools

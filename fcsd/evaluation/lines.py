@@ -1,7 +1,4 @@
-"""Read files of one JSON value a line (samples, and data sets that `datasets` cannot read), and the texts of a line.
-
-Not covered: what else a line must hold.
-"""
+"""Read files of one JSON value a line (samples, and data sets that `datasets` cannot read), and the texts of a line."""
 
 import gzip
 import json

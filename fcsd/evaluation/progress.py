@@ -1,7 +1,4 @@
-"""Tell how far an evaluation, or a run of several stages, is, and what is left: a line before every part.
-
-Not covered: the bars within a part, which are those of lm-eval, tqdm and the training.
-"""
+"""Tell how far an evaluation, or a run of several stages, is, and what is left: a line before every part."""
 
 import sys
 import time

@@ -2,8 +2,6 @@
 recipe or of none.
 
     stage = run_evaluation(Evaluation("path/of/MODEL", model, load_suite("tiny"), plan), folder, launch)
-
-Not covered: which models a recipe has; that is `fcsd.pipeline.run`.
 """
 
 import contextlib

@@ -2,8 +2,6 @@
 
 KL, routes and times are measured on held-out text, row by row: row j is at endpoint j mod N, and an exchange carries
 `evaluation.batch_size` rows of every endpoint.
-
-Not covered: how tables are made (`fcsd.pipeline.steer`); times of servers, which are measured there.
 """
 
 import contextlib
@@ -23,8 +21,7 @@ from fcsd.evaluation.backend import Batches
 from fcsd.model.families.choices import recording
 from fcsd.parallel.launch import Launch
 from fcsd.steering.network.links import LinkModel
-from fcsd.steering.network.simulate import Payload
-from fcsd.steering.routing.exchanges import exchange_counts, exchange_times, time_summary
+from fcsd.steering.network.simulate import Payload, exchange_counts, exchange_times, time_summary
 from fcsd.steering.routing.metrics import avg_layer_cv, avg_layer_kl, cv, kl, routes_moved
 from fcsd.training.losses.kl import Original, mean_kl, read_original
 

@@ -1,8 +1,4 @@
-"""Find the data set of a suite's row, and what its task needs of the tokenizer.
-
-Not covered: the rows themselves (`fcsd.evaluation.config`); downloading the data sets (`fcsd.evaluation.fetch` fills a
-data root).
-"""
+"""Find the data set of a suite's row, and what its task needs of the tokenizer."""
 
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ unpacked. Text of models and data sets reaches the page through `textContent` on
 script but its own.
 
 It opens on the distilled model, with a line a task, and marks the words in which two written answers differ.
-
-Not covered: prompts longer than 2,000 characters are shown from their end; results without prompts show none.
 """
 
 import base64

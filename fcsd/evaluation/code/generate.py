@@ -1,8 +1,4 @@
-"""Code tasks: prompts, what ends a completion, and the program in it.
-
-Not covered: reading the problems (`fcsd.evaluation.code.problems`); generating (`fcsd.evaluation.backend`); running the
-programs (`fcsd.evaluation.code.scorer`).
-"""
+"""Code tasks: prompts, what ends a completion, and the program in it."""
 
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ lm-eval sees one process: on every rank it builds all requests, and is given all
 requests are cut into the batches that lm-eval would make of them, and each is asked on one of the ranks.
 
 Importing this imports lm-eval.
-
-Not covered: adaptive batch sizes of lm-eval; ours are in `fcsd.evaluation.batch`.
 """
 
 import copy

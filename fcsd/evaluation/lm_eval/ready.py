@@ -1,8 +1,6 @@
 """Grade answers that are ready, by lm-eval's own filters and metrics: a model that says what is in a file.
 
 Importing this imports lm-eval.
-
-Not covered: tasks that are scored by likelihood, which no text tells.
 """
 
 from collections import Counter

@@ -5,8 +5,8 @@
 
     write_lm_eval(result, samples, folder)
 
-Not covered: `doc` of the samples is empty, because results of fcsd hold prompts and no documents; of the metrics of a
-task only the one that the suite names is there; reading (`fcsd.evaluation.lm_eval.read`).
+Not covered: `doc` of the samples is empty, because results of fcsd hold prompts and no documents; of a task's
+metrics only the one that the suite names is there.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Send a folder to a model repository of the Hub, and say in one line what it refuses.
-
-Not covered: what the folder holds (`fcsd.report.publish.push`).
-"""
+"""Send a folder to a model repository of the Hub, and say in one line what it refuses."""
 
 import contextlib
 import sys

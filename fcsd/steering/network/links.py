@@ -103,8 +103,8 @@ class LinkModel(Strict):
         """
         if size is not None and size != len(self.endpoints):
             raise UserError(
-                f"the links are between {len(self.endpoints)} endpoints, {size} are asked for; measure those with `fcsd"
-                " profile-network`"
+                f"the links are between {len(self.endpoints)} endpoints, {size} are asked for; ask for as many, or"
+                " measure those with `fcsd profile-network`"
             )
         if collective is not None and collective != self.collective:
             raise UserError(

@@ -14,8 +14,8 @@ import numpy as np
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_text
-from fcsd.steering.network.fit import fit_line
 from fcsd.steering.network.links import Collective, LinkModel
+from fcsd.steering.network.profile import fit_line
 
 _TESTS: dict[str, Collective] = {"alltoall_perf": "all_to_all_single", "sendrecv_perf": "p2p"}
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\b")

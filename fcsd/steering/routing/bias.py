@@ -31,8 +31,8 @@ from fcsd.base.temporary import file_beside
 from fcsd.model.families import base_model_type
 from fcsd.model.families.routers import Router, find_routers
 from fcsd.model.families.structure import unwrapped
+from fcsd.steering.config import Kind
 from fcsd.steering.routing.placement import contiguous
-from fcsd.steering.routing.settings import Kind
 
 
 @dataclass(frozen=True)

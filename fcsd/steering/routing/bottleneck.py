@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from fcsd.base.errors import UserError
 from fcsd.steering.network.links import Array, LinkModel
-from fcsd.steering.network.simulate import Payload, endpoint_counts, path_times
+from fcsd.steering.network.simulate import Payload, endpoint_counts, exchange_times, path_times
 from fcsd.steering.routing.camoe import for_experts
-from fcsd.steering.routing.exchanges import exchange_times
 
 Respond = Callable[[NDArray[np.float32]], NDArray[Any]]
 """Given tables [L, N, E], the pairs [X, L, N, E] that the model then has on the calibration tokens."""

@@ -71,7 +71,7 @@ def topology_aware(counts: NDArray[Any], links: LinkModel, payload: Payload) -> 
     lowers the edges near it most is taken, so that other batches find room there.
     """
     num_layers, num_endpoints, num_experts = counts.shape
-    check_world(links, num_endpoints)
+    links.require(num_endpoints)
     starts = [contiguous(num_experts, num_endpoints), balanced(counts.sum(1), num_endpoints)]
     found = np.empty((num_layers, num_experts), dtype=np.int64)
     for layer, pairs in enumerate(counts.astype(np.float64)):
@@ -79,15 +79,6 @@ def topology_aware(counts: NDArray[Any], links: LinkModel, payload: Payload) -> 
         times = [_cost(links, endpoint_counts(pairs, each), payload)[0] for each in begins]
         found[layer] = _swapped(pairs, begins[int(np.argmin(times))].copy(), links, payload)
     return found
-
-
-def check_world(links: LinkModel, num_endpoints: int) -> None:
-    """Raise UserError where links are of another number of endpoints."""
-    if len(links.endpoints) != num_endpoints:
-        raise UserError(
-            f"the links are of {len(links.endpoints)} endpoints, the routing is counted for {num_endpoints}; count for"
-            " as many, or profile the network again"
-        )
 
 
 def _swapped(

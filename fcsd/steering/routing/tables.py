@@ -1,7 +1,4 @@
-"""Make bias tables for a model: run it on text, simulate its exchanges, push its routers.
-
-Not covered: a recipe's sweep over strengths (`evaluation.router_bias`).
-"""
+"""Make bias tables for a model: run it on text, simulate its exchanges, push its routers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,14 +21,14 @@ from fcsd.model.load import find_model
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.steering.config import BiasSettings
 from fcsd.steering.network.links import Array
+from fcsd.steering.network.simulate import exchange_counts
 from fcsd.steering.routing.bias import BiasTables, Kind, read_tables, router_bias, tables_for, write_tables
 from fcsd.steering.routing.bottleneck import Deployment, bottleneck, fit_windows
 from fcsd.steering.routing.camoe import camoe
 from fcsd.steering.routing.counts import read_batches
-from fcsd.steering.routing.exchanges import exchange_counts
 from fcsd.steering.routing.placement import contiguous, placed
-from fcsd.steering.routing.settings import BiasSettings
 from fcsd.steering.routing.study import Rows, batches_of, network_of
 
 

@@ -1,7 +1,5 @@
 """The two processes of a job: the program, which runs generated code and answers calls, and the examiner, which runs
 the tests and replies. Loaded by `server.py`, after the codec; standard library only.
-
-Not covered: starting and ending them; that is the server's.
 """
 
 import builtins
