@@ -21,8 +21,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import ScorerError, UserError
-from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend
-from fcsd.evaluation.batch import check_batch_size
+from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend, check_batch_size
 from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import Problem, load_problems
 from fcsd.evaluation.code.scorer import CodeScorer

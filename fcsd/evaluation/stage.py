@@ -23,16 +23,14 @@ from fcsd.data.config import DataConfig, SourceConfig
 from fcsd.data.dataset import heldout_rows
 from fcsd.data.local import data_fingerprint
 from fcsd.data.rows import PackedRows
-from fcsd.evaluation.backend import Batches
-from fcsd.evaluation.batch import check_batch_size
+from fcsd.evaluation.backend import Batches, check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig, TaskConfig
-from fcsd.evaluation.endpoints import bias_facts, biased_routers, check_bias, check_bias_model
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
 from fcsd.evaluation.runner import PreparedEvaluation, prepare_evaluation
 from fcsd.evaluation.served import ServedBackend
 from fcsd.evaluation.server import Server
-from fcsd.evaluation.steered import Sweep
+from fcsd.evaluation.steered import Sweep, bias_facts, biased_routers, check_bias, check_bias_model
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.config import ModelConfig
