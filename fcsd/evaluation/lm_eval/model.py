@@ -87,7 +87,7 @@ class InMemory(LanguageModel):
         silent = not (backend.progress and backend.ranks.first)
         super().__init__(backend.model, backend.tokenizer, silent=silent)
         self._device = input_device(backend.model)
-        self.backend = backend
+        self.source = backend  # `backend` is a word of HFLM
 
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
@@ -149,17 +149,17 @@ class InMemory(LanguageModel):
             return list(zip(numbers, ask([requests[number] for number in numbers]), strict=True))
 
         bar = {"desc": "requests", "shown": not self.silent}
-        answers = dict(self.backend.in_batches(numbered, answer, idle, **bar))
+        answers = dict(self.source.in_batches(numbered, answer, idle, **bar))
         return [answers[number] for number in range(len(requests))]
 
     def _begin(self, count: int) -> int:
-        self.backend.batch.begin(count, self.backend.ranks)
-        return int(self.backend.batch.size)
+        self.source.batch.begin(count, self.source.ranks)
+        return int(self.source.batch.size)
 
     def _one_token(self) -> torch.Tensor:
         return torch.full((1, 1), self.prefix_token_id, dtype=torch.long, device=self.device)
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
         return super()._model_generate(
-            *args, **kwargs, **({"synced_gpus": True} if self.backend.ranks.lockstep else {})
+            *args, **kwargs, **({"synced_gpus": True} if self.source.ranks.lockstep else {})
         )
