@@ -55,11 +55,7 @@ class BatchSizer:
             self.size = max(1, min(self._first, math.ceil(count / ranks.size)))
 
     def run(self, work: Callable[[int], Result]) -> Result:
-        """Return work(size), with half the size again when out of memory.
-
-        Raises:
-            UserError: memory does not suffice, and the size is given or is 1.
-        """
+        """Return work(size), with half the size again when out of memory; UserError where it cannot be halved."""
         while True:
             try:
                 return work(self.size)

@@ -187,8 +187,7 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
     """Read a shipped suite by name, or a suite file by its path (a text with `/` or ending in .yaml).
 
     Raises:
-        UserError: no such suite (the message lists what exists), invalid YAML, unknown key, or a key that does not
-            belong to the task's kind.
+        UserError: no such suite, invalid YAML, unknown key, or a key that does not belong to the task's kind.
     """
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or is_suite_file(text):
@@ -207,11 +206,7 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
 
 
 def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
-    """Return a suite with these of its tasks, in the order given.
-
-    Raises:
-        UserError: as `load_suite`, or a task that the suite does not have.
-    """
+    """Return a suite with these of its tasks, in the order given; UserError where it has no such task."""
     suite = load_suite(suite_name)
     rows = {row.task: row for row in suite.tasks}
     for task in tasks:

@@ -29,8 +29,7 @@ def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
     """Fetch every data set of `suite` that `root` does not hold yet; which were fetched.
 
     Raises:
-        UserError: a data set cannot be fetched (the message names the task), or `root` holds another revision of it.
-            Data sets that were fetched before stay.
+        UserError: a data set cannot be fetched, or `root` holds another revision. What was fetched before stays.
     """
     rows: dict[str, TaskConfig] = {}
     for row in suite.tasks:

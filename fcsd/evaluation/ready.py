@@ -39,8 +39,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
     """Grade a file of samples: the result, in the form of `fcsd evaluate`.
 
     Raises:
-        UserError: an empty file, a line or column that is missing or of the wrong type, an unknown problem, problems
-            without a sample, or a scorer that cannot run.
+        UserError: a file, line, column or problem that is not as it should be, or a scorer that cannot run.
     """
     if scoring.timeout_s is not None and scoring.timeout_s <= 0:
         raise UserError(f"--timeout-s: must be above 0, got {scoring.timeout_s:g}")

@@ -244,11 +244,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
 
 
 def read_samples(folder: Path, task: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Read the samples of one task; `row` is what results.json has of it.
-
-    Raises:
-        UserError: as `read_result`.
-    """
+    """Read the samples of one task; `row` is what results.json has of it. Raises as `read_result`."""
     if missing := [key for key in _ROW_KEYS if key not in row]:
         raise UserError(f"{folder / 'results.json'}: task {task} lacks {', '.join(missing)}; evaluate again")
     file = folder / f"samples_{task}.jsonl"

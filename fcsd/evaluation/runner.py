@@ -1,7 +1,4 @@
-"""Runs a suite on models, in memory or behind a server.
-
-    with prepare_evaluation(tokenizer, load_suite("tiny"), EvaluationConfig(data_root="data")) as evaluate:
-        result, samples = evaluate(model, "model")
+"""Run a suite on models, in memory or behind a server.
 
 With a `TaskStore`, finished tasks are kept and not run again. On several ranks (`ranks=launch.ranks`) all of them
 make these calls and return the same; the first one alone prints, keeps and writes.

@@ -1,11 +1,5 @@
 """A model behind a server: the questions of an evaluation as token ids, and whether it is the model at all.
 
-    server = Server(url); server.look(model.config.path)
-    backend = ServedBackend(server, model, tokenizer)
-    backend.check(prepared)
-    backend.identify(lambda: load_for_evaluation(model, launch))
-    result, samples = prepared.ask(backend, name)
-
 Single answers are kept (`fcsd.evaluation.store.Journal`): an evaluation whose server or client was killed goes on with
 the next one. Temperature 0 is greedy; a sample is drawn with a seed of its own, so neither the order of requests nor
 their concurrency changes it, but it is not the sample that transformers draws.
@@ -49,20 +43,12 @@ class ServedBackend:
         self._journal = Journal()
 
     def check(self, evaluation: PreparedEvaluation) -> None:
-        """Check that the server can answer every task that is to be run, without asking it.
-
-        Raises:
-            UserError: likelihoods without `prompt_logprobs`; a text that its context does not hold.
-        """
+        """Refuse a task that the server cannot answer (no `prompt_logprobs`, too short a context), without asking it."""
         for row in evaluation.missing:
             self._check(row, evaluation.prepared[row.task], evaluation.plan.limit)
 
     def identify(self, load: Callable[[], PreTrainedModel]) -> None:
-        """Check that it is the model that the server serves; `load` gives it in memory, to be let go again.
-
-        Raises:
-            UserError: as `fcsd.evaluation.identity.check_identity`.
-        """
+        """Check that it is the model that the server serves; `load` gives it in memory, to be let go again."""
 
         def ask(rows: Sequence[Sequence[int]]) -> list[list[float]]:
             bodies = [{"prompt": list(row), "answer_tokens": len(row) - 1} for row in rows]

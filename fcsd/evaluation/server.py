@@ -1,9 +1,5 @@
 """Ask an OpenAI-compatible server by HTTP: vLLM, and what answers as it does.
 
-    server = Server("http://localhost:8000", concurrency=64)
-    server.look("path/of/MODEL")                        # what it serves, and what it says of itself
-    server.answers([body, …], read)                     # POST /v1/completions, many at a time, retried
-
 Prompts are lists of token ids, never text. The key of a server that asks for one is read from FCSD_SERVER_API_KEY and
 goes into the header of a request, nowhere else.
 

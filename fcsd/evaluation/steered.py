@@ -83,11 +83,7 @@ def tables_fingerprint(tables: BiasTables) -> str:
 def biased_routers(
     model: PreTrainedModel, tables: BiasTables | None, batch_size: BatchSize
 ) -> Iterator[Batches | None]:
-    """Bias the routers inside, if there are tables; give what says to which endpoint a batch belongs.
-
-    Raises:
-        UserError: tables of another model.
-    """
+    """Bias the routers inside, if there are tables; give what says to which endpoint a batch belongs."""
     if tables is None:
         yield None
         return

@@ -11,10 +11,7 @@ from fcsd.evaluation.config import TaskBase
 def dataset_location(row: TaskBase, data_root: Path | None) -> str:
     """Find where the row's data set is: the folder of its hub id below `data_root`; without a root the id itself.
 
-    An absolute path is used as it is.
-
-    Raises:
-        UserError: the data root has no such folder.
+    An absolute path is used as it is. UserError where the data root has no such folder.
     """
     if Path(row.dataset).is_absolute() or data_root is None:
         return row.dataset

@@ -53,10 +53,8 @@ class Speaker:
     thinking: bool = True
 
     def prompt(self) -> Any:
-        """Return the token ids and mask of the conversation and the beginning of a reply.
-
-        Raises:
-            UserError: the template does not take the messages, or they are longer than the model's positions.
+        """Return the token ids and mask of the conversation and the beginning of a reply; UserError where it does not
+        fit.
         """
         from jinja2 import TemplateError
 

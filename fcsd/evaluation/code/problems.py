@@ -1,9 +1,5 @@
 """The problems of a code task, and the tests that decide each: rows of MBPP+, HumanEval+ or LiveCodeBench.
 
-    columns     MBPP+: task_id, prompt, code, test_imports, test_list, test
-                HumanEval+: task_id, prompt, canonical_solution, entry_point, test
-                LiveCodeBench: `fcsd.evaluation.code.contest`
-
 A `test` in EvalPlus's form is graded as EvalPlus does (`fcsd.evaluation.code.evalplus`); any other `test` is a
 program that decides by itself.
 

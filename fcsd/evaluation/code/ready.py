@@ -37,9 +37,6 @@ def programs_of(
     """Collect task_id -> programs of the lines of a file; ids may be EvalPlus's (`Mbpp/2`) or the Hub's (`2`).
 
     thinking: completions begin with thoughts, which end at `</think>` and are cut off.
-
-    Raises:
-        UserError: names file, line and key.
     """
     by_id = {problem.task_id: problem for problem in problems}
     found: dict[str, list[str]] = {}
@@ -86,12 +83,7 @@ def evalplus_outcomes(
     data: Path | None,
     allow_unsandboxed: bool,
 ) -> list[list[Outcome]]:
-    """Grade the programs by the package evalplus (0.3.1).
-
-    Raises:
-        UserError: the package is missing, the benchmark is not its own, or running without a sandbox was not accepted.
-        ScorerError: EvalPlus failed.
-    """
+    """Grade the programs by the package evalplus (0.3.1); UserError or ScorerError where that cannot be or fails."""
     if row.dataset not in _EVALPLUS or row.tests == "visible":
         raise UserError(f"--scorer evalplus: grades mbpp_plus and humaneval_plus, not {row.task}")
     if importlib.util.find_spec("evalplus") is None:

@@ -66,14 +66,8 @@ def grade_answers(
     `doc_hash` or `prompt_hash`. Several answers to a document, the same number for all, are graded one by one, and the
     mean counts; where the task itself asks several times (`repeats`), it gets them all at once.
 
-    Args:
-        file: which the lines are of, for messages.
-        tasks: those of the row, loaded without a chat template.
-        partial: documents without an answer are left out.
-        thinking: answers begin with thoughts, which end at `</think>` and are cut off.
-
-    Raises:
-        UserError: names file and line, or the document that has no answer.
+    tasks: those of the row, loaded without a chat template. partial: documents without an answer are left out.
+    thinking: answers begin with thoughts, which end at `</think>` and are cut off.
     """
     answers, told = _by_document(row, tasks, lines)
     documents = {

@@ -43,11 +43,7 @@ _LONGEST = 8  # documents of a task whose length is looked at before it is run
 def load_task(
     row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
 ) -> dict[str, Any]:
-    """Load lm-eval's tasks of one row (more than one for a group such as `mmlu`), with the row's settings.
-
-    Raises:
-        UserError: no such task, no data, or a chat template that the tokenizer does not have.
-    """
+    """Load lm-eval's tasks of one row (more than one for a group such as `mmlu`), with the row's settings."""
     require_chat_template(tokenizer, row)
     folder = _task_folder(row, suite)
     location = dataset_location(row, data_root)

@@ -21,11 +21,7 @@ _STALE = ["*.safetensors", INDEX, f"{RESULTS}/*.yaml", "modeling_farskip.py", "r
 
 
 def upload(new: Path, repo_id: str, private: bool) -> str:
-    """Make of the repository what the folder holds; the owner's other files stay. Returns its address.
-
-    Raises:
-        UserError: no access token; what the Hub refuses.
-    """
+    """Make of the repository what the folder holds; the owner's other files stay. Returns its address."""
     if get_token() is None:
         raise UserError(
             "no access token for the Hub; `hf auth login` stores one, or set HF_TOKEN (a write token)"

@@ -33,11 +33,7 @@ def _rules() -> dict[str, list[re.Pattern[str]]]:
 
 
 def refuse_secrets(file: Path, shown: Path) -> None:
-    """Look through a text file; `shown` is the name it has for the user.
-
-    Raises:
-        UserError: a token or key, with its line and never with its letters.
-    """
+    """Refuse a text file with a token or key, by line and never with its letters; `shown`: its name for the user."""
     from huggingface_hub import get_token
 
     text, own = file.read_bytes().decode("utf-8", "replace"), get_token()

@@ -86,9 +86,6 @@ def profile_launch(
     """Measure the links between all ranks and write them to `path`; every rank calls this.
 
     check: exchange 18 patterns afterwards, and simulate them.
-
-    Raises:
-        UserError: there is one rank, or nothing to write to.
     """
     ranks, device = launch.ranks, launch.device
     if ranks.size < 2:

@@ -94,11 +94,7 @@ def path_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
 
 
 def exchange_time(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
-    """Return the seconds of one exchange of num_bytes [..., N, N] (source, destination): shape [...].
-
-    Raises:
-        UserError: what `path_times` refuses.
-    """
+    """Return the seconds of one exchange of num_bytes [..., N, N] (source, destination): shape [...]."""
     return np.asarray(path_times(links, phase, num_bytes).max((-2, -1)))
 
 

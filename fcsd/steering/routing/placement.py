@@ -21,11 +21,7 @@ _SWEEPS = 20  # over all experts of a layer; A.3's links need 2 to 5
 
 
 def placed(by: PlacedBy, counts: NDArray[Any], links: LinkModel, payload: Payload) -> Placement:
-    """Return [L, E] by one of the functions below; counts: [L, N, E] pairs by source endpoint.
-
-    Raises:
-        UserError: the endpoints do not divide the experts.
-    """
+    """Return [L, E] by one of the functions below; counts: [L, N, E] pairs by source endpoint."""
     num_layers, num_endpoints, num_experts = counts.shape
     if by == "balanced":
         return balanced(counts.sum(1), num_endpoints)
@@ -35,11 +31,7 @@ def placed(by: PlacedBy, counts: NDArray[Any], links: LinkModel, payload: Payloa
 
 
 def contiguous(num_experts: int, num_endpoints: int) -> Placement:
-    """Return [E]: experts 0 to E/N - 1 at endpoint 0, and so on.
-
-    Raises:
-        UserError: the endpoints do not divide the experts.
-    """
+    """Return [E]: experts 0 to E/N - 1 at endpoint 0, and so on; UserError where N does not divide E."""
     if num_endpoints < 1 or num_experts % num_endpoints:
         divisors = [str(n) for n in range(1, num_experts + 1) if num_experts % n == 0]
         raise UserError(

@@ -1,13 +1,6 @@
 """The routing study: where a model sends the tokens of real text, and what that costs and changes.
 
-    OUT/routing.json    everything that was measured
-    OUT/routing.md      the report
-    OUT/*.png           loads.png, traffic.png, shift.png (with --against)
-    OUT/stage.json, manifest.json
-
 On several ranks each runs its share of the batches; the counts are those of one process.
-
-Not covered: text that is generated; a recipe's biased models (`evaluation.router_bias`).
 """
 
 from collections.abc import Callable, Sequence
@@ -53,11 +46,9 @@ def study_routing(
 ) -> dict[str, Any]:
     """Run the study, or find it finished; return what `routing.json` holds. All ranks call this.
 
-    Args:
-        draw: makes the figures of the result in a folder (`fcsd.report.study_plots.plot_routing`).
-        prompts: given the tokenizer, the prompts of the study's tasks (`fcsd.evaluation.items.suite_prompts`).
-        inputs: what identifies the text.
-        device_map: see `fcsd.parallel.place.load_for_evaluation`.
+    draw: makes the figures of the result in a folder (`fcsd.report.study_plots.plot_routing`). prompts: given the
+    tokenizer, the prompts of the study's tasks (`fcsd.evaluation.items.suite_prompts`). inputs: what identifies the
+    text. device_map: see `fcsd.parallel.place.load_for_evaluation`.
 
     Raises:
         UserError: endpoints that do not divide the experts, links of another number of endpoints, a model without

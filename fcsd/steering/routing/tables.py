@@ -111,9 +111,6 @@ def make_tables(
     """Return the tables of a kind, and what they do to the calibration text. All ranks call this.
 
     scaled: a strength counts in standard deviations of a layer's logits. windows: [L, 2] seconds, for that kind.
-
-    Raises:
-        UserError: what `camoe`, `bottleneck` and `fit_windows` refuse.
     """
     logit_std = calibration.logit_std
 
@@ -163,21 +160,13 @@ class Windows(Strict):
 
 
 def read_windows_file(path: str | Path) -> Windows:
-    """Read what `fcsd plan --windows` wrote.
-
-    Raises:
-        UserError: no such file, or one of something else.
-    """
+    """Read what `fcsd plan --windows` wrote."""
     value = read_json(Path(path), "`fcsd plan --windows` writes one", ["dispatch_s", "combine_s"])
     return validate(Windows, value, str(path))
 
 
 def read_windows(path: str | Path, model: nn.Module) -> Array:
-    """Read the windows [L, 2] of dispatch and combine, in seconds, that `fcsd plan` wrote.
-
-    Raises:
-        UserError: no such file, or one of something else; windows of another model.
-    """
+    """Read the windows [L, 2] of dispatch and combine, in seconds, that `fcsd plan` wrote for this model."""
     found = read_windows_file(path)
     layers = [router.layer for router in find_routers(model)]
     model_type = base_model_type(unwrapped(model).config.model_type)
@@ -194,11 +183,7 @@ def write_bias(
 ) -> dict[str, Any]:
     """Make tables and write them to a file; return what they do to the text. All ranks call this.
 
-    prompts: given the tokenizer, the prompts of the settings' tasks.
-
-    Raises:
-        UserError: links of another number of endpoints, endpoints that do not divide the experts, a model without
-            routers, too little text; what `make_tables` refuses.
+    prompts: given the tokenizer, the prompts of the settings' tasks. Raises as `study_routing`.
     """
     launch.ranks.from_first(lambda: check_file_place(out, read_tables))
     found = find_model(settings.model)
