@@ -1,4 +1,4 @@
-"""The texts of a suite's or a data set's items, for training data to be compared with; and a suite's prompts as tokens."""
+"""The texts of test items, for training data to be compared with; and the prompts of a suite as tokens."""
 
 import functools
 from collections.abc import Iterator, Sequence

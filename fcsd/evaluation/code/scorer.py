@@ -224,20 +224,14 @@ class CodeScorer:
                 f"completions do not match the problems: {what}"
                 f" ({len(missing)} missing, {len(extra)} unknown)"
             )
-        jobs = [
-            (
-                problem,
-                _program(problem, text, whole_programs),
-                self._limit(problem, timeout_s or self.timeout_s),
-            )
-            for problem in problems
-            for text in completions[problem.task_id]
-        ]
+        jobs = []
+        for problem in problems:
+            slow = _SLOWER * self._canonical_s.get((problem.task_id, problem.canonical), 0.0)
+            limit = max(timeout_s or self.timeout_s, slow)
+            for text in completions[problem.task_id]:
+                jobs.append((problem, _program(problem, text, whole_programs), limit))
         outcomes = iter(self._run(jobs, progress, "programs"))
         return [[next(outcomes) for _ in completions[problem.task_id]] for problem in problems]
-
-    def _limit(self, problem: Problem, timeout_s: float) -> float:
-        return max(timeout_s, _SLOWER * self._canonical_s.get((problem.task_id, problem.canonical), 0.0))
 
     def _run(self, jobs: Sequence[tuple[Problem, str, float]], progress: bool, what: str) -> list[Outcome]:
         self._start()

@@ -90,7 +90,9 @@ def load_task(
             _name_the_row(row, suite, known, location)
             reason = f"nothing there is named {error}" if isinstance(error, KeyError) else first_line(error)
             what = f"cannot be loaded with the data set {location}: {reason}"
-            raise UserError(f"task {row.task}: {what}{_advice(row, suite, data_root)}") from error
+            columns = ", ".join(columns_of(row.task, suite))
+            advice = hub_advice(data_root) or (f"; the task needs the columns {columns}" if columns else "")
+            raise UserError(f"task {row.task}: {what}{advice}") from error
     for name, task in tasks.items():
         _apply(task, row)
         _check_data(name, task, row, suite, location)
@@ -125,12 +127,6 @@ def _name_the_row(row: LMEvalTaskConfig, suite: SuiteConfig, known: Any, locatio
         shots = settings.get("fewshot_split") or settings.get("training_split")
         for split in dict.fromkeys([graded, *([shots] if row.num_fewshot else [])]):
             check_files(row.task, columns, location, row.dataset_name or settings.get("dataset_name"), split)
-
-
-def _advice(row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None) -> str:
-    """Say what to do when lm-eval cannot load a task."""
-    columns = ", ".join(columns_of(row.task, suite))
-    return hub_advice(data_root) or (f"; the task needs the columns {columns}" if columns else "")
 
 
 def _check_data(name: str, task: Any, row: LMEvalTaskConfig, suite: SuiteConfig, location: str) -> None:

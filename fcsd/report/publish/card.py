@@ -66,6 +66,8 @@ def model_card(facts: Facts) -> ModelCard:
         eval_results=index,
     )
     text_config = facts.config.get("text_config") or facts.config
+    model_type = str(facts.config.get("model_type"))
+    family = FAMILIES.get(base_model_type(model_type))
     return ModelCard.from_template(
         data,
         str(_TEMPLATE),
@@ -75,17 +77,12 @@ def model_card(facts: Facts) -> ModelCard:
         untrained=_untrained(facts),
         auto=auto,
         reader=reader,
-        supported=_supported(facts.config),
+        supported=supported_transformers(family) if family else ">=5.23,<6",
         transformers=importlib.metadata.version("transformers"),
-        serve=serve_command(str(facts.config.get("model_type")), facts.where),
+        serve=serve_command(model_type, facts.where),
         result=_result(facts),
         training=_training(facts),
     )
-
-
-def _supported(config: Mapping[str, Any]) -> str:
-    family = FAMILIES.get(base_model_type(str(config.get("model_type"))))
-    return supported_transformers(family) if family else ">=5.23,<6"
 
 
 def _result(facts: Facts) -> dict[str, str] | None:

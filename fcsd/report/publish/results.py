@@ -48,25 +48,22 @@ def model_index(result: Mapping[str, Any] | None) -> list[EvalResult] | None:
     return found or None
 
 
-def _points(stderr: float | None) -> str:
-    return "–" if stderr is None else f"{100 * stderr:.2f}"
-
-
 def result_entries(result: Mapping[str, Any] | None) -> dict[str, EvalResultEntry]:
     """Return task -> entry of `.eval_results/TASK.yaml`: per cent, with the setting in the notes."""
     versions = (result or {}).get("settings", {}).get("versions", {})
-    return {
-        task: EvalResultEntry(
+    entries = {}
+    for task, row, suite in _tasks(result):
+        error = "–" if row["stderr"] is None else f"{100 * row['stderr']:.2f}"
+        entries[task] = EvalResultEntry(
             dataset_id=suite["dataset"],
             task_id=_BENCHMARK_TASKS.get(suite["dataset"]) or suite.get("dataset_name") or "default",
             dataset_revision=row.get("revision"),
             value=round(100 * row["value"], 2),
             notes=(
-                f"{task}: {row['metric']} in per cent ± {_points(row['stderr'])}, {row['num_fewshot']}-shot,"
+                f"{task}: {row['metric']} in per cent ± {error}, {row['num_fewshot']}-shot,"
                 f" n = {row['num_items']}"
                 + (", chat template" if row.get("chat_template") else "")
                 + "".join(f", {name} {versions[name]}" for name in ("fcsd", "lm-eval") if name in versions)
             ),
         )
-        for task, row, suite in _tasks(result)
-    }
+    return entries

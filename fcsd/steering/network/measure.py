@@ -97,11 +97,12 @@ def profile_launch(
     if largest < 1024:
         raise UserError(f"--max-bytes {largest}: at least 1024; below, only the latency is seen")
     ranks.from_first(lambda: check_file_place(path, read_links))
+    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if device.type == "cuda" else {}
     facts = {
         "endpoints": ranks.share(lambda: f"{socket.gethostname()}:{ranks.rank}"),
         "collective": collective,
         "backend": dist.get_backend(),
-        "libraries": versions() | _communication_library(device),
+        "libraries": versions() | nccl,
     }
     exchange = GroupExchange(None, collective, device)
     given = patterns(ranks.size, largest) if check else []
@@ -117,12 +118,6 @@ def profile_launch(
         comparison = measure_and_simulate(links, timed, given) if check else None
     ranks.from_first(lambda: write_links(path, links))
     return links, comparison
-
-
-def _communication_library(device: torch.device) -> dict[str, str]:
-    if device.type != "cuda":
-        return {}
-    return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
 def _rate(seconds_per_byte: float) -> str:

@@ -143,12 +143,9 @@ def _alone(exchange: Exchange, seconds: _Seconds, sizes: Array, size: int, edge:
     return fit_line(sizes, seconds([_pattern(size, {edge: each}) for each in sizes]))
 
 
-def _edge(endpoint: int, other: int, outward: bool) -> tuple[int, int]:
-    return (endpoint, other) if outward else (other, endpoint)
-
-
 def _edges_of(endpoint: int, size: int, outward: bool) -> list[tuple[int, int]]:
-    return [_edge(endpoint, other, outward) for other in range(size) if other != endpoint]
+    others = [other for other in range(size) if other != endpoint]
+    return [(endpoint, other) if outward else (other, endpoint) for other in others]
 
 
 def _pattern(size: int, num_bytes: dict[tuple[int, int], float]) -> Array:
