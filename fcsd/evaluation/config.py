@@ -1,17 +1,5 @@
-"""Schemas of a suite (`eval/suites/*.yaml`): its tasks with shots, metrics, data sets; and of a recipe's `evaluation`.
-
-name: tiny
-tasks:
-  - task: tiny_choice              # lm-eval's task name, or any name for `kind: code`
-    kind: likelihood               # likelihood | generation (both lm-eval), code (fcsd's own scorer)
-    metric: acc,none               # lm-eval's key: metric,filter
-    num_fewshot: 0
-    dataset: fcsd/tiny-choice      # hub id, or the folder of that name below --data-root
-    split: test
-    lm_eval_include: tiny          # folder with the task's YAML, see `LMEvalTaskConfig.lm_eval_include`
-    chat_template: true
-columns:                           # of a task's data, see `fcsd.evaluation.lm_eval.columns`
-  tiny_choice: {question: text}
+"""Schemas of a suite (`eval/suites/*.yaml`; docs/evaluation.md has the keys), of a recipe's `evaluation`, and of
+`fcsd score`.
 """
 
 import re

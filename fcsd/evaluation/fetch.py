@@ -1,10 +1,8 @@
 """`fcsd evaluate --fetch ROOT`: fill a data root with the data sets of a suite, at their pinned revisions.
 
-    ROOT/openai/gsm8k/…                  the repository's files
-    ROOT/openai/gsm8k/.fcsd-fetch        {"dataset": …, "revision": the commit that was fetched}
-
-A data set is fetched into a hidden folder beside its place and renamed when it is whole; what an interrupted fetch has
-left is used by the next one.
+ROOT/openai/gsm8k has the repository's files, and `.fcsd-fetch` with the commit that was fetched. A data set is fetched
+into a hidden folder beside its place and renamed when it is whole; what an interrupted fetch has left is used by the
+next one.
 
 Not covered: data sets that need the user to agree to terms on the Hub first, other than with the user's own token.
 """

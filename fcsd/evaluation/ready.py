@@ -1,10 +1,7 @@
 """`fcsd score`: grade samples that are ready in a file, of code tasks and of those whose answers lm-eval grades.
 
-A line is a JSON object; `task` names its task where --dataset does not. For lm-eval's tasks {"doc_id": …, "completion":
-…} (`fcsd.evaluation.lm_eval.ready`), for code `fcsd.evaluation.code.ready`. What `fcsd evaluate` wrote is read for
-both.
-
-Not covered: tasks that are scored by likelihood.
+A line is a JSON object; `task` names its task where --dataset does not (docs/evaluation.md). What `fcsd evaluate` wrote
+is read for both. Not covered: tasks that are scored by likelihood.
 """
 
 import json

@@ -30,14 +30,10 @@ _ROW_KEYS = ("metric", "value", "stderr", "num_items", "num_fewshot", "kind", "h
 
 
 def shown_question(asked: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the end of the prompt, and the choices: {"prompt": …, "choices": […]}.
+    """Return the end of the prompt, and the choices: {"prompt": …, "choices": […]}; {} for no request.
 
-    Args:
-        asked: (context, continuation) of every request about one item; one request: no choices. Where contexts
-            differ (WinoGrande), the prompt is what they share, and a choice is the rest of its context too.
-
-    Returns:
-        {} for no request.
+    asked: (context, continuation) of every request about one item; one request: no choices. Where contexts differ
+    (WinoGrande), the prompt is what they share, and a choice is the rest of its context too.
     """
     if not asked:
         return {}
@@ -62,9 +58,7 @@ def lm_eval_sample(
 ) -> dict[str, Any]:
     """Build a sample of ours from one that lm-eval logs.
 
-    Args:
-        member: the task that the item is of, in a group.
-        asked: the arguments of every request about the item, which begin with context and continuation.
+    member: the task that the item is of, in a group. asked: the arguments of every request about the item.
     """
     doc_id = int(row["doc_id"])
     sample: dict[str, Any] = {

@@ -52,11 +52,9 @@ def prepare_evaluation(
 
     All data, templates and the sandbox are checked before a model is asked anything.
 
-    Args:
-        plan: of it batch size, limit, data root, and whether a weak sandbox will do.
-        store: where finished tasks are kept and found; the first rank's.
-        ranks: those that share the work (`fcsd.parallel.ranks`); by default this process does all of it.
-        any_direction: take metrics of which less is better, too; for scores that are not compared between models.
+    plan: of it batch size, limit, data root, and whether a weak sandbox will do. store: where finished tasks are kept
+    and found; the first rank's. ranks: those that share the work; by default this process does all of it.
+    any_direction: take metrics of which less is better, too; for scores that are not compared between models.
 
     Raises:
         UserError: a task, data set, metric or chat template that does not exist; a sandbox that is too weak.
@@ -141,8 +139,7 @@ def _prepare_task(
 class PreparedEvaluation:
     """A suite whose data and sandbox are ready: call it with a model and its name.
 
-    finished: samples of tasks that were found. missing: the rows to run. prepared: their items. facts: of each task,
-    for its result.
+    finished: samples of tasks that were found. missing: the rows to run. prepared: their items. facts: for each result.
     """
 
     tokenizer: PreTrainedTokenizerBase

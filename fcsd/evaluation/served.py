@@ -43,7 +43,7 @@ class ServedBackend:
         self._journal = Journal()
 
     def check(self, evaluation: PreparedEvaluation) -> None:
-        """Refuse a task that the server cannot answer: no `prompt_logprobs`, or too short a context. It is not asked."""
+        """Refuse a task that the server cannot answer (no `prompt_logprobs`, a short context). It is not asked."""
         for row in evaluation.missing:
             self._check(row, evaluation.prepared[row.task], evaluation.plan.limit)
 

@@ -133,13 +133,11 @@ class Server:
         read: Callable[[int, Body], Any],
         note: Callable[[int, Any], None] = lambda number, found: None,
     ) -> list[Any]:
-        """Ask for completions and return read(number, answer) of each, in order.
+        """Ask for completions and return read(number, answer) of each, in order; `note` is told each as soon as it is
+        there.
 
         Overload (429), failures (5xx) and dropped connections are tried again, with growing pauses, until all of them
         have failed for `PATIENCE_S`, or one alone for four times as long.
-
-        Args:
-            note: is told number and result as soon as there is one.
         """
         return asyncio.run(self._answers(bodies, read, note)) if bodies else []
 

@@ -1,7 +1,5 @@
 """`fcsd chat`: talk to a model, or to a converted one and its original side by side (paper App. B).
 
-    chat([load_speaker("OUT"), load_speaker("path/original")], system="Be brief.")
-
 Replies stream, with the model's own generation settings. Side by side each model has a conversation of its own, with
 its own replies. Without a terminal every line of stdin is a turn, and is shown before its reply.
 

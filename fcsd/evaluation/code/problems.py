@@ -94,8 +94,7 @@ def read_problems(
 ) -> list[Problem]:
     """Read problems from a folder in hub layout (parquet or jsonl), a .jsonl or .parquet file, or a hub id.
 
-    tests: "visible" decides by the first three assertions of `test_list` alone, which the prompt shows too, as
-        lm-eval's mbpp tasks do.
+    tests: "visible" decides by the first three assertions of `test_list` alone, which the prompt shows too.
     """
     rows = _load_rows(str(path), split, name, revision)
     where = f"{path} ({split})"

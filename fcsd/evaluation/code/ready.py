@@ -1,10 +1,8 @@
 """Read programs that are ready in a file, and grade them by EvalPlus itself where that is asked for.
 
-A line is in EvalPlus's form, {"task_id": …, "solution": a whole program} or {"task_id": …, "completion": what follows
-the prompt}, one that `fcsd evaluate` wrote into samples_<task>.jsonl ({"doc_id": …, "completion": …} or `completions`,
-from which the program is taken as there), or LiveCodeBench's {"question_id": …, "code_list": […]}.
-
-Not covered: EvalPlus's folder of .py files.
+A line is in EvalPlus's form (`solution`, a whole program, or `completion`, what follows the prompt), one that
+`fcsd evaluate` wrote into samples_<task>.jsonl, from which the program is taken as there, or LiveCodeBench's
+(`code_list`). Not covered: EvalPlus's folder of .py files.
 """
 
 import importlib.util

@@ -268,10 +268,8 @@ def run_task(
 ) -> list[dict[str, Any]]:
     """Evaluate one row; its samples in the order of the data set (group members one after another).
 
-    documents: task -> the numbers of those that are asked; None: all of them, or the first `limit`.
-
-    Each sample: doc_id, doc_hash, prompt_hash, score, target, the end of the prompt, and `completion`
-    (generation) or `choices` and their `loglikelihoods`; `cut` if the model has been shown the end of the prompt only.
+    documents: task -> the numbers of those that are asked; None: all of them, or the first `limit`. A sample has `cut`
+    if the model has been shown the end of the prompt only.
 
     Raises:
         UserError: a metric that is not a mean; what the model's positions cannot hold; out of memory.

@@ -13,8 +13,8 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.temporary import scratch_folder
 from fcsd.model.connectivity.checkpoint import CONFIG, INDEX
+from fcsd.report.publish.card import RESULTS
 from fcsd.report.publish.facts import CARD
-from fcsd.report.publish.results import RESULTS
 
 _STALE = ["*.safetensors", INDEX, f"{RESULTS}/*.yaml", "modeling_farskip.py", "report.*", "comparison.*"]
 """What an earlier push may have left in the repository and this one no longer has."""
