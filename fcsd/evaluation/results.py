@@ -18,9 +18,8 @@ from fcsd.base.stats import plain_mean, standard_error
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome, pass_at_k
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, pass_k
-from fcsd.evaluation.fetch import fetched_revision
 from fcsd.evaluation.lines import json_lines
-from fcsd.evaluation.suites import dataset_location
+from fcsd.evaluation.suites import dataset_location, fetched_revision
 
 SCHEMA_VERSION = 1
 Samples = dict[str, list[dict[str, Any]]]

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
@@ -37,7 +37,11 @@ class ServedBackend:
         tokenizer: PreTrainedTokenizerBase,
     ):
         self.server, self.model, self.tokenizer = server, model, tokenizer
-        self.config, self.generation = _configuration(model)
+        self.config = model.load_config(any_family=model.config.trust_remote_code)
+        if (model.folder / "generation_config.json").is_file():
+            self.generation = GenerationConfig.from_pretrained(model.folder)
+        else:
+            self.generation = GenerationConfig.from_model_config(self.config)
         self.ends = end_tokens(self.generation, tokenizer)
         self.checked: dict[str, Any] | None = None
         self._journal = Journal()
@@ -203,13 +207,3 @@ class ServedBackend:
             return str(choice["text"])
         end = next((place for place, token in enumerate(tokens) if token in self.ends), len(tokens))
         return [int(token) for token in tokens[: end + 1]]
-
-
-def _configuration(model: ModelFolder) -> tuple[Any, Any]:
-    """Return the checkpoint's configuration and its settings of generation, without its weights."""
-    from transformers import GenerationConfig
-
-    config = model.load_config(any_family=model.config.trust_remote_code)
-    if (model.folder / "generation_config.json").is_file():
-        return config, GenerationConfig.from_pretrained(model.folder)
-    return config, GenerationConfig.from_model_config(config)

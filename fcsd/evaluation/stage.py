@@ -177,7 +177,11 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
         return stage
     free_memory()  # of the trainings before
     tokenizer = load_tokenizer(model.folder, trust_remote_code=model.config.trust_remote_code)
-    backend = _backend(plan.server, model, tokenizer)
+    backend = None  # the model is in memory
+    if plan.server is not None:
+        server = Server(plan.server.url, concurrency=plan.server.concurrency)
+        server.look(model.config.path)
+        backend = ServedBackend(server, model, tokenizer)
     store = _store(evaluation, stage, backend)
     # A mistake in tasks or data shows before the weights are read.
     with prepare_evaluation(tokenizer, evaluation.suite, plan, store=store, ranks=launch.ranks) as prepared:
@@ -248,15 +252,6 @@ def check_server(server: ServerConfig | None, launch: Launch) -> None:
             f"evaluation.server (--server): is asked by one process, and this launch has {launch.ranks.size}; evaluate"
             " without a launcher (`fcsd run` continues a run in one process)"
         )
-
-
-def _backend(server: ServerConfig | None, model: ModelFolder, tokenizer: Any) -> ServedBackend | None:
-    """Return what asks the server, of which nothing but what it serves was asked yet; None: the model is in memory."""
-    if server is None:
-        return None
-    found = Server(server.url, concurrency=server.concurrency)
-    found.look(model.config.path)
-    return ServedBackend(found, model, tokenizer)
 
 
 def _same_rows(one: PackedRows, other: PackedRows) -> bool:

@@ -104,7 +104,7 @@ class Kept:
 def read_routes(
     model: nn.Module, batches: Sequence[dict[str, Tensor]], *, ranks: Ranks = ALONE, bar: str | None = None
 ) -> Routes:
-    """Run a model on batches and keep what its routers chose for all but the padding, on all ranks that of one process."""
+    """Run a model on batches and keep what its routers chose for all but the padding: on all ranks, as one process."""
     routers = find_routers(model)
     found = read_batches(model, batches, lambda routed, _: _summed(routed), ranks=ranks, bar=bar)
     experts, probabilities = zip(*found, strict=True)
