@@ -86,7 +86,6 @@ def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
 
 
 def _server(arguments: Namespace) -> ServerConfig | None:
-    """Return the server that is to be asked, if one is given."""
     if arguments.server is None:
         for option in ("concurrency", "no_server_check"):
             if getattr(arguments, option) not in (None, False):

@@ -202,7 +202,6 @@ class InMemoryBackend:
         return texts
 
     def _generate(self, prompts: Sequence[list[int]], row: CodeTaskConfig) -> list[str]:
-        """Generate the completions of one batch of prompts, as tokens."""
         model, tokenizer = self.model, self.tokenizer
         stop = [] if row.thinking else row.stop  # thoughts hold anything
         ends = end_tokens(model.generation_config, tokenizer)

@@ -128,7 +128,6 @@ def _refuse_foreign(output: Path) -> None:
 
 
 def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
-    """Grade programs."""
     problems = load_problems(row, scoring.data_root)
     programs = programs_of(lines, problems, thinking=scoring.thinking or bool(row.thinking))
     if not programs:
@@ -160,7 +159,6 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
 
 
 def _answers(scoring: Scoring, suite: SuiteConfig, row: LMEvalTaskConfig, lines: Lines) -> Graded:
-    """Grade answers by lm-eval."""
     from fcsd.evaluation.lm_eval.ready import grade_answers
     from fcsd.evaluation.lm_eval.tasks import load_task, num_items
 

@@ -68,7 +68,6 @@ def _shares(pairs: Sequence[tuple[float, float]]) -> bool:
 
 
 def _join(original: Sequence[Sample], converted: Sequence[Sample], task: str) -> list[tuple[float, float]]:
-    """Join the scores of both models item by item."""
     if not original or not converted:
         raise UserError(f"{task}: no samples to compare; evaluate both models on the same suite")
     if len(original) != len(converted):
@@ -161,7 +160,6 @@ def compare(
 
 
 def _common(before: Mapping[str, Any], after: Mapping[str, Any], only: Sequence[str] | None) -> list[str]:
-    """List the tasks to compare, in the order of the original's."""
     both = [task for task in before if task in after]
     if only is not None:
         if missing := [task for task in only if task not in both]:

@@ -231,7 +231,6 @@ class Server:
         return {}
 
     def _checked(self, response: httpx2.Response, path: str) -> Body:
-        """Return the JSON object of a good answer."""
         status = response.status_code
         if status in (401, 403):
             given = f"refuses the key in {API_KEY}" if self._headers else f"asks for a key; set {API_KEY}"

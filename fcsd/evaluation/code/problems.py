@@ -207,7 +207,6 @@ def _require_text(row: dict[str, Any], columns: Sequence[str], where: str) -> No
 
 
 def _imports(code: str) -> str:
-    """Collect the import statements of a correct program."""
     try:
         statements = ast.parse(code).body
     except SyntaxError:

@@ -109,7 +109,6 @@ def _suite_row(task: str, whole: Mapping[str, Any]) -> dict[str, Any]:
 def _task(
     task: str, whole: Mapping[str, Any], file: Path, wanted: str | None
 ) -> tuple[Result, list[dict[str, Any]]]:
-    """Build one row of a result, and its samples."""
     leaves = _leaves(task, whole)
     try:
         items = {leaf: _read_samples(leaf, file) for leaf in leaves}

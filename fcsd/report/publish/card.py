@@ -95,7 +95,6 @@ def model_card(facts: Facts) -> ModelCard:
 
 
 def _result(facts: Facts) -> dict[str, str] | None:
-    """Return what was measured, in words; None where nothing was."""
     result, comparison = facts.result, facts.comparison
     if result is None:
         return None

@@ -48,7 +48,6 @@ def _public(value: Any) -> Any:
 
 @cache
 def _rules() -> dict[str, list[re.Pattern[str]]]:
-    """Return what a rule finds -> its patterns."""
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     from detect_secrets.plugins.base import RegexBasedDetector
 

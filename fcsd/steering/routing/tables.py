@@ -63,7 +63,6 @@ class Calibration:
         return exchange_counts(np.stack([counts for counts, _ in found]), self.num_endpoints)
 
     def _run(self, tables: BiasTables | None) -> list[tuple[NDArray[np.int64], Array]]:
-        """Return pairs [L, E] and spread of logits [L] of every batch."""
         if tables is None:
             tables = self._no_bias()
         with router_bias(self.model, tables) as steering:

@@ -159,7 +159,6 @@ def _processor_s(pid: int) -> float:
 def _classify(
     verdict: bytes, in_time: bool, status: int | None, usage: float, cpu_s: int, shielded: bool
 ) -> tuple[str, str]:
-    """Classify a job whose examiner gave no outcome."""
     if verdict == b"d" and status is not None:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if number == signal.SIGXCPU or usage >= cpu_s - 0.5:
