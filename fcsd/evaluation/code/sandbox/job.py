@@ -17,8 +17,6 @@ codec: Any = sys.modules.get(
 JOBS, REPLIES = 0, 1
 RECURSION_LIMIT = 1000  # Python's own, for programs; a recursion that is too deep elsewhere is too deep here
 
-# ---------------------------------------------------------------------------------------------- program
-
 
 def program(requests: int, answers: int) -> None:
     """Run the generated code, then answer the examiner's calls until it closes the pipe."""
@@ -58,9 +56,6 @@ def _text(error: BaseException) -> str:
         return str(error)[:500]
     except BaseException:
         return ""
-
-
-# ---------------------------------------------------------------------------------------------- examiner
 
 
 class Died(BaseException):

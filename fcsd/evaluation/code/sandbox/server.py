@@ -55,9 +55,6 @@ PRELOAD = (
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------- server
-
-
 def fork_job_process(run: Any, keep: set[int], config: dict[str, Any], cpu_s: int) -> int:
     """Start a job's process that holds only the descriptors in `keep`, under the job's limits."""
     pid = os.fork()
@@ -267,9 +264,6 @@ def serve(config: dict[str, Any], namespaces: list[str]) -> None:
             shutil.rmtree(place, ignore_errors=True)
         clean = not (scratch and os.path.exists(place))  # a folder that resists: only a new server is clean
         codec.write_frame(REPLIES, {"job": number, "clean": clean})
-
-
-# ---------------------------------------------------------------------------------------------- supervisor
 
 
 def main() -> None:
