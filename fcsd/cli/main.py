@@ -10,7 +10,7 @@ from fcsd import __version__
 from fcsd.base.errors import Interrupted, ScorerError, UserError, is_out_of_memory
 from fcsd.base.files import release_folders
 from fcsd.base.temporary import sweep_scratch
-from fcsd.cli import checkpoints, evaluation, measuring, planning, publishing, recipes
+from fcsd.cli import benchmarks, checkpoints, evaluation, planning, publishing, recipes, routing
 from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import Command, Help
 from fcsd.parallel import failure as rank_failure
@@ -23,7 +23,8 @@ COMMANDS: dict[str, Command] = {
     **recipes.COMMANDS,
     **planning.COMMANDS,
     **evaluation.COMMANDS,
-    **measuring.COMMANDS,
+    **routing.COMMANDS,
+    **benchmarks.COMMANDS,
     **publishing.COMMANDS,
 }
 

@@ -1,4 +1,4 @@
-"""Commands that measure: where tokens go, links, servers: routing, bias, profile-network, bench."""
+"""Commands about where tokens go, and over which links: routing, bias, profile-network."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ with lazy_imports():
     from fcsd.evaluation.stage import test_set_fingerprints
     from fcsd.model.config import ModelConfig
     from fcsd.parallel.launch import join_launch
-    from fcsd.planning.servers.serve import bench_serve
-    from fcsd.planning.servers.settings import Benchmark
-    from fcsd.planning.servers.summary import table
-    from fcsd.report.study_plots import plot_routing, plot_serving
+    from fcsd.report.study_plots import plot_routing
     from fcsd.steering.config import BiasSettings, RoutingStudy
     from fcsd.steering.network.links import read_links, write_links
     from fcsd.steering.network.measure import describe, profile_launch
@@ -193,31 +190,6 @@ def _profile_network_options(parser: ArgumentParser) -> None:
     )
 
 
-def _bench(arguments: Namespace) -> None:
-    benchmark = Benchmark.from_options(vars(arguments))
-    result = bench_serve(benchmark, arguments.vllm, arguments.output, plot_serving)
-    print_result(arguments, result, table)
-
-
-def _bench_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "benchmark", choices=["serve"], metavar="serve", help="what is measured: servers of vLLM"
-    )
-    parser.add_argument("model", metavar="MODEL", help="the converted model, hub id or local folder")
-    field_options(parser, Benchmark, "against", type=None)
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder for the runs, the table and the figure"
-    )
-    parser.add_argument(
-        "--vllm",
-        default="vllm",
-        metavar="PATH",
-        help="the `vllm` program of an environment with vLLM and fcsd-serving; it is not fcsd's own environment",
-    )
-    field_options(parser, Benchmark)
-    json_argument(parser)
-
-
 COMMANDS = {
     "routing": Command(
         "Where a model's routers send the tokens of real text, and what that costs on given links.",
@@ -238,13 +210,5 @@ COMMANDS = {
         _profile_network_options,
         _profile_network,
         "accelerate launch --config_file configs/cpu_2.yaml -m fcsd profile-network links.json (docs/network.md).",
-    ),
-    "bench": Command(
-        "A converted model against its original in servers of vLLM: time to the first token and between tokens.",
-        _bench_options,
-        _bench,
-        "`fcsd bench serve MODEL --against ORIGINAL --output DIR` starts one server after another, in turns: stock,"
-        " stock with each exact way to hide communication that this machine has, FarSkip blocking and overlapped."
-        " Continues where it was cut off (docs/serving_bench.md).",
     ),
 }

@@ -1,0 +1,50 @@
+"""Commands that measure how fast a model is: bench."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from fcsd.cli.lazy import lazy_imports
+from fcsd.cli.options import Command, field_options, json_argument, print_result
+
+with lazy_imports():
+    from fcsd.planning.servers.serve import bench_serve
+    from fcsd.planning.servers.settings import Benchmark
+    from fcsd.planning.servers.summary import table
+    from fcsd.report.study_plots import plot_serving
+
+
+def _bench(arguments: Namespace) -> None:
+    benchmark = Benchmark.from_options(vars(arguments))
+    result = bench_serve(benchmark, arguments.vllm, arguments.output, plot_serving)
+    print_result(arguments, result, table)
+
+
+def _bench_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "benchmark", choices=["serve"], metavar="serve", help="what is measured: servers of vLLM"
+    )
+    parser.add_argument("model", metavar="MODEL", help="the converted model, hub id or local folder")
+    field_options(parser, Benchmark, "against", type=None)
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for the runs, the table and the figure"
+    )
+    parser.add_argument(
+        "--vllm",
+        default="vllm",
+        metavar="PATH",
+        help="the `vllm` program of an environment with vLLM and fcsd-serving; it is not fcsd's own environment",
+    )
+    field_options(parser, Benchmark)
+    json_argument(parser)
+
+
+COMMANDS = {
+    "bench": Command(
+        "A converted model against its original in servers of vLLM: time to the first token and between tokens.",
+        _bench_options,
+        _bench,
+        "`fcsd bench serve MODEL --against ORIGINAL --output DIR` starts one server after another, in turns: stock,"
+        " stock with each exact way to hide communication that this machine has, FarSkip blocking and overlapped."
+        " Continues where it was cut off (docs/serving_bench.md).",
+    ),
+}
