@@ -118,7 +118,6 @@ def calibrate(
 
 
 def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
-    """Return rows of tokens as they are, and those that are made of a data set."""
     import torch
 
     from fcsd.data.bad_rows import BadRows

@@ -29,10 +29,10 @@ with lazy_imports():
         changed_suite,
         load_suite,
     )
-    from fcsd.evaluation.fetch import fetch_suite
     from fcsd.evaluation.lm_eval.chosen import chosen_suite
     from fcsd.evaluation.ready import score_file
     from fcsd.evaluation.stage import Evaluation, run_evaluation
+    from fcsd.evaluation.suites import fetch_suite
     from fcsd.model.config import ModelConfig
     from fcsd.report.comparison import compare_all, comparison_text, read_evaluated, write_comparison
     from fcsd.report.table import result_table, score_table
@@ -86,7 +86,6 @@ def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
 
 
 def _server(arguments: Namespace) -> ServerConfig | None:
-    """Return the server that is to be asked, if one is given."""
     if arguments.server is None:
         for option in ("concurrency", "no_server_check"):
             if getattr(arguments, option) not in (None, False):

@@ -10,17 +10,7 @@ from fcsd import __version__
 from fcsd.base.errors import Interrupted, ScorerError, UserError, is_out_of_memory
 from fcsd.base.files import release_folders
 from fcsd.base.temporary import sweep_scratch
-from fcsd.cli import (
-    benchmarks,
-    checkpoints,
-    evaluation,
-    layers,
-    network,
-    planning,
-    publishing,
-    recipes,
-    routing,
-)
+from fcsd.cli import benchmarks, checkpoints, evaluation, planning, publishing, recipes, routing
 from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import Command, Help
 from fcsd.parallel import failure as rank_failure
@@ -32,10 +22,8 @@ COMMANDS: dict[str, Command] = {
     **checkpoints.COMMANDS,
     **recipes.COMMANDS,
     **planning.COMMANDS,
-    **layers.COMMANDS,
     **evaluation.COMMANDS,
     **routing.COMMANDS,
-    **network.COMMANDS,
     **benchmarks.COMMANDS,
     **publishing.COMMANDS,
 }

@@ -1,5 +1,6 @@
-"""Commands that tell what a conversion will bring: plan."""
+"""Commands that tell what a conversion will bring, and which layers to rewire: plan, layers, plan-layers."""
 
+import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,26 @@ from fcsd.cli.options import (
     json_argument,
     model_argument,
     print_result,
+    quiet_transformers,
+    task_arguments,
+    text_argument,
 )
 
 with lazy_imports():
+    from fcsd.evaluation.config import EvaluationConfig
+    from fcsd.model.config import ModelConfig
+    from fcsd.model.load import find_model
+    from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.plan import plan_from_files
     from fcsd.planning.cost.machine import read_cluster
     from fcsd.planning.cost.plan import write_windows
     from fcsd.planning.cost.planned import PlanSettings
     from fcsd.planning.cost.table import plan_table
+    from fcsd.planning.layers.proposal import layers_within, plan_layers, plan_text, study_table, within_text
+    from fcsd.planning.layers.settings import Study, study_from_options
+    from fcsd.planning.layers.study import read_study, study_layers
     from fcsd.report.figure import check_figure
+    from fcsd.report.study_plots import plot_layers
     from fcsd.steering.routing.tables import read_windows_file
 
 
@@ -101,11 +113,109 @@ def _plan_options(parser: ArgumentParser) -> None:
     json_argument(parser)
 
 
+def _layers(arguments: Namespace) -> None:
+    quiet_transformers()
+    study = study_from_options(vars(arguments))
+    launch = join_launch()
+    study_layers(study, find_model(study.model), arguments.output, launch, plot_layers)
+    if launch.first:
+        print_result(arguments, read_study(arguments.output), study_table)
+
+
+def _plan_layers(arguments: Namespace) -> None:
+    if arguments.max_loss is not None:
+        if arguments.verify or arguments.calibrated or arguments.model is not None:
+            raise UserError(
+                "--max-loss reads the finished study, with copied and with calibrated weights; --verify, --calibrated"
+                " and --model belong to --budget"
+            )
+        found = layers_within(arguments.study, arguments.max_loss, metric=arguments.metric)
+        print_result(arguments, found, within_text)
+        return
+    quiet_transformers()
+    launch = join_launch() if arguments.verify else None
+    plan = plan_layers(
+        arguments.study,
+        arguments.budget,
+        metric=arguments.metric,
+        calibrated=arguments.calibrated,
+        model=arguments.model,
+        verify=launch,
+    )
+    if os.environ.get("RANK", "0") == "0":
+        print_result(arguments, plan, plan_text)
+
+
+def _layers_options(parser: ArgumentParser) -> None:
+    model_argument(parser)
+    parser.add_argument("--output", type=Path, required=True, help="folder for layers.json and layers.png")
+    text_argument(parser, "measure the KL to the original on this text")
+    field_options(parser, Study, "text_examples", "max_length")
+    field_options(parser, Study, "loss_on", help="tokens the KL is computed on: response or all")
+    parser.add_argument(
+        "--calibrated",
+        metavar="TEXT",
+        help="measure every selection with calibrated weights too (`fcsd calibrate`), solved on this text, written as"
+        " for --text; not on the text that is measured",
+    )
+    field_options(parser, Study, "calibration_tokens", help="with --calibrated: tokens to solve on")
+    task_arguments(parser, "measure this task")
+    field_options(parser, EvaluationConfig, "batch_size", type=int, help="sequences in one forward of a task")
+    field_options(parser, Study, "limit")
+    parser.add_argument("--sides", help="some of first,last,single (default: all that can be measured)")
+    numbers = parser.add_mutually_exclusive_group()
+    field_options(numbers, Study, "every")
+    numbers.add_argument("--counts", help="first and last: these numbers of layers, for example 1,2,4,8")
+    field_options(parser, Study, "attention", "mlp")
+    field_options(parser, ModelConfig, "dtype")
+    field_options(parser, Study)
+    json_argument(parser)
+
+
+def _plan_layers_options(parser: ArgumentParser) -> None:
+    parser.add_argument("study", metavar="STUDY", type=Path, help="folder that `fcsd layers` wrote")
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--budget", help="share of the layers (90%%) or their number (43)")
+    wanted.add_argument(
+        "--max-loss",
+        type=float,
+        metavar="X",
+        help="answer instead how many layers, from either end, can be rewired without training for this KL, or this"
+        " loss of a task's score",
+    )
+    parser.add_argument(
+        "--metric", help="kl or a task of the study (default: the first one, kl if it was measured)"
+    )
+    parser.add_argument(
+        "--calibrated",
+        action="store_true",
+        help="go by what the layers cost with calibrated weights (a study with --calibrated)",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="measure the proposal and the last N layers on the study's data"
+    )
+    parser.add_argument("--model", help="with --verify: where the study's model lies now")
+    json_argument(parser)
+
+
 COMMANDS = {
     "plan": Command(
         "What FarSkip connectivity will bring on a cluster: time of a step or to a token, regular and overlapped.",
         _plan_options,
         _plan,
         "No weights are loaded and nothing is trained; of a hub id only config.json is fetched (docs/plan.md).",
+    ),
+    "layers": Command(
+        "Quality against the rewired layers, untrained (paper Fig. 3).",
+        _layers_options,
+        _layers,
+        "From the start, from the end, and one layer at a time; measured by suite tasks, KL to the original, or both."
+        " Continues where it was cut off.",
+    ),
+    "plan-layers": Command(
+        "Propose which layers to rewire for a given share, from a finished layer study.",
+        _plan_layers_options,
+        _plan_layers,
+        "Those that hurt least when each is rewired alone, set against the last N; prints --layers text and YAML.",
     ),
 }

@@ -43,7 +43,6 @@ with lazy_imports():
 
 
 def _load_recipe(arguments: Namespace) -> Recipe:
-    """Load the recipe that a command names, or its rehearsal."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     return recipe if arguments.rehearse is None else rehearse(recipe, arguments.rehearse, join_launch())
 

@@ -1,4 +1,4 @@
-"""Commands about where tokens go: routing, bias."""
+"""Commands about where tokens go, and over which links: routing, bias, profile-network."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fcsd.base.errors import UserError
+from fcsd.base.files import check_file_place
 from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
@@ -28,9 +30,13 @@ with lazy_imports():
     from fcsd.evaluation.items import suite_prompts
     from fcsd.evaluation.stage import test_set_fingerprints
     from fcsd.model.config import ModelConfig
+    from fcsd.parallel.launch import join_launch
     from fcsd.report.study_plots import plot_routing
+    from fcsd.steering.config import BiasSettings, RoutingStudy
+    from fcsd.steering.network.links import read_links, write_links
+    from fcsd.steering.network.measure import describe, profile_launch
+    from fcsd.steering.network.nccl_tests import read_nccl_tests
     from fcsd.steering.routing.report import report
-    from fcsd.steering.routing.settings import BiasSettings, RoutingStudy
     from fcsd.steering.routing.study import study_routing
     from fcsd.steering.routing.tables import write_bias
 
@@ -124,6 +130,66 @@ def _text_arguments(parser: ArgumentParser) -> None:
     field_options(parser, RoutingStudy, "limit", "batch_size")
 
 
+def _profile_network(arguments: Namespace) -> None:
+    if arguments.nccl_tests is not None:
+        _from_nccl_tests(arguments)
+        return
+    launch = join_launch()
+    links, comparison = profile_launch(
+        launch,
+        arguments.links,
+        collective=arguments.collective,
+        largest_bytes=arguments.max_bytes,
+        check=arguments.check,
+    )
+    if launch.first:
+        print(describe(links))
+        if comparison is not None:
+            print(comparison)
+
+
+def _from_nccl_tests(arguments: Namespace) -> None:
+    for option in ("max_bytes", "check"):
+        if getattr(arguments, option):
+            raise UserError(
+                f"--{option.replace('_', '-')} has no meaning with --nccl-tests: nothing is measured"
+            )
+    check_file_place(arguments.links, read_links)
+    links = read_nccl_tests(arguments.nccl_tests)
+    write_links(arguments.links, links)
+    print(describe(links))
+    print(
+        "nccl-tests times all edges together: all have the same latency and rate here, and no port is known"
+    )
+
+
+def _profile_network_options(parser: ArgumentParser) -> None:
+    parser.add_argument("links", metavar="LINKS", type=Path, help="file for the links (JSON)")
+    parser.add_argument(
+        "--collective",
+        choices=["all_to_all_single", "p2p"],
+        default="all_to_all_single",
+        help="what is measured: the all-to-all that expert parallelism uses, or every irecv, then every isend",
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=int,
+        metavar="N",
+        help="largest message on one edge: what a rank sends another in one exchange (default: 1 MiB, 16 MiB on a GPU)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="then exchange 18 patterns of traffic, and say how far simulation is off",
+    )
+    parser.add_argument(
+        "--nccl-tests",
+        type=Path,
+        metavar="FILE",
+        help="read this output of alltoall_perf or sendrecv_perf (nccl-tests, rccl-tests) instead",
+    )
+
+
 COMMANDS = {
     "routing": Command(
         "Where a model's routers send the tokens of real text, and what that costs on given links.",
@@ -138,5 +204,11 @@ COMMANDS = {
         _bias,
         "`fcsd evaluate --router-bias OUT` says what they cost in quality; a recipe's evaluation.router_bias sweeps"
         " strengths (docs/steering.md).",
+    ),
+    "profile-network": Command(
+        "Measure latency and rate of the links between the ranks of a launch, from which exchanges are simulated.",
+        _profile_network_options,
+        _profile_network,
+        "accelerate launch --config_file configs/cpu_2.yaml -m fcsd profile-network links.json (docs/network.md).",
     ),
 }

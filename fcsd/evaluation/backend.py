@@ -1,26 +1,74 @@
-"""What answers the questions of an evaluation: a model in memory, or one behind a server (`fcsd.evaluation.served`).
-
-Not covered: which questions there are, and what an answer is worth.
-"""
+"""What answers the questions of an evaluation: a model in memory, or one behind a server (`fcsd.evaluation.served`)."""
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
+from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
-from fcsd.evaluation.batch import BatchSize, BatchSizer
 from fcsd.evaluation.code.generate import SAMPLING_SEED, StopAtText, completion_of, end_tokens, prompt_tokens
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.store import Journal
+from fcsd.model.load import free_memory
 from fcsd.model.preserve import preserved, quiet
-from fcsd.parallel.ranks import Ranks, input_device
+from fcsd.parallel.ranks import ALONE, Ranks, input_device
+
+BatchSize = int | Literal["auto"]
+Result = TypeVar("Result")
+_FIRST, _ON_CPU = 128, 16  # without an accelerator memory runs out without an error that could be caught
+
+
+def check_batch_size(size: BatchSize, ranks: Ranks = ALONE) -> None:
+    """Raise UserError for a number below 1, and for "auto" where the weights are sharded over the ranks."""
+    if size == "auto" and ranks.lockstep:
+        raise UserError(
+            "batch_size: 'auto' needs a rank that can try again alone, and this launch shards the weights over"
+            f" {ranks.size}; give a number"
+        )
+    if isinstance(size, int) and size < 1:
+        raise UserError(f"batch_size: must be at least 1, got {size}")
+
+
+class BatchSizer:
+    """The batch size of an evaluation; "auto" begins every task at 128 and halves when memory runs out.
+
+    lm-eval and `InMemoryBackend.complete` begin with the longest sequences, so a failure comes early and costs little.
+    Of several ranks that hold whole copies each may halve its own.
+    """
+
+    def __init__(self, size: BatchSize, model: PreTrainedModel):
+        self.automatic = size == "auto"
+        self._first = _ON_CPU if model.device.type == "cpu" else _FIRST
+        self.size: int = size if isinstance(size, int) else self._first
+
+    def begin(self, count: int, ranks: Ranks) -> None:
+        """Start a task of `count` sequences at the full size again, with some sequences for every rank."""
+        if self.automatic:
+            self.size = max(1, min(self._first, math.ceil(count / ranks.size)))
+
+    def run(self, work: Callable[[int], Result]) -> Result:
+        """Return work(size), with half the size again when out of memory; UserError where it cannot be halved."""
+        while True:
+            try:
+                return work(self.size)
+            except torch.OutOfMemoryError as error:
+                if not self.automatic or self.size == 1:
+                    hint = (
+                        "lower it, or use 'auto'"
+                        if self.size > 1
+                        else "the model leaves no room for one sequence"
+                    )
+                    raise UserError(f"out of memory with batch_size {self.size}: {hint}") from error
+            self.size //= 2
+            free_memory()
 
 
 class Backend(Protocol):
@@ -85,6 +133,29 @@ class InMemoryBackend:
 
             return InMemory(self)
 
+    def in_batches(
+        self,
+        batches: Sequence[Any],
+        ask: Callable[[Any, int], list[Any]],
+        idle: Callable[[], Any],
+        **bar: Any,
+    ) -> list[Any]:
+        """Ask batch by batch, each on the rank that it is dealt to; all answers in order, on all ranks.
+
+        ask: is given a batch and how much of it goes into one forward. idle: a pass whose result nobody reads. bar: of
+        its progress, as `progress_bar` takes it.
+        """
+
+        def answer(number: int, batch: Any) -> list[Any]:
+            if self.batches.begin is not None:
+                self.batches.begin(number)
+            answers = self.batch.run(functools.partial(ask, batch))
+            shown.update(len(batch))
+            return answers
+
+        with progress_bar(total=sum(map(len, self.ranks.deal(batches))), **bar) as shown:
+            return [each for answers in self.ranks.each(batches, answer, idle) for each in answers]
+
     def complete(self, problems: Sequence[Problem], row: CodeTaskConfig) -> dict[str, list[str]]:
         """Generate on all ranks, which call this together; the completions in the order of the problems.
 
@@ -103,26 +174,17 @@ class InMemoryBackend:
         size = self.batch.size
         batches = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
 
-        def made(number: int, batch: range) -> list[str]:
-            if self.batches.begin is not None:
-                self.batches.begin(number)
-            sequences = {sample: tokens[samples[sample]] for sample in batch}
-            texts = self.batch.run(lambda size: self._generate_pieces(sequences, row, size))
-            bar.update(len(batch))
-            return texts
+        def made(batch: range, size: int) -> list[str]:
+            return self._generate_pieces({sample: tokens[samples[sample]] for sample in batch}, row, size)
 
         def idle() -> None:
             self._generate([tokens[samples[-1]]], row.model_copy(update={"max_new_tokens": 1}))
 
-        ranks = self.ranks
-        bar = progress_bar(
-            total=sum(map(len, ranks.deal(batches))),
-            desc=f"generation{f' (the first of {ranks.size} ranks)' if ranks.size > 1 else ''}",
-            shown=self.progress and ranks.first,
-        )
-        with preserved(self.model), torch.no_grad(), bar:
+        share = f" (the first of {self.ranks.size} ranks)" if self.ranks.size > 1 else ""
+        bar = {"desc": f"generation{share}", "shown": self.progress and self.ranks.first}
+        with preserved(self.model), torch.no_grad():
             self.model.eval()
-            texts = [text for batch in ranks.each(batches, made, idle) for text in batch]
+            texts = self.in_batches(batches, made, idle, **bar)
         completions: dict[str, list[str]] = {problem.task_id: [] for problem in problems}
         for index, text in zip(samples, texts, strict=True):
             completions[problems[index].task_id].append(text)
@@ -140,7 +202,6 @@ class InMemoryBackend:
         return texts
 
     def _generate(self, prompts: Sequence[list[int]], row: CodeTaskConfig) -> list[str]:
-        """Generate the completions of one batch of prompts, as tokens."""
         model, tokenizer = self.model, self.tokenizer
         stop = [] if row.thinking else row.stop  # thoughts hold anything
         ends = end_tokens(model.generation_config, tokenizer)

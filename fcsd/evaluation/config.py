@@ -1,19 +1,5 @@
-"""Schemas of a suite (`eval/suites/*.yaml`): its tasks with shots, metrics, data sets; and of a recipe's `evaluation`.
-
-    name: tiny
-    tasks:
-      - task: tiny_choice              # lm-eval's task name, or any name for `kind: code`
-        kind: likelihood               # likelihood | generation (both lm-eval), code (fcsd's own scorer)
-        metric: acc,none               # lm-eval's key: metric,filter
-        num_fewshot: 0
-        dataset: fcsd/tiny-choice      # hub id, or the folder of that name below --data-root
-        split: test
-        lm_eval_include: tiny          # folder with the task's YAML, see `LMEvalTaskConfig.lm_eval_include`
-        chat_template: true
-    columns:                           # of a task's data, see `fcsd.evaluation.lm_eval.columns`
-      tiny_choice: {question: text}
-
-Not covered: downloading the data sets (`fcsd.evaluation.fetch` fills a data root).
+"""Schemas of a suite (`eval/suites/*.yaml`; docs/evaluation.md has the keys), of a recipe's `evaluation`, and of
+`fcsd score`.
 """
 
 import re
@@ -189,8 +175,7 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
     """Read a shipped suite by name, or a suite file by its path (a text with `/` or ending in .yaml).
 
     Raises:
-        UserError: no such suite (the message lists what exists), invalid YAML, unknown key, or a key that does not
-            belong to the task's kind.
+        UserError: no such suite, invalid YAML, unknown key, or a key that does not belong to the task's kind.
     """
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or is_suite_file(text):
@@ -209,11 +194,7 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
 
 
 def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
-    """Return a suite with these of its tasks, in the order given.
-
-    Raises:
-        UserError: as `load_suite`, or a task that the suite does not have.
-    """
+    """Return a suite with these of its tasks, in the order given; UserError where it has no such task."""
     suite = load_suite(suite_name)
     rows = {row.task: row for row in suite.tasks}
     for task in tasks:

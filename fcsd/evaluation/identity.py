@@ -44,9 +44,8 @@ def check_identity(
 ) -> dict[str, Any]:
     """Return how far the log-probabilities of 8 prompts differ, in nats a token, and how far they may.
 
-    Args:
-        ask: rows of tokens -> the server's log-probability of each token but the first.
-        load: gives the model in memory, which is let go again.
+    ask: rows of tokens -> the server's log-probability of each token but the first. load: gives the model in memory,
+    which is let go again.
 
     Raises:
         UserError: another model, connectivity, vocabulary or precision; no `prompt_logprobs`.

@@ -1,8 +1,4 @@
-"""The texts of test items: all of a suite's tasks or of data sets by name, for training data to be compared with; and
-the prompts of a suite as tokens, text that a model really is asked.
-
-Not covered: what an item is for a score; that is lm-eval's and the scorer's business.
-"""
+"""The texts of test items, for training data to be compared with; and the prompts of a suite as tokens."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -23,11 +19,7 @@ _GENERATED = ("test", "public_test_cases", "private_test_cases")
 
 
 def suite_items(suite: SuiteConfig, data_root: Path | None, tokenizer: Any) -> Iterator[Item]:
-    """Collect the items of all tasks of a suite, with every text that their rows hold; code without generated tests.
-
-    Raises:
-        UserError: a task or its data set cannot be read.
-    """
+    """Collect the items of all tasks of a suite, with every text that their rows hold; code without generated tests."""
     for row in suite.tasks:
         yield from (
             _code_items(row, data_root)
@@ -55,11 +47,7 @@ def _lm_eval_items(
 
 
 def dataset_items(test_set: TestSetConfig, data_root: Path | None) -> Iterator[Item]:
-    """Read the rows of one split as items.
-
-    Raises:
-        UserError: no such data set, split or column.
-    """
+    """Read the rows of one split as items."""
     location = test_set_location(test_set.path, data_root)
     for index, row in enumerate(_load(location, test_set, test_set.name, test_set.columns)):
         counted = {column: row[column] for column in test_set.columns} or row
@@ -78,11 +66,7 @@ def _load(
 
 
 def test_set_location(path: str, data_root: Path | None) -> str:
-    """Find where a data set lies: the path itself where it exists, its folder below `data_root`, or its hub id.
-
-    Raises:
-        UserError: the data root has no such folder.
-    """
+    """Find where a data set lies: the path itself where it exists, its folder below `data_root`, or its hub id."""
     if data_root is None or Path(path).exists():
         return path
     folder = data_root / path
@@ -97,11 +81,7 @@ def test_set_location(path: str, data_root: Path | None) -> str:
 def suite_prompts(
     suite: SuiteConfig, data_root: Path | None, tokenizer: Any, limit: int | None
 ) -> list[list[int]]:
-    """Tokenize the prompts of all tasks of a suite, one an item, in order; the first `limit` items of each.
-
-    Raises:
-        UserError: a task, data set or chat template that does not exist.
-    """
+    """Tokenize the prompts of all tasks of a suite, one an item, in order; the first `limit` items of each."""
     found: list[list[int]] = []
     for row in suite.tasks:
         if row.kind == "code":

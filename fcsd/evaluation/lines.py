@@ -1,7 +1,4 @@
-"""Read files of one JSON value a line (samples, and data sets that `datasets` cannot read), and the texts of a line.
-
-Not covered: what else a line must hold.
-"""
+"""Read files of one JSON value a line (samples, and data sets that `datasets` cannot read), and the texts of a line."""
 
 import gzip
 import json
@@ -17,9 +14,6 @@ def json_lines(path: Path, what: str = "valid JSON", advice: str = "") -> list[t
     """Read the values of a .jsonl or .jsonl.gz file, each with where it is; lines without text are passed over.
 
     what: what each line should be, for the message. advice: ends the message.
-
-    Raises:
-        UserError: a file that cannot be decoded, or a line that is no JSON.
     """
     try:
         data = path.read_bytes()

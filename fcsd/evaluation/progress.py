@@ -1,7 +1,4 @@
-"""Tell how far an evaluation, or a run of several stages, is, and what is left: a line before every part.
-
-Not covered: the bars within a part, which are those of lm-eval, tqdm and the training.
-"""
+"""Tell how far an evaluation, or a run of several stages, is, and what is left: a line before every part."""
 
 import sys
 import time
@@ -16,9 +13,7 @@ from fcsd.base.text import duration
 class Work:
     """The work that one part asks of a model: an item of MMLU with five shots takes as long as ten of PIQA.
 
-    Attributes:
-        items: of a task.
-        unit: of `amount`, such as characters that the model reads, or tokens that it may write; each has its own pace.
+    unit: of `amount`, such as characters that the model reads, or tokens that it may write; each has its own pace.
     """
 
     items: int
@@ -29,11 +24,9 @@ class Work:
 class Progress:
     """Counts tasks, or stages; the time left is that of the work still to come, at the pace of its kind so far.
 
-    Args:
-        tasks: name -> its work, of those still to do, in order.
-        kept: how many were finished before.
-        label: of a name, its place and the number of all, and its work, what the line begins with.
-        ended: of a name and its duration, the line that says how long it took; None: none is printed.
+    tasks: name -> its work, of those still to do, in order. kept: how many were finished before. label: of a name, its
+    place and its work, what the line begins with. ended: of a name and its duration, the line that says how long it
+    took.
     """
 
     def __init__(

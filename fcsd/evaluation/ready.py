@@ -1,10 +1,7 @@
 """`fcsd score`: grade samples that are ready in a file, of code tasks and of those whose answers lm-eval grades.
 
-A line is a JSON object; `task` names its task where --dataset does not. For lm-eval's tasks {"doc_id": …, "completion":
-…} (`fcsd.evaluation.lm_eval.ready`), for code `fcsd.evaluation.code.ready`. What `fcsd evaluate` wrote is read for
-both.
-
-Not covered: tasks that are scored by likelihood.
+A line is a JSON object; `task` names its task where --dataset does not (docs/evaluation.md). What `fcsd evaluate` wrote
+is read for both. Not covered: tasks that are scored by likelihood.
 """
 
 import json
@@ -39,8 +36,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
     """Grade a file of samples: the result, in the form of `fcsd evaluate`.
 
     Raises:
-        UserError: an empty file, a line or column that is missing or of the wrong type, an unknown problem, problems
-            without a sample, or a scorer that cannot run.
+        UserError: a file, line, column or problem that is not as it should be, or a scorer that cannot run.
     """
     if scoring.timeout_s is not None and scoring.timeout_s <= 0:
         raise UserError(f"--timeout-s: must be above 0, got {scoring.timeout_s:g}")
@@ -132,7 +128,6 @@ def _refuse_foreign(output: Path) -> None:
 
 
 def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
-    """Grade programs."""
     problems = load_problems(row, scoring.data_root)
     programs = programs_of(lines, problems, thinking=scoring.thinking or bool(row.thinking))
     if not programs:
@@ -164,7 +159,6 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
 
 
 def _answers(scoring: Scoring, suite: SuiteConfig, row: LMEvalTaskConfig, lines: Lines) -> Graded:
-    """Grade answers by lm-eval."""
     from fcsd.evaluation.lm_eval.ready import grade_answers
     from fcsd.evaluation.lm_eval.tasks import load_task, num_items
 

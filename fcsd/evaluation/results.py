@@ -18,9 +18,8 @@ from fcsd.base.stats import plain_mean, standard_error
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome, pass_at_k
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, pass_k
-from fcsd.evaluation.fetch import fetched_revision
 from fcsd.evaluation.lines import json_lines
-from fcsd.evaluation.suites import dataset_location
+from fcsd.evaluation.suites import dataset_location, fetched_revision
 
 SCHEMA_VERSION = 1
 Samples = dict[str, list[dict[str, Any]]]
@@ -30,14 +29,10 @@ _ROW_KEYS = ("metric", "value", "stderr", "num_items", "num_fewshot", "kind", "h
 
 
 def shown_question(asked: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the end of the prompt, and the choices: {"prompt": …, "choices": […]}.
+    """Return the end of the prompt, and the choices: {"prompt": …, "choices": […]}; {} for no request.
 
-    Args:
-        asked: (context, continuation) of every request about one item; one request: no choices. Where contexts
-            differ (WinoGrande), the prompt is what they share, and a choice is the rest of its context too.
-
-    Returns:
-        {} for no request.
+    asked: (context, continuation) of every request about one item; one request: no choices. Where contexts differ
+    (WinoGrande), the prompt is what they share, and a choice is the rest of its context too.
     """
     if not asked:
         return {}
@@ -62,9 +57,7 @@ def lm_eval_sample(
 ) -> dict[str, Any]:
     """Build a sample of ours from one that lm-eval logs.
 
-    Args:
-        member: the task that the item is of, in a group.
-        asked: the arguments of every request about the item, which begin with context and continuation.
+    member: the task that the item is of, in a group. asked: the arguments of every request about the item.
     """
     doc_id = int(row["doc_id"])
     sample: dict[str, Any] = {
@@ -244,11 +237,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
 
 
 def read_samples(folder: Path, task: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Read the samples of one task; `row` is what results.json has of it.
-
-    Raises:
-        UserError: as `read_result`.
-    """
+    """Read the samples of one task; `row` is what results.json has of it. Raises as `read_result`."""
     if missing := [key for key in _ROW_KEYS if key not in row]:
         raise UserError(f"{folder / 'results.json'}: task {task} lacks {', '.join(missing)}; evaluate again")
     file = folder / f"samples_{task}.jsonl"

@@ -1,7 +1,4 @@
-"""Runs a suite on models, in memory or behind a server.
-
-    with prepare_evaluation(tokenizer, load_suite("tiny"), EvaluationConfig(data_root="data")) as evaluate:
-        result, samples = evaluate(model, "model")
+"""Run a suite on models, in memory or behind a server.
 
 With a `TaskStore`, finished tasks are kept and not run again. On several ranks (`ranks=launch.ranks`) all of them
 make these calls and return the same; the first one alone prints, keeps and writes.
@@ -21,8 +18,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import ScorerError, UserError
-from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend
-from fcsd.evaluation.batch import check_batch_size
+from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend, check_batch_size
 from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import Problem, load_problems
 from fcsd.evaluation.code.scorer import CodeScorer
@@ -56,11 +52,9 @@ def prepare_evaluation(
 
     All data, templates and the sandbox are checked before a model is asked anything.
 
-    Args:
-        plan: of it batch size, limit, data root, and whether a weak sandbox will do.
-        store: where finished tasks are kept and found; the first rank's.
-        ranks: those that share the work (`fcsd.parallel.ranks`); by default this process does all of it.
-        any_direction: take metrics of which less is better, too; for scores that are not compared between models.
+    plan: of it batch size, limit, data root, and whether a weak sandbox will do. store: where finished tasks are kept
+    and found; the first rank's. ranks: those that share the work; by default this process does all of it.
+    any_direction: take metrics of which less is better, too; for scores that are not compared between models.
 
     Raises:
         UserError: a task, data set, metric or chat template that does not exist; a sandbox that is too weak.
@@ -145,8 +139,7 @@ def _prepare_task(
 class PreparedEvaluation:
     """A suite whose data and sandbox are ready: call it with a model and its name.
 
-    finished: samples of tasks that were found. missing: the rows to run. prepared: their items. facts: of each task,
-    for its result.
+    finished: samples of tasks that were found. missing: the rows to run. prepared: their items. facts: for each result.
     """
 
     tokenizer: PreTrainedTokenizerBase

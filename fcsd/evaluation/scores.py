@@ -68,7 +68,6 @@ def _shares(pairs: Sequence[tuple[float, float]]) -> bool:
 
 
 def _join(original: Sequence[Sample], converted: Sequence[Sample], task: str) -> list[tuple[float, float]]:
-    """Join the scores of both models item by item."""
     if not original or not converted:
         raise UserError(f"{task}: no samples to compare; evaluate both models on the same suite")
     if len(original) != len(converted):
@@ -116,20 +115,11 @@ def by_member(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
 def compare(
     original: Mapping[str, Any], converted: Mapping[str, Any], only: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Compare all tasks of two evaluations (result, samples), and the plain mean over the headline tasks.
+    """Compare all tasks of two evaluations, and the plain mean over the headline tasks; docs/results.md has the keys.
 
-    Args:
-        original, converted: {"result": …, "samples": …} as `fcsd.evaluation.results.read_result` gives them.
-        only: tasks to compare where the results have others, too.
-
-    Returns:
-        tasks: task -> `paired`, with its metric, num_fewshot, kind, headline; `p_holm`, adjusted for the number of
-            tasks; `verdict`: "lost" or "gained" where that is below 0.05, otherwise "within noise"; of a group also
-            `members`: name -> `paired`
-        mean: over the headline tasks: num_tasks; original, converted and delta with propagated standard errors (that of
-            the delta is of the paired ones); interval; retained_percent; verdict: whether the interval holds 0, of
-            one task that of the task. None where no compared task is a headline task
-        limit: the smaller of the two; None for whole tasks. complete: whether there is none
+    original, converted: {"result": …, "samples": …} as `read_result` gives them. only: tasks to compare where the
+    results have others, too. A task is "lost" or "gained" where its p after Holm's correction for the number of tasks
+    is below 0.05; the mean where its interval does not hold 0, of one task as that task.
 
     Raises:
         UserError: other tasks, metrics, shots or decoding, or samples that do not match; a metric of which less is
@@ -170,7 +160,6 @@ def compare(
 
 
 def _common(before: Mapping[str, Any], after: Mapping[str, Any], only: Sequence[str] | None) -> list[str]:
-    """List the tasks to compare, in the order of the original's."""
     both = [task for task in before if task in after]
     if only is not None:
         if missing := [task for task in only if task not in both]:

@@ -1,11 +1,5 @@
 """A model behind a server: the questions of an evaluation as token ids, and whether it is the model at all.
 
-    server = Server(url); server.look(model.config.path)
-    backend = ServedBackend(server, model, tokenizer)
-    backend.check(prepared)
-    backend.identify(lambda: load_for_evaluation(model, launch))
-    result, samples = prepared.ask(backend, name)
-
 Single answers are kept (`fcsd.evaluation.store.Journal`): an evaluation whose server or client was killed goes on with
 the next one. Temperature 0 is greedy; a sample is drawn with a seed of its own, so neither the order of requests nor
 their concurrency changes it, but it is not the sample that transformers draws.
@@ -18,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
@@ -43,26 +37,22 @@ class ServedBackend:
         tokenizer: PreTrainedTokenizerBase,
     ):
         self.server, self.model, self.tokenizer = server, model, tokenizer
-        self.config, self.generation = _configuration(model)
+        self.config = model.load_config(any_family=model.config.trust_remote_code)
+        if (model.folder / "generation_config.json").is_file():
+            self.generation = GenerationConfig.from_pretrained(model.folder)
+        else:
+            self.generation = GenerationConfig.from_model_config(self.config)
         self.ends = end_tokens(self.generation, tokenizer)
         self.checked: dict[str, Any] | None = None
         self._journal = Journal()
 
     def check(self, evaluation: PreparedEvaluation) -> None:
-        """Check that the server can answer every task that is to be run, without asking it.
-
-        Raises:
-            UserError: likelihoods without `prompt_logprobs`; a text that its context does not hold.
-        """
+        """Refuse a task that the server cannot answer (no `prompt_logprobs`, a short context). It is not asked."""
         for row in evaluation.missing:
             self._check(row, evaluation.prepared[row.task], evaluation.plan.limit)
 
     def identify(self, load: Callable[[], PreTrainedModel]) -> None:
-        """Check that it is the model that the server serves; `load` gives it in memory, to be let go again.
-
-        Raises:
-            UserError: as `fcsd.evaluation.identity.check_identity`.
-        """
+        """Check that it is the model that the server serves; `load` gives it in memory, to be let go again."""
 
         def ask(rows: Sequence[Sequence[int]]) -> list[list[float]]:
             bodies = [{"prompt": list(row), "answer_tokens": len(row) - 1} for row in rows]
@@ -217,13 +207,3 @@ class ServedBackend:
             return str(choice["text"])
         end = next((place for place, token in enumerate(tokens) if token in self.ends), len(tokens))
         return [int(token) for token in tokens[: end + 1]]
-
-
-def _configuration(model: ModelFolder) -> tuple[Any, Any]:
-    """Return the checkpoint's configuration and its settings of generation, without its weights."""
-    from transformers import GenerationConfig
-
-    config = model.load_config(any_family=model.config.trust_remote_code)
-    if (model.folder / "generation_config.json").is_file():
-        return config, GenerationConfig.from_pretrained(model.folder)
-    return config, GenerationConfig.from_model_config(config)

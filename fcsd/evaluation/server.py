@@ -1,9 +1,5 @@
 """Ask an OpenAI-compatible server by HTTP: vLLM, and what answers as it does.
 
-    server = Server("http://localhost:8000", concurrency=64)
-    server.look("path/of/MODEL")                        # what it serves, and what it says of itself
-    server.answers([body, …], read)                     # POST /v1/completions, many at a time, retried
-
 Prompts are lists of token ids, never text. The key of a server that asks for one is read from FCSD_SERVER_API_KEY and
 goes into the header of a request, nowhere else.
 
@@ -137,13 +133,11 @@ class Server:
         read: Callable[[int, Body], Any],
         note: Callable[[int, Any], None] = lambda number, found: None,
     ) -> list[Any]:
-        """Ask for completions and return read(number, answer) of each, in order.
+        """Ask for completions and return read(number, answer) of each, in order; `note` is told each as soon as it is
+        there.
 
         Overload (429), failures (5xx) and dropped connections are tried again, with growing pauses, until all of them
         have failed for `PATIENCE_S`, or one alone for four times as long.
-
-        Args:
-            note: is told number and result as soon as there is one.
         """
         return asyncio.run(self._answers(bodies, read, note)) if bodies else []
 
@@ -237,7 +231,6 @@ class Server:
         return {}
 
     def _checked(self, response: httpx2.Response, path: str) -> Body:
-        """Return the JSON object of a good answer."""
         status = response.status_code
         if status in (401, 403):
             given = f"refuses the key in {API_KEY}" if self._headers else f"asks for a key; set {API_KEY}"

@@ -2,8 +2,6 @@
 recipe or of none.
 
     stage = run_evaluation(Evaluation("path/of/MODEL", model, load_suite("tiny"), plan), folder, launch)
-
-Not covered: which models a recipe has; that is `fcsd.pipeline.run`.
 """
 
 import contextlib
@@ -25,16 +23,14 @@ from fcsd.data.config import DataConfig, SourceConfig
 from fcsd.data.dataset import heldout_rows
 from fcsd.data.local import data_fingerprint
 from fcsd.data.rows import PackedRows
-from fcsd.evaluation.backend import Batches
-from fcsd.evaluation.batch import check_batch_size
+from fcsd.evaluation.backend import Batches, check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig, TaskConfig
-from fcsd.evaluation.endpoints import bias_facts, biased_routers, check_bias, check_bias_model
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
 from fcsd.evaluation.runner import PreparedEvaluation, prepare_evaluation
 from fcsd.evaluation.served import ServedBackend
 from fcsd.evaluation.server import Server
-from fcsd.evaluation.steered import Sweep
+from fcsd.evaluation.steered import Sweep, bias_facts, biased_routers, check_bias, check_bias_model
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.config import ModelConfig
@@ -181,7 +177,11 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
         return stage
     free_memory()  # of the trainings before
     tokenizer = load_tokenizer(model.folder, trust_remote_code=model.config.trust_remote_code)
-    backend = _backend(plan.server, model, tokenizer)
+    backend = None  # the model is in memory
+    if plan.server is not None:
+        server = Server(plan.server.url, concurrency=plan.server.concurrency)
+        server.look(model.config.path)
+        backend = ServedBackend(server, model, tokenizer)
     store = _store(evaluation, stage, backend)
     # A mistake in tasks or data shows before the weights are read.
     with prepare_evaluation(tokenizer, evaluation.suite, plan, store=store, ranks=launch.ranks) as prepared:
@@ -252,15 +252,6 @@ def check_server(server: ServerConfig | None, launch: Launch) -> None:
             f"evaluation.server (--server): is asked by one process, and this launch has {launch.ranks.size}; evaluate"
             " without a launcher (`fcsd run` continues a run in one process)"
         )
-
-
-def _backend(server: ServerConfig | None, model: ModelFolder, tokenizer: Any) -> ServedBackend | None:
-    """Return what asks the server, of which nothing but what it serves was asked yet; None: the model is in memory."""
-    if server is None:
-        return None
-    found = Server(server.url, concurrency=server.concurrency)
-    found.look(model.config.path)
-    return ServedBackend(found, model, tokenizer)
 
 
 def _same_rows(one: PackedRows, other: PackedRows) -> bool:

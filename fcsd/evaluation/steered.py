@@ -1,13 +1,14 @@
-"""The original of a run with its routers steered: its scores, its KL to itself, and what its exchanges cost.
+"""A router bias in an evaluation, and a sweep of biases on the original of a run: its KL to itself, its exchanges.
 
-KL, routes and times are measured on held-out text, row by row: row j is at endpoint j mod N, and an exchange carries
-`evaluation.batch_size` rows of every endpoint.
-
-Not covered: how tables are made (`fcsd.pipeline.steer`); times of servers, which are measured there.
+Batch j of a task belongs to endpoint j mod N, as N ranks deal them, so that one process gives the scores of N ranks,
+and so do N ranks. The batch size therefore enters the key of a finished task. KL, routes and times are measured on
+held-out text: row j is at endpoint j mod N, and an exchange carries `evaluation.batch_size` rows of every endpoint.
 """
 
 import contextlib
 import functools
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +19,82 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from fcsd.base.errors import UserError
 from fcsd.data.batches import Collator, real_tokens
-from fcsd.evaluation.backend import Batches
+from fcsd.evaluation.backend import Batches, BatchSize
+from fcsd.evaluation.config import ServerConfig
+from fcsd.model.families import base_model_type
 from fcsd.model.families.choices import recording
 from fcsd.parallel.launch import Launch
 from fcsd.steering.network.links import LinkModel
-from fcsd.steering.network.simulate import Payload
-from fcsd.steering.routing.exchanges import exchange_counts, exchange_times, time_summary
+from fcsd.steering.network.simulate import Payload, exchange_counts, exchange_times, time_summary
+from fcsd.steering.routing.bias import BiasTables, router_bias
 from fcsd.steering.routing.metrics import avg_layer_cv, avg_layer_kl, cv, kl, routes_moved
 from fcsd.training.losses.kl import Original, mean_kl, read_original
+
+
+def check_bias(tables: BiasTables | None, batch_size: BatchSize, server: ServerConfig | None) -> None:
+    """Raise UserError where batches would have no endpoint that stays the same."""
+    if tables is None:
+        return
+    if server is not None:
+        raise UserError(
+            "--router-bias: a table has a row for each endpoint that tokens come from, and the ranks of a server that"
+            " ends a layer in an all-reduce all hold the same tokens; evaluate in memory, without --server"
+        )
+    if batch_size == "auto":
+        raise UserError(
+            "--batch-size auto: has no meaning with --router-bias, where the batch size decides which endpoint an item"
+            " belongs to; give a number"
+        )
+
+
+def check_bias_model(tables: BiasTables, model_type: str) -> None:
+    """Raise UserError where tables are of another model type, before weights are read; `router_bias` looks closer."""
+    if tables.model_type != base_model_type(model_type):
+        raise UserError(
+            f"--router-bias: the tables are of a {tables.model_type}, and the model is a {base_model_type(model_type)};"
+            " `fcsd bias` writes tables for a model"
+        )
+
+
+def bias_facts(tables: BiasTables | None, batch_size: BatchSize) -> dict[str, Any]:
+    """Return what scores depend on where routers are biased; {} where they are not."""
+    if tables is None:
+        return {}
+    bias = {
+        "kind": tables.kind,
+        "strength": tables.strength,
+        "endpoints": tables.num_endpoints,
+        "selection": tables.selection,
+        "sha256": tables_fingerprint(tables),
+    }
+    return {"router_bias": bias, "batch_size": batch_size}
+
+
+def tables_fingerprint(tables: BiasTables) -> str:
+    """Hash the tables, the layers that they are for, and how they are applied; not what they were made from."""
+    facts = [tables.selection, list(tables.layers), list(tables.tables.shape)]
+    values = tables.tables.astype("<f4").tobytes()
+    return hashlib.sha256(json.dumps(facts).encode() + b"\0" + values).hexdigest()
+
+
+@contextlib.contextmanager
+def biased_routers(
+    model: PreTrainedModel, tables: BiasTables | None, batch_size: BatchSize
+) -> Iterator[Batches | None]:
+    """Bias the routers inside, if there are tables; give what says to which endpoint a batch belongs."""
+    if tables is None:
+        yield None
+        return
+    with router_bias(model, tables) as steering:
+
+        def begin(batch: int) -> None:
+            steering.endpoint = batch % tables.num_endpoints
+
+        begin(0)  # of a rank that has no batch, and runs with the others
+        yield Batches(begin, {"router_bias": bias_facts(tables, batch_size)["router_bias"]})
+
 
 Routes = dict[int, NDArray[np.int16]]
 """The experts [L, T, K] that the tokens of this rank's rows chose, by the number of the row."""

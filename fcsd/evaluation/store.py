@@ -2,11 +2,7 @@
 next task, and the same weights are never asked the same questions twice.
 
 The key of a task is a hash over the weights, the configuration and tokenizer, the suite's row, the bytes of the data,
-the limit and the versions; a path or a name never enters it.
-
-A server's answers are kept one by one (`TaskStore.journal`), until their task is finished.
-
-Not covered: finishing a task that a model in memory was cut off in.
+the limit and the versions; a path or a name never enters it. A server's answers are kept one by one (`Journal`).
 """
 
 import hashlib
@@ -39,15 +35,10 @@ def configuration_fingerprint(folder: Path) -> str:
 
 
 class TaskStore:
-    """A folder with one file a finished task.
+    """A folder with one file a finished task, created when the first is put there; UserError where it is a file.
 
-    Args:
-        folder: created when the first task is put there.
-        identity: name -> fingerprint of everything that all tasks depend on (weights, connectivity, versions, limit).
-        data: task -> fingerprint of its data.
-
-    Raises:
-        UserError: `folder` is a file; later, when a task cannot be written there.
+    identity: name -> fingerprint of everything that all tasks depend on (weights, connectivity, versions, limit). data:
+    task -> fingerprint of its data.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], data: Mapping[str, str]):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fcsd.pipeline.context import Run
 from fcsd.recipe.layout import MAIN
-from fcsd.report.publish.folder import write_publication
+from fcsd.report.publish.card import write_publication
 from fcsd.report.report import write_report
 
 

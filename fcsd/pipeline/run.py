@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 
 from fcsd.base.artifact import Stage
-from fcsd.evaluation.batch import check_batch_size
+from fcsd.evaluation.backend import check_batch_size
 from fcsd.evaluation.config import load_suite
 from fcsd.evaluation.stage import Evaluation, Reference, run_evaluation
 from fcsd.model.load import ModelFolder

@@ -1,8 +1,5 @@
 """Results of one model set against those of others: table, figures, a page of single answers, lm-eval's files.
 
-    evaluated = read_evaluated(Path("results/original"), [Path("results/converted")])
-    write_comparison(evaluated, Path("comparison"))
-
 Results may be of different times, and of `fcsd evaluate` or plain lm-eval; items, prompts, shots and metrics must be
 the same.
 """
@@ -34,10 +31,7 @@ Comparisons = dict[str, dict[str, Any]]
 
 def read_evaluated(original: Path, converted: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """Read name -> {"result": …, "samples": …, "training": …}, the original first; a name is as much of the folder's
-    path as tells it apart; training is `training_of` the folder.
-
-    Raises:
-        UserError: as `lm_eval.read.read_results`; a folder twice.
+    path as tells it apart; training is `training_of` the folder. Raises as `read_results`.
     """
     folders = [original, *converted]
     resolved = [folder.resolve() for folder in folders]
@@ -61,11 +55,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def compare_all(evaluated: Evaluated, only: Sequence[str] | None = None) -> Comparisons:
-    """Compare the first model with every other: name -> `scores.compare`.
-
-    Raises:
-        UserError: as `scores.compare`; of more than two, which one does not match.
-    """
+    """Compare the first model with every other: name -> `scores.compare`, which raises where they do not match."""
     first, *others = evaluated
     found = {}
     for name in others:

@@ -1,14 +1,10 @@
 """One HTML file that shows for any item what the original and the converted models answered, side by side.
 
-    write_items(evaluated, path)
-
 The file needs no network and no other file: data is in it, gzipped a task at a time, so that only what is looked at is
 unpacked. Text of models and data sets reaches the page through `textContent` only, and the page's policy allows no
 script but its own.
 
 It opens on the distilled model, with a line a task, and marks the words in which two written answers differ.
-
-Not covered: prompts longer than 2,000 characters are shown from their end; results without prompts show none.
 """
 
 import base64
@@ -31,12 +27,7 @@ from fcsd.report.verdict import p_text, quick_look, signed
 def write_items(
     evaluated: Mapping[str, Mapping[str, Any]], comparisons: Mapping[str, Mapping[str, Any]], path: Path
 ) -> None:
-    """Write the page.
-
-    Args:
-        evaluated: name -> {"result": …, "samples": …}, the original first.
-        comparisons: name -> `scores.compare` of the original with it.
-    """
+    """Write the page of evaluated (name -> {"result": …, "samples": …}, the original first) and its comparisons."""
     names = list(evaluated)
     tasks = list(comparisons[names[1]]["tasks"])
     index = {

@@ -1,12 +1,17 @@
-"""Schema of a sweep of biases that steer a model's routers away from slow links."""
+"""Sections of a recipe and records of `fcsd routing` and `fcsd bias`: text that is routed, biases of routers."""
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from fcsd.base.strict import Strict, option
+from fcsd.base.strict import Strict, like, option
+from fcsd.data.study import ModelStudy
+from fcsd.model.config import ModelConfig
 
-Kind = Literal["camoe", "bottleneck"]
+Kind = Literal["camoe", "bottleneck", "windows"]
+Swept = Literal["camoe", "bottleneck"]
+
+
 PlacedBy = Literal["contiguous", "balanced", "topology_aware"]
 CAMOE_STRENGTHS = [0.0, 0.05, 0.10, 0.15, 0.20, 0.25]  # of its tables
 
@@ -18,7 +23,7 @@ class RouterBiasConfig(Strict):
     """
 
     links: str  # file of `fcsd profile-network`
-    kind: Kind | list[Kind] = "camoe"
+    kind: Swept | list[Swept] = "camoe"
     strengths: list[float] = Field(default_factory=lambda: list(CAMOE_STRENGTHS), min_length=1)
     endpoints: PositiveInt | None = None  # that hold the experts; null: those of the links
     placement: PlacedBy = option("contiguous", "which endpoint has which experts")
@@ -40,11 +45,60 @@ class RouterBiasConfig(Strict):
         return value
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[Swept]:
         """The kinds, also where there is one."""
         return [self.kind] if isinstance(self.kind, str) else list(dict.fromkeys(self.kind))
 
     @property
-    def names(self) -> dict[str, tuple[Kind, float]]:
+    def names(self) -> dict[str, tuple[Swept, float]]:
         """The steered models by their names in the report, with kind and strength."""
         return {f"{kind}-{one:g}": (kind, one) for kind in self.kinds for one in self.strengths if one}
+
+
+class RoutingStudy(ModelStudy):
+    """Which models are run on which text, and where their experts are thought to be."""
+
+    against: ModelConfig | None = None
+    batch_size: int = option(8, "rows of one batch; each batch is at one endpoint", gt=0)
+    links: str | None = option(None, "links that `fcsd profile-network` measured", metavar="FILE")
+    endpoints: int | None = option(
+        None,
+        "endpoints that experts and batches are shared out over (default: those of the links, or 8)",
+        gt=0,
+    )
+
+    @model_validator(mode="after")
+    def _has_text(self) -> "RoutingStudy":
+        if self.text is None and not self.tasks:
+            raise ValueError("nothing to route: give a text (--text) or a task of the suite (--task)")
+        return self
+
+
+class BiasSettings(RoutingStudy):
+    """Which tables to make, from which text and links."""
+
+    links: str = option(..., "links that `fcsd profile-network` measured", metavar="FILE")
+    kind: Kind = option(
+        "camoe",
+        "camoe: pushes from all slow paths; bottleneck: from the slowest only, as far as camoe's time; windows: each"
+        " layer as far as its exchanges are hidden",
+    )
+    strength: float | None = option(
+        None, "CAMoE's lambda; of bottleneck: the lambda whose time is the goal", ge=0
+    )
+    windows: str | None = option(None, "seconds beside each exchange, of `fcsd plan`", metavar="FILE")
+    placement: PlacedBy = like(RouterBiasConfig, "placement")
+    selection: bool = like(RouterBiasConfig, "selection")
+    scale: Literal["logit_std"] | None = like(RouterBiasConfig, "scale")
+
+    @model_validator(mode="after")
+    def _fits_the_kind(self) -> "BiasSettings":
+        if (self.kind == "windows") != (self.windows is not None):
+            raise ValueError("--windows FILE and --kind windows go together")
+        if (self.kind == "windows") == (self.strength is not None):
+            raise ValueError(
+                f"--strength: {self.kind} " + ("takes none" if self.strength is not None else "needs one")
+            )
+        if self.kind == "windows" and self.scale is not None:
+            raise ValueError("--scale: windows have no strength to scale")
+        return self

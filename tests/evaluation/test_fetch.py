@@ -15,10 +15,10 @@ import yaml
 from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
 from fcsd.data.local import data_fingerprint
-from fcsd.evaluation import fetch
+from fcsd.evaluation import suites
 from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite
-from fcsd.evaluation.fetch import MARK, fetch_suite, fetched_revision
 from fcsd.evaluation.lm_eval.tasks import load_task
+from fcsd.evaluation.suites import MARK, fetch_suite, fetched_revision
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.support import start
@@ -48,7 +48,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         write_repository(folder, {"default": {"train": rows_of(dataset, 3), split: rows_of(dataset, 3)}})
         return COMMIT
 
-    monkeypatch.setattr(fetch, "_download", download)
+    monkeypatch.setattr(suites, "_download", download)
     return asked
 
 

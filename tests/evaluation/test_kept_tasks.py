@@ -18,7 +18,7 @@ from fcsd.base.strict import validate
 from fcsd.base.text import duration
 from fcsd.cli.main import main
 from fcsd.evaluation import runner
-from fcsd.evaluation.batch import BatchSizer
+from fcsd.evaluation.backend import BatchSizer
 from fcsd.evaluation.config import EvaluationConfig, TaskConfig, load_suite
 from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.progress import Progress, Work

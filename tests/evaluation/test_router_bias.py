@@ -12,8 +12,8 @@ from fcsd.base.files import read_json
 from fcsd.cli.main import main
 from fcsd.evaluation import stage as stage_module
 from fcsd.evaluation.config import EvaluationConfig, load_suite
-from fcsd.evaluation.endpoints import biased_routers
 from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.evaluation.steered import biased_routers
 from fcsd.model.config import ModelConfig
 from fcsd.model.families.routers import find_routers
 from fcsd.model.load import ModelFolder

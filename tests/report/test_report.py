@@ -18,9 +18,8 @@ from fcsd.evaluation.results import SCHEMA_VERSION, write_result
 from fcsd.recipe.recipe import Recipe
 from fcsd.report import comparison as comparison_module
 from fcsd.report import report as report_module
-from fcsd.report.publish.card import model_card, write_card
+from fcsd.report.publish.card import model_card, write_card, write_publication
 from fcsd.report.publish.facts import Facts
-from fcsd.report.publish.folder import write_publication
 from fcsd.report.report import write_report
 from fcsd.report.table import models_table, percent, result_table, with_error
 from tests.support import documented_keys

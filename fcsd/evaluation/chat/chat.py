@@ -1,7 +1,5 @@
 """`fcsd chat`: talk to a model, or to a converted one and its original side by side (paper App. B).
 
-    chat([load_speaker("OUT"), load_speaker("path/original")], system="Be brief.")
-
 Replies stream, with the model's own generation settings. Side by side each model has a conversation of its own, with
 its own replies. Without a terminal every line of stdin is a turn, and is shown before its reply.
 
@@ -53,10 +51,8 @@ class Speaker:
     thinking: bool = True
 
     def prompt(self) -> Any:
-        """Return the token ids and mask of the conversation and the beginning of a reply.
-
-        Raises:
-            UserError: the template does not take the messages, or they are longer than the model's positions.
+        """Return the token ids and mask of the conversation and the beginning of a reply; UserError where it does not
+        fit.
         """
         from jinja2 import TemplateError
 

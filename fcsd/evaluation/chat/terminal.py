@@ -1,7 +1,4 @@
-"""Text on a terminal: what may be shown, how wide it is, and two texts side by side while they grow.
-
-Not covered: Markdown, colours.
-"""
+"""Text on a terminal: what may be shown, how wide it is, and two texts side by side while they grow."""
 
 import unicodedata
 from collections.abc import Iterator, Sequence

@@ -38,10 +38,7 @@ def whole_program(code: str) -> str:
 def prompt_and_tests(row: Mapping[str, Any], where: str, *, private: bool) -> tuple[str, tuple[str, ...]]:
     """Read a row: the question as the model is shown it, and the tests, each to be run after the first of them.
 
-    private: the hidden tests decide, too.
-
-    Raises:
-        UserError: a column of the wrong type, tests that are no JSON, no tests, or no name of the function to call.
+    private: the hidden tests decide, too. A row that is not in this form is refused.
     """
     require_text(row, ("question_content", "starter_code"), where)
     columns = ("public_test_cases", "private_test_cases")[: 1 + private]

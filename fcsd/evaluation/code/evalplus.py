@@ -71,9 +71,8 @@ class Grading:
 def grading(test: str, num_base: int | None, entry_point: str | None = None) -> Grading | None:
     """Parse a row's `test` in EvalPlus's form into its grading; None when the test is of another form.
 
-    Args:
-        num_base: how many of the first inputs are the original benchmark's; None: not known.
-        entry_point: the function's name, which a HumanEval+ row says and the test of an MBPP+ row itself.
+    num_base: of the first inputs, the original benchmark's; None: not known. entry_point: the function's name, which a
+    HumanEval+ row says and the test of an MBPP+ row itself.
     """
     if entry_point is None:
         place = test.rfind("\nfor i, ")

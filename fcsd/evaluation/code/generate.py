@@ -1,8 +1,4 @@
-"""Code tasks: prompts, what ends a completion, and the program in it.
-
-Not covered: reading the problems (`fcsd.evaluation.code.problems`); generating (`fcsd.evaluation.backend`); running the
-programs (`fcsd.evaluation.code.scorer`).
-"""
+"""Code tasks: prompts, what ends a completion, and the program in it."""
 
 import re
 from collections.abc import Sequence
@@ -43,11 +39,7 @@ def first_stop(text: str, stop: Sequence[str]) -> int:
 def prompts(
     tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem], task: CodeTaskConfig
 ) -> list[str]:
-    """Write the texts that the model is given: as one user turn, or as they are with a line break.
-
-    Raises:
-        UserError: a chat template is asked for and the tokenizer has none.
-    """
+    """Write the texts that the model is given: as one user turn, or as they are with a line break."""
     template = task.prompt_template
     if not task.chat_template:
         return [problem.text(template).strip() + "\n" for problem in problems]

@@ -1,9 +1,5 @@
 """The problems of a code task, and the tests that decide each: rows of MBPP+, HumanEval+ or LiveCodeBench.
 
-    columns     MBPP+: task_id, prompt, code, test_imports, test_list, test
-                HumanEval+: task_id, prompt, canonical_solution, entry_point, test
-                LiveCodeBench: `fcsd.evaluation.code.contest`
-
 A `test` in EvalPlus's form is graded as EvalPlus does (`fcsd.evaluation.code.evalplus`); any other `test` is a
 program that decides by itself.
 
@@ -98,8 +94,7 @@ def read_problems(
 ) -> list[Problem]:
     """Read problems from a folder in hub layout (parquet or jsonl), a .jsonl or .parquet file, or a hub id.
 
-    tests: "visible" decides by the first three assertions of `test_list` alone, which the prompt shows too, as
-        lm-eval's mbpp tasks do.
+    tests: "visible" decides by the first three assertions of `test_list` alone, which the prompt shows too.
     """
     rows = _load_rows(str(path), split, name, revision)
     where = f"{path} ({split})"
@@ -212,7 +207,6 @@ def _require_text(row: dict[str, Any], columns: Sequence[str], where: str) -> No
 
 
 def _imports(code: str) -> str:
-    """Collect the import statements of a correct program."""
     try:
         statements = ast.parse(code).body
     except SyntaxError:

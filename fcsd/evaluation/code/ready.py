@@ -1,10 +1,8 @@
 """Read programs that are ready in a file, and grade them by EvalPlus itself where that is asked for.
 
-A line is in EvalPlus's form, {"task_id": …, "solution": a whole program} or {"task_id": …, "completion": what follows
-the prompt}, one that `fcsd evaluate` wrote into samples_<task>.jsonl ({"doc_id": …, "completion": …} or `completions`,
-from which the program is taken as there), or LiveCodeBench's {"question_id": …, "code_list": […]}.
-
-Not covered: EvalPlus's folder of .py files.
+A line is in EvalPlus's form (`solution`, a whole program, or `completion`, what follows the prompt), one that
+`fcsd evaluate` wrote into samples_<task>.jsonl, from which the program is taken as there, or LiveCodeBench's
+(`code_list`). Not covered: EvalPlus's folder of .py files.
 """
 
 import importlib.util
@@ -37,9 +35,6 @@ def programs_of(
     """Collect task_id -> programs of the lines of a file; ids may be EvalPlus's (`Mbpp/2`) or the Hub's (`2`).
 
     thinking: completions begin with thoughts, which end at `</think>` and are cut off.
-
-    Raises:
-        UserError: names file, line and key.
     """
     by_id = {problem.task_id: problem for problem in problems}
     found: dict[str, list[str]] = {}
@@ -86,12 +81,7 @@ def evalplus_outcomes(
     data: Path | None,
     allow_unsandboxed: bool,
 ) -> list[list[Outcome]]:
-    """Grade the programs by the package evalplus (0.3.1).
-
-    Raises:
-        UserError: the package is missing, the benchmark is not its own, or running without a sandbox was not accepted.
-        ScorerError: EvalPlus failed.
-    """
+    """Grade the programs by the package evalplus (0.3.1); UserError or ScorerError where that cannot be or fails."""
     if row.dataset not in _EVALPLUS or row.tests == "visible":
         raise UserError(f"--scorer evalplus: grades mbpp_plus and humaneval_plus, not {row.task}")
     if importlib.util.find_spec("evalplus") is None:

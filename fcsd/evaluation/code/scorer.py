@@ -1,9 +1,4 @@
-"""Runs generated programs in the sandbox and says what became of each: the scorer side of
-`fcsd.evaluation.code.sandbox`.
-
-    with CodeScorer(timeout_s=10.0) as scorer:
-        scorer.self_check(problems)                      # canonical solutions must pass, or ScorerError
-        outcomes = scorer.score(problems, completions)   # one Outcome a problem, in the order of the problems
+"""Run generated programs in the sandbox and say what became of each: the scorer side of `fcsd.evaluation.code.sandbox`.
 
 A failure of the scorer raises `ScorerError`; it is never a score of 0.
 
@@ -94,8 +89,7 @@ class CodeScorer:
         disable: layers to leave out, of `LAYERS`; for tests of what happens on lesser machines.
 
     Raises:
-        UserError: the sandbox would be weaker than {network off, writes restricted} and that was not accepted.
-        ScorerError: a server does not start, or ends, or fails; the next call starts it again.
+        UserError: the sandbox would be too weak. ScorerError: a server fails; the next call starts it again.
     """
 
     def __init__(
@@ -167,11 +161,10 @@ class CodeScorer:
     def self_check(
         self, problems: Sequence[Problem], *, timeout_s: float | None = None, progress: bool = False
     ) -> list[Outcome]:
-        """Score the canonical solutions, which must all pass; what they take sets the time limits of their
-        problems. Where no problem has one, a program of ours must pass a test of ours.
+        """Score the canonical solutions, which must all pass; what they take sets the time limits of their problems.
 
-        One that has passed in this process, in the same sandbox, is not run again; but for the first of all, which
-        tells whether the sandbox still works.
+        Where no problem has one, a program of ours must pass a test of ours. One that has passed in this process, in
+        the same sandbox, is not run again; but for the first of all, which tells whether the sandbox still works.
 
         Raises:
             ScorerError: one does not pass, so that no score of this scorer on this machine means anything.
@@ -200,12 +193,7 @@ class CodeScorer:
         return outcomes
 
     def score(self, problems: Sequence[Problem], completions: Mapping[str, str]) -> list[Outcome]:
-        """Run the program in each completion (`extract_code`) against the tests of its problem.
-
-        Raises:
-            UserError: a problem without completion, or a completion for an unknown problem.
-            ScorerError: the sandbox failed.
-        """
+        """Run the program in each completion (`extract_code`) against the tests of its problem."""
         several = {task_id: [text] for task_id, text in completions.items()}
         return [outcomes[0] for outcomes in self.score_samples(problems, several)]
 
@@ -218,11 +206,14 @@ class CodeScorer:
         whole_programs: bool = False,
         progress: bool = False,
     ) -> list[list[Outcome]]:
-        """Score as `score` does, for one or more completions of every problem: one list a problem, in their order.
+        """Score one or more completions of every problem: one list a problem, in their order.
 
-        Args:
-            timeout_s: of one program, instead of the scorer's own.
-            whole_programs: the texts are programs, to be run as they are.
+        timeout_s: of one program, instead of the scorer's own. whole_programs: the texts are programs, to be run as
+        they are.
+
+        Raises:
+            UserError: a problem without completion, or a completion for an unknown problem. ScorerError: the
+                sandbox failed.
         """
         known = {problem.task_id for problem in problems}
         given = {task_id for task_id, texts in completions.items() if texts}
@@ -233,20 +224,14 @@ class CodeScorer:
                 f"completions do not match the problems: {what}"
                 f" ({len(missing)} missing, {len(extra)} unknown)"
             )
-        jobs = [
-            (
-                problem,
-                _program(problem, text, whole_programs),
-                self._limit(problem, timeout_s or self.timeout_s),
-            )
-            for problem in problems
-            for text in completions[problem.task_id]
-        ]
+        jobs = []
+        for problem in problems:
+            slow = _SLOWER * self._canonical_s.get((problem.task_id, problem.canonical), 0.0)
+            limit = max(timeout_s or self.timeout_s, slow)
+            for text in completions[problem.task_id]:
+                jobs.append((problem, _program(problem, text, whole_programs), limit))
         outcomes = iter(self._run(jobs, progress, "programs"))
         return [[next(outcomes) for _ in completions[problem.task_id]] for problem in problems]
-
-    def _limit(self, problem: Problem, timeout_s: float) -> float:
-        return max(timeout_s, _SLOWER * self._canonical_s.get((problem.task_id, problem.canonical), 0.0))
 
     def _run(self, jobs: Sequence[tuple[Problem, str, float]], progress: bool, what: str) -> list[Outcome]:
         self._start()

@@ -25,9 +25,6 @@ def chosen_suite(names: Sequence[str], suite: SuiteConfig, include_path: Path | 
     """Return the tasks of these names: the suite's row where it has one, else what lm-eval's definition says.
 
     include_path: a folder of the user's own task definitions, read besides lm-eval's and before the suite's rows.
-
-    Raises:
-        UserError: no task of that name, or one that is a tag, runs code, or has no data set.
     """
     if include_path is not None and not include_path.is_dir():
         raise UserError(f"{include_path}: no such folder (include path)")

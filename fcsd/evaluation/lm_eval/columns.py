@@ -56,11 +56,7 @@ def _shipped() -> dict[str, dict[str, Column]]:
 def check_rows(
     task: str, columns: Mapping[str, Column], rows: Iterable[Mapping[str, Any]], where: str
 ) -> None:
-    """Refuse the first row that does not hold what the task's columns should.
-
-    Raises:
-        UserError: names task, place, row and column, what is allowed and what is there.
-    """
+    """Refuse the first row that does not hold what the task's columns should."""
     checks = {
         column: _KINDS[kind] if isinstance(kind, str) else _one_of(*kind) for column, kind in columns.items()
     }

@@ -5,12 +5,9 @@ lm-eval sees one process: on every rank it builds all requests, and is given all
 requests are cut into the batches that lm-eval would make of them, and each is asked on one of the ranks.
 
 Importing this imports lm-eval.
-
-Not covered: adaptive batch sizes of lm-eval; ours are in `fcsd.evaluation.batch`.
 """
 
 import copy
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,9 +16,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
 
 from fcsd.base.errors import UserError
-from fcsd.base.text import draws_foreign_bars, progress_bar
-from fcsd.evaluation.batch import BatchSizer
-from fcsd.parallel.ranks import Ranks, input_device
+from fcsd.base.text import draws_foreign_bars
+from fcsd.parallel.ranks import input_device
 
 # A batch is a list of sequences, a sequence the (number, request) that it answers.
 _Batches = Iterable[list[list[tuple[int, Any]]]]
@@ -88,12 +84,10 @@ class InMemory(LanguageModel):
     lm-eval is asked batch by batch."""
 
     def __init__(self, backend: Any):
-        ranks = backend.ranks
-        super().__init__(backend.model, backend.tokenizer, silent=not (backend.progress and ranks.first))
+        silent = not (backend.progress and backend.ranks.first)
+        super().__init__(backend.model, backend.tokenizer, silent=silent)
         self._device = input_device(backend.model)
-        self.batch: BatchSizer = backend.batch
-        self.ranks: Ranks = ranks
-        self.begin_batch: Callable[[int], None] | None = backend.batches.begin
+        self.source = backend  # `backend` is a word of HFLM
 
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
@@ -103,8 +97,8 @@ class InMemory(LanguageModel):
         # As lm-eval does, one sequence answers all requests that differ in the last token only.
         sequences = Collator.group(numbered, lambda each: each[1][1] + each[1][2][:-1], "contexts")
         order = sorted(sequences, key=lambda tokens: (-len(tokens), tokens))
-        self.batch.begin(len(order), self.ranks)
-        batches = Collator.get_chunks([sequences[tokens] for tokens in order], n=self.batch.size)
+        size = self._begin(len(order))
+        batches = Collator.get_chunks([sequences[tokens] for tokens in order], n=size)
         ask = super()._loglikelihood_tokens
         return self._shared(
             requests,
@@ -115,7 +109,7 @@ class InMemory(LanguageModel):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
         """Answer as lm-eval does, each rank its share."""
-        self.batch.begin(len(requests), self.ranks)
+        size = self._begin(len(requests))
         self.check_prompts(requests)
         numbered = list(enumerate(requests))
         alike = Collator.group(numbered, lambda each: each[1].args[1], "gen_kwargs")
@@ -127,7 +121,7 @@ class InMemory(LanguageModel):
         batches = [
             [[each] for each in chunk]
             for group in alike.values()
-            for chunk in Collator.get_chunks(sorted(group, key=longest_first), n=self.batch.size)
+            for chunk in Collator.get_chunks(sorted(group, key=longest_first), n=size)
         ]
         ask = super().generate_until
 
@@ -135,12 +129,7 @@ class InMemory(LanguageModel):
             token = self._one_token()
             self._model_generate(token, max_length=2, stop=[], attention_mask=torch.ones_like(token))
 
-        return self._shared(
-            requests,
-            batches,
-            lambda own: ask(own, disable_tqdm=True),
-            idle,
-        )
+        return self._shared(requests, batches, lambda own: ask(own, disable_tqdm=True), idle)
 
     def _shared(
         self,
@@ -154,27 +143,23 @@ class InMemory(LanguageModel):
         batches: in lm-eval's order, so that lm-eval makes each of them again. idle: a pass whose result nobody reads.
         """
         numbered = [sorted(number for sequence in batch for number, _ in sequence) for batch in batches]
-        own = sum(map(len, self.ranks.deal(numbered)))
 
-        def sized(numbers: list[int], size: int) -> list[Any]:
+        def answer(numbers: list[int], size: int) -> list[tuple[int, Any]]:
             self.batch_size_per_gpu = size
-            return ask([requests[number] for number in numbers])
+            return list(zip(numbers, ask([requests[number] for number in numbers]), strict=True))
 
-        def answer(place: int, numbers: list[int]) -> list[tuple[int, Any]]:
-            if self.begin_batch is not None:
-                self.begin_batch(place)
-            found = self.batch.run(functools.partial(sized, numbers))
-            bar.update(len(numbers))
-            return list(zip(numbers, found, strict=True))
-
-        with progress_bar(total=own, desc="requests", shown=not self.silent) as bar:
-            answers = dict(pair for pairs in self.ranks.each(numbered, answer, idle) for pair in pairs)
+        bar = {"desc": "requests", "shown": not self.silent}
+        answers = dict(self.source.in_batches(numbered, answer, idle, **bar))
         return [answers[number] for number in range(len(requests))]
+
+    def _begin(self, count: int) -> int:
+        self.source.batch.begin(count, self.source.ranks)
+        return int(self.source.batch.size)
 
     def _one_token(self) -> torch.Tensor:
         return torch.full((1, 1), self.prefix_token_id, dtype=torch.long, device=self.device)
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
         return super()._model_generate(
-            *args, **kwargs, **({"synced_gpus": True} if self.ranks.lockstep else {})
+            *args, **kwargs, **({"synced_gpus": True} if self.source.ranks.lockstep else {})
         )

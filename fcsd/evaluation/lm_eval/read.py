@@ -1,7 +1,5 @@
 """Results where plain `lm_eval` left them, in the form of those of `fcsd evaluate`, so that they can be compared.
 
-    result, samples = read_results(folder)      # of `fcsd evaluate`, or of `lm_eval --output_path … --log_samples`
-
 Not covered: metrics that are not means over items; several answers an item (`repeats`).
 """
 
@@ -25,12 +23,11 @@ _PREFERRED = ("acc_norm,none", "acc,none", "exact_match,flexible-extract", "exac
 def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[Result, Samples]:
     """Read the results in a folder of `fcsd evaluate`, or of plain lm-eval.
 
-    Args:
-        like: a result with which this one will be compared; its metrics are chosen where lm-eval has several.
+    like: a result with which this one will be compared; its metrics are chosen where lm-eval has several.
 
     Raises:
-        UserError: as `runner.read_result`; lm-eval's results of several models, without samples, damaged, or without
-            a metric that is a mean over items.
+        UserError: as `read_result`; lm-eval's results of several models, without samples, damaged, or without a metric
+            that is a mean over items.
     """
     files = sorted([*folder.glob("results_*.json"), *folder.glob("*/results_*.json")])
     unfinished = not files and (folder / "stage.json").is_file()  # `read_result` says so
@@ -112,7 +109,6 @@ def _suite_row(task: str, whole: Mapping[str, Any]) -> dict[str, Any]:
 def _task(
     task: str, whole: Mapping[str, Any], file: Path, wanted: str | None
 ) -> tuple[Result, list[dict[str, Any]]]:
-    """Build one row of a result, and its samples."""
     leaves = _leaves(task, whole)
     try:
         items = {leaf: _read_samples(leaf, file) for leaf in leaves}

@@ -1,8 +1,6 @@
 """Grade answers that are ready, by lm-eval's own filters and metrics: a model that says what is in a file.
 
 Importing this imports lm-eval.
-
-Not covered: tasks that are scored by likelihood, which no text tells.
 """
 
 from collections import Counter
@@ -68,14 +66,8 @@ def grade_answers(
     `doc_hash` or `prompt_hash`. Several answers to a document, the same number for all, are graded one by one, and the
     mean counts; where the task itself asks several times (`repeats`), it gets them all at once.
 
-    Args:
-        file: which the lines are of, for messages.
-        tasks: those of the row, loaded without a chat template.
-        partial: documents without an answer are left out.
-        thinking: answers begin with thoughts, which end at `</think>` and are cut off.
-
-    Raises:
-        UserError: names file and line, or the document that has no answer.
+    tasks: those of the row, loaded without a chat template. partial: documents without an answer are left out.
+    thinking: answers begin with thoughts, which end at `</think>` and are cut off.
     """
     answers, told = _by_document(row, tasks, lines)
     documents = {
@@ -106,16 +98,11 @@ def grade_answers(
         passes = [{item: texts[n : n + 1] for item, texts in answers.items()} for n in range(counts.pop())]
     some = documents if partial else None
     graded = [run_task(Ready(each, some, thinking=thinking), row, tasks, None, some) for each in passes]
-    items = [_item(row, sample["doc_id"]) for sample in graded[0]]
+    items = [_item(sample["doc_id"], row.task) for sample in graded[0]]
     return [
         _whole(row, samples, *told[item], answers[item])
         for item, *samples in zip(items, *graded, strict=True)
     ]
-
-
-def _item(row: LMEvalTaskConfig, doc_id: Any) -> _Item:
-    member, slash, number = str(doc_id).rpartition("/")
-    return (member if slash else row.task, int(number))
 
 
 def _whole(
@@ -158,7 +145,7 @@ def _by_document(
         if task != row.task and task not in tasks:
             continue
         if "doc_id" in line:
-            item = _numbered(line["doc_id"], task, where)
+            item = _item(line["doc_id"], task, where)
         else:
             if hashes is None:
                 hashes = _hashes(row, tasks)
@@ -178,7 +165,7 @@ def _by_document(
     return answers, told
 
 
-def _numbered(doc_id: Any, task: str, where: str) -> _Item:
+def _item(doc_id: Any, task: str, where: str = "") -> _Item:
     member, slash, number = str(doc_id).rpartition("/")
     if isinstance(doc_id, bool) or not number.isascii() or not number.isdigit():
         raise UserError(f"{where}: doc_id: a number (or member/number in a group) is needed, got {doc_id!r}")
@@ -188,7 +175,7 @@ def _numbered(doc_id: Any, task: str, where: str) -> _Item:
 def _hashes(row: LMEvalTaskConfig, tasks: dict[str, Any]) -> dict[str, _Item]:
     """Hash every document and its prompt as lm-eval does, by asking for answers that are not there."""
     return {
-        sample[key]: _item(row, sample["doc_id"])
+        sample[key]: _item(sample["doc_id"], row.task)
         for sample in run_task(Ready({}), row, tasks, None)
         for key in ("doc_hash", "prompt_hash")
     }

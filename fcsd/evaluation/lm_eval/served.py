@@ -44,11 +44,7 @@ class ServedModel(LanguageModel):
         return min(super().longest, self.context - 1)
 
     def look(self, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> None:
-        """Check that the server takes the longest items of a task, without asking it.
-
-        Raises:
-            UserError: it does not, and the model would.
-        """
+        """Refuse a task whose longest items the server does not take and the model would, without asking it."""
         self.think(bool(row.thinking))
         self._looking = True
         try:

@@ -43,11 +43,7 @@ _LONGEST = 8  # documents of a task whose length is looked at before it is run
 def load_task(
     row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
 ) -> dict[str, Any]:
-    """Load lm-eval's tasks of one row (more than one for a group such as `mmlu`), with the row's settings.
-
-    Raises:
-        UserError: no such task, no data, or a chat template that the tokenizer does not have.
-    """
+    """Load lm-eval's tasks of one row (more than one for a group such as `mmlu`), with the row's settings."""
     require_chat_template(tokenizer, row)
     folder = _task_folder(row, suite)
     location = dataset_location(row, data_root)
@@ -94,7 +90,9 @@ def load_task(
             _name_the_row(row, suite, known, location)
             reason = f"nothing there is named {error}" if isinstance(error, KeyError) else first_line(error)
             what = f"cannot be loaded with the data set {location}: {reason}"
-            raise UserError(f"task {row.task}: {what}{_advice(row, suite, data_root)}") from error
+            columns = ", ".join(columns_of(row.task, suite))
+            advice = hub_advice(data_root) or (f"; the task needs the columns {columns}" if columns else "")
+            raise UserError(f"task {row.task}: {what}{advice}") from error
     for name, task in tasks.items():
         _apply(task, row)
         _check_data(name, task, row, suite, location)
@@ -129,12 +127,6 @@ def _name_the_row(row: LMEvalTaskConfig, suite: SuiteConfig, known: Any, locatio
         shots = settings.get("fewshot_split") or settings.get("training_split")
         for split in dict.fromkeys([graded, *([shots] if row.num_fewshot else [])]):
             check_files(row.task, columns, location, row.dataset_name or settings.get("dataset_name"), split)
-
-
-def _advice(row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None) -> str:
-    """Say what to do when lm-eval cannot load a task."""
-    columns = ", ".join(columns_of(row.task, suite))
-    return hub_advice(data_root) or (f"; the task needs the columns {columns}" if columns else "")
 
 
 def _check_data(name: str, task: Any, row: LMEvalTaskConfig, suite: SuiteConfig, location: str) -> None:
@@ -276,10 +268,8 @@ def run_task(
 ) -> list[dict[str, Any]]:
     """Evaluate one row; its samples in the order of the data set (group members one after another).
 
-    documents: task -> the numbers of those that are asked; None: all of them, or the first `limit`.
-
-    Each sample: doc_id, doc_hash, prompt_hash, score, target, the end of the prompt, and `completion`
-    (generation) or `choices` and their `loglikelihoods`; `cut` if the model has been shown the end of the prompt only.
+    documents: task -> the numbers of those that are asked; None: all of them, or the first `limit`. A sample has `cut`
+    if the model has been shown the end of the prompt only.
 
     Raises:
         UserError: a metric that is not a mean; what the model's positions cannot hold; out of memory.

@@ -1,12 +1,7 @@
-"""Results in lm-eval's own files, for its tools and for those that read its results.
+"""Results in lm-eval's own files (0.4.13), for its tools and for those that read its results.
 
-    results_<time>.json            results[task]["metric,filter"], configs, versions, n-shot, n-samples, …
-    samples_<task>_<time>.jsonl    an item a line, as `lm_eval --log_samples` leaves them (lm-eval 0.4.13)
-
-    write_lm_eval(result, samples, folder)
-
-Not covered: `doc` of the samples is empty, because results of fcsd hold prompts and no documents; of the metrics of a
-task only the one that the suite names is there; reading (`fcsd.evaluation.lm_eval.read`).
+Not covered: `doc` of the samples is empty, because results of fcsd hold prompts and no documents; of a task's metrics
+only the one that the suite names is there.
 """
 
 import json

@@ -1,27 +1,36 @@
-"""Write the model card of a checkpoint (`README.md`), and its results as data (`.eval_results/`)."""
+"""Write the model card of a checkpoint (`README.md`), its results as data (`.eval_results/`), and a run's folder for
+the Hub.
+"""
 
 import dataclasses
 import importlib.metadata
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData, eval_result_entries_to_yaml
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
-from fcsd.base.files import write_text
-from fcsd.base.text import items_text, nats, plus_minus, scored_row, stopping_text
+from fcsd.base.files import new_folder, read_json, write_text
+from fcsd.base.text import items_text, metric_words, nats, plus_minus, scored_row, stopping_text
+from fcsd.model.connectivity.export import link_or_copy
 from fcsd.model.connectivity.modeling import supported_transformers
 from fcsd.model.connectivity.spec import CALIBRATED
 from fcsd.model.families import FAMILIES, base_model_type, serve_command
-from fcsd.report.comparison import settings_line
-from fcsd.report.publish.facts import CARD, Facts, hub_id
-from fcsd.report.publish.results import RESULTS, model_index, result_entries
+from fcsd.recipe.recipe import Recipe
+from fcsd.report.comparison import ITEMS_LINK, settings_line
+from fcsd.report.publish.facts import CARD, Facts, facts_of_run, hub_id
+from fcsd.report.publish.public import public_text, without_places
 from fcsd.report.table import narrow_table, score_table
 from fcsd.report.verdict import quick_look, verdict
 from fcsd.training.losses.objectives import OBJECTIVES
 
 _TEMPLATE = Path(__file__).with_name("card.md")
+RESULTS = ".eval_results"
+# Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a Benchmark. The one of our suites'
+# data sets that https://huggingface.co/docs/hub/eval-results names as a Benchmark.
+_BENCHMARK_TASKS = {"openai/gsm8k": "gsm8k"}
 
 
 def write_card(facts: Facts, folder: Path) -> None:
@@ -66,6 +75,8 @@ def model_card(facts: Facts) -> ModelCard:
         eval_results=index,
     )
     text_config = facts.config.get("text_config") or facts.config
+    model_type = str(facts.config.get("model_type"))
+    family = FAMILIES.get(base_model_type(model_type))
     return ModelCard.from_template(
         data,
         str(_TEMPLATE),
@@ -75,21 +86,15 @@ def model_card(facts: Facts) -> ModelCard:
         untrained=_untrained(facts),
         auto=auto,
         reader=reader,
-        supported=_supported(facts.config),
+        supported=supported_transformers(family) if family else ">=5.23,<6",
         transformers=importlib.metadata.version("transformers"),
-        serve=serve_command(str(facts.config.get("model_type")), facts.where),
+        serve=serve_command(model_type, facts.where),
         result=_result(facts),
         training=_training(facts),
     )
 
 
-def _supported(config: Mapping[str, Any]) -> str:
-    family = FAMILIES.get(base_model_type(str(config.get("model_type"))))
-    return supported_transformers(family) if family else ">=5.23,<6"
-
-
 def _result(facts: Facts) -> dict[str, str] | None:
-    """Return what was measured, in words; None where nothing was."""
     result, comparison = facts.result, facts.comparison
     if result is None:
         return None
@@ -209,3 +214,86 @@ def _sources(settings: Mapping[str, Any]) -> str:
 def _public(location: str) -> str:
     """Return a data set's hub id, or the last name of a local path: a card names no place of a machine."""
     return location if hub_id(location) else Path(location).name
+
+
+def _tasks(result: Mapping[str, Any] | None) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield (task, measured row, suite row) of every task on a data set of the Hub; nothing of a quick look."""
+    if result is None or result["settings"]["limit"]:
+        return []
+    # The suite's data set id, not the folder it was read from.
+    suite = {row["task"]: row for row in result["settings"].get("suite", {}).get("tasks", [])}
+    return [
+        (task, row, suite[task])
+        for task, row in result["tasks"].items()
+        if task in suite and hub_id(str(suite[task]["dataset"]))
+    ]
+
+
+def model_index(result: Mapping[str, Any] | None) -> list[EvalResult] | None:
+    found = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=suite["dataset"],
+            dataset_name=task,
+            dataset_config=suite.get("dataset_name"),
+            dataset_split=suite.get("split"),
+            dataset_revision=row.get("revision"),
+            dataset_args={"num_few_shot": row["num_fewshot"]},
+            metric_type=row["metric"].partition(",")[0],
+            metric_name=f"{metric_words(row['metric'])}, per cent",
+            metric_value=round(100 * row["value"], 2),
+        )
+        for task, row, suite in _tasks(result)
+    ]
+    return found or None
+
+
+def result_entries(result: Mapping[str, Any] | None) -> dict[str, EvalResultEntry]:
+    """Return task -> entry of `.eval_results/TASK.yaml`: per cent, with the setting in the notes."""
+    versions = (result or {}).get("settings", {}).get("versions", {})
+    entries = {}
+    for task, row, suite in _tasks(result):
+        error = "–" if row["stderr"] is None else f"{100 * row['stderr']:.2f}"
+        entries[task] = EvalResultEntry(
+            dataset_id=suite["dataset"],
+            task_id=_BENCHMARK_TASKS.get(suite["dataset"]) or suite.get("dataset_name") or "default",
+            dataset_revision=row.get("revision"),
+            value=round(100 * row["value"], 2),
+            notes=(
+                f"{task}: {row['metric']} in per cent ± {error}, {row['num_fewshot']}-shot,"
+                f" n = {row['num_items']}"
+                + (", chat template" if row.get("chat_template") else "")
+                + "".join(f", {name} {versions[name]}" for name in ("fcsd", "lm-eval") if name in versions)
+            ),
+        )
+    return entries
+
+
+def write_publication(
+    recipe: Recipe, original: Path | None, model: Path, report_folder: Path, folder: Path
+) -> None:
+    """Assemble the folder from the distilled model and the report; weights are hard-linked where the disk allows.
+
+    original: folder of the original checkpoint, whose licence is inherited.
+    """
+    report = read_json(report_folder / "report.json")
+    with new_folder(folder, "report.json", "publication") as new:
+        for file in sorted(model.iterdir()):
+            place(file, new / file.name)
+        for file in sorted(report_folder.iterdir()):
+            if file.suffix == ".json":
+                write_text(new / file.name, public_text(file.name, file.read_text(encoding="utf-8")))
+            elif file.suffix == ".png":
+                shutil.copyfile(file, new / file.name)
+        # The page of all answers holds the benchmarks' questions, which are not to spread: it stays here.
+        text = (report_folder / "report.md").read_text(encoding="utf-8")
+        write_text(new / "report.md", without_places(text.replace(ITEMS_LINK, "")))
+        for file in sorted(original.glob("LICENSE*")) if original is not None else ():
+            if file.is_file() and not (new / file.name).exists():
+                shutil.copyfile(file, new / file.name)
+        write_card(facts_of_run(recipe, report, read_json(model / "config.json"), original, new), new)
+
+
+def place(file: Path, to: Path) -> None:
+    """Link weights where the disk allows; copy what a reader may edit there."""
+    (link_or_copy if file.suffix == ".safetensors" else shutil.copyfile)(file, to)

@@ -83,11 +83,7 @@ def hub_id(text: str) -> str | None:
 
 
 def inherited_from(folder: Path) -> dict[str, Any]:
-    """Read licence and languages on the card in a checkpoint folder; {} without a card.
-
-    Raises:
-        UserError: the card's front matter is not YAML.
-    """
+    """Read licence and languages on the card in a checkpoint folder; {} without a card."""
     if not (folder / CARD).is_file():
         return {}
     data = front_matter(folder / CARD)
@@ -113,11 +109,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def front_matter(card: Path) -> dict[str, Any]:
-    """Read the metadata of a model card; {} where it has none.
-
-    Raises:
-        UserError: it is not YAML, or not a mapping.
-    """
+    """Read the metadata of a model card; {} where it has none, UserError where it is no mapping in YAML."""
     try:
         return metadata_load(card) or {}
     except yaml.YAMLError as error:

@@ -1,7 +1,4 @@
-"""Send a folder to a model repository of the Hub, and say in one line what it refuses.
-
-Not covered: what the folder holds (`fcsd.report.publish.push`).
-"""
+"""Send a folder to a model repository of the Hub, and say in one line what it refuses."""
 
 import contextlib
 import sys
@@ -16,19 +13,15 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.temporary import scratch_folder
 from fcsd.model.connectivity.checkpoint import CONFIG, INDEX
+from fcsd.report.publish.card import RESULTS
 from fcsd.report.publish.facts import CARD
-from fcsd.report.publish.results import RESULTS
 
 _STALE = ["*.safetensors", INDEX, f"{RESULTS}/*.yaml", "modeling_farskip.py", "report.*", "comparison.*"]
 """What an earlier push may have left in the repository and this one no longer has."""
 
 
 def upload(new: Path, repo_id: str, private: bool) -> str:
-    """Make of the repository what the folder holds; the owner's other files stay. Returns its address.
-
-    Raises:
-        UserError: no access token; what the Hub refuses.
-    """
+    """Make of the repository what the folder holds; the owner's other files stay. Returns its address."""
     if get_token() is None:
         raise UserError(
             "no access token for the Hub; `hf auth login` stores one, or set HF_TOKEN (a write token)"

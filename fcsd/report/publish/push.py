@@ -1,8 +1,5 @@
 """`fcsd push`: a checkpoint with its card to the Hub, or the exact folder that would go there.
 
-    push(Path("runs/x"), "me/x", private=True)          # publish folder of a run
-    push(Path("OUT"), "me/x", dry_run=Path("x-hub"))    # a converted checkpoint; nothing is sent
-
 Everything is checked, and the folder assembled from named kinds of files, before the Hub is asked anything.
 `huggingface_hub.upload_folder` sends it: with hf_xet in a stream of commits, without it through LFS; either way what
 arrived before an interruption is not sent again, but for what hf_xet had not noted yet (the last 20 s of a process that
@@ -31,7 +28,7 @@ from fcsd.evaluation.scores import compare
 from fcsd.model.connectivity.carried import CARRIED
 from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, read_checkpoint
 from fcsd.model.connectivity.load import check_tensors, config_and_class
-from fcsd.report.publish.card import write_card
+from fcsd.report.publish.card import RESULTS, place, write_card
 from fcsd.report.publish.facts import (
     CARD,
     HERE,
@@ -42,11 +39,8 @@ from fcsd.report.publish.facts import (
     inherited_from,
     licence_of,
 )
-from fcsd.report.publish.folder import place
 from fcsd.report.publish.hub import upload
-from fcsd.report.publish.places import PLACE, public_text
-from fcsd.report.publish.results import RESULTS
-from fcsd.report.publish.secrets import refuse_secrets
+from fcsd.report.publish.public import PLACE, public_text, refuse_secrets
 
 _REPORT = ("report.md", "report.json", "comparison.md", "comparison.json", "*.png")
 _OTHER = ("NOTICE*", "USE_POLICY*", f"{RESULTS}/*.yaml", *_REPORT)
@@ -73,14 +67,10 @@ def push(
     dry_run: Path | None = None,
     card: NewCard | None = None,
 ) -> str:
-    """Upload `folder` to the model repository `owner/name`, which is created if there is none.
+    """Upload `folder` to the model repository `owner/name`, which is created if there is none; its address, or dry_run.
 
-    Args:
-        folder: a run (its `publish` is taken), a `publish` folder, a stage's folder, or a FarSkip checkpoint.
-        dry_run: write the folder that would be uploaded to this new folder, and send nothing.
-
-    Returns:
-        The repository's address, or the folder of the dry run.
+    folder: a run (its `publish` is taken), a `publish` folder, a stage's folder, or a FarSkip checkpoint. dry_run:
+    write the folder that would be uploaded to this new folder, and send nothing.
 
     Raises:
         UserError: before anything is sent: no repository id, no FarSkip checkpoint, weights that do not fit their

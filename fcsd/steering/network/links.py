@@ -96,15 +96,11 @@ class LinkModel(Strict):
         return self.backend == "gloo" and self.collective == "all_to_all_single"
 
     def require(self, size: int | None = None, collective: Collective | None = None) -> None:
-        """Refuse links between another number of endpoints, or that were measured with another collective.
-
-        Raises:
-            UserError: they are.
-        """
+        """Refuse links between another number of endpoints, or that were measured with another collective."""
         if size is not None and size != len(self.endpoints):
             raise UserError(
-                f"the links are between {len(self.endpoints)} endpoints, {size} are asked for; measure those with `fcsd"
-                " profile-network`"
+                f"the links are between {len(self.endpoints)} endpoints, {size} are asked for; ask for as many, or"
+                " measure those with `fcsd profile-network`"
             )
         if collective is not None and collective != self.collective:
             raise UserError(
@@ -127,11 +123,7 @@ class LinkModel(Strict):
 
 
 def read_links(path: str | Path) -> LinkModel:
-    """Read and check a links file.
-
-    Raises:
-        UserError: it is no such file, or a value is missing, negative or not a number; the message names the edge.
-    """
+    """Read and check a links file; UserError names the edge of a value that is missing, negative or no number."""
     value = read_json(Path(path), "`fcsd profile-network` writes one", ["endpoints", "ports"])
     return validate(LinkModel, value, str(path))
 

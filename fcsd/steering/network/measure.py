@@ -1,8 +1,12 @@
-"""A profile of the links between the ranks of a launch, as `fcsd profile-network` makes it."""
+"""A profile of the links between the ranks of a launch, as `fcsd profile-network` makes it, and exchanges of fixed
+patterns to check it by."""
 
 import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -11,13 +15,64 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import check_file_place
 from fcsd.base.text import progress_bar
 from fcsd.parallel.launch import Launch
-from fcsd.steering.network.compare import REPEATS, Comparison, measure_and_simulate, patterns
 from fcsd.steering.network.exchange import GroupExchange
 from fcsd.steering.network.links import Array, Collective, LinkModel, read_links, write_links
-from fcsd.steering.network.profile import num_exchanges, profile
+from fcsd.steering.network.profile import REPEATS, num_exchanges, profile
+from fcsd.steering.network.simulate import exchange_time
 
 LARGEST_BYTES = {"cpu": 1 << 20}
 """Of the sizes that an edge is measured with, by kind of device; 16 MiB on any other."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds of each pattern, measured (minimum of three) and simulated."""
+
+    names: list[str]
+    measured: Array
+    simulated: Array
+
+    @property
+    def errors(self) -> Array:
+        """Simulated over measured, less one."""
+        return self.simulated / self.measured - 1
+
+    def __str__(self) -> str:
+        errors = np.abs(self.errors)
+        worst = int(errors.argmax())
+        return (
+            f"simulated against measured, {len(errors)} patterns: mean error {errors.mean():.1%}, maximum"
+            f" {errors[worst]:.1%} ({self.names[worst]})"
+        )
+
+
+def patterns(size: int, largest_bytes: int, seed: int = 0) -> list[tuple[str, Array]]:
+    """Return 18 patterns of bytes [N, N]: 4 balanced, 6 skewed, 4 with a hot destination, 4 random."""
+    rng = np.random.default_rng(seed)
+    found = [(f"balanced {part}/4", np.full((size, size), largest_bytes * part / 4)) for part in range(1, 5)]
+    usual = largest_bytes * 0.6
+    for number in range(6):
+        shares = rng.gamma(0.7, size=size) + 1e-3
+        skewed = usual * size * shares / shares.sum() * rng.uniform(0.8, 1.2, (size, size))
+        found.append((f"skewed {number}", skewed))
+    for number in range(4):
+        hot = number % size
+        total, rest = usual * size, 0.4 / (size - 1)
+        found.append((f"hot {hot}", np.tile(np.where(np.arange(size) == hot, 0.6, rest) * total, (size, 1))))
+    for number in range(4):
+        found.append((f"random {number}", rng.integers(0, 9, (size, size)) * largest_bytes / 8))
+    return [(name, np.ceil(pattern)) for name, pattern in found]
+
+
+def measure_and_simulate(
+    links: LinkModel,
+    exchange: Callable[[Array], float],
+    given: Sequence[tuple[str, Array]],
+) -> Comparison:
+    """Exchange each pattern, and simulate it with the dispatch's links; every rank calls this."""
+    measured = [min(exchange(pattern) for _ in range(REPEATS)) for _, pattern in given]
+    simulated = exchange_time(links, "dispatch", np.stack([pattern for _, pattern in given]))
+    return Comparison([name for name, _ in given], np.array(measured), simulated)
 
 
 def profile_launch(
@@ -31,9 +86,6 @@ def profile_launch(
     """Measure the links between all ranks and write them to `path`; every rank calls this.
 
     check: exchange 18 patterns afterwards, and simulate them.
-
-    Raises:
-        UserError: there is one rank, or nothing to write to.
     """
     ranks, device = launch.ranks, launch.device
     if ranks.size < 2:
@@ -45,11 +97,12 @@ def profile_launch(
     if largest < 1024:
         raise UserError(f"--max-bytes {largest}: at least 1024; below, only the latency is seen")
     ranks.from_first(lambda: check_file_place(path, read_links))
+    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if device.type == "cuda" else {}
     facts = {
         "endpoints": ranks.share(lambda: f"{socket.gethostname()}:{ranks.rank}"),
         "collective": collective,
         "backend": dist.get_backend(),
-        "libraries": versions() | _communication_library(device),
+        "libraries": versions() | nccl,
     }
     exchange = GroupExchange(None, collective, device)
     given = patterns(ranks.size, largest) if check else []
@@ -65,12 +118,6 @@ def profile_launch(
         comparison = measure_and_simulate(links, timed, given) if check else None
     ranks.from_first(lambda: write_links(path, links))
     return links, comparison
-
-
-def _communication_library(device: torch.device) -> dict[str, str]:
-    if device.type != "cuda":
-        return {}
-    return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
 def _rate(seconds_per_byte: float) -> str:

@@ -14,8 +14,8 @@ import numpy as np
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_text
-from fcsd.steering.network.fit import fit_line
 from fcsd.steering.network.links import Collective, LinkModel
+from fcsd.steering.network.profile import fit_line
 
 _TESTS: dict[str, Collective] = {"alltoall_perf": "all_to_all_single", "sendrecv_perf": "p2p"}
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\b")
@@ -24,11 +24,7 @@ _VERSION = re.compile(r"((?:nccl|rccl)-tests):? [Vv]ersion (\S+)")
 
 
 def read_nccl_tests(path: Path) -> LinkModel:
-    """Read the output of one run of alltoall_perf or sendrecv_perf, in place of a profile.
-
-    Raises:
-        UserError: it is none, of another test, of one rank, or has fewer than three sizes.
-    """
+    """Read the output of one run of alltoall_perf or sendrecv_perf, of three sizes or more, in place of a profile."""
     text = read_text(path, "what a test has printed")
     names = set(re.findall(r"\b([a-z_]+_perf)(?:_mpi)?\b", text))
     known = [name for name in _TESTS if name in names]

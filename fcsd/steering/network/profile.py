@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import lsq_linear
 
-from fcsd.steering.network.fit import Line, fit_line
 from fcsd.steering.network.links import Array, LinkModel
 
 Exchange = Callable[[Array], float]
@@ -32,6 +32,30 @@ SHARED = 1.15
 """Observed over predicted time of an equal finish from which on a port counts as shared."""
 _MIN_SIZES = 3  # of an edge in step 2
 _MOST = 16  # times the largest size that a fast edge gets in an equal finish
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds alpha, seconds a byte beta, and the share r2 of the times' variance that the line explains."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+    r2: float
+
+
+def fit_line(num_bytes: Array, seconds: Array) -> Line:
+    """Fit alpha, beta >= 0 by least squares of the relative errors.
+
+    Relative: the largest transfer would else decide alone, and alpha is seen in the smallest. Without the bounds a
+    burst that a shaper lets through at once makes alpha negative.
+    """
+    # alpha and beta differ by five orders of magnitude: solved for in units of what the data are about
+    units = np.array([seconds.max(), seconds.max() / num_bytes.max()])
+    rows = np.stack([np.ones_like(num_bytes), num_bytes], 1) * units / seconds[:, None]
+    alpha, beta = lsq_linear(rows, np.ones_like(seconds), bounds=(0, np.inf)).x * units
+    residual = float(((alpha + beta * num_bytes - seconds) ** 2).sum())
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    return Line(float(alpha), float(beta), 1 - residual / spread if spread > 0 else 0.0)
 
 
 @dataclass
@@ -119,12 +143,9 @@ def _alone(exchange: Exchange, seconds: _Seconds, sizes: Array, size: int, edge:
     return fit_line(sizes, seconds([_pattern(size, {edge: each}) for each in sizes]))
 
 
-def _edge(endpoint: int, other: int, outward: bool) -> tuple[int, int]:
-    return (endpoint, other) if outward else (other, endpoint)
-
-
 def _edges_of(endpoint: int, size: int, outward: bool) -> list[tuple[int, int]]:
-    return [_edge(endpoint, other, outward) for other in range(size) if other != endpoint]
+    others = [other for other in range(size) if other != endpoint]
+    return [(endpoint, other) if outward else (other, endpoint) for other in others]
 
 
 def _pattern(size: int, num_bytes: dict[tuple[int, int], float]) -> Array:

@@ -1,6 +1,10 @@
-"""The time of an expert-parallel exchange from the links and the counts of tokens (CAMoE, equations 8 and 9)."""
+"""The time of an expert-parallel exchange from the links and the counts of tokens (CAMoE, equations 8 and 9).
+
+L MoE layers, N endpoints, E experts, J batches of a text. Batch j is at endpoint j mod N.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,11 +94,7 @@ def path_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
 
 
 def exchange_time(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
-    """Return the seconds of one exchange of num_bytes [..., N, N] (source, destination): shape [...].
-
-    Raises:
-        UserError: what `path_times` refuses.
-    """
+    """Return the seconds of one exchange of num_bytes [..., N, N] (source, destination): shape [...]."""
     return np.asarray(path_times(links, phase, num_bytes).max((-2, -1)))
 
 
@@ -109,3 +109,32 @@ def simulate(links: LinkModel, counts: Array, payload: Payload) -> ExchangeTimes
         dispatch=exchange_time(links, "dispatch", counts * payload.dispatch_bytes),
         combine=exchange_time(links, "combine", np.swapaxes(counts, -1, -2) * payload.combine_bytes),
     )
+
+
+def exchange_counts(counts: NDArray[np.integer], num_endpoints: int, size: int = 1) -> NDArray[np.int64]:
+    """Sum the pairs [J, L, E] of batches into exchanges [X, L, N, E]: each of the next `size` batches of all endpoints.
+
+    What is left over at the end makes no exchange, unless there is no other.
+    """
+    each = size * num_endpoints
+    whole = max(1, len(counts) // each)
+    found = np.zeros((whole, counts.shape[1], num_endpoints, counts.shape[2]), dtype=np.int64)
+    for j, batch in enumerate(counts[: whole * each]):
+        found[j // each, :, j % num_endpoints] += batch
+    return found
+
+
+def exchange_times(
+    links: LinkModel, counts: NDArray[np.integer], placement: NDArray[np.integer], payload: Payload
+) -> Array:
+    """Return the seconds [X, L] of the exchanges whose pairs are counts [X, L, N, E]; placement [L, E]."""
+    return simulate(links, endpoint_counts(counts, placement), payload).total
+
+
+def time_summary(times: Array) -> dict[str, Any]:
+    """Return mean and 95th percentile over exchanges and layers, in seconds, and how many those are."""
+    return {
+        "mean_s": float(times.mean()),
+        "p95_s": float(np.percentile(times, 95)),
+        "num_exchanges": int(times.size),
+    }

@@ -12,9 +12,7 @@ import numpy as np
 
 from fcsd.steering.config import PlacedBy
 from fcsd.steering.network.links import LinkModel
-from fcsd.steering.network.simulate import Payload, endpoint_counts
-from fcsd.steering.routing.capacity import FACTORS
-from fcsd.steering.routing.exchanges import exchange_counts, exchange_times
+from fcsd.steering.network.simulate import Payload, endpoint_counts, exchange_counts, exchange_times
 from fcsd.steering.routing.metrics import (
     avg_layer_cv,
     avg_layer_kl,
@@ -26,7 +24,7 @@ from fcsd.steering.routing.metrics import (
     switch_balance_loss,
 )
 from fcsd.steering.routing.placement import Placement, contiguous, placed
-from fcsd.steering.routing.routes import Counts, Kept, Routes
+from fcsd.steering.routing.routes import FACTORS, Counts, Kept, Routes
 
 
 @dataclass(frozen=True)

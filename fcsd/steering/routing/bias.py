@@ -3,9 +3,6 @@
 A rank's tokens all come from one endpoint u, so what is added in layer l is one row, G[l, u] of a table [L, N, E]
 (CAMoE, equation 13). L MoE layers, N endpoints, E experts; experts without an endpoint (those that compute nothing, or
 that every rank has) get 0.
-
-Not covered: what is in the tables (`fcsd.steering.routing.camoe`, `fcsd.steering.routing.bottleneck`); ranks that share
-their tokens, which have no source endpoint.
 """
 
 import contextlib
@@ -31,8 +28,8 @@ from fcsd.base.temporary import file_beside
 from fcsd.model.families import base_model_type
 from fcsd.model.families.routers import Router, find_routers
 from fcsd.model.families.structure import unwrapped
+from fcsd.steering.config import Kind
 from fcsd.steering.routing.placement import contiguous
-from fcsd.steering.routing.settings import Kind
 
 
 @dataclass(frozen=True)
@@ -126,11 +123,7 @@ def write_tables(path: str | Path, tables: BiasTables) -> None:
 
 
 def read_tables(path: str | Path) -> BiasTables:
-    """Read what `write_tables` wrote.
-
-    Raises:
-        UserError: it is no such file, or its parts do not belong together.
-    """
+    """Read what `write_tables` wrote; UserError where it is none, or its parts do not belong together."""
     path = Path(path)
     try:
         with safe_open(path, "numpy") as file:
@@ -179,11 +172,7 @@ class Steering:
             row.copy_(torch.from_numpy(table[endpoint]))
 
     def use(self, tables: BiasTables) -> None:
-        """Go on with other tables of the same model, as a controller does.
-
-        Raises:
-            UserError: they are of another model, another placement or another number of endpoints.
-        """
+        """Go on with other tables of the same model, placement and number of endpoints, as a controller does."""
         for name in ("model_type", "num_hidden_layers", "layers", "selection"):
             if (new := getattr(tables, name)) != (old := getattr(self._tables, name)):
                 raise UserError(f"bias tables: {name} {new}, but those in use have {old}")

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from fcsd.base.errors import UserError
 from fcsd.steering.network.links import Array, LinkModel
-from fcsd.steering.network.simulate import Payload, endpoint_counts, path_times
+from fcsd.steering.network.simulate import Payload, endpoint_counts, exchange_times, path_times
 from fcsd.steering.routing.camoe import for_experts
-from fcsd.steering.routing.exchanges import exchange_times
 
 Respond = Callable[[NDArray[np.float32]], NDArray[Any]]
 """Given tables [L, N, E], the pairs [X, L, N, E] that the model then has on the calibration tokens."""
@@ -36,11 +35,10 @@ MAX_STEPS = 300
 
 @dataclass(frozen=True)
 class Push:
-    """tables: float32 [L, N, E]. times_s: mean seconds of dispatch and combine of each layer, [L, 2]. steps: how many
-    it took. left: layers (by position) that no push brings into their windows, and that have none."""
+    """tables: float32 [L, N, E]. steps: how many it took. left: layers (by position) that no push brings into their
+    windows, and that have none."""
 
     tables: NDArray[np.float32]
-    times_s: Array
     steps: int
     left: tuple[int, ...] = ()
 
@@ -95,8 +93,8 @@ def bottleneck(
         if deployment.mean_time(found) > goal_s:
             before = middle
         else:
-            pushes, counts = middle, found
-    return _push(pushes, deployment, counts, steps)
+            pushes = middle
+    return Push(for_experts(pushes, deployment.placement), steps)
 
 
 def fit_windows(
@@ -121,7 +119,8 @@ def fit_windows(
         paths = deployment.paths(counts)
         late = (paths.max((-2, -1)).mean(0) > windows) & ~left[:, None]  # [L, 2]
         if not late.any():
-            return _push(pushes, deployment, counts, steps, tuple(np.flatnonzero(left).tolist()))
+            without = np.flatnonzero(left).tolist()
+            return Push(for_experts(pushes, deployment.placement), steps, tuple(without))
         if steps % MAX_STEPS == 0:
             floor = deployment.paths(np.zeros_like(counts[:1])).max((-2, -1))[0]
             hopeless = late & ((floor > windows) | (steps > 0))
@@ -149,10 +148,3 @@ def _step(paths: Array, late: NDArray[np.bool_] | None, logit_std: Array | None)
     unit = np.full(len(weights), 2.4) if logit_std is None else logit_std
     scaled = np.divide(weights, largest, out=np.zeros(weights.shape), where=largest > 0)
     return np.asarray(STEP * unit[:, None, None] * scaled)
-
-
-def _push(
-    pushes: Array, deployment: Deployment, counts: NDArray[Any], steps: int, left: tuple[int, ...] = ()
-) -> Push:
-    times = deployment.paths(counts).max((-2, -1)).mean(0)
-    return Push(for_experts(pushes, deployment.placement), times, steps, left)

@@ -2,8 +2,6 @@
 
 L MoE layers, N endpoints, E experts. Where a token stays costs nothing and counts in mean and deviation, as printed;
 without it the bias overshoots: on CAMoE's own links (A.3) a strength of 0.5 made exchanges 4 % slower.
-
-Not covered: biases that look at the slowest path only (`fcsd.steering.routing.bottleneck`).
 """
 
 from typing import Any

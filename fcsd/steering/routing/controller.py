@@ -35,10 +35,7 @@ PROBES, SEARCHES = 8, 3
 def probe_by(exchange: GroupExchange, links: LinkModel, largest_bytes: int) -> Probe:
     """Return a probe that measures an edge alone, between the endpoints of the links; all of them call it.
 
-    fcsd sends all phases by one collective.
-
-    Raises:
-        UserError: exchanges of another collective, or between others, than the links were measured with.
+    fcsd sends all phases by one collective, with which the links must have been measured.
     """
     size = len(links.endpoints)
     links.require(exchange.size, exchange.collective)

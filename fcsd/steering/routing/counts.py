@@ -28,10 +28,8 @@ def read_batches(
 ) -> list[Read]:
     """Run a model, in eval mode, on batches (input_ids, attention_mask), each on the rank that it is dealt to.
 
-    read: is given what each router did with the tokens that are not padding, and the batch. begin: is told the number
-    of the batch before it is run. bar: what the progress bar is called.
-
-    Returns: what `read` gave of every batch, in order, on all ranks.
+    read: is given what each router did with the tokens that are not padding, and the batch; what it gives of every
+    batch is returned in order, on all ranks. begin: is told the number of the batch before it is run. bar: its name.
     """
     # The logits of all tokens over the vocabulary would be the largest tensor of the run; nobody reads them.
     parameters: Any = inspect.signature(model.forward).parameters

@@ -2,8 +2,6 @@
 
 Equations of CAMoE's appendix A.4 (the copy at hand numbers them 14 to 20), on loads [L, E]: (token, expert) pairs of
 each expert in each MoE layer, before or after tokens were dropped. KLs are in nats; 0 where the loads agree.
-
-Not covered: what the loads cost on a network (`fcsd.steering.network.simulate`).
 """
 
 from typing import Any

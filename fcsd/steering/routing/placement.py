@@ -21,11 +21,7 @@ _SWEEPS = 20  # over all experts of a layer; A.3's links need 2 to 5
 
 
 def placed(by: PlacedBy, counts: NDArray[Any], links: LinkModel, payload: Payload) -> Placement:
-    """Return [L, E] by one of the functions below; counts: [L, N, E] pairs by source endpoint.
-
-    Raises:
-        UserError: the endpoints do not divide the experts.
-    """
+    """Return [L, E] by one of the functions below; counts: [L, N, E] pairs by source endpoint."""
     num_layers, num_endpoints, num_experts = counts.shape
     if by == "balanced":
         return balanced(counts.sum(1), num_endpoints)
@@ -35,11 +31,7 @@ def placed(by: PlacedBy, counts: NDArray[Any], links: LinkModel, payload: Payloa
 
 
 def contiguous(num_experts: int, num_endpoints: int) -> Placement:
-    """Return [E]: experts 0 to E/N - 1 at endpoint 0, and so on.
-
-    Raises:
-        UserError: the endpoints do not divide the experts.
-    """
+    """Return [E]: experts 0 to E/N - 1 at endpoint 0, and so on; UserError where N does not divide E."""
     if num_endpoints < 1 or num_experts % num_endpoints:
         divisors = [str(n) for n in range(1, num_experts + 1) if num_experts % n == 0]
         raise UserError(
@@ -71,7 +63,7 @@ def topology_aware(counts: NDArray[Any], links: LinkModel, payload: Payload) -> 
     lowers the edges near it most is taken, so that other batches find room there.
     """
     num_layers, num_endpoints, num_experts = counts.shape
-    check_world(links, num_endpoints)
+    links.require(num_endpoints)
     starts = [contiguous(num_experts, num_endpoints), balanced(counts.sum(1), num_endpoints)]
     found = np.empty((num_layers, num_experts), dtype=np.int64)
     for layer, pairs in enumerate(counts.astype(np.float64)):
@@ -79,15 +71,6 @@ def topology_aware(counts: NDArray[Any], links: LinkModel, payload: Payload) -> 
         times = [_cost(links, endpoint_counts(pairs, each), payload)[0] for each in begins]
         found[layer] = _swapped(pairs, begins[int(np.argmin(times))].copy(), links, payload)
     return found
-
-
-def check_world(links: LinkModel, num_endpoints: int) -> None:
-    """Raise UserError where links are of another number of endpoints."""
-    if len(links.endpoints) != num_endpoints:
-        raise UserError(
-            f"the links are of {len(links.endpoints)} endpoints, the routing is counted for {num_endpoints}; count for"
-            " as many, or profile the network again"
-        )
 
 
 def _swapped(

@@ -1,6 +1,7 @@
 """The routing study as a page: Markdown that also reads well in a terminal."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from fcsd.base.text import markdown, nats
@@ -45,7 +46,7 @@ def _loads(models: Sequence[Mapping[str, Any]]) -> str:
             facts["name"],
             f"{facts['cv']:.3f}",
             f"{facts['avg_layer_cv']:.3f}",
-            f"{_mean(facts['switch_balance_loss']):.3f}",
+            f"{fmean(facts['switch_balance_loss']):.3f}",
             *_times(facts),
         ]
         for facts in models
@@ -127,7 +128,3 @@ def _times(row: Mapping[str, Any]) -> list[str]:
 
 def _time_heads(row: Mapping[str, Any]) -> list[str]:
     return ["T_A2A (ms)", "p95 (ms)"] if "mean_ms" in row else []
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

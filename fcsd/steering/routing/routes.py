@@ -3,6 +3,7 @@
 Not covered: text whose choices (2 bytes for each token, layer and expert of the token) do not fit in main memory.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,11 +14,33 @@ from torch import Tensor, nn
 
 from fcsd.model.families.routers import find_routers
 from fcsd.parallel.ranks import ALONE, Ranks
-from fcsd.steering.routing.capacity import capacity, kept_pairs
 from fcsd.steering.routing.counts import read_batches
 from fcsd.steering.routing.metrics import Array
 
 Counts = NDArray[np.int64]
+
+
+FACTORS = (1.0, 1.25, 2.0, 4.0)
+
+
+def capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Return how many tokens of a batch one expert takes: ceil(factor * K * tokens / experts).
+
+    The article of `docs/routing.md` leaves K out, which at top-8 would drop seven pairs of eight of an even routing.
+    Tokens come in order; a dropped pair contributes zero to its token's sum.
+    """
+    return math.ceil(round(factor * top_k * num_tokens / num_experts, 9))
+
+
+def kept_pairs(experts: NDArray[np.integer], limit: int) -> NDArray[np.bool_]:
+    """Return which pairs of a batch, experts [T, K], are among the first `limit` of their expert: [T, K]."""
+    flat = experts.reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    ordered = flat[order]
+    place = np.arange(len(flat)) - np.searchsorted(ordered, ordered)
+    kept = np.empty(len(flat), dtype=bool)
+    kept[order] = place < limit
+    return kept.reshape(experts.shape)
 
 
 @dataclass(frozen=True)
@@ -81,10 +104,7 @@ class Kept:
 def read_routes(
     model: nn.Module, batches: Sequence[dict[str, Tensor]], *, ranks: Ranks = ALONE, bar: str | None = None
 ) -> Routes:
-    """Run a model on batches (input_ids, attention_mask) and keep what its routers chose for all but the padding.
-
-    On several ranks each runs its share; the result is that of one process, on all of them.
-    """
+    """Run a model on batches and keep what its routers chose for all but the padding: on all ranks, as one process."""
     routers = find_routers(model)
     found = read_batches(model, batches, lambda routed, _: _summed(routed), ranks=ranks, bar=bar)
     experts, probabilities = zip(*found, strict=True)

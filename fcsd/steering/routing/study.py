@@ -1,13 +1,6 @@
 """The routing study: where a model sends the tokens of real text, and what that costs and changes.
 
-    OUT/routing.json    everything that was measured
-    OUT/routing.md      the report
-    OUT/*.png           loads.png, traffic.png, shift.png (with --against)
-    OUT/stage.json, manifest.json
-
 On several ranks each runs its share of the batches; the counts are those of one process.
-
-Not covered: text that is generated; a recipe's biased models (`evaluation.router_bias`).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,15 +19,14 @@ from fcsd.model.families import expert_counts, row_width
 from fcsd.model.load import ModelFolder, find_model, free_memory, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import check_device_map, load_for_evaluation
+from fcsd.steering.config import RoutingStudy
 from fcsd.steering.network.links import read_links
 from fcsd.steering.network.simulate import Payload
 from fcsd.steering.routing.analysis import Network, comparison, model_facts
-from fcsd.steering.routing.capacity import FACTORS
 from fcsd.steering.routing.metrics import EPSILON
-from fcsd.steering.routing.placement import check_world, contiguous
+from fcsd.steering.routing.placement import contiguous
 from fcsd.steering.routing.report import report
-from fcsd.steering.routing.routes import Routes, read_routes
-from fcsd.steering.routing.settings import RoutingStudy
+from fcsd.steering.routing.routes import FACTORS, Routes, read_routes
 
 SCHEMA_VERSION = 1
 _ENDPOINTS = 8  # of one machine, where neither links nor a number are given
@@ -54,11 +46,9 @@ def study_routing(
 ) -> dict[str, Any]:
     """Run the study, or find it finished; return what `routing.json` holds. All ranks call this.
 
-    Args:
-        draw: makes the figures of the result in a folder (`fcsd.report.study_plots.plot_routing`).
-        prompts: given the tokenizer, the prompts of the study's tasks (`fcsd.evaluation.items.suite_prompts`).
-        inputs: what identifies the text.
-        device_map: see `fcsd.parallel.place.load_for_evaluation`.
+    draw: makes the figures of the result in a folder (`fcsd.report.study_plots.plot_routing`). prompts: given the
+    tokenizer, the prompts of the study's tasks (`fcsd.evaluation.items.suite_prompts`). inputs: what identifies the
+    text. device_map: see `fcsd.parallel.place.load_for_evaluation`.
 
     Raises:
         UserError: endpoints that do not divide the experts, links of another number of endpoints, a model without
@@ -98,20 +88,15 @@ def network_of(study: RoutingStudy, models: Sequence[ModelFolder]) -> Network:
     links = read_links(study.links) if study.links is not None else None
     num_endpoints = study.endpoints or (_ENDPOINTS if links is None else len(links.endpoints))
     if links is not None:
-        check_world(links, num_endpoints)
+        links.require(num_endpoints)
     payloads = []
     for each in models:
-        config, num_experts = _config_and_experts(each)
+        config = each.load_config(any_family=each.config.trust_remote_code).get_text_config()
+        num_experts, *_ = expert_counts(config)
         if num_experts is not None:  # a model without experts is refused with its routers
             contiguous(num_experts, num_endpoints)
             payloads.append(Payload(row_width(config), num_experts))
     return Network(num_endpoints, links, next(iter(payloads), None))
-
-
-def _config_and_experts(model: ModelFolder) -> tuple[Any, int | None]:
-    """Return the config of the decoder layers, and the experts of one."""
-    config = model.load_config(any_family=model.config.trust_remote_code).get_text_config()
-    return config, expert_counts(config)[0]
 
 
 def batches_of(

@@ -1,7 +1,4 @@
-"""Make bias tables for a model: run it on text, simulate its exchanges, push its routers.
-
-Not covered: a recipe's sweep over strengths (`evaluation.router_bias`).
-"""
+"""Make bias tables for a model: run it on text, simulate its exchanges, push its routers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,14 +21,14 @@ from fcsd.model.load import find_model
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.steering.config import BiasSettings
 from fcsd.steering.network.links import Array
+from fcsd.steering.network.simulate import exchange_counts
 from fcsd.steering.routing.bias import BiasTables, Kind, read_tables, router_bias, tables_for, write_tables
 from fcsd.steering.routing.bottleneck import Deployment, bottleneck, fit_windows
 from fcsd.steering.routing.camoe import camoe
 from fcsd.steering.routing.counts import read_batches
-from fcsd.steering.routing.exchanges import exchange_counts
 from fcsd.steering.routing.placement import contiguous, placed
-from fcsd.steering.routing.settings import BiasSettings
 from fcsd.steering.routing.study import Rows, batches_of, network_of
 
 
@@ -66,7 +63,6 @@ class Calibration:
         return exchange_counts(np.stack([counts for counts, _ in found]), self.num_endpoints)
 
     def _run(self, tables: BiasTables | None) -> list[tuple[NDArray[np.int64], Array]]:
-        """Return pairs [L, E] and spread of logits [L] of every batch."""
         if tables is None:
             tables = self._no_bias()
         with router_bias(self.model, tables) as steering:
@@ -114,9 +110,6 @@ def make_tables(
     """Return the tables of a kind, and what they do to the calibration text. All ranks call this.
 
     scaled: a strength counts in standard deviations of a layer's logits. windows: [L, 2] seconds, for that kind.
-
-    Raises:
-        UserError: what `camoe`, `bottleneck` and `fit_windows` refuse.
     """
     logit_std = calibration.logit_std
 
@@ -166,21 +159,13 @@ class Windows(Strict):
 
 
 def read_windows_file(path: str | Path) -> Windows:
-    """Read what `fcsd plan --windows` wrote.
-
-    Raises:
-        UserError: no such file, or one of something else.
-    """
+    """Read what `fcsd plan --windows` wrote."""
     value = read_json(Path(path), "`fcsd plan --windows` writes one", ["dispatch_s", "combine_s"])
     return validate(Windows, value, str(path))
 
 
 def read_windows(path: str | Path, model: nn.Module) -> Array:
-    """Read the windows [L, 2] of dispatch and combine, in seconds, that `fcsd plan` wrote.
-
-    Raises:
-        UserError: no such file, or one of something else; windows of another model.
-    """
+    """Read the windows [L, 2] of dispatch and combine, in seconds, that `fcsd plan` wrote for this model."""
     found = read_windows_file(path)
     layers = [router.layer for router in find_routers(model)]
     model_type = base_model_type(unwrapped(model).config.model_type)
@@ -197,11 +182,7 @@ def write_bias(
 ) -> dict[str, Any]:
     """Make tables and write them to a file; return what they do to the text. All ranks call this.
 
-    prompts: given the tokenizer, the prompts of the settings' tasks.
-
-    Raises:
-        UserError: links of another number of endpoints, endpoints that do not divide the experts, a model without
-            routers, too little text; what `make_tables` refuses.
+    prompts: given the tokenizer, the prompts of the settings' tasks. Raises as `study_routing`.
     """
     launch.ranks.from_first(lambda: check_file_place(out, read_tables))
     found = find_model(settings.model)

@@ -2,7 +2,7 @@
 
 import json
 
-from fcsd.report.publish.places import public_text, without_places
+from fcsd.report.publish.public import public_text, without_places
 
 
 def test_of_an_absolute_path_the_last_name_is_left_and_other_texts_stay() -> None:

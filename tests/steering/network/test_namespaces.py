@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcsd.steering.network.compare import Comparison, measure_and_simulate, patterns
 from fcsd.steering.network.exchange import GroupExchange
 from fcsd.steering.network.links import PHASES, Array, Collective, LinkModel
+from fcsd.steering.network.measure import Comparison, measure_and_simulate, patterns
 from fcsd.steering.network.profile import profile
 from fcsd.steering.network.simulate import Payload, simulate
 from tests.steering.network.namespaces import Wires, appendix_a3, in_namespaces

@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fcsd.steering.network.compare import measure_and_simulate, patterns
-from fcsd.steering.network.fit import fit_line
 from fcsd.steering.network.links import Array, LinkModel
-from fcsd.steering.network.profile import num_exchanges, profile
+from fcsd.steering.network.measure import measure_and_simulate, patterns
+from fcsd.steering.network.profile import fit_line, num_exchanges, profile
 from fcsd.steering.network.simulate import Payload, simulate
 from tests.steering.network.testbed import Sleeping, Testbed, exchange_counts, routed_counts, slowest_edge
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fcsd.steering.network.compare import REPEATS
 from fcsd.steering.network.links import Array, LinkModel
+from fcsd.steering.network.measure import REPEATS
 from fcsd.steering.network.simulate import ExchangeTimes, Payload, edge_times
 
 

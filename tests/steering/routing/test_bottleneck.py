@@ -74,7 +74,6 @@ def test_only_the_slowest_path_is_pushed_and_no_further_than_the_goal() -> None:
     others[2, 32:64] = others[1, 64:96] = 0
     assert np.abs(others).max() < 1e-3
     assert 0.785 * before < deployment.mean_time(routers.respond(push.tables)) <= 0.8 * before
-    assert push.times_s.sum() == pytest.approx(deployment.mean_time(routers.respond(push.tables)), rel=1e-2)
     nothing = bottleneck(routers.respond, deployment, before)
     assert nothing.steps == 0 and not nothing.tables.any()
     with pytest.raises(UserError, match="out of reach"):
@@ -110,7 +109,6 @@ def test_each_layer_is_pushed_into_its_windows_and_a_hidden_one_is_not() -> None
     assert not push.tables[[0, 2]].any() and push.tables[1].any() and push.left == ()
     after = deployment.paths(routers.respond(push.tables)).max((-2, -1)).mean(0)
     assert after[1, 0] <= windows[1, 0] and after[1, 0] > 0.95 * windows[1, 0]
-    np.testing.assert_allclose(push.times_s, after)
     hopeless = fit_windows(
         routers.respond, deployment, np.array([[1e-5, 1], [1, 1], [1, 1]])
     )  # below the latency
@@ -135,7 +133,8 @@ def test_only_the_phase_that_is_late_is_pushed(phase: int) -> None:
     push = fit_windows(routers.respond, deployment, windows)
     pushed = push.tables[0].reshape(4, 4, 32)[..., 0]
     assert np.argwhere(pushed < -1e-3).tolist() == [[[2, 1]], [[3, 0]]][phase]
-    assert 0.95 * windows[0, phase] < push.times_s[0, phase] <= windows[0, phase]
+    after = deployment.paths(routers.respond(push.tables)).max((-2, -1)).mean(0)
+    assert 0.95 * windows[0, phase] < after[0, phase] <= windows[0, phase]
 
 
 def test_a_step_is_a_part_of_the_logits_deviation_and_the_last_one_is_halved_to_the_goal() -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from fcsd.steering.routing.capacity import capacity, kept_pairs
 from fcsd.steering.routing.metrics import (
     avg_layer_cv,
     avg_layer_kl,
@@ -16,6 +15,7 @@ from fcsd.steering.routing.metrics import (
     routes_moved,
     switch_balance_loss,
 )
+from fcsd.steering.routing.routes import capacity, kept_pairs
 
 LOADS = np.array([[1, 3, 0, 4], [5, 1, 2, 0]])  # both means are 2; summed over layers 6, 4, 2, 4
 OTHER = np.array([[2, 2, 2, 2], [1, 5, 2, 0]])

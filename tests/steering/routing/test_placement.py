@@ -112,5 +112,5 @@ def test_endpoints_that_do_not_divide_the_experts_and_links_of_another_world_are
         contiguous(6, 4)
     with pytest.raises(UserError, match="6 experts cannot be shared out evenly over 5 endpoints"):
         balanced(np.ones((2, 6)), 5)
-    with pytest.raises(UserError, match=r"^the links are of 2 endpoints, the routing is counted for 3; "):
+    with pytest.raises(UserError, match=r"^the links are between 2 endpoints, 3 are asked for; "):
         topology_aware(np.ones((1, 3, 6)), made_links([[0, 1], [1, 0]]), PAYLOAD)

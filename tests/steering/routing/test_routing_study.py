@@ -227,7 +227,7 @@ def test_the_report_says_what_conversion_did_and_a_finished_study_is_found(
     ("words", "message"),
     [
         (["--endpoints", "3"], "8 experts cannot be shared out evenly over 3 endpoints; allowed: 1, 2, 4, 8"),
-        (["--endpoints", "2", "--links", "{}/links.json"], "the links are of 4 endpoints, the routing is counted for"),
+        (["--endpoints", "2", "--links", "{}/links.json"], "the links are between 4 endpoints, 2 are asked for"),
         (["--batch-size", "7"], "20 rows in batches of 7 are 3 batches, fewer than the 8 endpoints that each need"),
         (["--against", "{}/other"], "other: its tokenizer is not that of"),
         (["--links", "{}/none.json"], "none.json"),

@@ -1,8 +1,6 @@
 """The caller's side of one sandbox server: its process, the pipes to it, one job at a time.
 
 Standard library only here and beside it, but for the errors of fcsd; `fcsd.evaluation.code.scorer` has a pool of these.
-
-Not covered: what an outcome is worth.
 """
 
 import contextlib

@@ -1,7 +1,5 @@
 """The two processes of a job: the program, which runs generated code and answers calls, and the examiner, which runs
 the tests and replies. Loaded by `server.py`, after the codec; standard library only.
-
-Not covered: starting and ending them; that is the server's.
 """
 
 import builtins
@@ -18,8 +16,6 @@ codec: Any = sys.modules.get(
 
 JOBS, REPLIES = 0, 1
 RECURSION_LIMIT = 1000  # Python's own, for programs; a recursion that is too deep elsewhere is too deep here
-
-# ---------------------------------------------------------------------------------------------- program
 
 
 def program(requests: int, answers: int) -> None:
@@ -60,9 +56,6 @@ def _text(error: BaseException) -> str:
         return str(error)[:500]
     except BaseException:
         return ""
-
-
-# ---------------------------------------------------------------------------------------------- examiner
 
 
 class Died(BaseException):

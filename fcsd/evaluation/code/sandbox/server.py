@@ -55,9 +55,6 @@ PRELOAD = (
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------- server
-
-
 def fork_job_process(run: Any, keep: set[int], config: dict[str, Any], cpu_s: int) -> int:
     """Start a job's process that holds only the descriptors in `keep`, under the job's limits."""
     pid = os.fork()
@@ -159,7 +156,6 @@ def _processor_s(pid: int) -> float:
 def _classify(
     verdict: bytes, in_time: bool, status: int | None, usage: float, cpu_s: int, shielded: bool
 ) -> tuple[str, str]:
-    """Classify a job whose examiner gave no outcome."""
     if verdict == b"d" and status is not None:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if number == signal.SIGXCPU or usage >= cpu_s - 0.5:
@@ -268,9 +264,6 @@ def serve(config: dict[str, Any], namespaces: list[str]) -> None:
             shutil.rmtree(place, ignore_errors=True)
         clean = not (scratch and os.path.exists(place))  # a folder that resists: only a new server is clean
         codec.write_frame(REPLIES, {"job": number, "clean": clean})
-
-
-# ---------------------------------------------------------------------------------------------- supervisor
 
 
 def main() -> None:
