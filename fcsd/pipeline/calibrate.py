@@ -31,7 +31,7 @@ def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = 
     plan = recipe.calibration
     if plan is None:
         raise UserError(
-            f"recipe {recipe.name}: has no `calibration` section; add one (see docs/calibration.md)"
+            f"recipe {recipe.name}: has no `calibration` section; add one (see docs/convert.md)"
         )
     data, folder = recipe.data, run.layout.calibration(variant or MAIN)
     inputs = launch.ranks.from_first(lambda: {"original": one.original.weights, **data_inputs(data, one)})

@@ -2,8 +2,8 @@
 
     python -m tests.reference.upstream
 
-in the repository writes the snapshot that `tests/model/families/test_upstream.py` compares with, the tables of
-docs/families.md and the number of families in the README. Write it again only after the contract tests have passed
+in the repository writes the snapshot that `tests/model/families/test_upstream.py` compares with, the table and the
+lists of docs/families.md, and the number of families in the README. Write it again only after the contract tests have passed
 with that transformers.
 
 Not covered: attention, norms and experts, which may change without changing the connectivity.
@@ -13,6 +13,8 @@ import ast
 import hashlib
 import json
 import re
+import textwrap
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,12 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from fcsd.base.text import markdown
 from fcsd.model.families import FAMILIES, Family
-from fcsd.model.families.table import families_facts, families_table
+from fcsd.model.families.refused import REFUSED
 from fcsd.parallel.overlap.support import kept_inside, refusal
 
 SNAPSHOT = Path("tests/files/upstream.json")
 PAGE = Path("docs/families.md")
-OVERLAP = Path("docs/overlap.md")
 README = Path("README.md")
 FAMILIES_BEGIN, FAMILIES_END = "<!-- families -->", "<!-- /families -->"
 
@@ -113,33 +113,52 @@ def snapshot() -> dict[str, Any]:
     }
 
 
+def _listed(label: str, reason: str) -> str:
+    """Format an item of a list, folded as pages are."""
+    return textwrap.fill(f"- {label}: {reason}", 118, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def families_lists() -> str:
+    """Format what docs/families.md lists: every family with its overlap, the reasons, and the refused families."""
+    letters: dict[str, str] = {}
+
+    def overlap(family: Family) -> str:
+        reason, word = refusal(family), "refused"
+        if reason is None:
+            reason, word = kept_inside(family), "inside"
+        if reason is None:
+            return "yes"
+        return f"{word} ({letters.setdefault(reason, chr(ord('a') + len(letters)))})"
+
+    lines = ["| family | shared experts | reference | overlap |", "|---|---|---|---|"]
+    for name, family in sorted(FAMILIES.items()):
+        shared = family.block_shared or family.layer_shared
+        cells = (
+            name,
+            ("yes" if family.additive else "in flight") if shared else "no",
+            "hand" if family.reference == "written" else "generic",
+            overlap(family),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    refused = defaultdict(list)
+    for name, reason in sorted(REFUSED.items()):
+        refused[reason].append(f"`{name}`")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            *(_listed(letter, reason) for reason, letter in letters.items()),
+            "\nNot converted, because:\n",
+            *(_listed(", ".join(names), reason) for reason, names in refused.items()),
+        ]
+    )
+
+
 def with_families(page: str) -> str:
-    """Put what `fcsd families` prints between the markers of docs/families.md."""
+    """Put `families_lists` between the markers of docs/families.md."""
     before, rest = page.split(f"{FAMILIES_BEGIN}\n")
     _, after = rest.split(f"{FAMILIES_END}\n")
-    return f"{before}{FAMILIES_BEGIN}\n{families_table(families_facts())}\n{FAMILIES_END}\n{after}"
-
-
-def _overlap(family: Family) -> str:
-    if (reason := refusal(family)) is not None:
-        return f"refused: {reason}"
-    inside = kept_inside(family)
-    return "between layers" if inside is None else f"inside the layer: {inside}"
-
-
-def overlap_table() -> str:
-    """Format the table of docs/overlap.md: every family, and how far its layers overlap."""
-    return markdown(
-        ["family", "overlap"], [[name, _overlap(row)] for name, row in sorted(FAMILIES.items())], left=2
-    )
-
-
-def with_overlap(page: str) -> str:
-    """Put the families' overlap between the markers of docs/overlap.md."""
-    before, rest = page.split("<!-- overlap -->\n")
-    return (
-        f"{before}<!-- overlap -->\n{overlap_table()}\n<!-- /overlap -->{rest.split('<!-- /overlap -->')[1]}"
-    )
+    return f"{before}{FAMILIES_BEGIN}\n{families_lists()}\n{FAMILIES_END}\n{after}"
 
 
 def with_count(readme: str) -> str:
@@ -149,5 +168,5 @@ def with_count(readme: str) -> str:
 
 if __name__ == "__main__":
     SNAPSHOT.write_text(json.dumps(snapshot(), indent=1) + "\n", encoding="utf-8")
-    for file, updated in ((PAGE, with_families), (OVERLAP, with_overlap), (README, with_count)):
+    for file, updated in ((PAGE, with_families), (README, with_count)):
         file.write_text(updated(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -2,7 +2,7 @@
 
     capacity = ceil(factor * K * tokens / experts)         of each batch, for each expert
 
-K belongs in it: the article of `docs/routing.md` (blog.vikrampawar.com, part 2 of "How do Mixture of Experts Layers
+K belongs in it: the article of `docs/steer.md` (blog.vikrampawar.com, part 2 of "How do Mixture of Experts Layers
 Work?") leaves it out of its text ("batch_tokens / num_experts"), which at top-8 would drop seven pairs of eight of a
 perfectly even routing. Tokens come in order, as they do in the article's loop; a dropped pair
 contributes zero to its token's sum. The article's own gather clamps the index instead and adds another token's output.
