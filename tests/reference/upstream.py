@@ -3,8 +3,8 @@
     python -m tests.reference.upstream
 
 in the repository writes the snapshot that `tests/model/families/test_upstream.py` compares with, the table and the
-lists of docs/families.md, and the number of families in the README. Write it again only after the contract tests have passed
-with that transformers.
+lists of docs/families.md, and the number of families in the README. Write it again only after the contract tests have
+passed with that transformers.
 
 Not covered: attention, norms and experts, which may change without changing the connectivity.
 """
