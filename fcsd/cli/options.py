@@ -32,7 +32,9 @@ class Command(NamedTuple):
     more: str = ""
 
 
-SEVERAL = "On several GPUs: accelerate launch --config_file configs/fsdp2_8.yaml -m fcsd {} RECIPE (docs/scale.md)."
+SEVERAL = (
+    "On several GPUs: accelerate launch --config_file configs/fsdp2_8.yaml -m fcsd {} RECIPE (docs/scale.md)."
+)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
