@@ -15,6 +15,7 @@ import json
 import re
 import textwrap
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,52 +114,54 @@ def snapshot() -> dict[str, Any]:
     }
 
 
-def _listed(label: str, reason: str) -> str:
-    """Format an item of a list, folded as pages are."""
-    return textwrap.fill(f"- {label}: {reason}", 118, subsequent_indent="  ", break_on_hyphens=False)
+def _folded(text: str) -> str:
+    return textwrap.fill(
+        text, 118, subsequent_indent="  " if text.startswith("- ") else "", break_on_hyphens=False
+    )
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[str]:
+    """Format {family: reason} as a list with an item for each reason."""
+    names = defaultdict(list)
+    for name, reason in reasons.items():
+        names[reason].append(f"`{name}`")
+    return [_folded(f"- {reason}: {', '.join(each)}") for reason, each in names.items()]
+
+
+def _named(words: str, families: Iterable[str]) -> str:
+    return _folded(f"{words}: {', '.join(f'`{name}`' for name in families)}.")
 
 
 def families_lists() -> str:
-    """Format what docs/families.md lists: every family with its overlap, the reasons, and the refused families."""
-    letters: dict[str, str] = {}
-
-    def overlap(family: Family) -> str:
-        reason, word = refusal(family), "refused"
-        if reason is None:
-            reason, word = kept_inside(family), "inside"
-        if reason is None:
-            return "yes"
-        return f"{word} ({letters.setdefault(reason, chr(ord('a') + len(letters)))})"
-
-    lines = ["| family | shared experts | reference | overlap |", "|---|---|---|---|"]
-    for name, family in sorted(FAMILIES.items()):
-        shared = family.block_shared or family.layer_shared
-        cells = (
-            name,
-            ("yes" if family.additive else "in flight") if shared else "no",
-            "hand" if family.reference == "written" else "generic",
-            overlap(family),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    refused = defaultdict(list)
-    for name, reason in sorted(REFUSED.items()):
-        refused[reason].append(f"`{name}`")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            *(_listed(letter, reason) for reason, letter in letters.items()),
-            "\nNot converted, because:\n",
-            *(_listed(", ".join(names), reason) for reason, names in refused.items()),
-        ]
-    )
+    """Format what docs/families.md lists: every family by its overlap, what differs, and the refused families."""
+    families = dict(sorted(FAMILIES.items()))
+    refused = {name: reason for name, row in families.items() if (reason := refusal(row)) is not None}
+    rest = {name: kept_inside(row) for name, row in families.items() if name not in refused}
+    inside = {name: reason for name, reason in rest.items() if reason is not None}
+    shared = {name: row.block_shared or row.layer_shared for name, row in families.items()}
+    lists = [
+        _named("Overlap between layers", [name for name in rest if name not in inside]),
+        "Overlap inside the layer, because",
+        "\n".join(_by_reason(inside)),
+        "No overlap, because",
+        "\n".join(_by_reason(refused)),
+        _named("No shared experts", [name for name in families if not shared[name]]),
+        _named(
+            "Shared experts in flight, too",
+            [name for name in families if shared[name] and not families[name].additive],
+        ),
+        _named("Generic reference", [name for name, row in families.items() if row.reference != "written"]),
+        "Not converted, because",
+        "\n".join(_by_reason(dict(sorted(REFUSED.items())))),
+    ]
+    return "\n\n".join(lists)
 
 
 def with_families(page: str) -> str:
     """Put `families_lists` between the markers of docs/families.md."""
     before, rest = page.split(f"{FAMILIES_BEGIN}\n")
     _, after = rest.split(f"{FAMILIES_END}\n")
-    return f"{before}{FAMILIES_BEGIN}\n{families_lists()}\n{FAMILIES_END}\n{after}"
+    return f"{before}{FAMILIES_BEGIN}\n\n{families_lists()}\n\n{FAMILIES_END}\n{after}"
 
 
 def with_count(readme: str) -> str:
