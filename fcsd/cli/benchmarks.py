@@ -45,6 +45,6 @@ COMMANDS = {
         _bench,
         "`fcsd bench serve MODEL --against ORIGINAL --output DIR` starts one server after another, in turns: stock,"
         " stock with each exact way to hide communication that this machine has, FarSkip blocking and overlapped."
-        " Continues where it was cut off (docs/serving_bench.md).",
+        " Continues where it was cut off (docs/serve.md).",
     ),
 }

@@ -138,7 +138,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         EvaluationConfig,
         "suite",
         help="paper11, paper11_chat, pretrain9, camoe9, instruct, livecodebench, tiny, or the path of your suite file"
-        " (docs/evaluation.md)",
+        " (docs/evaluate.md)",
         default="paper11",
     )
     parser.add_argument(
@@ -237,7 +237,7 @@ COMMANDS = {
         " then `fcsd compare` sets both side by side. Without a network, --data-root ROOT reads a folder that"
         " `fcsd evaluate --fetch ROOT` has filled. Finished tasks are kept: the same command goes on with the next one."
         " Generated code runs only in a sandbox. On several GPUs: accelerate launch --multi_gpu -m fcsd evaluate"
-        " MODEL … (docs/evaluation.md).",
+        " MODEL … (docs/evaluate.md).",
     ),
     "score": Command(
         "Grade a file of ready samples, programs or answers to lm-eval's generation tasks.",

@@ -32,7 +32,9 @@ class Command(NamedTuple):
     more: str = ""
 
 
-SEVERAL = "On several GPUs: accelerate launch --config_file configs/fsdp2_8.yaml -m fcsd {} RECIPE (docs/training.md)."
+SEVERAL = (
+    "On several GPUs: accelerate launch --config_file configs/fsdp2_8.yaml -m fcsd {} RECIPE (docs/scale.md)."
+)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -125,7 +127,7 @@ def expert_parallel_argument(parser: ArgumentParser) -> None:
         "--overlap",
         choices=["full", "forward", "off"],
         help="with --expert-parallel: run what rewired layers send beside attention and the shared expert, in both"
-        " passes, in the forward pass only, or not at all (default: full where the model can; docs/overlap.md)",
+        " passes, in the forward pass only, or not at all (default: full where the model can; docs/scale.md)",
     )
 
 

@@ -215,7 +215,7 @@ COMMANDS = {
         "Profile one step of the regular and of the rewired model: traces, a figure, how much is hidden.",
         _trace_options,
         _trace,
-        "Launched as a training with --expert-parallel N is (docs/overlap.md); random tokens, no weights kept.",
+        "Launched as a training with --expert-parallel N is (docs/scale.md); random tokens, no weights kept.",
     ),
     "tiny-data": Command(
         "Generate the instruct-to-Python tasks, tokenizer and test data of recipes/tiny.",
@@ -226,6 +226,6 @@ COMMANDS = {
         "Copy the configurations of `accelerate launch` that ship with fcsd, to be used and edited.",
         _configs_options,
         _configs,
-        "They are what docs and messages call configs/fsdp2_8.yaml and so on (docs/training.md).",
+        "They are what docs and messages call configs/fsdp2_8.yaml and so on (docs/scale.md).",
     ),
 }

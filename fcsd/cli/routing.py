@@ -196,14 +196,14 @@ COMMANDS = {
         _routing_options,
         _routing,
         "Loads of experts, traffic between endpoints, what capacity factors drop, and with --links the time of the"
-        " exchanges and placements that lower it; with --against what a conversion did to it (docs/routing.md).",
+        " exchanges and placements that lower it; with --against what a conversion did to it (docs/steer.md).",
     ),
     "bias": Command(
         "Tables that steer a model's routers away from slow links, from its traffic on a text.",
         _bias_options,
         _bias,
         "`fcsd evaluate --router-bias OUT` says what they cost in quality; a recipe's evaluation.router_bias sweeps"
-        " strengths (docs/steering.md).",
+        " strengths (docs/steer.md).",
     ),
     "profile-network": Command(
         "Measure latency and rate of the links between the ranks of a launch, from which exchanges are simulated.",

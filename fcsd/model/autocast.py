@@ -18,7 +18,7 @@ def autocast_experts() -> None:
 
     transformers runs the experts of a MoE in one grouped matmul, for which torch's autocast has no rule
     (https://github.com/pytorch/pytorch/issues/174763): with float32 weights they run in float32, seven times as long
-    on an H100 as in bfloat16 (docs/gpu.md). Where torch brings a rule of its own, that is kept.
+    on an H100 as in bfloat16 (docs/scale.md). Where torch brings a rule of its own, that is kept.
     """
     import transformers.integrations.moe  # noqa: F401, defines the second operator
 

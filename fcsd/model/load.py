@@ -133,7 +133,7 @@ def does_not_fit(name: str | Path, num_bytes: int, device: torch.device) -> User
     """Return the error of weights that are larger than what is left of a device."""
     return UserError(
         f"{name}: its weights ({num_bytes / 1e9:.0f} GB) do not fit on {device} beside what is there;"
-        " free the device, or shard the weights over several (docs/evaluation.md, docs/training.md)"
+        " free the device, or shard the weights over several (docs/evaluate.md, docs/scale.md)"
     )
 
 

@@ -138,7 +138,7 @@ class SafetyConfig(Strict):
 
 
 class CalibrationConfig(Strict):
-    """Fold closed-form maps into the converted weights, before any training (docs/calibration.md)."""
+    """Fold closed-form maps into the converted weights, before any training (docs/convert.md)."""
 
     tokens: int = option(262_144, "tokens of the text to solve on", gt=0)  # of data.train
     ridge: float = option(

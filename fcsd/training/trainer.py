@@ -290,7 +290,7 @@ def _use_one_device(args: TrainingArguments) -> None:
     if args.n_gpu > 1:
         print(
             f"this process trains on one of the {args.n_gpu} devices that it sees; `accelerate launch"
-            f" --num_processes {args.n_gpu}` starts a process for each (docs/training.md)",
+            f" --num_processes {args.n_gpu}` starts a process for each (docs/scale.md)",
             file=sys.stderr,
         )
         args._n_gpu = 1

@@ -7,7 +7,7 @@ configs known in each of its processes, and `models` by the variable, which take
 without the other refuses to serve. What is not about an engine comes from `fcsd_vllm`. Importing the package imports no
 engine.
 
-Not covered: what `refusals` names, and what was never run without a GPU (`docs/serving_sglang.md` says what that is).
+Not covered: what `refusals` names, and what was never run without a GPU (`docs/serve.md` says what that is).
 """
 
 __version__ = "0.1.0"

@@ -2,7 +2,7 @@
 
 Importing the package imports no engine: `families`, `field`, `settings`, `versions` and `refusals` are plain Python.
 
-Not covered: SGLang, and what was never run without a GPU (`docs/serving.md` says what that is).
+Not covered: SGLang, and what was never run without a GPU (`docs/serve.md` says what that is).
 """
 
 __version__ = "0.1.0"

@@ -3,7 +3,7 @@
     a | wait C of the layer before | router | start D | b | wait D | experts | start C | shared experts
 
 D is the dispatch of layer k, C its combine, a and b the parts of attention before and from its kernel on. So D runs
-beside b, and C beside the shared experts and a of layer k+1. The other cases are those of `docs/overlap.md`:
+beside b, and C beside the shared experts and a of layer k+1. The other cases are those of `docs/scale.md`:
 
 - Nothing is in flight when the layer begins: D begins before all of attention. Where C may not outlast the layer,
   either (`attention: full`), D runs beside a, C beside b and the shared experts.

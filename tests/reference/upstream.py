@@ -2,9 +2,9 @@
 
     python -m tests.reference.upstream
 
-in the repository writes the snapshot that `tests/model/families/test_upstream.py` compares with, the tables of
-docs/families.md and the number of families in the README. Write it again only after the contract tests have passed
-with that transformers.
+in the repository writes the snapshot that `tests/model/families/test_upstream.py` compares with, the table and the
+lists of docs/families.md, and the number of families in the README. Write it again only after the contract tests have
+passed with that transformers.
 
 Not covered: attention, norms and experts, which may change without changing the connectivity.
 """
@@ -13,6 +13,9 @@ import ast
 import hashlib
 import json
 import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +23,12 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from fcsd.base.text import markdown
 from fcsd.model.families import FAMILIES, Family
-from fcsd.model.families.table import families_facts, families_table
+from fcsd.model.families.refused import REFUSED
 from fcsd.parallel.overlap.support import kept_inside, refusal
 
 SNAPSHOT = Path("tests/files/upstream.json")
 PAGE = Path("docs/families.md")
-OVERLAP = Path("docs/overlap.md")
 README = Path("README.md")
 FAMILIES_BEGIN, FAMILIES_END = "<!-- families -->", "<!-- /families -->"
 
@@ -113,33 +114,54 @@ def snapshot() -> dict[str, Any]:
     }
 
 
+def _folded(text: str) -> str:
+    return textwrap.fill(
+        text, 118, subsequent_indent="  " if text.startswith("- ") else "", break_on_hyphens=False
+    )
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[str]:
+    """Format {family: reason} as a list with an item for each reason."""
+    names = defaultdict(list)
+    for name, reason in reasons.items():
+        names[reason].append(f"`{name}`")
+    return [_folded(f"- {reason}: {', '.join(each)}") for reason, each in names.items()]
+
+
+def _named(words: str, families: Iterable[str]) -> str:
+    return _folded(f"{words}: {', '.join(f'`{name}`' for name in families)}.")
+
+
+def families_lists() -> str:
+    """Format what docs/families.md lists: every family by its overlap, what differs, and the refused families."""
+    families = dict(sorted(FAMILIES.items()))
+    refused = {name: reason for name, row in families.items() if (reason := refusal(row)) is not None}
+    rest = {name: kept_inside(row) for name, row in families.items() if name not in refused}
+    inside = {name: reason for name, reason in rest.items() if reason is not None}
+    shared = {name: row.block_shared or row.layer_shared for name, row in families.items()}
+    lists = [
+        _named("Overlap between layers", [name for name in rest if name not in inside]),
+        "Overlap inside the layer, because",
+        "\n".join(_by_reason(inside)),
+        "No overlap, because",
+        "\n".join(_by_reason(refused)),
+        _named("No shared experts", [name for name in families if not shared[name]]),
+        _named(
+            "Shared experts in flight, too",
+            [name for name in families if shared[name] and not families[name].additive],
+        ),
+        _named("Generic reference", [name for name, row in families.items() if row.reference != "written"]),
+        "Not converted, because",
+        "\n".join(_by_reason(dict(sorted(REFUSED.items())))),
+    ]
+    return "\n\n".join(lists)
+
+
 def with_families(page: str) -> str:
-    """Put what `fcsd families` prints between the markers of docs/families.md."""
+    """Put `families_lists` between the markers of docs/families.md."""
     before, rest = page.split(f"{FAMILIES_BEGIN}\n")
     _, after = rest.split(f"{FAMILIES_END}\n")
-    return f"{before}{FAMILIES_BEGIN}\n{families_table(families_facts())}\n{FAMILIES_END}\n{after}"
-
-
-def _overlap(family: Family) -> str:
-    if (reason := refusal(family)) is not None:
-        return f"refused: {reason}"
-    inside = kept_inside(family)
-    return "between layers" if inside is None else f"inside the layer: {inside}"
-
-
-def overlap_table() -> str:
-    """Format the table of docs/overlap.md: every family, and how far its layers overlap."""
-    return markdown(
-        ["family", "overlap"], [[name, _overlap(row)] for name, row in sorted(FAMILIES.items())], left=2
-    )
-
-
-def with_overlap(page: str) -> str:
-    """Put the families' overlap between the markers of docs/overlap.md."""
-    before, rest = page.split("<!-- overlap -->\n")
-    return (
-        f"{before}<!-- overlap -->\n{overlap_table()}\n<!-- /overlap -->{rest.split('<!-- /overlap -->')[1]}"
-    )
+    return f"{before}{FAMILIES_BEGIN}\n\n{families_lists()}\n\n{FAMILIES_END}\n{after}"
 
 
 def with_count(readme: str) -> str:
@@ -149,5 +171,5 @@ def with_count(readme: str) -> str:
 
 if __name__ == "__main__":
     SNAPSHOT.write_text(json.dumps(snapshot(), indent=1) + "\n", encoding="utf-8")
-    for file, updated in ((PAGE, with_families), (OVERLAP, with_overlap), (README, with_count)):
+    for file, updated in ((PAGE, with_families), (README, with_count)):
         file.write_text(updated(file.read_text(encoding="utf-8")), encoding="utf-8")

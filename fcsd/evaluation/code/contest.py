@@ -7,7 +7,7 @@ A functional test's input has the arguments as JSON, one a line, its output the 
 `func_name` of `metadata`, else that of the starter code. Each test has a process, and the time limit, of its own.
 
 Not covered: the compressed pickles in which LiveCodeBench ships private tests: a pickle can run code when it is loaded
-(docs/evaluation.md says how to write them as JSON once); its prompts word by word.
+(docs/evaluate.md says how to write them as JSON once); its prompts word by word.
 """
 
 import json
@@ -74,7 +74,7 @@ def _cases(value: Any, where: str) -> list[dict[str, str]]:
         except ValueError:
             raise UserError(
                 f"{where}: is no JSON; LiveCodeBench's compressed pickles are not loaded, since a pickle can run code:"
-                " write them as JSON once (docs/evaluation.md)"
+                " write them as JSON once (docs/evaluate.md)"
             ) from None
     cases = value or []
     good = isinstance(cases, list) and all(

@@ -5,7 +5,7 @@ file that the entry names, so an upstream rename shows as a refusal (`convert_mo
 never as a wrong model. The rows are in `standard`, `adapted` and `multimodal`.
 
 A family is listed only when the contract tests in `tests/model/connectivity` pass on it against an independent
-reference. To add one: `docs/adding-a-family.md`.
+reference. To add one: `docs/families.md`.
 
 Not covered: the families in `REFUSED`, which the equations have no meaning for.
 """

@@ -101,7 +101,7 @@ def layer_facts(
     """Return what the schedule of each layer depends on; None for a layer that is not rewired, whose exchanges block.
 
     attention, mlp: as in `Connectivity`. splits: where each layer's attention can be cut; None: everywhere before its
-    core. inside: of a family whose layers keep their own combine (docs/overlap.md).
+    core. inside: of a family whose layers keep their own combine (docs/scale.md).
     """
     last = len(rewired) - 1
     carry = [
@@ -137,7 +137,7 @@ def beside(facts: Sequence[LayerFacts | None]) -> list[dict[str, Computed]]:
 def served_beside(
     rewired: Sequence[bool], moe: Sequence[bool], attention: str, mlp: str, shared: Sequence[bool]
 ) -> list[tuple[Computed, ...]]:
-    """Return for each layer what a server computes beside its all-reduces (docs/serving.md).
+    """Return for each layer what a server computes beside its all-reduces (docs/serve.md).
 
     Two of an MoE layer: A_k of attention and shared expert beside the routed experts, R_k of the routed experts beside
     attention k+1. With `mlp: full` A_k is attention's and blocks; shared experts take a third, beside the routed ones,

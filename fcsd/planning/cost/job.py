@@ -48,7 +48,7 @@ class Hardware(Strict):
     mfu: tuple[float, float] | None = option(
         None,
         "share of the published peak that every matmul reaches, a range or a number (default: assumed for"
-        " each kind of matmul with its range; docs/estimate.md)",
+        " each kind of matmul with its range; docs/plan.md)",
     )
     network_gb_s: float | None = like(Cluster, "network_gb_s")
 

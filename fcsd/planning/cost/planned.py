@@ -70,7 +70,7 @@ class PlanSettings(Cluster):
 class Planned:
     """A model as it is planned: its work, and who shares it.
 
-    inside: its layers keep their own combine (docs/overlap.md). cached: bytes of keys and values on a rank, in serving.
+    inside: its layers keep their own combine (docs/scale.md). cached: bytes of keys and values on a rank, in serving.
     """
 
     settings: PlanSettings

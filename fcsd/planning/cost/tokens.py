@@ -7,7 +7,7 @@ from typing import Any
 
 from fcsd.data.workers import MOST_WORKERS
 
-# benchmarks/tokens.py, docs/LOG.md of 2026-11-22: 13,031 rows of 4096 tokens, read, tokenized and packed in one
+# benchmarks/tokens.py, docs/decisions.md of 2026-11-23: 13,031 rows of 4096 tokens, read, tokenized and packed in one
 # process, took 70.0 s of processor time.
 WORKER_TOKENS_S = 13_031 * 4096 / 70.0
 TOKEN_BYTES = 5  # its id, and whether it is to be predicted

@@ -1,4 +1,4 @@
-"""The layer that is most of the loss: the first one, wherever it was measured (docs/recovery.md, docs/LOG.md).
+"""The layer that is most of the loss: the first one, wherever it was measured (docs/distil.md, docs/decisions.md).
 
 Rewired alone and untrained it costs about as much as all layers together, with copied weights and with calibrated ones.
 `tell_first_layer` says so before anything is measured; `worst_layer` finds such a layer in a study, with what all
@@ -41,7 +41,7 @@ def tell_first_layer(connectivity: Connectivity, config: Any, family: Family, op
         return
     print(
         f"layer 0 alone is likely to be most of the loss; {option} {_without(others, len(mask))} leaves it as it"
-        " is (docs/calibration.md)",
+        " is (docs/convert.md)",
         file=sys.stderr,
     )
 

@@ -116,7 +116,7 @@ def find_vllm(vllm: str, comm: Mapping[str, Any]) -> Vllm:
     if program is None:
         raise UserError(
             f"--vllm {vllm}: no such program; vLLM has an environment of its own, give the `vllm` of it"
-            " (--vllm VENV/bin/vllm); docs/serving_bench.md says how to make one"
+            " (--vllm VENV/bin/vllm); docs/serve.md says how to make one"
         )
     words = [_python_of(Path(program)), "-c", _PROBE, json.dumps(dict(comm))]
     try:

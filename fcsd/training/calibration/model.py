@@ -174,7 +174,7 @@ def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
 def complaint(results: Sequence[dict[str, Any]]) -> tuple[bool, str] | None:
     """Say that the text was too little, or too much alike: whether that rules the result out, and a line for people.
 
-    By residuals of text that was left out, summed over all layers (docs/LOG.md): where those of what branches read
+    Residuals of held-out text decide, summed over all layers (docs/decisions.md): where those of what branches read
     grow, or those of what they add double, the model is no better than with copied weights, or hardly. What they add
     is missed a little more with any text.
     """

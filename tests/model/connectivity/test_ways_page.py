@@ -1,4 +1,4 @@
-"""The code of docs/running.md runs as it stands."""
+"""The code of docs/scale.md runs as it stands."""
 
 import importlib
 import importlib.util
@@ -12,7 +12,7 @@ from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 from tests.support import ROOT
 
-TEXT = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
 CODE = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## )[^\n]*\n)*?```python\n(.*?)```", TEXT, flags=re.M | re.S))
 RANKS = ("FSDP2", "Tensor and expert parallelism", "DeepSpeed ZeRO-3", "Pipelines")
 NEEDS = {"LoRA": "peft", "DeepSpeed ZeRO-3": "deepspeed", "int8 weights": "torchao"}

@@ -103,7 +103,7 @@ def gradients_behind_a_pass_without(rank, way):
 
 @pytest.mark.parametrize("way", ["optimizer", "reshard", "model"])
 def test_zero_grad_of_an_fsdp2_model_behind_a_pass_without_gradients_leaves_those_outside_the_layers(way):
-    """As docs/running.md says: torch 2.13 keeps the root's parameters gathered; the shards have the gradients."""
+    """As docs/scale.md says: torch 2.13 keeps the root's parameters gathered; the shards have the gradients."""
     for alone, behind in run_ranks(gradients_behind_a_pass_without, 2, way):
         outside = {n for n in alone if not n.startswith("model.layers.")}
         assert outside == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}

@@ -29,7 +29,7 @@ def saved():
 def test_the_page_of_families_has_the_tables_of_the_registry():
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     assert text == with_families(text), f"{PAGE}: its tables are not those of the registry; {WRITE}"
-    assert all(f"| {name} " in text for name in (*FAMILIES, *REFUSED))
+    assert all(f"`{name}`" in text for name in (*FAMILIES, *REFUSED))
 
 
 def test_the_readme_says_how_many_families_there_are_and_links_to_their_page():
@@ -42,7 +42,7 @@ def test_every_moe_model_type_of_transformers_is_supported_or_refused_with_a_rea
     undecided = [name for name in moe_model_types() if name not in FAMILIES and name not in REFUSED]
     assert not undecided, (
         f"transformers {transformers.__version__} has MoE model types that fcsd neither supports nor refuses:"
-        f" {', '.join(undecided)}. See docs/adding-a-family.md, or give the reason in"
+        f" {', '.join(undecided)}. See docs/families.md, or give the reason in"
         " fcsd/model/families/refused.py"
     )
     assert not FAMILIES.keys() & REFUSED.keys()

@@ -12,7 +12,7 @@ from fcsd.parallel.overlap.support import refusal
 from tests.parallel.overlap.ranks import CHECKPOINTING, X, attached, same, spread, step, worst
 from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.tiny import tiny_model
-from tests.reference.upstream import overlap_table
+from tests.reference.upstream import families_lists
 from tests.support import ROOT
 
 NAMES = [name for name, family in FAMILIES.items() if refusal(family) is None]
@@ -107,8 +107,9 @@ def test_four_ranks_share_the_experts_in_pairs_or_all_of_them(tmp_path: Path) ->
 
 
 def test_the_page_lists_every_family_and_how_far_it_overlaps() -> None:
-    page = (ROOT / "docs" / "overlap.md").read_text(encoding="utf-8")
-    assert f"<!-- overlap -->\n{overlap_table()}\n<!-- /overlap -->" in page, (
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    assert f"<!-- families -->\n\n{families_lists()}\n\n<!-- /families -->" in page, (
         "python -m tests.reference.upstream writes it"
     )
-    assert page.count("| refused: ") == len(FAMILIES) - len(NAMES)
+    refused = page.partition("\nNo overlap, because\n")[2].partition("\nNo shared experts")[0]
+    assert refused.count("`") == 2 * (len(FAMILIES) - len(NAMES))

@@ -534,7 +534,7 @@ def test_experts_that_run_without_being_chosen_are_told(recipe: Callable[..., Pa
 
 
 def test_tokens_take_disk_and_time_once_for_all_trainings(recipe: Callable[..., Path]) -> None:
-    """By hand from docs/LOG.md: 53,374,976 tokens in 70 s are 762,500 a second and worker, eight do 6.1 million."""
+    """By hand from docs/decisions.md: 53,374,976 tokens in 70 s are 762,500 a second, eight workers do 6.1 million."""
     data = {"train": [{"path": "nowhere.jsonl"}], "max_length": 1024}
     path = few_layers(recipe(data=data, variants={"long": {"train.max_steps": 5000}}))
     plan = load_recipe(path)

@@ -1,4 +1,4 @@
-"""Windows of exchanges, by hand from the schedule of docs/overlap.md; and of a server's all-reduces."""
+"""Windows of exchanges, by hand from the schedule of docs/scale.md; and of a server's all-reduces."""
 
 from typing import Any
 

@@ -157,6 +157,6 @@ def test_what_is_not_known_leaves_no_file(
 def test_the_gain_of_recorded_servers_follows_from_their_shares(
     blocking_ms: float, overlapped_ms: float, collectives: int, each_ms: float, hidden: float
 ) -> None:
-    """What `make bench-serving` measured with vLLM (docs/serving.md)."""
+    """What `make bench-serving` measured with vLLM (docs/serve.md)."""
     planned = 1 + gain(collectives * each_ms / blocking_ms, hidden)
     assert planned == pytest.approx(blocking_ms / overlapped_ms, rel=0.035)
