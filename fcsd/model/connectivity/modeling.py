@@ -195,8 +195,7 @@ def _own_classes(family: Family) -> str:
     """Return the text of the classes that transformers does not have, which a checkpoint with them brings, too."""
     if family.like is None:
         return ""
-    file = Path(__file__).parent / "classes" / f"{family.model_type}.py"
-    text = re.sub(r"^from fcsd\..*\n", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text = _embedded(f"classes/{family.model_type}.py")
     return f"\n{text}\n\n{family.config}.save_pretrained = _save_pretrained\n\n"
 
 
@@ -273,12 +272,8 @@ def register(model_type: str | None = None) -> None:
     """Make transformers' Auto classes load FarSkip checkpoints with fcsd's classes, without the remote-code
     flag; where the family's own classes are fcsd's as well, its regular checkpoints, too.
 
-    Args:
-        model_type: one family, given as `qwen3_moe` or `farskip_qwen3_moe`; None registers all (it imports
-            all their modeling files, about a second).
-
-    Raises:
-        UserError: the family is refused or not supported.
+    model_type: one family, given as `qwen3_moe` or `farskip_qwen3_moe`; None registers all (it imports all their
+    modeling files, about a second). Raises UserError for a family that is refused or not supported.
     """
     import transformers
     from transformers import AutoConfig, AutoModel
