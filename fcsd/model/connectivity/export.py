@@ -163,12 +163,7 @@ def carry_over(source: Path, folder: Path, repository: str | None = None) -> Non
     """Copy what a checkpoint has beside config and weights, so that tokenizer and processor load in `folder`.
 
     Their files stay as they are: `modeling_farskip.py` enters the model type in transformers' tables of both. Only code
-    that they name and that does not lie beside them is then named in its repository.
-
-    Args:
-        source: the base checkpoint, or a FarSkip checkpoint.
-        folder: the new checkpoint.
-        repository: `owner/name` that `source` is a snapshot of; code is then named there instead of copied.
+    that they name and that does not lie beside them is then named in its `repository`, `owner/name` on the Hub.
     """
     for pattern in CARRIED:
         for file in sorted(source.glob(pattern)):

@@ -272,8 +272,12 @@ def register(model_type: str | None = None) -> None:
     """Make transformers' Auto classes load FarSkip checkpoints with fcsd's classes, without the remote-code
     flag; where the family's own classes are fcsd's as well, its regular checkpoints, too.
 
-    model_type: one family, given as `qwen3_moe` or `farskip_qwen3_moe`; None registers all (it imports all their
-    modeling files, about a second). Raises UserError for a family that is refused or not supported.
+    Args:
+        model_type: one family, given as `qwen3_moe` or `farskip_qwen3_moe`; None registers all (it imports
+            all their modeling files, about a second).
+
+    Raises:
+        UserError: the family is refused or not supported.
     """
     import transformers
     from transformers import AutoConfig, AutoModel

@@ -27,15 +27,10 @@ SELECTIONS = ("all", "moe", "first:50%", "first:75%", "first:90%", "last:50%", "
 
 
 def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Tell everything about a checkpoint that its config says.
+    """Tell everything about a checkpoint that its config says, as JSON data; unknown values are None.
 
     Nothing is loaded and no code of the checkpoint runs. A family that cannot be converted is not an error:
     `can_be_converted` is false, `reason` says why, and what transformers can build is still counted.
-
-    Returns:
-        JSON data: model, revision, model_type, architecture, quantization, serve_command, family,
-        can_be_converted, reason, connectivity, connectivity_keys, needs, layers, experts, selections, parameters,
-        files, memory. Unknown values are None.
 
     Raises:
         UserError: no such checkpoint; a config that is damaged, or that transformers refuses.

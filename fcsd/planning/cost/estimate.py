@@ -29,12 +29,8 @@ def estimate(
 ) -> dict[str, Any]:
     """Estimate memory, FLOPs and time of one training of a recipe; of a Hub model only config.json is fetched.
 
-    Args:
-        variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead; of a recipe that
-            has no `train` section, whose pre-training is all that it is about, that is what is estimated anyway.
-
-    Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, disk, flops, time, tokens,
-        totals, refused, assumptions.
+    variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead; of a recipe that has
+    no `train` section, whose pre-training is all that it is about, that is what is estimated anyway.
 
     Raises:
         UserError: no such checkpoint, GPU or variant; a family that is refused; a batch that cannot be cut over the

@@ -124,7 +124,7 @@ class Job:
 
 
 def job_of(training: Training, hardware: Hardware) -> Job:
-    """Trace a micro-batch of a training; raises UserError as `estimate`."""
+    """Trace a micro-batch of a training; raises UserError for a machine, a batch or a model that cannot be."""
     machine, ranks = machine_of(hardware), hardware.expert_parallel
     rows, number = micro_batches(training.train, training.max_length, hardware.num_gpus)
     # A teacher gives the hidden states of all micro-batches of a step at once, if only in the end.

@@ -32,10 +32,7 @@ for Llama-4-Scout, 2.8 to 5.2 for DeepSeek-V2 (`benchmarks/plan.py`). Decoding w
 
 
 def plan(planned: Planned) -> dict[str, Any]:
-    """Plan a step of training, the time to the first token, or the time between tokens.
-
-    Returns: JSON data: model, machine, settings, times (regular, overlapped, speed-up, exposed, windows of each layer,
-        equation 9), memory, sensitivity, assumptions.
+    """Plan a step of training, the time to the first token, or the time between tokens, as JSON data.
 
     Raises:
         UserError: a batch beyond the memory.
