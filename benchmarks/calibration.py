@@ -4,7 +4,7 @@
     python -m benchmarks.calibration families
 
 `layers`: a random checkpoint of Qwen3-30B-A3B's shapes (widths divided by --shrink, a small vocabulary) is calibrated
-from folder to folder. Seconds a layer, the operations a second that this is (`fcsd.planning.cost.calibration`), and by
+from folder to folder. Seconds a layer, the operations a second that this is (`fcsd.planning.cost.estimate`), and by
 how much the process grew. `families`: KL(original || converted) of each family's tiny random model on random tokens,
 before and after.
 """
@@ -27,7 +27,7 @@ from fcsd.model.families import FAMILIES
 from fcsd.model.load import find_model
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch
-from fcsd.planning.cost.calibration import calibration_flops
+from fcsd.planning.cost.estimate import calibration_flops
 from fcsd.training.calibration.checkpoint import calibrate_checkpoint
 from fcsd.training.calibration.model import calibrate_model
 

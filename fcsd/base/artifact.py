@@ -23,18 +23,9 @@ SCHEMA_VERSION = 4
 # 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key of train; 3: streaming was one of
 # a source.
 _SAYS_NOTHING = ".streaming: false -> null"  # ends what a change is that former folders may have
-
-
 _PACKAGES = (
-    "fcsd",
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "lm-eval",
-    "tokenizers",
-    "safetensors",
-)
+    "fcsd", "torch", "transformers", "accelerate", "datasets", "lm-eval", "tokenizers", "safetensors",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

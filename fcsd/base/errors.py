@@ -1,5 +1,7 @@
 """Errors that a user is meant to see when a command does not end well."""
 
+import re
+
 
 class UserError(Exception):
     """A mistake in what the user gave: one message that says what, where, what is allowed and what to do next.
@@ -33,18 +35,11 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 500 else f"{text[:499]}…"
 
 
-_NO_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    "bad_alloc",
-)
+_NO_MEMORY = "out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether memory, of a device or of the host, was too small: torch says so in several ways."""
-    if isinstance(error, MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(part in text for part in _NO_MEMORY)
+    if isinstance(error, RuntimeError | OSError):
+        return re.search(_NO_MEMORY, str(error), re.IGNORECASE) is not None
+    return isinstance(error, MemoryError)

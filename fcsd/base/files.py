@@ -120,11 +120,7 @@ def check_folder_place(folder: Path, mark: str | None = None, what: str = "") ->
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, where there is none.
-
-    Raises:
-        UserError: as `check_folder_place`; the disk is full.
-    """
+    """Make a folder, and those above it; raises UserError as `check_folder_place` does, and for a full disk."""
     check_folder_place(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

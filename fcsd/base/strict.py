@@ -25,9 +25,8 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
-    elsewhere: ClassVar[
-        dict[str, str]
-    ] = {}  # keys that a user may look for in this record -> what to say of them
+    # Keys that a user may look for in this record -> what to say of them.
+    elsewhere: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod

@@ -209,6 +209,6 @@ COMMANDS = {
         "Measure latency and rate of the links between the ranks of a launch, from which exchanges are simulated.",
         _profile_network_options,
         _profile_network,
-        "accelerate launch --config_file configs/cpu_2.yaml -m fcsd profile-network links.json (docs/network.md).",
+        "accelerate launch --config_file configs/cpu_2.yaml -m fcsd profile-network links.json (docs/steer.md).",
     ),
 }

@@ -1,4 +1,4 @@
-"""Schemas of a suite (`eval/suites/*.yaml`; docs/evaluation.md has the keys), of a recipe's `evaluation`, and of
+"""Schemas of a suite (`eval/suites/*.yaml`; docs/evaluate.md has the keys), of a recipe's `evaluation`, and of
 `fcsd score`.
 """
 

@@ -1,6 +1,6 @@
 """`fcsd score`: grade samples that are ready in a file, of code tasks and of those whose answers lm-eval grades.
 
-A line is a JSON object; `task` names its task where --dataset does not (docs/evaluation.md). What `fcsd evaluate` wrote
+A line is a JSON object; `task` names its task where --dataset does not (docs/evaluate.md). What `fcsd evaluate` wrote
 is read for both. Not covered: tasks that are scored by likelihood.
 """
 

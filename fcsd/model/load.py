@@ -64,10 +64,7 @@ class ModelFolder:
 
     def load_config(self, any_family: bool = False) -> Any:
         """Return its config object, with upstream's defaults filled in; that of a family that is not known is
-        transformers' own.
-
-        Raises:
-            UserError: what `read_checkpoint` and `load_config` refuse.
+        transformers' own. Raises UserError as `read_checkpoint` and the loading of configs.
         """
         checkpoint = read_checkpoint(self.folder, any_family=True) if any_family else self.checkpoint
         if checkpoint.family is not None:
@@ -78,11 +75,7 @@ class ModelFolder:
 
 
 def find_model(config: "ModelConfig") -> ModelFolder:
-    """Find the checkpoint that a `model` section names; of a hub id what is missing is fetched.
-
-    Raises:
-        UserError: there is no such checkpoint.
-    """
+    """Find the checkpoint that a `model` section names, or raise UserError; of a hub id what is missing is fetched."""
     return ModelFolder(config, find_folder(config.path, config.revision))
 
 
@@ -96,11 +89,8 @@ def load_checkpoint(
 ) -> "PreTrainedModel":
     """Load a checkpoint as its `model` section says, as it is or with the connectivity given.
 
-    weights: False gives the same model without storage, for a rank that will be sent its shard.
-    any_family, options: as `load_model`.
-
-    Raises:
-        UserError: what `load_model` refuses.
+    weights: False gives the same model without storage, for a rank that will be sent its shard. any_family, options,
+    and what is raised: as `load_model`.
     """
     config = model.config
     loaded: PreTrainedModel = load_model(
@@ -118,11 +108,7 @@ def load_checkpoint(
 
 
 def to_device(model: "PreTrainedModel", name: str | Path, device: torch.device) -> "PreTrainedModel":
-    """Move a model to the device of this rank; `from_pretrained` leaves it in main memory.
-
-    Raises:
-        UserError: it does not fit.
-    """
+    """Move a model to the device of this rank, or raise UserError; `from_pretrained` leaves it in main memory."""
     try:
         return torch.nn.Module.to(model, device)
     except torch.OutOfMemoryError:

@@ -135,8 +135,7 @@ def _check_expert_parallel(size: int, world: int) -> None:
         raise UserError(
             f"--expert-parallel {size}: does not divide the number of processes, {world}; change one of them"
         )
-    flags = ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")
-    if any(parse_flag_from_env(f"ACCELERATE_USE_{flag}") for flag in flags):
+    if any(parse_flag_from_env(f"ACCELERATE_USE_{x}") for x in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")):
         raise UserError(
             f"--expert-parallel {size}: shards all other weights as well; launch with distributed_type: MULTI_GPU and"
             " no parallelism_config (see configs/ep_8.yaml)"

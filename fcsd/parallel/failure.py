@@ -21,9 +21,7 @@ _PERIOD_S = 1.0
 _GRACE_S = 5.0  # for a process to end by itself once another one has failed; then it is ended
 _DEAD_S = 6.0  # without counting, while a collective has just broken: dead
 _SILENT_S = 300.0  # without counting, whatever else: dead; a library that holds the GIL for long stays below
-_HUNG_S = (
-    1800.0  # of all ranks in one part of a step: one hangs; the time that gloo's collectives are given, too
-)
+_HUNG_S = 1800.0  # of all ranks in one part of a step: one hangs; what gloo's collectives are given, too
 _LOST_S = 60.0  # without an answer from the store: its host is gone
 _UNKNOWN_S = 10.0
 _COLLECTIVE = ("gloo", "NCCL", "RCCL", "ProcessGroup")  # in what torch raises when a peer is gone
@@ -147,7 +145,7 @@ class Watch:
         os._exit(status)
 
     def _look_for_silence(self, heard: dict[int, tuple[str, float]]) -> None:
-        for rank, count in self._counts().items():
+        for rank, count in self._of_all("count").items():
             if heard.get(rank, ("", 0.0))[0] != count:
                 heard[rank] = (count, time.monotonic())
         silent = [rank for rank, (_, at) in heard.items() if time.monotonic() - at > _SILENT_S]
@@ -155,15 +153,12 @@ class Watch:
             print(self._silent(silent), file=sys.stderr)
 
     def _look_for_a_hang(self) -> None:
-        places = [
-            self.store.get(key).decode() if self.store.check([key]) else ""
-            for key in (f"hung/{rank}" for rank in range(self.world_size))
-        ]
-        if not all(places):
+        places = self._of_all("hung")
+        if not all(places.values()):
             return
         text = (
             f"fcsd: error: no rank has got any further in its training step for {_HUNG_S / 60:g} minutes, so one of"
-            f" them hangs: {'; '.join(f'rank {rank} is in {place}' for rank, place in enumerate(places))}; run the same"
+            f" them hangs: {'; '.join(f'rank {rank} is in {place}' for rank, place in places.items())}; run the same"
             " command again to go on from the last checkpoint"
         )
         if self._claim(text, 1):
@@ -173,13 +168,10 @@ class Watch:
 
     # ---- in both threads
 
-    def _counts(self) -> dict[int, str]:
-        """Return how far each rank has counted; "" for one that has not begun."""
-        keys = {rank: f"count/{rank}" for rank in range(self.world_size)}
-        return {
-            rank: self.store.get(key).decode() if self.store.check([key]) else ""
-            for rank, key in keys.items()
-        }
+    def _of_all(self, what: str) -> dict[int, str]:
+        """Return what each rank has written as `count` or `hung`; "" for one that has not."""
+        keys = {rank: f"{what}/{rank}" for rank in range(self.world_size)}
+        return {rank: self.store.get(k).decode() if self.store.check([k]) else "" for rank, k in keys.items()}
 
     def _failure(self) -> dict[str, Any]:
         return json.loads(self.store.get("failure"))
@@ -211,10 +203,10 @@ class Watch:
 
     def _behind(self, error: BaseException) -> str | None:
         """Blame a broken collective on the ranks that were killed, if that is what happened: it is seldom the cause."""
-        before, begun = self._counts(), time.monotonic()
+        before, begun = self._of_all("count"), time.monotonic()
         while time.monotonic() - begun < _DEAD_S and not self.store.check(["failure"]):
             self._stopped.wait(_PERIOD_S / 5)
-        after = self._counts()
+        after = self._of_all("count")
         dead = [rank for rank in before if before[rank] == after[rank] and rank != self.rank]
         return self._silent(dead) if dead else None
 

@@ -59,26 +59,31 @@ class Launch:
 
     def for_evaluation(self) -> "Launch":
         """Return this launch with FSDP2 in the place of ZeRO-3: the scores are the same, and generation works."""
-        return (
-            self._with(replace(self.engine, name="fsdp2", reshard=True))
-            if self.engine.uses_deepspeed
-            else self
-        )
+        fsdp2 = replace(self.engine, name="fsdp2", reshard=True)
+        return self._with(fsdp2) if self.engine.uses_deepspeed else self
 
     def with_copies(self) -> "Launch":
         """Return this launch with a whole model on every rank in the place of expert parallelism."""
-        return (
-            self._with(Engine("ddp" if self.ranks.size > 1 else "one"))
-            if self.engine.spreads_experts
-            else self
-        )
+        copies = Engine("ddp" if self.ranks.size > 1 else "one")
+        return self._with(copies) if self.engine.spreads_experts else self
 
     def _with(self, engine: Engine) -> "Launch":
         return replace(self, engine=engine, ranks=replace(self.ranks, lockstep=engine.shards))
 
     def begin(self, stage: Stage) -> str:
         """Note the start of a stage on the first rank; return on every rank whether it is finished already."""
-        return self.ranks.from_first(lambda: _begin(stage))
+
+        def begin() -> str:
+            state = stage.state()
+            if state == "finished":
+                print(f"{stage.name}: finished before, in {stage.folder}", file=sys.stderr)
+                return state
+            stage.folder.mkdir(parents=True, exist_ok=True)
+            hold_folder(stage.folder)
+            stage.start()
+            return state
+
+        return self.ranks.from_first(begin)
 
     def finish(self, stage: Stage, results: dict[str, Any], model: Path | None = None) -> None:
         """Write the manifest on the first rank, with the fingerprint of the `model` that the stage leaves."""
@@ -86,17 +91,6 @@ class Launch:
             stage.finish(results, {"model": weights_fingerprint(model)} if model is not None else None)
             release_folder(stage.folder)
         self.wait()
-
-
-def _begin(stage: Stage) -> str:
-    state = stage.state()
-    if state == "finished":
-        print(f"{stage.name}: finished before, in {stage.folder}", file=sys.stderr)
-        return state
-    stage.folder.mkdir(parents=True, exist_ok=True)
-    hold_folder(stage.folder)
-    stage.start()
-    return state
 
 
 def join_launch(*, expert_parallel: int = 1, overlap: Overlap | None = None) -> Launch:

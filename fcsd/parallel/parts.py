@@ -96,9 +96,8 @@ def first_row(parameter: Any) -> int:
     mesh, rows = parameter.device_mesh, parameter.shape[0]
     *outer, index = mesh.get_coordinate()
     first = 0
-    if "ep" in (
-        mesh.mesh_dim_names or ()
-    ):  # (efsdp, ep): each rank of `ep` has some experts, `efsdp` cuts these
+    if "ep" in (mesh.mesh_dim_names or ()):
+        # (efsdp, ep): each rank of `ep` has some experts, `efsdp` cuts these
         rows //= mesh.size(mesh.ndim - 1)
         first, index = index * rows, outer[-1] if outer else 0
         ranks = mesh.size(mesh.ndim - 2) if outer else 1

@@ -34,10 +34,8 @@ def load_for_evaluation(model: ModelFolder, launch: Launch, *, device_map: Any =
     """Load a checkpoint in eval mode, as this rank of the launch holds it; all ranks call this.
 
     FSDP2 and expert parallelism: shards of the weights (under FSDP2 the head whole on every rank). Otherwise all of
-    them on the rank's device.
-
-    Args:
-        device_map: of one process, as transformers knows it; "auto" fills the devices one after another.
+    them on the rank's device. device_map: of one process, as transformers knows it; "auto" fills the devices one after
+    another.
 
     Raises:
         UserError: what `load_model` refuses; a model that cannot be sharded, or does not fit.

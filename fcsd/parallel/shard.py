@@ -24,6 +24,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
@@ -46,8 +54,6 @@ def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> N
     FSDP2: parameters in train.dtype; with train.bf16 they are gathered as bfloat16 and gradients are reduced in
     float32. ZeRO-3: parameters in bfloat16 with train.bf16, else float32; DeepSpeed adds its float32 copy of the part.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     engine = launch.engine
     if engine.spreads_experts:
         return  # it was loaded so
@@ -74,8 +80,6 @@ def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
         The head, whole on every rank: V x D numbers (0.6 GB for Qwen3-30B-A3B in bfloat16), which every micro-batch
         reads whole; a gather for each would cost more time than the memory is worth.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     model.eval().requires_grad_(False)
     head, body = head_and_body(model)
     if "_sharded" in model.__dict__:  # the runs of a sweep share it
@@ -135,8 +139,9 @@ def whole_model(model: PreTrainedModel, dtype: torch.dtype, launch: Launch) -> P
             tensors[name] = tensors[name].to(dtype)
     config = copy.deepcopy(model.config)
     config.__dict__.pop("distributed_config", None)
+    own: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     with torch.device("meta"):
-        whole = _plain_class(model)(config)
+        whole = own(config)
     names = whole.state_dict().keys()
     whole.load_state_dict({n: t for n, t in tensors.items() if n in names}, strict=False, assign=True)
     whole.tie_weights()
@@ -150,8 +155,6 @@ def whole_model(model: PreTrainedModel, dtype: torch.dtype, launch: Launch) -> P
 
 def reshard(model: nn.Module) -> None:
     """Free what FSDP2 has gathered (generation leaves the head whole); nothing for other models."""
-    from torch.distributed.fsdp import FSDPModule
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -167,13 +170,6 @@ def _decoder_layers(model: PreTrainedModel, engine: Engine) -> list[nn.Module]:
             f" layers of {type(model).__name__} are {' and '.join(names)}; leave the key out"
         )
     return list(decoder_layers(model, family))
-
-
-def _plain_class(model: PreTrainedModel) -> Any:
-    """Return the model's class without what FSDP2 puts in front of it."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
 @contextlib.contextmanager
@@ -262,9 +258,6 @@ def _fully_shard(
     trained: bool,
 ) -> None:
     """`units`: what is gathered as one, the head last in a model that is trained."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-
     engine, world, kind = launch.engine, launch.ranks.size, launch.device.type
     if engine.replicas > 1:
         shape, names = (engine.replicas, world // engine.replicas), ("replicate", "shard")

@@ -38,18 +38,15 @@ __all__ = [
 ]
 
 _LAZY = {
-    "convert_model": "convert",
-    "unconvert_model": "convert",
-    "farskip_layers": "convert",
-    "pipeline_cuts": "convert",
-    "load_model": "load",
-    "convert_checkpoint": "export",
-    "unconvert_checkpoint": "export",
-    "register": "modeling",
+    "convert": ("convert_model", "farskip_layers", "pipeline_cuts", "unconvert_model"),
+    "export": ("convert_checkpoint", "unconvert_checkpoint"),
+    "load": ("load_model",),
+    "modeling": ("register",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

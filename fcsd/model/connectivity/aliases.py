@@ -94,15 +94,9 @@ def check_described(config: Mapping[str, Any], where: str) -> None:
 def from_instella(
     config: Mapping[str, Any], moe_mask: Sequence[bool], where: str = "config.json"
 ) -> Connectivity:
-    """Return the connectivity that Instella's keys describe.
+    """Return the connectivity that Instella's keys in a `config.json` describe; `layers: none` for a regular model.
 
-    Args:
-        config: the mapping read from a `config.json`.
-        moe_mask: one entry a decoder layer, True for an MoE layer.
-        where: what an error names.
-
-    Returns:
-        `layers: none` for a regular model.
+    moe_mask: one entry a decoder layer, True for an MoE layer. where: what an error names.
 
     Raises:
         UserError: a key has a value of the wrong kind, or the range begins with both sides after a regular
@@ -187,11 +181,8 @@ def to_instella(
     AMD's code for transformers 4.57 has DeepSeek-V3's router and reads the keys. AMD's SGLang knows all layers with
     both sides or none, by variables of its environment, and has DeepSeek-V2's router, too.
 
-    Args:
-        config: the `config.json` of a checkpoint of fcsd, or in Instella's keys but translated.
-        field: its `farskip` field; `layers: []` for a regular model.
-        mask: one entry a decoder layer, True for an MoE layer.
-        where: what an error names.
+    config: of a checkpoint of fcsd, or in Instella's keys but translated. field: its `farskip` field; `layers: []` for
+    a regular model. mask: one entry a decoder layer, True for an MoE layer. where: what an error names.
 
     Raises:
         UserError: the family or the connectivity cannot be said in these keys; a key is none that is described.

@@ -15,6 +15,9 @@ from fcsd.model.families.refused import REFUSED
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_FETCHED = (
+    "*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "README.md",
+)  # fmt: skip
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors by their names
 
@@ -47,18 +50,8 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
         return folder
     from huggingface_hub import snapshot_download
 
-    patterns = [
-        "*.json",
-        "*.safetensors",
-        "*.model",
-        "*.txt",
-        "*.jinja",
-        "*.tiktoken",
-        "LICENSE*",
-        "README.md",
-    ]
     try:
-        return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=list(_FETCHED)))
     except Exception as error:  # network, authorisation, offline mode: each is the user's to solve
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(

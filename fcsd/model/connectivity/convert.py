@@ -113,8 +113,7 @@ def _check_blocks(model: Any, family: Family, mask: list[bool]) -> None:
 
 
 def _replace_config(model: Any, new: Any) -> None:
-    """Put `new` in the place of the model's config, and the parts of `new` (text, vision) in the place of its
-    parts, in every module that holds them.
+    """Put `new`, and its parts (text, vision), in the place of the model's config in every module that holds them.
 
     The old objects are left alone: another model (the teacher) may share them. All modules of this model go
     on sharing one object, because the attention implementation is read from it at run time.

@@ -1,21 +1,41 @@
-"""Conversion from folder to folder. Tensor names and values do not change, so weights are never loaded."""
+"""Conversion from folder to folder. Tensor names and values do not change, so weights are never loaded; tokenizer,
+processor, generation defaults and licence are carried over."""
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from transformers.dynamic_module_utils import get_relative_import_files
+
 from fcsd.base.errors import UserError
-from fcsd.base.files import new_folder
+from fcsd.base.files import new_folder, write_json
 from fcsd.model.connectivity import rewire
 from fcsd.model.connectivity.aliases import to_instella
-from fcsd.model.connectivity.carried import carry_over
-from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, find_folder, read_checkpoint
+from fcsd.model.connectivity.checkpoint import (
+    CONFIG,
+    INDEX,
+    Checkpoint,
+    find_folder,
+    read_checkpoint,
+    read_checkpoint_json,
+)
 from fcsd.model.connectivity.load import check_tensors, config_and_class, load_config
 from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.model.connectivity.spec import Connectivity
-from fcsd.model.families import PREFIX, moe_mask
+from fcsd.model.families import PREFIX, Family, moe_mask
+
+CARRIED = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "tekken.json",
+    "*.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*", "processor_config.json",
+    "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json", "LICENSE*",
+)  # fmt: skip
+"""Patterns. No pickles, and no code except what a tokenizer or processor names as its own."""
+
+_CLASS = re.compile(r"([\w.-]+/[\w.-]+--)?\w+(\.\w+)+")  # no path in it leads out of the folder
+_CODE = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
 def convert_checkpoint(
@@ -47,9 +67,7 @@ def convert_checkpoint(
         UserError: as `load_model`; `destination` exists and is not an empty folder, or cannot be written;
             `source` is already converted with this connectivity.
     """
-    checkpoint = _checked(find_folder(source, revision))
-    family = checkpoint.family
-    assert family is not None
+    checkpoint, family = _checked(source, revision)
     mask = moe_mask(load_config(checkpoint), family)
     own = checkpoint.connectivity
     if connectivity is None:
@@ -80,9 +98,7 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
     Raises:
         UserError: as `convert_checkpoint`; `source` is not a FarSkip checkpoint.
     """
-    checkpoint = _checked(find_folder(source, revision))
-    family = checkpoint.family
-    assert family is not None
+    checkpoint, family = _checked(source, revision)
     if checkpoint.connectivity is None:
         raise UserError(
             f"{source}: is not a FarSkip checkpoint (model_type '{family.model_type}'), nothing to undo"
@@ -106,19 +122,19 @@ def export_checkpoint(source: str | Path, destination: str | Path, *, revision: 
     Raises:
         UserError: as `convert_checkpoint`; what the keys cannot say (`to_instella`).
     """
-    checkpoint = _checked(find_folder(source, revision))
-    family, own = checkpoint.family, checkpoint.connectivity or Connectivity("none")
-    assert family is not None
+    checkpoint, family = _checked(source, revision)
+    own = checkpoint.connectivity or Connectivity("none")
     mask = moe_mask(load_config(checkpoint), family)
     config = to_instella(checkpoint.config, own.field(mask), mask, str(source))
     with new_folder(Path(destination), replaces=False) as folder:
         _write(source, checkpoint, folder, config)
 
 
-def _checked(folder: Path) -> Checkpoint:
-    checkpoint = read_checkpoint(folder)
+def _checked(source: str | Path, revision: str | None) -> tuple[Checkpoint, Family]:
+    checkpoint = read_checkpoint(find_folder(source, revision))
     check_tensors(checkpoint, *config_and_class(checkpoint))
-    return checkpoint
+    assert checkpoint.family is not None
+    return checkpoint, checkpoint.family
 
 
 def _write(source: str | Path, checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
@@ -141,3 +157,50 @@ def link_or_copy(source: Path, destination: Path) -> None:
         os.link(source.resolve(), destination)
     except OSError:
         shutil.copyfile(source, destination)
+
+
+def carry_over(source: Path, folder: Path, repository: str | None = None) -> None:
+    """Copy what a checkpoint has beside config and weights, so that tokenizer and processor load in `folder`.
+
+    Their files stay as they are: `modeling_farskip.py` enters the model type in transformers' tables of both. Only code
+    that they name and that does not lie beside them is then named in its `repository`, `owner/name` on the Hub.
+    """
+    for pattern in CARRIED:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file():
+                target = folder / file.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
+    for name in _CODE:
+        if (source / name).is_file():
+            _keep_code(source, folder, name, repository)
+
+
+def _keep_code(source: Path, folder: Path, file: str, repository: str | None) -> None:
+    """Keep the code that a tokenizer or processor brings with it: `module.Class` in its auto_map."""
+    values = read_checkpoint_json(source / file)
+    auto_map: dict[str, Any] = values.get("auto_map") or {}
+    if isinstance(auto_map, list):  # an old form, which names the tokenizer only
+        auto_map = {"AutoTokenizer": auto_map}
+    changed = False
+    for auto, classes in auto_map.items() if isinstance(auto_map, dict) else [("", auto_map)]:
+        names = classes if isinstance(classes, list) else [classes]
+        if not auto or not all(
+            name is None or (isinstance(name, str) and _CLASS.fullmatch(name)) for name in names
+        ):
+            raise UserError(
+                f"{source / file}: auto_map: Auto class to module.Class is needed, got {str(classes)[:80]!r};"
+                " fetch the file again"
+            )
+        for place, name in enumerate(names):
+            if not name or "--" in name:
+                continue
+            module = source / f"{name.split('.')[0]}.py"
+            if module.is_file():
+                for each in (module, *map(Path, get_relative_import_files(module))):
+                    shutil.copyfile(each, folder / each.name)
+            elif repository is not None:
+                names[place], changed = f"{repository}--{name}", True
+        auto_map[auto] = names if isinstance(classes, list) else names[0]
+    if changed:
+        write_json(folder / file, values | {"auto_map": auto_map})

@@ -242,9 +242,8 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
             " the checkpoint is incomplete or of another model"
         )
     found = SimpleNamespace(missing_keys=set(), unexpected_keys={*have} - {*in_files, *in_memory, *tied})
-    model._adjust_missing_and_unexpected_keys(
-        found
-    )  # takes out what the family does not load, MTP layers say
+    # Takes out what the family does not load, MTP layers say.
+    model._adjust_missing_and_unexpected_keys(found)
     if extra := sorted(found.unexpected_keys):
         raise UserError(
             f"{checkpoint.folder}: {len(extra)} tensors belong to no parameter, the first is '{extra[0]}';"

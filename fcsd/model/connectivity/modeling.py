@@ -195,8 +195,7 @@ def _own_classes(family: Family) -> str:
     """Return the text of the classes that transformers does not have, which a checkpoint with them brings, too."""
     if family.like is None:
         return ""
-    file = Path(__file__).parent / "classes" / f"{family.model_type}.py"
-    text = re.sub(r"^from fcsd\..*\n", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text = _embedded(f"classes/{family.model_type}.py")
     return f"\n{text}\n\n{family.config}.save_pretrained = _save_pretrained\n\n"
 
 

@@ -34,11 +34,7 @@ class Recording:
         self._calls: list[list[Routed]] = [[] for _ in routers]
 
     def take(self) -> list[Routed]:
-        """Return, for each of `routers`, all tokens since the last call, and forget them.
-
-        Raises:
-            UserError: a router was not called.
-        """
+        """Return, for each of `routers`, all tokens since the last call, and forget them; UserError: one has none."""
         calls, self._calls = self._calls, [[] for _ in self.routers]
         for router, found in zip(self.routers, calls, strict=True):
             if not found:

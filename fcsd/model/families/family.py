@@ -34,9 +34,10 @@ class Family:
     moe_block: str
     """Class of the MoE block; a layer whose `moe` attribute has another class is dense."""
     upstream: str = ""
-    """File inside the transformers package that the other names come from; models/TYPE/modeling_TYPE.py."""
+    """File inside the transformers package that the other names come from; models/TYPE/modeling_TYPE.py, TYPE the model
+    type (of `like`) without "_text"."""
     causal_lm: str = ""
-    """Class of the model with its LM head; NAMEForCausalLM."""
+    """Class of the model with its LM head; NAMEForCausalLM, NAME without "Text"."""
     base_model: str = ""
     """Class of the model without head; NAMEModel."""
     decoder_layer: str | tuple[str, ...] = ""
@@ -118,10 +119,11 @@ class Family:
 
     def __post_init__(self) -> None:
         name = self.config.removesuffix("Config")
-        causal_lm = self.causal_lm or f"{name}ForCausalLM"
+        causal_lm = self.causal_lm or f"{name.removesuffix('Text')}ForCausalLM"
         text = causal_lm.endswith("ForCausalLM")
+        kind = (self.like or self.model_type).removesuffix("_text")
         usual = {
-            "upstream": f"models/{self.model_type}/modeling_{self.model_type}.py",
+            "upstream": f"models/{kind}/modeling_{kind}.py",
             "causal_lm": causal_lm,
             "base_model": f"{name}Model",
             "decoder_layer": f"{name}DecoderLayer",
@@ -150,10 +152,6 @@ def wrapper(text: Family, model_type: str, name: str, *, causal_lm: str = "", ba
     )
 
 
-def _all(config: Any) -> list[bool]:
-    return [True] * config.num_hidden_layers
-
-
 def _from_layer(field: str) -> Callable[[Any], list[bool]]:
     return lambda config: [k >= getattr(config, field) for k in range(config.num_hidden_layers)]
 
@@ -163,10 +161,6 @@ def _sparse_step(config: Any) -> list[bool]:
     step = config.decoder_sparse_step
     has_experts = config.num_experts > 0
     return [has_experts and k not in dense and (k + 1) % step == 0 for k in range(config.num_hidden_layers)]
-
-
-def _listed(config: Any) -> list[bool]:
-    return [k in set(config.moe_layers) for k in range(config.num_hidden_layers)]
 
 
 def _mlp_layer_types(config: Any) -> list[bool]:
@@ -184,35 +178,34 @@ def _moe_layer_interval(config: Any) -> list[bool]:
     return [first <= k <= last and (k + 1) % interval == 0 for k in range(config.num_hidden_layers)]
 
 
-def _layers_num_experts(config: Any) -> list[bool]:
-    return [count > 1 for count in config.layers_num_experts]
-
-
-def _num_local_experts(config: Any) -> list[bool]:
-    return [config.num_local_experts > 0] * config.num_hidden_layers
-
-
-def _enable_moe_block(config: Any) -> list[bool]:
-    return [bool(config.enable_moe_block)] * config.num_hidden_layers
-
-
 MOE_LAYERS: dict[str, tuple[tuple[str, ...], Callable[[Any], list[bool]]]] = {
-    "all": (("num_hidden_layers",), _all),
+    "all": (("num_hidden_layers",), lambda config: [True] * config.num_hidden_layers),
     "first_k_dense_replace": (("first_k_dense_replace",), _from_layer("first_k_dense_replace")),
     "decoder_sparse_step": (("num_experts", "decoder_sparse_step", "mlp_only_layers"), _sparse_step),
-    "moe_layers": (("moe_layers", "interleave_moe_layer_step"), _listed),
+    "moe_layers": (
+        ("moe_layers", "interleave_moe_layer_step"),
+        lambda config: [k in set(config.moe_layers) for k in range(config.num_hidden_layers)],
+    ),
     "mlp_layer_types": (("mlp_layer_types",), _mlp_layer_types),
     "moe_layer_interval": (
         ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
         _moe_layer_interval,
     ),
-    "expert_layer_period": (("expert_layer_period", "expert_layer_offset"), _layers_num_experts),
+    "expert_layer_period": (
+        ("expert_layer_period", "expert_layer_offset"),
+        lambda config: [count > 1 for count in config.layers_num_experts],
+    ),
     "num_dense_layers": (("num_dense_layers",), _from_layer("num_dense_layers")),
-    "num_local_experts": (("num_local_experts",), _num_local_experts),
-    "enable_moe_block": (("enable_moe_block",), _enable_moe_block),
+    "num_local_experts": (
+        ("num_local_experts",),
+        lambda config: [config.num_local_experts > 0] * config.num_hidden_layers,
+    ),
+    "enable_moe_block": (
+        ("enable_moe_block",),
+        lambda config: [bool(config.enable_moe_block)] * config.num_hidden_layers,
+    ),
 }
-"""Rule name -> (config fields that decide, function of the config). The rules are upstream's own
-conditions."""
+"""Rule name -> (config fields that decide, upstream's own condition as a function of the config)."""
 
 
 def moe_mask(config: Any, family: Family) -> list[bool]:

@@ -41,7 +41,6 @@ ROWS = (
     Family(
         model_type="instella_moe",
         like="deepseek_v3",
-        upstream="models/deepseek_v3/modeling_deepseek_v3.py",
         config="InstellaMoEConfig",
         decoder_layer="DeepseekV3DecoderLayer",
         moe_block="DeepseekV3MoE",
@@ -80,9 +79,7 @@ ROWS = (
         folding=Folding(transposed=("gate_up_proj", "down_proj")),
         scaled_experts="model.layers.*.feed_forward.experts",
         since="5.5",
-        upstream="models/llama4/modeling_llama4.py",
         config="Llama4TextConfig",
-        causal_lm="Llama4ForCausalLM",
         moe_block="Llama4TextMoe",
         moe="feed_forward",
         block_shared="shared_expert",

@@ -89,11 +89,7 @@ def _remote(name: str, revision: str | None) -> Source:
 
 
 def config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, where: str) -> Any:
-    """Build transformers' config of the unconverted model from what a `config.json` holds.
-
-    Raises:
-        UserError: transformers refuses it; `where` names the file.
-    """
+    """Build transformers' config of the unconverted model from a `config.json`; a UserError names `where`."""
     left = ("farskip", "auto_map", *INSTELLA_KEYS)
     values = {key: value for key, value in raw.items() if key not in left} | {"model_type": model_type}
     try:

@@ -16,12 +16,9 @@ _WITHOUT_KEYS = ("linear_attention", "conv", "mamba", "moe")
 def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
     """Compute the bytes of one sequence's key-value cache in bfloat16, or None where the config does not tell.
 
-    Args:
-        config: the config object of the decoder layers. `layer_types` says which layers keep only a window
-            (`sliding_window`, `attention_chunk_size`) and which keep no keys and values at all (linear
-            attention, convolution, mamba). What does not grow with the text, and the keys of sparse
-            attention's indexers, are not counted.
-        num_tokens: length of the sequence.
+    config: of the decoder layers. Its `layer_types` says which layers keep only a window (`sliding_window`,
+    `attention_chunk_size`) and which keep no keys and values at all (linear attention, convolution, mamba). What does
+    not grow with the text, and the keys of sparse attention's indexers, are not counted.
     """
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers

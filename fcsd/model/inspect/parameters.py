@@ -5,35 +5,20 @@ from typing import Any
 
 from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.families import Family
-
-PARTS = (
-    "embeddings",
-    "lm_head",
-    "attention",
-    "dense_mlp",
-    "shared_experts",
-    "routed_experts",
-    "router",
-    "norms",
-    "other",
-)
-"""`attention` is every sequence mixer of the decoder layers; `other` is outside them: a vision tower, say."""
+from fcsd.model.inspect.table import PARTS
 
 
 def count_parameters(
     model: Any, family: Family, num_experts: int | None, experts_per_token: int | None
 ) -> dict[str, Any]:
-    """Count the parameters exactly.
+    """Count the parameters of a regular model exactly: {"total", "active", "parts": part -> {"total", "active"}}.
 
-    Args:
-        model: a regular model of the family; it may lie on the meta device.
-        num_experts: routed experts of a layer; None takes the first dimension of the experts' tensors.
-        experts_per_token: routed experts that one token uses; None where the config does not say.
+    Tied matrices count once. Active is what one text token uses: all but the routed experts that were not chosen for
+    it, and but the towers of a multimodal model; None where that is not known. Router biases that are buffers are no
+    parameters.
 
-    Returns:
-        {"total", "active", "parts": part -> {"total", "active"}}. Tied matrices count once. Active is what one
-        text token uses: all but the routed experts that were not chosen for it, and but the towers of a
-        multimodal model; None where that is not known. Router biases that are buffers are no parameters.
+    num_experts: of a layer; None takes the first dimension of the experts' tensors. experts_per_token: None where the
+    config does not say.
     """
     total, unused = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     seen: set[int] = set()

@@ -27,15 +27,10 @@ SELECTIONS = ("all", "moe", "first:50%", "first:75%", "first:90%", "last:50%", "
 
 
 def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Tell everything about a checkpoint that its config says.
+    """Tell everything about a checkpoint that its config says, as JSON data; unknown values are None.
 
     Nothing is loaded and no code of the checkpoint runs. A family that cannot be converted is not an error:
     `can_be_converted` is false, `reason` says why, and what transformers can build is still counted.
-
-    Returns:
-        JSON data: model, revision, model_type, architecture, quantization, serve_command, family,
-        can_be_converted, reason, connectivity, connectivity_keys, needs, layers, experts, selections, parameters,
-        files, memory. Unknown values are None.
 
     Raises:
         UserError: no such checkpoint; a config that is damaged, or that transformers refuses.
@@ -51,12 +46,13 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
         raise UserError(
             f"{source.where}: model_type '{model_type}' without the field farskip; convert the original again"
         )
+    own = raw.get("quantization_config")
     facts: dict[str, Any] = {
         "model": str(path),
         "revision": revision,
         "model_type": model_type,
         "architecture": next(iter(raw.get("architectures") or []), None),
-        "quantization": _quantization(raw),
+        "quantization": str(own.get("quant_method", "unknown method")) if isinstance(own, Mapping) else None,
         "serve_command": serve_command(model_type, str(path)),
     }
     family = FAMILIES.get(base_model_type(instella_type(raw)))
@@ -217,9 +213,7 @@ def _cache(text: Any) -> dict[str, Any] | None:
     try:
         first, second = (cache_bytes(text, count * CACHE_TOKENS) for count in (64, 65))
         begin = cache_bytes(text)
-    except (
-        Exception
-    ):  # attention has other names, or a value that depends on the layer: transformers raises its own
+    except Exception:  # attention has other names, or a value that depends on the layer
         return None
     if begin is None or first is None or second is None:
         return None
@@ -229,11 +223,6 @@ def _cache(text: Any) -> dict[str, Any] | None:
         "further_bytes": second - first,
         "latent": bool(getattr(text, "kv_lora_rank", None)),
     }
-
-
-def _quantization(raw: Mapping[str, Any]) -> str | None:
-    config = raw.get("quantization_config")
-    return str(config.get("quant_method", "unknown method")) if isinstance(config, Mapping) else None
 
 
 def _files(source: Source) -> dict[str, Any] | None:

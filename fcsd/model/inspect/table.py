@@ -5,7 +5,7 @@ from typing import Any
 
 from fcsd.base.text import markdown, size
 
-_PARTS = {
+PARTS = {
     "embeddings": "embeddings",
     "lm_head": "LM head",
     "attention": "attention",
@@ -16,6 +16,7 @@ _PARTS = {
     "norms": "norms",
     "other": "other (vision, projector)",
 }
+"""Parts of a model -> words. `attention` is every sequence mixer of the decoder layers; `other` is outside them."""
 
 
 def report_table(facts: Mapping[str, Any]) -> str:
@@ -97,7 +98,7 @@ def _tables(facts: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [markdown(["--layers", "rewired", "of them MoE", "which"], rows)]
     if (parameters := facts["parameters"]) is not None:
         rows = [
-            [_PARTS[part], f"{row['total']:,}", _number(row["active"])]
+            [PARTS[part], f"{row['total']:,}", _number(row["active"])]
             for part, row in parameters["parts"].items()
         ]
         rows.append(["all", f"{parameters['total']:,}", _number(parameters["active"])])

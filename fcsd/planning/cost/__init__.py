@@ -15,5 +15,6 @@ seconds of it, `times` adds them up to a step, `memory` bytes to a rank's. `trai
 training on a machine, `estimate` says what it needs; `planned` and `plan` say what overlap brings, `measured` without
 the roofline. `table` prints.
 
-Not covered: tensor and pipeline parallelism, a teacher of another shape, what evaluation needs.
+Not covered: tensor and pipeline parallelism, a teacher of another shape, what evaluation needs, how fast the Hub or a
+disk gives the examples.
 """

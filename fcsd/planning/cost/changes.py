@@ -33,13 +33,8 @@ def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
 
     def row(change: str) -> dict[str, Any]:
         total = sum(memory_parts(trace_of(setting), setting, layout, freeze=freeze).values())
-        fits = total <= available
-        return {
-            "change": change,
-            "total_bytes": total,
-            "fits": fits,
-            "supported": is_supported(training, layout),
-        }
+        facts = {"change": change, "total_bytes": total, "fits": total <= available}
+        return facts | {"supported": is_supported(training, layout)}
 
     def steps() -> Iterator[dict[str, Any]]:
         nonlocal setting, layout, freeze
@@ -58,10 +53,8 @@ def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
             return  # neither shards nor anything below for a LoRA student
         if layout.sharding == "none":
             first = max(layout.num_gpus, MORE_GPUS[0])
-            setting, layout = (
-                replace(setting, sharded=True),
-                replace(layout, sharding="fsdp2", num_gpus=first),
-            )
+            setting = replace(setting, sharded=True)
+            layout = replace(layout, sharding="fsdp2", num_gpus=first)
             yield row(f"--sharding fsdp2 --gpus {first}: student and teacher in shards")
         if not setting.freeze_embeddings_and_head:
             freeze = True

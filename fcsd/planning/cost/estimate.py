@@ -5,21 +5,23 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from fcsd.base.errors import UserError
+from fcsd.data.workers import MOST_WORKERS
 from fcsd.model.families import expert_counts
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
-from fcsd.planning.cost.calibration import calibration_flops
 from fcsd.planning.cost.changes import activation_bytes, changes, is_supported
 from fcsd.planning.cost.job import SHARES, Hardware, Job, assumed_values, job_of, step_times
-from fcsd.planning.cost.memory import CONTEXT_BYTES, FRAGMENTATION, GPUS_PER_NODE, memory_parts
-from fcsd.planning.cost.tokens import tokenizing
+from fcsd.planning.cost.memory import CONTEXT_BYTES, FRAGMENTATION, GPUS_PER_NODE, compute_dtype, memory_parts
 from fcsd.planning.cost.training import Training, distillation, only_pretrains, pretraining
 from fcsd.recipe.recipe import Recipe
 from fcsd.training.arguments import micro_batches
 from fcsd.training.checkpoint_writer import BACKGROUND_FROM
 from fcsd.training.disk import disk_need
+
+# benchmarks/tokens.py, docs/decisions.md of 2026-11-22: 13,031 rows of 4096 tokens, read, tokenized and packed in one
+# process, took 70.0 s of processor time.
+WORKER_TOKENS_S = 13_031 * 4096 / 70.0
+TOKEN_BYTES = 5  # its id, and whether it is to be predicted
 
 
 def estimate(
@@ -27,12 +29,8 @@ def estimate(
 ) -> dict[str, Any]:
     """Estimate memory, FLOPs and time of one training of a recipe; of a Hub model only config.json is fetched.
 
-    Args:
-        variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead; of a recipe that
-            has no `train` section, whose pre-training is all that it is about, that is what is estimated anyway.
-
-    Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, disk, flops, time, tokens,
-        totals, refused, assumptions.
+    variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead; of a recipe that has
+    no `train` section, whose pre-training is all that it is about, that is what is estimated anyway.
 
     Raises:
         UserError: no such checkpoint, GPU or variant; a family that is refused; a batch that cannot be cut over the
@@ -54,7 +52,9 @@ def estimate(
             "active": training.num_active,
             "trained": job.trace.num_trainable,
         },
-        "hardware": _hardware(job),
+        "hardware": asdict(job.machine.gpu)
+        | {name: getattr(hardware, name) for name in ("num_gpus", "sharding", "expert_parallel")}
+        | {"supported": is_supported(training, job.layout)},
         "settings": _settings(job),
         "memory": memory,
         "cache": _cache(recipe, job),
@@ -62,7 +62,7 @@ def estimate(
         "disk": _disk(job),
         "flops": _flops(job),
         "time": _time(job, seconds[1], step_s),
-        "tokens": tokenizing(training.data_tokens),
+        "tokens": _tokenizing(training.data_tokens),
         "totals": [
             *_before(recipe, hardware, pretrain, variant),
             *([] if pretrain else _calibration(recipe, variant, job)),
@@ -70,6 +70,17 @@ def estimate(
         ],
         "refused": [] if pretrain else list(_refused(recipe, variant, hardware)),
         "assumptions": list(_assumptions(job)),
+    }
+
+
+def _tokenizing(num_tokens: int) -> dict[str, Any]:
+    """Return tokens, bytes on disk, and seconds with as many processes as work at most and with one."""
+    seconds = num_tokens / WORKER_TOKENS_S
+    return {
+        "num_tokens": num_tokens,
+        "bytes": num_tokens * TOKEN_BYTES,
+        "processes": MOST_WORKERS,
+        "seconds": [seconds / MOST_WORKERS, seconds],
     }
 
 
@@ -87,17 +98,11 @@ def _refused(recipe: Recipe, variant: str | None, hardware: Hardware) -> Iterato
             yield f"{where}{error}"
 
 
-def _hardware(job: Job) -> dict[str, Any]:
-    facts = {name: getattr(job.hardware, name) for name in ("num_gpus", "sharding", "expert_parallel")}
-    return asdict(job.machine.gpu) | facts | {"supported": is_supported(job.training, job.layout)}
-
-
 def _settings(job: Job) -> dict[str, Any]:
     training, setting = job.training, job.setting
-    section = training.connectivity
     return {
         "objective": training.objective.name,
-        "connectivity": section.layers if section is not None else "as in the checkpoint",
+        "connectivity": training.connectivity.layers,
         "rows": setting.num_rows,
         "max_length": setting.num_tokens,
         "micro_batches": job.micro_batches,
@@ -113,25 +118,22 @@ def _settings(job: Job) -> dict[str, Any]:
 def _memory(job: Job) -> dict[str, Any]:
     trace, setting, available = job.trace, job.setting, int(job.machine.gpu.memory_gb * 1e9)
     parts = memory_parts(trace, setting, job.layout)
-    activations = {
-        f"{name}_checkpointing_bytes": activation_bytes(
-            job.trace_of, replace(setting, checkpointing=on), job.layout
-        )
-        for name, on in (("without", False), ("with", True))
-    }
-    itemsize = (torch.bfloat16 if setting.autocast else setting.student_dtype).itemsize
-    layer_input = job.tokens * trace.hidden_size * itemsize
-    layer_inputs = {
-        "layer_inputs_bytes": trace.num_layers * layer_input,
-        "second_inputs_bytes": trace.num_pairs * layer_input,
-    }
+    without, checkpointed = (
+        activation_bytes(job.trace_of, replace(setting, checkpointing=on), job.layout) for on in (False, True)
+    )
+    layer_input = job.tokens * trace.hidden_size * compute_dtype(setting).itemsize
     total = sum(parts.values())
     return {
         "parts": parts,
         "total_bytes": total,
         "gpu_bytes": available,
         "fits": total <= available,
-        "activations": activations | layer_inputs,
+        "activations": {
+            "without_checkpointing_bytes": without,
+            "with_checkpointing_bytes": checkpointed,
+            "layer_inputs_bytes": trace.num_layers * layer_input,
+            "second_inputs_bytes": trace.num_pairs * layer_input,
+        },
     }
 
 
@@ -143,9 +145,12 @@ def _disk(job: Job) -> dict[str, int]:
         model_itemsize=job.training.left_dtype.itemsize,
         keeps_best=job.training.keeps_best,
     )
+    # A machine's memory holds its ranks' parts of a checkpoint while that is written; of replicas one writes.
+    ranks = job.layout.num_shards
+    written_behind = job.trace.num_trainable >= BACKGROUND_FROM
     return {
         "checkpoint_bytes": need.checkpoint,
-        "host_copy_bytes": _host_copy(job, need.checkpoint),
+        "host_copy_bytes": need.checkpoint * min(ranks, GPUS_PER_NODE) // ranks if written_behind else 0,
         "num_checkpoints": need.num_checkpoints,
         "best_bytes": need.best,
         "model_bytes": need.model,
@@ -153,23 +158,14 @@ def _disk(job: Job) -> dict[str, int]:
     }
 
 
-def _host_copy(job: Job, checkpoint: int) -> int:
-    """Return the bytes of a machine's memory that hold its ranks' parts of a checkpoint while that is written."""
-    ranks = job.layout.num_shards  # of replicas one writes
-    written_behind = job.trace.num_trainable >= BACKGROUND_FROM
-    return checkpoint * min(ranks, GPUS_PER_NODE) // ranks if written_behind else 0
-
-
 def _flops(job: Job) -> dict[str, Any]:
     """Return the operations that run, teacher and layers that are run again with them."""
     by_phase = {phase: sum(by.values()) for phase, by in job.trace.flops.items()}
-    names = {
-        "teacher forward": "teacher forward",
-        "activations": "student forward",
-        "loss": "loss",
-        "backward": "backward",
+    per_token = {
+        "student forward" if phase == "activations" else phase: by_phase[phase] / job.tokens
+        for phase in ("teacher forward", "activations", "loss", "backward")
+        if phase in by_phase
     }
-    per_token = {name: by_phase[phase] / job.tokens for phase, name in names.items() if phase in by_phase}
     per_step = sum(per_token.values()) * job.training.train.batch_size_tokens
     in_float32 = sum(by.get("float32", 0) for by in job.trace.flops.values())
     return {
@@ -235,6 +231,34 @@ def _calibration(recipe: Recipe, variant: str | None, job: Job) -> Iterator[dict
     peak = job.machine.gpu.float32_tflops * 1e12 * job.machine.num_gpus
     hours = [flops / (peak * share) / 3600 for share in shares]
     yield _row("calibration", 1, 1, one.calibration.tokens, hours)
+
+
+def calibration_flops(
+    *,
+    forward: float,
+    tokens: int,
+    num_layers: int,
+    hidden_size: int,
+    num_parameters: int,
+    num_experts: int,
+    experts_per_token: int,
+) -> float:
+    """Count the operations of a calibration, most of them forward passes in float32.
+
+    Args:
+        forward: of one token's forward pass.
+        num_layers: that are rewired. num_parameters: of these layers, each of which a map is multiplied into.
+    """
+    # One of the original; of the student one up to its routed experts, one for what branches add, one for what is still
+    # missing then, the experts one by one, and one with the calibrated weights.
+    passes = 6 * forward
+    # XᵀX and XᵀY of two problems of D inputs and one of 2 D, and of two of D for every expert that a token uses.
+    sums = (20 + 8 * experts_per_token) * hidden_size**2
+    # n inputs are n³/3 for Cholesky and 6 n² D for the map and what is left before and after it; each is solved with
+    # and without the rows that it is tested on, of which two more residuals are asked.
+    solutions = (2 * (2 * 19 + 12) + 2 * (8 + 72) + 48 + num_experts * 2 * (2 * 19 + 12)) / 3 * hidden_size**3
+    products = 2 * hidden_size * num_parameters
+    return tokens * (passes + num_layers * sums) + num_layers * solutions + products
 
 
 def _row(stage: str, num_runs: int, steps: int, tokens: int, hours: list[float]) -> dict[str, Any]:

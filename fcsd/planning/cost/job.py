@@ -21,7 +21,6 @@ from fcsd.planning.cost.times import Step, step_time
 from fcsd.planning.cost.trace import Setting, Trace
 from fcsd.planning.cost.training import Training, built, micro_batch_setting, spread, tracer
 from fcsd.training.arguments import micro_batches
-from fcsd.training.losses.objectives import ObjectiveConfig
 
 SHARES = ("gemm", "grouped", "core", "fused_core")
 """Assumptions that `--mfu` replaces: the shares of the peak that matmuls reach."""
@@ -125,41 +124,31 @@ class Job:
 
 
 def job_of(training: Training, hardware: Hardware) -> Job:
-    """Trace a micro-batch of a training.
-
-    Raises:
-        UserError: a machine or a way of sharing the weights that cannot be; a batch that cannot be cut over the ranks;
-            a model whose step needs data.
-    """
+    """Trace a micro-batch of a training; raises UserError for a machine, a batch or a model that cannot be."""
     machine, ranks = machine_of(hardware), hardware.expert_parallel
     rows, number = micro_batches(training.train, training.max_length, hardware.num_gpus)
+    # A teacher gives the hidden states of all micro-batches of a step at once, if only in the end.
+    objective = training.objective
+    ends = objective.router_kl_coefficient is None and objective.l2_until is not None
     layout = Layout(
         hardware.sharding,
         hardware.num_gpus,
-        step_tokens=training.train.batch_size_tokens if _prepares_whole_steps(training.objective) else 0,
+        step_tokens=training.train.batch_size_tokens if ends or not objective.has_hidden_terms else 0,
         averages=training.train.ema_decay is not None,
         expert_parallel=ranks,
     )
     setting = replace(micro_batch_setting(training, layout, number), num_rows=rows)
     trace_of = tracer(training)
     trace_of(setting)
-    family, build = built(training)
+    family, _, build = built(training)
     work = trace_layers(build, family, training.where, setting.num_rows, setting.num_tokens)
     if work.num_experts % ranks:
         raise UserError(
             f"--expert-parallel {ranks}: does not divide the {work.num_experts} experts of {training.where}"
         )
-    if ranks > 1:
-        trace_of = spread(trace_of, training, work, ranks)
-    else:
-        work = as_run(work)
-    return Job(training, hardware, machine, layout, setting, number, trace_of, work)
-
-
-def _prepares_whole_steps(objective: ObjectiveConfig) -> bool:
-    """Tell whether a teacher gives the hidden states of all micro-batches of a step at once, if only in the end."""
-    ends = objective.router_kl_coefficient is None and objective.l2_until is not None
-    return not objective.has_hidden_terms or ends
+    trace_of = spread(trace_of, training, work, ranks)
+    run = as_run(work) if ranks == 1 else work
+    return Job(training, hardware, machine, layout, setting, number, trace_of, run)
 
 
 def step_times(job: Job) -> list[dict[str, Any]]:

@@ -68,13 +68,7 @@ def make_machine(
     Raises:
         UserError: a GPU that is not in the table, an assumption that cannot be.
     """
-    known = find_gpu(gpu)
-    values = default_values() | _checked(assumptions or {})
-    return Machine(known, num_gpus, gpus_per_node, network_gb_s or known.nic_gb_s, values, links)
-
-
-def _checked(given: Mapping[str, float]) -> dict[str, float]:
-    """Return the given values of assumptions; raises UserError for an unknown name or a value that cannot be."""
+    known, given = find_gpu(gpu), assumptions or {}
     for name, value in given.items():
         if name not in ASSUMPTIONS:
             raise UserError(
@@ -86,7 +80,8 @@ def _checked(given: Mapping[str, float]) -> dict[str, float]:
             least = "above 0" if above else f"{one.least:g} or more"
             most = f", at most {one.most:g}" if one.most < math.inf else ""
             raise UserError(f"assumptions.{name}: {value:g}: must be {least}{most}: {one.what}")
-    return dict(given)
+    values = default_values() | dict(given)
+    return Machine(known, num_gpus, gpus_per_node, network_gb_s or known.nic_gb_s, values, links)
 
 
 class Cluster(Strict):
@@ -109,11 +104,7 @@ class _ClusterFile(Cluster):
 
 
 def read_cluster(path: Path) -> dict[str, Any]:
-    """Read a cluster file, as settings of a plan.
-
-    Raises:
-        UserError: no such file, an unknown key, a value that no cluster has.
-    """
+    """Read a cluster file, as settings of a plan; raises UserError as `validate`, and for a GPU that is not known."""
     cluster = validate(_ClusterFile, read_yaml(path), str(path))
     find_gpu(cluster.gpu, f"{path}: gpu")
     return cluster.model_dump()

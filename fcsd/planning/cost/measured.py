@@ -10,7 +10,6 @@ whatever the kernels do. Of a server: its time, and the share of it in which it 
 `fcsd trace` writes the file (docs/plan.md), `python -m benchmarks.overlap --times`, and of a server `fcsd bench serve`.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,25 +91,17 @@ class Times(Strict):
 
 
 def read_times(path: Path) -> Times:
-    """Read and check a file of times.
-
-    Raises:
-        UserError: it is no such file; the message says what is wrong with it.
-    """
+    """Read and check a file of times; raises UserError, which says what is wrong with it."""
     return validate(Times, read_json(path, "`fcsd trace` writes one", ["step_s"]), str(path))
 
 
 def write_times(path: Path, times: Times) -> None:
-    """Write a file of times under a temporary name, then rename it."""
+    """Write a file of times, as `write_json` does."""
     write_json(path, times.model_dump(mode="json"))
 
 
 def measured_times(times: Times, planned: Planned, layers: list[int] | None = None) -> dict[str, Any]:
-    """Return what `plan_times` does, from measured times.
-
-    Raises:
-        UserError: they were measured on another model, connectivity, number of ranks, batch, length or phase.
-    """
+    """Return what `plan_times` does, from measured times; raises UserError where something else was measured."""
     _check(times, planned)
     slowdown = planned.machine.values["slowdown"] if times.slowdown is None else times.slowdown
     if times.phase != "train":
@@ -194,22 +185,20 @@ def _check(times: Times, planned: Planned) -> None:
         raise UserError(
             "--measured: a file of a server is of tensor-parallel ranks, not of --dp; leave one out"
         )
-    for name, theirs, ours in _facts(times, planned):
+    settings, train = planned.settings, planned.settings.phase == "train"
+    both = {
+        "phase": (times.phase, settings.phase),
+        "model_type": (times.model_type, planned.model_type),
+        "num_layers": (times.num_layers, len(planned.work.layers)),
+        "attention": (times.connectivity.attention, planned.connectivity.attention),
+        "mlp": (times.connectivity.mlp, planned.connectivity.mlp),
+        "ranks": (times.ranks, planned.expert_parallel if train else planned.tensor_parallel),
+        "batch": (times.batch, settings.batch),
+        "length": (times.length, settings.length),
+    }
+    for name, (theirs, ours) in both.items():
         if theirs != ours:
             raise UserError(
                 f"--measured: {name} is {theirs} in the file and {ours} in the plan; measure what is planned, or plan"
                 " what was measured"
             )
-
-
-def _facts(times: Times, planned: Planned) -> Iterator[tuple[str, Any, Any]]:
-    settings = planned.settings
-    train = settings.phase == "train"
-    yield "phase", times.phase, settings.phase
-    yield "model_type", times.model_type, planned.model_type
-    yield "num_layers", times.num_layers, len(planned.work.layers)
-    yield "attention", times.connectivity.attention, planned.connectivity.attention
-    yield "mlp", times.connectivity.mlp, planned.connectivity.mlp
-    yield "ranks", times.ranks, planned.expert_parallel if train else planned.tensor_parallel
-    yield "batch", times.batch, settings.batch
-    yield "length", times.length, settings.length

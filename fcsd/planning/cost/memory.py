@@ -50,7 +50,7 @@ class Layout:
 
 
 def compute_dtype(setting: Setting) -> torch.dtype:
-    """Return the dtype of a sharded model's matmuls: that of its gathered weights."""
+    """Return the dtype of a model's matmuls: that of its gathered weights, or of autocast."""
     return torch.bfloat16 if setting.autocast else setting.student_dtype
 
 

@@ -111,8 +111,7 @@ def trace_layers(
 ) -> ModelWork:
     """Run one forward pass of a regular model and count what each of its layers does.
 
-    Args:
-        build: makes the model; called on the meta device.
+    build: makes the model; called on the meta device.
 
     Raises:
         UserError: no MoE layer; a family whose layers cannot be followed without data.
@@ -162,16 +161,12 @@ def as_run(work: ModelWork) -> ModelWork:
     """Return the work of a rank that has all experts, which runs them as the family's own code does."""
     if not work.runs_all:
         return work
-    layers = {
-        id(layer): replace(
-            layer,
-            steps=layer.steps | {"experts": replace(layer.work("experts"), flops=layer.experts_run)},
-        )
-        if layer.moe
-        else layer
-        for layer in work.layers
-    }
-    return replace(work, layers=tuple(layers[id(layer)] for layer in work.layers))
+
+    def run(layer: LayerWork) -> LayerWork:
+        experts = replace(layer.work("experts"), flops=layer.experts_run)
+        return replace(layer, steps=layer.steps | {"experts": experts}) if layer.moe else layer
+
+    return replace(work, layers=tuple(map(run, work.layers)))
 
 
 def _is_moe(layer: Any, family: Family) -> bool:
@@ -220,8 +215,11 @@ def _name_steps(layer: Any, family: Family, tracker: Tracker, prefix: str, seen:
     layer.register_forward_hook(lambda module, _, out: module.__dict__.update(farskip_form=out))
     block, experts = getattr(layer, family.moe), _experts(layer, family)
     if experts is not block:
-        kind = prefix + ("mlp" if experts is None else "router")
-        block.register_forward_pre_hook(lambda *_: _set(tracker, kind))
+
+        def enter(*_: Any) -> None:
+            tracker.kind = prefix + ("mlp" if experts is None else "router")
+
+        block.register_forward_pre_hook(enter)
     if experts is not None:
         tracker.counts_as(experts, prefix + "experts")
         for owner, name in ((block, family.block_shared), (layer, family.layer_shared)):
@@ -235,10 +233,6 @@ def _name_steps(layer: Any, family: Family, tracker: Tracker, prefix: str, seen:
             module.register_forward_pre_hook(
                 lambda *_, own=own: seen.weights.update({tracker.kind.removeprefix(prefix): own})
             )
-
-
-def _set(tracker: Tracker, kind: str) -> None:
-    tracker.kind = kind
 
 
 def _core(tracker: Tracker, seen: dict[int, _Seen]) -> Interposed:
@@ -258,12 +252,7 @@ def _core(tracker: Tracker, seen: dict[int, _Seen]) -> Interposed:
 
 
 def _read(
-    layer: Any,
-    family: Family,
-    k: int,
-    flops: dict[str, int],
-    seen: _Seen,
-    rows_per_expert: float,
+    layer: Any, family: Family, k: int, flops: dict[str, int], seen: _Seen, rows_per_expert: float
 ) -> LayerWork:
     names = {name.removeprefix(f"{k} ") for name in flops if name.startswith(f"{k} ")} | set(seen.weights)
     steps = {name: Work(float(flops.get(f"{k} {name}", 0)), seen.weights[name]) for name in names}

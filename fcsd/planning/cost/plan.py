@@ -32,10 +32,7 @@ for Llama-4-Scout, 2.8 to 5.2 for DeepSeek-V2 (`benchmarks/plan.py`). Decoding w
 
 
 def plan(planned: Planned) -> dict[str, Any]:
-    """Plan a step of training, the time to the first token, or the time between tokens.
-
-    Returns: JSON data: model, machine, settings, times (regular, overlapped, speed-up, exposed, windows of each layer,
-        equation 9), memory, sensitivity, assumptions.
+    """Plan a step of training, the time to the first token, or the time between tokens, as JSON data.
 
     Raises:
         UserError: a batch beyond the memory.
@@ -82,13 +79,14 @@ def _settings(planned: Planned) -> dict[str, Any]:
 
 
 def memory(planned: Planned) -> dict[str, Any]:
-    """Return the bytes of a rank, as `fcsd estimate` counts them; in serving weights and keys and values.
-
-    Raises:
-        UserError: more than the GPU has.
-    """
+    """Return the bytes of a rank, in serving weights, keys and values; raises UserError for more than the GPU has."""
     settings = planned.settings
-    parts = _training_memory(planned) if settings.phase == "train" else _serving_memory(planned)
+    if settings.phase == "train":
+        setting = micro_batch_setting(planned.training, planned.layout, planned.micro_batches)
+        trace_of = spread(tracer(planned.training), planned.training, planned.work, planned.expert_parallel)
+        parts = memory_parts(trace_of(setting), setting, planned.layout)
+    else:
+        parts = _serving_memory(planned)
     needed, there = sum(parts.values()), int(planned.machine.gpu.memory_gb * 1e9)
     if needed > there:
         raise UserError(
@@ -97,14 +95,6 @@ def memory(planned: Planned) -> dict[str, Any]:
             " a smaller batch, shorter rows, more GPUs"
         )
     return {"parts": parts, "total_bytes": needed, "gpu_bytes": there}
-
-
-def _training_memory(planned: Planned) -> dict[str, int]:
-    setting = micro_batch_setting(planned.training, planned.layout, planned.micro_batches)
-    trace_of = tracer(planned.training)
-    if planned.expert_parallel > 1:
-        trace_of = spread(trace_of, planned.training, planned.work, planned.expert_parallel)
-    return memory_parts(trace_of(setting), setting, planned.layout)
 
 
 def _serving_memory(planned: Planned) -> dict[str, int]:

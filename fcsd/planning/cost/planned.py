@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-
 from fcsd.base.errors import UserError
 from fcsd.base.strict import option
 from fcsd.base.text import size
@@ -144,7 +142,7 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         own = config.get("farskip")
         spec = Connectivity.from_field(own, source.where) if own else Connectivity()
     training = _training(settings, config, source.where, spec)
-    family, build = built(training)
+    family, model_config, build = built(training)
     ep, tp = _ranks(settings, machine, links)
     length = 1 if settings.phase == "decode" else settings.length
     _check_size(settings, machine, config, length)
@@ -154,7 +152,7 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         work = as_run(work)
     if work.num_experts % ep:
         raise UserError(f"--ep {ep}: does not divide the {work.num_experts} experts of {source.where}")
-    cached = 0.0 if settings.phase == "train" else _cached(settings, text_config(_config(build), family), tp)
+    cached = 0.0 if settings.phase == "train" else _cached(settings, text_config(model_config, family), tp)
     if settings.phase == "decode":
         work = _decoding(work, settings.length, cached)
     inside = kept_inside(family) is not None
@@ -267,11 +265,6 @@ def _training(settings: PlanSettings, config: Mapping[str, Any], where: str, spe
     )
 
 
-def _config(build: Any) -> Any:
-    with torch.device("meta"):
-        return build().config
-
-
 def _cached(settings: PlanSettings, config: Any, tp: int) -> float:
     """Return the bytes of keys and values on a rank: heads are spread over the ranks, MLA's latent is on each."""
     heads = 1 if getattr(config, "kv_lora_rank", None) else getattr(config, "num_key_value_heads", None)
@@ -281,14 +274,9 @@ def _cached(settings: PlanSettings, config: Any, tp: int) -> float:
 
 def _decoding(work: ModelWork, length: int, cached: float) -> ModelWork:
     """Return the work of one token a row behind `length` others, whose keys and values are read."""
-    layers = {
-        id(layer): replace(
-            layer,
-            core=layer.core * length,
-            causal=False,
-            scores=layer.scores * length,
-            cache_bytes=cached / len(work.layers),
-        )
-        for layer in work.layers
-    }
-    return replace(work, layers=tuple(layers[id(layer)] for layer in work.layers))
+    each = cached / len(work.layers)
+    layers = [
+        replace(one, core=one.core * length, causal=False, scores=one.scores * length, cache_bytes=each)
+        for one in work.layers
+    ]
+    return replace(work, layers=tuple(layers))

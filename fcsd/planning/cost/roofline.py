@@ -45,10 +45,6 @@ class Roofline:
         """Bytes of an activation."""
         return 4 if self.precision == "float32" else 2
 
-    @property
-    def _weight_bytes(self) -> int:
-        return 1 if self.precision == "fp8" else self.value_bytes
-
     def _peak(self, precision: Precision) -> float:
         gpu = self.machine.gpu
         if precision == "float32":
@@ -65,7 +61,8 @@ class Roofline:
         share: the assumption. ranks: over which they are spread. read: part of the weights that is used.
         """
         computing = work.flops / (self._peak(self.precision) * self.values[share])
-        reading = work.weights * read * self._weight_bytes / self._bytes_per_s
+        weight_bytes = 1 if self.precision == "fp8" else self.value_bytes
+        reading = work.weights * read * weight_bytes / self._bytes_per_s
         return max(computing, reading) / ranks
 
     def passes(self, number: float, elements: float) -> float:
@@ -85,8 +82,7 @@ class Roofline:
 
     def layers(self, model: ModelWork, expert_parallel: int) -> list[dict[str, float]]:
         """Return the seconds of the steps of every layer."""
-        known = {id(layer): self.steps(model, layer, expert_parallel) for layer in model.layers}
-        return [known[id(layer)] for layer in model.layers]
+        return [self.steps(model, layer, expert_parallel) for layer in model.layers]
 
     def steps(self, model: ModelWork, layer: LayerWork, expert_parallel: int) -> dict[str, float]:
         """Return the seconds of a layer's steps in the forward pass, by the names of `fcsd.parallel.overlap.schedule`.

@@ -309,13 +309,8 @@ def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in ordered
     ]
     table = markdown(["assumption", "value", "range", "times as fast"], cells)
-    return "\n".join(
-        [
-            table,
-            *([f"no effect on it: {without}"] if without else []),
-            "what each assumption is, and its source: --json, or fcsd/planning/cost/assumptions.py",
-        ]
-    )
+    none = f"no effect on it: {without}\n" if without else ""
+    return f"{table}\n{none}what each assumption is, and its source: --json, or fcsd/planning/cost/assumptions.py"
 
 
 def _ms(seconds: float) -> str:

@@ -161,9 +161,8 @@ def _sharding(step: Step, forward: float, teacher: float, hidden: Sequence[float
     gather, again, reduce = roofline.sharding(step.work, ranks, expert_parallel, reduced)
     if layout.sharding == "optimizer":
         return gather + reduce
-    if (
-        copies := layout.num_gpus // ranks
-    ) > 1:  # each rank makes its shard equal to its peers' on other nodes
+    if (copies := layout.num_gpus // ranks) > 1:
+        # Each rank makes its shard equal to its peers' on other nodes.
         sent = step.num_trained * step.trained_bytes / ranks
         reduce += 2 * roofline.ring(sent, copies, apart=GPUS_PER_NODE)
     ways = [(gather, forward, hidden[0]), (again + reduce, backward, hidden[1])]

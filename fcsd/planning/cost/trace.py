@@ -46,7 +46,6 @@ class Setting:
     freeze_embeddings_and_head: bool
     accumulates: bool
     on_gpu: bool
-    vocab_size: int | None = None
     teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
     adapters: bool = False
 
@@ -95,16 +94,9 @@ def trace_step(
 ) -> Trace:
     """Run one optimiser step without storage, as `fcsd.training.trainer` does.
 
-    Args:
-        build: makes the regular model; it is called on the meta device, for the teacher once more.
-        rewire: gives the student its connectivity, in place.
-        layers: the decoder layers of a model.
-        adapt: puts the adapters of a LoRA student in, in place; needed with `setting.adapters`.
-        progress: called after every layer's forward pass.
-        what: is traced, for an error.
-
-    Raises:
-        UserError: the model's code needs data.
+    build: makes the regular model; it is called on the meta device, for the teacher once more. rewire, adapt: give the
+    student its connectivity, and a LoRA student its adapters, in place. layers: of a model. progress: called after
+    every layer's forward pass. what: is traced, for the error of a model whose code needs data.
     """
     tracker = Tracker()
     interposed = _fused(tracker)
@@ -128,7 +120,9 @@ def trace_step(
                 give_fake_storage(teacher)
                 head = output_head(teacher)
             elif setting.has_teacher and setting.teacher == "cache":
-                head = _head_like(head, setting.teacher_dtype)
+                head = nn.Linear(
+                    head.in_features, head.out_features, head.bias is not None, dtype=setting.teacher_dtype
+                ).requires_grad_(False)
         trainable = [p for p in student.parameters() if p.requires_grad]
         with tracker.making("optimizer"):
             moments = [torch.empty_like(p) for p in trainable for _ in range(2)]
@@ -168,7 +162,7 @@ def _student_on_meta(
     if setting.checkpointing:
         again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), interposed)}
         student.activation_checkpointing_enable(again)
-    attach_loss_head(student, setting.vocab_size)
+    attach_loss_head(student, setting.objective.vocab_size)
     return student
 
 
@@ -178,11 +172,6 @@ def _teacher_on_meta(build: Callable[[], nn.Module], setting: Setting) -> Any:
     nn.Module.to(teacher, setting.teacher_dtype).eval().requires_grad_(False)
     teacher.config.use_cache = False
     return teacher
-
-
-def _head_like(head: nn.Linear, dtype: torch.dtype) -> nn.Linear:
-    made = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None, dtype=dtype)
-    return made.requires_grad_(False)
 
 
 def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:

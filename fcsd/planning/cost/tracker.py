@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers.integrations.moe  # noqa: F401, registers the grouped matmuls
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -147,11 +148,7 @@ class Interposed(TorchFunctionMode):
 
 @contextlib.contextmanager
 def counting(tracker: Tracker, interposed: Interposed, what: str) -> Iterator[None]:
-    """Run what is inside on tensors without storage, and count it.
-
-    Raises:
-        UserError: `what`, whose code needs data.
-    """
+    """Run what is inside on tensors without storage, and count it; raises UserError that `what` needs data."""
     try:
         with FakeTensorMode(), tracker, interposed:
             yield
@@ -183,29 +180,15 @@ def _grouped(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
     return 2 * input.shape[0] * weight.shape[1] * weight.shape[2]
 
 
-def _grouped_backward(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
-    return 2 * _grouped(input, weight)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
-
-
-def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
-
-
-def _flop_counts() -> dict[Any, Callable[..., Any]]:
-    """Return torch's own FLOP formulas, and those of the matmuls that it does not know."""
-    import transformers.integrations.moe  # noqa: F401, registers the grouped matmuls
-
-    aten, own = torch.ops.aten, torch.ops.transformers
-    return dict(flop_registry) | {
-        own.grouped_mm_fallback: _grouped,
-        own.grouped_mm_fallback_backward: _grouped_backward,
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    }
-
-
-_FLOPS = _flop_counts()
+_ATEN, _OWN = torch.ops.aten, torch.ops.transformers
+# torch's own FLOP formulas, and those of the matmuls that it does not know.
+_FLOPS: dict[Any, Callable[..., Any]] = dict(flop_registry) | {
+    _OWN.grouped_mm_fallback: _grouped,
+    _OWN.grouped_mm_fallback_backward: lambda *args, **_: 2 * _grouped(*args),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: (
+        lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape)
+    ),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    ),
+}

@@ -1,6 +1,7 @@
 """Say which training of a recipe is estimated, and trace its optimiser step."""
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -120,8 +121,8 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
     return config
 
 
-def built(training: Training) -> tuple[Family, Callable[[], Any]]:
-    """Return the family, and what builds its regular model from the config."""
+def built(training: Training) -> tuple[Family, Any, Callable[[], Any]]:
+    """Return the family, the config object, and what builds its regular model from that."""
     left = ("experts_implementation", "quantization_config")
     family = family_of(training.config)
     cls = base_model_class(family)
@@ -134,14 +135,13 @@ def built(training: Training) -> tuple[Family, Callable[[], Any]]:
     attention = "eager" if training.attention == "eager" else "sdpa"
     if not getattr(cls, "_supports_sdpa", True):
         attention = "eager"
-    return family, lambda: cls._from_config(copy.deepcopy(config), attn_implementation=attention)
+    return family, config, lambda: cls._from_config(copy.deepcopy(config), attn_implementation=attention)
 
 
 def tracer(training: Training) -> Callable[[Setting], Trace]:
     """Return `trace_step` for this run; a setting is traced once."""
-    family, build = built(training)
+    family, _, build = built(training)
     section = training.connectivity
-    known: dict[Setting, Trace] = {}
 
     def adapt(model: Any) -> None:
         assert training.lora is not None
@@ -151,21 +151,19 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
         if section.layers != "none":
             convert_model(model, Connectivity(section.layers, section.attention, section.mlp))
 
+    @functools.cache
     def trace(setting: Setting) -> Trace:
-        if setting not in known:
-            with progress_bar(
-                desc="Tracing a step", unit="layer", leave=False, shown=sys.stderr.isatty()
-            ) as bar:
-                known[setting] = trace_step(
-                    build,
-                    rewire,
-                    lambda model: decoder_layers(model, family),
-                    setting,
-                    adapt=adapt,
-                    progress=bar.update,
-                    what=f"{training.where}: the training step of {family.model_type}",
-                )
-        return known[setting]
+        shown = sys.stderr.isatty()
+        with progress_bar(desc="Tracing a step", unit="layer", leave=False, shown=shown) as bar:
+            return trace_step(
+                build,
+                rewire,
+                lambda model: decoder_layers(model, family),
+                setting,
+                adapt=adapt,
+                progress=bar.update,
+                what=f"{training.where}: the training step of {family.model_type}",
+            )
 
     return trace
 
@@ -177,7 +175,15 @@ def spread(
 
     work: of the regular model.
     """
-    chosen_of = tracer(_with_chosen(training, work)) if work.runs_all else trace_of
+    if ranks == 1:
+        return trace_of
+
+    def fewer(config: Mapping[str, Any]) -> dict[str, Any]:
+        found = {key: fewer(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+        return found | {name: work.experts_per_token for name in EXPERTS if name in config}
+
+    # With as many experts as a token uses, their activations are those of what is dispatched.
+    chosen_of = tracer(replace(training, config=fewer(training.config))) if work.runs_all else trace_of
     experts = max(layer.work("experts").weights for layer in work.layers)
 
     def trace(setting: Setting) -> Trace:
@@ -188,18 +194,12 @@ def spread(
     return trace
 
 
-def _with_chosen(training: Training, work: ModelWork) -> Training:
-    """Return the training with as many experts as a token uses: their activations are those of what is dispatched."""
-
-    def fewer(config: Mapping[str, Any]) -> dict[str, Any]:
-        found = {key: fewer(value) if isinstance(value, Mapping) else value for key, value in config.items()}
-        return found | {name: work.experts_per_token for name in EXPERTS if name in config}
-
-    return replace(training, config=fewer(training.config))
-
-
 def micro_batch_setting(training: Training, layout: Layout, micro_batches: int) -> Setting:
     """Describe a micro-batch: sharded runs compute in bfloat16 from gathered weights, whole copies cast by autocast."""
+    checkpointing = training.train.gradient_checkpointing
+    if checkpointing is None:
+        with torch.device("meta"):
+            checkpointing = checkpoints_activations(training.train, built(training)[2]())
     return Setting(
         objective=training.objective,
         num_rows=training.train.per_device_train_batch_size,
@@ -208,18 +208,10 @@ def micro_batch_setting(training: Training, layout: Layout, micro_batches: int) 
         teacher_dtype=training.teacher_dtype,
         autocast=training.train.bf16,
         sharded=layout.sharding != "none",
-        checkpointing=_checkpointing(training),
+        checkpointing=checkpointing,
         freeze_embeddings_and_head=training.objective.freeze_embeddings_and_head,
         accumulates=micro_batches > 1,
         on_gpu=True,
-        vocab_size=training.objective.vocab_size,
         teacher=training.teacher,
         adapters=training.lora is not None,
     )
-
-
-def _checkpointing(training: Training) -> bool:
-    if training.train.gradient_checkpointing is not None:
-        return training.train.gradient_checkpointing
-    with torch.device("meta"):
-        return checkpoints_activations(training.train, built(training)[1]())

@@ -18,6 +18,7 @@ from fcsd.planning.layers.points import (
     has_calibrated,
     number_text,
     point_loss,
+    selection_facts,
     selection_text,
     study_overlap,
     values_of,
@@ -28,10 +29,8 @@ from fcsd.planning.layers.settings import KL
 def tell_first_layer(connectivity: Connectivity, config: Any, family: Family, option: str) -> None:
     """Print in one line that layer 0 is to be rewired, and which selection leaves it out.
 
-    Nothing is printed where it is not selected, or alone, or computes what a regular layer does.
-
-    Args:
-        option: how a selection is given there: `--layers`.
+    Nothing is printed where it is not selected, or alone, or computes what a regular layer does. option: how a
+    selection is given there: `--layers`.
     """
     mask = moe_mask(config, family)
     layers = resolve_layers(connectivity.layers, mask)
@@ -70,22 +69,17 @@ def worst_layer(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
         return None
     others = [layer for layer in range(total) if layer != worst]
     weights = {"copied": False} | ({"calibrated": True} if has_calibrated(study) else {})
-    measured = points.get(tuple(others))
-    overlapped, collectives = study_overlap(study, others)
+    found = points.get(tuple(others))
+    without = {
+        "selection": _without(others, total),
+        "measured": found and {name: values_of(found, which)[metric] for name, which in weights.items()},
+        "overlapped_by_all": study_overlap(study, range(total))[0],
+    }
     return {
         "layer": worst,
         "alone": alone[worst],
         "all": loss,
-        "without": {
-            "layers": others,
-            "selection": _without(others, total),
-            "measured": None
-            if measured is None
-            else {name: values_of(measured, which)[metric] for name, which in weights.items()},
-            "overlapped_collectives": overlapped,
-            "collectives": collectives,
-            "overlapped_by_all": study_overlap(study, range(total))[0],
-        },
+        "without": {"layers": others} | selection_facts(study, others) | without,
     }
 
 

@@ -75,6 +75,16 @@ def study_overlap(study: dict[str, Any], layers: Sequence[int]) -> tuple[int, in
     return overlapped_collectives(layers, study["moe_layers"], *sides, study.get("model_type"))
 
 
+def selection_facts(study: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+    """Return how a selection of a study's model is written, and what of its exchanges it overlaps."""
+    overlapped, total = study_overlap(study, layers)
+    return {
+        "selection": selection_text(layers),
+        "overlapped_collectives": overlapped,
+        "collectives": total,
+    }
+
+
 def number_text(row: dict[str, Any]) -> str:
     """Format a value and its standard error."""
     return f"{nats(row['value'])} ± {row['stderr']:.1g}"  # KLs span orders of magnitude

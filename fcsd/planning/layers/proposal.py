@@ -14,8 +14,7 @@ Not covered: the quality after distillation.
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from fcsd.planning.layers.points import (
     has_calibrated,
     number_text,
     point_loss,
+    selection_facts,
     selection_text,
     study_metric,
     study_overlap,
@@ -70,9 +70,12 @@ def plan_layers(
         raise UserError(
             f"{folder}: this study has copied weights only; run `fcsd layers` with --calibrated TEXT"
         )
-    sensitivities, errors = _sensitivities(study, chosen, folder, calibrated)
+    alone = {p["layers"][0]: p for p in study["points"] if p["side"] == "single"}
+    if not alone:
+        raise UserError(f"{folder}: this study has no sensitivities; run `fcsd layers` with --sides single")
+    losses = [point_loss(study, alone[layer], chosen, calibrated) for layer in range(num_layers)]
+    sensitivities = [value for value, _ in losses]
     proposal = least_sensitive(sensitivities, count)
-    last = resolve_layers({"last": count}, [True] * num_layers)
     settings = study["study"]
     result: dict[str, Any] = {
         "study": str(folder),
@@ -86,40 +89,32 @@ def plan_layers(
         "connectivity": {"layers": proposal} | {side: settings[side] for side in ("attention", "mlp")},
         "sensitivities": [
             {"layer": layer, "value": value, "stderr": error, "rewired": layer in proposal}
-            for layer, (value, error) in enumerate(zip(sensitivities, errors, strict=True))
+            for layer, (value, error) in enumerate(losses)
         ],
-        "selections": [],
         "worst_layer": worst_layer(study, chosen),
     }
-    compared = {"proposal": proposal, f"last {count}": last} | _without_worst(result)
-    for name, layers in compared.items():
-        facts = _selection(study, layers, chosen, calibrated)
-        total = sum(sensitivities[layer] for layer in layers)
-        result["selections"].append({"name": name, "sum_of_sensitivities": total} | facts)
-    result["difference"] = (
-        _verify(folder, study, result, chosen, model, verify) if verify is not None else None
-    )
+    result["selections"] = list(_selections(study, result, sensitivities))
+    result["difference"] = None
+    if verify is not None:
+        result["difference"] = _verify(folder, study, result, chosen, model, verify)
     return result
 
 
-def _without_worst(result: dict[str, Any]) -> dict[str, list[int]]:
-    worst = result["worst_layer"]
-    if worst is None or worst["layer"] not in result["layers"]:
-        return {}
-    return {f"all but layer {worst['layer']}": worst["without"]["layers"]}
-
-
-def _selection(study: dict[str, Any], layers: list[int], metric: str, calibrated: bool) -> dict[str, Any]:
-    """Return what is known of a selection: its exchanges, and what the study itself has measured of it."""
-    overlapped, total = study_overlap(study, layers)
-    same = (point for point in study["points"] if point["layers"] == layers)
-    return {
-        "layers": layers,
-        "selection": selection_text(layers),
-        "overlapped_collectives": overlapped,
-        "collectives": total,
-        "measured": next((values_of(point, calibrated)[metric] for point in same), None),
-    }
+def _selections(
+    study: dict[str, Any], result: dict[str, Any], sensitivities: Sequence[float]
+) -> Iterator[dict[str, Any]]:
+    """Yield what is known of the selections to compare: their exchanges, and what the study has measured of them."""
+    count, worst, metric = result["num_layers"], result["worst_layer"], result["metric"]["name"]
+    last = resolve_layers({"last": count}, [True] * len(sensitivities))
+    compared = {"proposal": result["layers"], f"last {count}": last}
+    if worst is not None and worst["layer"] in result["layers"]:
+        compared[f"all but layer {worst['layer']}"] = worst["without"]["layers"]
+    for name, layers in compared.items():
+        total = sum(sensitivities[layer] for layer in layers)
+        row = {"name": name, "sum_of_sensitivities": total, "layers": layers} | selection_facts(study, layers)
+        same = (point for point in study["points"] if point["layers"] == layers)
+        row["measured"] = next((values_of(point, result["calibrated"])[metric] for point in same), None)
+        yield row
 
 
 def parse_budget(text: str, num_layers: int) -> int:
@@ -142,12 +137,9 @@ def least_sensitive(sensitivities: Sequence[float], count: int) -> list[int]:
 def layers_within(folder: Path, max_loss: float, *, metric: str | None = None) -> dict[str, Any]:
     """Answer from the study in `folder` how many layers can be rewired, from either end, without any training.
 
-    Args:
-        max_loss: of the KL, or of what the task's score loses against the original.
-
-    Returns:
-        For each side, with copied and with calibrated weights where they were measured, the largest number of layers
-        whose loss is at most `max_loss`, that loss and its standard error; 0 layers lose nothing.
+    For each side, with copied and with calibrated weights where they were measured: the largest number of layers whose
+    loss is at most `max_loss`, that loss and its standard error; 0 layers lose nothing. max_loss: of the KL, or of what
+    the task's score loses against the original.
 
     Raises:
         UserError: a negative loss, unknown metric, a study of single layers only.
@@ -166,18 +158,9 @@ def layers_within(folder: Path, max_loss: float, *, metric: str | None = None) -
             within = [row for row in losses if row[1] <= max_loss]
             best = max(within, key=lambda row: row[0]["num_layers"], default=None)
             layers, value, error = (best[0]["layers"], *best[1:]) if best is not None else ([], 0.0, 0.0)
-            overlapped, total = study_overlap(study, layers)
-            rows.append(
-                {
-                    "side": side,
-                    "calibrated": calibrated,
-                    "num_layers": len(layers),
-                    "selection": selection_text(layers),
-                    "loss": {"value": value, "stderr": error},
-                    "overlapped_collectives": overlapped,
-                    "collectives": total,
-                }
-            )
+            row: dict[str, Any] = {"side": side, "calibrated": calibrated, "num_layers": len(layers)}
+            row["loss"] = {"value": value, "stderr": error}
+            rows.append(row | selection_facts(study, layers))
     return {
         "study": str(folder),
         "metric": next(row for row in study["metrics"] if row["name"] == chosen),
@@ -206,19 +189,6 @@ def within_text(found: dict[str, Any]) -> str:
     return "\n".join([markdown(header, rows), *worst_text(found)])
 
 
-def _sensitivities(
-    study: dict[str, Any], metric: str, folder: Path, calibrated: bool
-) -> tuple[list[float], list[float]]:
-    """Return what each layer alone costs."""
-    points = {p["layers"][0]: p for p in study["points"] if p["side"] == "single"}
-    if not points:
-        raise UserError(f"{folder}: this study has no sensitivities; run `fcsd layers` with --sides single")
-    found = [
-        point_loss(study, points[layer], metric, calibrated) for layer in range(study["num_hidden_layers"])
-    ]
-    return [value for value, _ in found], [error for _, error in found]
-
-
 def _verify(
     folder: Path,
     study: dict[str, Any],
@@ -230,9 +200,8 @@ def _verify(
     """Measure both selections, on the study's settings; proposal - last N, paired."""
     plan = Study.model_validate(study["study"])
     if model is not None:
-        plan = plan.model_copy(
-            update={"model": plan.model.model_copy(update={"path": model, "revision": None})}
-        )
+        moved = plan.model.model_copy(update={"path": model, "revision": None})
+        plan = plan.model_copy(update={"model": moved})
     source = find_model(plan.model)
     made_from, now = read_json(folder / "manifest.json")["inputs"], layers_stage(plan, source, folder).inputs
     if made_from["original"] != now["original"]:
@@ -247,10 +216,10 @@ def _verify(
     if not result["calibrated"]:
         plan = plan.model_copy(update={"calibrated": None})
     with measuring(plan, source, launch) as measure:
-        measured = [measure(row["layers"], calibrated=result["calibrated"]) for row in result["selections"]]
+        measured = [measure(row["layers"], result["calibrated"]) for row in result["selections"]]
     for row, each in zip(result["selections"], measured, strict=True):
-        row["measured"] = asdict(each.values[metric])
-    return asdict(difference(measured[0], measured[1], metric))
+        row["measured"] = each.values[metric]
+    return difference(measured[0], measured[1], metric)
 
 
 def plan_text(plan: dict[str, Any]) -> str:

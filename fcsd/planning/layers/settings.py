@@ -62,11 +62,7 @@ class Study(ModelStudy):
 
 
 def study_from_options(options: Mapping[str, Any]) -> Study:
-    """Return the study that the options of `fcsd layers` describe.
-
-    Raises:
-        UserError: an option that does not make sense.
-    """
+    """Return the study that the options of `fcsd layers` describe, or raise UserError."""
     sides = options["sides"].split(",") if options["sides"] else None
     if sides is None:
         sides = ["first", "last"] if options["mlp"] == "full" else ["first", "last", "single"]

@@ -15,11 +15,14 @@ Not covered: weights that are sharded over ranks; a proposal from the sensitivit
 """
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from torch import nn
 
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
@@ -34,26 +37,26 @@ from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.stage import test_set_fingerprints
 from fcsd.model.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
+from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.load import load_config
-from fcsd.model.families import moe_mask
+from fcsd.model.connectivity.rewire import decoder_layers
+from fcsd.model.connectivity.spec import CALIBRATED
+from fcsd.model.families import family_of, moe_mask
 from fcsd.model.families.structure import packing_of
 from fcsd.model.load import ModelFolder, load_checkpoint, load_tokenizer, to_device
 from fcsd.parallel.launch import Launch
-from fcsd.planning.layers.calibrated import Calibrations
+from fcsd.parallel.ranks import Ranks
 from fcsd.planning.layers.settings import KL, Study, metrics, selections, suite_of
 from fcsd.training.calibration.checkpoint import take_rows
+from fcsd.training.calibration.model import calibrate_model
 from fcsd.training.losses.kl import kl_by_row, read_original
 
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True)
-class Value:
-    """One metric of one selection: nats per token of the KL, or the mean score of a task, with its standard error."""
-
-    value: float
-    stderr: float
-    num_items: int  # tokens of the KL, items of a task
+Value = dict[str, Any]
+"""One metric of one selection: `value`, nats per token of the KL or the mean score of a task, its `stderr`, and
+`num_items`: tokens of the KL, items of a task."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,44 @@ class Measured:
     items: dict[str, list[Any]]
 
 
-class Measure(Protocol):
-    """Rewires these layers of the model in place and measures it, its weights copied or calibrated."""
+Measure = Callable[[Sequence[int], bool], Measured]
+"""Rewires these layers of the model in place and measures it; True: with calibrated weights, not with copied ones."""
 
-    def __call__(self, layers: Sequence[int], *, calibrated: bool = False) -> Measured: ...
+
+class Calibrations:
+    """Calibrate selections, one after another, in the one model that is rewired in place.
+
+    The original is a second set of modules around the same parameters; a rewired layer gets copies of its own while it
+    is calibrated. So beside the model only the rewired layers are held twice.
+
+    model: while it is regular. rows: the text, as of `calibrate_model`, the same on all ranks.
+    """
+
+    def __init__(self, model: Any, rows: Sequence[Any], ranks: Ranks) -> None:
+        self.model, self.rows, self.ranks = model, rows, ranks
+        self.original = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+    @contextlib.contextmanager
+    def folded(self) -> Iterator[None]:
+        """Have the rewired layers calibrated, as `calibrate_model`; without any, nothing is. All ranks call this."""
+        layers, indices = decoder_layers(self.model, family_of(self.model.config)), farskip_layers(self.model)
+        shared = [
+            (module, name, parameter)
+            for index in indices
+            for module in layers[index].modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
+        try:
+            for module, name, parameter in shared:
+                own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                module.register_parameter(name, own)
+            if indices:
+                calibrate_model(self.model, self.original, self.rows, ranks=self.ranks, progress=False)
+            yield
+        finally:
+            for module, name, parameter in shared:
+                module.register_parameter(name, parameter)
+            vars(self.model.config).pop(CALIBRATED, None)
 
 
 def study_layers(
@@ -90,15 +127,19 @@ def study_layers(
         UserError: a launch that shards the weights; unknown task; no text; a count that the model does not have; a
             converted checkpoint; a folder whose study had other settings or another model.
     """
-    check_copies(launch)
+    if launch.engine.shards:
+        raise UserError(
+            "the layer study rewires whole copies of the model, and this launch shards the weights; launch copies"
+            " (accelerate launch --multi_gpu, configs/cpu_2.yaml), or one process"
+        )
     ranks = launch.ranks
     mask = layer_mask(model)
     plan = selections(study, len(mask))
     stage = ranks.from_first(lambda: layers_stage(study, model, folder))
     if launch.begin(stage) == "finished":
         return stage
-    found = folder / "layers.json"
-    done = ranks.from_first(lambda: _read(found)["points"] if found.is_file() else [])
+    path = folder / "layers.json"
+    done = ranks.from_first(lambda: _read(path)["points"] if path.is_file() else [])
     with measuring(study, model, launch) as measure:
         weights = ["values", "calibrated"] if study.calibrated is not None else ["values"]
         known = {tuple(point["layers"]): {key: point[key] for key in weights} for point in done}
@@ -120,32 +161,16 @@ def study_layers(
             for side, layers in wanted:
                 if (key := tuple(layers)) not in known:
                     bar.set_postfix_str(f"{side} {layers[0] if side == 'single' else len(layers)}")
-                    known[key] = {
-                        which: _as_dicts(measure(layers, calibrated=which == "calibrated"))
-                        for which in weights
-                    }
+                    known[key] = {which: measure(layers, which == "calibrated").values for which in weights}
                     bar.update()
                 point = {"side": side, "num_layers": len(layers), "layers": list(layers), **known[key]}
                 result["points"].append(point)
                 if len(result["points"]) > len(done) and ranks.first:
-                    write_json(folder / "layers.json", result)
+                    write_json(path, result)
     if ranks.first:
         draw(result, folder / "layers.png")
     launch.finish(stage, {})
     return stage
-
-
-def _as_dicts(measured: Measured) -> dict[str, Any]:
-    return {name: asdict(value) for name, value in measured.values.items()}
-
-
-def check_copies(launch: Launch) -> None:
-    """Raise UserError in a launch that shards the weights."""
-    if launch.engine.shards:
-        raise UserError(
-            "the layer study rewires whole copies of the model, and this launch shards the weights; launch copies"
-            " (accelerate launch --multi_gpu, configs/cpu_2.yaml), or one process"
-        )
 
 
 def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
@@ -206,7 +231,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             )
         known = read_original(model, rows, ranks=ranks) if rows is not None else None
 
-        def measure(layers: Sequence[int], *, calibrated: bool = False) -> Measured:
+        def measure(layers: Sequence[int], calibrated: bool) -> Measured:
             if layers:
                 wired = Connectivity(list(layers), study.attention, study.mlp)
                 convert_model(model, wired, regular_ok=True)
@@ -224,11 +249,15 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             if rows is not None and known is not None:
                 sums, counts = kl_by_row(known, model, rows, ranks=ranks)
                 items[KL] = list(zip(sums, counts, strict=True))
-                values[KL] = kl_value(items[KL], study.model.path, layers)
+                values[KL] = _kl(items[KL])
+                if not math.isfinite(value := values[KL]["value"]):
+                    raise UserError(
+                        f"{study.model.path}: the KL to the original with layers {list(layers)} rewired is {value}"
+                    )
             if evaluate is not None:
                 result, samples = evaluate(model, study.model.path)
                 for task, row in result["tasks"].items():
-                    values[task] = Value(row["value"], row["stderr"] or 0.0, row["num_items"])
+                    values[task] = _value(row["value"], row["stderr"], row["num_items"])
                     items[task] = [sample["score"] for sample in samples[task]]
             return Measured(values, items)
 
@@ -264,32 +293,28 @@ def _calibration_rows(study: Study, tokenizer: Any, packing: bool) -> list[Any]:
     return take_rows(found, study.calibration_tokens)
 
 
-def kl_value(items: Sequence[tuple[float, int]], model: str, layers: Sequence[int]) -> Value:
+def _value(value: float, stderr: float | None, num_items: int) -> Value:
+    return {"value": value, "stderr": stderr or 0.0, "num_items": num_items}
+
+
+def _kl(items: Sequence[tuple[float, int]]) -> Value:
     """Return nats per token of (sum, tokens) per row."""
     found = ratio([total for total, _ in items], [count for _, count in items])
-    if found["kl"] is None or not math.isfinite(found["kl"]):
-        raise UserError(
-            f"{model}: the KL to the original with layers {list(layers)} rewired is {found['kl']}"
-        )
-    return Value(found["kl"], found["stderr"] or 0.0, int(found["num_tokens"] or 0))
+    value = math.nan if found["kl"] is None else found["kl"]
+    return _value(value, found["stderr"], int(found["num_tokens"] or 0))
 
 
 def difference(one: Measured, other: Measured, metric: str) -> Value:
     """one - other of a metric with its paired standard error: both were measured on the same rows or items."""
     pairs = list(zip(one.items[metric], other.items[metric], strict=True))
     if metric == KL:
-        found = ratio([a[0] - b[0] for a, b in pairs], [a[1] for a, _ in pairs])
-        return Value(found["kl"] or 0.0, found["stderr"] or 0.0, int(found["num_tokens"] or 0))
+        return _kl([(a[0] - b[0], a[1]) for a, b in pairs])
     deltas = [a - b for a, b in pairs]
-    return Value(math.fsum(deltas) / len(deltas), standard_error(deltas) or 0.0, len(deltas))
+    return _value(math.fsum(deltas) / len(deltas), standard_error(deltas), len(deltas))
 
 
 def read_study(folder: Path) -> dict[str, Any]:
-    """Return the finished study in `folder`: what `layers.json` holds.
-
-    Raises:
-        UserError: not a study, one that is not finished, or one of another version.
-    """
+    """Return what `layers.json` holds of a finished study; raises UserError for another folder, or another version."""
     if not (folder / "layers.json").is_file():
         raise UserError(f"{folder}: no layers.json; this is not a folder that `fcsd layers` wrote")
     study = _read(folder / "layers.json")

@@ -25,8 +25,8 @@ from fcsd.base.files import file_sha256, new_folder, read_json, weights_fingerpr
 from fcsd.base.temporary import scratch_folder
 from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.scores import compare
-from fcsd.model.connectivity.carried import CARRIED
 from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, read_checkpoint
+from fcsd.model.connectivity.export import CARRIED
 from fcsd.model.connectivity.load import check_tensors, config_and_class
 from fcsd.report.publish.card import RESULTS, place, write_card
 from fcsd.report.publish.facts import (

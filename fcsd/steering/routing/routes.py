@@ -26,7 +26,7 @@ FACTORS = (1.0, 1.25, 2.0, 4.0)
 def capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
     """Return how many tokens of a batch one expert takes: ceil(factor * K * tokens / experts).
 
-    The article of `docs/routing.md` leaves K out, which at top-8 would drop seven pairs of eight of an even routing.
+    The article of `docs/steer.md` leaves K out, which at top-8 would drop seven pairs of eight of an even routing.
     Tokens come in order; a dropped pair contributes zero to its token's sum.
     """
     return math.ceil(round(factor * top_k * num_tokens / num_experts, 9))

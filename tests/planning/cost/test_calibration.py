@@ -2,7 +2,7 @@
 
 import pytest
 
-from fcsd.planning.cost.calibration import calibration_flops
+from fcsd.planning.cost.estimate import calibration_flops
 
 
 def test_the_operations_of_a_calibration_are_those_counted_by_hand() -> None:

@@ -367,10 +367,10 @@ def test_a_paired_difference_has_the_error_of_the_differences() -> None:
     one = Measured({}, {"kl": [(2.0, 1), (6.0, 2), (7.0, 3)], "t": [1.0, 0.0, 1.0, 1.0]})
     two = Measured({}, {"kl": [(1.0, 1), (5.0, 2), (3.0, 3)], "t": [1.0, 1.0, 0.0, 1.0]})
     kl = difference(one, two, "kl")
-    assert kl.value == pytest.approx(1.0)  # (1 + 1 + 4) / 6
-    assert kl.stderr == pytest.approx(ratio([1.0, 1.0, 4.0], [1, 2, 3])["stderr"])
+    assert kl["value"] == pytest.approx(1.0)  # (1 + 1 + 4) / 6
+    assert kl["stderr"] == pytest.approx(ratio([1.0, 1.0, 4.0], [1, 2, 3])["stderr"])
     task = difference(one, two, "t")
-    assert (task.value, task.stderr) == (0.0, pytest.approx(standard_error([0.0, -1.0, 1.0, 0.0])))
+    assert (task["value"], task["stderr"]) == (0.0, pytest.approx(standard_error([0.0, -1.0, 1.0, 0.0])))
 
 
 @pytest.mark.parametrize("sides", [["first"], ["single"], ["first", "last", "single"]])
