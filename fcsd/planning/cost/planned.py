@@ -35,7 +35,7 @@ class PlanSettings(Cluster):
 
     connectivity: None: that of a converted checkpoint, of another model all layers. sharding: fsdp2 as fcsd trains;
     optimizer as Megatron does, for the comparison with its runs: a rank has its weights whole, they are sent once a
-    step, and no memory is planned.
+    step, every chosen expert gets a row of its own, and no memory is planned.
     """
 
     model: str
@@ -119,7 +119,8 @@ class Planned:
         """Return the cost of its operations."""
         precision: Precision = "fp8" if self.settings.fp8 else "bfloat16"
         fused = not self.settings.unfused_attention
-        return Roofline(self.machine, precision, fused, self.tensor_parallel)
+        rows_once = self.settings.phase == "train" and self.settings.sharding == "fsdp2"
+        return Roofline(self.machine, precision, fused, self.tensor_parallel, rows_once)
 
 
 def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
