@@ -158,8 +158,9 @@ class DispatchStart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         """Wait for the gradients."""
-        rows, weights, _ = ctx.sent.unpack(ctx.exchange.finish())
-        return rows, weights.to(ctx.dtype), None, None, None
+        parcels = ctx.exchange.finish()
+        of_rows, weights, _ = ctx.sent.unpack(parcels)
+        return parcels[of_rows], weights.to(ctx.dtype), None, None, None
 
 
 class DispatchFinish(torch.autograd.Function):
@@ -168,11 +169,12 @@ class DispatchFinish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, received: Parcels, num_experts: int, exchange: Exchange) -> Any:
         """Wait."""
-        rows, weights, codes = received.unpack(exchange.finish())
+        parcels = exchange.finish()
+        of_rows, weights, codes = received.unpack(parcels)
         ids, row, lengths = pairs_of(codes, received, num_experts)
         ctx.exchange, ctx.received, ctx.lengths = exchange, received, lengths
         ctx.mark_non_differentiable(ids, row, lengths)
-        return rows[row], weights, ids, row, lengths
+        return parcels[of_rows[row]], weights, ids, row, lengths
 
     @staticmethod
     def backward(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> Any:  # type: ignore[override]

@@ -61,7 +61,7 @@ class Parcels:
     def pack(self, rows: Tensor, weights: Tensor, codes: Tensor | None = None) -> Tensor:
         """Put rows (M, D), and weights and codes (P,) of their pairs, into the parcels."""
         integer, real = word(rows.dtype)
-        parcels = rows.new_zeros(sum(self.splits), rows.shape[1])
+        parcels = rows.new_empty(sum(self.splits), rows.shape[1])  # nobody reads what is behind the pairs
         of_rows, of_words = self.places()
         parcels[of_rows] = rows
         bits = weights.to(real).view(integer)
@@ -70,11 +70,11 @@ class Parcels:
         return parcels
 
     def unpack(self, parcels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows (M, D), weights and codes (P,)."""
+        """Return the rows' numbers (M,) among those of the parcels, and weights and codes (P,)."""
         integer, real = word(parcels.dtype)
         of_rows, of_words = self.places()
         codes, bits = parcels.view(integer).view(-1)[of_words].view(-1, PAIR_WORDS).unbind(1)
-        return parcels[of_rows], bits.contiguous().view(real), codes.long()
+        return of_rows, bits.contiguous().view(real), codes.long()
 
 
 @dataclass(frozen=True)

@@ -158,13 +158,12 @@ def test_what_is_unpacked_is_what_was_packed(dtype: torch.dtype) -> None:
     parcels = Parcels(torch.tensor([rows, pairs]).t(), rows, pairs, words)
     assert parcels.splits == ([1 + 2, 0, 2 + 3] if words == 2 else [1 + 1, 0, 2 + 2])
     sent, weights, codes = torch.randn(3, 4).to(dtype), torch.rand(5), torch.tensor([0, 3, 1, 4, 2**31 - 1])
-    packed = parcels.pack(sent, weights, codes)
-    assert torch.equal(packed[[0, *((3, 4) if words == 2 else (2, 3))]], sent)
-    found = parcels.unpack(packed)
-    assert torch.equal(found[0], sent) and torch.equal(found[2], codes)
-    assert torch.equal(found[1].float(), weights)
-    gradients, of_weights, none = parcels.unpack(parcels.pack(sent, weights))
-    assert torch.equal(gradients, sent) and torch.equal(of_weights.float(), weights) and not none.any()
+    for given in (codes, None):  # forward, and gradients
+        packed = parcels.pack(sent, weights, given)
+        of_rows, found, numbers = parcels.unpack(packed)
+        assert of_rows.tolist() == [0, *((3, 4) if words == 2 else (2, 3))]
+        assert torch.equal(packed[of_rows], sent) and torch.equal(found.float(), weights)
+        assert torch.equal(numbers, codes) if given is not None else not numbers.any()
 
 
 def test_pairs_know_their_row_and_sums_are_those_of_float32_in_both_directions() -> None:

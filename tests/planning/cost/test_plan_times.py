@@ -39,7 +39,7 @@ def test_an_exchange_takes_the_slowest_of_peer_links_and_interface(v3: Planned) 
     switch = published("DeepSeek-V3", V3, {"gpu": "h200", "nodes": 2, "expert_parallel": 8})
     assert plan_times(switch)["exchange_s"]["combine"] == pytest.approx(20e-6 + near * 7 / 8 / (450e9 * 0.85))
     # Megatron's all-to-all gives each expert a row of its own.
-    megatron = published("DeepSeek-V3", V3, EIGHT | {"sharding": "optimizer"})
+    megatron = published("DeepSeek-V3", V3, EIGHT | {"rows_once": False})
     assert plan_times(megatron)["exchange_s"]["combine"] == pytest.approx(
         20e-6 + sent * 8 / 8 / (64e9 * 0.75 * 0.85)
     )
@@ -176,8 +176,8 @@ def test_loss_and_optimizer_are_those_of_the_whole_step_by_hand() -> None:
 
 
 def test_the_rank_with_most_rows_holds_up_an_exchange(v3: Planned) -> None:
-    """It gets as many rows as if it had half as many experts again, and at most one of each token; for Megatron's, which
-    gives each expert a row of its own, half as many again."""
+    """It gets as many rows as if it had half as many experts again, and at most one of each token. Megatron's gets half
+    as many again: each expert has a row of its own."""
     even, uneven, all_of_them = (
         plan_times(with_values(v3, imbalance=share, latency_us=0))["exchange_s"]["combine"]
         for share in (1.0, 1.5, 5.0)
@@ -187,7 +187,7 @@ def test_the_rank_with_most_rows_holds_up_an_exchange(v3: Planned) -> None:
     assert all_of_them / even == pytest.approx(
         4 / rows_of_v3(8)
     )  # of which half of the tokens choose no expert
-    megatron = replace(v3, settings=v3.settings.model_copy(update={"sharding": "optimizer"}))
+    megatron = replace(v3, settings=v3.settings.model_copy(update={"rows_once": False}))
     even, uneven = (
         plan_times(with_values(megatron, imbalance=share, latency_us=0))["exchange_s"]["combine"]
         for share in (1.0, 1.5)
