@@ -33,7 +33,7 @@ TRAINING: tuple[tuple[str, str, dict[str, Any], dict[str, Any], float, tuple[flo
     ("V2-Lite, EP 8", "DeepSeek-V2-Lite", {}, ON_8 | {"batch": 8, "global_batch": 128}, 1.11, (87.6, 89.0)),
     ("V3 (6 layers), EP 8", "DeepSeek-V3", V3, ON_8 | {"global_batch": 64}, 1.04, (92.9, 84.1)),
     ("V3 (6 layers), EP 32", "DeepSeek-V3", V3, ON_32, 1.22, None),
-    ("the same, one interface a node", "DeepSeek-V3", V3, ON_32 | {"network_gb_s": 6.25}, 1.22, None),
+    ("V3, EP 32, one interface a node", "DeepSeek-V3", V3, ON_32 | {"network_gb_s": 6.25}, 1.22, None),
 )  # fmt: skip
 """Name, config, changes to it, settings, the paper's speed-up, its overlap forward and backward (Table 3, Figure 5)."""
 
