@@ -101,7 +101,7 @@ def own_gradient(rank: int, top_k: int, world: int) -> Tensor:
     return total.chunk(world)[rank]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bytes_fall_by_the_predicted_share_and_sums_are_those_by_hand(world: int) -> None:
     for each in run_ranks(each_exchanged, world, world):
         for top_k, (found, errors) in zip(TOP_K, each, strict=True):
