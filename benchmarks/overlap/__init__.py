@@ -17,6 +17,7 @@ Modes, interleaved step by step; a ratio is the median over rounds of (time of `
     full        overlapped both ways
     start, end  full, where attention is not cut in the middle but behind the combine (start) or before it (end)
     one-node    full, by the paper's means: one autograd node an exchange, whose sequence number is set (on a CPU only)
+    each        full, where each expert of a token gets a row of its own, as in most engines; blocking-each: blocking
 
 --model shared: DeepSeek-V3 layers with a shared expert; none: Qwen3-MoE layers without. --checkpointing compares
 blocking and full with activation checkpointing. Experts are spread, nothing else is: gathered weights would drown the

@@ -77,7 +77,7 @@ class CudaLink:
 
     def __init__(self, bytes_per_second: float, ranks: int):
         self.stream = torch.cuda.Stream(priority=-1)
-        self.share = (ranks - 1) / ranks
+        self.share, self.stands_for = (ranks - 1) / ranks, 1.0  # rows that one of this rank's stands for
         self.cycles_per_byte = _cycles_per_second() / bytes_per_second
 
     def __call__(self, group: Any) -> "CudaLink":
@@ -87,7 +87,8 @@ class CudaLink:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             received.copy_(sent)
-            torch.cuda._sleep(int(sent.numel() * sent.element_size() * self.share * self.cycles_per_byte))
+            num_bytes = sent.numel() * sent.element_size() * self.share * self.stands_for
+            torch.cuda._sleep(int(num_bytes * self.cycles_per_byte))
             arrived = torch.cuda.Event()
             arrived.record()
         return _Arrival(arrived)

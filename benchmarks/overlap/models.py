@@ -1,13 +1,16 @@
 """The benchmark's models: of a few layers, with their experts spread over all ranks, and sleeps in them."""
 
 import argparse
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from fcsd.parallel.overlap import schedule
 from fcsd.parallel.overlap.block import BlockNames, BlockRun, Call
+from fcsd.parallel.overlap.experts import OverlappedEP
 
 SLEEPS_MS = {"a": 30.0, "b": 50.0, "shared": 25.0, "experts": 40.0, "router": 5.0, "share": 1.0}
 
@@ -122,6 +125,29 @@ def in_steps(model: Any, transport: Any, mode: str) -> None:
             return run.output
 
         block.forward = forward
+
+
+@contextlib.contextmanager
+def a_row_for_each_expert(top_k: int) -> Iterator[None]:
+    """Let a token send each of its experts a row of its own while the context lasts, as if it were so many tokens."""
+    start, finish = OverlappedEP.start_dispatch, OverlappedEP.finish_combine
+
+    def start_dispatch(self: Any, rows: Any, experts: Any, weights: Any, sizes: Any) -> Any:
+        rows = rows.repeat_interleave(top_k, 0)
+        return start(self, rows, experts.reshape(-1, 1), weights.reshape(-1, 1), sizes)
+
+    def finish_combine(token: Any, exchange: Any, dispatch: Any) -> Any:
+        return finish(token, exchange, dispatch).unflatten(0, (-1, top_k)).sum(1)
+
+    names = {"start_dispatch": start_dispatch, "finish_combine": staticmethod(finish_combine)}
+    own = {name: vars(OverlappedEP)[name] for name in names}
+    for name, function in names.items():
+        setattr(OverlappedEP, name, function)
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(OverlappedEP, name, function)
 
 
 def add_sleeps(model: Any, num_tokens: int) -> None:

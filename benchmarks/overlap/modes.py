@@ -11,12 +11,17 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.overlap.links import CudaLink, Link
-from benchmarks.overlap.models import SLEEPS_MS, add_sleeps, in_steps, spread_model
+from benchmarks.overlap.models import SLEEPS_MS, a_row_for_each_expert, add_sleeps, in_steps, spread_model
 from benchmarks.overlap.one_node import one_node
 from benchmarks.overlap.report import flat
+from fcsd.steering.network.simulate import rows_per_token
 
-MODES = ("regular", "beside", "both", "batons", "blocking", "forward", "full", "start", "end", "one-node")
+MODES = (
+    "regular", "beside", "both", "batons", "blocking", "forward", "full", "start", "end", "one-node", "each",
+    "blocking-each",
+)  # fmt: skip
 REGULAR = ("regular", "beside", "both", "batons")
+EACH = ("each", "blocking-each")
 ON_A_CPU = ("batons", "one-node")
 
 
@@ -96,7 +101,11 @@ class Bench:
         from fcsd.parallel.overlap import attach, detach
         from fcsd.parallel.overlap.transport import AllToAll
 
-        regular = mode in REGULAR
+        regular, options = mode in REGULAR, self.options
+        if options.device == "cuda":
+            experts = options.experts * options.virtual_ranks
+            rows = 1.0 if mode in EACH else rows_per_token(experts, options.top_k, options.virtual_ranks)
+            self.link.stands_for = rows
         if regular not in self.models:
             model = self.models[regular] = spread_model(self.options, not regular)
             if self.options.compute == "sleeps":
@@ -111,7 +120,8 @@ class Bench:
         else:
             detach(model)
             split = {"start": "start", "end": "end"}.get(mode)
-            overlap: Any = mode if mode in ("blocking", "forward") else "full"
+            named = mode.removesuffix("-each")
+            overlap: Any = named if named in ("blocking", "forward") else "full"
             attach(model, overlap, split=split, transport=self.link)
         self.records.clear()
         for layer in model.model.layers:
@@ -127,7 +137,7 @@ class Bench:
         torch.distributed.barrier()
         self.synchronize()
         began = time.perf_counter()
-        with one_node() if mode == "one-node" else nullcontext():
+        with self.way(mode):
             middle = self.passes(model, mode, began)
         self.synchronize()
         ended = time.perf_counter()
@@ -138,6 +148,12 @@ class Bench:
             found["exchanges"] = exchange_times(record for event, record in self.records if event == "start")
         torch.distributed.barrier()
         return found
+
+    def way(self, mode: str) -> Any:
+        """What the exchanges of a mode are made of instead of the runtime's own."""
+        if mode in EACH:
+            return a_row_for_each_expert(self.options.top_k)
+        return one_node() if mode == "one-node" else nullcontext()
 
     def passes(self, model: Any, mode: str, began: float) -> float:
         """Forward and backward; when the latter began."""
@@ -211,6 +227,6 @@ def run_rank(number: int, options: argparse.Namespace, store: str, pipe: Any = N
 
 
 def exchanged_bytes(options: argparse.Namespace) -> float:
-    """What leaves a CPU rank in one exchange, on average."""
-    rows = options.rows * options.length * options.top_k
-    return rows * (options.dim + 1) * 4 * (options.ranks - 1) / options.ranks
+    """What leaves a CPU rank in one exchange, on average, beside the pairs' words."""
+    each = rows_per_token(options.experts, options.top_k, options.ranks)
+    return options.rows * options.length * each * options.dim * 4 * (options.ranks - 1) / options.ranks

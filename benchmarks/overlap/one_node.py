@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import fcsd.parallel.overlap.experts as runtime
+from fcsd.parallel.overlap.rows import pairs_of
 
 
 class _Node(torch.autograd.Function):
@@ -57,32 +58,45 @@ def _finish(rows: torch.Tensor, exchange: Any) -> torch.Tensor:
 
 
 class _DispatchStart:
-    """As `fcsd.parallel.overlap.exchange.DispatchStart`; the weights are a column of the rows."""
+    """As `fcsd.parallel.overlap.exchange.DispatchStart`; packed where autograd sees it."""
 
     @staticmethod
-    def apply(rows: torch.Tensor, weights: torch.Tensor, exchange: Any) -> torch.Tensor:
-        return _start(torch.cat([rows, weights.to(rows.dtype).unsqueeze(1)], 1), exchange)
+    def apply(
+        rows: torch.Tensor, weights: torch.Tensor, codes: torch.Tensor, sent: Any, exchange: Any
+    ) -> Any:
+        of_rows, of_words = sent.places()
+        pairs = torch.stack([codes.int().view(torch.float32), weights.float()], 1).view(-1)
+        parcels = rows.new_zeros(sum(sent.splits), rows.shape[1]).index_put((of_rows,), rows)
+        packed = parcels.view(-1).index_put((of_words,), pairs).view_as(parcels)
+        return _start(packed, exchange)
 
 
 class _DispatchFinish:
     @staticmethod
-    def apply(rows: torch.Tensor, exchange: Any, width: int) -> Any:
-        rows = _finish(rows, exchange)
-        return rows[:, :width], rows[:, width]
+    def apply(parcels: torch.Tensor, received: Any, num_experts: int, exchange: Any) -> Any:
+        parcels = _finish(parcels, exchange)
+        of_rows, of_words = received.places()
+        codes, weights = parcels.view(-1)[of_words].view(-1, 2).unbind(1)
+        ids, row, lengths = pairs_of(
+            codes.detach().contiguous().view(torch.int32).long(), received, num_experts
+        )
+        return parcels[of_rows[row]], weights, ids, row, lengths
 
 
 class _CombineStart:
     """Weighs the outputs at the expert, where autograd has the weights' gradient."""
 
     @staticmethod
-    def apply(outputs: torch.Tensor, weights: torch.Tensor, exchange: Any) -> torch.Tensor:
-        return _start(outputs * weights.unsqueeze(-1), exchange)
+    def apply(outputs: Any, weights: torch.Tensor, row: torch.Tensor, lengths: Any, exchange: Any) -> Any:
+        weighed = outputs * weights.unsqueeze(-1)
+        return _start(weighed.new_zeros(len(lengths), weighed.shape[1]).index_add(0, row, weighed), exchange)
 
 
 class _CombineFinish:
     @staticmethod
-    def apply(rows: torch.Tensor, exchange: Any, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return _finish(rows, exchange)[order.argsort()].view(*weights.shape, -1).sum(1)
+    def apply(rows: torch.Tensor, exchange: Any, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        rows = _finish(rows, exchange)
+        return rows.new_zeros(num_tokens, rows.shape[1]).index_add(0, tokens, rows)
 
 
 @contextlib.contextmanager

@@ -91,6 +91,18 @@ def expert_counts(config: Any) -> tuple[int | None, int | None]:
     return first(EXPERTS), first(EXPERTS_PER_TOKEN)
 
 
+def expert_groups(config: Any) -> tuple[int, int]:
+    """Return into how many groups a layer's experts are parted, and of how many of them one token's are; (1, 1): any.
+
+    config: the config object of the decoder layers. Experts in order make up the groups (DeepSeek's node-limited
+    routing).
+    """
+    groups, chosen = (getattr(config, name, None) for name in ("n_group", "topk_group"))
+    if not groups or not chosen or getattr(config, "topk_method", None) == "greedy":
+        return 1, 1
+    return groups, chosen
+
+
 def row_width(config: Any) -> int:
     """Return the elements of a row that travels to an expert: of the latent space of experts that have one."""
     return int(next(value for name in _ROW_WIDTH if (value := getattr(config, name, None))))

@@ -214,18 +214,18 @@ class BlockRun:
 
     def finish_dispatch(self) -> None:
         """Wait for the rows of this rank's experts."""
-        self.rows, self.weights = self.ep.finish_dispatch(self.dispatch)
+        self.rows, self.pairs = self.ep.finish_dispatch(self.dispatch)
 
     def experts(self) -> None:
         """Compute them."""
-        self.rows = self.ep.run_experts(self.block.experts, self.rows, self.dispatch.sizes)
+        self.rows = self.ep.run_experts(self.block.experts, self.rows, self.pairs)
 
     def start_combine(self) -> None:
         """Send the outputs back; a recomputation knows what has arrived, or that nobody reads it."""
         self.token, self.combine = self.ep.start_combine(
-            self.rows, self.weights, self.dispatch.sizes, absent=self.again
+            self.rows, self.pairs, self.dispatch.sizes, absent=self.again
         )
-        del self.rows, self.weights
+        del self.rows, self.pairs
 
     def shared_expert(self) -> None:
         """Compute the block's shared expert, and its gate."""

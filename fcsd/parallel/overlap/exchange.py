@@ -5,9 +5,9 @@ pass, which runs nodes in the reverse order of their creation, launches at the f
 overlapped by the same computation. All that autograd sees of what is in flight is an empty token; rows and handles are
 in the `Exchange`, so that nothing (a cast of FSDP, a hook, a checkpoint) can read rows that have not arrived.
 
-The routing weights travel with the dispatched rows, 4 bytes each. The rows come back from the experts unweighted, and
-are weighed where the tokens are; but g·w and the weights' own gradient g·y are computed at the expert, which has y
-anyway. So no combined rows are kept for the backward pass.
+The routing weights travel with the dispatched rows. What a rank's experts make of a row is weighed and summed there,
+and comes back as one row; g·w and the weights' own gradient g·y are computed at the expert, too, which has y anyway. So
+no combined rows are kept for the backward pass.
 
 Not covered: which rows go where (`fcsd.parallel.overlap.experts`); how they are carried
 (`fcsd.parallel.overlap.transport`).
@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fcsd.parallel.overlap.rows import Parcels, gathered, pairs_of, summed
 from fcsd.parallel.overlap.transport import Transport
 
 Kind = Literal["dispatch", "combine", "counts"]
@@ -142,91 +143,86 @@ class Exchange:
         return received
 
 
-def _packed(rows: Tensor, weights: Tensor) -> Tensor:
-    """Put float32 weights behind the rows, as bytes (float64 ones behind rows in float64)."""
-    if rows.dtype == torch.float64:
-        return torch.cat([rows, weights.double().unsqueeze(1)], 1)
-    return torch.cat([rows, weights.float().unsqueeze(1).view(rows.dtype)], 1)
-
-
-def _unpacked(packed: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    rows, weights = packed[:, :width].contiguous(), packed[:, width:].contiguous()
-    return rows, (weights if packed.dtype == torch.float64 else weights.view(torch.float32)).squeeze(1)
-
-
 class DispatchStart(torch.autograd.Function):
-    """Send rows (N, D) and their weights (N,); gives the token."""
+    """Send rows (M, D), and the weights (P,) and codes (P,) of their pairs, in parcels; gives the token."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, exchange: Exchange) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, codes: Tensor, sent: Parcels, exchange: Exchange
+    ) -> Tensor:
         """Launch."""
-        ctx.exchange, ctx.width, ctx.dtype = exchange, rows.shape[1], weights.dtype
-        exchange.start(_packed(rows, weights))
+        ctx.exchange, ctx.sent, ctx.dtype = exchange, sent, weights.dtype
+        exchange.start(sent.pack(rows, weights, codes))
         return rows.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         """Wait for the gradients."""
-        rows, weights = _unpacked(ctx.exchange.finish(), ctx.width)
-        return rows, weights.to(ctx.dtype), None
+        parcels = ctx.exchange.finish()
+        of_rows, weights, _ = ctx.sent.unpack(parcels)
+        return parcels[of_rows], weights.to(ctx.dtype), None, None, None
 
 
 class DispatchFinish(torch.autograd.Function):
-    """Give the rows (R, D) and weights (R,) that have arrived."""
+    """Spread the rows that have arrived: (P, D), weights, and the ids, rows and lengths of the pairs."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, exchange: Exchange, width: int) -> Any:
+    def forward(ctx: Any, token: Tensor, received: Parcels, num_experts: int, exchange: Exchange) -> Any:
         """Wait."""
-        ctx.exchange = exchange
-        return _unpacked(exchange.finish(), width)
+        parcels = exchange.finish()
+        of_rows, weights, codes = received.unpack(parcels)
+        ids, row, lengths = pairs_of(codes, received, num_experts)
+        ctx.exchange, ctx.received, ctx.lengths = exchange, received, lengths
+        ctx.mark_non_differentiable(ids, row, lengths)
+        return parcels[of_rows[row]], weights, ids, row, lengths
 
     @staticmethod
-    def backward(ctx: Any, rows: Tensor, weights: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> Any:  # type: ignore[override]
         """Launch the gradients."""
-        ctx.exchange.start(_packed(rows, weights), backward=True)
-        return rows.new_empty(0), None, None
+        gradient = summed(rows, ctx.lengths).to(rows.dtype)
+        ctx.exchange.start(ctx.received.pack(gradient, weights), backward=True)
+        return rows.new_empty(0), None, None, None
 
 
 class CombineStart(torch.autograd.Function):
-    """Send the experts' outputs (R, D) back; gives the token. weights (R,): those that came with the rows."""
+    """Weigh the experts' outputs (P, D), sum those of a row, and send them back; gives the token.
+
+    row, lengths: as in `Pairs`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, weights: Tensor, exchange: Exchange) -> Tensor:
+    def forward(
+        ctx: Any, outputs: Tensor, weights: Tensor, row: Tensor, lengths: Tensor, exchange: Exchange
+    ) -> Tensor:
         """Launch."""
         ctx.exchange = exchange
-        ctx.save_for_backward(outputs, weights)
+        ctx.save_for_backward(outputs, weights, row)
         if not exchange.absent:
-            exchange.start(outputs)
+            exchange.start(summed(outputs * weights.unsqueeze(-1), lengths).to(outputs.dtype))
         return outputs.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Wait for the gradients, and weigh them."""
-        gradients = ctx.exchange.finish()
-        outputs, weights = ctx.saved_tensors
+        """Wait for the gradients, spread and weigh them."""
+        outputs, weights, row = ctx.saved_tensors
+        gradients = ctx.exchange.finish()[row]
         weighted = (gradients * weights.unsqueeze(-1)).to(outputs.dtype)
-        return weighted, (gradients.to(weights.dtype) * outputs).sum(-1), None
+        return weighted, (gradients.to(weights.dtype) * outputs).sum(-1), None, None, None
 
 
 class CombineFinish(torch.autograd.Function):
-    """Weigh the rows that have come back and sum them up for each token.
-
-    order: (N K,) the pair of token and choice that each row is of. weights: (N, K). Returns (N, D).
-    """
+    """Sum up for each of N tokens the rows that have come back. tokens: (M,) of which token each is."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, exchange: Exchange, order: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, token: Tensor, exchange: Exchange, tokens: Tensor, num_tokens: int) -> Tensor:
         """Wait."""
-        ctx.exchange, ctx.order, ctx.choices = exchange, order, weights.shape[1]
-        rows = exchange.finish()
-        outputs = torch.empty_like(rows)
-        outputs[order] = rows
-        return (outputs.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+        ctx.exchange, ctx.tokens = exchange, tokens
+        return gathered(exchange.finish(), tokens, exchange.receive, num_tokens)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         """Launch the gradients."""
-        ctx.exchange.start(gradient[ctx.order // ctx.choices], backward=True)
+        ctx.exchange.start(gradient[ctx.tokens], backward=True)
         return gradient.new_empty(0), None, None, None
 
 

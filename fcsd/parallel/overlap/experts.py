@@ -1,25 +1,27 @@
 """Expert parallelism whose dispatch and combine can be started in one place and finished in another.
 
 `OverlappedEP` is registered with transformers by the names in `IMPLEMENTATIONS`. Called plainly (regular layers, a
-regular teacher, a layer that nothing was attached to) it is transformers' `all_to_all`, which blocks.
+regular teacher, a layer that nothing was attached to) it does both at once, and blocks.
 `fcsd.parallel.overlap.layer` calls its halves.
 
-Each rank has tokens of its own; each (token, expert) pair is a row. N tokens, K choices, E experts a rank, S ranks.
+Each rank has tokens of its own; a token sends a row to each rank that has an expert of it. N tokens, K choices, E
+experts a rank, S ranks, M rows, P pairs of token and expert.
 
-Not covered: capacity factors and dropped tokens; one row for several experts of a rank; tensor parallelism beside it.
+Not covered: capacity factors and dropped tokens; tensor parallelism beside it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
+from fcsd.base.errors import UserError
 from fcsd.parallel.overlap.exchange import (
     CombineFinish,
     CombineStart,
@@ -28,6 +30,7 @@ from fcsd.parallel.overlap.exchange import (
     Exchange,
     Port,
 )
+from fcsd.parallel.overlap.rows import Pairs, Parcels, word
 from fcsd.parallel.overlap.transport import AllToAll, Transport, groups_beside
 
 IMPLEMENTATIONS = {"full": "farskip", "forward": "farskip_forward"}
@@ -36,36 +39,36 @@ IMPLEMENTATIONS = {"full": "farskip", "forward": "farskip_forward"}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Which rows a rank sends and receives in a dispatch; the combine is the other way round.
+    """What a rank sends and receives in a dispatch; the combine's rows go the other way round."""
 
-    received: (S, E) rows from each rank for each expert of this one.
-    """
-
-    received: Tensor
-    send: list[int]
-    receive: list[int]
+    sent: Parcels
+    received: Parcels
 
 
 @dataclass
 class Dispatch:
     """The rows of one layer on their way to the experts, and what brings them back.
 
-    order: (N K,) the pairs of token and choice, by expert. weights: (N, K).
+    tokens: (M,) of which of the num_tokens each row is.
     """
 
     sizes: Sizes
-    order: Tensor
-    weights: Tensor
-    width: int
+    tokens: Tensor
+    num_tokens: int
     exchange: Exchange
     token: Tensor
 
 
-class OverlappedEP(AllToAllEP):
-    """transformers' all-to-all of one MoE layer, in halves."""
+class OverlappedEP(EPImplementation):
+    """The all-to-all of one MoE layer, in halves."""
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any):
         super().__init__(experts, ep_mesh, tp_mesh)
+        if tp_mesh.size() > 1:
+            raise UserError(
+                f"ep_implementation farskip: no tensor parallelism beside it, tp_size is {tp_mesh.size()}; set it to 1,"
+                " or use all_to_all"
+            )
         experts.__dict__["farskip_ep"] = self
         self.num_here: int = experts.num_experts
         self.port = Port(AllToAll(ep_mesh.get_group()))
@@ -83,119 +86,134 @@ class OverlappedEP(AllToAllEP):
         self._counts = AllToAll(counts)
 
     def start_dispatch(self, rows: Tensor, experts: Tensor, weights: Tensor, sizes: Sizes | None) -> Dispatch:
-        """Send each token (N, D) to its experts (N, K), with its weights (N, K).
+        """Send each token (N, D) to the ranks of its experts (N, K), with its weights (N, K).
 
         sizes: of a first pass whose choices are made again; without them the ranks tell each other.
         """
-        expert_ids, choices = experts.reshape(-1), experts.shape[-1]
-        order = torch.argsort(expert_ids, stable=True)
-        row_bytes = rows.shape[1] * rows.element_size()
-        pending = self._start_counts(expert_ids, row_bytes) if sizes is None else None
-        chosen, own_weights = rows[order // choices], weights.reshape(-1)[order]
-        if self.scaled:
-            chosen = chosen * own_weights.unsqueeze(-1)
-            own_weights, weights = torch.ones_like(own_weights).detach(), torch.ones_like(weights)
+        ranks = experts // self.num_here
+        goes = torch.zeros(len(rows), self.ep_mesh.size(), dtype=torch.bool, device=rows.device)
+        goes = goes.scatter_(1, ranks, True)
+        pending = self._start_counts(goes, ranks, rows) if sizes is None else None
+        # Known sizes spare the host the wait for how many there are.
+        num_rows = None if sizes is None else sum(sizes.sent.rows)
+        places = goes.t().nonzero() if num_rows is None else torch.nonzero_static(goes.t(), size=num_rows)
+        tokens, order = places[:, 1], ranks.view(-1).argsort(stable=True)
+        row = (goes.cumsum(0) - 1).gather(1, ranks)  # among those of the rank
+        codes = (row * self.num_here + experts % self.num_here).view(-1)[order]
+        chosen, own_weights = rows[tokens], weights.reshape(-1)[order]
         if pending is not None:
-            sizes = self._finish_counts(*pending, row_bytes)
+            sizes = self._finish_counts(*pending)
         assert sizes is not None
-        exchange = Exchange(self.port, "dispatch", sizes.send, sizes.receive)
-        token = DispatchStart.apply(chosen, own_weights, exchange)
-        return Dispatch(sizes, order, weights.detach(), rows.shape[1], exchange, token)
+        exchange = Exchange(self.port, "dispatch", sizes.sent.splits, sizes.received.splits)
+        token = DispatchStart.apply(chosen, own_weights, codes, sizes.sent, exchange)
+        return Dispatch(sizes, tokens, len(rows), exchange, token)
 
-    def _start_counts(self, expert_ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor, Any]:
-        """Tell each rank how many rows come for each of its experts, and in a last column of what size."""
-        ranks = self.ep_mesh.size()
-        counts = expert_ids.new_zeros(self.num_here * ranks, dtype=torch.long)
-        counts = counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids)).view(ranks, -1)
-        sent = torch.cat([counts, torch.full_like(counts[:, :1], row_bytes)], 1)
-        received = torch.empty_like(sent)
-        each = [1] * ranks
+    def _start_counts(self, goes: Tensor, ranks: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, int, Any]:
+        """Tell each rank how many rows and pairs come, and of how many bytes and words a row is."""
+        pairs = torch.zeros_like(goes, dtype=torch.long).scatter_add_(1, ranks, torch.ones_like(ranks)).sum(0)
+        row_bytes = rows.shape[1] * rows.element_size()
+        sent = torch.stack([goes.sum(0), pairs, torch.full_like(pairs, row_bytes)], 1)
+        received, each = torch.empty_like(sent), [1] * len(sent)
         port = Port(self._counts, self.port.layer, records=self.port.records)
-        return sent, received, port.launch("counts", False, received, sent, each, each)
+        flight = port.launch("counts", False, received, sent, each, each)
+        return sent, received, row_bytes // word(rows.dtype)[0].itemsize, flight
 
-    def _finish_counts(self, sent: Tensor, received: Tensor, flight: Any, row_bytes: int) -> Sizes:
+    def _finish_counts(self, sent: Tensor, received: Tensor, row_words: int, flight: Any) -> Sizes:
         flight.wait()
-        received, widths = received[:, :-1], received[:, -1]
-        sizes = torch.stack([sent[:, :-1].sum(1), received.sum(1), widths])
-        if sizes.is_cuda:
-            # Pinned, so that the copy is queued behind the sums and the host waits for it alone.
-            pinned = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
-            pinned.copy_(sizes, non_blocking=True)
+        counts = torch.cat([sent, received], 1)
+        if counts.is_cuda:
+            # Pinned, so that the copy is queued behind what is computed and the host waits for it alone.
+            pinned = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            pinned.copy_(counts, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
             copied.synchronize()
-            sizes = pinned
-        send, receive, every = sizes.tolist()
-        if set(every) != {row_bytes}:
+            counts = pinned
+        rows, pairs, own, rows_back, pairs_back, every = counts.t().tolist()
+        if every != own:
             raise RuntimeError(
-                f"layer {self.port.layer}: this rank dispatches rows of {row_bytes} bytes, the ranks of its group rows"
+                f"layer {self.port.layer}: this rank dispatches rows of {own[0]} bytes, the ranks of its group rows"
                 f" of {every}: their models or precisions differ"
             )
-        return Sizes(received, send, receive)
+        return Sizes(
+            Parcels(sent[:, :2], rows, pairs, row_words),
+            Parcels(received[:, :2], rows_back, pairs_back, row_words),
+        )
 
-    def finish_dispatch(self, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
-        """Return the rows (R, D) that have come to this rank's experts, and their weights (R,)."""
-        return DispatchFinish.apply(dispatch.token, dispatch.exchange, dispatch.width)  # type: ignore[return-value]
+    def finish_dispatch(self, dispatch: Dispatch) -> tuple[Tensor, Pairs]:
+        """Return the rows that have come to this rank's experts, spread to their pairs (P, D), and the pairs."""
+        rows, weights, *places = DispatchFinish.apply(
+            dispatch.token, dispatch.sizes.received, self.num_here, dispatch.exchange
+        )
+        if self.scaled:
+            rows, weights = (rows * weights.unsqueeze(-1)).to(rows.dtype), torch.ones_like(weights)
+        return rows, Pairs(weights, *places)
 
-    def run_experts(self, module: Any, rows: Tensor, sizes: Sizes) -> Tensor:
-        """Compute the outputs (R, D) of this rank's experts, through the module, whose hooks gather its weights."""
-        ids = self._ids(rows, sizes).unsqueeze(-1)
+    def run_experts(self, module: Any, rows: Tensor, pairs: Pairs) -> Tensor:
+        """Compute the outputs (P, D) of this rank's experts, through the module, whose hooks gather its weights."""
         self._here = True
         try:
-            if rows.shape[0]:
-                return module(rows, ids, torch.ones_like(ids, dtype=rows.dtype))  # type: ignore[no-any-return]
-            # One row of zeros, so that every rank has the same graph, and runs the same exchanges and reductions.
-            row = rows.sum(0, keepdim=True)
-            return module(row, ids.new_zeros((1, 1)), row.new_ones((1, 1)))[:0]  # type: ignore[no-any-return]
+            return _of_rows(module, rows, pairs.ids)
         finally:
             self._here = False
 
     def start_combine(
-        self, outputs: Tensor, weights: Tensor, sizes: Sizes, *, absent: bool = False
+        self, outputs: Tensor, pairs: Pairs, sizes: Sizes, *, absent: bool = False
     ) -> tuple[Tensor, Exchange]:
         """Send the experts' outputs back; return the token and the exchange. absent: a recomputation sends nothing."""
-        exchange = Exchange(self.port, "combine", sizes.receive, sizes.send, absent=absent)
-        return CombineStart.apply(outputs, weights, exchange), exchange
+        receive, send = list(sizes.sent.rows), list(sizes.received.rows)
+        exchange = Exchange(self.port, "combine", send, receive, absent=absent)
+        token = CombineStart.apply(outputs, pairs.weights, pairs.row, pairs.lengths, exchange)
+        return token, exchange  # type: ignore[return-value]
 
     @staticmethod
     def finish_combine(token: Tensor, exchange: Exchange, dispatch: Dispatch) -> Tensor:
         """Return the routed output (N, D)."""
-        return CombineFinish.apply(token, exchange, dispatch.order, dispatch.weights)  # type: ignore[no-any-return]
+        return CombineFinish.apply(token, exchange, dispatch.tokens, dispatch.num_tokens)  # type: ignore[no-any-return]
+
+    def _at_once(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Return the routed output (N, D); each exchange is waited for where it is launched."""
+        port, self.port = self.port, replace(self.port, overlaps=(False, False))
+        try:
+            dispatch = self.start_dispatch(rows, experts, weights, None)
+            arrived, pairs = self.finish_dispatch(dispatch)
+            outputs = _of_rows(self._experts, arrived, pairs.ids)
+            token, exchange = self.start_combine(outputs, pairs, dispatch.sizes)
+            return self.finish_combine(token, exchange, dispatch)
+        finally:
+            self.port = port
+
+    def _experts(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.scaled:
+            return padded_experts(self.experts_forward, self.num_here, rows, ids.squeeze(-1))
+        return self.experts_forward(rows, ids, weights)  # type: ignore[no-any-return]
 
     def _dense(self, rows: Tensor) -> Tensor:
         """Do what the experts do with scaled rows of all of them, (experts x N, D), of which few are not zero."""
         chosen = (rows != 0).any(-1).nonzero().squeeze(-1)
         num_tokens = rows.shape[0] // (self.num_here * self.ep_mesh.size())
-        one = rows.new_ones(chosen.shape[0], 1)
-        scaled, self.scaled = self.scaled, False  # they are
-        dispatch = self.start_dispatch(rows[chosen], (chosen // num_tokens).unsqueeze(-1), one, None)
-        self.scaled = scaled
-        received, weights = self.finish_dispatch(dispatch)
-        ids = self._ids(received, dispatch.sizes)
-        if received.shape[0]:
-            outputs = padded_experts(self.experts_forward, self.num_here, received, ids)
-        else:
-            row = received.sum(0, keepdim=True)
-            outputs = padded_experts(self.experts_forward, self.num_here, row, chosen.new_zeros(1))[:0]
-        token, exchange = self.start_combine(outputs, weights, dispatch.sizes)
-        return torch.zeros_like(rows).index_copy(0, chosen, self.finish_combine(token, exchange, dispatch))
-
-    def _ids(self, rows: Tensor, sizes: Sizes) -> Tensor:
-        """Return (R,) the expert of this rank that each received row is for."""
-        ids = torch.arange(self.num_here, device=rows.device).repeat(self.ep_mesh.size())
-        return ids.repeat_interleave(sizes.received.reshape(-1), output_size=rows.shape[0])
+        experts = (chosen // num_tokens).unsqueeze(-1)
+        outputs = self._at_once(rows[chosen], experts, rows.new_ones(experts.shape))
+        return torch.zeros_like(rows).index_copy(0, chosen, outputs)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        """Give the experts of this rank their rows, or, called plainly, do what transformers does."""
+        """Give the experts of this rank their rows, or, called plainly, take them there and back."""
         if self._here:
-            if self.scaled:
-                return padded_experts(
-                    self.experts_forward, self.num_here, hidden_states, top_k_index.squeeze(-1)
-                )
-            return self.experts_forward(hidden_states, top_k_index, top_k_weights)
+            return self._experts(hidden_states, top_k_index, top_k_weights)
         if self.scaled:
             return self._dense(hidden_states)
-        return super().__call__(hidden_states, top_k_index, top_k_weights)
+        return self._at_once(hidden_states, top_k_index, top_k_weights)
+
+
+def _of_rows(experts: Any, rows: Tensor, ids: Tensor) -> Tensor:
+    """Compute the outputs of rows (P, D), each of the expert in ids (P,).
+
+    Of none, one of zeros, so that every rank has the same graph, and runs the same exchanges and reductions.
+    """
+    if not len(rows):
+        return _of_rows(experts, rows.sum(0, keepdim=True), ids.new_zeros(1))[:0]
+    ids = ids.unsqueeze(-1)
+    return experts(rows, ids, torch.ones_like(ids, dtype=rows.dtype))  # type: ignore[no-any-return]
 
 
 def padded_experts(forward: Any, num_experts: int, rows: Tensor, ids: Tensor) -> Tensor:

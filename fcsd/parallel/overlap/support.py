@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from typing import Any
 
-from transformers.distributed.expert_parallel import AllToAllEP
+from transformers.distributed.expert_parallel import EPImplementation
 from transformers.modeling_utils import AttentionInterface
 
 from fcsd.base.errors import UserError
@@ -69,8 +69,8 @@ def kept_inside(family: Family) -> str | None:
 def check_transformers() -> None:
     """Raise UserError for a transformers whose interfaces are not those that this was written for."""
     expected: dict[Any, list[str]] = {
-        AllToAllEP.__init__: ["self", "experts", "ep_mesh", "tp_mesh"],
-        AllToAllEP.__call__: ["self", "hidden_states", "top_k_index", "top_k_weights"],
+        EPImplementation.__init__: ["self", "experts", "ep_mesh", "tp_mesh"],
+        EPImplementation.__call__: ["self", "hidden_states", "top_k_index", "top_k_weights"],
         AttentionInterface.get_interface: ["self", "attn_implementation", "default"],
     }
     for function, names in expected.items():

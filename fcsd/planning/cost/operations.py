@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity.rewire import decoder_layers, is_one_of
-from fcsd.model.families import Family, expert_counts, row_width, text_config
+from fcsd.model.families import Family, expert_counts, expert_groups, row_width, text_config
 from fcsd.model.families.structure import output_head
 from fcsd.planning.cost.tracker import Interposed, Tracker, counting, give_fake_storage
 
@@ -64,7 +64,7 @@ class LayerWork:
 class ModelWork:
     """The work of a forward pass of (num_rows, num_tokens), layer by layer, and the sizes that exchanges depend on.
 
-    row_width: elements of a row that travels to an expert.
+    row_width: elements of a row that travels to an expert. expert_groups: see `fcsd.model.families.expert_groups`.
     """
 
     layers: tuple[LayerWork, ...]
@@ -77,6 +77,7 @@ class ModelWork:
     experts_per_token: int
     num_parameters: int
     num_expert_parameters: int
+    expert_groups: tuple[int, int] = (1, 1)
 
     @property
     def tokens(self) -> int:
@@ -154,6 +155,7 @@ def trace_layers(
         experts_per_token=top_k,
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_expert_parameters=sum(_size(_experts(layer, family)) for layer in stack),
+        expert_groups=expert_groups(config),
     )
 
 

@@ -33,7 +33,8 @@ class PlanSettings(Cluster):
 
     connectivity: None: that of a converted checkpoint, of another model all layers. sharding: fsdp2 as fcsd trains;
     optimizer as Megatron does, for the comparison with its runs: a rank has its weights whole, they are sent once a
-    step, and no memory is planned.
+    step, and no memory is planned. rows_once: see `Roofline`; False for the same comparison. A server is planned
+    without.
     """
 
     model: str
@@ -62,6 +63,7 @@ class PlanSettings(Cluster):
     unfused_attention: bool = option(False, "attention with its scores in memory, not in one kernel")
     connectivity: Connectivity | None = None
     sharding: Literal["fsdp2", "optimizer"] = "fsdp2"
+    rows_once: bool = True
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ class Planned:
         """Return the cost of its operations."""
         precision: Precision = "fp8" if self.settings.fp8 else "bfloat16"
         fused = not self.settings.unfused_attention
-        return Roofline(self.machine, precision, fused, self.tensor_parallel)
+        rows_once = self.settings.rows_once and self.settings.phase == "train"
+        return Roofline(self.machine, precision, fused, self.tensor_parallel, rows_once)
 
 
 def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:

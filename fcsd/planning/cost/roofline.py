@@ -12,9 +12,12 @@ import numpy as np
 
 from fcsd.planning.cost.machine import Machine
 from fcsd.planning.cost.operations import WHOLE, LayerWork, ModelWork, Work
-from fcsd.steering.network.simulate import Payload, simulate
+from fcsd.steering.network.simulate import Payload, rows_per_token, simulate
 
 Precision = Literal["float32", "bfloat16", "fp8"]
+
+PAIR_BYTES = 8
+"""Beside the row: which expert, and its weight."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,15 @@ class Roofline:
 
     precision: of the matmuls and what they read; fp8: those of attention's core, and activations, are bfloat16. fused:
     attention is one kernel that skips what a causal mask leaves out; else batched matmuls with the scores in memory.
-    tensor_parallel: ranks that share each layer.
+    tensor_parallel: ranks that share each layer. rows_once: a token sends one row to each rank of its experts, as
+    fcsd trains; else one to each expert, as Megatron's all-to-all and servers' kernels for latency.
     """
 
     machine: Machine
     precision: Precision = "bfloat16"
     fused: bool = True
     tensor_parallel: int = 1
+    rows_once: bool = True
 
     def assuming(self, values: Mapping[str, float]) -> "Roofline":
         """Return it with other values of some assumptions."""
@@ -154,12 +159,19 @@ class Roofline:
 
         Each rank sends an equal share of its rows to each. With measured links: simulated from them.
         """
-        pairs = model.tokens * model.experts_per_token * self.values["imbalance"]
+        uneven, experts = self.values["imbalance"], model.experts_per_token
+        pairs = model.tokens * experts * uneven
+        rows = pairs
+        if self.rows_once:
+            rows = model.tokens * rows_per_token(
+                model.num_experts, experts, ranks, groups=model.expert_groups, imbalance=uneven
+            )
         if (links := self.machine.links) is not None:
-            counts = np.full((ranks, ranks), pairs / ranks)
-            times = simulate(links, counts, Payload(model.row_width, model.num_experts, self.value_bytes))
+            counts, weights = np.full((ranks, ranks), rows / ranks), PAIR_BYTES * pairs / rows
+            payload = Payload(model.row_width, model.num_experts, self.value_bytes, weights)
+            times = simulate(links, counts, payload)
             return float(times.metadata + times.dispatch), float(times.combine)
-        seconds = self._all_to_all(pairs * model.row_width * self.value_bytes, ranks)
+        seconds = self._all_to_all(rows * model.row_width * self.value_bytes, ranks)
         return seconds, seconds
 
     def _all_to_all(self, num_bytes: float, ranks: int) -> float:

@@ -3,6 +3,7 @@
 L MoE layers, N endpoints, E experts, J batches of a text. Batch j is at endpoint j mod N.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,43 @@ from numpy.typing import NDArray
 from fcsd.steering.network.links import Array, LinkModel, Phase
 
 
+def rows_per_token(
+    num_experts: int,
+    top_k: int,
+    num_ranks: int,
+    *,
+    groups: tuple[int, int] = (1, 1),
+    imbalance: float = 1.0,
+) -> float:
+    """Return how many rows a token sends on average where one goes to each rank that has experts of it.
+
+    R (1 - C(E - E/R, K) / C(E, K)) of E experts in order over R ranks, any K of which are equally likely; in every rank
+    the same, and each rank gets 1/R of them.
+
+    groups: (G, g): the K are of g of the G groups that the experts make up in order; where neither G nor R divides the
+    other, as if of any. imbalance: pairs of the busiest rank over the mean; what it gets counts for all.
+    """
+    num_groups, chosen = groups
+    if num_groups % num_ranks and num_ranks % num_groups:
+        num_groups = chosen = 1
+    here, own = max(1, num_groups // num_ranks), num_experts / max(num_groups, num_ranks)
+    among = num_experts * chosen // num_groups
+
+    def missed(experts: float) -> float:
+        return math.prod(max(0.0, 1 - experts / (among - i)) for i in range(top_k))
+
+    hit = sum(
+        math.comb(here, j) * math.comb(num_groups - here, chosen - j) * (1 - missed(j * own * imbalance))
+        for j in range(1, min(here, chosen) + 1)
+    )
+    return num_ranks * hit / math.comb(num_groups, chosen)
+
+
 @dataclass(frozen=True)
 class Payload:
-    """The bytes of one token on the wire.
+    """The bytes of one token on the wire, of which each expert gets a row of its own, as CAMoE's equation 8 has it.
+
+    Training with `fcsd.parallel.overlap` sends fewer (`rows_per_token`): of its rows this is an upper bound.
 
     row_width: elements of a row that an expert reads (`fcsd.model.families.row_width`). row_width x value_bytes travel
     either way, weight_bytes more on the way out; num_experts counts of count_bytes each precede them.
@@ -23,11 +58,11 @@ class Payload:
     row_width: int
     num_experts: int
     value_bytes: int = 2
-    weight_bytes: int = 4
+    weight_bytes: float = 4
     count_bytes: int = 8
 
     @property
-    def dispatch_bytes(self) -> int:
+    def dispatch_bytes(self) -> float:
         """Bytes of one (token, expert) pair on its way to the expert."""
         return self.row_width * self.value_bytes + self.weight_bytes
 

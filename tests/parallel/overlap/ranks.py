@@ -20,7 +20,8 @@ def spread(folder: Path, connectivity: Connectivity | None, size: int, **options
     from transformers.distributed import DistributedConfig
 
     world = torch.distributed.get_world_size()
-    config = DistributedConfig(fsdp_size=world, ep_size=size, ep_implementation="farskip", **options)
+    options = {"ep_implementation": "farskip"} | options
+    config = DistributedConfig(fsdp_size=world, ep_size=size, **options)
     config = with_plan(config, read_config(folder)[1])
     return load_model(folder, connectivity=connectivity, distributed_config=config)
 

@@ -282,6 +282,9 @@ def test_counts_are_on_their_way_while_the_rows_are_gathered() -> None:
         ep.start_dispatch(rows, experts, weights, dispatch.sizes)
     assert again == ["start counts", "gather rows", "wait counts", "start rows"]
     assert log == [*again, "gather rows", "start rows"]
-    received, _ = ep.finish_dispatch(dispatch)
-    assert torch.equal(received, rows[[0, 2, 4, 1, 3, 1, 4, 0, 2, 3]])
+    received, pairs = ep.finish_dispatch(dispatch)
+    assert torch.equal(received, rows.repeat_interleave(2, 0)) and torch.equal(
+        pairs.weights, weights.view(-1)
+    )
+    assert pairs.ids.tolist() == experts.view(-1).tolist() and dispatch.exchange.send == [5 + 7]
     assert log[-1] == "wait rows"

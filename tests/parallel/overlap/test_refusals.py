@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.distributed.expert_parallel import AllToAllEP
+from transformers.distributed.expert_parallel import EPImplementation
 
 from fcsd.base.errors import UserError
 from fcsd.evaluation.config import EvaluationConfig, load_suite
@@ -89,7 +89,7 @@ def test_a_transformers_or_a_machine_that_cannot_overlap_is_refused_before_anyth
     assert checked(plain, None, capsys) == checked(plain, "off", capsys, device=gpu) == ""
     with pytest.raises(UserError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1: .*; unset it"):
         checked(plain, None, capsys, device=gpu)
-    monkeypatch.setattr(AllToAllEP, "__call__", lambda self, hidden_states: None)
+    monkeypatch.setattr(EPImplementation, "__call__", lambda self, hidden_states: None)
     assert checked(plain, "off", capsys) == ""
     for overlap in (None, "full"):
         with pytest.raises(

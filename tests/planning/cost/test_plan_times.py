@@ -1,5 +1,6 @@
 """The times of a plan by hand: matmuls, rows, exchanges, rings, servers, the step as a whole."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,27 @@ def v3() -> Planned:
     return published("DeepSeek-V3", V3, EIGHT | {"global_batch": 64})
 
 
+def rows_of_v3(ranks: int) -> float:
+    """Rows that a token sends: 8 experts of 128, which are in 4 of 8 groups of 32."""
+    here = 256 // ranks  # a group of 8 ranks or more is 1, 2, ... ranks, 4 of 8 groups are half of them
+    return ranks / 2 * (1 - math.comb(128 - here, 8) / math.comb(128, 8))
+
+
 def test_an_exchange_takes_the_slowest_of_peer_links_and_interface(v3: Planned) -> None:
-    sent = 4096 * 8 * 7168 * 2  # bytes a rank
+    sent = 4096 * 7168 * 2  # bytes of a row for each token
     one = plan_times(v3)["exchange_s"]["dispatch"]
-    assert one == pytest.approx(20e-6 + sent / 8 / (64e9 * 0.75 * 0.85))
+    near = sent * rows_of_v3(8)
+    assert one == pytest.approx(20e-6 + near / 8 / (64e9 * 0.75 * 0.85))
     far = published("DeepSeek-V3", V3, EIGHT | {"nodes": 4})
-    assert plan_times(far)["exchange_s"]["combine"] == pytest.approx(40e-6 + sent * 24 / 32 / (50e9 * 0.8))
+    apart = sent * rows_of_v3(32) * 24 / 32
+    assert plan_times(far)["exchange_s"]["combine"] == pytest.approx(40e-6 + apart / (50e9 * 0.8))
     switch = published("DeepSeek-V3", V3, {"gpu": "h200", "nodes": 2, "expert_parallel": 8})
-    assert plan_times(switch)["exchange_s"]["combine"] == pytest.approx(20e-6 + sent * 7 / 8 / (450e9 * 0.85))
+    assert plan_times(switch)["exchange_s"]["combine"] == pytest.approx(20e-6 + near * 7 / 8 / (450e9 * 0.85))
+    # Megatron's all-to-all gives each expert a row of its own.
+    megatron = published("DeepSeek-V3", V3, EIGHT | {"rows_once": False})
+    assert plan_times(megatron)["exchange_s"]["combine"] == pytest.approx(
+        20e-6 + sent * 8 / 8 / (64e9 * 0.75 * 0.85)
+    )
 
 
 def test_the_step_is_what_it_computes_and_what_stays_exposed(v3: Planned) -> None:
@@ -162,10 +176,23 @@ def test_loss_and_optimizer_are_those_of_the_whole_step_by_hand() -> None:
 
 
 def test_the_rank_with_most_rows_holds_up_an_exchange(v3: Planned) -> None:
-    even, uneven = (
-        plan_times(with_values(v3, imbalance=share, latency_us=0))["exchange_s"] for share in (1.0, 1.5)
+    """It gets as many rows as if it had half as many experts again, and at most one of each token. Megatron's gets half
+    as many again: each expert has a row of its own."""
+    even, uneven, all_of_them = (
+        plan_times(with_values(v3, imbalance=share, latency_us=0))["exchange_s"]["combine"]
+        for share in (1.0, 1.5, 5.0)
     )
-    assert uneven["combine"] == pytest.approx(1.5 * even["combine"])
+    busy = 4 * (1 - math.comb(128 - 48, 8) / math.comb(128, 8))
+    assert uneven / even == pytest.approx(busy / rows_of_v3(8))
+    assert all_of_them / even == pytest.approx(
+        4 / rows_of_v3(8)
+    )  # of which half of the tokens choose no expert
+    megatron = replace(v3, settings=v3.settings.model_copy(update={"rows_once": False}))
+    even, uneven = (
+        plan_times(with_values(megatron, imbalance=share, latency_us=0))["exchange_s"]["combine"]
+        for share in (1.0, 1.5)
+    )
+    assert uneven == pytest.approx(1.5 * even)
 
 
 def test_a_server_takes_two_all_reduces_a_layer_and_its_head() -> None:
@@ -280,15 +307,16 @@ def test_a_group_that_lies_across_nodes_sends_over_the_network() -> None:
         "length": 64,
         "network_gb_s": 10.0,
     }
-    sent, out, far = 64 * 6 * 2048 * 2, 450e9 * 0.85, 10e9 * 0.8
+    sent, out, far = 64 * 2048 * 2, 450e9 * 0.85, 10e9 * 0.8  # a row for each token
     apart, near = (
         plan_times(
             published("DeepSeek-V2-Lite", {"n_routed_experts": 60}, settings | {"expert_parallel": ep})
         )
         for ep in (4, 3)
     )
-    assert apart["exchange_s"]["combine"] == pytest.approx(40e-6 + sent / 4 * 2 / far)
-    assert near["exchange_s"]["combine"] == pytest.approx(20e-6 + sent / 3 * 2 / out)
+    hit = {ep: 1 - math.comb(60 - 60 // ep, 6) / math.comb(60, 6) for ep in (4, 3)}  # of a token, each rank
+    assert apart["exchange_s"]["combine"] == pytest.approx(40e-6 + sent * hit[4] * 2 / far)
+    assert near["exchange_s"]["combine"] == pytest.approx(20e-6 + sent * hit[3] * 2 / out)
 
 
 def test_a_ring_is_as_fast_as_the_links_that_its_ranks_have_to_each_other() -> None:
@@ -360,9 +388,9 @@ def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> No
 
 def test_measured_links_replace_the_published_rates(v3: Planned) -> None:
     found = plan_times(with_links(v3, even_links(8, 1e-9)))["exchange_s"]
-    rows = 4096 * 8 / 8
+    rows, pairs = 4096 * rows_of_v3(8) / 8, 4096 * 8 / 8
     assert found["combine"] == pytest.approx(1e-5 + rows * 7168 * 2 * 1e-9)
-    assert found["dispatch"] == pytest.approx(2e-5 + (rows * (7168 * 2 + 4) + 256 * 8) * 1e-9)
+    assert found["dispatch"] == pytest.approx(2e-5 + (rows * 7168 * 2 + pairs * 8 + 256 * 8) * 1e-9)
 
 
 def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:
