@@ -296,10 +296,11 @@ def summed_up(times: dict[str, list[float]], comm: Any, limits: Any = None) -> d
             "points": [point]
         }
 
-    rows = make_rows(list(times), {}, (), 2, comm, "allgather_reducescatter")
+    rows = make_rows("vllm", list(times), {}, (), 2, comm, "allgather_reducescatter")
     runs = {name: [run(ttft) for ttft in each] for name, each in times.items()}
     settings = {
-        "model": "M", "against": "O", "tensor_parallel": 2, "requests": 4, "output_tokens": 8, "nodes": [],
+        "engine": "vllm", "model": "M", "against": "O", "tensor_parallel": 2, "requests": 4, "output_tokens": 8,
+        "nodes": [],
         "all2all": "allgather_reducescatter", "rounds": len(next(iter(times.values()))), "comm": comm,
         "prompt_tokens": [512],
     }  # fmt: skip
@@ -398,7 +399,7 @@ def test_a_server_over_two_machines_is_started_on_both_and_ends_on_both(
 
 def test_a_rival_is_started_only_where_it_has_something_to_overlap() -> None:
     def missing(config: dict[str, Any], devices: tuple[str, ...], ranks: int) -> dict[str, str]:
-        rows = make_rows(get_args(RowName), config, devices, ranks, {}, "allgather_reducescatter")
+        rows = make_rows("vllm", get_args(RowName), config, devices, ranks, {}, "allgather_reducescatter")
         assert [row.name for row in rows] == list(get_args(RowName))
         return {row.name: row.missing for row in rows if row.missing is not None}
 

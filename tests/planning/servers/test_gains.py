@@ -98,7 +98,7 @@ def test_what_hiding_everything_could_give_is_known_by_the_row_that_is_set_again
         "wide_blocking": rounds([100, 300], (0.5, 1.0, 1.0), (1.5, 1.4, 1.4)),
         "wide_overlapped": rounds([100, 300], None, None),
     }
-    rows = make_rows(list(runs), CONFIG, (), 2, {}, "allgather_reducescatter")
+    rows = make_rows("vllm", list(runs), CONFIG, (), 2, {}, "allgather_reducescatter")
     found = find_limits(SETTINGS, rows, runs, {})
     assert set(found) == set(runs)
     for place in range(2):
@@ -110,7 +110,7 @@ def test_what_hiding_everything_could_give_is_known_by_the_row_that_is_set_again
         )
     traces = {"stock": {"total_s": 0.1, "exposed_s": 0.1}}
     runs = {"stock": rounds([400], None, None), "farskip_overlapped": rounds([320], None, None)}
-    first, second = find_limits(SETTINGS, make_rows(list(runs), CONFIG, (), 2, {}, ""), runs, traces)[
+    first, second = find_limits(SETTINGS, make_rows("vllm", list(runs), CONFIG, (), 2, {}, ""), runs, traces)[
         "farskip_overlapped"
     ]
     assert first == pytest.approx({"ttft_ms": 1.25}) and second == {}
