@@ -12,6 +12,5 @@
     gains       times for `fcsd plan`, and the gain planned from them beside the measured one
     summary     medians, spreads and speed-ups; the table
 
-Not covered: traces of SGLang; whether a server computes the right thing (`serving/tests`, `fcsd evaluate`); plans from
-the times of wide rows.
+Not covered: traces of SGLang; whether a server computes the right thing (`serving/tests`, `fcsd evaluate`).
 """

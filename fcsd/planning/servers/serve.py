@@ -4,7 +4,8 @@
     OUT/logs/ROUND-ROW.log        what that server printed
     OUT/traces/ROW.json           with `trace`: what it overlapped by the trace of vLLM's profiler, which lies beside
     OUT/serving.json, .md, .png   the result, when all is measured; layer.png of the traces
-    OUT/times-PHASE-LENGTH.json   for `fcsd plan --measured`, where the communication is known
+    OUT/times-*.json              for `fcsd plan --measured`, where the communication is known: times-PHASE-LENGTH, and
+                                  times-wide-PHASE-LENGTH of wide rows
     OUT/stage.json, manifest.json
 
 A round has all rows once, each round beginning with another one, so that a machine that slows down slows down all. The

@@ -265,7 +265,8 @@ def _planned(result: Mapping[str, Any]) -> str:
             " overlapped. It only communicates in a share of its time, of which FarSkip hides a share; without warm-up,"
             " and decoding without the prompts.",
             markdown(columns.split(", "), lines),
-            f"    fcsd plan {result['settings']['model']} --phase {times['phase']} --tp {times['ranks']}"
+            f"    fcsd plan {result['settings']['model']} --phase {times['phase']}"
+            f" {'--dp' if times['data_parallel'] else '--tp'} {times['ranks']}"
             f" --batch {times['batch']} --length {times['length']} --measured {each['file']}",
         ]
     )

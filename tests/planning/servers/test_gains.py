@@ -76,6 +76,26 @@ def test_by_a_trace_the_regular_server_is_stock_and_only_the_prompts_that_were_t
     assert found["measured"]["median"] == pytest.approx(1.1)
 
 
+def test_wide_rows_have_times_of_their_own_where_their_ranks_are_alike() -> None:
+    # A rank exchanges for 0.2 of 0.5 s; overlapped, three quarters of it are hidden.
+    runs = {
+        "farskip_blocking": rounds([100], (0.5, 0.4, 0.4), (1.5, 2.4, 2.4)),
+        "wide_blocking": rounds([300], (0.5, 0.8, 0.8), None),
+        "wide_overlapped": rounds([250], (0.5, 0.8, 0.2), None),
+    }
+    found = served_gains(SETTINGS, CONFIG, runs, {})
+    wide = [each for each in found if each["times"]["data_parallel"]]
+    assert len(found) == 4 + len(wide)
+    assert [each["file"] for each in wide] == ["times-wide-prefill-100.json", "times-wide-prefill-200.json"]
+    assert wide[0]["regular"] == "wide_blocking" and wide[0]["times"]["ranks"] == 2
+    assert wide[0]["times"]["communication_s"] == pytest.approx(0.3 * 0.4)
+    assert wide[0]["times"]["overlap"] == pytest.approx(0.75)
+    assert wide[0]["planned"] == pytest.approx(1 / (1 - 0.4 * 0.75))
+    assert wide[0]["measured"]["median"] == pytest.approx(1.2)
+    uneven = served_gains(SETTINGS | {"requests": 5}, CONFIG, runs, {})
+    assert len(uneven) == 4 and not any(each["times"]["data_parallel"] for each in uneven)
+
+
 def test_without_an_overlapped_server_the_plan_says_what_is_hidden() -> None:
     runs = {"farskip_blocking": rounds([100, 300], (0.5, 0.4, 0.4), (1.5, 2.4, 2.4))}
     found = served_gains(SETTINGS, CONFIG, runs, {})
