@@ -44,6 +44,8 @@ class Engine:
     """Flags and environment of a FarSkip server whose all-reduces have these settings."""
     client: Callable[["Program", int, int, Path], list[str]]
     """The program that measures a server, given requests, tokens of an answer and the file of its result."""
+    stock_on_cpu: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the stock server where there is no GPU."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """vLLM's name of a figure -> its own."""
 
@@ -113,6 +115,8 @@ def _sglang_client(program: Program, requests: int, tokens: int, result: Path) -
     return [program.python, "-m", "sglang.benchmark.serving", "--tokenize-prompt", *words, *own, *out]
 
 
+_SGLANG_MODELS = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang"}
+
 ENGINES: dict[EngineName, Engine] = {
     "vllm": Engine(
         title="vLLM",
@@ -148,11 +152,10 @@ fcsd_sglang.settings.settings()
         others_warn=False,
         ranks=lambda number: ("--tp-size", str(number), "--ep-size", str(number)),
         serve=("--disable-radix-cache",),
-        settings=lambda comm: (
-            (),
-            {"SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang", "FCSD_SERVING": json.dumps(dict(comm))},
-        ),
+        settings=lambda comm: ((), {**_SGLANG_MODELS, "FCSD_SERVING": json.dumps(dict(comm))}),
         client=_sglang_client,
+        # Its native experts index with the id of other ranks' experts, -1; the plugin's classes of stock models do not.
+        stock_on_cpu=_SGLANG_MODELS,
         renamed={"total_token_throughput": "total_throughput"},
     ),
 }

@@ -78,7 +78,7 @@ def make_rows(
     alone = "there is nothing to overlap on one rank" if tensor_parallel == 1 else None
     no_gpu = None if devices else _NO_GPU
     rows = [
-        Row("stock", "stock", flags=usual),
+        Row("stock", "stock", flags=usual, environment={} if devices else of.stock_on_cpu),
         _dbo("prefill", "high_throughput", tensor_parallel, alone),
         _dbo("decode", "low_latency", tensor_parallel, alone),
         Row(

@@ -95,9 +95,9 @@ def running_server(
             for file, part in parts.items():
                 if part.poll() is not None:
                     raise NotServed(reason_of(texts[file]), tail_of(texts[file]))
-            if time.monotonic() - begun > START_S:
+            if (waited := time.monotonic() - begun) > START_S:
                 raise NotServed(f"did not answer within {START_S:.0f} s", tail_of(text))
-            time.sleep(0.1)
+            time.sleep(min(1.0, 0.1 + waited / 100))
         yield Server(port, process, log, time.monotonic() - begun)
 
 
@@ -211,11 +211,12 @@ def _answers(port: int) -> bool:
         return False
 
 
-# (EngineCore pid=7) ERROR 11-22 14:16:33 [core.py:871] ValueError: …
+# (EngineCore pid=7) ERROR 11-22 14:16:33 [core.py:871] ValueError: …, [2026-11-23 20:17:51 TP0] ValueError: …
 _PREFIX = re.compile(
-    r"^\s*(?:\([\w ]*?(?: ?pid=\d+)?\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d (?:\[[^\]]*\] )?)?"
+    r"^\s*(?:\[\d{4}-\d\d-\d\d [^\]]*\] )?"
+    r"(?:\([\w ]*?(?: ?pid=\d+)?\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d (?:\[[^\]]*\] )?)?"
 )
-_ERROR = re.compile(r"^(?:vllm: error|vllm serve: error|[\w.]*(?:Error|Exception|Refused|Interrupt)): \S")
+_ERROR = re.compile(r"^(?:(?:vllm|vllm serve|sglang): error|[\w.]*(?:Error|Exception|Refused|Interrupt)): \S")
 _CONSEQUENCE = re.compile(
     r"Engine core initialization failed|WorkerProc initialization failed|See (stack|root)"
 )

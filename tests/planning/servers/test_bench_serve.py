@@ -439,9 +439,10 @@ def test_servers_of_sglang_are_measured_in_its_own_words(
     assert [call["row"] for call in serves] == ["stock", "blocking", "overlapped"]  # all that SGLang has
     for call, model in zip(serves, ("original", "model", "model"), strict=True):
         flags = ["--disable-radix-cache", "--device", "cpu", "--tp-size", "2", "--ep-size", "2"]
-        assert call["serve"][:8] == [str(place.folder / model), *flags, "--host"]
+        assert call["serve"][:9] == [str(place.folder / model), *flags, "--host"]
     stock, blocking, overlapped = (call["environment"] for call in serves)
-    assert stock == {}
+    assert stock == {"SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang"}  # for its experts' sake, on a CPU
+    assert make_rows("sglang", ["stock"], {}, ("some GPU",) * 2, 2, {}, "")[0].environment == {}
     assert overlapped["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "fcsd_sglang"
     assert json.loads(overlapped["FCSD_SERVING"]) == {"comm": "timed"}
     assert json.loads(blocking["FCSD_SERVING"])["min_overlap_bytes"] > 2**40
@@ -656,3 +657,13 @@ def test_the_reason_is_the_error_that_the_others_follow_from() -> None:
         == "AssertionError: DeepEP is not installed"
     )
     assert reason_of("vllm: error: unrecognized arguments: --enable-dbo\n").endswith("--enable-dbo")
+    # And of SGLang 0.5.23's.
+    assert (
+        reason_of(
+            "[2026-11-23 20:17:51 TP0 EP0] Scheduler hit an exception: Traceback (most recent call last):\n"
+            "RuntimeError: index -1 is out of bounds for dimension 1 with size 8\n\n"
+            "[2026-11-23 20:18:57] kill_process_tree called: parent_pid=4211, include_parent=True, pid=4211\n"
+        )
+        == "RuntimeError: index -1 is out of bounds for dimension 1 with size 8"
+    )
+    assert reason_of("[2026-11-23 20:17:51] ValueError: no such flag\n") == "ValueError: no such flag"
