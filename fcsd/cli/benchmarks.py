@@ -14,25 +14,30 @@ with lazy_imports():
 
 
 def _bench(arguments: Namespace) -> None:
-    benchmark = Benchmark.from_options(vars(arguments))
-    result = bench_serve(benchmark, arguments.vllm, arguments.output, plot_serving)
+    engine, program = ("sglang", arguments.sglang) if arguments.sglang else ("vllm", arguments.vllm)
+    benchmark = Benchmark.from_options(vars(arguments), engine=engine)
+    result = bench_serve(benchmark, program, arguments.output, plot_serving)
     print_result(arguments, result, table)
 
 
 def _bench_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "benchmark", choices=["serve"], metavar="serve", help="what is measured: servers of vLLM"
-    )
+    parser.add_argument("benchmark", choices=["serve"], metavar="serve", help="what is measured: servers")
     parser.add_argument("model", metavar="MODEL", help="the converted model, hub id or local folder")
     field_options(parser, Benchmark, "against", type=None)
     parser.add_argument(
         "--output", type=Path, required=True, help="folder for the runs, the table and the figure"
     )
-    parser.add_argument(
+    engines = parser.add_mutually_exclusive_group()
+    engines.add_argument(
         "--vllm",
         default="vllm",
         metavar="PATH",
         help="the `vllm` program of an environment with vLLM and fcsd-serving; it is not fcsd's own environment",
+    )
+    engines.add_argument(
+        "--sglang",
+        metavar="PATH",
+        help="the `sglang` program of an environment with SGLang and fcsd-serving, whose servers are measured instead",
     )
     field_options(parser, Benchmark)
     json_argument(parser)
@@ -40,7 +45,7 @@ def _bench_options(parser: ArgumentParser) -> None:
 
 COMMANDS = {
     "bench": Command(
-        "A converted model against its original in servers of vLLM: time to the first token and between tokens.",
+        "A converted model against its original in servers of vLLM or SGLang: times of first and further tokens.",
         _bench_options,
         _bench,
         "`fcsd bench serve MODEL --against ORIGINAL --output DIR` starts one server after another, in turns: stock,"

@@ -1,46 +1,11 @@
-"""The all-reduces of SGLang's ranks, by the back ends of `fcsd_vllm`, and where the user chooses one: `FCSD_SERVING`.
+"""The all-reduces of SGLang's ranks, by the back ends of `fcsd_vllm`."""
 
-`c10d`, the default, runs on the stream of torch's own process group on GPUs, and in its thread with gloo.
-"""
-
-import json
-import os
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fcsd_vllm.communication import Alone, Blocking, Communication, make_communication
-from fcsd_vllm.settings import Settings, SettingsError, read_settings
-
-VARIABLE = "FCSD_SERVING"
-BACK_ENDS = ("c10d", "blocking", "timed")
-
-
-def settings() -> Settings:
-    """Return the settings in `FCSD_SERVING`, JSON such as `{"comm": "blocking"}`.
-
-    Raises:
-        SettingsError: no JSON, an unknown key, or a back end that SGLang does not have.
-    """
-    text = os.environ.get(VARIABLE, "{}")
-    try:
-        chosen = read_settings({"fcsd": json.loads(text)})
-    except json.JSONDecodeError as error:
-        raise SettingsError(
-            f'{VARIABLE}: must be JSON such as {{"comm": "blocking"}}, got {text!r}'
-        ) from error
-    except SettingsError as error:
-        raise SettingsError(str(error).replace("additional_config: fcsd", VARIABLE)) from error
-    if chosen.comm and chosen.comm not in BACK_ENDS:
-        raise SettingsError(
-            f"{VARIABLE}.comm: must be one of {', '.join(BACK_ENDS)} with SGLang, got {chosen.comm!r}"
-        )
-    if chosen.looked_at:
-        raise SettingsError(
-            f"{VARIABLE}.looked_at: of vLLM; with SGLang one version alone is served, leave it out"
-        )
-    return chosen if chosen.comm else replace(chosen, comm=BACK_ENDS[0])
+from fcsd_vllm.settings import Settings
 
 
 class BlockingInBreakableGraphs:

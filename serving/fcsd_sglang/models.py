@@ -45,9 +45,10 @@ def _rewire(model: Any, config: Any, family: Family) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_parallel, get_server_args
 
-    from fcsd_sglang.communication import make, settings
+    from fcsd_sglang.communication import make
     from fcsd_sglang.refusals import check_arguments
     from fcsd_sglang.rewire import rewire
+    from fcsd_sglang.settings import settings
     from fcsd_vllm.settings import shown
     from fcsd_vllm.weights import check_weights
 

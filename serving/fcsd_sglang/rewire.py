@@ -23,7 +23,7 @@ from fcsd_vllm.communication import Communication
 from fcsd_vllm.families import Family
 from fcsd_vllm.field import Field
 from fcsd_vllm.refusals import Refused
-from fcsd_vllm.schedule import Schedule
+from fcsd_vllm.schedule import Schedule, place
 
 
 class InFlight(NamedTuple):
@@ -49,24 +49,14 @@ def rewire(stack: Any, family: Family, field: Field, communication: Communicatio
     layers: list[Any] = list(stack.layers)
     here = [hasattr(layer, "self_attn") for layer in layers]
     is_moe = [bool(getattr(layer, "is_layer_sparse", False)) for layer in layers]
-    selected = set(field.layers)
     rewired = [k for k in field.layers if here[k]]
     for k in rewired:
         layer = layers[k]
-        begins_stage = k > 0 and not here[k - 1]
-        before = k - 1 in selected and field.partial
         schedule = Schedule(
-            index=k,
-            name=f"fcsd.planning.layers.{k}",
+            **place(field, k, here, is_moe),
             layer=layer,
             block=layer.mlp,
             shared=None,
-            dense=not is_moe[k],
-            outdated=field.outdated,
-            receives=before and (begins_stage or is_moe[k - 1]),
-            carries=field.partial and is_moe[k] and k + 1 in selected,
-            begins_stage=begins_stage,
-            ends_stage=k + 1 < len(layers) and not here[k + 1],
             communication=communication,
         )
         _take_apart(schedule)

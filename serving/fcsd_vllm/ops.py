@@ -5,6 +5,7 @@ start, and on CPUs buffers were read before an in-place sum had written them (lo
 returns memory of its own and takes what has to come before it as an argument can be neither moved nor fused.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,23 +44,11 @@ def attention_input(
     return _schedule(layer).attention_input(stream, flight)
 
 
-def _attention_input_fake(
-    stream: torch.Tensor, flight: torch.Tensor | None, routed: torch.Tensor, layer: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(stream), torch.empty_like(stream)
-
-
 def layer_input(
     stream: torch.Tensor, routed: torch.Tensor | None, layer: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ExchangeSchedule.layer_input`."""
     return _schedule(layer).layer_input(stream, routed)
-
-
-def _layer_input_fake(
-    stream: torch.Tensor, routed: torch.Tensor | None, layer: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(stream), torch.empty_like(stream)
 
 
 def after_attention(
@@ -69,23 +58,11 @@ def after_attention(
     return _schedule(layer).after_attention(attention, base, routed)
 
 
-def _after_attention_fake(
-    attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None, layer: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(base), torch.empty_like(base)
-
-
 def after_attention_in_flight(
     attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None, layer: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `Schedule.after_attention`, with two collectives in flight at its end."""
     return _schedule(layer).after_attention(attention, base, routed)
-
-
-def _after_attention_in_flight_fake(
-    attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None, layer: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(base), torch.empty_like(base), torch.empty_like(base)
 
 
 def finish(
@@ -96,18 +73,17 @@ def finish(
     return schedule.finished(stream, routed) if flight is None else schedule.finished(stream, routed, flight)
 
 
-def _finish_fake(
-    stream: torch.Tensor, routed: torch.Tensor, flight: torch.Tensor | None, layer: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(stream), torch.empty_like(routed)
+def _like(place: int, number: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return what a compiler sees of an operator: so many outputs like its argument at a place."""
+    return lambda *given: tuple(torch.empty_like(given[place]) for _ in range(number))
 
 
 for _op, _fake in (
-    (attention_input, _attention_input_fake),
-    (layer_input, _layer_input_fake),
-    (after_attention, _after_attention_fake),
-    (after_attention_in_flight, _after_attention_in_flight_fake),
-    (finish, _finish_fake),
+    (attention_input, _like(0, 2)),
+    (layer_input, _like(0, 2)),
+    (after_attention, _like(1, 2)),
+    (after_attention_in_flight, _like(1, 3)),
+    (finish, _like(0, 2)),
 ):
     direct_register_custom_op(
         op_name=_op.__name__, op_func=_op, mutates_args=[], fake_impl=_fake, target_lib=_LIBRARY

@@ -70,6 +70,12 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
         "with data parallelism adapters travel with the tokens, which FarSkip's exchange does not do; merge them",
     ),
     (
+        # vLLM 0.32 has it on GPUs alone: on CPUs its ids of experts are not mapped to where the experts are.
+        _data_parallel(lambda config: getattr(config.parallel_config, "enable_eplb", False)),
+        "with data parallelism, the load balancer (--enable-eplb) moves experts between the ranks from a thread and"
+        " through communicators of its own, which was never run beside FarSkip's exchange; leave it off",
+    ),
+    (
         _above_one("prefill_context_parallel_size"),
         "context-parallel prefill splits the sums of a layer; leave it off",
     ),

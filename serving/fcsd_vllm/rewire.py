@@ -17,7 +17,7 @@ from fcsd_vllm.exchange_schedule import ExchangeSchedule, call_before_kernel
 from fcsd_vllm.families import Family
 from fcsd_vllm.field import Field
 from fcsd_vllm.refusals import MONOLITHIC, Refused
-from fcsd_vllm.schedule import Schedule, pair
+from fcsd_vllm.schedule import Schedule, layer_name, pair, place
 from fcsd_vllm.transports import Transport
 from fcsd_vllm.versions import missing
 
@@ -46,31 +46,20 @@ def rewire(
     """
     layers: list[Any] = list(stack.layers)  # type: ignore[arg-type]
     here = [_attention(layer, family) is not None for layer in layers]
-    selected = set(field.layers)
     is_moe = [here[k] and _runner(getattr(layer, family.moe)) is not None for k, layer in enumerate(layers)]
     rewired = [k for k in field.layers if here[k]]
     for k in rewired:
         _check_forward(layers[k], k)
-        begins_stage = k > 0 and not here[k - 1]
-        ends_stage = k + 1 < len(layers) and not here[k + 1]
-        receives = k - 1 in selected and field.partial
         parts: dict[str, Any] = {
-            "index": k,
-            "name": f"fcsd.planning.layers.{k}",
+            **place(field, k, here, is_moe),
             "layer": layers[k],
             "block": getattr(layers[k], family.moe),
             "shared": None,
-            "dense": not is_moe[k],
-            "outdated": field.outdated,
-            "receives": receives and (begins_stage or is_moe[k - 1]),
-            "carries": field.partial and is_moe[k] and k + 1 in selected,
-            "begins_stage": begins_stage,
-            "ends_stage": ends_stage,
             "communication": communication,
         }
         schedule: Schedule
         if isinstance(communication, Transport):
-            before = table.get(f"fcsd.planning.layers.{k - 1}")
+            before = table.get(layer_name(k - 1))
             schedule = _exchanging(parts, getattr(before, "exchange", None), family, version)
         else:
             schedule = Schedule(**parts)

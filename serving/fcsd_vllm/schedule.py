@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from fcsd_vllm.communication import Communication
+from fcsd_vllm.field import Field
 
 
 @dataclass(eq=False)
@@ -138,6 +139,29 @@ class Schedule:
         stream, routed, *flight = outputs
         stream = stream + self._wait(flight[0], self.flight) if flight else stream.clone()
         return stream, self._wait(routed, "routed").clone()
+
+
+def place(field: Field, k: int, here: list[bool], is_moe: list[bool]) -> dict[str, Any]:
+    """Return what the place of a selected layer says of its schedule, by the names of its fields.
+
+    here: the layers of this stage of a pipeline.
+    """
+    begins_stage = k > 0 and not here[k - 1]
+    return {
+        "index": k,
+        "name": layer_name(k),
+        "dense": not is_moe[k],
+        "outdated": field.outdated,
+        "receives": field.partial and k - 1 in field.layers and (begins_stage or is_moe[k - 1]),
+        "carries": field.partial and is_moe[k] and k + 1 in field.layers,
+        "begins_stage": begins_stage,
+        "ends_stage": k + 1 < len(here) and not here[k + 1],
+    }
+
+
+def layer_name(k: int) -> str:
+    """Return the name under which the custom ops find a layer."""
+    return f"fcsd.layers.{k}"
 
 
 def pair(schedule: Schedule, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, Any]:

@@ -76,6 +76,28 @@ def test_settings_and_features_are_refused_by_the_engine_that_is_configured(fold
     )
 
 
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"pipeline_parallel_size": 2}, "was never run; use --pipeline-parallel-size 1"),
+        (
+            {"enable_lora": True},
+            "adapters travel with the tokens, which FarSkip's exchange does not do; merge them",
+        ),
+    ],
+)
+def test_what_data_parallel_ranks_lack_is_refused_before_weights_are_looked_for(
+    options: dict[str, Any], words: str, folder: Any
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    ranks = {"data_parallel_size": 2, "enable_expert_parallel": True, "skip_tokenizer_init": True}
+    with pytest.raises(ValueError, match="fcsd-serving") as raised:
+        EngineArgs(str(folder("qwen2_moe-all")), dtype="float32", **ranks, **options).create_engine_config()
+    (line,) = [line for line in str(raised.value).splitlines() if "fcsd-serving" in line]
+    assert words in line
+
+
 def test_an_fp8_checkpoint_without_scales_is_refused_by_the_engine_that_is_configured(folder: Any) -> None:
     place = folder("qwen3_moe-all")
     save_file({"x.weight": torch.ones(4).to(torch.float8_e4m3fn)}, place / "model.safetensors")

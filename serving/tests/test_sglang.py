@@ -340,7 +340,7 @@ def test_every_refused_argument_is_one_of_sglang(stack: Any) -> None:
 def test_a_setting_that_means_nothing_is_refused(
     text: str, message: str, stack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fcsd_sglang.communication import settings
+    from fcsd_sglang.settings import settings
 
     monkeypatch.setenv("FCSD_SERVING", text)
     with pytest.raises(ValueError) as refused:

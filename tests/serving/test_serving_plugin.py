@@ -192,6 +192,7 @@ def engine_config(
             "use --pipeline-parallel-size 1",
         ),
         ("qwen3_moe", engine_config(lora="LoRA", data_parallel_size=2), "merge them"),
+        ("qwen3_moe", engine_config(enable_eplb=True, data_parallel_size=2), "--enable-eplb"),
         (
             "qwen3_moe",
             engine_config(all2all_backend="mori_low_latency", data_parallel_size=2),
@@ -246,7 +247,7 @@ def test_an_fp8_weight_without_its_scale_is_refused_before_weights_load(plugin: 
 def test_what_farskip_layers_have_is_not_refused(plugin: Any) -> None:
     rows = plugin.families.FAMILIES
     plugin.refusals.check_engine(
-        engine_config(data_parallel_size=1, use_ubatching=False), rows["deepseek_v3"]
+        engine_config(data_parallel_size=1, use_ubatching=False, enable_eplb=True), rows["deepseek_v3"]
     )
     for back_end in plugin.refusals.SPLITTABLE:
         plugin.refusals.check_engine(

@@ -15,7 +15,7 @@ from fcsd.model.families import FAMILIES
 from tests.support import ROOT
 
 SERVING = ROOT / "serving"
-PURE = ("families", "models", "refusals", "versions")
+PURE = ("families", "models", "refusals", "settings", "versions")
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,6 @@ def test_the_distribution_names_the_plugin_of_sglang() -> None:
 def test_a_setting_of_vllms_plugin_alone_is_refused(
     chosen: str, message: str, package: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(SERVING)
-    communication = importlib.import_module("fcsd_sglang.communication")
     monkeypatch.setenv("FCSD_SERVING", json.dumps({chosen: "stream"}))
     with pytest.raises(ValueError, match=f"FCSD_SERVING.{chosen}: {message}"):
-        communication.settings()
+        package.settings.settings()

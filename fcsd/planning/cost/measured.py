@@ -40,7 +40,7 @@ class Times(Strict):
 
     connectivity: of the model whose windows or overlap these are. exchanges: in training. communication_s: of a server,
     exposed in the regular model; overlap: share of it that is hidden in the converted one, null: what the plan says.
-    slowdown: null: the assumption.
+    data_parallel: a server's ranks exchange tokens (--dp), and sum nothing. slowdown: null: the assumption.
     """
 
     version: Literal[1] = 1
@@ -49,6 +49,7 @@ class Times(Strict):
     num_layers: int = Field(gt=0)
     connectivity: ConnectivityConfig
     ranks: int = Field(gt=0)
+    data_parallel: bool = False
     batch: int = Field(gt=0)
     length: int = Field(gt=0)
     step_s: float = Field(gt=0, allow_inf_nan=False)
@@ -80,8 +81,8 @@ class Times(Strict):
         if sent >= self.step_s:
             raise ValueError(f"step_s: {self.step_s:g}, but the communication in it takes {sent:g}")
         hidden = sum(min(each.seconds, each.window_s) for each in self.exchanges)
-        # Of a server's two all-reduces a layer, one may hide the other.
-        hidden += sent * max(0.0, (self.overlap or 0.0) - 0.5)
+        # Of a server's two all-reduces a layer, one may hide the other; of its exchanges none does.
+        hidden += sent * max(0.0, (self.overlap or 0.0) - (0.0 if self.data_parallel else 0.5))
         if hidden > self.step_s - sent:
             raise ValueError(
                 f"step_s: {self.step_s:g}, of which {sent:g} are communication; the {self.step_s - sent:g} s that are"
@@ -181,18 +182,16 @@ def _check_layers(times: Times, rewired: list[bool], moe: list[bool]) -> None:
 
 
 def _check(times: Times, planned: Planned) -> None:
-    if planned.wide:
-        raise UserError(
-            "--measured: a file of a server is of tensor-parallel ranks, not of --dp; leave one out"
-        )
     settings, train = planned.settings, planned.settings.phase == "train"
+    sharing_experts = train or planned.wide
     both = {
         "phase": (times.phase, settings.phase),
         "model_type": (times.model_type, planned.model_type),
         "num_layers": (times.num_layers, len(planned.work.layers)),
         "attention": (times.connectivity.attention, planned.connectivity.attention),
         "mlp": (times.connectivity.mlp, planned.connectivity.mlp),
-        "ranks": (times.ranks, planned.expert_parallel if train else planned.tensor_parallel),
+        "data_parallel": (times.data_parallel, planned.wide),
+        "ranks": (times.ranks, planned.expert_parallel if sharing_experts else planned.tensor_parallel),
         "batch": (times.batch, settings.batch),
         "length": (times.length, settings.length),
     }

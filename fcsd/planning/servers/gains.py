@@ -5,8 +5,9 @@
     gain = f v / (1 - f v)    regular / overlapped time - 1
 
 f is the regular row's: stock by a trace, or FarSkip blocking, whose ranks say what they communicate (`--comm timed`;
-those of stock do not, and an emulated network is not theirs). Prefill is the run of one token each, decoding the run of
-whole answers less that one, which it begins with. Ranks count the warm-up too, which is the same work once more.
+those of stock do not, and an emulated network is not theirs); for the wide rows the wide one's. Prefill is the run of
+one token each, decoding the run of whole answers less that one, which it begins with. Ranks count the warm-up too,
+which is the same work once more.
 
 A file has the time to the first token, or between tokens, and f of that as communication. So it does not matter in how
 many steps a server takes its requests, as long as each step communicates the same share.
@@ -24,7 +25,8 @@ from fcsd.planning.servers.rows import Row, emulated
 from fcsd.planning.servers.summary import FIGURES, Runs, spread
 
 _FIGURES = {"prefill": "ttft_ms", "decode": "tbt_ms"}
-_OVERLAPPED = "farskip_overlapped"
+_KINDS = {"farskip": "stock", "wide": "wide_stock"}
+"""What the FarSkip rows' names begin with -> the row without FarSkip."""
 
 Traces = Mapping[str, Mapping[str, Any]]
 
@@ -40,9 +42,10 @@ class _Spent(NamedTuple):
 def served_gains(
     settings: Mapping[str, Any], config: Mapping[str, Any], runs: Runs, traces: Traces
 ) -> list[dict[str, Any]]:
-    """Return by length and phase the regular row's times, and regular / overlapped as planned and as measured.
+    """Return by length and phase a regular row's times, and regular / overlapped as planned and as measured.
 
-    Only where that row's communication is known; `planned` is None where the overlapped row's is not.
+    Only where that row's communication is known; `planned` is None where the overlapped row's is not. Nothing of wide
+    rows whose ranks have different numbers of requests, which no plan has.
 
     Args:
         settings: of the benchmark.
@@ -50,14 +53,36 @@ def served_gains(
         runs: a row's runs in the order of the rounds.
         traces: what `fcsd.planning.servers.trace.read_trace` says of a row's prefill of the first length.
     """
-    regular = ["farskip_blocking"] if emulated(settings["comm"]) else ["stock", "farskip_blocking"]
-    served = {
+    found = []
+    for kind, stock in _KINDS.items():
+        wide = kind == "wide"
+        if wide and settings["requests"] % settings["tensor_parallel"]:
+            continue
+        regular = [*([] if emulated(settings["comm"]) else [stock]), f"{kind}_blocking"]
+        rows = {name: runs[name] for name in (*regular, f"{kind}_overlapped") if name in runs}
+        found += _gains_of(rows, regular, _served(settings, config, wide=wide), settings, traces)
+    return found
+
+
+def _served(settings: Mapping[str, Any], config: Mapping[str, Any], *, wide: bool) -> dict[str, Any]:
+    return {
         "model_type": base_model_type(str(config["model_type"])),
         "connectivity": asdict(Connectivity.from_field(config["farskip"])),
         "num_layers": (config.get("text_config") or config).get("num_hidden_layers"),
         "ranks": settings["tensor_parallel"],
+        "data_parallel": wide,
         "batch": settings["requests"],
     }
+
+
+def _gains_of(
+    runs: Runs,
+    regular: Sequence[str],
+    served: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    traces: Traces,
+) -> list[dict[str, Any]]:
+    """Return the gains of rows whose ranks are alike."""
     found = []
     for place, prompt in enumerate(settings["prompt_tokens"]):
         points = {name: [run["points"][place] for run in each] for name, each in runs.items()}
@@ -68,7 +93,7 @@ def served_gains(
             }
             known = [name for name in regular if _share(spent.get(name, ())) is not None]
             if known and served["num_layers"]:
-                times = served | {"phase": phase, "length": length}
+                times = {**served, "phase": phase, "length": length}
                 gain = _gain(times, points, spent, known[0])
                 found += [] if gain is None else [{"prompt_tokens": prompt} | gain]
     return found
@@ -115,10 +140,11 @@ def _gain(
     from fcsd.planning.cost.times import gain
 
     phase, name, _ = FIGURES[_FIGURES[served["phase"]]]
+    overlapped = "wide_overlapped" if served["data_parallel"] else "farskip_overlapped"
     seconds, ours = (
-        [point[phase][name] / 1000 for point in points.get(row, ())] for row in (regular, _OVERLAPPED)
+        [point[phase][name] / 1000 for point in points.get(row, ())] for row in (regular, overlapped)
     )
-    share, overlap = _share(spent[regular]), _overlap(spent.get(_OVERLAPPED, ()))
+    share, overlap = _share(spent[regular]), _overlap(spent.get(overlapped, ()))
     assert share is not None
     step_s = statistics.median(seconds)
     try:
@@ -128,7 +154,7 @@ def _gain(
     return {
         "phase": phase,
         "regular": regular,
-        "file": f"times-{phase}-{times.length}.json",
+        "file": f"times-{'wide-' if times.data_parallel else ''}{phase}-{times.length}.json",
         "times": times.model_dump(mode="json"),
         "planned": None if overlap is None else 1 + gain(share, overlap),
         "limit": 1 / (1 - share),

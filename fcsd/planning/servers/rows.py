@@ -1,13 +1,15 @@
-"""The servers that are set against each other, each by its flags: what is told about a row is what `vllm serve` gets.
+"""The servers that are set against each other, each by its flags: what is told about a row is what its server gets.
 
-The rivals compute what stock does and hide communication, or fuse it, by other means. What each of them needs is known
-from vLLM 0.32; where vLLM itself goes on without it and only says so in its log, `signs` are the lines that say it.
+SGLang has three of the rows: its plugin serves tensor-parallel ranks, with the experts spread over them. The rivals
+compute what stock does and hide communication, or fuse it, by other means. What each of them needs is known from vLLM
+0.32; where vLLM itself goes on without it and only says so in its log, `signs` are the lines that say it.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from fcsd.planning.servers.engines import ENGINES, Engine, EngineName
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,16 @@ RowName = Literal[
     "wide_blocking",
     "wide_overlapped",
 ]
+ROWS_OF: dict[EngineName, tuple[RowName, ...]] = {
+    "vllm": get_args(RowName),
+    "sglang": ("stock", "farskip_blocking", "farskip_overlapped"),
+}
 _SHARED = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "num_shared_expert")
 _NO_GPU = "vLLM has it on GPUs only, and there is none here"
 
 
 def make_rows(
+    engine: EngineName,
     names: Sequence[str],
     config: Mapping[str, Any],
     devices: tuple[str, ...],
@@ -65,14 +72,13 @@ def make_rows(
         comm: settings of the overlapped rows' communication.
         all2all: back end of the wide rows' exchanges.
     """
-    ranks = ("--tensor-parallel-size", str(tensor_parallel))
-    experts = ("--enable-expert-parallel",) if tensor_parallel > 1 else ()
-    usual = (*ranks, *experts)
+    of = ENGINES[engine]
+    usual = of.ranks(tensor_parallel)
     wide = (*_data_parallel(tensor_parallel), "--all2all-backend", all2all)
     alone = "there is nothing to overlap on one rank" if tensor_parallel == 1 else None
     no_gpu = None if devices else _NO_GPU
     rows = [
-        Row("stock", "stock", flags=usual),
+        Row("stock", "stock", flags=usual, environment={} if devices else of.stock_on_cpu),
         _dbo("prefill", "high_throughput", tensor_parallel, alone),
         _dbo("decode", "low_latency", tensor_parallel, alone),
         Row(
@@ -101,11 +107,11 @@ def make_rows(
             ),
             missing=alone or no_gpu,
         ),
-        _farskip("blocking", usual, blocking(comm), emulated(comm)),
-        _farskip("overlapped", usual, comm, emulated(comm)),
+        _farskip(of, "blocking", usual, blocking(comm), emulated(comm)),
+        _farskip(of, "overlapped", usual, comm, emulated(comm)),
         Row("wide_stock", "wide, stock", exact=True, wide=True, base="wide_stock", flags=wide, missing=alone),
-        _wide("blocking", wide, blocking(comm), emulated(comm), alone),
-        _wide("overlapped", wide, comm, emulated(comm), alone),
+        _wide(of, "blocking", wide, blocking(comm), emulated(comm), alone),
+        _wide(of, "overlapped", wide, comm, emulated(comm), alone),
     ]
     return [row for row in rows if row.name in names]
 
@@ -131,16 +137,30 @@ def _dbo(phase: str, kernels: str, ranks: int, alone: str | None) -> Row:
     )
 
 
-def _farskip(name: str, usual: tuple[str, ...], comm: Mapping[str, Any], emulates: bool) -> Row:
-    flags = (*usual, "--additional-config", json.dumps({"fcsd": dict(comm)}))
+def _farskip(
+    engine: Engine, name: str, usual: tuple[str, ...], comm: Mapping[str, Any], emulates: bool
+) -> Row:
+    flags, environment = engine.settings(comm)
     base = "farskip_blocking" if emulates else "stock"
-    return Row(f"farskip_{name}", f"FarSkip, {name}", farskip=True, flags=flags, base=base)
+    return Row(
+        f"farskip_{name}",
+        f"FarSkip, {name}",
+        farskip=True,
+        flags=(*usual, *flags),
+        environment=environment,
+        base=base,
+    )
 
 
 def _wide(
-    name: str, wide: tuple[str, ...], comm: Mapping[str, Any], emulates: bool, missing: str | None
+    engine: Engine,
+    name: str,
+    wide: tuple[str, ...],
+    comm: Mapping[str, Any],
+    emulates: bool,
+    missing: str | None,
 ) -> Row:
-    row = _farskip(name, wide, comm, emulates)
+    row = _farskip(engine, name, wide, comm, emulates)
     base = "wide_blocking" if emulates else "wide_stock"
     return replace(
         row, name=f"wide_{name}", title=f"wide, {row.title}", wide=True, base=base, missing=missing
@@ -151,7 +171,7 @@ def _data_parallel(ranks: int) -> tuple[str, ...]:
     return "--tensor-parallel-size", "1", "--data-parallel-size", str(ranks), "--enable-expert-parallel"
 
 
-def node_flags(row: Row, ranks: int, nodes: Sequence[str], port: int) -> list[list[str]]:
+def node_flags(engine: EngineName, row: Row, ranks: int, nodes: Sequence[str], port: int) -> list[list[str]]:
     """Return what each machine of a server adds to a row's flags, the first one's first; nothing for a single one.
 
     Args:
@@ -162,14 +182,18 @@ def node_flags(row: Row, ranks: int, nodes: Sequence[str], port: int) -> list[li
     if len(nodes) < 2:
         return [[]]
     each = ranks // len(nodes)
-    if row.wide:
+    aside = ["--headless"]
+    if engine == "sglang":
+        common = ["--dist-init-addr", f"{nodes[0]}:{port}", "--nnodes", len(nodes)]
+        own, aside = [["--node-rank", place] for place in range(1, len(nodes))], []
+    elif row.wide:
         common = ["--data-parallel-size-local", each, "--data-parallel-address", nodes[0]]
         common += ["--data-parallel-rpc-port", port]
         own = [["--data-parallel-start-rank", each * place] for place in range(1, len(nodes))]
     else:
         common = ["--nnodes", len(nodes), "--master-addr", nodes[0], "--master-port", port]
         own = [["--node-rank", place] for place in range(1, len(nodes))]
-    found = [common, *([*common, "--headless", *more] for more in own)]
+    found = [common, *([*common, *aside, *more] for more in own)]
     return [[str(word) for word in words] for words in found]
 
 

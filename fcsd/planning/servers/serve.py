@@ -1,10 +1,11 @@
-"""`fcsd bench serve`: servers of vLLM against each other, one at a time, in turns.
+"""`fcsd bench serve`: servers of vLLM or of SGLang against each other, one at a time, in turns.
 
     OUT/rounds/ROUND-ROW.json     one server, started once: its figures at every length of prompt
     OUT/logs/ROUND-ROW.log        what that server printed
     OUT/traces/ROW.json           with `trace`: what it overlapped by the trace of vLLM's profiler, which lies beside
     OUT/serving.json, .md, .png   the result, when all is measured; layer.png of the traces
-    OUT/times-PHASE-LENGTH.json   for `fcsd plan --measured`, where the communication is known
+    OUT/times-*.json              for `fcsd plan --measured`, where the communication is known: times-PHASE-LENGTH, and
+                                  times-wide-PHASE-LENGTH of wide rows
     OUT/stage.json, manifest.json
 
 A round has all rows once, each round beginning with another one, so that a machine that slows down slows down all. The
@@ -27,14 +28,13 @@ from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
 from fcsd.base.files import hold_folder, read_json, release_folder, write_json, write_text
 from fcsd.base.text import progress_bar
+from fcsd.planning.servers.engines import ENGINES, Program, find_program
 from fcsd.planning.servers.gains import find_limits, served_gains, write_gains
 from fcsd.planning.servers.plan import check_models
 from fcsd.planning.servers.rows import Row, make_rows, node_flags
 from fcsd.planning.servers.server import (
     NotServed,
     Server,
-    Vllm,
-    find_vllm,
     free_port,
     measure,
     running_server,
@@ -52,19 +52,19 @@ def bench_serve(
     """Measure all rows and return the result; a benchmark that was cut off continues where it was.
 
     Args:
-        program: `vllm`, its path or its name on PATH.
+        program: of the engine, its path or its name on PATH.
         draw: makes the figures of the result in the folder (`fcsd.report.study_plots.plot_serving`).
 
     Raises:
-        UserError: models that do not belong together, prompts that are too long, an environment without vLLM or
+        UserError: models that do not belong together, prompts that are too long, an environment without engine or
             plugin, a folder of another benchmark, a server that fails and is no rival, which may be missing.
     """
     config = check_models(benchmark)
-    vllm = find_vllm(program, benchmark.comm)
-    if vllm.warning:
-        print(f"fcsd bench: warning: {vllm.warning}", file=sys.stderr)
-    bench = _Bench(benchmark, vllm, folder)
-    if benchmark.trace and not vllm.devices:
+    found = find_program(benchmark.engine, program, benchmark.comm)
+    if found.warning:
+        print(f"fcsd bench: warning: {found.warning}", file=sys.stderr)
+    bench = _Bench(benchmark, found, folder)
+    if benchmark.trace and not found.devices:
         raise UserError(
             "--trace: a trace tells the overlap of GPUs, and there is none here; --comm timed tells it on a CPU"
         )
@@ -77,7 +77,8 @@ def bench_serve(
     hold_folder(folder)
     stage.start()
     ranks = benchmark.tensor_parallel
-    rows = make_rows(benchmark.rows, config, vllm.devices, ranks, benchmark.comm, benchmark.all2all)
+    asked = (ranks, benchmark.comm, benchmark.all2all)
+    rows = make_rows(benchmark.engine, benchmark.rows, config, found.devices, *asked)
     missing = bench.measure_rounds(rows)
     measured = {
         row.name: [read_json(bench.file(number, row)) for number in range(1, benchmark.rounds + 1)]
@@ -86,7 +87,7 @@ def bench_serve(
     }
     settings = benchmark.model_dump(mode="json")
     versions = bench.versions | {"cores": os.cpu_count()}
-    facts = {"settings": settings, "versions": versions, "warning": vllm.warning}
+    facts = {"settings": settings, "versions": versions, "warning": found.warning}
     traces = {name: bench.traced(row) for row in rows if (name := row.name) in TRACED and benchmark.trace}
     gains = served_gains(settings, config, measured, traces)
     limits = find_limits(settings, rows, measured, traces)
@@ -105,15 +106,15 @@ def bench_serve(
 @dataclass(frozen=True)
 class _Bench:
     benchmark: Benchmark
-    vllm: Vllm
+    program: Program
     folder: Path
 
     @property
     def versions(self) -> dict[str, Any]:
         return {
-            "vllm": self.vllm.version,
-            "fcsd-serving": self.vllm.plugin,
-            "devices": list(self.vllm.devices),
+            self.program.name: self.program.version,
+            "fcsd-serving": self.program.plugin,
+            "devices": list(self.program.devices),
         }
 
     def stage(self, config: Mapping[str, Any]) -> Stage:
@@ -176,10 +177,12 @@ class _Bench:
         """Return a row's server, to be entered."""
         benchmark = self.benchmark
         model = benchmark.model if row.farskip else benchmark.against
-        words = [model, "--no-enable-prefix-caching", *benchmark.serve_args, *row.flags, *more]
-        own, *others = node_flags(row, benchmark.tensor_parallel, benchmark.nodes, free_port())
+        words = [model, *ENGINES[benchmark.engine].serve, *benchmark.serve_args, *row.flags, *more]
+        own, *others = node_flags(
+            benchmark.engine, row, benchmark.tensor_parallel, benchmark.nodes, free_port()
+        )
         there = {node: [*words, *flags] for node, flags in zip(benchmark.nodes[1:], others, strict=True)}
-        return running_server(self.vllm, [*words, *own], environment, log, row.signs, there)
+        return running_server(self.program, [*words, *own], environment, log, row.signs, there)
 
     def traced(self, row: Row) -> dict[str, Any]:
         """Return what the profiler saw of a row's prompts of the first length, with a server of its own."""
@@ -231,13 +234,8 @@ class _Bench:
         self, server: Server, times: Path | None, shape: Mapping[str, int], *more: str
     ) -> dict[str, Any]:
         """Measure one length and number of tokens, with what the ranks' communication did meanwhile."""
-        flags = {
-            "random-input-len": shape["input"],
-            "random-output-len": shape["output"],
-            "seed": shape["seed"],
-        }
         before = settled_times(times) if times is not None else None
-        found = measure(self.vllm, server, self.benchmark.against, flags, self.benchmark.requests, *more)
+        found = measure(self.program, server, self.benchmark.against, shape, self.benchmark.requests, *more)
         if times is not None and before is not None:
             found["communication"] = communication_between(before, settled_times(times))
         return found

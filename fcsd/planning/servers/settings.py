@@ -3,10 +3,11 @@
 import shlex
 from typing import Annotated, Any, get_args
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.base.strict import Strict, option, parse_yaml
-from fcsd.planning.servers.rows import RowName
+from fcsd.planning.servers.engines import ENGINES, EngineName
+from fcsd.planning.servers.rows import ROWS_OF, RowName
 
 _OURS = (
     "--additional-config",
@@ -16,19 +17,32 @@ _OURS = (
     "--data-parallel-size",
     "--data-parallel-size-local",
     "--data-parallel-start-rank",
+    "--disable-radix-cache",
+    "--dist-init-addr",
+    "--dp",
+    "--dp-size",
     "--enable-dbo",
+    "--enable-dp-attention",
     "--enable-prefix-caching",
+    "--ep",
+    "--ep-size",
+    "--expert-parallel-size",
     "--headless",
     "--host",
     "--master-addr",
     "--master-port",
     "--model",
+    "--model-path",
+    "--moe-a2a-backend",
+    "--nccl-init-addr",
     "--nnodes",
     "--node-rank",
     "--port",
     "--profiler-config",
     "--served-model-name",
     "--tensor-parallel-size",
+    "--tp",
+    "--tp-size",
     "-dp",
     "-tp",
 )
@@ -38,6 +52,7 @@ _OURS = (
 class Benchmark(Strict):
     """What is measured, of which servers."""
 
+    engine: EngineName = "vllm"
     model: str
     against: str = option(..., "what it was converted from, hub id or local folder", metavar="ORIGINAL")
     tensor_parallel: int = option(
@@ -63,7 +78,7 @@ class Benchmark(Strict):
     )
     serve_args: list[str] = option(
         [],
-        "flags of `vllm serve` for every server, in one word: --serve-args='--quantization fp8'",
+        "flags of the engine's `serve` for every server, in one word: --serve-args='--quantization fp8'",
         metavar="FLAGS",
     )
     prompt_tokens: list[Annotated[int, Field(gt=0)]] = option(
@@ -73,10 +88,9 @@ class Benchmark(Strict):
     output_tokens: int = option(128, "of an answer, for the time between tokens", metavar="N", gt=1)
     rounds: int = option(3, "how often every server is started and measured", metavar="N", gt=0)
     rows: list[RowName] = option(
-        list(get_args(RowName)),
-        f"only these: {', '.join(get_args(RowName))} (default: all)",
+        [],
+        f"only these: {', '.join(get_args(RowName))}; SGLang has {', '.join(ROWS_OF['sglang'])} (default: all)",
         metavar="A,B,…",
-        min_length=1,
     )
     trace: bool = option(
         False,
@@ -131,3 +145,24 @@ class Benchmark(Strict):
         if twice := [value for value in values if values.count(value) > 1]:
             raise ValueError(f"{twice[0]} is given twice")
         return values
+
+    @field_validator("rows")
+    @classmethod
+    def _of_the_engine(cls, rows: list[RowName], info: ValidationInfo) -> list[RowName]:
+        engine: EngineName = info.data["engine"]
+        if others := [row for row in rows if row not in ROWS_OF[engine]]:
+            raise ValueError(
+                f"{others[0]} is of other engines; {ENGINES[engine].title} has {', '.join(ROWS_OF[engine])}"
+            )
+        return rows or list(ROWS_OF[engine])
+
+    @model_validator(mode="after")
+    def _of_vllm_alone(self) -> "Benchmark":
+        if self.engine != "vllm":
+            if self.all2all != type(self).model_fields["all2all"].default:
+                raise ValueError(f"--all2all {self.all2all}: of wide rows, which are of vLLM; leave it out")
+            if self.trace:
+                raise ValueError(
+                    "--trace: traces are read of vLLM's profiler; --comm timed tells the overlap of SGLang's ranks"
+                )
+        return self

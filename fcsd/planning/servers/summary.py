@@ -1,8 +1,8 @@
 """Medians, spreads and speed-ups of servers from their runs, and the table of them.
 
-A figure is the median over the rounds, with the lowest and the highest; within a round it is vLLM's own median over the
-requests (of the throughput, the total). A speed-up is the median of the ratios to stock within a round, above 1 better;
-of FarSkip over an emulated network, which stock does not have, to FarSkip blocking.
+A figure is the median over the rounds, with the lowest and the highest; within a round it is the engine's own median
+over the requests (of the throughput, the total). A speed-up is the median of the ratios to stock within a round, above
+1 better; of FarSkip over an emulated network, which stock does not have, to FarSkip blocking.
 """
 
 import statistics
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fcsd.base.text import markdown
+from fcsd.planning.servers.engines import ENGINES
 from fcsd.planning.servers.rows import Row, emulated
 
 SCHEMA_VERSION = 1
@@ -114,13 +115,14 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 def table(result: Mapping[str, Any]) -> str:
     """Format a result as Markdown."""
     settings, versions = result["settings"], result["versions"]
-    devices = versions["devices"]
+    devices, engine = versions["devices"], settings["engine"]
     where = f"{len(devices)} x {devices[0]}" if devices else "CPU"
     rounds = settings["rounds"]
     measured = _measured(result)
     parts = [
         f"# Served: {settings['model']} against {settings['against']}",
-        f"vLLM {versions['vllm']}, fcsd-serving {versions['fcsd-serving']}, {where}, {_layout(result)};"
+        f"{ENGINES[engine].title} {versions[engine]}, fcsd-serving {versions['fcsd-serving']}, {where},"
+        f" {_layout(result)};"
         f" {settings['requests']} requests at once, {settings['output_tokens']} tokens"
         f" each for the time between tokens. Median of {rounds} {'round' if rounds == 1 else 'rounds'} in turns"
         " (lowest to highest), without warm-up; x is the speed-up over stock in the same round.",
@@ -263,7 +265,8 @@ def _planned(result: Mapping[str, Any]) -> str:
             " overlapped. It only communicates in a share of its time, of which FarSkip hides a share; without warm-up,"
             " and decoding without the prompts.",
             markdown(columns.split(", "), lines),
-            f"    fcsd plan {result['settings']['model']} --phase {times['phase']} --tp {times['ranks']}"
+            f"    fcsd plan {result['settings']['model']} --phase {times['phase']}"
+            f" {'--dp' if times['data_parallel'] else '--tp'} {times['ranks']}"
             f" --batch {times['batch']} --length {times['length']} --measured {each['file']}",
         ]
     )

@@ -326,6 +326,8 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         exchanges=[ExchangeTime(layer=1, kind="dispatch", backward=False, seconds=0.1, window_s=0.2)],
     )  # fmt: skip
     write_times(tmp_path / "times.json", times)
+    of_a_server = {"phase": "decode", "exchanges": [], "communication_s": 0.1}
+    write_times(tmp_path / "served.json", times.model_copy(update=of_a_server))
     (tmp_path / "cluster.yaml").write_text("gpu: h100\nassumptions: {gem: 1}\n")
     (tmp_path / "gpu.yaml").write_text("gpu: h1000\n")
     (tmp_path / "less.yaml").write_text("gpu: h100\nassumptions: {imbalance: 0.5}\n")
@@ -364,8 +366,8 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "ranks of no server": ([model, "--phase", "prefill", "--dp", "3"], "--dp 3: does not divide the 8 GPUs"),
         "requests": ([model, "--phase", "decode", "--dp", "8", "--batch", "12"], "--batch 12: requests of the whole"),
         "measured wide": (
-            [model, "--phase", "decode", "--dp", "8", "--batch", "8", "--measured", str(tmp_path / "times.json")],
-            "--measured: a file of a server is of tensor-parallel ranks, not of --dp",
+            [model, "--phase", "decode", "--dp", "8", "--batch", "8", "--measured", str(tmp_path / "served.json")],
+            "--measured: data_parallel is False in the file and True in the plan",
         ),
         "global batch": ([model, "--global-batch", "12"], "--global-batch 12: not a multiple of 8 rows"),
         "batch": ([model, "--batch", "0"], "--batch: Input should be greater than or equal to 1, got 0"),

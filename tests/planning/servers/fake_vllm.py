@@ -1,5 +1,7 @@
 """A `vllm` for the tests: answers `serve` and `bench serve` as vLLM 0.32 does, with figures that the tests know.
 
+Called `sglang` it answers `serve` and the words of `python -m sglang.benchmark.serving` as SGLang 0.5.23 does.
+
 Beside it: `calls.jsonl`, what it was called with; `figures.json`, what a server measures; `fail`, the row and number of
 the measurement at which a server ends.
 """
@@ -16,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+SGLANG = Path(__file__).name == "sglang"
 LOG = "(APIServer pid=7) {} 11-22 14:20:26 [cpu.py:347] {}"
 
 
@@ -29,21 +32,22 @@ def note(**facts):
 
 
 def row():
-    text = " ".join(sys.argv)
+    text = " ".join([*sys.argv, os.environ.get("FCSD_SERVING", "")])
     for mark, name in (("--enable-dbo", "dbo"), ("min_overlap", "blocking"), ('"blocking"', "blocking")):
         if mark in text:
             return name
-    return "overlapped" if "--additional-config" in text else "stock"
+    return "overlapped" if "--additional-config" in text or "FCSD_SERVING" in os.environ else "stock"
 
 
 def serve():
     name = row()
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # a worker that leaves the group
-    note(serve=sys.argv[2:], row=name, pids=[os.getpid(), child.pid])
+    chosen = {key: value for key, value in os.environ.items() if key.startswith(("FCSD_SERVING", "SGLANG_"))}
+    note(serve=sys.argv[2:], row=name, environment=chosen, pids=[os.getpid(), child.pid])
     if name == "dbo":
         print(LOG.format("WARNING", "Dual-Batch Overlap is not supported on CPU, disabled."), flush=True)
         time.sleep(600)
-    if "--headless" in sys.argv:
+    if "--headless" in sys.argv or "--node-rank" in sys.argv:
         time.sleep(600)
     (HERE / "server").write_text(json.dumps({"row": name, "pid": os.getpid()}))
     times = os.environ.get("FCSD_SERVING_TIMES")
@@ -134,7 +138,14 @@ def bench():
     for name, value in (("ttft", ttft), ("tpot", itl), ("itl", itl / 1000)):
         result |= {f"mean_{name}_ms": 9 * value, f"median_{name}_ms": value}
         result |= {f"std_{name}_ms": 1.0, f"p99_{name}_ms": 99 * value}
-    Path(option("--result-dir"), option("--result-filename")).write_text(json.dumps(result))
+    if not SGLANG:
+        Path(option("--result-dir"), option("--result-filename")).write_text(json.dumps(result))
+        return
+    result["total_throughput"] = result.pop("total_token_throughput")
+    del result["failed"]
+    result["ttfts"] = [0.0 if (HERE / "mute").exists() else ttft / 1000] * requests
+    with open(option("--output-file"), "a") as file:
+        file.write(json.dumps(result) + "\n")
 
 
 bench() if sys.argv[1] == "bench" else serve()

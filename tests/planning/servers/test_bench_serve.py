@@ -37,10 +37,11 @@ CONVERTED = {"model_type": "farskip_qwen3_moe", "farskip": FIELD, "eos_token_id"
 
 
 class Place:
-    """Two models, an environment with the fake `vllm`, and a folder for results."""
+    """Two models, an environment with the fake `vllm` or `sglang`, and a folder for results."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bin, self.out = folder, folder / "env/bin", folder / "out"
+        self.engine = "vllm"
         self.bin.mkdir(parents=True)
         self.program("vllm", f"#!{sys.executable}\n" + Path(__file__).with_name("fake_vllm.py").read_text())
         site = folder / "env/site"
@@ -53,6 +54,20 @@ class Place:
         (self.bin / "figures.json").write_text(json.dumps(FIGURES))
         self.config("original")
         self.config("model", **CONVERTED)
+
+    def with_sglang(self) -> "Place":
+        """Put SGLang in the place of vLLM."""
+        self.engine = "sglang"
+        self.program("sglang", (self.bin / "vllm").read_text())
+        self.distribution("sglang", "0.5.23")
+        self.distribution("fcsd_serving", "0.1.0", "[sglang.srt.plugins]\nfcsd = fcsd_sglang:register\n")
+        client = self.folder / "env/site/sglang/benchmark"
+        client.mkdir(parents=True)
+        (client / "serving.py").write_text(
+            f"import runpy, sys\nsys.argv = ['sglang', 'bench', 'serve', *sys.argv[1:]]\n"
+            f"runpy.run_path({str(self.bin / 'sglang')!r}, run_name='__main__')\n"
+        )
+        return self
 
     def program(self, name: str, text: str) -> None:
         (self.bin / name).write_text(text)
@@ -75,7 +90,8 @@ class Place:
         (self.folder / name / "config.json").write_text(json.dumps(CONFIG | changes))
 
     def words(self, *more: str) -> list[str]:
-        given = {"against": self.folder / "original", "vllm": self.bin / "vllm", "output": self.out}
+        given = {"against": self.folder / "original", "output": self.out}
+        given |= {self.engine: self.bin / self.engine}
         given |= {"prompt-tokens": 512, "requests": 4, "output-tokens": 8, "tensor-parallel": 2}
         options = [f"--{name}={value}" for name, value in given.items()]
         return ["bench", "serve", str(self.folder / "model"), *options, *more]
@@ -215,8 +231,16 @@ def test_a_trace_tells_what_gpus_overlap_and_shows_one_layer(
     assert (place.out / "layer.png").stat().st_size > 5000 and gone(pids(place))
 
 
+@pytest.mark.parametrize(
+    ("kind", "title", "file"), [("farskip", "FarSkip", ""), ("wide", "wide, FarSkip", "wide-")]
+)
 def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    title: str,
+    file: str,
+    place: Place,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Four prompts, two at a time: two steps of 100 ms, 20 of them communication, so that first tokens are there after
     # 100, 100, 200 and 200 ms; then seven steps of 50 ms, 20 of them communication. Overlapped, 15 of 20 ms are hidden
@@ -242,7 +266,7 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
     tiny = tiny_config("qwen3_moe").to_dict()
     place.config("original", **tiny)
     place.config("model", **(tiny | CONVERTED))
-    words = ["--rows=stock,farskip_blocking,farskip_overlapped", "--rounds=1", "--prompt-tokens=64"]
+    words = [f"--rows=stock,{kind}_blocking,{kind}_overlapped", "--rounds=1", "--prompt-tokens=64"]
     assert main(place.words('--comm={"comm": "timed", "latency_ms": 1}', *words)) == 0
     printed = capsys.readouterr()
     assert f"times for `fcsd plan --measured`: {place.out}/times-*.json" in printed.err
@@ -252,17 +276,26 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
         [
             "prefill",
             "64",
-            *("FarSkip, blocking", "150", "20.0 %", "75.0 %", "1.18", "1.18", "times-prefill-64.json"),
+            *(
+                f"{title}, blocking",
+                "150",
+                "20.0 %",
+                "75.0 %",
+                "1.18",
+                "1.18",
+                f"times-{file}prefill-64.json",
+            ),
         ],
         [
             "decode",
             "64",
-            *("FarSkip, blocking", "50", "40.0 %", "50.0 %", "1.25", "1.25", "times-decode-68.json"),
+            *(f"{title}, blocking", "50", "40.0 %", "50.0 %", "1.25", "1.25", f"times-{file}decode-68.json"),
         ],
     ]
     assert sorted(file.name for file in place.out.glob("times*")) == [line[-1] for line in cells][::-1]
 
     (command,) = [line for line in page if line.startswith("    fcsd plan ")]
+    assert ("--dp 2" in command) == (kind == "wide") == ("--tp 2" not in command)
     monkeypatch.chdir(place.out)
 
     def planned(command: str) -> Any:
@@ -296,10 +329,11 @@ def summed_up(times: dict[str, list[float]], comm: Any, limits: Any = None) -> d
             "points": [point]
         }
 
-    rows = make_rows(list(times), {}, (), 2, comm, "allgather_reducescatter")
+    rows = make_rows("vllm", list(times), {}, (), 2, comm, "allgather_reducescatter")
     runs = {name: [run(ttft) for ttft in each] for name, each in times.items()}
     settings = {
-        "model": "M", "against": "O", "tensor_parallel": 2, "requests": 4, "output_tokens": 8, "nodes": [],
+        "engine": "vllm", "model": "M", "against": "O", "tensor_parallel": 2, "requests": 4, "output_tokens": 8,
+        "nodes": [],
         "all2all": "allgather_reducescatter", "rounds": len(next(iter(times.values()))), "comm": comm,
         "prompt_tokens": [512],
     }  # fmt: skip
@@ -396,9 +430,73 @@ def test_a_server_over_two_machines_is_started_on_both_and_ends_on_both(
     assert gone(pids(place))
 
 
+def test_servers_of_sglang_are_measured_in_its_own_words(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = place.with_sglang().words(TIMED, "--rounds=1", "--serve-args=--device cpu")
+    assert main(words) == 0
+    serves = [call for call in place.calls() if "serve" in call]
+    assert [call["row"] for call in serves] == ["stock", "blocking", "overlapped"]  # all that SGLang has
+    for call, model in zip(serves, ("original", "model", "model"), strict=True):
+        flags = ["--disable-radix-cache", "--device", "cpu", "--tp-size", "2", "--ep-size", "2"]
+        assert call["serve"][:9] == [str(place.folder / model), *flags, "--host"]
+    stock, blocking, overlapped = (call["environment"] for call in serves)
+    assert stock == {"SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang"}  # for its experts' sake, on a CPU
+    assert make_rows("sglang", ["stock"], {}, ("some GPU",) * 2, 2, {}, "")[0].environment == {}
+    assert overlapped["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "fcsd_sglang"
+    assert json.loads(overlapped["FCSD_SERVING"]) == {"comm": "timed"}
+    assert json.loads(blocking["FCSD_SERVING"])["min_overlap_bytes"] > 2**40
+    benches = [" ".join(call["bench"]) for call in place.calls() if "bench" in call]
+    assert len(benches) == 6
+    for words_of, tokens in zip(benches, (1, 8) * 3, strict=True):
+        assert (
+            "--backend sglang --dataset-name random-ids --random-range-ratio 1 --warmup-requests 4"
+            in words_of
+        )
+        assert f'"max_new_tokens": {tokens}, "ignore_eos": true' in words_of  # of the warm-up, too
+    result = place.result()
+    assert result["settings"]["engine"] == "sglang" and result["versions"]["sglang"] == "0.5.23"
+    ours = result["rows"][2]
+    assert ours["environment"] == {name: overlapped[name] for name in ours["environment"]} != {}
+    assert ours["points"][0]["ttft_ms"]["speedup"]["median"] == pytest.approx(1.2)
+    assert ours["points"][0]["overlap_prefill"]["median"] == pytest.approx(0.875)
+    printed = capsys.readouterr().out
+    assert "SGLang 0.5.23, fcsd-serving 0.1.0, CPU, tensor parallel 2;" in printed
+    assert "**Fewer than 3 rounds" in printed and gone(pids(place))
+
+
+def test_a_server_of_sglang_over_two_machines_gets_the_address_of_the_first(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.with_sglang()
+    place.program("ssh", '#!/bin/sh\nwhile [ "$1" != there ]; do shift; done\nexec sh -c "$2"\n')
+    monkeypatch.setenv("PATH", f"{place.bin}:{os.environ['PATH']}")
+    assert main(place.words("--rows=farskip_overlapped", "--rounds=1", "--nodes=here,there")) == 0
+    head, second = sorted(
+        (call for call in place.calls() if "serve" in call), key=lambda call: "--node-rank" in call["serve"]
+    )
+    for call in (head, second):
+        assert call["environment"]["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "fcsd_sglang"
+        address, number = (
+            call["serve"][call["serve"].index(flag) + 1] for flag in ("--dist-init-addr", "--nnodes")
+        )
+        assert address.startswith("here:") and number == "2"
+    assert second["serve"][-2:] == ["--node-rank", "1"] and "--headless" not in second["serve"]
+    assert gone(pids(place))
+
+
+def test_a_first_token_without_text_is_no_time_of_zero(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.with_sglang()
+    (place.bin / "mute").touch()
+    assert main(place.words("--rows=stock", "--rounds=1")) == 2
+    assert "4 of 4 answers had no text, so their first token no time" in capsys.readouterr().err
+
+
 def test_a_rival_is_started_only_where_it_has_something_to_overlap() -> None:
     def missing(config: dict[str, Any], devices: tuple[str, ...], ranks: int) -> dict[str, str]:
-        rows = make_rows(get_args(RowName), config, devices, ranks, {}, "allgather_reducescatter")
+        rows = make_rows("vllm", get_args(RowName), config, devices, ranks, {}, "allgather_reducescatter")
         assert [row.name for row in rows] == list(get_args(RowName))
         return {row.name: row.missing for row in rows if row.missing is not None}
 
@@ -496,6 +594,40 @@ def test_an_option_without_a_meaning_is_one_line(
     assert said in line
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--rows=stock,wide_stock"],
+            "--rows: wide_stock is of other engines; SGLang has stock, farskip_blocking,",
+        ),
+        (["--all2all=deepep_low_latency"], "--all2all deepep_low_latency: of wide rows, which are of vLLM"),
+        (["--trace"], "--trace: traces are read of vLLM's profiler"),
+        (["--comm=stream"], "--comm: FCSD_SERVING.comm: must be one of c10d, blocking, timed with SGLang"),
+        (["--serve-args=--ep-size 1"], "--ep-size is set by the benchmark"),
+        (["--serve-args=--dp-size 2"], "--dp-size is set by the benchmark"),
+    ],
+)
+def test_what_sglang_has_not_is_refused_in_a_line(
+    place: Place, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert main(place.with_sglang().words(*options)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and not place.out.exists()
+
+
+def test_another_sglang_is_refused_and_one_engine_is_measured_at_a_time(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.with_sglang().distribution("sglang", "0.5.24")
+    assert main(place.words()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "fcsd-serving 0.1.0 refuses SGLang 0.5.24" in line and "install sglang==0.5.23" in line
+    with pytest.raises(SystemExit):
+        main(place.words("--vllm=vllm"))
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
 def test_a_vllm_that_is_not_verified_is_measured_with_a_warning(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -525,3 +657,13 @@ def test_the_reason_is_the_error_that_the_others_follow_from() -> None:
         == "AssertionError: DeepEP is not installed"
     )
     assert reason_of("vllm: error: unrecognized arguments: --enable-dbo\n").endswith("--enable-dbo")
+    # And of SGLang 0.5.23's.
+    assert (
+        reason_of(
+            "[2026-11-23 20:17:51 TP0 EP0] Scheduler hit an exception: Traceback (most recent call last):\n"
+            "RuntimeError: index -1 is out of bounds for dimension 1 with size 8\n\n"
+            "[2026-11-23 20:18:57] kill_process_tree called: parent_pid=4211, include_parent=True, pid=4211\n"
+        )
+        == "RuntimeError: index -1 is out of bounds for dimension 1 with size 8"
+    )
+    assert reason_of("[2026-11-23 20:17:51] ValueError: no such flag\n") == "ValueError: no such flag"

@@ -76,6 +76,26 @@ def test_by_a_trace_the_regular_server_is_stock_and_only_the_prompts_that_were_t
     assert found["measured"]["median"] == pytest.approx(1.1)
 
 
+def test_wide_rows_have_times_of_their_own_where_their_ranks_are_alike() -> None:
+    # A rank exchanges for 0.2 of 0.5 s; overlapped, three quarters of it are hidden.
+    runs = {
+        "farskip_blocking": rounds([100], (0.5, 0.4, 0.4), (1.5, 2.4, 2.4)),
+        "wide_blocking": rounds([300], (0.5, 0.8, 0.8), None),
+        "wide_overlapped": rounds([250], (0.5, 0.8, 0.2), None),
+    }
+    found = served_gains(SETTINGS, CONFIG, runs, {})
+    wide = [each for each in found if each["times"]["data_parallel"]]
+    assert len(found) == 4 + len(wide)
+    assert [each["file"] for each in wide] == ["times-wide-prefill-100.json", "times-wide-prefill-200.json"]
+    assert wide[0]["regular"] == "wide_blocking" and wide[0]["times"]["ranks"] == 2
+    assert wide[0]["times"]["communication_s"] == pytest.approx(0.3 * 0.4)
+    assert wide[0]["times"]["overlap"] == pytest.approx(0.75)
+    assert wide[0]["planned"] == pytest.approx(1 / (1 - 0.4 * 0.75))
+    assert wide[0]["measured"]["median"] == pytest.approx(1.2)
+    uneven = served_gains(SETTINGS | {"requests": 5}, CONFIG, runs, {})
+    assert len(uneven) == 4 and not any(each["times"]["data_parallel"] for each in uneven)
+
+
 def test_without_an_overlapped_server_the_plan_says_what_is_hidden() -> None:
     runs = {"farskip_blocking": rounds([100, 300], (0.5, 0.4, 0.4), (1.5, 2.4, 2.4))}
     found = served_gains(SETTINGS, CONFIG, runs, {})
@@ -98,7 +118,7 @@ def test_what_hiding_everything_could_give_is_known_by_the_row_that_is_set_again
         "wide_blocking": rounds([100, 300], (0.5, 1.0, 1.0), (1.5, 1.4, 1.4)),
         "wide_overlapped": rounds([100, 300], None, None),
     }
-    rows = make_rows(list(runs), CONFIG, (), 2, {}, "allgather_reducescatter")
+    rows = make_rows("vllm", list(runs), CONFIG, (), 2, {}, "allgather_reducescatter")
     found = find_limits(SETTINGS, rows, runs, {})
     assert set(found) == set(runs)
     for place in range(2):
@@ -110,7 +130,7 @@ def test_what_hiding_everything_could_give_is_known_by_the_row_that_is_set_again
         )
     traces = {"stock": {"total_s": 0.1, "exposed_s": 0.1}}
     runs = {"stock": rounds([400], None, None), "farskip_overlapped": rounds([320], None, None)}
-    first, second = find_limits(SETTINGS, make_rows(list(runs), CONFIG, (), 2, {}, ""), runs, traces)[
+    first, second = find_limits(SETTINGS, make_rows("vllm", list(runs), CONFIG, (), 2, {}, ""), runs, traces)[
         "farskip_overlapped"
     ]
     assert first == pytest.approx({"ttft_ms": 1.25}) and second == {}

