@@ -65,7 +65,7 @@ def example_lengths(options: argparse.Namespace, lengths: str) -> list[int]:
 
 
 def examples(options: argparse.Namespace, lengths: str) -> list[dict[str, list]]:
-    """{"input_ids", "loss_mask"} of each example, as `fcsd.data.packing.pack` takes them."""
+    """{"input_ids", "loss_mask"} of each example, as `fcsd.data.rows.pack` takes them."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

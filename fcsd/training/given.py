@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
 from fcsd.data.bad_rows import BadRows
-from fcsd.data.given import given_rows
+from fcsd.data.dataset import given_rows
 from fcsd.data.workers import default_workers
 from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_config

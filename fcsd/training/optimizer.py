@@ -1,17 +1,21 @@
 """Update the weights: by AdamW, or Muon for the matrices of the decoder layers; one learning rate, or one a layer.
 
-Not covered: the schedule, which is transformers'; Muon under ZeRO-3, whose optimiser has no matrices but runs of them.
+Not covered: Muon under ZeRO-3, whose optimiser has no matrices but runs of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainingArguments, get_scheduler
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity.rewire import decoder_layers
@@ -19,6 +23,26 @@ from fcsd.model.families import family_of
 from fcsd.parallel.shard import own_part
 from fcsd.parallel.state import PART_OF
 from fcsd.training.config import TrainConfig
+
+
+def learning_rate_schedule(
+    args: TrainingArguments, optimizer: torch.optim.Optimizer, num_training_steps: int
+) -> Any:
+    """Return the schedule that the arguments name (`fcsd.training.config`): transformers' own, or `step`."""
+    settings: dict[str, Any] = dict(args.lr_scheduler_kwargs or {})  # type: ignore[arg-type]
+    warmup = args.get_warmup_steps(num_training_steps)
+    if args.lr_scheduler_type == "step":
+        milestones = [round(share * num_training_steps) for share in settings["milestones"]]
+        return LambdaLR(optimizer, partial(_step_factor, warmup, milestones, settings["gamma"]))
+    if 0 < settings.get("num_decay_steps", 0) < 1:
+        settings["num_decay_steps"] = math.ceil(settings["num_decay_steps"] * num_training_steps)
+    return get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_training_steps, settings)
+
+
+def _step_factor(warmup: int, milestones: list[int], gamma: float, step: int) -> float:
+    """Return the rate of `step` (from 0) over the highest: warm-up is linear, from 0, as that of other schedules."""
+    warm = step / warmup if step < warmup else 1.0
+    return warm * gamma ** sum(step >= milestone for milestone in milestones)
 
 
 def learning_rate_scales(model: nn.Module, ratio: float) -> dict[str, float]:

@@ -2,8 +2,11 @@
 
 Every candidate trains the same number of steps from the same weights on the same data order; the choice is by the mean
 training loss over the last steps. A finished candidate is never trained again.
+
+What a training logged is read back here, too.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +17,19 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json, write_text
 from fcsd.training.config import SweepConfig, TrainConfig
-from fcsd.training.history import read_history
+
+
+def read_history(folder: Path) -> list[dict[str, float]]:
+    """Return the logged points of a finished run, oldest first."""
+    lines = (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def read_scores(folder: Path) -> dict[str, Any] | None:
+    """`EarlyStopper.record` of a finished run with early stopping; None for any other run."""
+    path = folder / "scores.json"
+    found: dict[str, Any] | None = read_json(path) if path.is_file() else None
+    return found
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from fcsd.base.files import read_json
 from fcsd.model.autocast import autocast_experts
@@ -20,7 +20,6 @@ from fcsd.parallel.failure import in_step
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import load_schedule, read_state
 from fcsd.training.averaging import WeightAverage
-from fcsd.training.callbacks import InStep
 from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter, restore_beside
 from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE
 from fcsd.training.early_stopping import EarlyStopper
@@ -28,11 +27,22 @@ from fcsd.training.fcsd_config import Sections
 from fcsd.training.guarded import GuardedSteps
 from fcsd.training.interrupt import shield_workers
 from fcsd.training.losses.balance import Balance
-from fcsd.training.optimizer import note_parts, own_optimizer
+from fcsd.training.optimizer import learning_rate_schedule, note_parts, own_optimizer
 from fcsd.training.safety import Guard
-from fcsd.training.schedule import learning_rate_schedule
 from fcsd.training.step_loss import StepLoss
 from fcsd.training.teachers.base import Teacher
+
+
+class _InStep(TrainerCallback):
+    """Tells when this rank is in a step, so that one that hangs is found. Comes before callbacks that take hours."""
+
+    def on_step_begin(self, *args: Any, **more: Any) -> None:
+        in_step()
+
+    on_substep_end = on_step_begin
+
+    def on_step_end(self, *args: Any, **more: Any) -> None:
+        in_step(False)  # weights are updated
 
 
 class DistillTrainer(Trainer):
@@ -63,7 +73,7 @@ class DistillTrainer(Trainer):
             autocast_experts()
         # Else the Trainer refuses to write checkpoints; ours are not its.
         args.save_only_model = self.engine.spreads_experts
-        kwargs["callbacks"] = [InStep(), *(kwargs.get("callbacks") or [])]
+        kwargs["callbacks"] = [_InStep(), *(kwargs.get("callbacks") or [])]
         super().__init__(model, args, **kwargs)
         args.save_only_model = False
         # The name is `Trainer`'s for a model that came sharded: accelerate wraps the optimiser only.

@@ -24,10 +24,10 @@ from fcsd.training import run as run_module
 from fcsd.training.checkpoints import damage, newest_usable, note_files
 from fcsd.training.config import SafetyConfig
 from fcsd.training.guarded import GuardedSteps
-from fcsd.training.history import read_history
 from fcsd.training.interrupt import Signals
 from fcsd.training.run import train
 from fcsd.training.safety import Guard, SpikeDetector
+from fcsd.training.sweep import read_history
 from fcsd.training.trainer import DistillTrainer
 from tests.support import in_a_fork
 from tests.training.test_trainer import Rows, make, teacher

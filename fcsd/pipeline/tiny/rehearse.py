@@ -39,12 +39,10 @@ from fcsd.model.inspect.checkpoint import config_object, find_source
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.checks import model_config
 from fcsd.pipeline.tiny.cut import cut_sizes
-from fcsd.pipeline.tiny.hub_layout import write_data_set, write_rows
 from fcsd.pipeline.tiny.models import small_model, tiny_tokenizer
-from fcsd.pipeline.tiny.rows import CODE, benchmark_row, training_row
-from fcsd.recipe.graded import graded_splits, split_names
-from fcsd.recipe.overrides import set_dotted, to_yaml
-from fcsd.recipe.recipe import Recipe, router_loss_keys
+from fcsd.pipeline.tiny.rows import CODE, benchmark_row, training_row, write_data_set, write_rows
+from fcsd.recipe.load_recipe import graded_splits, split_names
+from fcsd.recipe.recipe import Recipe, router_loss_keys, set_dotted, to_yaml
 from fcsd.recipe.stopping import TaskStoppingConfig
 from fcsd.report.publish.facts import hub_id
 from fcsd.training.config import TrainConfig

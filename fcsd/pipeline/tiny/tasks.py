@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder
-from fcsd.pipeline.tiny.hub_layout import write_data_set, write_rows
 from fcsd.pipeline.tiny.questions import answer_tasks, chat_rows, choice_tasks, code_tasks
+from fcsd.pipeline.tiny.rows import write_data_set, write_rows
 
 FORMAT_VERSION = 3
 

@@ -32,11 +32,11 @@ from fcsd.model.connectivity.spec import CALIBRATED, Connectivity
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
+from fcsd.training.calibration.layer import walk
 from fcsd.training.calibration.model import batches_of, complaint, first_stream, own_text, shown
 from fcsd.training.calibration.shards import Layerwise, own_copies, write_changed
 from fcsd.training.calibration.state import State
 from fcsd.training.calibration.steps import Stream
-from fcsd.training.calibration.walk import walk
 
 
 def calibrate_checkpoint(

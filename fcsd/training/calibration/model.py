@@ -16,12 +16,11 @@ from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.spec import CALIBRATED
 from fcsd.model.families import base_model_type, family_of
 from fcsd.parallel.ranks import ALONE, Ranks, input_device, is_sharded
-from fcsd.training.calibration.fold import fold_map
-from fcsd.training.calibration.roles import Place
+from fcsd.training.calibration.layer import walk
+from fcsd.training.calibration.roles import Place, fold_map
 from fcsd.training.calibration.solve import FITS_THE_SAMPLE
 from fcsd.training.calibration.state import State, Text, to
 from fcsd.training.calibration.steps import Steps, Stream
-from fcsd.training.calibration.walk import walk
 from fcsd.training.losses.head import refuse_packing
 
 RIDGE = 1e-3

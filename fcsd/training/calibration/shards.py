@@ -27,8 +27,7 @@ from fcsd.model.connectivity.checkpoint import Checkpoint
 from fcsd.model.connectivity.load import config_and_class
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families.structure import output_head
-from fcsd.training.calibration.fold import fold_map
-from fcsd.training.calibration.roles import Place
+from fcsd.training.calibration.roles import Place, fold_map
 from fcsd.training.calibration.steps import Steps, Stream
 
 

@@ -168,7 +168,7 @@ def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
 class HiddenCache:
     """A finished cache, opened: finds and reads rows; files are memory-mapped.
 
-    identity: that of the wanted teacher (`fcsd.training.teachers.unloaded.identity`).
+    identity: that of the wanted teacher (`fcsd.training.teachers.load.identity`).
 
     Raises:
         UserError: no cache there, one that is not finished, of another teacher, with a shard missing or damaged.

@@ -17,7 +17,7 @@ import fcsd
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.data.batches import real_tokens
-from fcsd.data.given import given_rows
+from fcsd.data.dataset import given_rows
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
