@@ -1,7 +1,4 @@
-"""Keep count of the examples that cannot be tokenized: the run ends with the first one, or leaves them out up to a cap.
-
-Not covered: what is bad about an example (`fcsd.data.chat`), and files that cannot be read at all.
-"""
+"""Count the examples that cannot be tokenized: the run ends with the first one, or leaves them out up to a cap."""
 
 from collections.abc import Sequence
 from typing import Literal

@@ -75,7 +75,6 @@ def _or_bad(make: Callable[[], Any]) -> Any:
 
 
 def _read(example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any) -> dict | str | _Chat:
-    """Read an example: its tokens, its text, or its conversation."""
     if "input_ids" in columns:
         return _tokenized(example, columns)
     if "text" in columns:
@@ -157,7 +156,6 @@ class _Chat:
         return str(self.tokenizer.get_chat_template(tools=self.tools))
 
     def text(self, messages: list[dict], **options: Any) -> str:
-        """Write a conversation."""
         return str(self._applied(messages, tokenize=False, **options))
 
     @property

@@ -1,7 +1,4 @@
-"""Read the examples of one source once, file by file, in pieces that become shards of tokens.
-
-Not covered: what is done with a piece (`fcsd.data.shards`).
-"""
+"""Read the examples of one source once, file by file, in pieces that become shards of tokens."""
 
 from __future__ import annotations
 

@@ -7,8 +7,6 @@ rows are filled in this order, and a training permutes the rows by its own seed 
     FOLDER/SOURCE/00000.safetensors …   tokens (`fcsd.data.shards`); end.json once the source has been read to its end
     FOLDER/rows-KEY.safetensors         first: (rows + 1,) where in `examples` a row begins; examples: their numbers,
                                         counted through all shards; what was left out
-
-Not covered: tokens (`fcsd.data.shards`); batches.
 """
 
 from __future__ import annotations
@@ -280,7 +278,6 @@ class _Order:
         return rows[:wanted] if len(rows) >= wanted else None
 
     def rows(self) -> list[list[int]]:
-        """Put the examples into rows."""
         numbers, layout = self.numbers(), self.layout
         lengths = np.concatenate([each for one in self.tokens for each in one.lengths] or [np.zeros(0, int)])
         found = first_fit(lengths[numbers].tolist(), layout.max_length, packing=layout.packing)

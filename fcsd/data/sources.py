@@ -143,7 +143,6 @@ class Opened:
 
     @property
     def num_files(self) -> int:
-        """The number of files that can be read one by one."""
         return len(self.files) or 1
 
 

@@ -1,9 +1,7 @@
 """What the stages of one run share: recipe, launch, and everything that is looked up once for all of them.
 
-    run = Run(recipe, join_launch())
-    run.original.folder, run.original.weights, run.tokenizer, run.layout.report
-
-Not covered: what a stage does with it; below the stages each function takes the sections that it needs.
+run = Run(recipe, join_launch())
+run.original.folder, run.original.weights, run.tokenizer, run.layout.report
 """
 
 from __future__ import annotations
@@ -82,7 +80,6 @@ class Run:
 
     @property
     def layout(self) -> RunLayout:
-        """The folders of the run."""
         return RunLayout(self.recipe.folder)
 
     @property

@@ -1,7 +1,4 @@
-"""What `fcsd run` has still to do, stage by stage, so that it can say how long all of it takes.
-
-Not covered: the time of conversion, report and publication, which is short beside the others'.
-"""
+"""What `fcsd run` has still to do, stage by stage, so that it can say how long all of it takes."""
 
 from pathlib import Path
 from statistics import fmean
@@ -18,12 +15,10 @@ LAYERS, PUBLICATION = "layer study", "report and folder for the Hub"
 
 
 def distillation(name: str | None) -> str:
-    """Name the distillation of a variant, or the main one."""
     return f"distillation {name or MAIN}"
 
 
 def evaluation(name: str) -> str:
-    """Name the evaluation of one of the run's models."""
     return f"evaluation of {name}"
 
 

@@ -1,7 +1,4 @@
-"""The rows that a recipe trains on, where their tokens lie, what they were made from, and what was left out of them.
-
-Not covered: held-out text, which is short and is tokenized by each evaluation.
-"""
+"""The rows that a recipe trains on, where their tokens lie, what they were made from, and what was left out of them."""
 
 import hashlib
 import itertools

@@ -3,8 +3,6 @@
 A task is scored as `fcsd evaluate` scores it (`fcsd.evaluation.runner.prepare_evaluation`), generated code in the same
 sandbox, whose servers are processes of their own, started once and ended with the block. Model and random generators
 are afterwards what they were before a score.
-
-Not covered: when a score is made, and what follows from it; that is `fcsd.training`.
 """
 
 import contextlib

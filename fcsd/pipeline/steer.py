@@ -1,7 +1,4 @@
-"""Steer the original's routers away from slow links: tables from its traffic, then an evaluation under each.
-
-Not covered: tables for other models of the run; `fcsd bias` writes those.
-"""
+"""Steer the original's routers away from slow links: tables from its traffic, then an evaluation under each."""
 
 import functools
 from collections.abc import Iterator, Sequence

@@ -279,7 +279,6 @@ class Recipe(Strict):
 
     @property
     def with_variants(self) -> list["Recipe"]:
-        """This recipe, and each of its variants."""
         return [self, *map(self.variant, self.variants)]
 
     @property
@@ -291,12 +290,10 @@ class Recipe(Strict):
 
     @property
     def starts_calibrated(self) -> bool:
-        """Whether trainings start from calibrated weights."""
         return self.calibration is not None and self.calibration.starts_training
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return Path(self.output_dir)
 
     @property

@@ -39,7 +39,6 @@ class TaskStoppingConfig(StoppingBase):
 
     @property
     def metric(self) -> str:
-        """The task's metric."""
         return self.task.metric
 
 

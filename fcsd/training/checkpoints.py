@@ -35,7 +35,6 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step that a checkpoint was written behind."""
     return int(checkpoint.name.split("-")[1])
 
 

@@ -108,7 +108,6 @@ class TrainConfig(Strict):
 
     @property
     def balances(self) -> bool:
-        """Whether the loads of the experts are balanced."""
         return self.balance_loss_coefficient is not None or self.balance_bias_rate is not None
 
     def num_decay_steps(self, max_steps: int) -> int:

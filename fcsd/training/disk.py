@@ -28,7 +28,6 @@ class DiskNeed:
 
     @property
     def total(self) -> int:
-        """All of it, in bytes."""
         return self.num_checkpoints * self.checkpoint + self.best + self.model
 
 

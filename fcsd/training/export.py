@@ -1,7 +1,4 @@
-"""Leave a trained model as a checkpoint folder that `from_pretrained` reads, without changing the model.
-
-Not covered: model cards (`fcsd.report.publish`).
-"""
+"""Leave a trained model as a checkpoint folder that `from_pretrained` reads, without changing the model."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Models and data that `FCSDTrainer` is given, made ready: models in memory, or paths of checkpoints; converted
 already, or not; data sets, streams and lists.
-
-Not covered: models and data of a recipe (`fcsd.pipeline.distill`, `fcsd.training.teachers.load`).
 """
 
 import contextlib

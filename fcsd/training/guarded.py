@@ -1,8 +1,6 @@
 """Carry out what a `Guard` decides on a trainer's steps: one is skipped, a run rewound, or ended well by a signal.
 
 What is decided, and why, is in `fcsd.training.safety`.
-
-Not covered: what is logged and what is in a checkpoint, which the trainer has.
 """
 
 import math
@@ -48,7 +46,6 @@ class GuardedSteps:
     # ---- one step
 
     def begin(self) -> None:
-        """Begin a step."""
         self._before_step = (self.trainer._tr_loss.clone(), self.trainer.meters.kept())
         self._step_loss = None
 

@@ -7,8 +7,6 @@
 
 A second one ends the process at once. A launcher passes on what a terminal or a scheduler has sent to its processes as
 well, so what comes within `_ECHO_S` of the first is the first again.
-
-Not covered: agreement between ranks, which is the trainer's.
 """
 
 import os

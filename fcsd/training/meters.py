@@ -84,7 +84,6 @@ class Meters:
         return dict(self._sums), self._counts
 
     def go_back(self, kept: Any) -> None:
-        """Go back to what `kept` gave."""
         self._sums, self._counts = kept
 
     @contextlib.contextmanager
@@ -95,7 +94,6 @@ class Meters:
         self._since = before + time.perf_counter() - start
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add a micro-batch's share of a mean."""
         self._sums[name] = self._sums.get(name, torch.zeros((), device=value.device)) + value.detach().float()
 
     def add_statistics(self, outputs: Any, scale: Tensor) -> None:
@@ -130,7 +128,6 @@ class Meters:
         return {"load_max_over_mean": float(most), "dead_experts": float((loads == 0).sum())}
 
     def tokens_per_second(self) -> float:
-        """Return the throughput of all ranks."""
         return round(self.num_tokens / (time.perf_counter() - self._since), 1)
 
     def _quantiles(self) -> dict[str, float]:

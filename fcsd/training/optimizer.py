@@ -141,7 +141,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
         if closure is not None:
             raise ValueError("no closure: the gradients are there when the trainer calls")
         for group in self.param_groups:

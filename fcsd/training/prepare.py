@@ -1,7 +1,4 @@
-"""Student, teacher and rows as a trainer wants them: the same steps for a recipe's run and for `FCSDTrainer`.
-
-Not covered: where models and rows come from.
-"""
+"""Student, teacher and rows as a trainer wants them: the same steps for a recipe's run and for `FCSDTrainer`."""
 
 from dataclasses import dataclass
 from typing import Any, cast

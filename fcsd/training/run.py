@@ -247,7 +247,6 @@ class ProgressBar(TrainerCallback):
         self._first_step = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Open the bar at the step at which training begins."""
         if state.is_world_process_zero:
             self._first_step = state.global_step
             self.bar = progress_bar(
@@ -255,12 +254,10 @@ class ProgressBar(TrainerCallback):
             )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Move the bar."""
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
-        """Show the newest figures."""
         if self.bar is not None and "tokens_per_second" in logs:
             shown = {name: nats(logs[name]) for name in _SHOWN if name in logs}
             shown["tok/s"] = f"{logs['tokens_per_second']:.0f}"
@@ -279,13 +276,11 @@ class NoCheckpointAtTheEnd(TrainerCallback):
     """Leave the checkpoint of the last step out, where nothing but the loss curve is wanted of a training."""
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Take back what `Trainer` asks for."""
         if state.global_step >= state.max_steps:
             control.should_save = False
 
 
 def replace_output(trainer: Trainer, bar: ProgressBar) -> None:
-    """Put our progress bar in the place of the Trainer's own output."""
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(bar)

@@ -42,7 +42,6 @@ class Candidate:
 
     @property
     def folder(self) -> str:
-        """A name that says what is tried."""
         return f"batch_size_tokens={self.batch_size_tokens},learning_rate={self.learning_rate:g}"
 
     def train(self, base: TrainConfig, sweep: SweepConfig) -> TrainConfig:

@@ -182,7 +182,6 @@ class DistillTrainer(Trainer):
     # ---- data
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does; behind it no rank is in a step."""
         try:
             return super().train(*args, **kwargs)
         except BaseException as error:
@@ -235,7 +234,6 @@ class DistillTrainer(Trainer):
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Make the schedule that the arguments name."""
         if self.lr_scheduler is None:
             steered: Any = optimizer or self.optimizer
             self.lr_scheduler = learning_rate_schedule(self.args, steered, num_training_steps)

@@ -11,8 +11,6 @@ it divides over ranks and micro-batches exactly as the real one (one of more tha
 more). Everything else stays as the recipe has it.
 
 Test sets whose columns no suite describes are linked from the recipe's own data root.
-
-Not covered: invented rows for such test sets.
 """
 
 import sys

@@ -9,12 +9,11 @@ The source's weights are never written, so that a layer that was cut off is solv
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,9 @@ def calibrate_checkpoint(
         with bar:
             for result in walk(models, state, text, layers=layers, ridge=ridge, ranks=ranks):
                 if result is not None:
-                    _write_layer(models, state.next_layer - 1, model, ranks)
+                    if ranks.first:
+                        tensors = models.layer_tensors(state.next_layer - 1)
+                        write_changed(model, models.files, tensors, original.folder)
                     bar.set_postfix_str(shown(result))
                 _save(state, work, ranks)
                 bar.update()
@@ -180,11 +181,6 @@ def _streams(work: Path, layer: int, ranks: Ranks) -> Path:
     return work / f"streams-{layer}-{ranks.rank}.safetensors"
 
 
-def _write_layer(models: Layerwise, index: int, model: Path, ranks: Ranks) -> None:
-    if ranks.first:
-        write_changed(model, models.files, models.layer_tensors(index), models.checkpoint.folder)
-
-
 def _save(state: State, work: Path, ranks: Ranks) -> None:
     """Leave both streams on disk, then note that they are what a run that is cut off now goes on with."""
     parts = {"teacher": state.teacher, "student": state.student or []}
@@ -207,13 +203,9 @@ def take_rows(rows: Any, num_tokens: int) -> list[Any]:
     """Take rows, in order, until they hold `num_tokens` tokens of text, or there are no more."""
     found: list[Any] = []
     count = 0
-    for row in itertools.islice(_once(rows), num_tokens):
+    for row in rows:
         found.append(row)
         count += int(real_tokens(batches_of([row])[0]).sum())
         if count >= num_tokens:
             break
     return found
-
-
-def _once(rows: Any) -> Iterable[Any]:
-    return (rows[k] for k in range(len(rows))) if hasattr(rows, "__len__") else rows

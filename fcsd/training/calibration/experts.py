@@ -64,7 +64,6 @@ class Call:
         return tokens, out
 
     def to(self, device: torch.device) -> Call:
-        """Return the same with its tensors on another device."""
         moved = {id(value): value.to(device) for value in (self.hidden, self.choices, self.weights)}
         return Call(
             tuple(moved.get(id(value), value) for value in self.args),

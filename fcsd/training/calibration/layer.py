@@ -85,7 +85,7 @@ def _fold_reads(
 
 def _teacher(work: Work, sides: list[Side]) -> list[dict[str, Tensor]]:
     """Run the teacher's layer on every batch; return what its branches read, of text, by their names."""
-    layer, wanted = work.models.teacher_layer(work.index), []
+    layer, wanted = work.models.teacher.layers[work.index], []
     for place, batch in enumerate(work.batches):
         stream = to(work.teacher[place], work.device)
         with _inputs_of(layer, sides) as found:

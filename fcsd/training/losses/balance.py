@@ -143,7 +143,6 @@ class Balance:
 
     @torch.no_grad()
     def load(self, state: list[list[float]]) -> None:
-        """Go on from `state`."""
         for bias, values in zip(self.biases, state, strict=True):
             bias.copy_(torch.tensor(values))
 

@@ -103,7 +103,6 @@ class Head:
     softcap: float | None = None
 
     def check(self, whose: str, vocab_size: int | None) -> None:
-        """Raise UserError where the shapes do not fit together."""
         hidden, weight, bias = self.hidden, self.weight, self.bias
         if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
             raise UserError(
@@ -260,7 +259,6 @@ class _Sums:
             self.per_token = [new(num_tokens), new(num_tokens), agreement]
 
     def add(self, begin: int, end: int) -> None:
-        """Add tokens begin … end-1."""
         tiles = [tile[: end - begin] for tile in self.tiles]
         s = self.student.of(begin, end, tiles[0])
         slope = self.student.slope(s) if any(self.wants) else None

@@ -14,8 +14,6 @@ The points of l2, x of the student and t of the teacher:
                 is the first point at which routed_k is back in the stream, and the two streams can be compared.
     sublayers   the outputs of attention and of the MoE block (or MLP) of every rewired layer: what is added to the
                 stream, whatever has been added before
-
-Not covered: teachers that are no model at hand (`teacher.backend: cache`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ The final hidden states (after the final norm) of the tokens that carry loss, an
 divergence needs: D numbers a token instead of the vocabulary's. A step asks for those of all its micro-batches at
 once, before the student's first forward, so that a teacher whose weights are sharded over ranks gathers them while the
 student's are not.
-
-Not covered: how a teacher's weights are sharded over ranks (`fcsd.parallel.engine`).
 """
 
 from __future__ import annotations
@@ -60,7 +58,6 @@ class LiveTeacher(Teacher):
     model: Any
 
     def as_teacher(self) -> AbstractContextManager[None]:
-        """Let the model be the teacher within the block."""
         return nullcontext()
 
     def hidden(self, batch: Batch) -> Tensor:
@@ -69,7 +66,6 @@ class LiveTeacher(Teacher):
 
     @torch.no_grad()
     def prepare(self, batches: list[Batch]) -> None:
-        """One forward a micro-batch."""
         with self.as_teacher():
             for batch in batches:
                 further_in_step()  # a step may have many
@@ -77,7 +73,6 @@ class LiveTeacher(Teacher):
 
     @torch.no_grad()
     def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
-        """Run one forward that collects what the terms need."""
         with self.as_teacher(), terms.captured(self.model) as captured:
             return self.hidden(batch), captured
 

@@ -7,8 +7,6 @@
 A row is found by the hash of its tokens, positions and positions with loss, so neither the order of the rows, nor the
 batch size, nor the number of processes matters, and every run whose data give the same rows shares the folder. D
 numbers a token are exact where the top logits of a token would not be, and 40 to 80 times less than all of them.
-
-Not covered: filling a cache (`fcsd.training.teachers.cache_fill`).
 """
 
 from __future__ import annotations
@@ -248,7 +246,6 @@ class CachedTeacher(Teacher):
         self.cache.will_need(row_keys(batch))
 
     def prepare(self, batches: list[Batch]) -> None:
-        """Read the rows of all micro-batches."""
         for batch in batches:
             hidden = self.cache.read(row_keys(batch))
             batch["teacher_hidden"] = hidden.to(batch["input_ids"].device)

@@ -1,8 +1,6 @@
 """The teacher that a recipe names: loaded, left to the student's own weights, or read from a cache.
 
 A cached teacher is not loaded: what identifies it, and its head, are read from the checkpoint's files alone.
-
-Not covered: how a teacher's weights are sharded over ranks (`fcsd.parallel.engine`).
 """
 
 from __future__ import annotations

@@ -77,7 +77,6 @@ def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: 
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of this name belongs to an adapter."""
     return ".lora_" in name
 
 
@@ -111,7 +110,6 @@ class AdapterOffTeacher(LiveTeacher):
         self.head = output_head(student)
 
     def as_teacher(self) -> contextlib.AbstractContextManager[None]:
-        """Let the student be its original."""
         return as_original(self.model)
 
     def hidden(self, batch: Batch) -> Tensor:
