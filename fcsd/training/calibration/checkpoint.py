@@ -48,14 +48,12 @@ def calibrate_checkpoint(
     ridge: float,
     launch: Launch,
 ) -> dict[str, Any]:
-    """Write the original, converted and calibrated, to `out`. All ranks call this.
+    """Write the original, converted and calibrated, to `out`. All ranks call this, and each works on its share of the
+    rows.
 
-    Args:
-        work: a folder for what is not finished; one from a run that was killed has to be of the same settings.
-        rows: of `fcsd.data.dataset.build_dataset`; each rank works on its share.
+    work: a folder for what is not finished; one from a run that was killed has to be of the same settings.
 
-    Returns:
-        tokens, seconds, and for each layer what was solved (`fcsd.training.calibration.model.calibrate_model`).
+    Returns: tokens, seconds, and for each layer what was solved (`fcsd.training.calibration.model.calibrate_model`).
 
     Raises:
         UserError: a checkpoint that is converted, calibrated or quantised; too little text, or text that

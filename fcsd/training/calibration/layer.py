@@ -191,12 +191,8 @@ def walk(
 ) -> Iterator[dict[str, Any] | None]:
     """Take `state` behind each next layer, up to the last of `layers`; yield its result, None if it has none.
 
-    While a result is looked at, the layer is still loaded.
-
-    All ranks call this, each with its share of the text, at least one batch.
-
-    Raises:
-        UserError: as `LeastSquares.solve`.
+    While a result is looked at, the layer is still loaded. All ranks call this, each with at least one batch of text.
+    Raises UserError as `LeastSquares.solve`.
     """
     masks = [real_tokens(batch).flatten() for batch in text.batches]
     for index in range(state.next_layer, max(layers) + 1):

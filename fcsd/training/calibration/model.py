@@ -40,8 +40,7 @@ def calibrate_model(
     Args:
         student: a converted model.
         teacher: the original, of the same family and width.
-        rows: of `fcsd.data.dataset.build_dataset`, or token ids (N, T); all ranks give the same, each works on its
-            share.
+        rows: of `fcsd.data.dataset.build_dataset`, or token ids (N, T); each rank works on its share.
         ridge: λ relative to the mean diagonal.
 
     Returns:
@@ -123,8 +122,8 @@ def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
     """Return this rank's share of the rows.
 
     Raises:
-        UserError: the text has ids that the model does not know, fewer distinct tokens than four times the model's
-            width, or none on a rank; packed examples that the model would let see each other.
+        UserError: ids that the model does not know; fewer distinct tokens than four times its width, or none on a rank;
+            packed examples that it would let see each other.
     """
     text, config = Text.of(batches_of(rows), ranks), model.config.get_text_config()
     largest = max((int(batch["input_ids"].max()) for batch in text.batches), default=0)

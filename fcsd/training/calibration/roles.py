@@ -176,10 +176,8 @@ def fold_map(
 ) -> None:
     """Change the weights of a layer in place, each in its own dtype.
 
-    Args:
-        found: (D, D), rows are what is mapped: x A, u B.
-        places: names of parameters in the layer, and the axis of each that the map is multiplied with.
-        expert: change this slice of the parameters only, whose first axis is the experts.
+    places: names of parameters in the layer, and the axis of each that the map is multiplied with. found: (D, D), rows
+    are what is mapped: x A, u B. expert: change this slice of the parameters only, whose first axis is the experts.
     """
     for name, axis in places:
         weight = layer.get_parameter(name)

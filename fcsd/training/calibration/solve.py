@@ -81,11 +81,9 @@ class LeastSquares:
                 dist.all_reduce(tensor)
 
     def solve(self, ridge: float, what: str, ranks: Ranks = ALONE, towards: Tensor | None = None) -> Solution:
-        """Solve by Cholesky. All ranks get the same map.
-
-        Args:
-            what: what an error calls the problem.
-            towards: J (K·D, D), the map that the ridge pulls to.
+        """Solve by Cholesky. All ranks get the same map. what: the problem's name in errors. towards: J (K·D, D), as a
+        rule
+        identities, the map that the ridge pulls to.
 
         Raises:
             UserError: sums that are not finite, or a matrix that is singular with this ridge.
@@ -129,12 +127,8 @@ class LeastSquares:
         limit: float = FITS_THE_SAMPLE,
     ) -> Solution:
         """Solve with the rows of `held_out` too, if a map that was solved without them leaves at most `limit` times as
-        much of them as `towards` does.
-
-        The map is None otherwise: `towards` is to be taken.
-
-        Raises:
-            UserError: as `solve`.
+        much of
+        them as `towards` does; the map is None otherwise: `towards` is to be taken. Raises as `solve`.
         """
         if towards is None:
             towards = self._identities()

@@ -37,16 +37,10 @@ from fcsd.training.meters import Meters
 def balance_loss(
     probabilities: Tensor, experts: Tensor, share: Tensor | None, examples: Tensor, num_examples: int
 ) -> Tensor:
-    """Return T times the loss of one layer: the sum over examples of their tokens times their loss.
+    """Return T times the loss of one layer, the sum over examples of their tokens times their loss; 0 for no token.
 
-    Args:
-        probabilities: (T, E) of the router.
-        experts: (T, K) that each token goes to.
-        share: (E,) f of the whole step; None: that of each example.
-        examples: (T,) number of each token's example.
-        num_examples: of them.
-
-    Returns: a scalar, 0 for no token.
+    probabilities: (T, E) of the router. experts: (T, K) that each token goes to. share: (E,) f of the whole step; None:
+    that of each example. examples: (T,) number of each token's example.
     """
     num_experts, top_k = probabilities.shape[-1], experts.shape[-1]
     if share is not None:

@@ -44,8 +44,7 @@ FEWEST_TOKENS = {"cpu": 192, "accelerator": 1024}
 class Kernels:
     """The matmuls of the loss, and what else depends on the device: their operands' dtype and the chunks' size.
 
-    A subclass may run or count them otherwise, as `fcsd.planning.cost.trace` does; a head with a loss has its own
-    (`kernels`).
+    A subclass may run or count them otherwise, as `fcsd.planning.cost.trace` does.
     """
 
     def chunk_tokens(

@@ -160,10 +160,8 @@ class DivergenceObjectiveConfig(ObjectiveBase):
 
 
 class KLObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):
-    """Compare with a KL divergence.
-
-    kl          forward KL(teacher || student), paper Eq. 4
-    reverse_kl  KL(student || teacher)
+    """Compare with a KL divergence: kl is forward KL(teacher || student), paper Eq. 4, reverse_kl KL(student ||
+    teacher).
     """
 
     name: Literal["kl", "reverse_kl"] = "kl"
@@ -203,11 +201,7 @@ class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
 
 
 class CrossEntropyObjectiveConfig(_WithoutL2, ObjectiveBase):
-    """Learn the data, without a teacher.
-
-    sft  cross-entropy on the data, paper Eq. 3: the baseline
-    ce   the same loss under its pre-training name
-    """
+    """Learn the data, without a teacher: sft is the baseline (paper Eq. 3), ce the same under its pre-training name."""
 
     name: Literal["sft", "ce"]
 
