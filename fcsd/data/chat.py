@@ -129,12 +129,11 @@ def _masked(chat: _Chat, loss_on: str) -> dict[str, list]:
 
 @dataclass(frozen=True)
 class _Chat:
-    """A conversation, and the tokenizer's chat template and the tools that write it.
+    """A conversation, and the tokenizer's chat template and the tools that write it, which raise UserError where it
+    writes none.
 
     answered: the message from which on there is loss. ahead: what was encoded before it is asked for, by option and
     number of messages.
-
-    Raises: UserError: there are tools, and the template writes none.
     """
 
     tokenizer: Any

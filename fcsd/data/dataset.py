@@ -102,17 +102,16 @@ def given_rows(
     columns: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Any:
-    """Make packed rows of `data`, as `fcsd.data.dataset.build_dataset` does of sources, in the same order for a seed.
+    """Make packed rows of `data`, as `build_dataset` does of sources, in the same order for a seed.
 
-    Rows that are packed already (columns input_ids, position_ids and labels) come back as they are, of a stream as many
-    as `num_rows` on disk.
+    Rows that are packed already (columns input_ids, position_ids and labels) come back as they are, of a stream as
+    many as
+    `num_rows` on disk.
 
-    Args:
-        name: what errors call the data, for example "train_dataset".
-        columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …}, names of
-            columns, and "tools" beside messages and prompts; None: seen from the names. input_ids (and labels) are
-            tokens, and are packed as they are.
-        options: as `build_dataset`.
+    name: what errors call the data, for example "train_dataset". columns: {"messages": …} | {"prompt": …,
+    "response": …,
+    "input": … (optional)} | {"text": …}, names of columns, and "tools" beside messages and prompts; None: seen from the
+    names. input_ids (and labels) are tokens, and are packed as they are. options: as `build_dataset`.
 
     Raises:
         UserError: no such columns, no examples, what `tokenize_examples` refuses, packed rows of another length.

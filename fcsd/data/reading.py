@@ -43,15 +43,10 @@ def place_of(path: str, file: str | None) -> str:
 
 
 def read_pieces(opened: Opened, done: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    """Yield the pieces behind those that were read before; the same pieces every time.
-
-    done: `file`, `num_rows` and `last` of each piece that was.
+    """Yield the pieces behind those that were read before (`done`); the same pieces every time.
 
     A source that is taken whole is read in its own order. Of any other the files come in an order that is random and
-    always the same: what is read first should be like the rest.
-
-    Raises:
-        UserError: a file that cannot be read.
+    always the same: what is read first should be like the rest. Raises UserError for a file that cannot be read.
     """
     number = opened.num_files
     files = range(number) if opened.whole else np.random.default_rng(0).permutation(number).tolist()

@@ -172,10 +172,9 @@ def write_rows(
 ) -> Path:
     """Write the rows of sources, and what is missing of their tokens; return the file, which may be there already.
 
-    Args:
-        sources: each with the name of its folder, which says everything that its tokens depend on.
-        bad_rows: what becomes of examples that cannot be tokenized, and their record.
-        num_workers: processes that tokenize; None: one a core, eight at most.
+    sources: each with the name of its folder, which says everything that its tokens depend on. num_workers:
+    processes that
+    tokenize; None: one a core, eight at most.
 
     Raises:
         UserError: sources that cannot be read; too many examples that cannot be tokenized; no row.

@@ -29,11 +29,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe in a launch. What was looked up stays, also where `recipe` is replaced by a variant of it.
-
-    Raises:
-        UserError: the recipe's output_dir cannot become a folder.
-    """
+    """A recipe in a launch. What was looked up stays, also where `recipe` is replaced by a variant of it."""
 
     recipe: Recipe
     launch: Launch
@@ -59,11 +55,7 @@ class Run:
             self.progress.start(stage)
 
     def variant(self, name: str | None) -> Run:
-        """Return the run of one of the recipe's variants; None: this run.
-
-        Raises:
-            UserError: the recipe has no such variant.
-        """
+        """Return the run of one of the recipe's variants (UserError: there is none of this name); None: this run."""
         recipe = self.recipe
         if name is None:
             return self

@@ -64,11 +64,7 @@ def pretrain(run: Run) -> Stage:
 
 
 def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedModel:
-    """Return a model with fresh random weights; the caller sets the seed.
-
-    Raises:
-        UserError: a model type that transformers or fcsd does not know, a dense model, a value that does not fit.
-    """
+    """Return a model with fresh random weights; the caller sets the seed. Raises as `model_config`."""
     built, experts = model_config(config), config.get("experts_implementation")
     try:
         model = AutoModelForCausalLM.from_config(

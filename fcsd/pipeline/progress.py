@@ -23,9 +23,8 @@ def evaluation(name: str) -> str:
 
 
 def run_progress(run: Run, **where: Any) -> Progress:
-    """List the stages of a run that are not finished, in their order, with the work that each asks.
-
-    where: stream and clock of `Progress`.
+    """List the stages of a run that are not finished, with the work that each asks. where: stream and clock of
+    `Progress`.
     """
     recipe, layout, plan = run.recipe, run.layout, run.recipe.pretrain
     stages: list[tuple[str, Path, Work]] = []

@@ -1,8 +1,7 @@
 """What early stopping scores: a recipe's section becomes a stopper, and a function that scores a model in training.
 
-A task is scored as `fcsd evaluate` scores it (`fcsd.evaluation.runner.prepare_evaluation`), generated code in the same
-sandbox, whose servers are processes of their own, started once and ended with the block. Model and random generators
-are afterwards what they were before a score.
+A task is scored as `fcsd evaluate` scores it (`fcsd.evaluation.runner.prepare_evaluation`), with a sandbox that is
+started once. Model and random generators are afterwards what they were before a score.
 """
 
 import contextlib
@@ -27,10 +26,7 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
     """Give the stopper and the score function of a recipe; None, None where it has no such section.
 
     Data, templates and sandbox are checked on entering; of a code task the canonical solutions are run first, since a
-    scorer that fails them would stop every run.
-
-    Raises:
-        UserError, ScorerError: as `fcsd.evaluation.runner.prepare_evaluation`.
+    scorer that fails them would stop every run. Raises as `fcsd.evaluation.runner.prepare_evaluation`.
     """
     recipe, plan = run.recipe, run.recipe.early_stopping
     if plan is None:

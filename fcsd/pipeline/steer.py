@@ -155,11 +155,7 @@ class _Steering:
 
 
 def links_of(bias: RouterBiasConfig) -> LinkModel:
-    """Read the links of a recipe.
-
-    Raises:
-        UserError: no such file; not as many endpoints as the recipe has.
-    """
+    """Read the links of a recipe; UserError where there is no such file, or not as many endpoints as the recipe has."""
     links = read_links(bias.links)
     if bias.endpoints not in (None, len(links.endpoints)):
         raise UserError(

@@ -65,11 +65,7 @@ def _beside(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def check_recipe(raw: Any, where: str) -> Recipe:
-    """Make a recipe of plain data, with all checks that need no model; `where` is what errors call it.
-
-    Raises:
-        UserError: as `load_recipe`.
-    """
+    """Make a recipe of plain data, checked as by `load_recipe`; `where` is what errors call it."""
     recipe = validate(Recipe, raw, where)
     refuse_graded(recipe, where)  # makes the variants: a mistake inside one is found now, not hours later
     return recipe
@@ -82,12 +78,9 @@ def recipe_names() -> list[str]:
 
 
 def recipe_file(name: str | Path) -> Path:
-    """Return the file of a recipe: `name` itself, or that of the shipped recipe of this name.
-
-    Where there is no file, `recipes/tiny/demo.yaml`, its path in a checkout, names what `tiny/demo` does.
-
-    Raises:
-        UserError: neither a file nor the name of a shipped recipe.
+    """Return the file of a recipe: `name` itself, or that of the shipped recipe of this name, which may be said as its
+    path in
+    a checkout (`recipes/tiny/demo.yaml`). Raises UserError: neither.
     """
     path = Path(name)
     shipped = (

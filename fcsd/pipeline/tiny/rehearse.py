@@ -8,9 +8,7 @@
 
 Replaced are the model, the data and the numbers of steps, tokens and items. A batch keeps its number of rows, so that
 it divides over ranks and micro-batches exactly as the real one (one of more than 64 rows is halved until it has no
-more). Everything else stays as the recipe has it.
-
-Test sets whose columns no suite describes are linked from the recipe's own data root.
+more). Test sets whose columns no suite describes are linked from the recipe's own data root.
 """
 
 import sys
@@ -64,8 +62,8 @@ def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
     """Write the rehearsal of `recipe` into `folder`, or find it there, and return it.
 
     Raises:
-        UserError: the folder holds something else, or the rehearsal of other settings; the family of the model
-            cannot be found out.
+        UserError: the folder holds something else, or the rehearsal of other settings; no family is known for the
+        model.
     """
     small = _small(recipe, folder)
     text = f"# The rehearsal of recipe {recipe.name}, made by fcsd: no result means anything.\n{to_yaml(small.dump())}"
@@ -213,10 +211,9 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _write_models(recipe: Recipe, place: Path) -> None:
-    """Write the small model and its tokenizer, of a recipe that pre-trains only the tokenizer; teachers of other
-    checkpoints.
-
-    In bfloat16, as checkpoints of this size are.
+    """Write the small model in bfloat16, as checkpoints of this size are, and its tokenizer, of a recipe that pre-
+    trains only
+    the tokenizer; teachers of other checkpoints.
     """
     sizes = _SIZES | {"num_hidden_layers": _num_layers(recipe), "dtype": torch.bfloat16}
     if recipe.pretrain is None:
