@@ -1,7 +1,6 @@
-"""An exponential moving average of the trained weights, which is what is scored and left.
-
-It is elementwise, so each rank averages its own part of each parameter, whatever engine has cut it
-(`fcsd.parallel.parts`).
+"""An exponential moving average of the trained weights, which is what is scored and left; each rank averages its own
+part
+of each parameter, whatever engine has cut it (`fcsd.parallel.parts`).
 """
 
 from __future__ import annotations

@@ -147,11 +147,9 @@ class StopWhenScoreStalls(TrainerCallback):
             keep_best(self.trainer, self.run, step)
 
     def _score(self) -> Score:
-        """Score the weights as they are; all ranks learn the same score, or the same failure.
+        """Score the weights as they are; all ranks learn the same score, or the same failure (`ScoreFailure`).
 
-        Raises:
-            ScoreFailure: no score, and all ranks know. What one rank alone knows, while the others wait for its part
-                of a pass, is raised as it is.
+        What one rank alone knows, while the others wait for its part of a pass, is raised as it is.
         """
         trainer, stopper = self.trainer, self.stopper
         try:

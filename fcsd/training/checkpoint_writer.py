@@ -148,10 +148,8 @@ class CheckpointWriter:
             self._error = error
 
     def finish(self) -> None:
-        """Wait for what is being written, and give it its name; nothing where nothing is.
-
-        Raises:
-            UserError: a rank could not write; nothing is left.
+        """Wait for what is being written, and give it its name; nothing where nothing is. UserError: a rank could
+        not write.
         """
         if self._name is None:
             return

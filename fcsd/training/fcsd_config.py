@@ -47,11 +47,7 @@ _SCORES = ("accuracy", "acc", "agreement", "precision", "recall", "f1", "exact_m
 
 
 def _greater_is_better(metric: str) -> bool:
-    """Return the direction of a metric whose last word says it.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Return the direction of a metric whose last word says it; UserError where it does not."""
     if is_loss(metric):
         return False
     if any(f"_{metric}".endswith(f"_{word}") for word in _SCORES):
@@ -218,9 +214,8 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     def of_sections(
         cls, objective: ObjectiveConfig, train: TrainConfig, safety: SafetyConfig, **arguments: Any
     ) -> "FCSDConfig":
-        """Say sections of a recipe in arguments; inside `engine_environment`.
-
-        arguments: what no section says, or what it leaves open (`activation_checkpointing`).
+        """Say sections of a recipe in `arguments`, beside what no section says or what it leaves open
+        (`activation_checkpointing`); inside `engine_environment`.
         """
         sections = objective.model_dump(exclude={"name"}) | train.model_dump(exclude=_NOT_ARGUMENTS)
         return cls(objective=objective.name, safety=safety.model_dump(), **sections | arguments)

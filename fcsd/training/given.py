@@ -37,8 +37,7 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
     """Return the model to train, with its connectivity; one in memory is converted in place where that is asked for.
 
     Raises:
-        UserError: it is not converted, and `layers` does not say how; it is converted otherwise than `layers` says;
-            what `load_model` and `convert_model` refuse.
+        UserError: it is not converted, and `layers` does not say how; it is converted otherwise than `layers` says.
     """
     if isinstance(model, str | Path):
         return _loaded_student(str(model), args, launch)
@@ -82,8 +81,7 @@ def _not_converted(what: str) -> UserError:
 def check_models(model: Any, teacher: Any, args: FCSDConfig, launch: Launch) -> None:
     """Check, before anything is loaded or tokenized, what models and arguments say; the student may be its own teacher.
 
-    Raises:
-        UserError: rows do not fit the positions of a model; a copy of the student would not be the original.
+    Raises UserError: rows do not fit the positions of a model; a copy of the student would not be the original.
     """
     for each, is_teacher in ((model, False), (teacher, True)):
         if isinstance(each, str | Path):
@@ -108,9 +106,8 @@ def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
 
 def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch) -> Any:
     """Return the model to compare with, or the `Teacher` that was given; of None a regular copy of the student.
-
-    Raises:
-        UserError: it is the student itself; what `load_model` refuses.
+    UserError where
+    it is the student itself.
     """
     if teacher is None:
         original = copy.deepcopy(student)
@@ -128,9 +125,8 @@ def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch:
 
 class Given:
     """What the constructor was given. bad_rows: with `args.on_bad_row` "skip" the examples that were left out.
-
-    Raises:
-        UserError: an engine that a training in a script cannot have.
+    UserError for
+    an engine that a training in a script cannot have.
     """
 
     def __init__(self, args: FCSDConfig, launch: Launch):

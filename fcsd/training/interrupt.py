@@ -24,9 +24,9 @@ _ECHO_S = 3.0
 
 
 def shield_workers(loader: Any) -> Any:
-    """Let a data loader's processes ignore a signal that the scheduler or Ctrl-C has sent to all.
-
-    They are needed until the one that they help has ended.
+    """Let a data loader's processes, which are needed until the one that they help has ended, ignore a signal that the
+    scheduler
+    or Ctrl-C has sent to all.
     """
     begin, trainer = loader.worker_init_fn, os.getpid()
 

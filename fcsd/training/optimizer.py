@@ -127,8 +127,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Of a stack that is sharded a rank has some whole matrices, and moves these. A matrix that is sharded by rows is put
     together once a step, orthogonalised on every rank, and each moves its rows: what one process does, to the last bit.
-
-    Raises: ValueError for a parameter of a Muon group that has neither two nor three dimensions.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **adamw: Any):

@@ -86,10 +86,9 @@ def check_vocabularies(
     tokenizer: PreTrainedTokenizerBase,
     objective: ObjectiveConfig,
 ) -> None:
-    """Compare the vocabularies of student, teacher and tokenizer.
-
-    Raises:
-        UserError: they differ, and the objective does not say up to which token they are the same.
+    """Compare the vocabularies of student, teacher and tokenizer; UserError where they differ, and the objective does
+    not say
+    up to which token they are the same.
     """
     size, tokens = student.config.get_text_config().vocab_size, objective.vocab_size
     rows = cast(Tensor, teacher.head.weight).shape[0] if teacher is not None else size
@@ -112,12 +111,9 @@ def check_vocabularies(
 
 
 def whole_steps(rows: Any, needed: int, max_length: int) -> Any:
-    """Rows such that every optimiser step has the same batch: without those behind the last whole step of an epoch.
+    """Leave out the rows behind the last whole step of an epoch, so that every optimiser step has the same batch.
 
-    needed: rows of one batch, over all ranks and accumulation steps.
-
-    Raises:
-        UserError: there are fewer rows than one batch needs.
+    needed: rows of one batch, over all ranks and accumulation steps; UserError where there are fewer.
     """
     if rows is None:
         return None

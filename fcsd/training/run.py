@@ -214,9 +214,8 @@ def _last_kept(run: TrainingRun) -> str:
 
 
 def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
-    """Write `folder/model`: the best weights if there was a score, else the last (or their average).
-
-    All ranks call this.
+    """Write `folder/model`: the best weights if there was a score, else the last (or their average). All ranks call
+    this.
     """
     first, engine = trainer.is_world_process_zero(), run.launch.engine
     if run.stopper is not None and run.stopper.best_step is not None and (first or engine.shards):
@@ -236,10 +235,7 @@ _SHOWN = (*MEASURES, "l2", "router_kl", "top1_agreement")
 
 
 class ProgressBar(TrainerCallback):
-    """One line with step, time left, loss and tokens per second; nothing on ranks other than the first.
-
-    left: as in `TrainingRun`.
-    """
+    """One line with step, time left, loss and tokens per second, on the first rank. left: as in `TrainingRun`."""
 
     def __init__(self, description: str, left: Callable[[float], str] | None = None):
         self.description, self.left = description, left

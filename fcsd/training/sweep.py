@@ -57,11 +57,7 @@ class Candidate:
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row with the lowest loss; of equal ones the first.
-
-    Raises:
-        UserError: no row has a finite loss.
-    """
+    """Return the row with the lowest loss, of equal ones the first; UserError where no row has a finite one."""
     finite = [row for row in rows if row["loss"] is not None]
     if not finite:
         raise UserError("sweep: no candidate ended with a finite loss; try smaller learning rates")
@@ -79,10 +75,7 @@ def run_sweep(
     """Run what is missing of both stages and leave `sweep.json` and `sweep.md` in `folder`.
 
     run_candidate(candidate, train, folder) trains and leaves `history.jsonl`; remove_checkpoints(folder) is called when
-    its result is on disk.
-
-    Returns:
-        `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
+    its result is on disk. Returns `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
     """
 
     def measured(stage: str, batch_size_tokens: int, learning_rate: float) -> dict[str, Any]:

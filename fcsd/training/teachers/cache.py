@@ -57,12 +57,7 @@ def row_keys(batch: Batch) -> list[bytes]:
 
 
 def write_shard(folder: Path, identity: dict[str, Any], rows: Sequence[tuple[bytes, Tensor]]) -> Path:
-    """Write one shard beside and rename it.
-
-    rows: key, and (n, D) hidden states. The shard's name is a hash of its keys.
-
-    Raises: UserError when the disk is full or may not be written.
-    """
+    """Write one shard of rows, key and (n, D) hidden states, beside and rename it; its name is a hash of its keys."""
     keys = torch.frombuffer(bytearray(b"".join(key for key, _ in rows)), dtype=torch.uint8)
     tensors = {
         "hidden": torch.cat([hidden for _, hidden in rows]).contiguous(),
@@ -91,9 +86,8 @@ def _hash_of(identity: dict[str, Any]) -> str:
 
 
 def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
-    """Return where each row of a shard lies; only its index is read.
-
-    Raises: UserError for a file that is damaged, or of another teacher.
+    """Return where each row of a shard lies; only its index is read. UserError: it is damaged, or of another
+    teacher.
     """
     try:
         with safe_open(path, framework="pt") as file:  # checks that the file is as long as its header says
@@ -166,10 +160,9 @@ def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
 class HiddenCache:
     """A finished cache, opened: finds and reads rows; files are memory-mapped.
 
-    identity: that of the wanted teacher (`fcsd.training.teachers.load.identity`).
-
-    Raises:
-        UserError: no cache there, one that is not finished, of another teacher, with a shard missing or damaged.
+    identity: that of the wanted teacher (`fcsd.training.teachers.load.identity`); UserError: no cache there, one
+    that is
+    not finished, of another teacher, with a shard missing or damaged.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):

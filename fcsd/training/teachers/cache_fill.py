@@ -200,10 +200,7 @@ def _hidden_of_rows(teacher: Teacher, rows: Sequence[Row], device: torch.device)
 
 
 def verify_cache(cache: HiddenCache) -> None:
-    """Read every shard and compare it with its checksum.
-
-    Raises: UserError that names the first shard whose content has changed; the file is left where it is.
-    """
+    """Read every shard and compare it with its checksum; UserError names the first whose content has changed."""
     for name in progress_bar(cache.manifest["shards"], desc="Verifying", unit="shard"):
         try:
             verify_shard(cache.folder / name)
@@ -212,9 +209,9 @@ def verify_cache(cache: HiddenCache) -> None:
 
 
 def spot_check(cache: HiddenCache, teacher: Teacher, rows: Sequence[Row], device: torch.device) -> None:
-    """Compare some rows of a cache with what the teacher gives now.
-
-    Raises: UserError when a row is further away than other kernels could bring it.
+    """Compare some rows of a cache with what the teacher gives now; UserError when one is further away than other
+    kernels
+    could bring it.
     """
     for row in rows:
         live = _hidden_of_rows(teacher, [row], device)[0].double()

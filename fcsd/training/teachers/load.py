@@ -41,10 +41,7 @@ _NOT_COMPUTED = {
 
 @dataclass(frozen=True)
 class Unloaded:
-    """A checkpoint, and the model that it would give, without storage.
-
-    dtype: in which the model would be loaded.
-    """
+    """A checkpoint, and the model that it would give, without storage. dtype: in which the model would be loaded."""
 
     checkpoint: Checkpoint
     model: Any
@@ -52,10 +49,7 @@ class Unloaded:
 
 
 def unloaded(source: ModelFolder) -> Unloaded:
-    """Return the model of a checkpoint as a recipe's `model` section would load it, on the meta device.
-
-    Raises: UserError as `fcsd.model.connectivity.load_model` before it reads weights.
-    """
+    """Return the model of a checkpoint as a recipe's `model` section would load it, on the meta device."""
     model = source.config
     checkpoint = read_checkpoint(source.folder)
     config, cls = config_and_class(checkpoint, None, False)
@@ -80,9 +74,8 @@ def _dtype(checkpoint: Checkpoint, config: Any, model: ModelConfig) -> torch.dty
 
 
 def identity(teacher: Unloaded, weights: str) -> dict[str, Any]:
-    """Return what a teacher's hidden states depend on, besides the tokens.
-
-    weights: fingerprint of the checkpoint's files.
+    """Return what a teacher's hidden states depend on, besides the tokens. weights: fingerprint of the checkpoint's
+    files.
     """
     config = teacher.model.config
     text = config.get_text_config()
@@ -109,9 +102,9 @@ def _config_hash(config: Any) -> str:
 
 
 def read_head(teacher: Unloaded) -> nn.Linear:
-    """Return the teacher's head, on the CPU: two tensors of the files, or the embeddings where they are tied.
-
-    Carries `logit_scale` and `softcap` of its family for the loss head.
+    """Return the teacher's head, with `logit_scale` and `softcap` for the loss head, on the CPU: two tensors of the
+    files, or
+    the embeddings where they are tied.
     """
     head = output_head(teacher.model)
     prefix = next(name for name, module in teacher.model.named_modules() if module is head)
@@ -162,12 +155,9 @@ class TeacherSource:
 
 
 def load_teacher(source: TeacherSource, *, fill: bool = False) -> PreTrainedModel | Teacher | None:
-    """Load the teacher; None where the student is made to be it.
+    """Load the teacher; None where the student is made to be it. fill: compute what a cache lacks.
 
-    fill: compute what a cache lacks.
-
-    Raises:
-        UserError: a checkpoint with another tokenizer, or that is the student already; a cache that does not fit.
+    Raises UserError: a checkpoint with another tokenizer, or that is the student already; a cache that does not fit.
     """
     plan = source.settings
     _check_is_original(source)

@@ -86,9 +86,9 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def leave_adapters(adapted: Any, folder: Path) -> None:
-    """Write the adapters to `folder` in peft's format, and merge them into the model, in place.
-
-    Of a sum in bfloat16 each weight is rounded once.
+    """Write the adapters to `folder` in peft's format, and merge them into the model, in place (in bfloat16 a weight is
+    rounded
+    once).
     """
     adapted.save_pretrained(folder)
     adapted.merge_and_unload()
@@ -98,9 +98,7 @@ class AdapterOffTeacher(LiveTeacher):
     """The original model inside its LoRA student: a pass with adapters, connectivity and dropout off.
 
     Bitwise what the original gives: a layer without its plan and an adapter that is off both run the family's own
-    code on the same weights.
-
-    Args: the student, with adapters (`add_adapters`); the head may be its loss head.
+    code on the same weights. The student's head may be its loss head.
     """
 
     def __init__(self, student: PreTrainedModel):
