@@ -16,8 +16,7 @@ class BadRows:
     """The record of bad examples, and what becomes of a run that meets one.
 
     policy: error: the first one ends the run; skip: they are left out, up to 1 % of the examples that were read, and
-    ten in
-    any case. setting: what errors call the setting that chooses the policy; None: there is none.
+    ten in any case. setting: what errors call the setting that chooses the policy; None: there is none.
     """
 
     def __init__(self, policy: Policy = "error", setting: str | None = "data.on_bad_row"):
@@ -28,8 +27,7 @@ class BadRows:
 
     def add(self, found: Sequence[tuple[str, str]], num_read: int = 0) -> None:
         """Record bad examples, where each is and what is wrong with it, among `num_read` more that were read; UserError
-        where
-        there is one that is not to be left out, or too many.
+        where there is one that is not to be left out, or too many.
         """
         self.num_examples += num_read
         for where, reason in found:

@@ -52,10 +52,10 @@ def build_dataset(
 
     One source: all its examples once. Several: each next example comes from a source drawn with probability
     proportional to its `weight`, until every source has been read to its end; those that end early start again. Of a
-    source that is too large to be tokenized whole, as much as `num_rows` rows need (None: all of it).
-    `decontaminator` (or what it gives when it is called, once it is needed) leaves out the examples that overlap with
-    test items, and keeps the record; `bad_rows` says what becomes of
-    those that cannot be tokenized (None: the first one is an error), and keeps theirs.
+    source that is too large to be tokenized whole, as much as `num_rows` rows need (None: all of it). `decontaminator`
+    (or what it gives when it is called, once it is needed) leaves out the examples that overlap with test items, and
+    keeps the record; `bad_rows` says what becomes of those that cannot be tokenized (None: the first one is an error),
+    and keeps theirs.
 
     Args:
         num_proc: processes that tokenize; None: one a core, eight at most.
@@ -104,14 +104,12 @@ def given_rows(
 ) -> Any:
     """Make packed rows of `data`, as `build_dataset` does of sources, in the same order for a seed.
 
-    Rows that are packed already (columns input_ids, position_ids and labels) come back as they are, of a stream as
-    many as
-    `num_rows` on disk.
+    Rows that are packed already (columns input_ids, position_ids and labels) come back as they are, of a stream as many
+    as `num_rows` on disk.
 
-    name: what errors call the data, for example "train_dataset". columns: {"messages": …} | {"prompt": …,
-    "response": …,
-    "input": … (optional)} | {"text": …}, names of columns, and "tools" beside messages and prompts; None: seen from the
-    names. input_ids (and labels) are tokens, and are packed as they are. options: as `build_dataset`.
+    name: what errors call the data, for example "train_dataset". columns: {"messages": …} | {"prompt": …, "response":
+    …, "input": … (optional)} | {"text": …}, names of columns, and "tools" beside messages and prompts; None: seen from
+    the names. input_ids (and labels) are tokens, and are packed as they are. options: as `build_dataset`.
 
     Raises:
         UserError: no such columns, no examples, what `tokenize_examples` refuses, packed rows of another length.

@@ -172,9 +172,8 @@ def write_rows(
 ) -> Path:
     """Write the rows of sources, and what is missing of their tokens; return the file, which may be there already.
 
-    sources: each with the name of its folder, which says everything that its tokens depend on. num_workers:
-    processes that
-    tokenize; None: one a core, eight at most.
+    sources: each with the name of its folder, which says everything that its tokens depend on. num_workers: processes
+    that tokenize; None: one a core, eight at most.
 
     Raises:
         UserError: sources that cannot be read; too many examples that cannot be tokenized; no row.

@@ -86,8 +86,7 @@ def column_meanings(
     A column of tools is read beside messages and prompts, said or not: chat templates write it into the prompt.
 
     columns: what was said of them; None: seen from the names. form: how a caller writes path and columns, for the
-    advice
-    of an error, which is a UserError: one is not there, or the names say nothing.
+    advice of an error, which is a UserError: one is not there, or the names say nothing.
     """
     known = next((kind for kind in _KNOWN if set(kind.values()) <= set(names)), None)
     if known is not None:
@@ -204,8 +203,7 @@ def _as_written(examples: Any, columns: Collection[str]) -> datasets.Features | 
     """Return features that keep each value of these columns of JSON files as it is written; None: for other files.
 
     `datasets` (5.2) gives a column the type of its values in the first 10 MB. Where one further on has another type,
-    all of
-    that stretch becomes text: the number, and quotes around every text beside it.
+    all of that stretch becomes text: the number, and quotes around every text beside it.
     """
     if examples.info.builder_name != "json" or examples.features is None:
         return None

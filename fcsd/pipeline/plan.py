@@ -64,8 +64,7 @@ def plan_from_files(
 
 def _imbalance(folder: Path, planned: Planned) -> float:
     """Return how uneven the ranks of a plan are by the loads of a routing study (`fcsd routing`); UserError where there
-    is
-    none, or one of another model.
+    is none, or one of another model.
     """
     study = read_json(folder / "routing.json")
     try:

@@ -15,7 +15,7 @@ from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.stage import heldout_of, test_set_fingerprints
 from fcsd.model.load import load_checkpoint
 from fcsd.pipeline.context import Run
-from fcsd.recipe.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
+from fcsd.recipe.recipe import EarlyStoppingConfig, HeldoutKLStoppingConfig
 from fcsd.training.arguments import Scorer
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.heldout import HeldoutKL

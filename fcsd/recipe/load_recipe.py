@@ -15,8 +15,7 @@ from fcsd.base.files import data_dir
 from fcsd.base.strict import did_you_mean, parse_yaml, read_yaml, validate
 from fcsd.data.config import DataConfig, SourceConfig
 from fcsd.evaluation.config import is_suite_file, load_suite
-from fcsd.recipe.recipe import Recipe, set_dotted
-from fcsd.recipe.stopping import TaskStoppingConfig
+from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, set_dotted
 
 _FILES_BESIDE = (
     "evaluation.suite", "evaluation.router_bias.links", "data.decontaminate.suite", "pretrain.data.decontaminate.suite",
@@ -79,8 +78,7 @@ def recipe_names() -> list[str]:
 
 def recipe_file(name: str | Path) -> Path:
     """Return the file of a recipe: `name` itself, or that of the shipped recipe of this name, which may be said as its
-    path in
-    a checkout (`recipes/tiny/demo.yaml`). Raises UserError: neither.
+    path in a checkout (`recipes/tiny/demo.yaml`). Raises UserError: neither.
     """
     path = Path(name)
     shipped = (

@@ -1,6 +1,5 @@
 """An exponential moving average of the trained weights, which is what is scored and left; each rank averages its own
-part
-of each parameter, whatever engine has cut it (`fcsd.parallel.parts`).
+part of each parameter, whatever engine has cut it (`fcsd.parallel.parts`).
 """
 
 from __future__ import annotations

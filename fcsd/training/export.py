@@ -55,8 +55,7 @@ def _keep_tokenizer_class(source: Path, folder: Path) -> None:
 @contextlib.contextmanager
 def _in_host_memory(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Give the model its weights and buffers in `dtype` within the block, and behind it the very tensors that it had.
-    The
-    copies are in host memory: the device may have no room for both.
+    The copies are in host memory: the device may have no room for both.
     """
     tensors = [
         t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.dtype != dtype

@@ -106,8 +106,7 @@ def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
 
 def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch) -> Any:
     """Return the model to compare with, or the `Teacher` that was given; of None a regular copy of the student.
-    UserError where
-    it is the student itself.
+    UserError where it is the student itself.
     """
     if teacher is None:
         original = copy.deepcopy(student)
@@ -125,8 +124,7 @@ def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch:
 
 class Given:
     """What the constructor was given. bad_rows: with `args.on_bad_row` "skip" the examples that were left out.
-    UserError for
-    an engine that a training in a script cannot have.
+    UserError for an engine that a training in a script cannot have.
     """
 
     def __init__(self, args: FCSDConfig, launch: Launch):

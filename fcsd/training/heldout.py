@@ -21,8 +21,7 @@ from fcsd.training.teachers.base import LiveTeacher, ModelTeacher, Teacher
 
 class HeldoutCE:
     """Cross-entropy in nats per kept token on `rows` (of `fcsd.data.dataset.build_dataset`), of a student in training,
-    with
-    its loss head. In a launch of several processes each has its share of the rows, and all of them call it.
+    with its loss head. In a launch of several processes each has its share of the rows, and all of them call it.
     """
 
     def __init__(self, rows: Sequence[Any], launch: Launch):
@@ -92,8 +91,7 @@ class HeldoutKL(HeldoutCE):
 
     def set_teacher(self, teacher: Teacher | None, *, sharded: bool) -> None:
         """Use the teacher of the run, where it can be run; UserError where it cannot, and the weights of another copy
-        would have to
-        be sharded over the ranks.
+        would have to be sharded over the ranks.
         """
         if isinstance(teacher, LiveTeacher):
             self.teacher = teacher

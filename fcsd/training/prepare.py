@@ -87,8 +87,7 @@ def check_vocabularies(
     objective: ObjectiveConfig,
 ) -> None:
     """Compare the vocabularies of student, teacher and tokenizer; UserError where they differ, and the objective does
-    not say
-    up to which token they are the same.
+    not say up to which token they are the same.
     """
     size, tokens = student.config.get_text_config().vocab_size, objective.vocab_size
     rows = cast(Tensor, teacher.head.weight).shape[0] if teacher is not None else size

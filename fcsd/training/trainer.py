@@ -24,8 +24,7 @@ from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter, restore_
 from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE
 from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.fcsd_config import Sections
-from fcsd.training.guarded import GuardedSteps
-from fcsd.training.interrupt import shield_workers
+from fcsd.training.guarded import GuardedSteps, shield_workers
 from fcsd.training.losses.balance import Balance
 from fcsd.training.optimizer import learning_rate_schedule, note_parts, own_optimizer
 from fcsd.training.safety import Guard

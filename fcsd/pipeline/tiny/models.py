@@ -32,8 +32,7 @@ def small_model(config: PreTrainedConfig, seed: int = 0, **changes: Any) -> Any:
 
 def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
     """Build a small model of a family (UserError: there is none), from the configuration that transformers takes where
-    none is
-    given; otherwise as `small_model`.
+    none is given; otherwise as `small_model`.
     """
     if model_type not in FAMILIES:
         raise UserError(f"no family has the model type '{model_type}'; `fcsd families` lists them")

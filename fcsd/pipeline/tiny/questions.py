@@ -313,8 +313,7 @@ def chat_rows(rng: random.Random, split: str, careless: float = 0.0) -> Iterator
     """Yield endless rows `{"messages": [user, assistant]}`: two in five code, half of the rest choice, half answers.
 
     Values are asked for twice as often as the other questions: they are learnt slowest. `careless` is the share of
-    answers
-    with one mistake in them: another number or another operation.
+    answers with one mistake in them: another number or another operation.
     """
     while True:
         skill = rng.random()

@@ -38,8 +38,7 @@ from fcsd.pipeline.tiny.cut import cut_sizes
 from fcsd.pipeline.tiny.models import small_model, tiny_tokenizer
 from fcsd.pipeline.tiny.rows import CODE, benchmark_row, training_row, write_data_set, write_rows
 from fcsd.recipe.load_recipe import graded_splits, split_names
-from fcsd.recipe.recipe import Recipe, router_loss_keys, set_dotted, to_yaml
-from fcsd.recipe.stopping import TaskStoppingConfig
+from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, router_loss_keys, set_dotted, to_yaml
 from fcsd.report.publish.facts import hub_id
 from fcsd.training.config import TrainConfig
 
@@ -212,8 +211,7 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
 
 def _write_models(recipe: Recipe, place: Path) -> None:
     """Write the small model in bfloat16, as checkpoints of this size are, and its tokenizer, of a recipe that pre-
-    trains only
-    the tokenizer; teachers of other checkpoints.
+    trains only the tokenizer; teachers of other checkpoints.
     """
     sizes = _SIZES | {"num_hidden_layers": _num_layers(recipe), "dtype": torch.bfloat16}
     if recipe.pretrain is None:

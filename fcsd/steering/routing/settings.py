@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from fcsd.base.strict import like, option
-from fcsd.data.study import ModelStudy
+from fcsd.data.config import ModelStudy
 from fcsd.model.config import ModelConfig
 from fcsd.steering.config import PlacedBy, RouterBiasConfig
 

@@ -82,8 +82,7 @@ class LeastSquares:
 
     def solve(self, ridge: float, what: str, ranks: Ranks = ALONE, towards: Tensor | None = None) -> Solution:
         """Solve by Cholesky. All ranks get the same map. what: the problem's name in errors. towards: J (K·D, D), as a
-        rule
-        identities, the map that the ridge pulls to.
+        rule identities, the map that the ridge pulls to.
 
         Raises:
             UserError: sums that are not finite, or a matrix that is singular with this ridge.
@@ -127,8 +126,7 @@ class LeastSquares:
         limit: float = FITS_THE_SAMPLE,
     ) -> Solution:
         """Solve with the rows of `held_out` too, if a map that was solved without them leaves at most `limit` times as
-        much of
-        them as `towards` does; the map is None otherwise: `towards` is to be taken. Raises as `solve`.
+        much of them as `towards` does; the map is None otherwise: `towards` is to be taken. Raises as `solve`.
         """
         if towards is None:
             towards = self._identities()

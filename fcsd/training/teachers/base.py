@@ -44,8 +44,7 @@ class Teacher(ABC):
 
     def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
         """Return (N, D') as `prepare`, and what `terms` compare inside the model, of one micro-batch; UserError where
-        this kind of
-        teacher has no layers at hand.
+        this kind of teacher has no layers at hand.
         """
         raise UserError(
             f"{type(self).__name__}: gives final hidden states only; use teacher.backend: sharded"
@@ -79,8 +78,7 @@ class LiveTeacher(Teacher):
 
 class ModelTeacher(LiveTeacher):
     """A frozen model of its own, on the training's device or sharded over the ranks already; `head` where the model's
-    own is
-    sharded.
+    own is sharded.
     """
 
     def __init__(self, model: PreTrainedModel, head: nn.Module | None = None):

@@ -160,9 +160,8 @@ def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
 class HiddenCache:
     """A finished cache, opened: finds and reads rows; files are memory-mapped.
 
-    identity: that of the wanted teacher (`fcsd.training.teachers.load.identity`); UserError: no cache there, one
-    that is
-    not finished, of another teacher, with a shard missing or damaged.
+    identity: that of the wanted teacher (`fcsd.training.teachers.load.identity`); UserError: no cache there, one that
+    is not finished, of another teacher, with a shard missing or damaged.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):

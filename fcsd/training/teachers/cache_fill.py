@@ -210,8 +210,7 @@ def verify_cache(cache: HiddenCache) -> None:
 
 def spot_check(cache: HiddenCache, teacher: Teacher, rows: Sequence[Row], device: torch.device) -> None:
     """Compare some rows of a cache with what the teacher gives now; UserError when one is further away than other
-    kernels
-    could bring it.
+    kernels could bring it.
     """
     for row in rows:
         live = _hidden_of_rows(teacher, [row], device)[0].double()

@@ -103,8 +103,7 @@ def _config_hash(config: Any) -> str:
 
 def read_head(teacher: Unloaded) -> nn.Linear:
     """Return the teacher's head, with `logit_scale` and `softcap` for the loss head, on the CPU: two tensors of the
-    files, or
-    the embeddings where they are tied.
+    files, or the embeddings where they are tied.
     """
     head = output_head(teacher.model)
     prefix = next(name for name, module in teacher.model.named_modules() if module is head)

@@ -87,8 +87,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 def leave_adapters(adapted: Any, folder: Path) -> None:
     """Write the adapters to `folder` in peft's format, and merge them into the model, in place (in bfloat16 a weight is
-    rounded
-    once).
+    rounded once).
     """
     adapted.save_pretrained(folder)
     adapted.merge_and_unload()
