@@ -117,7 +117,6 @@ def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _masked(chat: _Chat, loss_on: str) -> dict[str, list]:
-    """Tokenize a conversation, and say which tokens are to be predicted."""
     if loss_on == "all":
         ids = chat.prefix(len(chat.messages))["input_ids"]
         return {"input_ids": ids, "loss_mask": [True] * len(ids)}
@@ -191,19 +190,13 @@ class _Chat:
 
         try:
             return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options)
-        except (
-            TemplateError,
-            TypeError,
-            AttributeError,
-            LookupError,
-        ) as error:  # of a template's expressions
+        except (TemplateError, TypeError, AttributeError, LookupError) as error:  # of expressions
             raise BadExample(
                 f"{tokenizer_name(self.tokenizer)}: its chat template refuses an example: {one_line(error)}"
             ) from error
 
 
 def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:
-    """Take an example that is tokens already."""
     ids = _list(example, columns["input_ids"])
     labels = _list(example, columns["labels"]) if "labels" in columns else ids
     seen = _list(example, columns["attention_mask"]) if "attention_mask" in columns else [1] * len(ids)

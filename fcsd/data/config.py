@@ -100,9 +100,7 @@ class DataConfig(Strict):
     heldout_examples: int = option(256, "examples of the text", gt=0)
     max_length: int = option(4096, "tokens in one row of the text", gt=1)
     packing: bool = True
-    on_bad_row: Literal["error", "skip"] = (
-        "error"  # skip: leave out, up to 1 % of the examples, and ten in any case
-    )
+    on_bad_row: Literal["error", "skip"] = "error"  # skip: leave out, up to 1 %, and ten in any case
     loss_on: Literal["response", "all"] = option(
         "response", "tokens the loss is computed on: response or all"
     )

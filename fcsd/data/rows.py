@@ -295,11 +295,9 @@ class _Order:
             begin += len(is_bad)
         if len(found) == 1:
             return found[0]
-        return _mixed(found, [not (one.whole or one.ended) for one in self.tokens], self._shares(), seed)
-
-    def _shares(self) -> list[float]:
         total = sum(one.source.weight for one in self.tokens)
-        return [one.source.weight / total for one in self.tokens]
+        shares = [one.source.weight / total for one in self.tokens]
+        return _mixed(found, [not (one.whole or one.ended) for one in self.tokens], shares, seed)
 
 
 def _mixed(

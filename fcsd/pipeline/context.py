@@ -34,9 +34,7 @@ class Run:
     recipe: Recipe
     launch: Launch
     progress: Progress | None = None  # of `fcsd run`, on the first rank
-    before: Recipe | None = (
-        None  # the recipe that this one is a variant of, or was before its sweep had chosen
-    )
+    before: Recipe | None = None  # which this one is a variant of, or was before its sweep had chosen
     _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -25,9 +25,8 @@ def pretrain(run: Run) -> Stage:
     if plan is None:
         raise UserError(f"recipe {recipe.name}: has no `pretrain` section; add one, or give model.path")
     folder = run.layout.pretrain
-    settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}}) | {
-        "seed": recipe.seed
-    }
+    settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}})
+    settings["seed"] = recipe.seed
     inputs = launch.ranks.from_first(lambda: data_inputs(plan.data, run))
     stage = Stage(folder, "pretrain", settings, inputs, MAY_CHANGE)
     if launch.begin(stage) == "finished":

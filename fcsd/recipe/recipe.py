@@ -30,16 +30,8 @@ from fcsd.training.config import CalibrationConfig, SafetyConfig, SweepConfig, T
 from fcsd.training.losses.objectives import KLObjectiveConfig, ObjectiveConfig
 
 _VARIANT_SECTIONS = (
-    "connectivity",
-    "calibration",
-    "data",
-    "objective",
-    "teacher",
-    "lora",
-    "train",
-    "early_stopping",
-    "seed",
-)
+    "connectivity", "calibration", "data", "objective", "teacher", "lora", "train", "early_stopping", "seed",
+)  # fmt: skip
 
 # Transformers' spellings and those of published configurations: router_aux_loss_coef (most), aux_loss_coef (jetmoe),
 # aux_loss_alpha and seq_aux (deepseek), moe_aux_loss_coeff, router_z_loss_coef (switch_transformers).

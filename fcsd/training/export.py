@@ -30,9 +30,8 @@ def write_model(
     try:
         with _in_host_memory(whole, dtype):
             whole.save_pretrained(folder)
-            mode = (
-                (folder / CONFIG).stat().st_mode
-            )  # safetensors 0.8 makes its files 0600, whatever the umask
+            # safetensors 0.8 makes its files 0600, whatever the umask
+            mode = (folder / CONFIG).stat().st_mode
             for file in folder.glob("*.safetensors"):
                 file.chmod(mode & 0o777)
             if tokenizer is not None:

@@ -191,7 +191,6 @@ def _whole(own: Tensor, parameter: Any) -> Tensor:
 
 
 def _own_rows(matrix: Tensor, parameter: Any) -> Tensor:
-    """Return this rank's rows of a whole matrix."""
     if not isinstance(parameter, DTensor):
         return matrix
     mesh, layout = parameter.device_mesh, parameter.placements

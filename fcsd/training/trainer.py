@@ -117,8 +117,7 @@ class DistillTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Compute this micro-batch's share of the step's mean loss, in nats per kept token."""
-        if num_items_in_batch is None:
-            raise RuntimeError("the number of kept tokens of the step is unknown")
+        assert num_items_in_batch is not None
         loss, outputs = self.step_loss(model, inputs, num_items_in_batch)
         loss = self.guarded.watched(loss)
         return (loss, outputs) if return_outputs else loss

@@ -144,8 +144,6 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
-    """Return the keys of a `data` section that a rehearsal replaces."""
-
     def small(source: SourceConfig, name: str) -> dict[str, Any]:
         path = str(_place(source.path, folder, f"{section}-{name}"))
         return source.model_dump(mode="json") | {"path": path, "revision": None}
@@ -159,7 +157,6 @@ def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
 
 
 def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
-    """Return the keys of a `train` section that a rehearsal replaces."""
     schedule = train.lr_scheduler_kwargs
     if schedule is not None and "num_decay_steps" in schedule:
         schedule = schedule | {"num_decay_steps": 1}
@@ -189,7 +186,6 @@ def _dotted(raw: Any, key: str) -> Any:
 
 
 def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
-    """Cut the sizes of the configuration to pre-train."""
     assert recipe.pretrain is not None
     given = recipe.pretrain.config
     cut = cut_sizes(model_config(given), num_hidden_layers=_num_layers(recipe), **_SIZES)
@@ -199,13 +195,8 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
         del (_dotted(config, section) if section else config)[name]
     kept = {name: given[name] for name in ("experts_implementation",) if name in given}
     dropped = (
-        "transformers_version",
-        "_name_or_path",
-        "dtype",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-    )
+        "transformers_version", "_name_or_path", "dtype", "bos_token_id", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
     return {name: value for name, value in config.items() if name not in dropped} | kept
 
 
@@ -279,11 +270,8 @@ def _write_data(recipe: Recipe, place: Path, known: Mapping[str, Sequence[Benchm
         for row, suite in benchmarks:
             make = CODE[path] if row.kind == "code" else partial(benchmark_row, columns_of(row.task, suite))
             rows = [make(index) for index in range(_NUM_ITEMS)]
-            splits = (
-                {(row.dataset_name or "default", row.split)}
-                if row.kind == "code"
-                else named_splits(row, suite)
-            )
+            own = {(row.dataset_name or "default", row.split)}
+            splits = own if row.kind == "code" else named_splits(row, suite)
             files |= {each: rows for each in sorted(splits) if each not in files}
         compared = {
             (each.name or "default", each.split)

@@ -132,7 +132,6 @@ class Layerwise(Models):
                 raise AssertionError(f"{self.checkpoint.folder}: '{name}' was not loaded")
 
     def _note_dtypes(self, names: Sequence[str], slices: dict[str, Any]) -> None:
-        """Note in which dtype the files hold each weight."""
         dtypes = {name: value[:0].dtype for name, value in slices.items() if value.get_shape()}
         found = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
         state = self.model.state_dict() if len(found) > 1 else {}

@@ -44,12 +44,8 @@ class LeastSquares:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        self.width = width
-        self.xx, self.xy, self.yy = (
-            zeros(num_inputs * width, num_inputs * width),
-            zeros(num_inputs * width, width),
-            zeros(1),
-        )
+        self.width, inputs = width, num_inputs * width
+        self.xx, self.xy, self.yy = zeros(inputs, inputs), zeros(inputs, width), zeros(1)
         self.different, self.rows = zeros(1), zeros(1)
 
     def add(self, x: Tensor, y: Tensor) -> None:
@@ -87,9 +83,7 @@ class LeastSquares:
         Raises:
             UserError: sums that are not finite, or a matrix that is singular with this ridge.
         """
-        if not bool(
-            torch.isfinite(self.xx).all() and torch.isfinite(self.xy).all() and torch.isfinite(self.yy).all()
-        ):
+        if not all(torch.isfinite(sums).all() for sums in (self.xx, self.xy, self.yy)):
             raise UserError(
                 f"{what}: the sums over the calibration text are not finite; the model gives values that are not"
                 " numbers on it, look at the text and at the checkpoint (fcsd inspect)"

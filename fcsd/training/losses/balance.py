@@ -70,9 +70,8 @@ class Balance:
         self.bias_rate, self.accelerator = train.balance_bias_rate, accelerator
         self.routers = find_routers(student)
         self.biases = _biases(student) if self.bias_rate is not None else []
-        self.loads: Tensor | None = (
-            None  # choices of the step that is under way, over all ranks, [layers, experts]
-        )
+        # Choices of the step that is under way, over all ranks, [layers, experts].
+        self.loads: Tensor | None = None
         self.num_tokens = 1  # that count, of that step and all ranks
 
     @contextmanager

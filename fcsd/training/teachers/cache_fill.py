@@ -76,7 +76,6 @@ def fill_cache(
     *,
     batch_size: int,
     load_teacher: Callable[[], Teacher],
-    quiet: bool = False,
 ) -> dict[str, Any]:
     """Put what is missing of `rows` into the cache in `folder`, and return its manifest.
 
@@ -105,13 +104,13 @@ def fill_cache(
     if missing:
         size = tokens * identity["hidden_size"] * getattr(torch, identity["dtype"]).itemsize
         if launch.first:
-            _check_room(folder, size, missing, tokens, quiet)
+            _check_room(folder, size, missing, tokens)
         launch.wait()
         batches = [own[begin : begin + batch_size] for begin in range(0, len(own), batch_size)]
         if ranks.lockstep:  # what a spare batch gives is thrown away
             rounds = max(ranks.share(lambda: len(batches)))
             batches += [spare] * (rounds - len(batches))
-        _compute(folder, identity, batches, len(own), load_teacher(), launch, show=launch.first and not quiet)
+        _compute(folder, identity, batches, len(own), load_teacher(), launch, show=launch.first)
         launch.wait()
     if launch.first:
         places = finished_places(folder, identity)
@@ -146,15 +145,14 @@ def _num_kept(row: Row) -> int:
     return int(next_token_targets(batch["labels"], batch["position_ids"])[0].sum())
 
 
-def _check_room(folder: Path, size: int, rows: int, tokens: int, quiet: bool) -> None:
+def _check_room(folder: Path, size: int, rows: int, tokens: int) -> None:
     free = shutil.disk_usage(folder).free
     needed = f"{rows} rows with {tokens} tokens with loss need {_gb(size)}, {_gb(free)} are free at {folder}"
     if size + _FREE_BYTES > free:
         raise UserError(
             f"teacher cache: {needed}; give another folder with --output, or less data (data.train.N.max_examples)"
         )
-    if not quiet:
-        print(f"teacher cache: {needed}", file=sys.stderr)
+    print(f"teacher cache: {needed}", file=sys.stderr)
 
 
 def _gb(size: int) -> str:
