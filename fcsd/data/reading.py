@@ -1,7 +1,5 @@
 """Read the examples of one source once, file by file, in pieces that become shards of tokens."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence

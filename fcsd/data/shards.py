@@ -8,8 +8,6 @@
 An example that overlaps with a test item is not among them; the file's metadata have what was left out, and why.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

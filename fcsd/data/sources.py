@@ -1,7 +1,5 @@
 """Load a data set: a hub id, a local folder in hub layout, or one file."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

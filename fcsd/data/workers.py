@@ -3,8 +3,6 @@
 Not covered: machines without fork, where the work is done in this process.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import multiprocessing

@@ -5,8 +5,6 @@ Then a few steps of the rewired model whose exchanges block: the times that `fcs
 Not covered: the teacher, the optimiser and the loss of a distillation; random tokens are trained on.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -2,8 +2,6 @@
 part of each parameter, whatever engine has cut it (`fcsd.parallel.parts`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

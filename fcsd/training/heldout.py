@@ -1,7 +1,5 @@
 """Loss on held-out text, as a score of a model in training: the same rows and tokens every time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Not covered: Muon under ZeRO-3, whose optimiser has no matrices but runs of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection
 from functools import partial

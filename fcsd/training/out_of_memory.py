@@ -3,8 +3,6 @@
 What is held for good is counted from the models; the rest is what was there beyond it when most was.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

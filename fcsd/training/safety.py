@@ -15,8 +15,6 @@ from before them, and on with the batches behind them (PaLM, arXiv 2204.02311, s
 Every decision is taken from figures that all ranks have, so that all ranks take the same.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import deque

@@ -7,8 +7,6 @@
 The source's weights are never written, so that a layer that was cut off is solved again from them.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

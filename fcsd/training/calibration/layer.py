@@ -14,8 +14,6 @@ Not covered: layers in which nothing of a branch can be folded are left alone th
 weights and streams come from and go to between the layers, which is `Models`' and the caller's.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

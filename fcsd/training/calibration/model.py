@@ -1,7 +1,5 @@
 """Calibrate a converted model in memory against its original, on the same rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ of u.
 Not covered: routed experts that are modules of their own (no family has them).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal

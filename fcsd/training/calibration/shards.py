@@ -7,8 +7,6 @@ copy: its dtype and shape stay, and so does the file's header.
 Not covered: quantised checkpoints, whose tensors the quantisation method names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -22,8 +22,6 @@ float64 inputs stay float64 throughout.
 No collective, no host synchronisation, no data-dependent shape.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -14,8 +14,6 @@ own forward calls it:
 Parameters, modules and names stay what they are; without `objective` the model is the model that it was.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

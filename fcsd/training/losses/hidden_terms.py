@@ -16,8 +16,6 @@ The points of l2, x of the student and t of the teacher:
                 stream, whatever has been added before
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ once, before the student's first forward, so that a teacher whose weights are sh
 student's are not.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -9,8 +9,6 @@ batch size, nor the number of processes matters, and every run whose data give t
 numbers a token are exact where the top logits of a token would not be, and 40 to 80 times less than all of them.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

@@ -4,8 +4,6 @@ A row belongs to the process that its key names, so that processes need not talk
 the pass, and a second call computes only rows that no shard has.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import sys

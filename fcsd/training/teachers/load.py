@@ -3,8 +3,6 @@
 A cached teacher is not loaded: what identifies it, and its head, are read from the checkpoint's files alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ it was: the loss head, generation and the Trainer see the class that they know.
 Not covered: adapters on the head or the embeddings (the head computes the loss), other methods of peft than LoRA.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator
