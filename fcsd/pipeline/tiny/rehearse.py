@@ -270,7 +270,7 @@ def _write_data(recipe: Recipe, place: Path, known: Mapping[str, Sequence[Benchm
         for row, suite in benchmarks:
             make = CODE[path] if row.kind == "code" else partial(benchmark_row, columns_of(row.task, suite))
             rows = [make(index) for index in range(_NUM_ITEMS)]
-            own = {(row.dataset_name or "default", row.split)}
+            own: set[tuple[str, Any]] = {(row.dataset_name or "default", row.split)}
             splits = own if row.kind == "code" else named_splits(row, suite)
             files |= {each: rows for each in sorted(splits) if each not in files}
         compared = {
