@@ -65,7 +65,7 @@ def example_lengths(options: argparse.Namespace, lengths: str) -> list[int]:
 
 
 def examples(options: argparse.Namespace, lengths: str) -> list[dict[str, list]]:
-    """{"input_ids", "loss_mask"} of each example, as `fcsd.data.packing.pack` takes them."""
+    """{"input_ids", "loss_mask"} of each example, as `fcsd.data.rows.pack` takes them."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -208,9 +208,7 @@ def cached_teacher(teacher: Any, rows: list[dict[str, Any]], folder: Path) -> An
 
     weight = teacher.head.weight
     identity = {"hidden_size": weight.shape[1], "dtype": str(weight.dtype).removeprefix("torch.")}
-    fill_cache(
-        folder, identity, rows, join_launch(), batch_size=len(rows), load_teacher=lambda: teacher, quiet=True
-    )
+    fill_cache(folder, identity, rows, join_launch(), batch_size=len(rows), load_teacher=lambda: teacher)
     return CachedTeacher(HiddenCache(folder, identity), copy.deepcopy(teacher.head))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fcsd.data.chat import BadExample, tokenize_examples
-from fcsd.data.packing import first_fit, row_of
+from fcsd.data.rows import first_fit, row_of
 
 
 def tokenize_example(

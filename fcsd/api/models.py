@@ -122,7 +122,7 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
 
     from fcsd.data.bad_rows import BadRows
     from fcsd.data.batches import ROW_FEATURES
-    from fcsd.data.given import given_rows
+    from fcsd.data.dataset import given_rows
 
     first = next(iter(rows), None) if hasattr(rows, "__iter__") or hasattr(rows, "__getitem__") else None
     if isinstance(first, torch.Tensor) and all(row.shape == first.shape and row.dim() == 1 for row in rows):

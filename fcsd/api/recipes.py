@@ -80,11 +80,9 @@ def run_stage(
 
 def _run(stage: str, run: Any, variant: str | None) -> Path:
     from fcsd.pipeline.calibrate import calibrate
-    from fcsd.pipeline.convert import convert
     from fcsd.pipeline.distill import distill, sweep
     from fcsd.pipeline.pretrain import pretrain
-    from fcsd.pipeline.publish import publish, report
-    from fcsd.pipeline.run import evaluate_models, run_all
+    from fcsd.pipeline.run import convert, evaluate_models, publish, report, run_all
 
     if stage == "distill":
         return Path(distill(run, variant).folder)

@@ -28,9 +28,8 @@ with lazy_imports():
     from fcsd.pipeline.context import Run
     from fcsd.pipeline.distill import cache_teacher, distill, sweep
     from fcsd.pipeline.pretrain import pretrain
-    from fcsd.pipeline.publish import report
     from fcsd.pipeline.rows import tokenize
-    from fcsd.pipeline.run import run_all
+    from fcsd.pipeline.run import report, run_all
     from fcsd.pipeline.tiny.rehearse import rehearse
     from fcsd.pipeline.tiny.tasks import write_tiny_data
     from fcsd.pipeline.trace import trace
@@ -38,8 +37,7 @@ with lazy_imports():
     from fcsd.planning.cost.job import Hardware
     from fcsd.planning.cost.table import estimate_table
     from fcsd.recipe.load_recipe import load_recipe
-    from fcsd.recipe.overrides import to_yaml
-    from fcsd.recipe.recipe import Recipe
+    from fcsd.recipe.recipe import Recipe, to_yaml
 
 
 def _load_recipe(arguments: Namespace) -> Recipe:

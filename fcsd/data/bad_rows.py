@@ -1,7 +1,4 @@
-"""Keep count of the examples that cannot be tokenized: the run ends with the first one, or leaves them out up to a cap.
-
-Not covered: what is bad about an example (`fcsd.data.chat`), and files that cannot be read at all.
-"""
+"""Count the examples that cannot be tokenized: the run ends with the first one, or leaves them out up to a cap."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -18,12 +15,8 @@ Policy = Literal["error", "skip"]
 class BadRows:
     """The record of bad examples, and what becomes of a run that meets one.
 
-    `num_examples` counts those that were read; a bad one is on the record once.
-
-    Args:
-        policy: error: the first one ends the run; skip: they are left out, up to 1 % of the examples that were read,
-            and ten in any case.
-        setting: what errors call the setting that chooses the policy; None: there is none.
+    policy: error: the first one ends the run; skip: they are left out, up to 1 % of the examples that were read, and
+    ten in any case. setting: what errors call the setting that chooses the policy; None: there is none.
     """
 
     def __init__(self, policy: Policy = "error", setting: str | None = "data.on_bad_row"):
@@ -33,10 +26,8 @@ class BadRows:
         self._listed: dict[str, str] = {}  # where -> what is wrong
 
     def add(self, found: Sequence[tuple[str, str]], num_read: int = 0) -> None:
-        """Record bad examples, where each is and what is wrong with it, among `num_read` more that were read.
-
-        Raises:
-            UserError: there is one and it is not to be left out, or there are too many.
+        """Record bad examples, where each is and what is wrong with it, among `num_read` more that were read; UserError
+        where there is one that is not to be left out, or too many.
         """
         self.num_examples += num_read
         for where, reason in found:

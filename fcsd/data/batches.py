@@ -1,7 +1,5 @@
 """Collate packed rows into a batch: ids, positions, next-token targets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

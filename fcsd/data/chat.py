@@ -75,7 +75,6 @@ def _or_bad(make: Callable[[], Any]) -> Any:
 
 
 def _read(example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any) -> dict | str | _Chat:
-    """Read an example: its tokens, its text, or its conversation."""
     if "input_ids" in columns:
         return _tokenized(example, columns)
     if "text" in columns:
@@ -118,7 +117,6 @@ def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _masked(chat: _Chat, loss_on: str) -> dict[str, list]:
-    """Tokenize a conversation, and say which tokens are to be predicted."""
     if loss_on == "all":
         ids = chat.prefix(len(chat.messages))["input_ids"]
         return {"input_ids": ids, "loss_mask": [True] * len(ids)}
@@ -130,12 +128,11 @@ def _masked(chat: _Chat, loss_on: str) -> dict[str, list]:
 
 @dataclass(frozen=True)
 class _Chat:
-    """A conversation, and the tokenizer's chat template and the tools that write it.
+    """A conversation, and the tokenizer's chat template and the tools that write it, which raise UserError where it
+    writes none.
 
     answered: the message from which on there is loss. ahead: what was encoded before it is asked for, by option and
     number of messages.
-
-    Raises: UserError: there are tools, and the template writes none.
     """
 
     tokenizer: Any
@@ -157,7 +154,6 @@ class _Chat:
         return str(self.tokenizer.get_chat_template(tools=self.tools))
 
     def text(self, messages: list[dict], **options: Any) -> str:
-        """Write a conversation."""
         return str(self._applied(messages, tokenize=False, **options))
 
     @property
@@ -194,19 +190,13 @@ class _Chat:
 
         try:
             return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options)
-        except (
-            TemplateError,
-            TypeError,
-            AttributeError,
-            LookupError,
-        ) as error:  # of a template's expressions
+        except (TemplateError, TypeError, AttributeError, LookupError) as error:  # of expressions
             raise BadExample(
                 f"{tokenizer_name(self.tokenizer)}: its chat template refuses an example: {one_line(error)}"
             ) from error
 
 
 def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:
-    """Take an example that is tokens already."""
     ids = _list(example, columns["input_ids"])
     labels = _list(example, columns["labels"]) if "labels" in columns else ids
     seen = _list(example, columns["attention_mask"]) if "attention_mask" in columns else [1] * len(ids)

@@ -1,12 +1,13 @@
 """Schema of training data, held-out text and the test items that are kept out of them."""
 
 import re
-from collections.abc import Collection
-from typing import Any, ClassVar, Literal
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fcsd.base.strict import Strict, option, parse_yaml, validate
+from fcsd.base.strict import Strict, like, option, parse_yaml, validate
+from fcsd.model.config import ModelConfig
 
 Column = Literal["messages", "prompt", "input", "response", "text", "tools"]
 _MESSAGES: dict[Column, str] = {"messages": "messages"}
@@ -99,9 +100,29 @@ class DataConfig(Strict):
     heldout_examples: int = option(256, "examples of the text", gt=0)
     max_length: int = option(4096, "tokens in one row of the text", gt=1)
     packing: bool = True
-    on_bad_row: Literal["error", "skip"] = (
-        "error"  # skip: leave out, up to 1 % of the examples, and ten in any case
-    )
+    on_bad_row: Literal["error", "skip"] = "error"  # skip: leave out, up to 1 %, and ten in any case
     loss_on: Literal["response", "all"] = option(
         "response", "tokens the loss is computed on: response or all"
     )
+
+
+class ModelStudy(Strict):
+    """A model on text, on tasks of a suite, or on both."""
+
+    model: ModelConfig
+    text: SourceConfig | None = None
+    text_examples: int = like(DataConfig, "heldout_examples")
+    max_length: int = like(DataConfig, "max_length")
+    suite: str = option("tiny", "name in eval/suites, or a path to a suite file")
+    tasks: list[str] = Field(default_factory=list)
+    data_root: str | None = option(None, "folder in hub layout (owner/name/…); without it the Hub is used")
+    limit: int | None = option(
+        None, "the first items of every task only, for a quick look; every table says so", gt=0
+    )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], **own: Any) -> Self:
+        """Build a study from the options of a command: MODEL, --text, --task, and those called like its fields."""
+        model = ModelConfig.from_options(options, path=options["model"])
+        text = source_option(options["text"], "--text")
+        return super().from_options(options, model=model, text=text, tasks=options["task"], **own)

@@ -169,7 +169,6 @@ class Decontaminator:
         self._found |= {(overlap.source, overlap.example_sha256): overlap for overlap in overlaps}
 
     def overlaps(self) -> list[dict[str, str]]:
-        """List all examples that were left out."""
         return [asdict(overlap) for overlap in self._found.values()]
 
     def summary(self) -> dict[str, Any]:

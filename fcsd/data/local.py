@@ -2,8 +2,6 @@
 
 `datasets` (5.2) names the cache of a local folder after the folder's last name and its README, not after its content:
 two folders called `tiny-code`, or one whose files have changed, give the rows that were read first.
-
-Not covered: data sets on the Hub, whose cache is keyed by revision.
 """
 
 import atexit

@@ -1,9 +1,4 @@
-"""Read the examples of one source once, file by file, in pieces that become shards of tokens.
-
-Not covered: what is done with a piece (`fcsd.data.shards`).
-"""
-
-from __future__ import annotations
+"""Read the examples of one source once, file by file, in pieces that become shards of tokens."""
 
 import os
 import pickle
@@ -46,15 +41,10 @@ def place_of(path: str, file: str | None) -> str:
 
 
 def read_pieces(opened: Opened, done: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    """Yield the pieces behind those that were read before; the same pieces every time.
-
-    done: `file`, `num_rows` and `last` of each piece that was.
+    """Yield the pieces behind those that were read before (`done`); the same pieces every time.
 
     A source that is taken whole is read in its own order. Of any other the files come in an order that is random and
-    always the same: what is read first should be like the rest.
-
-    Raises:
-        UserError: a file that cannot be read.
+    always the same: what is read first should be like the rest. Raises UserError for a file that cannot be read.
     """
     number = opened.num_files
     files = range(number) if opened.whole else np.random.default_rng(0).permutation(number).tolist()

@@ -7,8 +7,6 @@ rows are filled in this order, and a training permutes the rows by its own seed 
     FOLDER/SOURCE/00000.safetensors …   tokens (`fcsd.data.shards`); end.json once the source has been read to its end
     FOLDER/rows-KEY.safetensors         first: (rows + 1,) where in `examples` a row begins; examples: their numbers,
                                         counted through all shards; what was left out
-
-Not covered: tokens (`fcsd.data.shards`); batches.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +26,8 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
 from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows
+from fcsd.data.batches import NO_LOSS
 from fcsd.data.decontaminate import Decontaminator, Overlap
-from fcsd.data.packing import first_fit, row_of
 from fcsd.data.reading import Piece, read_pieces
 from fcsd.data.shards import BAD, Shard, Tokenizing, Tokens, write_arrays
 from fcsd.data.sources import Opened, Source, open_source
@@ -37,6 +35,57 @@ from fcsd.data.workers import default_workers, in_order
 
 _DRAWN = 1000  # random numbers at a time
 _FORMAT = 1  # of what is written
+_OPEN_ROWS = 64
+
+
+def first_fit(
+    lengths: Iterable[int], max_length: int, *, packing: bool = True, num_open_rows: int = _OPEN_ROWS
+) -> Iterator[list[int]]:
+    """Yield for each row of `max_length` tokens the numbers of the examples in it, by their lengths.
+
+    An example goes into the first open row that has room, else into a new one; when more than `num_open_rows`
+    are open the oldest is closed. With packing=False each has a row of its own. One of length 0 is left out.
+    """
+    open_rows: list[list[int]] = []
+    room: list[int] = []
+    for number, length in enumerate(lengths):
+        if length == 0:
+            continue
+        if not packing:
+            yield [number]
+            continue
+        index = next((i for i, free in enumerate(room) if free >= length), None)
+        if index is None:
+            index = len(open_rows)
+            open_rows.append([])
+            room.append(max_length)
+        open_rows[index].append(number)
+        room[index] -= length
+        if room[index] == 0 or len(open_rows) > num_open_rows:
+            closed = index if room[index] == 0 else 0
+            room.pop(closed)
+            yield open_rows.pop(closed)
+    yield from open_rows
+
+
+def row_of(examples: Iterable[tuple[Any, Any]], max_length: int, pad_token_id: int) -> dict[str, np.ndarray]:
+    """Put examples, token ids and loss masks, into one row.
+
+    Returns: {"input_ids", "position_ids", "labels"}, int32 (max_length,). Position ids restart at 0 at every
+        example and at the padding. No loss on padding, nor on the first token of an example, which nothing predicts.
+    """
+    input_ids = np.full(max_length, pad_token_id, np.int32)
+    position_ids = np.zeros(max_length, np.int32)
+    labels = np.full(max_length, NO_LOSS, np.int32)
+    end = 0
+    for ids, mask in examples:
+        begin, end = end, min(max_length, end + len(ids))
+        length = end - begin
+        input_ids[begin:end] = ids[:length]
+        position_ids[begin:end] = np.arange(length)
+        labels[begin + 1 : end] = np.where(mask[1:length], ids[1:length], NO_LOSS)
+    position_ids[end:] = np.arange(max_length - end)
+    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
 
 
 @dataclass(frozen=True)
@@ -123,10 +172,8 @@ def write_rows(
 ) -> Path:
     """Write the rows of sources, and what is missing of their tokens; return the file, which may be there already.
 
-    Args:
-        sources: each with the name of its folder, which says everything that its tokens depend on.
-        bad_rows: what becomes of examples that cannot be tokenized, and their record.
-        num_workers: processes that tokenize; None: one a core, eight at most.
+    sources: each with the name of its folder, which says everything that its tokens depend on. num_workers: processes
+    that tokenize; None: one a core, eight at most.
 
     Raises:
         UserError: sources that cannot be read; too many examples that cannot be tokenized; no row.
@@ -229,7 +276,6 @@ class _Order:
         return rows[:wanted] if len(rows) >= wanted else None
 
     def rows(self) -> list[list[int]]:
-        """Put the examples into rows."""
         numbers, layout = self.numbers(), self.layout
         lengths = np.concatenate([each for one in self.tokens for each in one.lengths] or [np.zeros(0, int)])
         found = first_fit(lengths[numbers].tolist(), layout.max_length, packing=layout.packing)
@@ -249,11 +295,9 @@ class _Order:
             begin += len(is_bad)
         if len(found) == 1:
             return found[0]
-        return _mixed(found, [not (one.whole or one.ended) for one in self.tokens], self._shares(), seed)
-
-    def _shares(self) -> list[float]:
         total = sum(one.source.weight for one in self.tokens)
-        return [one.source.weight / total for one in self.tokens]
+        shares = [one.source.weight / total for one in self.tokens]
+        return _mixed(found, [not (one.whole or one.ended) for one in self.tokens], shares, seed)
 
 
 def _mixed(

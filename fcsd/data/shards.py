@@ -6,11 +6,7 @@
     first_loss   int32 (examples,) its first token that can be predicted; NONE: there is none; BAD: not tokenized
 
 An example that overlaps with a test item is not among them; the file's metadata have what was left out, and why.
-
-Not covered: which examples share a row (`fcsd.data.rows`).
 """
-
-from __future__ import annotations
 
 import functools
 import json
@@ -132,7 +128,6 @@ class Shard:
         return found
 
     def array(self, name: str) -> np.ndarray:
-        """Read a whole array."""
         found: np.ndarray = self._file.get_tensor(name)
         return found
 

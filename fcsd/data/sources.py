@@ -1,7 +1,5 @@
 """Load a data set: a hub id, a local folder in hub layout, or one file."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re
@@ -85,13 +83,8 @@ def column_meanings(
 
     A column of tools is read beside messages and prompts, said or not: chat templates write it into the prompt.
 
-    Args:
-        names: of all columns.
-        columns: what was said of them; None: seen from the names.
-        form: how a caller writes path and columns, for the advice of an error.
-
-    Raises:
-        UserError: one is not there; the names say nothing.
+    columns: what was said of them; None: seen from the names. form: how a caller writes path and columns, for the
+    advice of an error, which is a UserError: one is not there, or the names say nothing.
     """
     known = next((kind for kind in _KNOWN if set(kind.values()) <= set(names)), None)
     if known is not None:
@@ -143,7 +136,6 @@ class Opened:
 
     @property
     def num_files(self) -> int:
-        """The number of files that can be read one by one."""
         return len(self.files) or 1
 
 
@@ -208,8 +200,8 @@ def _empty(source: SourceConfig) -> UserError:
 def _as_written(examples: Any, columns: Collection[str]) -> datasets.Features | None:
     """Return features that keep each value of these columns of JSON files as it is written; None: for other files.
 
-    `datasets` (5.2) gives a column the type of its values in the first 10 MB. Where one further on has another type, it
-    turns all of that stretch into JSON and this into text: the number, and quotes around every text beside it.
+    `datasets` (5.2) gives a column the type of its values in the first 10 MB. Where one further on has another type,
+    all of that stretch becomes text: the number, and quotes around every text beside it.
     """
     if examples.info.builder_name != "json" or examples.features is None:
         return None

@@ -3,8 +3,6 @@
 Not covered: machines without fork, where the work is done in this process.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import multiprocessing
@@ -36,10 +34,7 @@ def in_order(
     """Yield piece and `work(piece)` of every piece, in their order.
 
     The workers are forks: `work` may be any function, and sees what this process has now. A single piece, or fewer than
-    two workers, is work for this process.
-
-    Raises:
-        UserError: a worker has ended, or `work` has raised it.
+    two workers, is work for this process. Raises UserError: a worker has ended, or `work` has raised it.
     """
     first = [piece for piece in (next(pieces, None), next(pieces, None)) if piece is not None]
     alone = multiprocessing.current_process().daemon or not hasattr(os, "fork")  # a daemon has no children

@@ -14,7 +14,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
 from fcsd.base.strict import Strict, did_you_mean, like, option, read_yaml, validate
 from fcsd.base.unions import one_of
-from fcsd.data.study import ModelStudy
+from fcsd.data.config import ModelStudy
 from fcsd.steering.config import RouterBiasConfig
 
 # Where a base model's program ends; the strings of EvalPlus 0.3.1 (evalplus/provider/utility.py) without

@@ -64,10 +64,7 @@ def calibrated_start(run: Run, variant: str | None) -> ModelFolder | None:
 def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     """Calibrate the model of a recipe that has nothing else to do, and leave it in `out`, with the stage's manifest.
 
-    The recipe's own folder holds what is not finished; it is removed at the end.
-
-    Raises:
-        UserError: `out` exists; as `calibrate`.
+    The recipe's own folder holds what is not finished; it is removed at the end. UserError where `out` exists.
     """
     run = Run(recipe, launch)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -32,7 +32,7 @@ from fcsd.pipeline.context import Run
 from fcsd.pipeline.steer import links_of
 from fcsd.planning.layers.first import tell_first_layer
 from fcsd.recipe.layout import MAIN
-from fcsd.recipe.stopping import TaskStoppingConfig
+from fcsd.recipe.recipe import TaskStoppingConfig
 from fcsd.steering.routing.placement import contiguous
 from fcsd.training.arguments import check_reporters, micro_batches, refuse_what_cannot_be_sharded
 from fcsd.training.calibration.checkpoint import calibratable

@@ -1,9 +1,7 @@
 """What the stages of one run share: recipe, launch, and everything that is looked up once for all of them.
 
-    run = Run(recipe, join_launch())
-    run.original.folder, run.original.weights, run.tokenizer, run.layout.report
-
-Not covered: what a stage does with it; below the stages each function takes the sections that it needs.
+run = Run(recipe, join_launch())
+run.original.folder, run.original.weights, run.tokenizer, run.layout.report
 """
 
 from __future__ import annotations
@@ -31,18 +29,12 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe in a launch. What was looked up stays, also where `recipe` is replaced by a variant of it.
-
-    Raises:
-        UserError: the recipe's output_dir cannot become a folder.
-    """
+    """A recipe in a launch. What was looked up stays, also where `recipe` is replaced by a variant of it."""
 
     recipe: Recipe
     launch: Launch
     progress: Progress | None = None  # of `fcsd run`, on the first rank
-    before: Recipe | None = (
-        None  # the recipe that this one is a variant of, or was before its sweep had chosen
-    )
+    before: Recipe | None = None  # which this one is a variant of, or was before its sweep had chosen
     _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -61,11 +53,7 @@ class Run:
             self.progress.start(stage)
 
     def variant(self, name: str | None) -> Run:
-        """Return the run of one of the recipe's variants; None: this run.
-
-        Raises:
-            UserError: the recipe has no such variant.
-        """
+        """Return the run of one of the recipe's variants (UserError: there is none of this name); None: this run."""
         recipe = self.recipe
         if name is None:
             return self
@@ -82,7 +70,6 @@ class Run:
 
     @property
     def layout(self) -> RunLayout:
-        """The folders of the run."""
         return RunLayout(self.recipe.folder)
 
     @property

@@ -23,8 +23,7 @@ from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, left_out, training_rows
 from fcsd.pipeline.scoring import early_stopping, score_settings, scored_data
 from fcsd.recipe.layout import MAIN
-from fcsd.recipe.overrides import to_yaml
-from fcsd.recipe.recipe import Recipe
+from fcsd.recipe.recipe import Recipe, to_yaml
 from fcsd.report.plots import plot_sweep
 from fcsd.training.arguments import TrainingRun
 from fcsd.training.config import MAY_CHANGE, TrainConfig

@@ -63,10 +63,8 @@ def plan_from_files(
 
 
 def _imbalance(folder: Path, planned: Planned) -> float:
-    """Return how uneven the ranks of a plan are by the loads of a routing study (`fcsd routing`).
-
-    Raises:
-        UserError: no such study, or one of another model.
+    """Return how uneven the ranks of a plan are by the loads of a routing study (`fcsd routing`); UserError where there
+    is none, or one of another model.
     """
     study = read_json(folder / "routing.json")
     try:

@@ -25,9 +25,8 @@ def pretrain(run: Run) -> Stage:
     if plan is None:
         raise UserError(f"recipe {recipe.name}: has no `pretrain` section; add one, or give model.path")
     folder = run.layout.pretrain
-    settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}}) | {
-        "seed": recipe.seed
-    }
+    settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}})
+    settings["seed"] = recipe.seed
     inputs = launch.ranks.from_first(lambda: data_inputs(plan.data, run))
     stage = Stage(folder, "pretrain", settings, inputs, MAY_CHANGE)
     if launch.begin(stage) == "finished":
@@ -64,11 +63,7 @@ def pretrain(run: Run) -> Stage:
 
 
 def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedModel:
-    """Return a model with fresh random weights; the caller sets the seed.
-
-    Raises:
-        UserError: a model type that transformers or fcsd does not know, a dense model, a value that does not fit.
-    """
+    """Return a model with fresh random weights; the caller sets the seed. Raises as `model_config`."""
     built, experts = model_config(config), config.get("experts_implementation")
     try:
         model = AutoModelForCausalLM.from_config(

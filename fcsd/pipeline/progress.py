@@ -1,7 +1,4 @@
-"""What `fcsd run` has still to do, stage by stage, so that it can say how long all of it takes.
-
-Not covered: the time of conversion, report and publication, which is short beside the others'.
-"""
+"""What `fcsd run` has still to do, stage by stage, so that it can say how long all of it takes."""
 
 from pathlib import Path
 from statistics import fmean
@@ -18,19 +15,16 @@ LAYERS, PUBLICATION = "layer study", "report and folder for the Hub"
 
 
 def distillation(name: str | None) -> str:
-    """Name the distillation of a variant, or the main one."""
     return f"distillation {name or MAIN}"
 
 
 def evaluation(name: str) -> str:
-    """Name the evaluation of one of the run's models."""
     return f"evaluation of {name}"
 
 
 def run_progress(run: Run, **where: Any) -> Progress:
-    """List the stages of a run that are not finished, in their order, with the work that each asks.
-
-    where: stream and clock of `Progress`.
+    """List the stages of a run that are not finished, with the work that each asks. where: stream and clock of
+    `Progress`.
     """
     recipe, layout, plan = run.recipe, run.layout, run.recipe.pretrain
     stages: list[tuple[str, Path, Work]] = []

@@ -1,7 +1,4 @@
-"""The rows that a recipe trains on, where their tokens lie, what they were made from, and what was left out of them.
-
-Not covered: held-out text, which is short and is tokenized by each evaluation.
-"""
+"""The rows that a recipe trains on, where their tokens lie, what they were made from, and what was left out of them."""
 
 import hashlib
 import itertools
@@ -43,13 +40,9 @@ def training_rows(
     All ranks call this; the first one writes, below `tokens/` of the run, and all map the same files. Every training of
     the run, its calibration and its teacher's cache share the tokens of a source.
 
-    Args:
-        num_tokens: as many as are read of them; None: by the longest training of the recipe.
-        on_bad_row: see `BadRows`.
-        apart_in: a model in which the examples of a row must not see each other: where they would, they are not packed.
-
-    Raises:
-        UserError: as `build_dataset`; another process writes tokens of this run.
+    num_tokens: as many as are read of them; None: by the longest training of the recipe. on_bad_row: see `BadRows`.
+    apart_in: a model in which the examples of a row must not see each other: where they would, they are not packed.
+    Raises UserError as `build_dataset`, and where another process writes tokens of this run.
     """
     tokens = run.whole.training_tokens if num_tokens is None else num_tokens
     if apart_in is not None and data.packing and packing_of(apart_in.load_config()) == "leaks":

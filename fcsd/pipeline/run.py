@@ -1,17 +1,18 @@
-"""All stages of a recipe in a row: each reads folders and leaves a folder with a manifest (`fcsd.recipe.layout`)."""
+"""All stages of a recipe in a row (`fcsd.recipe.layout`), and those that are short: conversion, report, publication."""
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from fcsd.base.artifact import Stage
 from fcsd.evaluation.backend import check_batch_size
 from fcsd.evaluation.config import load_suite
 from fcsd.evaluation.stage import Evaluation, Reference, run_evaluation
+from fcsd.model.connectivity import convert_checkpoint
 from fcsd.model.load import ModelFolder
 from fcsd.pipeline.calibrate import calibrate
 from fcsd.pipeline.checks import check_run
 from fcsd.pipeline.context import Run
-from fcsd.pipeline.convert import convert
 from fcsd.pipeline.distill import distill, sweep
 from fcsd.pipeline.pretrain import pretrain
 from fcsd.pipeline.progress import (
@@ -25,11 +26,50 @@ from fcsd.pipeline.progress import (
     evaluation,
     run_progress,
 )
-from fcsd.pipeline.publish import publish
 from fcsd.pipeline.steer import steer
 from fcsd.planning.layers.settings import Study
 from fcsd.planning.layers.study import study_layers
+from fcsd.recipe.layout import MAIN
+from fcsd.report.publish.card import write_publication
+from fcsd.report.report import write_report
 from fcsd.report.study_plots import plot_layers
+
+
+def convert(run: Run) -> Stage:
+    """Leave the original with FarSkip connectivity, untrained."""
+    recipe, launch, original = run.recipe, run.launch, run.original
+    settings = {"connectivity": recipe.connectivity.model_dump(mode="json")}
+    inputs = {"original": launch.ranks.from_first(lambda: original.weights)}
+    stage = Stage(run.layout.convert, "convert", settings, inputs)
+    if launch.begin(stage) == "finished":
+        return stage
+    model = run.layout.model("converted")
+    if launch.first and not model.is_dir():
+        convert_checkpoint(original.folder, model, recipe.connectivity.spec())
+    launch.wait()
+    launch.finish(stage, {"model": {"path": recipe.model_path, "revision": recipe.model.revision}}, model)
+    return stage
+
+
+def report(run: Run, *, as_json: bool = False) -> Path:
+    """Write `output_dir/report` from what the stages left; print the table of models, or the whole as JSON."""
+    folder = run.layout.report
+    table = write_report(run.recipe, list(run.models()), folder)
+    if as_json:
+        print((folder / "report.json").read_text(encoding="utf-8"))
+    else:
+        print(f"{table}\n\nreport: {folder / 'report.md'}")
+    return folder
+
+
+def publish(run: Run, *, as_json: bool = False) -> Path:
+    """Leave `output_dir/publish`: checkpoint, remote code, tokenizer, model card with results; then the report."""
+    layout = run.layout
+    report(run, as_json=as_json)
+    write_publication(run.recipe, run.original.folder, layout.model(MAIN), layout.report, layout.publish)
+    if not as_json:
+        print(f"checkpoint: {layout.publish}")
+    return layout.publish
 
 
 def run_all(run: Run, *, as_json: bool = False) -> None:

@@ -1,10 +1,7 @@
 """What early stopping scores: a recipe's section becomes a stopper, and a function that scores a model in training.
 
-A task is scored as `fcsd evaluate` scores it (`fcsd.evaluation.runner.prepare_evaluation`), generated code in the same
-sandbox, whose servers are processes of their own, started once and ended with the block. Model and random generators
-are afterwards what they were before a score.
-
-Not covered: when a score is made, and what follows from it; that is `fcsd.training`.
+A task is scored as `fcsd evaluate` scores it (`fcsd.evaluation.runner.prepare_evaluation`), with a sandbox that is
+started once. Model and random generators are afterwards what they were before a score.
 """
 
 import contextlib
@@ -18,7 +15,7 @@ from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.stage import heldout_of, test_set_fingerprints
 from fcsd.model.load import load_checkpoint
 from fcsd.pipeline.context import Run
-from fcsd.recipe.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
+from fcsd.recipe.recipe import EarlyStoppingConfig, HeldoutKLStoppingConfig
 from fcsd.training.arguments import Scorer
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.heldout import HeldoutKL
@@ -29,10 +26,7 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
     """Give the stopper and the score function of a recipe; None, None where it has no such section.
 
     Data, templates and sandbox are checked on entering; of a code task the canonical solutions are run first, since a
-    scorer that fails them would stop every run.
-
-    Raises:
-        UserError, ScorerError: as `fcsd.evaluation.runner.prepare_evaluation`.
+    scorer that fails them would stop every run. Raises as `fcsd.evaluation.runner.prepare_evaluation`.
     """
     recipe, plan = run.recipe, run.recipe.early_stopping
     if plan is None:

@@ -1,7 +1,4 @@
-"""Steer the original's routers away from slow links: tables from its traffic, then an evaluation under each.
-
-Not covered: tables for other models of the run; `fcsd bias` writes those.
-"""
+"""Steer the original's routers away from slow links: tables from its traffic, then an evaluation under each."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -158,11 +155,7 @@ class _Steering:
 
 
 def links_of(bias: RouterBiasConfig) -> LinkModel:
-    """Read the links of a recipe.
-
-    Raises:
-        UserError: no such file; not as many endpoints as the recipe has.
-    """
+    """Read the links of a recipe; UserError where there is no such file, or not as many endpoints as the recipe has."""
     links = read_links(bias.links)
     if bias.endpoints not in (None, len(links.endpoints)):
         raise UserError(

@@ -5,8 +5,6 @@ Then a few steps of the rewired model whose exchanges block: the times that `fcs
 Not covered: the teacher, the optimiser and the loss of a distillation; random tokens are trained on.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time
@@ -40,10 +38,8 @@ TIMED_STEPS = 5
 def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
     """Leave `regular.json`, `farskip.json` (of the first rank), `overlap.png` and `times.json` in a folder.
 
-    All ranks call this. times.json: where the launch overlaps.
-
-    Returns:
-        Of both models, what `fcsd.parallel.overlap.measure.from_trace` says of the step; empty on other ranks.
+    All ranks call this. times.json: where the launch overlaps. Returns: of both models, what
+    `fcsd.parallel.overlap.measure.from_trace` says of the step; empty on other ranks.
 
     Raises:
         UserError: the launch spreads no experts; a folder of something else; what `check_overlap` refuses.

@@ -46,7 +46,6 @@ class RunLayout:
         return self.root / _TRAINED_IN.get(name, f"variants/{name}")
 
     def model(self, name: str) -> Path:
-        """Return the checkpoint of the model `name`."""
         return self.stage(name) / "model"
 
     def calibration(self, name: str) -> Path:
@@ -54,9 +53,7 @@ class RunLayout:
         return self.root / "calibrate" / name
 
     def bias_tables(self, name: str) -> Path:
-        """Return the tables of the steered model `name`."""
         return self.router_bias / f"{name}.safetensors"
 
     def evaluation(self, name: str) -> Path:
-        """Return the folder of the results of the model `name`."""
         return self.root / "evaluate" / name

@@ -1,16 +1,21 @@
-"""Load a recipe from its file, with all checks that need no model."""
+"""Load a recipe from its file, with all checks that need no model.
+
+A recipe whose training data is a split that models are graded on is refused. Not covered: the same items in another
+data set; those are found by their words (`data.decontaminate`).
+"""
 
 import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
 from fcsd.base.strict import did_you_mean, parse_yaml, read_yaml, validate
-from fcsd.evaluation.config import is_suite_file
-from fcsd.recipe.graded import refuse_graded
-from fcsd.recipe.overrides import set_dotted
-from fcsd.recipe.recipe import Recipe
+from fcsd.data.config import DataConfig, SourceConfig
+from fcsd.evaluation.config import is_suite_file, load_suite
+from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, set_dotted
 
 _FILES_BESIDE = (
     "evaluation.suite", "evaluation.router_bias.links", "data.decontaminate.suite", "pretrain.data.decontaminate.suite",
@@ -59,11 +64,7 @@ def _beside(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def check_recipe(raw: Any, where: str) -> Recipe:
-    """Make a recipe of plain data, with all checks that need no model; `where` is what errors call it.
-
-    Raises:
-        UserError: as `load_recipe`.
-    """
+    """Make a recipe of plain data, checked as by `load_recipe`; `where` is what errors call it."""
     recipe = validate(Recipe, raw, where)
     refuse_graded(recipe, where)  # makes the variants: a mistake inside one is found now, not hours later
     return recipe
@@ -76,12 +77,8 @@ def recipe_names() -> list[str]:
 
 
 def recipe_file(name: str | Path) -> Path:
-    """Return the file of a recipe: `name` itself, or that of the shipped recipe of this name.
-
-    Where there is no file, `recipes/tiny/demo.yaml`, its path in a checkout, names what `tiny/demo` does.
-
-    Raises:
-        UserError: neither a file nor the name of a shipped recipe.
+    """Return the file of a recipe: `name` itself, or that of the shipped recipe of this name, which may be said as its
+    path in a checkout (`recipes/tiny/demo.yaml`). Raises UserError: neither.
     """
     path = Path(name)
     shipped = (
@@ -95,3 +92,73 @@ def recipe_file(name: str | Path) -> Path:
     raise UserError(
         f"{name}: no such file, and no recipe of this name ships with fcsd{did_you_mean(shipped, names)}"
     )
+
+
+@dataclass(frozen=True)
+class Graded:
+    """One split that models are graded on; `name` or `split` None: lm-eval's task knows it."""
+
+    by: str
+    path: str
+    name: str | None
+    split: str | None
+
+
+def refuse_graded(recipe: Recipe, where: str) -> None:
+    """Check the training sources of a recipe, of its variants and of its pre-training.
+
+    Raises:
+        UserError: a source is a split that the recipe's suite, its early stopping, or its list of test items names; or
+            there is no such suite.
+    """
+    root = Path(recipe.evaluation.data_root) if recipe.evaluation.data_root is not None else None
+    for section, data in recipe.data_sections.items():
+        for graded in graded_splits(recipe, data, where):
+            for index, source in enumerate(data.train):
+                if _is_graded(source, graded, root):
+                    raise UserError(
+                        f"{where}: {section}.train.{index}: {source.path}, split {source.split!r}, is what {graded.by}"
+                        " is graded on; never train on a graded split, choose another one"
+                    )
+
+
+def graded_splits(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Graded]:
+    """Yield what the models of a recipe are graded on, and what is kept out of one of its `data` sections."""
+    stopping = recipe.early_stopping
+    if isinstance(stopping, TaskStoppingConfig):
+        yield Graded("early_stopping", stopping.task.dataset, stopping.task.dataset_name, stopping.task.split)
+    suites = [("evaluation.suite", recipe.evaluation.suite)]
+    if data.decontaminate is not None:
+        for test_set in data.decontaminate.against:
+            yield Graded("data.decontaminate.against", test_set.path, test_set.name, test_set.split)
+        if data.decontaminate.suite is not None:
+            suites.append(("data.decontaminate.suite", data.decontaminate.suite))
+    for key, name in suites:
+        try:
+            suite = load_suite(name)
+        except UserError as error:
+            raise UserError(f"{where}: {key}: {error}") from None
+        for row in suite.tasks:
+            yield Graded(f"task {row.task} of suite {suite.name}", row.dataset, row.dataset_name, row.split)
+
+
+def _is_graded(source: SourceConfig, graded: Graded, data_root: Path | None) -> bool:
+    names = {source.name, graded.name}
+    if len(names) == 2 and not names & {None, "all"}:
+        return False  # two configurations of one data set
+    splits = split_names(source.split)
+    if source.path.lower() != graded.path.lower():
+        path = Path(source.path).expanduser().resolve()
+        folder = (Path(graded.path) if data_root is None else data_root / graded.path).resolve()
+        if path.is_file() and folder in path.parents:
+            splits = [path.stem]  # `openai/gsm8k/main/test.jsonl`
+        elif path != folder or not path.exists():
+            return False
+    if graded.split is None:
+        return any("train" not in split for split in splits)
+    return "all" in splits or any(graded.split in (split, split.split("-")[0]) for split in splits)
+
+
+def split_names(split: str) -> list[str]:
+    """Return the splits that a text such as `train[:5%]+test` names."""
+    return [part.split("[")[0].strip() for part in split.split("+")]

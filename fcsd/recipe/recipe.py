@@ -5,18 +5,20 @@ A recipe is complete: no flag beside it, no inheritance, every default in the sc
 folder in which the command runs. `--set train.learning_rate=4e-5` replaces one value by its dotted key.
 """
 
+import copy
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import Strict, did_you_mean, option, validate
-from fcsd.base.unions import choice_of, drop_foreign_keys
+from fcsd.base.unions import OneOf, choice_of, drop_foreign_keys
 from fcsd.data.config import DataConfig
-from fcsd.evaluation.config import EvaluationConfig
+from fcsd.evaluation.config import EvaluationConfig, TaskConfig
 from fcsd.model.config import (
     AdapterConfig,
     ConnectivityConfig,
@@ -24,28 +26,51 @@ from fcsd.model.config import (
     ShardedTeacherConfig,
     TeacherConfig,
 )
-from fcsd.recipe.overrides import set_dotted
-from fcsd.recipe.stopping import EarlyStoppingConfig
 from fcsd.training.config import CalibrationConfig, SafetyConfig, SweepConfig, TrainConfig
 from fcsd.training.losses.objectives import KLObjectiveConfig, ObjectiveConfig
 
 _VARIANT_SECTIONS = (
-    "connectivity",
-    "calibration",
-    "data",
-    "objective",
-    "teacher",
-    "lora",
-    "train",
-    "early_stopping",
-    "seed",
-)
+    "connectivity", "calibration", "data", "objective", "teacher", "lora", "train", "early_stopping", "seed",
+)  # fmt: skip
 
 # Transformers' spellings and those of published configurations: router_aux_loss_coef (most), aux_loss_coef (jetmoe),
 # aux_loss_alpha and seq_aux (deepseek), moe_aux_loss_coeff, router_z_loss_coef (switch_transformers).
 _ROUTER_LOSS = re.compile(
     r"aux_loss|aux_alpha|seq_aux|router_z_loss|moe_z_loss|load_balanc|output_router_logits"
 )
+
+
+def set_dotted(raw: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Set `raw[a][b][c] = value` for key `a.b.c`, in place; a number selects an item of a list."""
+    parts = key.split(".")
+    place: Any = raw
+    for index, part in enumerate(parts[:-1]):
+        if isinstance(place, list):
+            place = _item(place, part, where)
+        else:
+            if place.get(part) is None:
+                place[part] = {}
+            place = place[part]
+        if not isinstance(place, dict | list):
+            raise UserError(
+                f"{where}: {'.'.join(parts[: index + 1])} is a single value and has no key {parts[index + 1]!r}"
+            )
+    if isinstance(place, list):
+        _item(place, parts[-1], where)
+        place[int(parts[-1])] = copy.deepcopy(value)
+    else:
+        place[parts[-1]] = copy.deepcopy(value)
+
+
+def _item(place: list[Any], part: str, where: str) -> Any:
+    if not part.isdigit() or int(part) >= len(place):
+        raise UserError(f"{where}: {part!r} is not an item of this list; allowed: 0 to {len(place) - 1}")
+    return place[int(part)]
+
+
+def to_yaml(value: Any) -> str:
+    """YAML text in the order of the schema, as `fcsd recipe` prints it."""
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)
 
 
 class PretrainConfig(Strict):
@@ -111,6 +136,51 @@ class PublicationConfig(Strict):
         None, "for a checkpoint without README.md: hub id or folder of the original"
     )
     language: list[str] = Field(default_factory=list)
+
+
+class StoppingBase(Strict):
+    """A score while training, and the end of it (paper 5.1: MBPP+, every 1000 steps, patience 20, delta 2 %)."""
+
+    every_steps: int = Field(1000, gt=0)
+    patience: int = Field(20, gt=0)  # evaluations without an improvement
+    # An improvement is more than this better than the best so far: a difference of scores, a share of the held-out KL.
+    min_delta: float = Field(0.02, ge=0, lt=1)
+
+
+class HeldoutKLStoppingConfig(StoppingBase):
+    """Score by KL(original || student) on data.heldout, in nats per kept token."""
+
+    metric: Literal["heldout_kl"]
+
+
+class TaskStoppingConfig(StoppingBase):
+    """Score by a task, as the evaluation would score that row of a suite."""
+
+    task: TaskConfig = Field(description="a row of a suite (or set metric: heldout_kl)")
+    limit: int | None = Field(None, gt=0)  # the first items only; null: all
+    batch_size: int = Field(32, gt=0)  # sequences in one forward on a rank
+
+    @model_validator(mode="after")
+    def _counts(self) -> "TaskStoppingConfig":
+        if not self.task.headline:
+            raise ValueError("task.headline has no meaning here, where there is no mean; leave it out")
+        return self
+
+    @property
+    def metric(self) -> str:
+        return self.task.metric
+
+
+EarlyStoppingConfig = Annotated[
+    HeldoutKLStoppingConfig | TaskStoppingConfig,
+    OneOf(
+        "metric",
+        {"heldout_kl": HeldoutKLStoppingConfig, "a task": TaskStoppingConfig},
+        default="a task",
+        else_default=True,
+        name="",
+    ),
+]
 
 
 class Recipe(Strict):
@@ -245,7 +315,6 @@ class Recipe(Strict):
 
     @property
     def with_variants(self) -> list["Recipe"]:
-        """This recipe, and each of its variants."""
         return [self, *map(self.variant, self.variants)]
 
     @property
@@ -257,12 +326,10 @@ class Recipe(Strict):
 
     @property
     def starts_calibrated(self) -> bool:
-        """Whether trainings start from calibrated weights."""
         return self.calibration is not None and self.calibration.starts_training
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return Path(self.output_dir)
 
     @property

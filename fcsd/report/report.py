@@ -17,9 +17,7 @@ from fcsd.planning.layers.first import worst_layer, worst_text
 from fcsd.planning.layers.settings import KL
 from fcsd.planning.layers.study import read_study
 from fcsd.recipe.layout import MAIN, RunLayout
-from fcsd.recipe.overrides import to_yaml
-from fcsd.recipe.recipe import Recipe
-from fcsd.recipe.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
+from fcsd.recipe.recipe import EarlyStoppingConfig, HeldoutKLStoppingConfig, Recipe, to_yaml
 from fcsd.report.comparison import (
     LONG_TABLE,
     chance_levels,

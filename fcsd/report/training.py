@@ -11,7 +11,7 @@ from typing import Any
 from fcsd.base.artifact import read_manifest
 from fcsd.base.text import RELATIVE, duration, items_text, markdown, plus_minus, scored_row, stopping_text
 from fcsd.report.table import percent, with_error
-from fcsd.training.history import read_history, read_scores
+from fcsd.training.sweep import read_history, read_scores
 
 
 def training_figures(

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from fcsd.base.strict import Strict, like, option
-from fcsd.data.study import ModelStudy
+from fcsd.data.config import ModelStudy
 from fcsd.model.config import ModelConfig
 
 Kind = Literal["camoe", "bottleneck", "windows"]

@@ -50,10 +50,8 @@ class TrainingRun:
 def micro_batches(train: TrainConfig, max_length: int, world_size: int) -> tuple[int, int]:
     """Return the rows of a micro-batch and the micro-batches of one optimiser step, on each rank.
 
-    A batch that is smaller than one forward pass of all ranks is one micro-batch, of fewer rows.
-
-    Raises:
-        UserError: the batch is not a whole number of micro-batches over all ranks.
+    A batch that is smaller than one forward pass of all ranks is one micro-batch, of fewer rows; UserError where it is
+    no whole number of micro-batches over all ranks.
     """
     rows, row_tokens = train.per_device_train_batch_size, max_length * world_size
     if train.batch_size_tokens < rows * row_tokens and train.batch_size_tokens % row_tokens == 0:

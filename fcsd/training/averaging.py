@@ -1,10 +1,6 @@
-"""An exponential moving average of the trained weights, which is what is scored and left.
-
-It is elementwise, so each rank averages its own part of each parameter, whatever engine has cut it
-(`fcsd.parallel.parts`).
+"""An exponential moving average of the trained weights, which is what is scored and left; each rank averages its own
+part of each parameter, whatever engine has cut it (`fcsd.parallel.parts`).
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,7 +43,6 @@ class WeightAverage(TrainerCallback):
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Add one step to the average."""
         if self.skipped():
             return
         leave = 1.0 if self.keeps_start else (1 + state.global_step) / (10 + state.global_step)
@@ -76,6 +71,5 @@ class WeightAverage(TrainerCallback):
         compute_with(parts, self.trainer.optimizer)
 
     def load(self, folder: Path) -> None:
-        """Go on from the average that a checkpoint holds."""
         trainer = self.trainer
         self.average = read_average(folder, trainer.plain_model, trainer.optimizer, trainer.launch.ranks)

@@ -24,7 +24,6 @@ class ScoreFailure(Exception):
 
 
 def best_folder(run: TrainingRun, step: int) -> Path:
-    """Return the folder of the best weights of `step`."""
     # One folder a step: a checkpoint that names an older best one must find it, should the run be cut off here.
     return run.folder / "best" / f"step-{step}"
 
@@ -126,7 +125,6 @@ class StopWhenScoreStalls(TrainerCallback):
             control.should_training_stop = self.stopper.should_stop or state.global_step == state.max_steps
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Score, keep the best, stop."""
         step = state.global_step
         later = self.trainer.guarded.ending and step < state.max_steps
         if self.stopper.is_due(step, state.max_steps) and not later:
@@ -149,11 +147,9 @@ class StopWhenScoreStalls(TrainerCallback):
             keep_best(self.trainer, self.run, step)
 
     def _score(self) -> Score:
-        """Score the weights as they are; all ranks learn the same score, or the same failure.
+        """Score the weights as they are; all ranks learn the same score, or the same failure (`ScoreFailure`).
 
-        Raises:
-            ScoreFailure: no score, and all ranks know. What one rank alone knows, while the others wait for its part
-                of a pass, is raised as it is.
+        What one rank alone knows, while the others wait for its part of a pass, is raised as it is.
         """
         trainer, stopper = self.trainer, self.stopper
         try:
@@ -180,5 +176,4 @@ class StopWhenScoreStalls(TrainerCallback):
             drop_others(self.trainer, self.run, self.stopper.best_step)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Stop the clock of the run."""
         self.stopper.time.stop()

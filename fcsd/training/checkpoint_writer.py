@@ -4,8 +4,6 @@ What a step changes is copied into host memory, which is all that the training w
 and hashes the copy. When all ranks are done, which they tell each other with the figures of a step, the checkpoint gets
 its name. An error ends the training in that step. `torch.distributed.checkpoint.async_save` has formats of its own,
 which other engines and numbers of ranks do not read.
-
-Not covered: what is written at the end of a run, and the best weights of early stopping.
 """
 
 import contextlib
@@ -73,7 +71,6 @@ class CheckpointWriter:
 
     @property
     def at_work(self) -> bool:
-        """Whether this rank's part is still being written."""
         return self._name is not None and self._thread is not None and self._thread.is_alive()
 
     def write(self, name: str, save: Callable[[], None]) -> None:
@@ -151,10 +148,8 @@ class CheckpointWriter:
             self._error = error
 
     def finish(self) -> None:
-        """Wait for what is being written, and give it its name; nothing where nothing is.
-
-        Raises:
-            UserError: a rank could not write; nothing is left.
+        """Wait for what is being written, and give it its name; nothing where nothing is. UserError: a rank could
+        not write.
         """
         if self._name is None:
             return

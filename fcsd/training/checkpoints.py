@@ -35,7 +35,6 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step that a checkpoint was written behind."""
     return int(checkpoint.name.split("-")[1])
 
 
@@ -68,9 +67,8 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def damage(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
-    """Tell what is wrong with a checkpoint: `optimizer.pt has 100 of 2048 bytes`; None when nothing is.
-
-    All ranks call this, and get the same answer.
+    """Tell what is wrong with a checkpoint, the same on all ranks: `optimizer.pt has 100 of 2048 bytes`; None:
+    nothing is.
     """
     ranks = replace(ranks, lockstep=False)  # no rank is in a pass
     return next(filter(None, ranks.share(lambda: _damage(checkpoint, ranks))), None)
@@ -95,11 +93,8 @@ def _damage(checkpoint: Path, ranks: Ranks) -> str | None:
 def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
     """Return the checkpoint to continue from; None when there is none. All ranks call this.
 
-    A damaged one is set aside as `damaged-checkpoint-N`, and the one before it taken. One from behind the checkpoint to
-    which a rewind went back is removed: the rewind was cut off before it had done so.
-
-    Raises:
-        UserError: there are checkpoints, and all are damaged.
+    A damaged one is set aside as `damaged-checkpoint-N`, and the one before it taken; UserError where all are. One from
+    behind the checkpoint to which a rewind went back is removed: the rewind was cut off before it had done so.
     """
 
     def listed() -> list[Path]:

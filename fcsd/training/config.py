@@ -43,9 +43,7 @@ class TrainConfig(Strict):
 
     max_steps: int = Field(2000, ge=0)  # 0: what a training would start from is left as it is
     batch_size_tokens: int = Field(131072, gt=0)  # over all ranks and accumulation steps
-    per_device_train_batch_size: int = Field(
-        1, gt=0
-    )  # rows in a forward pass; fewer where the batch has fewer
+    per_device_train_batch_size: int = Field(1, gt=0)  # rows in a forward pass; fewer where a batch has
     learning_rate: float = Field(2e-5, gt=0)
     lr_scheduler_type: Literal[
         "cosine", "cosine_with_min_lr", "linear", "constant_with_warmup", "step", "warmup_stable_decay"
@@ -108,7 +106,6 @@ class TrainConfig(Strict):
 
     @property
     def balances(self) -> bool:
-        """Whether the loads of the experts are balanced."""
         return self.balance_loss_coefficient is not None or self.balance_bias_rate is not None
 
     def num_decay_steps(self, max_steps: int) -> int:

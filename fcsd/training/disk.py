@@ -28,17 +28,14 @@ class DiskNeed:
 
     @property
     def total(self) -> int:
-        """All of it, in bytes."""
         return self.num_checkpoints * self.checkpoint + self.best + self.model
 
 
 def disk_need(
     train: TrainConfig, *, num_trained: int, num_parameters: int, model_itemsize: int, keeps_best: bool
 ) -> DiskNeed:
-    """Compute the room that a training needs.
-
-    A checkpoint has the trained weights and the two moments of AdamW in the training dtype, and with ema_decay the
-    averaged weights.
+    """Compute the room that a training needs: a checkpoint has the trained weights and the two moments of AdamW in the
+    training dtype, and with ema_decay the averaged weights.
 
     num_trained, num_parameters: of the student, over all ranks. model_itemsize: bytes of a weight that is left; 0
     where no model is. keeps_best: whether early stopping keeps weights.
@@ -55,10 +52,8 @@ def disk_need(
 
 
 def check_disk(folder: Path, need: DiskNeed, train: TrainConfig) -> None:
-    """Compare what a training needs with what its folder's disk has; what it wrote before a restart counts as room.
-
-    Raises:
-        UserError: there is less room.
+    """Compare what a training needs with what its folder's disk has (UserError: less); what it wrote before a restart
+    counts as room.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

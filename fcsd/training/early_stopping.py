@@ -31,12 +31,10 @@ class Score:
 
     @property
     def counts(self) -> list[int]:
-        """The weight of each item."""
         return [1] * len(self.figures) if self.weights is None else list(self.weights)
 
     @property
     def value(self) -> float:
-        """The score."""
         return math.fsum(self.figures) / sum(self.counts)
 
     @property
@@ -140,7 +138,6 @@ class EarlyStopper:
 
     @property
     def should_stop(self) -> bool:
-        """True when `patience` evaluations have passed without an improvement."""
         return self.stalled >= self.patience
 
     def is_due(self, step: int, max_steps: int) -> bool:
@@ -286,21 +283,17 @@ class TimeSpent:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Start the clock: the training begins."""
         self._since = self._clock()
 
     def stop(self) -> None:
-        """Stop the clock: the training has ended."""
         self._run_s, self._since = self.run_s, None
 
     @property
     def run_s(self) -> float:
-        """Seconds of the whole run so far."""
         return self._run_s + (self._clock() - self._since if self._since is not None else 0.0)
 
     @property
     def share(self) -> float:
-        """The share of the run's time that went into scores."""
         return self.scoring_s / self.run_s if self.run_s else 0.0
 
     @contextlib.contextmanager
@@ -316,7 +309,6 @@ class TimeSpent:
                 self._run_s += self.last_s
 
     def state(self) -> dict[str, float]:
-        """Return both sums, as plain data."""
         return {"run_s": self.run_s, "scoring_s": self.scoring_s}
 
     def resume(self, state: dict[str, float]) -> None:

@@ -1,7 +1,4 @@
-"""Leave a trained model as a checkpoint folder that `from_pretrained` reads, without changing the model.
-
-Not covered: model cards (`fcsd.report.publish`).
-"""
+"""Leave a trained model as a checkpoint folder that `from_pretrained` reads, without changing the model."""
 
 import contextlib
 from collections.abc import Iterator
@@ -33,9 +30,8 @@ def write_model(
     try:
         with _in_host_memory(whole, dtype):
             whole.save_pretrained(folder)
-            mode = (
-                (folder / CONFIG).stat().st_mode
-            )  # safetensors 0.8 makes its files 0600, whatever the umask
+            # safetensors 0.8 makes its files 0600, whatever the umask
+            mode = (folder / CONFIG).stat().st_mode
             for file in folder.glob("*.safetensors"):
                 file.chmod(mode & 0o777)
             if tokenizer is not None:
@@ -58,7 +54,6 @@ def _keep_tokenizer_class(source: Path, folder: Path) -> None:
 @contextlib.contextmanager
 def _in_host_memory(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Give the model its weights and buffers in `dtype` within the block, and behind it the very tensors that it had.
-
     The copies are in host memory: the device may have no room for both.
     """
     tensors = [

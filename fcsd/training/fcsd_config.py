@@ -1,7 +1,4 @@
-"""`FCSDConfig`: the arguments of `FCSDTrainer`, under the names of `transformers` and of a recipe.
-
-Not covered: what a recipe says about a whole run (evaluation, sweep, variants); `fcsd.load_recipe` reads one.
-"""
+"""`FCSDConfig`: the arguments of `FCSDTrainer`, under the names of `transformers` and of a recipe."""
 
 # ruff: noqa: RUF009 - `_argument` gives a `field`, not one value that all share
 
@@ -50,11 +47,7 @@ _SCORES = ("accuracy", "acc", "agreement", "precision", "recall", "f1", "exact_m
 
 
 def _greater_is_better(metric: str) -> bool:
-    """Return the direction of a metric whose last word says it.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Return the direction of a metric whose last word says it; UserError where it does not."""
     if is_loss(metric):
         return False
     if any(f"_{metric}".endswith(f"_{word}") for word in _SCORES):
@@ -208,7 +201,6 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
 
     @classmethod
     def of(cls, args: TrainingArguments | None) -> "FCSDConfig":
-        """Return arguments of transformers as these."""
         if args is None:
             return cls()
         if isinstance(args, FCSDConfig):
@@ -222,9 +214,8 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     def of_sections(
         cls, objective: ObjectiveConfig, train: TrainConfig, safety: SafetyConfig, **arguments: Any
     ) -> "FCSDConfig":
-        """Say sections of a recipe in arguments; inside `engine_environment`.
-
-        arguments: what no section says, or what it leaves open (`activation_checkpointing`).
+        """Say sections of a recipe in `arguments`, beside what no section says or what it leaves open
+        (`activation_checkpointing`); inside `engine_environment`.
         """
         sections = objective.model_dump(exclude={"name"}) | train.model_dump(exclude=_NOT_ARGUMENTS)
         return cls(objective=objective.name, safety=safety.model_dump(), **sections | arguments)
@@ -297,7 +288,6 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             self.activation_checkpointing_kwargs = {"use_reentrant": False}
 
     def rows_of_a_step(self, launch: Launch) -> int:
-        """Count the rows of one optimiser step, over all ranks."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * launch.ranks.size
 
     def connectivity(self) -> Connectivity | None:
@@ -305,7 +295,6 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         return connectivity_of(self.layers, self.attention, self.mlp)  # type: ignore[arg-type]
 
     def model_config(self, path: str, *, teacher: bool = False) -> ModelConfig:
-        """Return how a model given by its path is loaded."""
         name = "teacher_model_init_kwargs" if teacher else "model_init_kwargs"
         values = {"path": path, "trust_remote_code": self.trust_remote_code, **(getattr(self, name) or {})}
         if isinstance(dtype := values.get("dtype"), torch.dtype):

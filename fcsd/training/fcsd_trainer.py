@@ -145,7 +145,6 @@ class FCSDTrainer(DistillTrainer):
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Load rows of the data set given, packed first if need be."""
         if self.given is not None:
             test_dataset = self.given.heldout_rows(test_dataset, "test_dataset")
         return super().get_test_dataloader(test_dataset)
@@ -154,7 +153,6 @@ class FCSDTrainer(DistillTrainer):
 
     @contextlib.contextmanager
     def _with_loss_head(self) -> Iterator[None]:
-        """Put the loss head on the model while it is trained or evaluated."""
         with self._at_work(), loss_head(self.plain_model, self.step_loss.objective.vocab_size):
             yield
 

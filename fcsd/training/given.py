@@ -1,7 +1,5 @@
 """Models and data that `FCSDTrainer` is given, made ready: models in memory, or paths of checkpoints; converted
 already, or not; data sets, streams and lists.
-
-Not covered: models and data of a recipe (`fcsd.pipeline.distill`, `fcsd.training.teachers.load`).
 """
 
 import contextlib
@@ -15,7 +13,7 @@ from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
 from fcsd.data.bad_rows import BadRows
-from fcsd.data.given import given_rows
+from fcsd.data.dataset import given_rows
 from fcsd.data.workers import default_workers
 from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_config
@@ -39,8 +37,7 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
     """Return the model to train, with its connectivity; one in memory is converted in place where that is asked for.
 
     Raises:
-        UserError: it is not converted, and `layers` does not say how; it is converted otherwise than `layers` says;
-            what `load_model` and `convert_model` refuse.
+        UserError: it is not converted, and `layers` does not say how; it is converted otherwise than `layers` says.
     """
     if isinstance(model, str | Path):
         return _loaded_student(str(model), args, launch)
@@ -84,8 +81,7 @@ def _not_converted(what: str) -> UserError:
 def check_models(model: Any, teacher: Any, args: FCSDConfig, launch: Launch) -> None:
     """Check, before anything is loaded or tokenized, what models and arguments say; the student may be its own teacher.
 
-    Raises:
-        UserError: rows do not fit the positions of a model; a copy of the student would not be the original.
+    Raises UserError: rows do not fit the positions of a model; a copy of the student would not be the original.
     """
     for each, is_teacher in ((model, False), (teacher, True)):
         if isinstance(each, str | Path):
@@ -110,9 +106,7 @@ def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
 
 def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch) -> Any:
     """Return the model to compare with, or the `Teacher` that was given; of None a regular copy of the student.
-
-    Raises:
-        UserError: it is the student itself; what `load_model` refuses.
+    UserError where it is the student itself.
     """
     if teacher is None:
         original = copy.deepcopy(student)
@@ -130,9 +124,7 @@ def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch:
 
 class Given:
     """What the constructor was given. bad_rows: with `args.on_bad_row` "skip" the examples that were left out.
-
-    Raises:
-        UserError: an engine that a training in a script cannot have.
+    UserError for an engine that a training in a script cannot have.
     """
 
     def __init__(self, args: FCSDConfig, launch: Launch):

@@ -1,13 +1,16 @@
 """Carry out what a `Guard` decides on a trainer's steps: one is skipped, a run rewound, or ended well by a signal.
 
 What is decided, and why, is in `fcsd.training.safety`.
-
-Not covered: what is logged and what is in a checkpoint, which the trainer has.
 """
 
 import math
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,10 +21,68 @@ from transformers.trainer_utils import SaveStrategy
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_text
+from fcsd.base.helper import obey_only_parent
 from fcsd.parallel.shard import own_part
 from fcsd.training.checkpoints import GUARD_FILE, checkpoints, note_rewind, step_of
-from fcsd.training.interrupt import Signals
 from fcsd.training.safety import Guard, Verdict, events_text, not_finite
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_ECHO_S = 3.0
+
+
+def shield_workers(loader: Any) -> Any:
+    """Let a data loader's processes ignore a signal that was sent to all: they are needed until the one that they
+    help ends.
+    """
+    begin, trainer = loader.worker_init_fn, os.getpid()
+
+    def begin_shielded(worker: int) -> None:
+        obey_only_parent(trainer)
+        if begin is not None:
+            begin(worker)
+
+    if loader.num_workers > 0:  # what accelerate puts around a loader begins no process itself
+        getattr(loader, "base_dataloader", loader).worker_init_fn = begin_shielded
+    return loader
+
+
+class Signals:
+    """While the block runs, `received` is the number of the signal that asked for the end; 0 when none has.
+
+    SIGTERM: the scheduler wants the machine back; SIGUSR1: its early warning, if it is asked for one (`sbatch
+    --signal=USR1@300`), which ends accelerate's launcher at once; SIGINT: Ctrl-C. A second one ends the process at
+    once. A launcher passes on what a terminal or a scheduler has sent to its processes as well, so what comes within
+    `_ECHO_S` of the first is the first again. Outside the main thread, where Python handles no signals, they do what
+    they always do.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._at = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.received:
+            self.received, self._at = number, time.monotonic()
+            if os.environ.get("RANK", "0") == "0":
+                # `print` may not be entered twice, and the signal may have come in the middle of one.
+                name = signal.Signals(number).name
+                os.write(2, f"\n{name}: this step is the last one; once more ends at once\n".encode())
+        elif time.monotonic() - self._at > _ECHO_S:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            signal.signal(number, signal.SIG_DFL)
+            sys.stderr.flush()
+            os.kill(os.getpid(), number)
 
 
 class GuardedSteps:
@@ -48,7 +109,6 @@ class GuardedSteps:
     # ---- one step
 
     def begin(self) -> None:
-        """Begin a step."""
         self._before_step = (self.trainer._tr_loss.clone(), self.trainer.meters.kept())
         self._step_loss = None
 

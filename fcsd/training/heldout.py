@@ -1,7 +1,5 @@
 """Loss on held-out text, as a score of a model in training: the same rows and tokens every time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +18,8 @@ from fcsd.training.teachers.base import LiveTeacher, ModelTeacher, Teacher
 
 
 class HeldoutCE:
-    """Cross-entropy in nats per kept token on `rows`, of a student in training, with its loss head.
-
-    In a launch of several processes each has its share of the rows, and all of them call it.
-
-    Args: rows of `fcsd.data.dataset.build_dataset`.
+    """Cross-entropy in nats per kept token on `rows` (of `fcsd.data.dataset.build_dataset`), of a student in training,
+    with its loss head. In a launch of several processes each has its share of the rows, and all of them call it.
     """
 
     def __init__(self, rows: Sequence[Any], launch: Launch):
@@ -45,8 +40,7 @@ class HeldoutCE:
     def __call__(self, student: PreTrainedModel) -> Score:
         """Compute the loss of `student` as it is now, and leave its training mode and the random state as they were.
 
-        Raises:
-            UserError: no row has a token to predict, or rows are packed for a family that would mix their examples.
+        Raises UserError: no row has a token to predict, or rows are packed for a family that would mix their examples.
         """
         with preserved(student):
             student.eval()
@@ -83,9 +77,8 @@ class HeldoutKL(HeldoutCE):
     """KL(teacher || student) in nats per kept token on `rows`, of a student in training, with its loss head.
 
     Of the teacher are kept its head and the (kept tokens, D) final hidden states of the rows, these in main memory.
-
-    Args: as above; `original` loads the model that the student is compared with, for runs whose own teacher cannot be
-    run on other rows (a cache), or that have none (sft).
+    `original` loads the model that the student is compared with, for runs whose own teacher cannot be run on other rows
+    (a cache), or that have none (sft).
     """
 
     def __init__(self, rows: Sequence[Any], original: Callable[[], PreTrainedModel], launch: Launch):
@@ -95,10 +88,8 @@ class HeldoutKL(HeldoutCE):
         self.head: nn.Module | None = None
 
     def set_teacher(self, teacher: Teacher | None, *, sharded: bool) -> None:
-        """Use the teacher of the run, where it can be run.
-
-        Raises:
-            UserError: it cannot, and the weights of another copy would have to be sharded over the ranks.
+        """Use the teacher of the run, where it can be run; UserError where it cannot, and the weights of another copy
+        would have to be sharded over the ranks.
         """
         if isinstance(teacher, LiveTeacher):
             self.teacher = teacher

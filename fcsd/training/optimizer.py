@@ -1,17 +1,19 @@
 """Update the weights: by AdamW, or Muon for the matrices of the decoder layers; one learning rate, or one a layer.
 
-Not covered: the schedule, which is transformers'; Muon under ZeRO-3, whose optimiser has no matrices but runs of them.
+Not covered: Muon under ZeRO-3, whose optimiser has no matrices but runs of them.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainingArguments, get_scheduler
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity.rewire import decoder_layers
@@ -19,6 +21,26 @@ from fcsd.model.families import family_of
 from fcsd.parallel.shard import own_part
 from fcsd.parallel.state import PART_OF
 from fcsd.training.config import TrainConfig
+
+
+def learning_rate_schedule(
+    args: TrainingArguments, optimizer: torch.optim.Optimizer, num_training_steps: int
+) -> Any:
+    """Return the schedule that the arguments name (`fcsd.training.config`): transformers' own, or `step`."""
+    settings: dict[str, Any] = dict(args.lr_scheduler_kwargs or {})  # type: ignore[arg-type]
+    warmup = args.get_warmup_steps(num_training_steps)
+    if args.lr_scheduler_type == "step":
+        milestones = [round(share * num_training_steps) for share in settings["milestones"]]
+        return LambdaLR(optimizer, partial(_step_factor, warmup, milestones, settings["gamma"]))
+    if 0 < settings.get("num_decay_steps", 0) < 1:
+        settings["num_decay_steps"] = math.ceil(settings["num_decay_steps"] * num_training_steps)
+    return get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_training_steps, settings)
+
+
+def _step_factor(warmup: int, milestones: list[int], gamma: float, step: int) -> float:
+    """Return the rate of `step` (from 0) over the highest: warm-up is linear, from 0, as that of other schedules."""
+    warm = step / warmup if step < warmup else 1.0
+    return warm * gamma ** sum(step >= milestone for milestone in milestones)
 
 
 def learning_rate_scales(model: nn.Module, ratio: float) -> dict[str, float]:
@@ -103,8 +125,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Of a stack that is sharded a rank has some whole matrices, and moves these. A matrix that is sharded by rows is put
     together once a step, orthogonalised on every rank, and each moves its rows: what one process does, to the last bit.
-
-    Raises: ValueError for a parameter of a Muon group that has neither two nor three dimensions.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **adamw: Any):
@@ -117,7 +137,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
         if closure is not None:
             raise ValueError("no closure: the gradients are there when the trainer calls")
         for group in self.param_groups:
@@ -170,7 +189,6 @@ def _whole(own: Tensor, parameter: Any) -> Tensor:
 
 
 def _own_rows(matrix: Tensor, parameter: Any) -> Tensor:
-    """Return this rank's rows of a whole matrix."""
     if not isinstance(parameter, DTensor):
         return matrix
     mesh, layout = parameter.device_mesh, parameter.placements

@@ -1,11 +1,7 @@
 """Explain a training that is out of memory: which terms are the largest, and what to change.
 
 What is held for good is counted from the models; the rest is what was there beyond it when most was.
-
-Not covered: memory that is needed before a training begins (loading) or beside it (scoring, evaluation).
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -67,7 +63,6 @@ def held(student: nn.Module, teacher: Teacher | None) -> dict[str, int]:
 
 
 def _local_bytes(parameter: Any) -> int:
-    """Count the bytes of this rank's shard."""
     local = own_part(parameter)
     return local.numel() * local.element_size() if isinstance(local, Tensor) else 0
 

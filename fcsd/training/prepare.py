@@ -1,7 +1,4 @@
-"""Student, teacher and rows as a trainer wants them: the same steps for a recipe's run and for `FCSDTrainer`.
-
-Not covered: where models and rows come from.
-"""
+"""Student, teacher and rows as a trainer wants them: the same steps for a recipe's run and for `FCSDTrainer`."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -89,10 +86,8 @@ def check_vocabularies(
     tokenizer: PreTrainedTokenizerBase,
     objective: ObjectiveConfig,
 ) -> None:
-    """Compare the vocabularies of student, teacher and tokenizer.
-
-    Raises:
-        UserError: they differ, and the objective does not say up to which token they are the same.
+    """Compare the vocabularies of student, teacher and tokenizer; UserError where they differ, and the objective does
+    not say up to which token they are the same.
     """
     size, tokens = student.config.get_text_config().vocab_size, objective.vocab_size
     rows = cast(Tensor, teacher.head.weight).shape[0] if teacher is not None else size
@@ -115,12 +110,9 @@ def check_vocabularies(
 
 
 def whole_steps(rows: Any, needed: int, max_length: int) -> Any:
-    """Rows such that every optimiser step has the same batch: without those behind the last whole step of an epoch.
+    """Leave out the rows behind the last whole step of an epoch, so that every optimiser step has the same batch.
 
-    needed: rows of one batch, over all ranks and accumulation steps.
-
-    Raises:
-        UserError: there are fewer rows than one batch needs.
+    needed: rows of one batch, over all ranks and accumulation steps; UserError where there are fewer.
     """
     if rows is None:
         return None

@@ -1,7 +1,4 @@
-"""Arguments and errors of the Python door in Python's words: names of other libraries, keys of a recipe.
-
-Not covered: recipes, whose keys are guessed from what is there (`fcsd.base.strict`).
-"""
+"""Arguments and errors of the Python door in Python's words: names of other libraries, keys of a recipe."""
 
 import contextlib
 import functools

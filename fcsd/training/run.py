@@ -16,29 +16,32 @@ import json
 import shutil
 import signal
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from fcsd.base.errors import Interrupted, ScorerError, UserError
 from fcsd.base.files import new_folder, write_json, write_text
+from fcsd.base.text import nats, progress_bar
 from fcsd.model.load import to_dtype
 from fcsd.parallel.engine import checkpoints_activations, engine_environment
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import read_state
 from fcsd.training.arguments import TrainingRun, check_reporters, micro_batches, refuse_what_cannot_be_sharded
 from fcsd.training.best import ScoreFailure, StopWhenScoreStalls, best_folder, settle_best
-from fcsd.training.callbacks import NoCheckpointAtTheEnd, ProgressBar, replace_output
 from fcsd.training.checkpoints import checkpoints, newest_usable
 from fcsd.training.disk import check_disk, disk_need, trained_and_all
 from fcsd.training.export import write_model
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.fcsd_trainer import FCSDTrainer
 from fcsd.training.heldout import HeldoutKL
+from fcsd.training.losses.objectives import MEASURES
 from fcsd.training.prepare import Ready
 from fcsd.training.teachers.lora import leave_adapters
 
@@ -211,9 +214,8 @@ def _last_kept(run: TrainingRun) -> str:
 
 
 def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
-    """Write `folder/model`: the best weights if there was a score, else the last (or their average).
-
-    All ranks call this.
+    """Write `folder/model`: the best weights if there was a score, else the last (or their average). All ranks call
+    this.
     """
     first, engine = trainer.is_world_process_zero(), run.launch.engine
     if run.stopper is not None and run.stopper.best_step is not None and (first or engine.shards):
@@ -227,3 +229,54 @@ def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
         to_dtype(run.student, trainer.save_dtype)  # in place, for a device that has no room for both
     with new_folder(run.folder / "model") if first else nullcontext(run.folder) as folder:
         write_model(run.student, folder, tokenizer=run.tokenizer, dtype=trainer.save_dtype, launch=run.launch)
+
+
+_SHOWN = (*MEASURES, "l2", "router_kl", "top1_agreement")
+
+
+class ProgressBar(TrainerCallback):
+    """One line with step, time left, loss and tokens per second, on the first rank. left: as in `TrainingRun`."""
+
+    def __init__(self, description: str, left: Callable[[float], str] | None = None):
+        self.description, self.left = description, left
+        self.bar: Any = None
+        self._first_step = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        if state.is_world_process_zero:
+            self._first_step = state.global_step
+            self.bar = progress_bar(
+                total=state.max_steps, initial=state.global_step, desc=self.description, unit="step"
+            )
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        if self.bar is not None and "tokens_per_second" in logs:
+            shown = {name: nats(logs[name]) for name in _SHOWN if name in logs}
+            shown["tok/s"] = f"{logs['tokens_per_second']:.0f}"
+            done = (state.global_step - self._first_step) / max(1, state.max_steps - self._first_step)
+            if self.left is not None and (left := self.left(done)):
+                shown["all stages"] = f"{left} left"
+            self.bar.set_postfix(shown, refresh=False)
+
+    def close(self) -> None:
+        """End the line, also after an error: what is printed next begins a new one."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+class NoCheckpointAtTheEnd(TrainerCallback):
+    """Leave the checkpoint of the last step out, where nothing but the loss curve is wanted of a training."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_save = False
+
+
+def replace_output(trainer: Trainer, bar: ProgressBar) -> None:
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(bar)

@@ -13,11 +13,7 @@ With `max_rewinds`, a spike that lasts, or too many skipped steps in a row, send
 from before them, and on with the batches behind them (PaLM, arXiv 2204.02311, section 5.1).
 
 Every decision is taken from figures that all ranks have, so that all ranks take the same.
-
-Not covered: ranks that fail (`fcsd.parallel.failure`), signals (`fcsd.training.interrupt`), what a checkpoint holds.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -207,7 +203,6 @@ class Guard:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state()`."""
         self.skipped_steps, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
         self.rewinds, self.passed_steps = state["rewinds"], state["passed_steps"]
         self.events = [dict(event) for event in state["events"]]
@@ -218,7 +213,6 @@ class Guard:
 
 
 def events_text(events: list[dict[str, Any]]) -> str:
-    """Write one JSON object a line."""
     return "".join(json.dumps(event, allow_nan=False) + "\n" for event in events)
 
 

@@ -31,10 +31,6 @@ class StepLoss:
         accelerator: Any,
         balance: Balance | None = None,
     ):
-        if objective.has_teacher != (teacher is not None):
-            raise ValueError(
-                f"objective {objective.name!r} {'has no' if teacher is not None else 'needs a'} teacher"
-            )
         self.objective: ObjectiveConfig = objective
         self.teacher, self.accelerator = teacher, accelerator
         self.balance = balance

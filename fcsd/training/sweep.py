@@ -2,8 +2,11 @@
 
 Every candidate trains the same number of steps from the same weights on the same data order; the choice is by the mean
 training loss over the last steps. A finished candidate is never trained again.
+
+What a training logged is read back here, too.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +17,19 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json, write_text
 from fcsd.training.config import SweepConfig, TrainConfig
-from fcsd.training.history import read_history
+
+
+def read_history(folder: Path) -> list[dict[str, float]]:
+    """Return the logged points of a finished run, oldest first."""
+    lines = (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def read_scores(folder: Path) -> dict[str, Any] | None:
+    """`EarlyStopper.record` of a finished run with early stopping; None for any other run."""
+    path = folder / "scores.json"
+    found: dict[str, Any] | None = read_json(path) if path.is_file() else None
+    return found
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,6 @@ class Candidate:
 
     @property
     def folder(self) -> str:
-        """A name that says what is tried."""
         return f"batch_size_tokens={self.batch_size_tokens},learning_rate={self.learning_rate:g}"
 
     def train(self, base: TrainConfig, sweep: SweepConfig) -> TrainConfig:
@@ -43,11 +57,7 @@ class Candidate:
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row with the lowest loss; of equal ones the first.
-
-    Raises:
-        UserError: no row has a finite loss.
-    """
+    """Return the row with the lowest loss, of equal ones the first; UserError where no row has a finite one."""
     finite = [row for row in rows if row["loss"] is not None]
     if not finite:
         raise UserError("sweep: no candidate ended with a finite loss; try smaller learning rates")
@@ -65,10 +75,7 @@ def run_sweep(
     """Run what is missing of both stages and leave `sweep.json` and `sweep.md` in `folder`.
 
     run_candidate(candidate, train, folder) trains and leaves `history.jsonl`; remove_checkpoints(folder) is called when
-    its result is on disk.
-
-    Returns:
-        `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
+    its result is on disk. Returns `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
     """
 
     def measured(stage: str, batch_size_tokens: int, learning_rate: float) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from fcsd.base.files import read_json
 from fcsd.model.autocast import autocast_experts
@@ -20,19 +20,28 @@ from fcsd.parallel.failure import in_step
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import load_schedule, read_state
 from fcsd.training.averaging import WeightAverage
-from fcsd.training.callbacks import InStep
 from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter, restore_beside
 from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE
 from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.fcsd_config import Sections
-from fcsd.training.guarded import GuardedSteps
-from fcsd.training.interrupt import shield_workers
+from fcsd.training.guarded import GuardedSteps, shield_workers
 from fcsd.training.losses.balance import Balance
-from fcsd.training.optimizer import note_parts, own_optimizer
+from fcsd.training.optimizer import learning_rate_schedule, note_parts, own_optimizer
 from fcsd.training.safety import Guard
-from fcsd.training.schedule import learning_rate_schedule
 from fcsd.training.step_loss import StepLoss
 from fcsd.training.teachers.base import Teacher
+
+
+class _InStep(TrainerCallback):
+    """Tells when this rank is in a step, so that one that hangs is found. Comes before callbacks that take hours."""
+
+    def on_step_begin(self, *args: Any, **more: Any) -> None:
+        in_step()
+
+    on_substep_end = on_step_begin
+
+    def on_step_end(self, *args: Any, **more: Any) -> None:
+        in_step(False)  # weights are updated
 
 
 class DistillTrainer(Trainer):
@@ -63,7 +72,7 @@ class DistillTrainer(Trainer):
             autocast_experts()
         # Else the Trainer refuses to write checkpoints; ours are not its.
         args.save_only_model = self.engine.spreads_experts
-        kwargs["callbacks"] = [InStep(), *(kwargs.get("callbacks") or [])]
+        kwargs["callbacks"] = [_InStep(), *(kwargs.get("callbacks") or [])]
         super().__init__(model, args, **kwargs)
         args.save_only_model = False
         # The name is `Trainer`'s for a model that came sharded: accelerate wraps the optimiser only.
@@ -108,8 +117,7 @@ class DistillTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Compute this micro-batch's share of the step's mean loss, in nats per kept token."""
-        if num_items_in_batch is None:
-            raise RuntimeError("the number of kept tokens of the step is unknown")
+        assert num_items_in_batch is not None
         loss, outputs = self.step_loss(model, inputs, num_items_in_batch)
         loss = self.guarded.watched(loss)
         return (loss, outputs) if return_outputs else loss
@@ -172,7 +180,6 @@ class DistillTrainer(Trainer):
     # ---- data
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does; behind it no rank is in a step."""
         try:
             return super().train(*args, **kwargs)
         except BaseException as error:
@@ -225,7 +232,6 @@ class DistillTrainer(Trainer):
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Make the schedule that the arguments name."""
         if self.lr_scheduler is None:
             steered: Any = optimizer or self.optimizer
             self.lr_scheduler = learning_rate_schedule(self.args, steered, num_training_steps)

@@ -13,8 +13,7 @@ from fcsd.data import reading
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import NO_LOSS
 from fcsd.data.config import SourceConfig
-from fcsd.data.dataset import build_dataset
-from fcsd.data.given import given_rows
+from fcsd.data.dataset import build_dataset, given_rows
 from tests.data.test_data import MARKED_TEMPLATE, PLAIN_TEMPLATE, REFUSING_TEMPLATE, make_tokenizer, said
 from tests.examples import tokenize_example
 from tests.support import Bench

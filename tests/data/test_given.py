@@ -10,8 +10,7 @@ import pytest
 
 from fcsd.base.errors import UserError
 from fcsd.data.config import SourceConfig
-from fcsd.data.dataset import build_dataset
-from fcsd.data.given import given_rows
+from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(300)

@@ -21,9 +21,8 @@ from fcsd.cli.main import main
 from fcsd.data import reading, rows, shards, sources
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import SourceConfig
-from fcsd.data.dataset import build_dataset
+from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex
-from fcsd.data.given import given_rows
 from fcsd.data.workers import in_order
 from fcsd.model.load import load_tokenizer
 from fcsd.parallel.launch import join_launch

@@ -4,7 +4,7 @@ import io
 from types import SimpleNamespace
 
 from fcsd.pipeline.progress import run_progress
-from fcsd.training.callbacks import ProgressBar
+from fcsd.training.run import ProgressBar
 from tests.support import Bench, run_of
 
 

@@ -15,10 +15,10 @@ from fcsd.base.files import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.evaluation import stage as evaluate_stage
 from fcsd.model.connectivity import Connectivity, farskip_layers, load_model
-from fcsd.pipeline import convert as convert_stage
 from fcsd.pipeline import distill as distill_stages
 from fcsd.pipeline import pretrain as pretrain_stage
 from fcsd.pipeline import rows as training_data
+from fcsd.pipeline import run as stages
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
@@ -223,7 +223,7 @@ def test_a_second_run_trains_and_evaluates_nothing(
         pytest.fail("was run again")
 
     for module, name in (
-        (distill_stages, "train"), (convert_stage, "convert_checkpoint"),
+        (distill_stages, "train"), (stages, "convert_checkpoint"),
         (evaluate_stage, "prepare_evaluation"), (evaluate_stage, "mean_kl"),
         (layers, "measuring"),
     ):  # fmt: skip

@@ -14,8 +14,7 @@ from fcsd.base.files import data_dir
 from fcsd.base.strict import Strict, validate
 from fcsd.evaluation.config import TaskConfig, load_suite
 from fcsd.recipe.load_recipe import load_recipe
-from fcsd.recipe.overrides import to_yaml
-from fcsd.recipe.recipe import Recipe
+from fcsd.recipe.recipe import Recipe, to_yaml
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.objectives import ObjectiveConfig
 

@@ -24,7 +24,7 @@ from fcsd.training import best as best_module
 from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training import run as run_module
 from fcsd.training import trainer as trainer_module
-from fcsd.training.history import read_history
+from fcsd.training.sweep import read_history
 from tests.support import Bench, forked, in_a_fork, in_forked_ranks, make_bench, status_of
 
 

@@ -19,15 +19,14 @@ from fcsd.base.errors import Interrupted, UserError
 from fcsd.parallel.ranks import ALONE
 from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training import checkpoints as checkpoints_module
-from fcsd.training import guarded, interrupt
+from fcsd.training import guarded
 from fcsd.training import run as run_module
 from fcsd.training.checkpoints import damage, newest_usable, note_files
 from fcsd.training.config import SafetyConfig
-from fcsd.training.guarded import GuardedSteps
-from fcsd.training.history import read_history
-from fcsd.training.interrupt import Signals
+from fcsd.training.guarded import GuardedSteps, Signals
 from fcsd.training.run import train
 from fcsd.training.safety import Guard, SpikeDetector
+from fcsd.training.sweep import read_history
 from fcsd.training.trainer import DistillTrainer
 from tests.support import in_a_fork
 from tests.training.test_trainer import Rows, make, teacher
@@ -380,7 +379,7 @@ def test_a_second_signal_ends_at_once_and_an_echo_of_the_first_does_not(
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
         assert signals.received == signal.SIGINT
-        monkeypatch.setattr(interrupt, "_ECHO_S", 0.0)
+        monkeypatch.setattr(guarded, "_ECHO_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert capfd.readouterr().err.count("SIGINT: this step is the last one; once more ends at once") == 1

@@ -12,8 +12,8 @@ from fcsd.cli.main import main
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.history import read_history
-from fcsd.training.schedule import learning_rate_schedule
+from fcsd.training.optimizer import learning_rate_schedule
+from fcsd.training.sweep import read_history
 from tests.support import Bench, in_a_fork
 from tests.training.test_resume import die
 

@@ -25,9 +25,9 @@ from fcsd.training import run as run_module
 from fcsd.training.arguments import TrainingRun
 from fcsd.training.config import TrainConfig
 from fcsd.training.early_stopping import EarlyStopper, Score
-from fcsd.training.history import read_history, read_scores
 from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.run import remove_checkpoints, train
+from fcsd.training.sweep import read_history, read_scores
 from fcsd.training.teachers.base import ModelTeacher
 from fcsd.training.trainer import DistillTrainer
 from tests.reference.tiny import tiny_model

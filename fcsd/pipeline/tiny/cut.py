@@ -2,8 +2,6 @@
 
 What a field counts is told by its name; a size that is small already stays. Kinds of layers, norms, biases, scales and
 activations are the configuration's own, and each kind of layer has a place among the few.
-
-Not covered: sizes that have to fit each other in another way than in the families of `fcsd.model.families`.
 """
 
 import itertools

@@ -13,12 +13,9 @@ from fcsd.pipeline.tiny.cut import cut_sizes
 
 def small_model(config: PreTrainedConfig, seed: int = 0, **changes: Any) -> Any:
     """Build a regular model with the sizes of a configuration cut, in eval mode, all parameters and router bias buffers
-    random from `seed`.
+    random from `seed`; UserError where transformers builds no such model.
 
     changes: of `cut_sizes`; `attn_implementation`, `experts_implementation` and `dtype` (float32) go to the model.
-
-    Raises:
-        UserError: transformers builds no such model.
     """
     names = ("attn_implementation", "experts_implementation", "dtype")
     options = {name: changes.pop(name) for name in names if name in changes}
@@ -34,10 +31,8 @@ def small_model(config: PreTrainedConfig, seed: int = 0, **changes: Any) -> Any:
 
 
 def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
-    """Build a small model of a family, from the configuration that transformers takes where none is given.
-
-    Raises:
-        UserError: there is no such family; as `small_model`.
+    """Build a small model of a family (UserError: there is none), from the configuration that transformers takes where
+    none is given; otherwise as `small_model`.
     """
     if model_type not in FAMILIES:
         raise UserError(f"no family has the model type '{model_type}'; `fcsd families` lists them")

@@ -312,9 +312,8 @@ def _chat(question: str, answer: str) -> dict[str, Any]:
 def chat_rows(rng: random.Random, split: str, careless: float = 0.0) -> Iterator[dict[str, Any]]:
     """Yield endless rows `{"messages": [user, assistant]}`: two in five code, half of the rest choice, half answers.
 
-    Values are asked for twice as often as the other questions: they are learnt slowest.
-
-    `careless` is the share of answers with one mistake in them: another number or another operation.
+    Values are asked for twice as often as the other questions: they are learnt slowest. `careless` is the share of
+    answers with one mistake in them: another number or another operation.
     """
     while True:
         skill = rng.random()

@@ -8,11 +8,7 @@
 
 Replaced are the model, the data and the numbers of steps, tokens and items. A batch keeps its number of rows, so that
 it divides over ranks and micro-batches exactly as the real one (one of more than 64 rows is halved until it has no
-more). Everything else stays as the recipe has it.
-
-Test sets whose columns no suite describes are linked from the recipe's own data root.
-
-Not covered: invented rows for such test sets.
+more). Test sets whose columns no suite describes are linked from the recipe's own data root.
 """
 
 import sys
@@ -39,13 +35,10 @@ from fcsd.model.inspect.checkpoint import config_object, find_source
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.checks import model_config
 from fcsd.pipeline.tiny.cut import cut_sizes
-from fcsd.pipeline.tiny.hub_layout import write_data_set, write_rows
 from fcsd.pipeline.tiny.models import small_model, tiny_tokenizer
-from fcsd.pipeline.tiny.rows import CODE, benchmark_row, training_row
-from fcsd.recipe.graded import graded_splits, split_names
-from fcsd.recipe.overrides import set_dotted, to_yaml
-from fcsd.recipe.recipe import Recipe, router_loss_keys
-from fcsd.recipe.stopping import TaskStoppingConfig
+from fcsd.pipeline.tiny.rows import CODE, benchmark_row, training_row, write_data_set, write_rows
+from fcsd.recipe.load_recipe import graded_splits, split_names
+from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, router_loss_keys, set_dotted, to_yaml
 from fcsd.report.publish.facts import hub_id
 from fcsd.training.config import TrainConfig
 
@@ -68,8 +61,8 @@ def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
     """Write the rehearsal of `recipe` into `folder`, or find it there, and return it.
 
     Raises:
-        UserError: the folder holds something else, or the rehearsal of other settings; the family of the model
-            cannot be found out.
+        UserError: the folder holds something else, or the rehearsal of other settings; no family is known for the
+        model.
     """
     small = _small(recipe, folder)
     text = f"# The rehearsal of recipe {recipe.name}, made by fcsd: no result means anything.\n{to_yaml(small.dump())}"
@@ -151,8 +144,6 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
-    """Return the keys of a `data` section that a rehearsal replaces."""
-
     def small(source: SourceConfig, name: str) -> dict[str, Any]:
         path = str(_place(source.path, folder, f"{section}-{name}"))
         return source.model_dump(mode="json") | {"path": path, "revision": None}
@@ -166,7 +157,6 @@ def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
 
 
 def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
-    """Return the keys of a `train` section that a rehearsal replaces."""
     schedule = train.lr_scheduler_kwargs
     if schedule is not None and "num_decay_steps" in schedule:
         schedule = schedule | {"num_decay_steps": 1}
@@ -196,7 +186,6 @@ def _dotted(raw: Any, key: str) -> Any:
 
 
 def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
-    """Cut the sizes of the configuration to pre-train."""
     assert recipe.pretrain is not None
     given = recipe.pretrain.config
     cut = cut_sizes(model_config(given), num_hidden_layers=_num_layers(recipe), **_SIZES)
@@ -206,21 +195,14 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
         del (_dotted(config, section) if section else config)[name]
     kept = {name: given[name] for name in ("experts_implementation",) if name in given}
     dropped = (
-        "transformers_version",
-        "_name_or_path",
-        "dtype",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-    )
+        "transformers_version", "_name_or_path", "dtype", "bos_token_id", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
     return {name: value for name, value in config.items() if name not in dropped} | kept
 
 
 def _write_models(recipe: Recipe, place: Path) -> None:
-    """Write the small model and its tokenizer, of a recipe that pre-trains only the tokenizer; teachers of other
-    checkpoints.
-
-    In bfloat16, as checkpoints of this size are.
+    """Write the small model in bfloat16, as checkpoints of this size are, and its tokenizer, of a recipe that pre-
+    trains only the tokenizer; teachers of other checkpoints.
     """
     sizes = _SIZES | {"num_hidden_layers": _num_layers(recipe), "dtype": torch.bfloat16}
     if recipe.pretrain is None:
@@ -288,11 +270,8 @@ def _write_data(recipe: Recipe, place: Path, known: Mapping[str, Sequence[Benchm
         for row, suite in benchmarks:
             make = CODE[path] if row.kind == "code" else partial(benchmark_row, columns_of(row.task, suite))
             rows = [make(index) for index in range(_NUM_ITEMS)]
-            splits = (
-                {(row.dataset_name or "default", row.split)}
-                if row.kind == "code"
-                else named_splits(row, suite)
-            )
+            own: set[tuple[str, Any]] = {(row.dataset_name or "default", row.split)}
+            splits = own if row.kind == "code" else named_splits(row, suite)
             files |= {each: rows for each in sorted(splits) if each not in files}
         compared = {
             (each.name or "default", each.split)

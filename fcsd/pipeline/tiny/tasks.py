@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder
-from fcsd.pipeline.tiny.hub_layout import write_data_set, write_rows
 from fcsd.pipeline.tiny.questions import answer_tasks, chat_rows, choice_tasks, code_tasks
+from fcsd.pipeline.tiny.rows import write_data_set, write_rows
 
 FORMAT_VERSION = 3
 
@@ -70,19 +70,14 @@ class Sizes:
 
 
 def write_tiny_data(folder: Path, **sizes: Any) -> None:
-    """Write the tokenizer, the training rows and the three tasks; the same settings give the same bytes.
+    """Write the tokenizer, the training rows and the three tasks; the same settings (`Sizes`) give the same bytes.
 
     Layout: `tokenizer/`, `settings.json`, chat rows `train.jsonl` (for pre-training), `distill.jsonl` and
     `heldout.jsonl`, and in `data/fcsd/` the tasks `tiny-code/{validation,test}.jsonl` (MBPP+ schema),
     `tiny-choice/test.jsonl` and `tiny-answers/test.jsonl`. In `distill.jsonl` the share `careless` of the
     answers has a mistake in it, as instruction data by other hands has: fine-tuning takes the mistakes over,
     distillation from the original does not.
-    A finished folder with the same settings is left as it is.
-
-    sizes: of `Sizes`.
-
-    Raises:
-        UserError: `folder` holds something else.
+    A finished folder with the same settings is left as it is; one that holds something else is a UserError.
     """
     folder, wanted = Path(folder), Sizes(**sizes)
     settings = {"format_version": FORMAT_VERSION, **asdict(wanted)}

@@ -7,8 +7,7 @@ from pydantic import Field, model_validator
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import like, option
-from fcsd.data.config import DataConfig, SourceConfig, source_option
-from fcsd.data.study import ModelStudy
+from fcsd.data.config import DataConfig, ModelStudy, SourceConfig, source_option
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, named_tasks
 from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import resolve_layers

@@ -5,9 +5,9 @@ back before the first training step.
     B  what its branches add -> what is missing to the original's stream behind the layer   into what writes it
     A_e, B_e  the same for one routed expert, on the tokens that it is chosen for
 
-`solve` is the arithmetic, `roles` says which weights, `fold` changes them, `steps` runs single layers, `layer`
-calibrates one, `experts` its routed experts, `walk` goes through the layers in order, `model` does so for models in
-memory, `checkpoint` from folder to folder; `state` is what all of them work on.
+`solve` is the arithmetic, `roles` says which weights and folds into them, `steps` runs single layers, `layer` goes
+through them in order, `experts` is about routed experts, `model` calibrates models in memory, `checkpoint` from folder
+to folder; `state` is what all of them work on.
 
 Not covered: weights that are quantised; a teacher with another residual width.
 """

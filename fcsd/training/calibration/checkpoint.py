@@ -7,14 +7,11 @@
 The source's weights are never written, so that a layer that was cut off is solved again from them.
 """
 
-from __future__ import annotations
-
-import itertools
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +29,11 @@ from fcsd.model.connectivity.spec import CALIBRATED, Connectivity
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
+from fcsd.training.calibration.layer import walk
 from fcsd.training.calibration.model import batches_of, complaint, first_stream, own_text, shown
 from fcsd.training.calibration.shards import Layerwise, own_copies, write_changed
 from fcsd.training.calibration.state import State
 from fcsd.training.calibration.steps import Stream
-from fcsd.training.calibration.walk import walk
 
 
 def calibrate_checkpoint(
@@ -49,14 +46,12 @@ def calibrate_checkpoint(
     ridge: float,
     launch: Launch,
 ) -> dict[str, Any]:
-    """Write the original, converted and calibrated, to `out`. All ranks call this.
+    """Write the original, converted and calibrated, to `out`. All ranks call this, and each works on its share of the
+    rows.
 
-    Args:
-        work: a folder for what is not finished; one from a run that was killed has to be of the same settings.
-        rows: of `fcsd.data.dataset.build_dataset`; each rank works on its share.
+    work: a folder for what is not finished; one from a run that was killed has to be of the same settings.
 
-    Returns:
-        tokens, seconds, and for each layer what was solved (`fcsd.training.calibration.model.calibrate_model`).
+    Returns: tokens, seconds, and for each layer what was solved (`fcsd.training.calibration.model.calibrate_model`).
 
     Raises:
         UserError: a checkpoint that is converted, calibrated or quantised; too little text, or text that
@@ -83,7 +78,9 @@ def calibrate_checkpoint(
         with bar:
             for result in walk(models, state, text, layers=layers, ridge=ridge, ranks=ranks):
                 if result is not None:
-                    _write_layer(models, state.next_layer - 1, model, ranks)
+                    if ranks.first:
+                        tensors = models.layer_tensors(state.next_layer - 1)
+                        write_changed(model, models.files, tensors, original.folder)
                     bar.set_postfix_str(shown(result))
                 _save(state, work, ranks)
                 bar.update()
@@ -180,11 +177,6 @@ def _streams(work: Path, layer: int, ranks: Ranks) -> Path:
     return work / f"streams-{layer}-{ranks.rank}.safetensors"
 
 
-def _write_layer(models: Layerwise, index: int, model: Path, ranks: Ranks) -> None:
-    if ranks.first:
-        write_changed(model, models.files, models.layer_tensors(index), models.checkpoint.folder)
-
-
 def _save(state: State, work: Path, ranks: Ranks) -> None:
     """Leave both streams on disk, then note that they are what a run that is cut off now goes on with."""
     parts = {"teacher": state.teacher, "student": state.student or []}
@@ -207,13 +199,9 @@ def take_rows(rows: Any, num_tokens: int) -> list[Any]:
     """Take rows, in order, until they hold `num_tokens` tokens of text, or there are no more."""
     found: list[Any] = []
     count = 0
-    for row in itertools.islice(_once(rows), num_tokens):
+    for row in rows:
         found.append(row)
         count += int(real_tokens(batches_of([row])[0]).sum())
         if count >= num_tokens:
             break
     return found
-
-
-def _once(rows: Any) -> Iterable[Any]:
-    return (rows[k] for k in range(len(rows))) if hasattr(rows, "__len__") else rows

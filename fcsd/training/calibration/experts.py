@@ -64,7 +64,6 @@ class Call:
         return tokens, out
 
     def to(self, device: torch.device) -> Call:
-        """Return the same with its tensors on another device."""
         moved = {id(value): value.to(device) for value in (self.hidden, self.choices, self.weights)}
         return Call(
             tuple(moved.get(id(value), value) for value in self.args),
@@ -116,15 +115,12 @@ def adds_up(module: nn.Module, call: Call, num_experts: int) -> bool:
 def fold_reads(
     work: Work, experts: Experts, pairs: Sequence[tuple[Tensor, Tensor]], shared: Tensor
 ) -> list[float] | None:
-    """Give what every expert reads a map of its own, or the one of all, which the router has already.
+    """Give what every expert reads a map of its own, or the one of all (`shared`), which the router has already.
 
-    Args:
-        pairs: what student and teacher read, (N, D) of each batch.
-        shared: the map of all.
+    pairs: what student and teacher read, (N, D) of each batch.
 
-    Returns:
-        Squares left by the map of all and by these, relative to those of what the teacher reads, over all experts; None
-        where it cannot be told which of them are chosen.
+    Returns: squares left by the map of all and by these, relative to those of what the teacher reads, over all experts;
+    None where it cannot be told which of them are chosen.
     """
     routes = _routes(work, experts)
     if not all(work.ranks.share(lambda: len(routes) == len(pairs))):
@@ -168,9 +164,8 @@ def _routes(work: Work, experts: Experts) -> list[Tensor]:
 def fold_adds(work: Work, experts: Experts) -> list[float] | None:
     """Give what every expert adds a map of its own.
 
-    Returns:
-        Squares of what is missing before and after, relative to those before; None where experts cannot be called one
-        by one.
+    Returns: squares of what is missing before and after, relative to those before; None where experts cannot be called
+    one by one.
     """
     module = work.layer.get_submodule(experts.module)
     num_experts = _num_experts(work, experts)

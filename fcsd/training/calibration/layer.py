@@ -1,4 +1,6 @@
-"""Solve and fold one rewired layer, all layers before it being calibrated already.
+"""Go through the decoder layers in order: solve and fold a rewired one, then hand both streams on to the next.
+
+The same tokens go through teacher and student. For each rewired layer, all before it being calibrated already:
 
 1. x is what a branch of the student reads, y what the same branch of the teacher reads; A goes into what reads x, for
    routed experts one of their own (`fcsd.training.calibration.experts`).
@@ -8,10 +10,9 @@
 
 A side whose input depends on another side of the same layer (`mlp: full`) is solved after that one is folded.
 
-Not covered: layers in which nothing of a branch can be folded are left alone there; `Roles.left` says so.
+Not covered: layers in which nothing of a branch can be folded are left alone there (`Roles.left` says so); where
+weights and streams come from and go to between the layers, which is `Models`' and the caller's.
 """
-
-from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -21,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.base.hooks import After, Before, Stopped, first_tensor, hidden_states, hooked
+from fcsd.data.batches import Batch, real_tokens
+from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.training.calibration.experts import fold_adds, fold_reads
 from fcsd.training.calibration.roles import Group, Roles, Side, roles_of
-from fcsd.training.calibration.state import Work, to
+from fcsd.training.calibration.state import Models, State, Text, Work, to
 
 
 def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
@@ -80,7 +83,7 @@ def _fold_reads(
 
 def _teacher(work: Work, sides: list[Side]) -> list[dict[str, Tensor]]:
     """Run the teacher's layer on every batch; return what its branches read, of text, by their names."""
-    layer, wanted = work.models.teacher_layer(work.index), []
+    layer, wanted = work.models.teacher.layers[work.index], []
     for place, batch in enumerate(work.batches):
         stream = to(work.teacher[place], work.device)
         with _inputs_of(layer, sides) as found:
@@ -173,3 +176,43 @@ def _outputs_of(layer: nn.Module, groups: Sequence[Group]) -> Iterator[list[Tens
     for group in groups:
         summed = [parts[name] for name in group.modules]
         found.append(sum(summed[1:], summed[0]) * group.factor)
+
+
+def walk(
+    models: Models,
+    state: State,
+    text: Text,
+    *,
+    layers: Sequence[int],
+    ridge: float,
+    ranks: Ranks = ALONE,
+) -> Iterator[dict[str, Any] | None]:
+    """Take `state` behind each next layer, up to the last of `layers`; yield its result, None if it has none.
+
+    While a result is looked at, the layer is still loaded. All ranks call this, each with at least one batch of text.
+    Raises UserError as `LeastSquares.solve`.
+    """
+    masks = [real_tokens(batch).flatten() for batch in text.batches]
+    for index in range(state.next_layer, max(layers) + 1):
+        result = None
+        with models.layer(index):
+            if index in layers:
+                if state.student is None:
+                    state.student = list(state.teacher)
+                work = Work(models, index, text, masks, state.teacher, state.student, ranks)
+                result = calibrate_layer(work, ridge)
+                state.results.append(result)
+            else:
+                _hand_on(models, state, text.batches, index)
+            state.next_layer = index + 1
+            yield result
+
+
+def _hand_on(models: Models, state: State, batches: Sequence[Batch], index: int) -> None:
+    for number, batch in enumerate(batches):
+        batch = to(batch, models.device)
+        if state.student is not None:
+            stream = to(state.student[number], models.device)
+            state.student[number] = to(models.student.step(index, batch, stream), "cpu")
+        stream = to(state.teacher[number], models.device)
+        state.teacher[number] = to(models.teacher_step(index, batch, stream), "cpu")

@@ -1,8 +1,5 @@
 """Calibrate a converted model in memory against its original, on the same rows."""
 
-from __future__ import annotations
-
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,41 +13,15 @@ from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.spec import CALIBRATED
 from fcsd.model.families import base_model_type, family_of
 from fcsd.parallel.ranks import ALONE, Ranks, input_device, is_sharded
-from fcsd.training.calibration.fold import fold_map
-from fcsd.training.calibration.roles import Place
+from fcsd.training.calibration.layer import walk
 from fcsd.training.calibration.solve import FITS_THE_SAMPLE
-from fcsd.training.calibration.state import State, Text, to
+from fcsd.training.calibration.state import Models, State, Text, to
 from fcsd.training.calibration.steps import Steps, Stream
-from fcsd.training.calibration.walk import walk
 from fcsd.training.losses.head import refuse_packing
 
 RIDGE = 1e-3
 BATCH_TOKENS = 4096
 _RULED_OUT = 2.0  # times as much of what is added is missed; 1.5 is what 16 x the width leaves
-
-
-class InMemory:
-    """Teacher and student that are both loaded."""
-
-    def __init__(self, student: Any, teacher: Any) -> None:
-        family = family_of(student.config)
-        self.student, self.teacher = Steps(student, family), Steps(teacher, family)
-        self.device = input_device(student)
-
-    def teacher_layer(self, index: int) -> torch.nn.Module:
-        layer: torch.nn.Module = self.teacher.layers[index]
-        return layer
-
-    def teacher_step(self, index: int, batch: Batch, stream: Stream) -> Stream:
-        return self.teacher.step(index, batch, stream)
-
-    def layer(self, index: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def fold(
-        self, index: int, places: Sequence[Place], found: Tensor, side: Any, expert: int | None = None
-    ) -> None:
-        fold_map(self.student.layers[index], places, found, side, expert)
 
 
 def calibrate_model(
@@ -67,8 +38,7 @@ def calibrate_model(
     Args:
         student: a converted model.
         teacher: the original, of the same family and width.
-        rows: of `fcsd.data.dataset.build_dataset`, or token ids (N, T); all ranks give the same, each works on its
-            share.
+        rows: of `fcsd.data.dataset.build_dataset`, or token ids (N, T); each rank works on its share.
         ridge: λ relative to the mean diagonal.
 
     Returns:
@@ -82,7 +52,8 @@ def calibrate_model(
     text = own_text(_as_rows(rows), teacher, ranks)
     modes = student.training, teacher.training
     student.eval(), teacher.eval()
-    models = InMemory(student, teacher)
+    family = family_of(student.config)
+    models = Models(Steps(student, family), Steps(teacher, family), input_device(student))
     try:
         streams = [
             [first_stream(steps, batch, models.device) for batch in text.batches]
@@ -149,8 +120,8 @@ def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
     """Return this rank's share of the rows.
 
     Raises:
-        UserError: the text has ids that the model does not know, fewer distinct tokens than four times the model's
-            width, or none on a rank; packed examples that the model would let see each other.
+        UserError: ids that the model does not know; fewer distinct tokens than four times its width, or none on a rank;
+            packed examples that it would let see each other.
     """
     text, config = Text.of(batches_of(rows), ranks), model.config.get_text_config()
     largest = max((int(batch["input_ids"].max()) for batch in text.batches), default=0)

@@ -1,5 +1,6 @@
 """Look up which weights of a layer read what a branch is given, and which write what it adds:
-`fcsd.model.families.folding`.
+`fcsd.model.families.folding`; and fold a map into them: they then read x A in the place of x, or write u B in the place
+of u.
 
     roles = roles_of(layer, family)               # of a rewired layer
     roles.sides                                   # [Side("self_attn", readers), Side("mlp", readers)]
@@ -8,13 +9,12 @@
 Not covered: routed experts that are modules of their own (no family has them).
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fcsd.model.connectivity.rewire import is_one_of
 from fcsd.model.families import Family
@@ -162,3 +162,36 @@ def _experts(layer: nn.Module, family: Family, readers: tuple[Place, ...], group
 
 def _within(module: str, branch: str) -> bool:
     return module == branch or module.startswith(f"{branch}.")
+
+
+@torch.no_grad()
+def fold_map(
+    layer: nn.Module,
+    places: Iterable[Place],
+    found: Tensor,
+    side: Literal["reads", "writes"],
+    expert: int | None = None,
+) -> None:
+    """Change the weights of a layer in place, each in its own dtype.
+
+    places: names of parameters in the layer, and the axis of each that the map is multiplied with. found: (D, D), rows
+    are what is mapped: x A, u B. expert: change this slice of the parameters only, whose first axis is the experts.
+    """
+    for name, axis in places:
+        weight = layer.get_parameter(name)
+        # In float32 at least: what is rounded is the product, to the weight's dtype.
+        matrix = (found.T if side == "reads" else found).to(
+            weight.device, torch.promote_types(weight.dtype, torch.float32)
+        )
+        if expert is not None:
+            _fold(weight[expert], axis - 1, matrix)
+        elif weight.ndim == 3 and axis:  # an expert at a time: copies of all of them are large
+            for part in weight:
+                _fold(part, axis - 1, matrix)
+        else:
+            _fold(weight, axis, matrix)
+
+
+def _fold(weight: Tensor, axis: int, matrix: Tensor) -> None:
+    moved = weight.movedim(axis, -1)
+    moved.copy_((moved.to(matrix.dtype) @ matrix).to(weight.dtype))

@@ -7,8 +7,6 @@ copy: its dtype and shape stay, and so does the file's header.
 Not covered: quantised checkpoints, whose tensors the quantisation method names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -27,23 +25,24 @@ from fcsd.model.connectivity.checkpoint import Checkpoint
 from fcsd.model.connectivity.load import config_and_class
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families.structure import output_head
-from fcsd.training.calibration.fold import fold_map
 from fcsd.training.calibration.roles import Place
+from fcsd.training.calibration.state import Models
 from fcsd.training.calibration.steps import Steps, Stream
 
 
-class Layerwise:
+class Layerwise(Models):
     """Teacher and student that share the weights of a checkpoint: one layer of them is loaded at a time."""
 
     def __init__(
         self, checkpoint: Checkpoint, connectivity: Connectivity, device: torch.device, **options: Any
     ) -> None:
         assert checkpoint.family is not None
-        self.checkpoint, self.device = checkpoint, device
+        self.checkpoint = checkpoint
         config, cls = config_and_class(checkpoint, connectivity)
         with torch.device("meta"):
             self.model = cls._from_config(config, dtype=torch.float32, **options).eval()
-        self.student = Steps(self.model, checkpoint.family)
+        steps = Steps(self.model, checkpoint.family)
+        super().__init__(steps, steps, device)
         names = {module: name for name, module in self.model.named_modules()}
         self.stack = next(name for module, name in names.items() if module is self.student.layers)
         head = f"{names[output_head(self.model)]}."
@@ -57,17 +56,13 @@ class Layerwise:
         self._load(outside)
         self._fill_buffers(self.model, self.stack)
 
-    def teacher_layer(self, index: int) -> nn.Module:
-        layer: nn.Module = self.student.layers[index]
-        return layer
-
     def teacher_step(self, index: int, batch: Batch, stream: Stream) -> Stream:
         with rewire.regular(self.model):
-            return self.student.step(index, batch, stream)
+            return super().teacher_step(index, batch, stream)
 
     @contextlib.contextmanager
     def layer(self, index: int) -> Iterator[None]:
-        layer = self.teacher_layer(index)
+        layer: nn.Module = self.student.layers[index]
         prefix = f"{self.stack}.{index}"
         self._load(f"{prefix}.{name}" for name in layer.state_dict())
         self._fill_buffers(layer)
@@ -80,21 +75,16 @@ class Layerwise:
         self, index: int, places: Sequence[Place], found: Tensor, side: Any, expert: int | None = None
     ) -> None:
         """Fold a map, and round the weights to what their files hold."""
-        layer = self.teacher_layer(index)
-        fold_map(layer, places, found, side, expert)
+        super().fold(index, places, found, side, expert)
         for name, _ in places:
-            weight = layer.get_parameter(name).data
+            weight = self.student.layers[index].get_parameter(name).data
             weight = weight if expert is None else weight[expert]
             weight.copy_(weight.to(self._dtypes[f"{self.stack}.{index}.{name}"]))
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
         """Return the tensors of the loaded layer by their names in the files."""
-        return self._in_files(
-            {
-                f"{self.stack}.{index}.{name}": value
-                for name, value in self.teacher_layer(index).state_dict().items()
-            }
-        )
+        own = self.student.layers[index].state_dict()
+        return self._in_files({f"{self.stack}.{index}.{name}": value for name, value in own.items()})
 
     def files_of(self, layers: Iterable[int]) -> set[str]:
         """Name the weight files that hold tensors of these layers."""
@@ -114,7 +104,8 @@ class Layerwise:
         from transformers.utils import logging
 
         state = self.model.state_dict()
-        wanted = [name for name in names if not getattr(self._owner(name), "_is_tied", False)]
+        owners = {name: self.model.get_submodule(name.rpartition(".")[0]) for name in names}
+        wanted = [name for name, owner in owners.items() if not getattr(owner, "_is_tied", False)]
         with contextlib.ExitStack() as opened:
             slices: dict[str, Any] = {}
             by_file: dict[str, Any] = {}
@@ -139,19 +130,13 @@ class Layerwise:
                 raise AssertionError(f"{self.checkpoint.folder}: '{name}' was not loaded")
 
     def _note_dtypes(self, names: Sequence[str], slices: dict[str, Any]) -> None:
-        """Note in which dtype the files hold each weight."""
         dtypes = {name: value[:0].dtype for name, value in slices.items() if value.get_shape()}
         found = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
         state = self.model.state_dict() if len(found) > 1 else {}
-        for (
-            name
-        ) in names:  # conversions may need several weights at once, so they are asked only if it matters
+        for name in names:
+            # Conversions may need several weights at once, so they are asked only if it matters.
             in_files = self._in_files({name: state[name]}) if state else {}
             self._dtypes[name] = next((dtypes[one] for one in in_files if one in dtypes), next(iter(found)))
-
-    def _owner(self, name: str) -> nn.Module:
-        module: nn.Module = self.model.get_submodule(name.rpartition(".")[0])
-        return module
 
     @torch.no_grad()
     def _fill_buffers(self, root: nn.Module, leave_out: str | None = None) -> None:

@@ -44,12 +44,8 @@ class LeastSquares:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        self.width = width
-        self.xx, self.xy, self.yy = (
-            zeros(num_inputs * width, num_inputs * width),
-            zeros(num_inputs * width, width),
-            zeros(1),
-        )
+        self.width, inputs = width, num_inputs * width
+        self.xx, self.xy, self.yy = zeros(inputs, inputs), zeros(inputs, width), zeros(1)
         self.different, self.rows = zeros(1), zeros(1)
 
     def add(self, x: Tensor, y: Tensor) -> None:
@@ -81,18 +77,13 @@ class LeastSquares:
                 dist.all_reduce(tensor)
 
     def solve(self, ridge: float, what: str, ranks: Ranks = ALONE, towards: Tensor | None = None) -> Solution:
-        """Solve by Cholesky. All ranks get the same map.
-
-        Args:
-            what: what an error calls the problem.
-            towards: J (K·D, D), the map that the ridge pulls to.
+        """Solve by Cholesky. All ranks get the same map. what: the problem's name in errors. towards: J (K·D, D), as a
+        rule identities, the map that the ridge pulls to.
 
         Raises:
             UserError: sums that are not finite, or a matrix that is singular with this ridge.
         """
-        if not bool(
-            torch.isfinite(self.xx).all() and torch.isfinite(self.xy).all() and torch.isfinite(self.yy).all()
-        ):
+        if not all(torch.isfinite(sums).all() for sums in (self.xx, self.xy, self.yy)):
             raise UserError(
                 f"{what}: the sums over the calibration text are not finite; the model gives values that are not"
                 " numbers on it, look at the text and at the checkpoint (fcsd inspect)"
@@ -129,12 +120,7 @@ class LeastSquares:
         limit: float = FITS_THE_SAMPLE,
     ) -> Solution:
         """Solve with the rows of `held_out` too, if a map that was solved without them leaves at most `limit` times as
-        much of them as `towards` does.
-
-        The map is None otherwise: `towards` is to be taken.
-
-        Raises:
-            UserError: as `solve`.
+        much of them as `towards` does; the map is None otherwise: `towards` is to be taken. Raises as `solve`.
         """
         if towards is None:
             towards = self._identities()

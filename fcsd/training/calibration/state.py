@@ -6,14 +6,14 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fcsd.data.batches import Batch, real_tokens
 from fcsd.parallel.ranks import Ranks
-from fcsd.training.calibration.roles import Place
+from fcsd.training.calibration.roles import Place, fold_map
 from fcsd.training.calibration.solve import LeastSquares, Solution
 from fcsd.training.calibration.steps import Steps, Stream
 
@@ -21,25 +21,25 @@ _HELD_OUT = 4  # every so many-th row says whether a map fits the others only
 _SEEN = 4  # as many tokens that come again tell nothing new
 
 
-class Models(Protocol):
-    """Teacher and student, of which a layer is in memory while it is worked on."""
+class Models:
+    """Teacher and student, both loaded; `Layerwise` has a layer of them in memory while it is worked on."""
 
-    student: Steps
-    device: torch.device
+    def __init__(self, student: Steps, teacher: Steps, device: torch.device):
+        self.student, self.teacher, self.device = student, teacher, device
 
     def teacher_step(self, index: int, batch: Batch, stream: Stream) -> Stream:
         """Return the teacher's stream behind a layer."""
-
-    def teacher_layer(self, index: int) -> nn.Module:
-        """Return the module that `teacher_step` runs."""
+        return self.teacher.step(index, batch, stream)
 
     def layer(self, index: int) -> contextlib.AbstractContextManager[Any]:
         """Have the weights of a layer in memory."""
+        return contextlib.nullcontext()
 
     def fold(
         self, index: int, places: Sequence[Place], found: Tensor, side: Any, expert: int | None = None
     ) -> None:
         """Fold a map into weights of the student's layer, or into those of one expert."""
+        fold_map(self.student.layers[index], places, found, side, expert)
 
 
 @dataclass
@@ -109,22 +109,18 @@ class Work:
 
     @property
     def batches(self) -> Sequence[Batch]:
-        """Of the text."""
         return self.text.batches
 
     @property
     def layer(self) -> Any:
-        """The student's."""
         return self.models.student.layers[self.index]
 
     @property
     def device(self) -> torch.device:
-        """Where the layer is."""
         return self.models.device
 
     @property
     def width(self) -> int:
-        """Of the residual stream."""
         return self.student[0]["o"].shape[-1]
 
     def step(self, place: int) -> Stream:
@@ -158,5 +154,4 @@ class Work:
 
 
 def to(values: dict[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
-    """Return the tensors on a device."""
     return {name: value.to(device) for name, value in values.items()}

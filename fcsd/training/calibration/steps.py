@@ -7,8 +7,6 @@ kept, and behind it the pass ends. Layers that are skipped need no weights.
 Not covered: layers that are wrapped (FSDP, DDP); models on several devices.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -37,16 +37,10 @@ from fcsd.training.meters import Meters
 def balance_loss(
     probabilities: Tensor, experts: Tensor, share: Tensor | None, examples: Tensor, num_examples: int
 ) -> Tensor:
-    """Return T times the loss of one layer: the sum over examples of their tokens times their loss.
+    """Return T times the loss of one layer, the sum over examples of their tokens times their loss; 0 for no token.
 
-    Args:
-        probabilities: (T, E) of the router.
-        experts: (T, K) that each token goes to.
-        share: (E,) f of the whole step; None: that of each example.
-        examples: (T,) number of each token's example.
-        num_examples: of them.
-
-    Returns: a scalar, 0 for no token.
+    probabilities: (T, E) of the router. experts: (T, K) that each token goes to. share: (E,) f of the whole step; None:
+    that of each example. examples: (T,) number of each token's example.
     """
     num_experts, top_k = probabilities.shape[-1], experts.shape[-1]
     if share is not None:
@@ -76,9 +70,8 @@ class Balance:
         self.bias_rate, self.accelerator = train.balance_bias_rate, accelerator
         self.routers = find_routers(student)
         self.biases = _biases(student) if self.bias_rate is not None else []
-        self.loads: Tensor | None = (
-            None  # choices of the step that is under way, over all ranks, [layers, experts]
-        )
+        # Choices of the step that is under way, over all ranks, [layers, experts].
+        self.loads: Tensor | None = None
         self.num_tokens = 1  # that count, of that step and all ranks
 
     @contextmanager
@@ -143,7 +136,6 @@ class Balance:
 
     @torch.no_grad()
     def load(self, state: list[list[float]]) -> None:
-        """Go on from `state`."""
         for bias, values in zip(self.biases, state, strict=True):
             bias.copy_(torch.tensor(values))
 

@@ -22,8 +22,6 @@ float64 inputs stay float64 throughout.
 No collective, no host synchronisation, no data-dependent shape.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,8 +42,7 @@ FEWEST_TOKENS = {"cpu": 192, "accelerator": 1024}
 class Kernels:
     """The matmuls of the loss, and what else depends on the device: their operands' dtype and the chunks' size.
 
-    A subclass may run or count them otherwise, as `fcsd.planning.cost.trace` does; a head with a loss has its own
-    (`kernels`).
+    A subclass may run or count them otherwise, as `fcsd.planning.cost.trace` does.
     """
 
     def chunk_tokens(
@@ -103,7 +100,6 @@ class Head:
     softcap: float | None = None
 
     def check(self, whose: str, vocab_size: int | None) -> None:
-        """Raise UserError where the shapes do not fit together."""
         hidden, weight, bias = self.hidden, self.weight, self.bias
         if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
             raise UserError(
@@ -260,7 +256,6 @@ class _Sums:
             self.per_token = [new(num_tokens), new(num_tokens), agreement]
 
     def add(self, begin: int, end: int) -> None:
-        """Add tokens begin … end-1."""
         tiles = [tile[: end - begin] for tile in self.tiles]
         s = self.student.of(begin, end, tiles[0])
         slope = self.student.slope(s) if any(self.wants) else None

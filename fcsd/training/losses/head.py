@@ -14,8 +14,6 @@ own forward calls it:
 Parameters, modules and names stay what they are; without `objective` the model is the model that it was.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -61,8 +59,8 @@ class LossOutput(ModelOutput):
 class Target:
     """The target that the head compares its logits with. Not a pytree node: no wrapper casts or moves its tensors.
 
-    labels: (N,), of an objective without a teacher. teacher_hidden, teacher_head: (N, D'), and the module with the
-    teacher's gathered `weight` and `bias`.
+    labels: (N,), of an objective without a teacher. teacher_hidden: (N, D'). teacher_head: with gathered `weight`,
+    `bias`.
     """
 
     objective: ObjectiveConfig
@@ -87,8 +85,8 @@ class LossHead(nn.Linear):
     kernels: Kernels = KERNELS
 
     def forward(self, hidden: Tensor, target: Target | None = None) -> Any:
-        """Map `hidden` without a target, (…, D), to logits (…, V), as before; with one, (N, D), to a scalar, and with a
-        teacher the tokens' statistics.
+        """Map `hidden` (…, D) to logits (…, V); with a target, (N, D) to a scalar and, with a teacher, the tokens'
+        statistics.
         """
         if target is None:
             return super().forward(hidden)
@@ -120,9 +118,9 @@ def attach_loss_head(model: nn.Module, vocab_size: int | None = None) -> None:
 
     The training forward takes
         input_ids, position_ids (B, T); attention_mask, None when rows are packed
-        keep: which positions enter the loss, (B, T) bool, or (N,) int64 indices into the B * T positions (no
-              host synchronisation on an accelerator). Position t predicts token t+1; shifting is the caller's
-              work, see `fcsd.data.batches.next_token_targets`. None keeps all.
+        keep: which positions enter the loss, (B, T) bool, or (N,) int64 indices into the B * T positions (no host
+              synchronisation on an accelerator); None: all. Position t predicts token t+1
+              (`fcsd.data.batches.next_token_targets`).
         objective: one of `fcsd.training.losses.objectives`, with what a `Target` of it needs; "hidden" for the (N, D)
               final hidden states themselves
     and returns a `LossOutput` whose `loss` is a sum over the N positions, in nats.

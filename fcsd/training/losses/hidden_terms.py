@@ -14,11 +14,7 @@ The points of l2, x of the student and t of the teacher:
                 is the first point at which routed_k is back in the stream, and the two streams can be compared.
     sublayers   the outputs of attention and of the MoE block (or MLP) of every rewired layer: what is added to the
                 stream, whatever has been added before
-
-Not covered: teachers that are no model at hand (`teacher.backend: cache`).
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,8 +49,7 @@ class Captured:
 def squared_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], keep: Tensor | None) -> Tensor:
     """Sum over kept tokens and points of |x_k - t_k|^2, paper Eq. 5; 0 when none is kept.
 
-    Args: for each point (…, D); keep as in `fcsd.training.losses.head.kept`. Returns: a float32 scalar (float64 for
-    float64).
+    student, teacher: (…, D) for each point. Returns: a float32 scalar (float64 for float64).
     """
     return torch.stack([_squares(x, t, keep)[0].sum() for x, t in zip(student, teacher, strict=True)]).sum()
 
@@ -87,11 +82,7 @@ def router_divergence(student: Sequence[Tensor], teacher: Sequence[Tensor], keep
 
 
 def student_routers(model: nn.Module) -> list[Router]:
-    """Find the routers that an objective compares or freezes.
-
-    Raises:
-        UserError: there is none, or not one for each MoE layer.
-    """
+    """Find the routers that an objective compares or freezes; UserError where there is not one for each MoE layer."""
     try:
         return find_routers(model)
     except UserError as error:
@@ -157,10 +148,7 @@ class AuxiliaryLosses:
 
     @contextmanager
     def captured(self, model: nn.Module) -> Iterator[Captured]:
-        """Collect the points and the router logits of one forward pass of student or teacher in the block.
-
-        Gradients flow through what is collected, under activation checkpointing too.
-        """
+        """Collect the points and the router logits of one forward pass of student or teacher, gradients with them."""
         captured = Captured()
         inner = unwrapped(model)
 

@@ -83,8 +83,7 @@ def sums_by_row(
 ) -> tuple[list[float], list[int]]:
     """Return for each of `num_rows` rows its loss summed over tokens, and its kept tokens; the same on all ranks.
 
-    Args: batches: this rank's, of `read_rows`; loss_sum: the summed loss of one of them, on `device`; around_row: as of
-    `read_rows`.
+    batches: this rank's, of `read_rows`; loss_sum: the summed loss of one of them, on `device`.
     """
 
     def own_share() -> list[tuple[float, int]]:
@@ -114,10 +113,7 @@ def _with_bar(values: Sequence[Any], bar: str | None, ranks: Ranks) -> Any:
 
 @dataclass(frozen=True)
 class Original:
-    """The original as far as the KL needs it, which then need not be in memory beside the model.
-
-    batches: of `read_rows`.
-    """
+    """The batches of `read_rows` and the head of the original, which then need not be in memory beside the model."""
 
     batches: list[Batch]
     head: nn.Linear
@@ -132,12 +128,8 @@ def read_original(
     ranks: Ranks = ALONE,
     around_row: AroundRow | None = None,
 ) -> Original:
-    """Run the original over this rank's share of `rows`; all ranks call this.
-
-    around_row: as of `read_rows`.
-
-    Raises:
-        UserError: packed rows for a family that would let the examples in them see each other.
+    """Run the original over this rank's share of `rows`; all ranks call this. around_row and errors as of
+    `read_rows`.
     """
 
     def prepare(batch: Batch) -> None:
@@ -166,10 +158,7 @@ def kl_by_row(
     ranks: Ranks = ALONE,
     around_row: AroundRow | None = None,
 ) -> tuple[list[float], list[int]]:
-    """Return for each row the sum of KL(original || model) in nats, and its kept tokens; the same on all ranks.
-
-    around_row: as of `read_rows`.
-    """
+    """Return for each row the sum of KL(original || model) in nats, and its kept tokens; the same on all ranks."""
     device = input_device(model)
     heads = original.head.to(device), whole_head(model, device)
     scalings = head_scaling(original.config), head_scaling(model.config)
@@ -200,13 +189,10 @@ def mean_kl(
 ) -> dict[str, float | None]:
     """Compute the forward KL in nats per kept token, over `rows` of `fcsd.data.dataset.build_dataset`.
 
-    Args:
-        original: from `read_original`, with the same rows and ranks.
-        around_row: as of `read_rows`.
+    original: from `read_original`, with the same rows and ranks. around_row: as of `read_rows`.
 
-    Returns:
-        `kl`: sum over tokens / number of tokens; `stderr`: of this ratio, with rows as the independent units;
-        `num_tokens`. `stderr` is None for a single row, `kl` too when no row keeps a token.
+    Returns: `kl`: sum over tokens / number of tokens; `stderr`: of this ratio, with rows as the independent units;
+    `num_tokens`. `stderr` is None for a single row, `kl` too when no row keeps a token.
     """
     return ratio(*kl_by_row(original, model, rows, progress=True, ranks=ranks, around_row=around_row))
 

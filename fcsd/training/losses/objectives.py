@@ -13,16 +13,10 @@ beta = 0, 1 and b. As there, the loss is the divergence at the temperature itsel
 as Hinton et al. do.
 
 Clipping. A token whose divergence d exceeds `clip` counts as min(d, clip): it adds `clip` to the loss and nothing to
-the gradient. So the gradient is that of the loss that is reported, a token is either taken as it is or left out, and
-those left out are the ones furthest from the teacher. This is the clamp of a token's loss of verl (`loss_max_clamp`);
-the clip of OPSD (`jsd_token_clip`) bounds the summands of a token one by one, which for forward KL turns off the very
-vocabulary entries that the teacher wants. It is no remedy for a student that starts far off: with every token above
-`clip` nothing is learnt.
+the gradient, which is thus that of the loss that is reported (`loss_max_clamp` of verl; docs/recipes.md).
 
 A `Measure` is the arithmetic of one loss, a record the keys that a recipe's `objective` section may have with it, which
 are arguments of `fcsd.FCSDConfig` as well. torch is loaded by the arithmetic alone: a recipe is read without it.
-
-Not covered: the distances inside the models (`fcsd.training.losses.hidden_terms`).
 """
 
 from __future__ import annotations
@@ -166,10 +160,8 @@ class DivergenceObjectiveConfig(ObjectiveBase):
 
 
 class KLObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):
-    """Compare with a KL divergence.
-
-    kl          forward KL(teacher || student), paper Eq. 4
-    reverse_kl  KL(student || teacher)
+    """Compare with a KL divergence: kl is forward KL(teacher || student), paper Eq. 4, reverse_kl KL(student ||
+    teacher).
     """
 
     name: Literal["kl", "reverse_kl"] = "kl"
@@ -209,11 +201,7 @@ class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
 
 
 class CrossEntropyObjectiveConfig(_WithoutL2, ObjectiveBase):
-    """Learn the data, without a teacher.
-
-    sft  cross-entropy on the data, paper Eq. 3: the baseline
-    ce   the same loss under its pre-training name
-    """
+    """Learn the data, without a teacher: sft is the baseline (paper Eq. 3), ce the same under its pre-training name."""
 
     name: Literal["sft", "ce"]
 

@@ -4,11 +4,7 @@ The final hidden states (after the final norm) of the tokens that carry loss, an
 divergence needs: D numbers a token instead of the vocabulary's. A step asks for those of all its micro-batches at
 once, before the student's first forward, so that a teacher whose weights are sharded over ranks gathers them while the
 student's are not.
-
-Not covered: how a teacher's weights are sharded over ranks (`fcsd.parallel.engine`).
 """
-
-from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -45,9 +41,8 @@ class Teacher(ABC):
         """
 
     def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
-        """Return (N, D') as `prepare`, and what `terms` compare inside the model, of one micro-batch.
-
-        Raises: UserError when this kind of teacher has no layers at hand.
+        """Return (N, D') as `prepare`, and what `terms` compare inside the model, of one micro-batch; UserError where
+        this kind of teacher has no layers at hand.
         """
         raise UserError(
             f"{type(self).__name__}: gives final hidden states only; use teacher.backend: sharded"
@@ -60,7 +55,6 @@ class LiveTeacher(Teacher):
     model: Any
 
     def as_teacher(self) -> AbstractContextManager[None]:
-        """Let the model be the teacher within the block."""
         return nullcontext()
 
     def hidden(self, batch: Batch) -> Tensor:
@@ -69,7 +63,6 @@ class LiveTeacher(Teacher):
 
     @torch.no_grad()
     def prepare(self, batches: list[Batch]) -> None:
-        """One forward a micro-batch."""
         with self.as_teacher():
             for batch in batches:
                 further_in_step()  # a step may have many
@@ -77,16 +70,13 @@ class LiveTeacher(Teacher):
 
     @torch.no_grad()
     def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
-        """Run one forward that collects what the terms need."""
         with self.as_teacher(), terms.captured(self.model) as captured:
             return self.hidden(batch), captured
 
 
 class ModelTeacher(LiveTeacher):
-    """A frozen model of its own.
-
-    Args: a causal language model, on the training's device or sharded over the ranks already; `head` where the
-    model's own is sharded.
+    """A frozen model of its own, on the training's device or sharded over the ranks already; `head` where the model's
+    own is sharded.
     """
 
     def __init__(self, model: PreTrainedModel, head: nn.Module | None = None):

@@ -7,11 +7,7 @@
 A row is found by the hash of its tokens, positions and positions with loss, so neither the order of the rows, nor the
 batch size, nor the number of processes matters, and every run whose data give the same rows shares the folder. D
 numbers a token are exact where the top logits of a token would not be, and 40 to 80 times less than all of them.
-
-Not covered: filling a cache (`fcsd.training.teachers.cache_fill`).
 """
-
-from __future__ import annotations
 
 import functools
 import hashlib
@@ -59,12 +55,7 @@ def row_keys(batch: Batch) -> list[bytes]:
 
 
 def write_shard(folder: Path, identity: dict[str, Any], rows: Sequence[tuple[bytes, Tensor]]) -> Path:
-    """Write one shard beside and rename it.
-
-    rows: key, and (n, D) hidden states. The shard's name is a hash of its keys.
-
-    Raises: UserError when the disk is full or may not be written.
-    """
+    """Write one shard of rows, key and (n, D) hidden states, beside and rename it; its name is a hash of its keys."""
     keys = torch.frombuffer(bytearray(b"".join(key for key, _ in rows)), dtype=torch.uint8)
     tensors = {
         "hidden": torch.cat([hidden for _, hidden in rows]).contiguous(),
@@ -93,9 +84,8 @@ def _hash_of(identity: dict[str, Any]) -> str:
 
 
 def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
-    """Return where each row of a shard lies; only its index is read.
-
-    Raises: UserError for a file that is damaged, or of another teacher.
+    """Return where each row of a shard lies; only its index is read. UserError: it is damaged, or of another
+    teacher.
     """
     try:
         with safe_open(path, framework="pt") as file:  # checks that the file is as long as its header says
@@ -168,10 +158,8 @@ def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
 class HiddenCache:
     """A finished cache, opened: finds and reads rows; files are memory-mapped.
 
-    identity: that of the wanted teacher (`fcsd.training.teachers.unloaded.identity`).
-
-    Raises:
-        UserError: no cache there, one that is not finished, of another teacher, with a shard missing or damaged.
+    identity: that of the wanted teacher (`fcsd.training.teachers.load.identity`); UserError: no cache there, one that
+    is not finished, of another teacher, with a shard missing or damaged.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
@@ -248,7 +236,6 @@ class CachedTeacher(Teacher):
         self.cache.will_need(row_keys(batch))
 
     def prepare(self, batches: list[Batch]) -> None:
-        """Read the rows of all micro-batches."""
         for batch in batches:
             hidden = self.cache.read(row_keys(batch))
             batch["teacher_hidden"] = hidden.to(batch["input_ids"].device)

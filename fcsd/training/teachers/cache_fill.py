@@ -4,8 +4,6 @@ A row belongs to the process that its key names, so that processes need not talk
 the pass, and a second call computes only rows that no shard has.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import sys
@@ -76,7 +74,6 @@ def fill_cache(
     *,
     batch_size: int,
     load_teacher: Callable[[], Teacher],
-    quiet: bool = False,
 ) -> dict[str, Any]:
     """Put what is missing of `rows` into the cache in `folder`, and return its manifest.
 
@@ -105,13 +102,13 @@ def fill_cache(
     if missing:
         size = tokens * identity["hidden_size"] * getattr(torch, identity["dtype"]).itemsize
         if launch.first:
-            _check_room(folder, size, missing, tokens, quiet)
+            _check_room(folder, size, missing, tokens)
         launch.wait()
         batches = [own[begin : begin + batch_size] for begin in range(0, len(own), batch_size)]
         if ranks.lockstep:  # what a spare batch gives is thrown away
             rounds = max(ranks.share(lambda: len(batches)))
             batches += [spare] * (rounds - len(batches))
-        _compute(folder, identity, batches, len(own), load_teacher(), launch, show=launch.first and not quiet)
+        _compute(folder, identity, batches, len(own), load_teacher(), launch, show=launch.first)
         launch.wait()
     if launch.first:
         places = finished_places(folder, identity)
@@ -146,15 +143,14 @@ def _num_kept(row: Row) -> int:
     return int(next_token_targets(batch["labels"], batch["position_ids"])[0].sum())
 
 
-def _check_room(folder: Path, size: int, rows: int, tokens: int, quiet: bool) -> None:
+def _check_room(folder: Path, size: int, rows: int, tokens: int) -> None:
     free = shutil.disk_usage(folder).free
     needed = f"{rows} rows with {tokens} tokens with loss need {_gb(size)}, {_gb(free)} are free at {folder}"
     if size + _FREE_BYTES > free:
         raise UserError(
             f"teacher cache: {needed}; give another folder with --output, or less data (data.train.N.max_examples)"
         )
-    if not quiet:
-        print(f"teacher cache: {needed}", file=sys.stderr)
+    print(f"teacher cache: {needed}", file=sys.stderr)
 
 
 def _gb(size: int) -> str:
@@ -200,10 +196,7 @@ def _hidden_of_rows(teacher: Teacher, rows: Sequence[Row], device: torch.device)
 
 
 def verify_cache(cache: HiddenCache) -> None:
-    """Read every shard and compare it with its checksum.
-
-    Raises: UserError that names the first shard whose content has changed; the file is left where it is.
-    """
+    """Read every shard and compare it with its checksum; UserError names the first whose content has changed."""
     for name in progress_bar(cache.manifest["shards"], desc="Verifying", unit="shard"):
         try:
             verify_shard(cache.folder / name)
@@ -212,9 +205,8 @@ def verify_cache(cache: HiddenCache) -> None:
 
 
 def spot_check(cache: HiddenCache, teacher: Teacher, rows: Sequence[Row], device: torch.device) -> None:
-    """Compare some rows of a cache with what the teacher gives now.
-
-    Raises: UserError when a row is further away than other kernels could bring it.
+    """Compare some rows of a cache with what the teacher gives now; UserError when one is further away than other
+    kernels could bring it.
     """
     for row in rows:
         live = _hidden_of_rows(teacher, [row], device)[0].double()

@@ -6,8 +6,6 @@ it was: the loss head, generation and the Trainer see the class that they know.
 Not covered: adapters on the head or the embeddings (the head computes the loss), other methods of peft than LoRA.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator
@@ -77,7 +75,6 @@ def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: 
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of this name belongs to an adapter."""
     return ".lora_" in name
 
 
@@ -87,9 +84,8 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def leave_adapters(adapted: Any, folder: Path) -> None:
-    """Write the adapters to `folder` in peft's format, and merge them into the model, in place.
-
-    Of a sum in bfloat16 each weight is rounded once.
+    """Write the adapters to `folder` in peft's format, and merge them into the model, in place (in bfloat16 a weight is
+    rounded once).
     """
     adapted.save_pretrained(folder)
     adapted.merge_and_unload()
@@ -99,9 +95,7 @@ class AdapterOffTeacher(LiveTeacher):
     """The original model inside its LoRA student: a pass with adapters, connectivity and dropout off.
 
     Bitwise what the original gives: a layer without its plan and an adapter that is off both run the family's own
-    code on the same weights.
-
-    Args: the student, with adapters (`add_adapters`); the head may be its loss head.
+    code on the same weights. The student's head may be its loss head.
     """
 
     def __init__(self, student: PreTrainedModel):
@@ -111,7 +105,6 @@ class AdapterOffTeacher(LiveTeacher):
         self.head = output_head(student)
 
     def as_teacher(self) -> contextlib.AbstractContextManager[None]:
-        """Let the student be its original."""
         return as_original(self.model)
 
     def hidden(self, batch: Batch) -> Tensor:

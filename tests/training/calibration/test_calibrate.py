@@ -17,7 +17,7 @@ import fcsd
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.data.batches import real_tokens
-from fcsd.data.given import given_rows
+from fcsd.data.dataset import given_rows
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
@@ -291,7 +291,7 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    for place in ("_save", "_write_layer"):  # after a layer was written and not noted; before it was written
+    for place in ("_save", "write_changed"):  # after a layer was written and not noted; before it was written
         out = tmp_path / place / "out"
         out.parent.mkdir()
         with monkeypatch.context() as patch:

@@ -15,8 +15,7 @@ from fcsd.data.batches import Batch
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.families import FAMILIES
 from fcsd.training.calibration.experts import Call, adds_up, calls_of
-from fcsd.training.calibration.fold import fold_map
-from fcsd.training.calibration.roles import Place, Roles, roles_of
+from fcsd.training.calibration.roles import Place, Roles, fold_map, roles_of
 from fcsd.training.calibration.solve import LeastSquares
 from fcsd.training.calibration.steps import Steps, Stream
 from tests.reference.tiny import tiny_model

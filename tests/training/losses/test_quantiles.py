@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fcsd.training.losses.quantiles import LARGEST, SMALLEST, bin_counts, quantile
+from fcsd.training.meters import LARGEST, SMALLEST, bin_counts, quantile
 
 
 @pytest.mark.parametrize("q", [0.0, 0.01, 0.5, 0.9, 0.99, 1.0])

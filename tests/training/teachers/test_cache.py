@@ -27,8 +27,8 @@ from fcsd.training.teachers import cache as cache_module
 from fcsd.training.teachers import cache_fill as cache_stage
 from fcsd.training.teachers.base import ModelTeacher
 from fcsd.training.teachers.cache import CachedTeacher, HiddenCache, row_keys, write_manifest, write_shard
+from fcsd.training.teachers.load import identity, read_head, unloaded
 from fcsd.training.teachers.lora import AdapterOffTeacher
-from fcsd.training.teachers.unloaded import identity, read_head, unloaded
 from tests.losses import objective_of
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
