@@ -239,6 +239,17 @@ class ServerConfig(Strict):
         return value.rstrip("/").removesuffix("/v1")
 
 
+Side = Literal["first", "last", "single"]
+
+
+class LayerStudyConfig(Strict):
+    """What the layer study of a recipe measures beside the KL, and where."""
+
+    tasks: list[str] = Field(default_factory=list)  # of the suite
+    sides: list[Side] | None = None  # null: all that differ
+    every: int = option(1, "first and last: every Nth number of layers, and all layers", gt=0)
+
+
 class EvaluationConfig(Strict):
     """How every model of the run is evaluated."""
 
@@ -255,11 +266,17 @@ class EvaluationConfig(Strict):
         " and settings, never by a path",
     )
     server: ServerConfig | None = None  # null: the model is in memory
-    layer_study: bool = False  # untrained quality against the number of rewired layers (paper Fig. 3)
+    # Untrained quality against the number of rewired layers (paper Fig. 3); true: its KL alone.
+    layer_study: LayerStudyConfig | None = None
     router_bias: RouterBiasConfig | None = (
         None  # the original again, its routers steered away from slow links
     )
     allow_weak_sandbox: bool = option(False, "run generated code even where this machine cannot shut it in")
+
+    @field_validator("layer_study", mode="before")
+    @classmethod
+    def _yes_or_no(cls, value: Any) -> Any:
+        return ({} if value else None) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _a_bias_knows_its_batches(self) -> "EvaluationConfig":

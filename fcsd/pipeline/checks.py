@@ -15,6 +15,7 @@ from fcsd.base.errors import UserError
 from fcsd.data.config import DataConfig
 from fcsd.data.sources import check_source
 from fcsd.evaluation.code.scorer import CodeScorer
+from fcsd.evaluation.config import named_tasks
 from fcsd.evaluation.stage import check_server
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.config import ConnectivityConfig
@@ -203,6 +204,8 @@ def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> Non
 def _check_evaluation(run: Run) -> None:
     evaluation = run.recipe.evaluation
     check_server(evaluation.server, run.launch)
+    if evaluation.layer_study is not None:
+        named_tasks(evaluation.suite, evaluation.layer_study.tasks)
     for row in run.suite.tasks:
         dataset_location(row, run.data_root)
     if any(row.kind == "code" for row in run.suite.tasks):

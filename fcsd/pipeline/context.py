@@ -116,7 +116,7 @@ class Run:
     @property
     def studies_layers(self) -> bool:
         """Whether the recipe's layer study can run in this launch: it rewires whole copies of the model."""
-        return self.recipe.evaluation.layer_study and not self.launch.engine.shards
+        return self.recipe.evaluation.layer_study is not None and not self.launch.engine.shards
 
     def models(self) -> dict[str, Path]:
         """Return every model of the run that exists, by its name in the report."""

@@ -3,10 +3,11 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fcsd.base.artifact import Stage
 from fcsd.evaluation.backend import check_batch_size
-from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.config import EvaluationConfig, load_suite
 from fcsd.evaluation.stage import Evaluation, Reference, run_evaluation
 from fcsd.model.connectivity import convert_checkpoint
 from fcsd.model.load import ModelFolder
@@ -130,15 +131,18 @@ def evaluate_models(run: Run) -> None:
 
 
 def layers(run: Run) -> Stage:
-    """Run the layer study on the recipe's held-out text: untrained KL against the rewired layers (paper Fig. 3)."""
-    recipe, original = run.recipe, run.original
-    data, sides = recipe.data, recipe.connectivity
-    assert data.heldout is not None  # the recipe has checked it
+    """Run the layer study: KL on the recipe's held-out text, and scores, against the rewired layers (paper Fig. 3)."""
+    recipe, original, plan = run.recipe, run.original, run.recipe.evaluation
+    data, connectivity, chosen = recipe.data, recipe.connectivity, plan.layer_study
+    assert data.heldout is not None and chosen is not None  # the recipe has checked it
     study = Study(
         model=original.config,
-        attention=sides.attention,
-        mlp=sides.mlp,
-        sides=["first", "last"] if sides.mlp == "full" else ["first", "last", "single"],
+        attention=connectivity.attention,
+        mlp=connectivity.mlp,
+        sides=chosen.sides
+        or (["first", "last"] if connectivity.mlp == "full" else ["first", "last", "single"]),
+        every=chosen.every,
+        **(_scored(plan, chosen.tasks) if chosen.tasks else {}),
         text=data.heldout,
         text_examples=data.heldout_examples,
         max_length=data.max_length,
@@ -146,3 +150,11 @@ def layers(run: Run) -> Stage:
         loss_on=data.loss_on,
     )
     return study_layers(study, original, run.layout.layers, run.launch, plot_layers)
+
+
+def _scored(plan: EvaluationConfig, tasks: list[str]) -> dict[str, Any]:
+    names = ("suite", "data_root", "limit", "batch_size", "allow_weak_sandbox")
+    found = {name: getattr(plan, name) for name in names}
+    if found["batch_size"] == "auto":  # a study fits none of its own
+        del found["batch_size"]
+    return found | {"tasks": tasks}

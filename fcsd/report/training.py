@@ -5,6 +5,7 @@ Reads only what finished trainings left: `history.jsonl`, `scores.json`, `manife
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,28 @@ def training_figures(
     figures: dict[str, str] = {}
     if histories := {name: _by_tokens(read_history(path), path) for name, path in training.items()}:
         plot_losses(histories, folder / "loss.png", colours)
-        figures["loss.png"] = "Training loss, by the tokens trained on."
+        lasts = ", ".join(
+            f"{name} {text}" for name, points in histories.items() if (text := _last_loss(points))
+        )
+        figures["loss.png"] = f"Training loss, by the tokens trained on. Mean over the last steps: {lasts}."
     for (metric, what), curves in _stopping_curves(training).items():
         file = _figure_name(metric, figures)
         plot_scores(curves, metric, folder / file, colours)
         figures[file] = f"{what} during training; the band is one standard error."
     return figures
+
+
+def _last_loss(points: Sequence[Mapping[str, Any]], num_steps: int = 50) -> str:
+    """Return the mean loss of the last steps (50, as Appendix A of the paper has it) and of how many it is.
+
+    points: of `history.jsonl`; one that is logged every n steps is the mean of these.
+    """
+    total = steps = 0
+    for before, point in reversed(list(pairwise([{"step": 0}, *points]))):
+        if "loss" in point and steps < num_steps:
+            covered = point["step"] - before["step"]
+            total, steps = total + covered * point["loss"], steps + covered
+    return f"{total / steps:.4g} ({steps})" if steps else ""
 
 
 def _by_tokens(points: Sequence[Mapping[str, Any]], training: Path) -> list[dict[str, Any]]:

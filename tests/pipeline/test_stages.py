@@ -85,7 +85,8 @@ def pipeline(folder: Path) -> dict[str, Any]:
         },
         "variants": {"sft": {"objective.name": "sft"}, "last-50": {"connectivity.layers": {"last": "50%"}}},
         "evaluation": {
-            "suite": "tiny", "data_root": str(data / "data"), "batch_size": 4, "limit": 4, "layer_study": True,
+            "suite": "tiny", "data_root": str(data / "data"), "batch_size": 4, "limit": 4,
+            "layer_study": {"tasks": ["tiny_choice"]},
         },
     }  # fmt: skip
 
@@ -188,17 +189,18 @@ def test_the_models_are_what_their_names_say(finished: Path) -> None:
 
 @pytest.mark.slow
 def test_the_original_has_no_divergence_from_itself_and_the_converted_model_has(finished: Path) -> None:
-    kl = {
-        name: json.loads((finished / "run" / "evaluate" / name / "results.json").read_text())[
-            "kl_to_original"
-        ]["kl"]
+    results = {
+        name: json.loads((finished / "run" / "evaluate" / name / "results.json").read_text())
         for name in ("original", "converted", "fcsd")
     }
+    kl = {name: result["kl_to_original"]["kl"] for name, result in results.items()}
     assert kl["original"] == pytest.approx(0, abs=1e-6)
     assert kl["converted"] > 1e-5
     points = json.loads((finished / "run" / "layers" / "layers.json").read_text())["points"]
     whole = [point["values"]["kl"]["value"] for point in points if point["num_layers"] == 2]
     assert whole == pytest.approx([kl["converted"]] * 2, rel=1e-4)  # all layers, from either end
+    scores = [point["values"]["tiny_choice"]["value"] for point in points if point["num_layers"] == 2]
+    assert scores == [results["converted"]["tasks"]["tiny_choice"]["value"]] * 2
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from fcsd.report.publish.card import model_card, write_card, write_publication
 from fcsd.report.publish.facts import Facts
 from fcsd.report.report import write_report
 from fcsd.report.table import models_table, percent, result_table, with_error
+from fcsd.report.training import _last_loss
 from tests.support import documented_keys
 
 SCORES = {
@@ -144,6 +145,7 @@ def test_the_report_states_every_model_and_the_paired_differences(recipe: Recipe
     assert (
         "pass@1 on `evalplus/mbppplus`, split `test` during training; the band is one standard error" in text
     )
+    assert "Mean over the last steps: fcsd 0.375 (10)." in text
     for figure in ("loss.png", "pass_at_1.png", "deltas.png"):
         assert f"({figure})" in text
         assert (run / "report" / figure).read_bytes().startswith(b"\x89PNG")
@@ -381,3 +383,9 @@ def test_guessing_gives_one_over_the_number_of_choices() -> None:
     assert comparison_module.chance_levels({"original": {"result": whole, "samples": samples}}) == {
         "choice": 0.375
     }
+
+
+def test_the_last_loss_is_a_mean_over_fifty_steps_of_what_was_logged() -> None:
+    points = [{"step": step, "loss": float(step)} for step in (10, 30, 60, 80)]
+    assert _last_loss(points) == f"{(20 * 80 + 30 * 60) / 50:.4g} (50)"
+    assert _last_loss([{"step": 100, "loss": 2.0}]) == "2 (100)" and _last_loss([]) == ""

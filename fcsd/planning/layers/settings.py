@@ -6,15 +6,14 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import like, option
+from fcsd.base.strict import like
 from fcsd.data.config import DataConfig, ModelStudy, SourceConfig, source_option
-from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, named_tasks
+from fcsd.evaluation.config import EvaluationConfig, LayerStudyConfig, Side, SuiteConfig, named_tasks
 from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.training.config import CalibrationConfig
 
 KL = "kl"  # the metric that is not a task; lower is better
-Side = Literal["first", "last", "single"]
 
 
 class Study(ModelStudy):
@@ -25,7 +24,7 @@ class Study(ModelStudy):
     sides: list[Side] = Field(["first", "last", "single"], min_length=1)
     # Numbers of layers rewired from the start and from the end: these, or every Nth and all.
     counts: list[int] | None = None
-    every: int = option(1, "first and last: every Nth number of layers, and all layers", gt=0)
+    every: int = like(LayerStudyConfig, "every")
     packing: bool = like(DataConfig, "packing")
     loss_on: Literal["response", "all"] = like(DataConfig, "loss_on")
     # Measure every selection with calibrated weights too, solved on so many tokens of this text.
