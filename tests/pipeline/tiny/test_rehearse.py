@@ -219,7 +219,8 @@ def test_a_multimodal_model_comes_from_its_conversion_to_the_folder_for_the_hub(
     row = {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"}
     suite = tmp_path / "suite.yaml"
     suite.write_text(json.dumps({"name": "one", "tasks": [row]}))
-    changes = ["sweep=null", "data.decontaminate=null", "early_stopping=null", f"evaluation.suite={suite}"]
+    changes = ["sweep=null", "variants={}", "data.decontaminate=null", "early_stopping=null"]
+    changes.append(f"evaluation.suite={suite}")
     path = data_dir("recipes") / "llama-4-scout" / "distill.yaml"
     options = [word for change in changes for word in ("--set", change)]
     assert main(["run", str(path), "--rehearse", str(tmp_path / "r"), *options]) == 0
