@@ -8,12 +8,13 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.data.workers import MOST_WORKERS
 from fcsd.model.families import expert_counts
+from fcsd.parallel.shard import fits_whole
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.changes import activation_bytes, changes, is_supported
-from fcsd.planning.cost.job import SHARES, Hardware, Job, assumed_values, job_of, step_times
+from fcsd.planning.cost.job import SHARES, Hardware, Job, assumed_values, gather_s, job_of, step_times
 from fcsd.planning.cost.memory import CONTEXT_BYTES, FRAGMENTATION, GPUS_PER_NODE, compute_dtype, memory_parts
 from fcsd.planning.cost.training import Training, distillation, only_pretrains, pretraining
-from fcsd.recipe.recipe import Recipe
+from fcsd.recipe.recipe import Recipe, TaskStoppingConfig
 from fcsd.training.arguments import micro_batches
 from fcsd.training.checkpoint_writer import BACKGROUND_FROM
 from fcsd.training.disk import disk_need
@@ -60,6 +61,7 @@ def estimate(
         "cache": _cache(recipe, job),
         "changes": [] if memory["fits"] else list(changes(job, memory["gpu_bytes"])),
         "disk": _disk(job),
+        "scoring": None if pretrain else _scoring(recipe, job, memory),
         "flops": _flops(job),
         "time": _time(job, seconds[1], step_s),
         "tokens": _tokenizing(training.data_tokens),
@@ -156,6 +158,28 @@ def _disk(job: Job) -> dict[str, int]:
         "model_bytes": need.model,
         "total_bytes": need.total,
     }
+
+
+_HELD = {"student weights", "master weights", "optimizer states", "averaged weights", "GPU context"}
+_HELD |= {"teacher weights", "teacher head"}
+"""Memory's parts that stay between steps; gradients do with ZeRO-3 only."""
+
+
+def _scoring(recipe: Recipe, job: Job, memory: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what a score of early stopping gathers that generates; None: it does not, or weights are not sharded so.
+
+    seconds: of one gather, without the computation; once: for the whole score, else for every token.
+    """
+    plan, layout = recipe.early_stopping, job.layout
+    generates = isinstance(plan, TaskStoppingConfig) and plan.task.kind != "likelihood"
+    if not generates or layout.num_shards == 1 or layout.expert_parallel > 1:
+        return None
+    held = _HELD | {"gradients"} if layout.sharding == "zero3" else _HELD
+    stays = sum(memory["parts"].get(name, 0) for name in held)
+    num_bytes = job.trace.num_parameters * compute_dtype(job.setting).itemsize
+    free = max(0, memory["gpu_bytes"] - stays)
+    once = layout.sharding != "zero3" and fits_whole(num_bytes, free)
+    return {"gathered_bytes": num_bytes, "free_bytes": free, "once": once, "seconds": gather_s(job)}
 
 
 def _flops(job: Job) -> dict[str, Any]:

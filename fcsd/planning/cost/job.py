@@ -14,7 +14,7 @@ from fcsd.base.strict import Strict, like, option
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.hardware import find_gpu
 from fcsd.planning.cost.machine import Cluster, Machine, make_machine
-from fcsd.planning.cost.memory import GPUS_PER_NODE, Layout
+from fcsd.planning.cost.memory import GPUS_PER_NODE, Layout, compute_dtype
 from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
 from fcsd.planning.cost.roofline import Precision, Roofline
 from fcsd.planning.cost.times import Step, step_time
@@ -170,6 +170,12 @@ def step_times(job: Job) -> list[dict[str, Any]]:
         loss_matmuls=3 + setting.has_teacher - setting.freeze_embeddings_and_head,
     )
     return [step_time(step.assuming(values)) for values in assumed_values(job.hardware.mfu)]
+
+
+def gather_s(job: Job) -> float:
+    """Return the seconds in which a rank is sent all weights once, as they are computed with."""
+    roofline = _roofline(job, compute_dtype(job.setting))
+    return roofline.sharding(job.work, job.layout.num_shards, job.layout.expert_parallel)[0]
 
 
 def _roofline(job: Job, dtype: torch.dtype) -> Roofline:

@@ -35,7 +35,7 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
             for row in facts["changes"]
         ]
         yield [markdown(["change, on top of those above", "memory", "fits", "supported"], rows)]
-    yield list(_disk(facts["disk"]))
+    yield [*_disk(facts["disk"]), *_scoring(facts["scoring"])]
     flops = facts["flops"]
     rows = [[name, f"{number / 1e9:.2f}"] for name, number in flops["per_token"].items()]
     rows.append(["all", f"{sum(flops['per_token'].values()) / 1e9:.2f}"])
@@ -119,6 +119,16 @@ def _disk(disk: Mapping[str, int]) -> Iterator[str]:
     yield f"disk          {size(disk['total_bytes'])}: {', '.join(parts)}"
     if copy := disk["host_copy_bytes"]:
         yield f"host memory   {size(copy)} of each machine that writes: a copy of the checkpoint that is being written"
+
+
+def _scoring(scoring: Mapping[str, Any] | None) -> Iterator[str]:
+    if scoring is None:
+        return
+    when = "once for a score" if scoring["once"] else "for every token"
+    yield (
+        f"scoring       gathers {size(scoring['gathered_bytes'])} of weights {when}, in {scoring['seconds']:.2g} s;"
+        f" {size(scoring['free_bytes'])} of a GPU are free then"
+    )
 
 
 def _time(facts: Mapping[str, Any]) -> list[str]:

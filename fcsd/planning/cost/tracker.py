@@ -14,14 +14,13 @@ from typing import Any
 import torch
 import transformers.integrations.moe  # noqa: F401, registers the grouped matmuls
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fcsd.base.errors import UserError, one_line
+from fcsd.planning.cost.fake import FakeTensors
 
 PERSISTENT = ("student", "teacher", "gradients", "optimizer")
 """Kinds of bytes that live from one micro-batch to the next."""
@@ -34,11 +33,10 @@ class _Live:
     num_bytes: int
 
 
-class Tracker(TorchDispatchMode):
+class Tracker:
     """Counts the bytes of live storages by the kind under which they were made, and the matmuls."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.kind = "other"
         self.live: dict[int, _Live] = {}
         self.now: Counter[str] = Counter()
@@ -91,16 +89,15 @@ class Tracker(TorchDispatchMode):
             number = int(sdpa_backward_flop_count(gradient.shape, q.shape, k_shape, v_shape))
         self.add_flops(q.dtype, number)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count what an operation has made, and its FLOPs."""
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._track(tensor.untyped_storage())
         count = _FLOPS.get(func._overloadpacket)
         if count is not None:
             dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            self.add_flops(dtype, int(count(*args, **(kwargs or {}), out_val=out)))
-        return out
+            self.add_flops(dtype, int(count(*args, **kwargs, out_val=out)))
 
     def _track(self, storage: Any) -> None:
         key = id(storage)
@@ -150,7 +147,7 @@ class Interposed(TorchFunctionMode):
 def counting(tracker: Tracker, interposed: Interposed, what: str) -> Iterator[None]:
     """Run what is inside on tensors without storage, and count it; raises UserError that `what` needs data."""
     try:
-        with FakeTensorMode(), tracker, interposed:
+        with FakeTensors(tracker.saw), interposed:
             yield
     except UserError:
         raise
@@ -162,7 +159,7 @@ def counting(tracker: Tracker, interposed: Interposed, what: str) -> Iterator[No
 
 
 def give_fake_storage(model: nn.Module) -> None:
-    """Replace every meta tensor by a fake one; must run in a FakeTensorMode."""
+    """Replace every meta tensor by a fake one; must run among FakeTensors."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

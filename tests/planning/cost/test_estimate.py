@@ -38,15 +38,22 @@ from fcsd.training.config import TrainConfig
 from fcsd.training.losses.head import attach_loss_head, final_hidden
 from fcsd.training.teachers.lora import add_adapters
 from tests.losses import objective_of
-from tests.memory import PLAIN, measured_by, peak_of_two_steps, peak_on_two_ranks, small_model
+from tests.memory import (
+    PLAIN,
+    measured_by,
+    peak_of_two_steps,
+    peak_on_two_ranks,
+    selected,
+    small_model,
+)
 from tests.real_configs import real_folder
 from tests.reference.tiny import TINY, tiny_config, tiny_model
-from tests.support import ROOT
+from tests.support import ROOT, few
 
 MEASURED = {
     "kl": PLAIN,
-    "kl, one micro-batch": replace(PLAIN, accumulates=False),
     "kl, checkpointing": replace(PLAIN, checkpointing=True, num_rows=6),
+    "kl, one micro-batch": replace(PLAIN, accumulates=False),
     "jsd, frozen ends": replace(PLAIN, objective=objective_of("jsd"), freeze_embeddings_and_head=True),
     "sft": replace(PLAIN, objective=objective_of("sft"), num_rows=6),
     "kl+l2, checkpointing": replace(
@@ -83,12 +90,12 @@ def measure(name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, int]:
-    return measured_by("tests.planning.cost.test_estimate", [*MEASURED, *SHARDED])
+def measured(request: pytest.FixtureRequest) -> dict[str, int]:
+    return measured_by("tests.planning.cost.test_estimate", selected(request, "name"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", few(MEASURED, 2))
 def test_memory_is_that_of_a_real_training(name: str, measured: dict[str, int]) -> None:
     trace = traced(MEASURED[name])
     peak = sum(trace.peak.values())
@@ -300,6 +307,29 @@ def test_the_disk_holds_twelve_bytes_a_parameter_and_checkpoint(recipe: Callable
         assert facts["disk"]["host_copy_bytes"] == 12 * number // machines
 
 
+@pytest.mark.usefixtures("own_setting_only")
+def test_a_score_that_generates_gathers_the_weights_once_where_they_fit_beside_what_stays(
+    recipe: Callable[..., Path],
+) -> None:
+    stopping = {"task": {"kind": "code", "task": "mine", "dataset": "me/mine"}}
+    path = few_layers(recipe(train={"bf16": True}, early_stopping=stopping))
+    facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2"))
+    number, scoring = facts["parameters"]["total"], facts["scoring"]
+    parts = facts["memory"]["parts"]
+    head, context = parts["teacher head"], parts["GPU context"]
+    # Of a parameter a rank has 4 bytes, 8 of moments, and 2 of the teacher, but its head.
+    held = 12 * number // 8 + (2 * number - head) // 8 + head + context
+    assert scoring["gathered_bytes"] == 2 * number and scoring["once"]
+    assert scoring["free_bytes"] == pytest.approx(141e9 - held, abs=64)  # buffers
+    # As a ring with what a GPU has inside a node: 7 of 8 parts come from others.
+    assert scoring["seconds"] > 2 * number * 7 / 8 / 900e9
+    assert "of weights once for a score" in estimate_table(facts)
+    facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="zero3"))
+    assert not facts["scoring"]["once"] and "of weights for every token" in estimate_table(facts)
+    facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="none"))
+    assert facts["scoring"] is None
+
+
 def test_attention_of_two_widths_runs_in_the_dtype_of_the_model_and_keeps_no_scores(
     recipe: Callable[..., Path],
 ) -> None:
@@ -404,7 +434,7 @@ SHIPPED = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_setting_only")
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", few(SHIPPED, 2))
 def test_the_figures_in_the_shipped_recipes_are_those_of_the_estimate_without_network(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -659,7 +689,7 @@ NEEDS_DATA = {"dbrx", "jetmoe", "step3p7"}  # their experts loop over those that
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_setting_only")
-@pytest.mark.parametrize("model_type", sorted(TINY))
+@pytest.mark.parametrize("model_type", few(sorted(TINY)))
 def test_the_step_of_every_family_is_followed_without_data(model_type: str, tmp_path: Path) -> None:
     tiny_config(model_type, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
     path = tmp_path / "recipe.yaml"
