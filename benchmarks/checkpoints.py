@@ -260,7 +260,7 @@ def ended(process: subprocess.Popen) -> str:
 
 
 def kills(options: argparse.Namespace) -> None:
-    draw, good = random.Random(options.seed), 0
+    draw, num_killed, num_same = random.Random(options.seed), 0, 0
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         process = begin(options, Path(place) / "whole")
         assert process.stdout is not None
@@ -279,13 +279,16 @@ def kills(options: argparse.Namespace) -> None:
             killed = process.wait() == -signal.SIGKILL
             there = sorted(path.name for path in (folder / "checkpoints").iterdir())
             same = ended(begin(options, folder)) == wanted
-            good += same and killed
+            num_killed += killed
+            num_same += same
             print(
                 f"after {moment:5.1f} of {duration_s:.1f} s, killed {killed}: {there}, same weights {same}",
                 flush=True,
             )
             subprocess.run(["rm", "-rf", str(folder)], check=True)
-    print(f"{good} of {options.kills} ended with the same weights, load {load_average():.1f}")
+    print(
+        f"{num_same} of {options.kills} ended with the same weights, {num_killed} killed, load {load_average():.1f}"
+    )
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from fcsd.evaluation.store import Journal
 from fcsd.model.load import free_memory
 from fcsd.model.preserve import preserved, quiet
 from fcsd.parallel.ranks import ALONE, Ranks, input_device
+from fcsd.parallel.shard import gathered_once
 
 BatchSize = int | Literal["auto"]
 Result = TypeVar("Result")
@@ -117,8 +118,8 @@ class InMemoryBackend:
 
     @contextlib.contextmanager
     def asking(self) -> Any:
-        """Keep the model's mode, settings and the random generators."""
-        with preserved(self.model, self.tokenizer):
+        """Keep the model's mode, settings and the random generators, and gather sharded weights once if they fit."""
+        with preserved(self.model, self.tokenizer), gathered_once(self.model, self.ranks):
             self.model.eval()
             yield
 

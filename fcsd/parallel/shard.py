@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,11 +37,14 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
+from fcsd.base.memory import available_memory
 from fcsd.model.connectivity.rewire import decoder_layers, is_one_of
 from fcsd.model.families import family_of
 from fcsd.model.families.structure import head_and_body
+from fcsd.model.load import free_memory
 from fcsd.parallel.engine import Engine, Precision
 from fcsd.parallel.launch import Launch
+from fcsd.parallel.ranks import Ranks
 
 
 def own_part(parameter: Any) -> Any:
@@ -160,6 +165,47 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+_WHOLE_AND_REST = 1.1
+"""Free memory over gathered weights from which on these are kept: a tenth is for caches and activations."""
+
+
+def fits_whole(num_bytes: int, free_bytes: int) -> bool:
+    """Return whether weights of so many bytes are kept whole while a model is scored."""
+    return _WHOLE_AND_REST * num_bytes <= free_bytes
+
+
+@contextlib.contextmanager
+def gathered_once(model: nn.Module, ranks: Ranks) -> Iterator[None]:
+    """Keep what FSDP2 gathers in the block's first forward pass until its end, where all ranks have room for it.
+
+    Generation makes a pass for every token, and each would gather all weights. All ranks enter the block, and change no
+    weights in it. Expert parallelism gathers as before.
+    """
+    shards: list[_Shards] = [
+        each.__dict__["_shards"] for each in model.modules() if "_shards" in each.__dict__
+    ]
+    num_bytes = sum(each.num_bytes for each in shards)
+    kept = all(ranks.share(lambda: fits_whole(num_bytes, _free_bytes(shards[0].device)))) if shards else False
+    units = [unit for each in shards for unit in each.units] if kept else []
+    for unit, _ in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit, frees in units:
+            unit.set_reshard_after_forward(frees, recurse=False)
+        if units:
+            reshard(model)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return what this rank may take of its device's memory."""
+    if device.type == "cpu":
+        return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free_memory()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
 def _decoder_layers(model: PreTrainedModel, engine: Engine) -> list[nn.Module]:
     family = family_of(model.config)
     own = family.decoder_layer
@@ -247,6 +293,15 @@ def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in tensors}
 
 
+@dataclass(frozen=True)
+class _Shards:
+    """What FSDP2 gathers on a rank: units, each with whether a forward pass frees it, and the bytes of all of them."""
+
+    units: list[tuple[Any, bool]]
+    num_bytes: int
+    device: torch.device
+
+
 def _fully_shard(
     root: nn.Module,
     units: list[list[nn.Module]],
@@ -269,14 +324,19 @@ def _fully_shard(
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if engine.offload else OffloadPolicy(),
     }
+    found: list[tuple[Any, bool]] = []
     for unit in units:
         for module in unit:
             sender.send(module, dtype)
         # The backward pass begins with the head and the root's own, which the forward pass has just gathered.
         frees = engine.reshard if trained and unit[-1] is not units[-1][-1] else not trained
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=frees, **options)
+        found.append((unit[0], frees))
     sender.send(root, dtype)
     fully_shard(root, reshard_after_forward=not trained, **options)
+    found.append((root, not trained))
+    num_bytes = sum(p.numel() * (policy.param_dtype or p.dtype).itemsize for p in root.parameters())
+    root.__dict__["_shards"] = _Shards(found, num_bytes, launch.device)
     root._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers: generate in lock-step
 
 

@@ -26,7 +26,7 @@ from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import Recipe, to_yaml
 from fcsd.report.plots import plot_sweep
 from fcsd.training.arguments import TrainingRun
-from fcsd.training.config import MAY_CHANGE, TrainConfig
+from fcsd.training.config import TrainConfig, may_change
 from fcsd.training.run import remove_checkpoints, train
 from fcsd.training.sweep import Candidate, choice_text, edges, run_sweep
 from fcsd.training.teachers.base import Teacher
@@ -41,7 +41,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
         raise UserError(f"recipe {recipe.name}: has no `sweep` section; add one (see docs/recipes.md)")
     settings = _training_settings(recipe) | {"sweep": recipe.sweep.model_dump(mode="json")}
     inputs = launch.ranks.from_first(lambda: _training_inputs(run))
-    stage = Stage(folder, "sweep", settings, inputs, MAY_CHANGE)
+    stage = Stage(folder, "sweep", settings, inputs, may_change(recipe.train))
     if launch.begin(stage) == "finished":
         _tell_choice(read_manifest(folder)["results"], launch)
         return stage
@@ -86,7 +86,7 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     whole, run = run, _with_sweep(run).variant(variant)
     plan, launch, folder = run.recipe, run.launch, run.layout.stage(variant or MAIN)
     inputs = launch.ranks.from_first(lambda: _training_inputs(run))  # hashes of all weights and data: once
-    stage = Stage(folder, "distill", _training_settings(plan), inputs, MAY_CHANGE)
+    stage = Stage(folder, "distill", _training_settings(plan), inputs, may_change(plan.train))
     if launch.begin(stage) == "finished":
         remove_checkpoints(folder, launch)
         return stage

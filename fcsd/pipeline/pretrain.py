@@ -14,7 +14,7 @@ from fcsd.pipeline.checks import check_rows_fit, check_settings, model_config
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, left_out, pretraining_rows
 from fcsd.training.arguments import TrainingRun
-from fcsd.training.config import MAY_CHANGE
+from fcsd.training.config import may_change
 from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig
 from fcsd.training.run import remove_checkpoints, train
 
@@ -28,7 +28,7 @@ def pretrain(run: Run) -> Stage:
     settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}})
     settings["seed"] = recipe.seed
     inputs = launch.ranks.from_first(lambda: data_inputs(plan.data, run))
-    stage = Stage(folder, "pretrain", settings, inputs, MAY_CHANGE)
+    stage = Stage(folder, "pretrain", settings, inputs, may_change(plan.train))
     if launch.begin(stage) == "finished":
         remove_checkpoints(folder, launch)
         return stage

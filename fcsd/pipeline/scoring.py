@@ -40,7 +40,8 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
             rows = heldout_of(recipe.data, run.tokenizer)  # the recipe has checked that it has some
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
-    row = plan.task
+    row, own = plan.task, {"batch_size": plan.batch_size, "limit": plan.limit}
+    own |= {"capacity_factor": None, "capacity_drop": None}  # a score while training drops nothing
     with contextlib.ExitStack() as stack:
         with stopper.time.scoring():
             evaluate = stack.enter_context(
@@ -48,7 +49,7 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
                     run.tokenizer,
                     # Paths of tasks' definitions are relative to where the command runs, as all in a recipe.
                     SuiteConfig(name="early_stopping", tasks=[row], folder="."),
-                    recipe.evaluation.model_copy(update={"batch_size": plan.batch_size, "limit": plan.limit}),
+                    recipe.evaluation.model_copy(update=own),
                     ranks=run.launch.ranks,
                     progress=False,  # a bar of its own would cut the training's to pieces
                     any_direction=True,

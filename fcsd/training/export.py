@@ -57,7 +57,10 @@ def _in_host_memory(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     The copies are in host memory: the device may have no room for both.
     """
     tensors = [
-        t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.dtype != dtype
+        t
+        for t in (*model.parameters(), *model.buffers())
+        # One that was gathered from shards is in `dtype`; buffers that no checkpoint has are without storage there.
+        if t.is_floating_point() and t.dtype != dtype and not t.is_meta
     ]
     held = [tensor.data for tensor in tensors]
     try:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from fcsd.base.errors import UserError
 from fcsd.evaluation.config import EvaluationConfig, load_suite
@@ -93,12 +94,16 @@ def judged(rank: int, place: Path, variables: dict[str, str], experts: int = 1) 
     passes = []
     forward = model.forward
     model.forward = lambda *args, **kwargs: (passes.append(1), forward(*args, **kwargs))[1]  # type: ignore[method-assign]
+    gathers, gather = [], _fsdp_param_group.foreach_all_gather
+    _fsdp_param_group.foreach_all_gather = lambda *args: (gathers.append(1), gather(*args))[1]
     result, samples = evaluate(
         model, tiny_tokenizer(), load_suite(place / "suite.yaml"), data_root=place / "data", batch_size=BATCH,
         progress=False, ranks=ranks,
     )  # fmt: skip
+    _fsdp_param_group.foreach_all_gather, num_gathers = gather, len(gathers)
     kl = mean_kl(known, model, rows, ranks=ranks) if known is not None else None
     return {
+        "gathers": num_gathers,
         "result": result, "samples": samples, "kl": kl, "passes": len(passes), "spread": is_sharded(model),
     }  # fmt: skip
 
@@ -142,6 +147,8 @@ def test_ranks_that_spread_the_weights_go_in_step_and_find_what_one_process_find
     assert found[0]["result"] == found[1]["result"] and found[0]["samples"] == found[1]["samples"]
     assert all(each["spread"] for each in found) and found[0]["passes"] == found[1]["passes"]
     assert found[0]["passes"] < alone["passes"] * 0.75
+    if config == "cpu_2_fsdp2":  # once for all tasks: of each layer, of the embedding and of the final norm
+        assert found[0]["gathers"] == found[1]["gathers"] == 4 + 2
     for task, items in alone["samples"].items():
         for one, other in zip(items, found[0]["samples"][task], strict=True):
             assert one.keys() == other.keys() and one["score"] == other["score"]
