@@ -78,6 +78,8 @@ def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
             limit=arguments.limit,
             allow_weak_sandbox=arguments.allow_weak_sandbox,
             server=_server(arguments),
+            capacity_factor=arguments.capacity_factor,
+            capacity_drop=arguments.capacity_drop,
         ),
         device_map=arguments.device_map,
         server_check=not arguments.no_server_check,
@@ -176,6 +178,8 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     field_options(parser, EvaluationConfig, "batch_size")
     field_options(parser, EvaluationConfig, "cache", type=Path)
     field_options(parser, EvaluationConfig, "limit")
+    field_options(parser, EvaluationConfig, "capacity_factor", metavar="F")
+    field_options(parser, EvaluationConfig, "capacity_drop")
     expert_parallel_argument(parser)
     device_map_argument(parser)
     parser.add_argument(

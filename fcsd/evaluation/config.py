@@ -16,6 +16,7 @@ from fcsd.base.strict import Strict, did_you_mean, like, option, read_yaml, vali
 from fcsd.base.unions import one_of
 from fcsd.data.config import ModelStudy
 from fcsd.steering.config import RouterBiasConfig
+from fcsd.training.config import check_capacity
 
 # Where a base model's program ends; the strings of EvalPlus 0.3.1 (evalplus/provider/utility.py) without
 # special tokens.
@@ -272,6 +273,47 @@ class EvaluationConfig(Strict):
         None  # the original again, its routers steered away from slow links
     )
     allow_weak_sandbox: bool = option(False, "run generated code even where this machine cannot shut it in")
+    # The experts' capacity in each forward pass, as train.capacity_factor; with batch_size 1.
+    capacity_factor: float | None = option(
+        None,
+        "drop pairs of token and expert above this times the mean load of a sequence; needs --batch-size 1",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    capacity_drop: Literal["order", "weight"] | None = option(
+        None, "with --capacity-factor: the last pairs in order (default), or those of the smallest weights"
+    )
+
+    @property
+    def capacity(self) -> dict[str, Any]:
+        """What scores depend on where pairs are dropped; {} where none are."""
+        if self.capacity_factor is None:
+            return {}
+        return {"capacity_factor": self.capacity_factor, "capacity_drop": self.capacity_drop or "order"}
+
+    def check_capacity(self) -> None:
+        """Raise ValueError where a capacity has no meaning, or not that of one sequence."""
+        check_capacity(self.capacity_factor, self.capacity_drop)
+        if self.capacity_factor is None:
+            return
+        if self.server is not None:
+            raise ValueError(
+                "capacity_factor: a server drops what it drops; evaluate in memory, without a server"
+            )
+        if self.batch_size != 1:
+            raise ValueError(
+                f"capacity_factor: needs batch_size 1, not {self.batch_size}: what is dropped would depend on the"
+                " batch, and padding, of which lm-eval tells nothing, would take room"
+            )
+        if self.router_bias is not None or (self.layer_study is not None and self.layer_study.tasks):
+            raise ValueError(
+                "capacity_factor: not with router_bias or layer_study.tasks; leave one of them out"
+            )
+
+    @model_validator(mode="after")
+    def _a_capacity_is_that_of_a_sequence(self) -> "EvaluationConfig":
+        self.check_capacity()
+        return self
 
     @field_validator("layer_study", mode="before")
     @classmethod

@@ -34,6 +34,7 @@ from fcsd.evaluation.results import (
     whole_result,
 )
 from fcsd.evaluation.store import Journal, TaskStore
+from fcsd.model.families.capacity import dropping
 from fcsd.parallel.ranks import ALONE, Ranks
 
 
@@ -60,9 +61,7 @@ def prepare_evaluation(
         UserError: a task, data set, metric or chat template that does not exist; a sandbox that is too weak.
         ScorerError: the scorer of the code tasks failed; never a score of 0.
     """
-    check_batch_size(plan.batch_size, ranks)
-    if plan.limit is not None and plan.limit < 1:
-        raise UserError(f"limit: must be at least 1, got {plan.limit}")
+    _check(plan, ranks)
     data_root = Path(plan.data_root) if plan.data_root is not None else None
     kept = ranks.from_first(
         lambda: {row.task: found for row in suite.tasks if store is not None and (found := store.get(row))}
@@ -96,6 +95,16 @@ def prepare_evaluation(
         yield PreparedEvaluation(
             tokenizer, suite, plan, finished, missing, prepared, facts, scorer, store, ranks, progress
         )
+
+
+def _check(plan: EvaluationConfig, ranks: Ranks) -> None:
+    check_batch_size(plan.batch_size, ranks)
+    try:
+        plan.check_capacity()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if plan.limit is not None and plan.limit < 1:
+        raise UserError(f"limit: must be at least 1, got {plan.limit}")
 
 
 @contextlib.contextmanager
@@ -160,7 +169,15 @@ class PreparedEvaluation:
         """Return result and samples of a model in memory, both JSON-able."""
         size = self.plan.batch_size
         backend = InMemoryBackend(model, self.tokenizer, size, self.ranks, batches, progress=self.progress)
-        return self.ask(backend, name)
+        if self.plan.capacity_factor is None:
+            return self.ask(backend, name)
+        with dropping(model, self.plan.capacity_factor, self.plan.capacity_drop or "order") as counts:
+            result, samples = self.ask(backend, name)
+        pairs = self.ranks.share(lambda: [int(number) for number in counts.take() or (0, 0)])
+        dropped, whole = (sum(of_ranks) for of_ranks in zip(*pairs, strict=True))
+        # Of the tasks that were not finished before; None: all were.
+        result["settings"]["dropped_share"] = dropped / whole if whole else None
+        return result, samples
 
     def ask(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model wherever it is computed, both JSON-able."""
@@ -233,6 +250,7 @@ class PreparedEvaluation:
             "limit": self.plan.limit,
             "batch_size": self.plan.batch_size,
             "data_root": None if data_root is None else str(data_root),
+            **self.plan.capacity,
             **answered_by,
             "chat_template_sha256": chat_template,
             "fewshot_seed": likelihood.FEWSHOT_SEED,

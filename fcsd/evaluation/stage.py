@@ -117,9 +117,10 @@ class Evaluation:
 
     @property
     def answered_by(self) -> dict[str, Any]:
-        """What scores depend on where a server answers (that there is one, not where), or routers are biased."""
+        """What scores depend on where a server answers (that there is one, not where), routers are biased, or pairs are
+        dropped."""
         served = {} if self.plan.server is None else {"server": True}
-        return served | bias_facts(self.bias, self.plan.batch_size)
+        return served | bias_facts(self.bias, self.plan.batch_size) | self.plan.capacity
 
     def settings(self) -> dict[str, Any]:
         """Return what a result depends on, for the manifest."""
@@ -277,6 +278,7 @@ def _store(evaluation: Evaluation, stage: Stage, backend: ServedBackend | None =
         "loading": loading,
         **served,
         **bias_facts(evaluation.bias, plan.batch_size),
+        **plan.capacity,
         "limit": plan.limit,
         "versions": {name: text for name, text in versions().items() if name not in ("python", "accelerate")},
     }

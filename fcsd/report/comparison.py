@@ -231,6 +231,8 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
         known["engine"] = engine_of(settings)
         bias = settings.get("router_bias")
         known["router bias"] = f"{bias['kind']} {bias['strength']:g}" if bias else "none"
+        factor = settings.get("capacity_factor")
+        known["capacity factor"] = f"{factor:g} by {settings['capacity_drop']}" if factor else "none"
         known |= settings.get("versions", {}) | {
             f"sandbox {layer}": state for layer, state in (each["result"].get("sandbox") or {}).items()
         }

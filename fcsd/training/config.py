@@ -38,6 +38,16 @@ _SCHEDULES: dict[str, type[Strict]] = {
 }
 
 
+def check_capacity(factor: float | None, drop: str | None) -> None:
+    """Raise ValueError for a factor that is none, and where it is said what is dropped, and nothing is."""
+    if factor is not None and not 0 < factor < math.inf:
+        raise ValueError(f"capacity_factor: must be above 0, got {factor:g}")
+    if drop is not None and factor is None:
+        raise ValueError(
+            f"capacity_drop: {drop!r} has no meaning without capacity_factor; set it, or leave both out"
+        )
+
+
 class TrainConfig(Strict):
     """The optimiser's side of a run; names are those of `transformers.TrainingArguments` where it has them."""
 
@@ -63,6 +73,10 @@ class TrainConfig(Strict):
     balance_loss_over: Literal["sequence", "batch"] = "sequence"  # batch: of all ranks
     # Step of a balance without a loss, by the routers' correction bias; DeepSeek-V3 has 0.001.
     balance_bias_rate: float | None = Field(None, gt=0)
+    # Pairs of token and expert above factor x K x tokens / experts of a forward pass of a rank are dropped
+    # (`fcsd.model.families.capacity`): the last ones in order, or those of the smallest weights; null: order.
+    capacity_factor: float | None = Field(None, gt=0, allow_inf_nan=False)
+    capacity_drop: Literal["order", "weight"] | None = None
     # The weights' moving average is what is scored and left.
     ema_decay: float | None = Field(None, gt=0, lt=1)
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained weights
@@ -90,6 +104,11 @@ class TrainConfig(Strict):
     def _one_reporter_is_a_list_of_one(cls, value: Any) -> Any:
         """Read what transformers reads: one name, or "none"."""
         return [] if value == "none" else [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _what_is_dropped_has_a_capacity(self) -> "TrainConfig":
+        check_capacity(self.capacity_factor, self.capacity_drop)
+        return self
 
     @model_validator(mode="after")
     def _the_schedule_has_room(self) -> "TrainConfig":
@@ -122,6 +141,13 @@ MAY_CHANGE = (
 """What may be another when a training is continued: the result does not depend on it, but for the order of float sums,
 and for what becomes of an example that would end the run.
 """
+
+
+def may_change(train: TrainConfig) -> tuple[str, ...]:
+    """Return the settings of `MAY_CHANGE`; with a capacity, which is one of a forward pass, not the rows of one."""
+    if train.capacity_factor is None:
+        return MAY_CHANGE
+    return tuple(key for key in MAY_CHANGE if key != "train.per_device_train_batch_size")
 
 
 class SafetyConfig(Strict):

@@ -139,6 +139,8 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         balance_loss_coefficient: of the loss that balances the experts' loads, over each "sequence" or the whole
             "batch" (`balance_loss_over`); balance_bias_rate: balances by the routers' correction bias instead
             (`fcsd.training.losses.balance`).
+        capacity_factor: pairs of token and expert above a capacity are dropped; capacity_drop: by "order" or "weight"
+            (`fcsd.model.families.capacity`).
         safety: the `safety` section of a recipe: what happens when a step goes wrong.
         model_init_kwargs: `dtype`, `revision`, `attn_implementation`, `experts_implementation` of a model given by its
             path; `trust_remote_code` stands by itself.
@@ -193,6 +195,10 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     balance_bias_rate: float | None = _key(
         TrainConfig, "balance_bias_rate", "Step of the routers' correction bias."
     )
+    capacity_factor: float | None = _key(
+        TrainConfig, "capacity_factor", "Experts' capacity, above which pairs are dropped."
+    )
+    capacity_drop: str | None = _key(TrainConfig, "capacity_drop", "order or weight.")
     safety: dict[str, Any] | str | None = _argument(None, "When a step goes wrong.")
 
     trust_remote_code: bool = _argument(False, "Of a tokenizer given by its path.")
@@ -265,6 +271,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         same = [
             *("learning_rate", "weight_decay", "optimizer", "layer_lr_ratio", "ema_decay", "dtype", "bf16"),
             *("balance_loss_coefficient", "balance_loss_over", "balance_bias_rate"),
+            *("capacity_factor", "capacity_drop"),
         ]
         raw = {
             "objective": {"name": self.objective, **given},

@@ -61,6 +61,7 @@ class Meters:
         balance                     mean of MoE layers, 1 when balanced, see `fcsd.training.losses.balance`; with it
         load_max_over_mean          of an expert's tokens since the last log, mean of MoE layers
         dead_experts                that had none of them, in all MoE layers
+        dropped_share               of the pairs of token and expert, with train.capacity_factor
         tokens_per_second           all tokens, of all ranks
     Divergence and entropy are taken at objective.temperature.
 
@@ -76,15 +77,16 @@ class Meters:
         self._sums: dict[str, Tensor] = {}  # this rank's part of each mean
         self._counts: Tensor | None = None  # this rank's tokens by their divergence
         self._loads: Tensor | None = None  # of all ranks: tokens of each expert, [layers, experts]
+        self._pairs: Tensor | None = None  # this rank's pairs: dropped, and all
         self.num_tokens = 0  # of all ranks
         self._since = time.perf_counter()
 
-    def kept(self) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return sums and counts; both are replaced, never changed."""
-        return dict(self._sums), self._counts
+    def kept(self) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
+        """Return sums, counts and pairs; all are replaced, never changed."""
+        return dict(self._sums), self._counts, self._pairs
 
     def go_back(self, kept: Any) -> None:
-        self._sums, self._counts = kept
+        self._sums, self._counts, self._pairs = kept
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -113,12 +115,29 @@ class Meters:
             return {}
         names = sorted(self._sums)
         means = self._of_all(torch.stack([self._sums[name] for name in names]) / steps, "mean")
-        return dict(zip(names, means.tolist(), strict=True)) | self._quantiles() | self._balance()
+        return (
+            dict(zip(names, means.tolist(), strict=True))
+            | self._quantiles()
+            | self._balance()
+            | self._dropped()
+        )
 
     def add_loads(self, loads: Tensor | None) -> None:
         """Add the tokens of each expert in a step, of all ranks, [layers, experts]."""
         if loads is not None:
             self._loads = loads if self._loads is None else self._loads + loads
+
+    def add_pairs(self, pairs: tuple[Tensor, Tensor] | None) -> None:
+        """Add the pairs of token and expert of a micro-batch, those dropped and all."""
+        if pairs is not None:
+            added = torch.stack(pairs)
+            self._pairs = added if self._pairs is None else self._pairs + added
+
+    def _dropped(self) -> dict[str, float]:
+        if self._pairs is None:
+            return {}
+        dropped, pairs = self._of_all(self._pairs, "sum").tolist()
+        return {"dropped_share": dropped / max(pairs, 1)}
 
     def _balance(self) -> dict[str, float]:
         if self._loads is None:

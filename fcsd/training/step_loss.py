@@ -4,14 +4,17 @@ It is the sum over all kept tokens, of all ranks and accumulation steps, divided
 on how a batch is cut.
 """
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fcsd.data.batches import Batch, next_token_targets, trim_padding
+from fcsd.model.families.capacity import Dropping, dropping
 from fcsd.parallel.failure import in_step
+from fcsd.training.config import TrainConfig
 from fcsd.training.losses.balance import Balance, counted_tokens
 from fcsd.training.losses.head import refuse_packing
 from fcsd.training.losses.hidden_terms import AuxiliaryLosses, Captured
@@ -34,10 +37,24 @@ class StepLoss:
         self.objective: ObjectiveConfig = objective
         self.teacher, self.accelerator = teacher, accelerator
         self.balance = balance
+        self.dropping: Dropping | None = None  # while it trains
         self.terms = AuxiliaryLosses(objective, student, 1) if objective.has_hidden_terms else None
         self.meters = Meters(accelerator, objective.logged, objective.clip)
         self._prepared: list[Batch] = []  # the micro-batches of the step that is under way
         self._coefficients: dict[str, float] = {}  # of the terms beside the divergence, in that step
+
+    @contextmanager
+    def capped(self, student: nn.Module, train: TrainConfig) -> Iterator[None]:
+        """Give the student's experts their capacity, if they have one, in the training passes inside."""
+        if train.capacity_factor is None:
+            yield
+            return
+        drop = train.capacity_drop or "order"
+        with dropping(student, train.capacity_factor, drop, training_only=True) as self.dropping:
+            try:
+                yield
+            finally:
+                self.dropping = None
 
     def forget(self) -> None:
         """Let go of the teacher's hidden states of the last step, which transformers' loop holds until the next."""
@@ -85,10 +102,14 @@ class StepLoss:
         with ExitStack() as stack:
             captured = stack.enter_context(terms.captured(model)) if terms is not None else Captured()
             routes = stack.enter_context(self.balance.recorded(model)) if self.balance is not None else None
+            if self.dropping is not None:
+                self.dropping.begin(counted_tokens(inputs))
             ids, positions = inputs["input_ids"], inputs["position_ids"]
             outputs = model(
                 input_ids=ids, position_ids=positions, keep=keep, objective=self.objective, **target
             )
+        if self.dropping is not None:
+            self.meters.add_pairs(self.dropping.take())
         # Gradients are averaged over ranks, the mean is over the tokens of all ranks.
         scale = self.accelerator.num_processes / torch.clamp(torch.as_tensor(num_kept), min=1)
         loss = outputs["loss"] * scale

@@ -181,7 +181,8 @@ class DistillTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().train(*args, **kwargs)
+            with self.step_loss.capped(self.plain_model, self.settings):
+                return super().train(*args, **kwargs)
         except BaseException as error:
             self.checkpoint_writer.leave(error)
             raise

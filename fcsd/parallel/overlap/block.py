@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.model.connectivity.layer import View
+from fcsd.model.families.capacity import capped
 from fcsd.parallel.overlap.exchange import Exchange, Known
 from fcsd.parallel.overlap.experts import Dispatch, OverlappedEP, Sizes
 from fcsd.parallel.overlap.schedule import Step
@@ -194,7 +195,7 @@ class BlockRun:
         try:
             self.names.forward(Recorder(self.block, overrides, self.tape), self.m)
         except Stopped as reached:
-            self.chosen = reached.values
+            self.chosen = capped(self.block.experts, reached.values)
 
     def _choose(self, x: Tensor) -> Any:
         """Read off the dense scores (N, all experts) of a router which experts each token has."""

@@ -7,7 +7,7 @@ regular teacher, a layer that nothing was attached to) it does both at once, and
 Each rank has tokens of its own; a token sends a row to each rank that has an expert of it. N tokens, K choices, E
 experts a rank, S ranks, M rows, P pairs of token and expert.
 
-Not covered: capacity factors and dropped tokens; tensor parallelism beside it.
+Not covered: tensor parallelism beside it; leaving dropped pairs off the wire.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OverlappedEP(EPImplementation):
         self.num_here: int = experts.num_experts
         self.port = Port(AllToAll(ep_mesh.get_group()))
         self._counts: Transport = AllToAll(ep_mesh.get_group())
-        self._here = False
+        self.has_rows = False
         self.scaled = len(inspect.signature(experts.forward).parameters) == 1
         if self.scaled:
             own: Any = type(experts)
@@ -151,11 +151,11 @@ class OverlappedEP(EPImplementation):
 
     def run_experts(self, module: Any, rows: Tensor, pairs: Pairs) -> Tensor:
         """Compute the outputs (P, D) of this rank's experts, through the module, whose hooks gather its weights."""
-        self._here = True
+        self.has_rows = True
         try:
             return _of_rows(module, rows, pairs.ids)
         finally:
-            self._here = False
+            self.has_rows = False
 
     def start_combine(
         self, outputs: Tensor, pairs: Pairs, sizes: Sizes, *, absent: bool = False
@@ -198,7 +198,7 @@ class OverlappedEP(EPImplementation):
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         """Give the experts of this rank their rows, or, called plainly, take them there and back."""
-        if self._here:
+        if self.has_rows:
             return self._experts(hidden_states, top_k_index, top_k_weights)
         if self.scaled:
             return self._dense(hidden_states)

@@ -3,7 +3,6 @@
 Not covered: text whose choices (2 bytes for each token, layer and expert of the token) do not fit in main memory.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fcsd.model.families.capacity import capacity, kept_pairs
 from fcsd.model.families.routers import find_routers
 from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.steering.routing.counts import read_batches
@@ -21,26 +21,6 @@ Counts = NDArray[np.int64]
 
 
 FACTORS = (1.0, 1.25, 2.0, 4.0)
-
-
-def capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Return how many tokens of a batch one expert takes: ceil(factor * K * tokens / experts).
-
-    The article of `docs/steer.md` leaves K out, which at top-8 would drop seven pairs of eight of an even routing.
-    Tokens come in order; a dropped pair contributes zero to its token's sum.
-    """
-    return math.ceil(round(factor * top_k * num_tokens / num_experts, 9))
-
-
-def kept_pairs(experts: NDArray[np.integer], limit: int) -> NDArray[np.bool_]:
-    """Return which pairs of a batch, experts [T, K], are among the first `limit` of their expert: [T, K]."""
-    flat = experts.reshape(-1)
-    order = np.argsort(flat, kind="stable")
-    ordered = flat[order]
-    place = np.arange(len(flat)) - np.searchsorted(ordered, ordered)
-    kept = np.empty(len(flat), dtype=bool)
-    kept[order] = place < limit
-    return kept.reshape(experts.shape)
 
 
 @dataclass(frozen=True)
@@ -75,7 +55,7 @@ class Routes:
         loads, without, room = [], 0, 0
         for batch in self.batches():
             limit = capacity(factor, batch.shape[1], self.top_k, self.num_experts)
-            pairs = np.stack([kept_pairs(experts, limit) for experts in batch])
+            pairs = np.stack([kept_pairs(torch.from_numpy(experts), limit).numpy() for experts in batch])
             loads.append(self._loads(batch, pairs))
             without += int((~pairs.any(-1)).sum())
             room += limit * self.num_experts * len(batch)

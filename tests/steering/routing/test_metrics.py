@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fcsd.model.families.capacity import capacity, kept_pairs
 from fcsd.steering.routing.metrics import (
     avg_layer_cv,
     avg_layer_kl,
@@ -15,7 +16,6 @@ from fcsd.steering.routing.metrics import (
     routes_moved,
     switch_balance_loss,
 )
-from fcsd.steering.routing.routes import capacity, kept_pairs
 
 LOADS = np.array([[1, 3, 0, 4], [5, 1, 2, 0]])  # both means are 2; summed over layers 6, 4, 2, 4
 OTHER = np.array([[2, 2, 2, 2], [1, 5, 2, 0]])
@@ -77,9 +77,9 @@ def test_top_k_is_part_of_the_capacity_and_the_first_tokens_keep_their_place() -
             wanted[token, choice] = taken[expert] < 5
             taken[expert] += 1
     assert not wanted.all()
-    assert np.array_equal(kept_pairs(experts.numpy(), 5), wanted)
+    assert np.array_equal(kept_pairs(experts, 5).numpy(), wanted)
 
 
 def test_an_even_routing_loses_nothing_at_factor_one() -> None:
-    experts = np.array([[0, 1], [2, 3], [1, 0], [3, 2]])
+    experts = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 2]])
     assert kept_pairs(experts, capacity(1.0, 4, 2, 4)).all()
