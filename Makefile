@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 3
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo test test-cpus test-extras test-network test-serving serving-models test-sglang test-transformers check bench bench-serving docs clean
+.PHONY: setup demo test test-breadth test-cpus test-extras test-network test-serving serving-models test-sglang test-transformers check bench bench-serving docs clean
 
 setup: $(STAMP)
 
@@ -24,11 +24,14 @@ demo: $(STAMP)  ## a small MoE from pre-training to an evaluated FarSkip checkpo
 	$(BIN)/fcsd tiny-data runs/tiny-data
 	$(DEMO_ENV) $(BIN)/fcsd run recipes/tiny/demo.yaml
 
-test: $(STAMP)  ## everything that needs no GPU
+test: $(STAMP)  ## what needs no GPU, for families, engines, recipes and benchmarks of each kind
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not breadth"
+
+test-breadth: $(STAMP)  ## the same for all the others
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m breadth
 
 test-cpus: $(STAMP)  ## the contract of every family on the kernels of older CPUs, as far as this one is not such
 	native=$$($(BIN)/python -c 'import torch; print(torch.backends.cpu.get_cpu_capability())'); \
@@ -118,7 +121,7 @@ check: $(STAMP)  ## the fast part, in under two minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not breadth'
 
 BENCH_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 PYTHONWARNINGS=ignore
 

@@ -191,6 +191,16 @@ def _measure_all(module: str, names: list[str]) -> None:
     print("RESULT", json.dumps({name: forked(lambda name=name: measure(name)) for name in names}))
 
 
+def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
+    """The values of a parameter in those tests that are run of the ones that ask for the fixture of this request."""
+    asking = (each for each in request.session.items if each.path == request.path)
+    return [
+        each.callspec.params[parameter]
+        for each in asking
+        if request.fixturename in getattr(each, "fixturenames", ())
+    ]
+
+
 def measured_by(module: str, names: list[str]) -> dict[str, int]:
     """{name: `measure(name)` of that test module}, each in a fork of one process that has only imported it."""
     if not Path("/proc/self/clear_refs").exists():

@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 
@@ -31,6 +32,37 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = Path(os.environ.get("FCSD_SHARED_DATA") or ROOT.parent / "shared" / "data")
 
 _PR_SET_PDEATHSIG = 1
+
+
+KINDS = {
+    "axk1", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoeshared", "instella_moe", "llama4_text", "minimax",
+    "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe",
+}  # fmt: skip
+"""Families of each kind: norms, shared experts, dense layers, latent, linear and chunked attention, images."""
+
+
+def few(cases: Iterable[Any], number: int | None = None) -> list[Any]:
+    """The cases, of which `make test` has the first `number`, of families those of each kind; the rest is breadth."""
+    sets = [
+        each if hasattr(each, "marks") else pytest.param(*(each if isinstance(each, tuple) else [each]))
+        for each in cases
+    ]
+    return [
+        each
+        if (each.values[0] in KINDS if number is None else k < number)
+        else each._replace(marks=(*each.marks, pytest.mark.breadth))
+        for k, each in enumerate(sets)
+    ]
+
+
+def few_and_others(families: Iterable[str], parts: int = 1) -> list[Any]:
+    """The families of each kind as one case, where one process looks at many, and the others in so many parts."""
+    families = list(families)
+    others = [name for name in families if name not in KINDS]
+    return [
+        pytest.param([name for name in families if name in KINDS], id="few"),
+        *(pytest.param(others[k::parts], id=f"others {k}", marks=pytest.mark.breadth) for k in range(parts)),
+    ]
 
 
 @dataclass(frozen=True)

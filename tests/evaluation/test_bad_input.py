@@ -19,7 +19,7 @@ from fcsd.evaluation.stage import FINISHED_TASKS
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.reference.tiny import tiny_model
-from tests.support import start
+from tests.support import few, start
 
 Files = dict[str, list[dict[str, Any]] | str | None]
 PIQA = {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"}
@@ -257,7 +257,7 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offline", ["0", "1"])
+@pytest.mark.parametrize("offline", few(["0", "1"], 1))
 def test_a_hub_that_cannot_be_reached_is_told_with_the_task_and_the_way_without_it(
     offline: str, model: Path, root: Path
 ) -> None:

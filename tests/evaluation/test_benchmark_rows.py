@@ -154,6 +154,7 @@ def test_a_benchmark_gives_the_numbers_of_plain_lm_eval(
 
 
 @pytest.mark.slow
+@pytest.mark.breadth
 def test_the_lm_eval_command_finds_the_same_item_by_item(
     root: Path, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from fcsd.parallel.ranks import input_device
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.test_ranks import place
 from tests.parallel.test_engines import launch, outcomes
-from tests.support import ROOT, Bench, evaluate, in_forked_ranks, start
+from tests.support import Bench, evaluate, in_forked_ranks
 
 __all__ = ["place"]  # a fixture
 
@@ -40,7 +40,7 @@ def comparable(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_an_evaluation_whose_process_was_killed_goes_on_with_the_next_task_in_a_real_launch(
+def test_an_evaluation_whose_process_was_killed_goes_on_with_the_next_task(
     place: Path, tmp_path: Path
 ) -> None:
     def killed_in_the_second_task(rank: int) -> int:
@@ -59,13 +59,13 @@ def test_an_evaluation_whose_process_was_killed_goes_on_with_the_next_task_in_a_
     assert "rank 1 of 2 ended without an error: killed" in text
     assert len(list((tmp_path / "out" / FINISHED_TASKS).iterdir())) == 1
 
-    config = str(ROOT / "configs" / "cpu_2.yaml")
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", config, "-m", "fcsd")
-    with start(*launcher, *command(place, tmp_path / "out")) as child:
-        output, errors = child.communicate()
-    assert child.returncode == 0, errors
-    assert "[2/4] t_answers: 5 items\n" in errors and "t_group:" not in errors
-    assert errors.count("[3/4] t_code") == 1 and output.count("| t_group ") == 1  # the first rank's alone
+    (status, first), (other, second) = in_forked_ranks(
+        lambda _: main(command(place, tmp_path / "out")), 2, tmp_path
+    )
+    assert (status, other) == (0, 0), first + second
+    assert "[2/4] t_answers: 5 items\n" in first and "t_group:" not in first
+    assert first.count("[3/4] t_code") == 1 and first.count("| t_group ") == 1
+    assert "t_code" not in second and "t_group" not in second
     assert main(command(place, tmp_path / "one")) == 0
     assert comparable(tmp_path / "out") == comparable(tmp_path / "one")
     assert not (tmp_path / "out" / FINISHED_TASKS).exists()

@@ -50,7 +50,11 @@ def returns_none(program: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tests", "count"),
-    [("mbppplus", "all", 378), ("mbppplus", "visible", 378), ("humanevalplus", "all", 164)],
+    [
+        ("mbppplus", "visible", 378),
+        pytest.param("mbppplus", "all", 378, marks=pytest.mark.breadth),
+        pytest.param("humanevalplus", "all", 164, marks=pytest.mark.breadth),
+    ],
 )
 def test_all_canonical_programs_pass_and_programs_that_return_none_do_not(
     shared_hub: Path, name: str, tests: Tests, count: int

@@ -15,7 +15,6 @@ from fcsd.parallel import failure
 from fcsd.training.best import StopWhenScoreStalls
 from fcsd.training.trainer import DistillTrainer
 from tests.support import ROOT, Bench, in_forked_ranks, start
-from tests.training.test_parallel import CPU_2
 
 SECONDS = 40.0  # of a busy machine; alone it is 8
 
@@ -85,7 +84,11 @@ def test_a_failure_on_the_second_rank_ends_the_first_within_seconds(
     assert output.count("(rank ") == (0 if error is None else 1) and "gloo" not in output
 
 
+LAUNCH = ("-m", "accelerate.commands.launch", "--config_file")
+
+
 @pytest.mark.slow
+@pytest.mark.breadth
 def test_a_bug_on_the_second_process_of_a_launch_ends_it_with_its_error_printed_once(
     bench: Bench, tmp_path: Path
 ) -> None:
@@ -99,8 +102,8 @@ def test_a_bug_on_the_second_process_of_a_launch_ends_it_with_its_error_printed_
         "    DistillTrainer.compute_loss = broken\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    launch = [word for word in CPU_2 if word not in ("-m", "fcsd")]
-    command = ("-m", *launch, str(script), "distill", str(bench.recipe("r")))
+    config = str(ROOT / "configs" / "cpu_2.yaml")
+    command = (*LAUNCH, config, str(script), "distill", str(bench.recipe("r")))
     with start(*command, PYTHONPATH=str(ROOT)) as child:
         _, error = child.communicate()
     assert child.returncode != 0
@@ -110,10 +113,13 @@ def test_a_bug_on_the_second_process_of_a_launch_ends_it_with_its_error_printed_
 
 @pytest.mark.slow
 def test_a_launcher_that_gets_sigterm_ends_as_the_docs_say_and_the_run_with_a_checkpoint(
-    bench: Bench, tmp_path: Path
+    bench: Bench,
 ) -> None:
+    """`accelerate launch` starts FSDP2 from its configuration."""
     checkpoints = bench.folder / "r" / "distill" / "checkpoints"
-    command = (*CPU_2, "distill", str(bench.recipe("r")), "--set", "train.max_steps=100000")
+    config = str(ROOT / "configs" / "cpu_2_fsdp2.yaml")
+    recipe = str(bench.recipe("r"))
+    command = (*LAUNCH, config, "-m", "fcsd", "distill", recipe, "--set", "train.max_steps=100000")
     with start(*command) as child:
         while child.poll() is None and not (checkpoints / "checkpoint-4").exists():
             time.sleep(0.05)

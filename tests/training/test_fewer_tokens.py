@@ -28,7 +28,7 @@ from fcsd.training.teachers.base import ModelTeacher
 from tests.parallel.test_engines import compare as compare_spread
 from tests.parallel.test_engines import launch
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, in_a_fork
+from tests.support import Bench, few, in_a_fork
 from tests.training.test_parallel import compare, history, ranks
 from tests.training.test_trainer import Rows, make, reference, teacher, weights  # noqa: F401
 
@@ -193,7 +193,7 @@ def test_a_lora_student_is_its_own_teacher_for_all_of_them(bench: Bench) -> None
     assert weights_fingerprint(one / "model") == weights_fingerprint(other / "model")
 
 
-@pytest.mark.parametrize(("engine", "options"), [("fsdp2", []), ("ep", ["--expert-parallel", "2"])])
+@pytest.mark.parametrize(("engine", "options"), few([("fsdp2", []), ("ep", ["--expert-parallel", "2"])], 1))
 def test_two_ranks_with_spread_weights_train_with_them_what_one_trains(
     bench: Bench, engine: str, options: list[str]
 ) -> None:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.losses import objective_of
-from tests.memory import PLAIN, measured_by, peak_of_two_steps
+from tests.memory import PLAIN, measured_by, peak_of_two_steps, selected
+from tests.support import few
 
 TOKENS = {"few": 2, "many": 16}  # rows of 128
 VOCABULARIES = {"small": 4096, "large": 16384}
@@ -21,13 +22,14 @@ def measure(name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, int]:
-    names = [f"{o} {t} {v}" for o in OBJECTIVES for t in TOKENS for v in VOCABULARIES]
+def measured(request: pytest.FixtureRequest) -> dict[str, int]:
+    objectives = selected(request, "objective")
+    names = [f"{o} {t} {v}" for o in objectives for t in TOKENS for v in VOCABULARIES]
     return measured_by("tests.training.test_memory", names)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", few(OBJECTIVES, 1))
 def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(
     objective: str, measured: dict[str, int]
 ) -> None:

@@ -12,18 +12,9 @@ from transformers import TrainerCallback
 
 from fcsd.cli.main import main
 from fcsd.training import run as run_module
+from tests.parallel.test_engines import launch
 from tests.reference.ranks import run_ranks
-from tests.support import ROOT, Bench, start
-
-# One micro-batch on each of two processes, or two on one: the same four rows a step.
-CPU_2 = (
-    "-m",
-    "accelerate.commands.launch",
-    "--config_file",
-    str(ROOT / "configs" / "cpu_2.yaml"),
-    "-m",
-    "fcsd",
-)
+from tests.support import Bench
 
 
 def history(bench: Bench, name: str) -> list[dict[str, float]]:
@@ -52,15 +43,12 @@ def compare(bench: Bench, one: str, two: str) -> None:
         torch.testing.assert_close(value, right[name], atol=1e-4, rtol=1e-2)
 
 
-@pytest.mark.slow
-def test_two_processes_of_accelerate_launch_train_what_one_trains_on_a_stream(bench: Bench) -> None:
+def test_two_processes_train_what_one_trains(bench: Bench) -> None:
     changes: dict[str, Any] = {
         "early_stopping": bench.early_stopping | {"every_steps": 4},
         "data": {"train": [{"path": str(bench.rows)}], "max_length": 32},
     }
-    with start(*CPU_2, "distill", str(bench.recipe("two", **changes))) as child:
-        output = child.communicate()
-    assert child.returncode == 0, output[1]
+    assert launch("cpu_2", ["distill", str(bench.recipe("two", **changes))]) == [0]
     assert main(["distill", str(bench.recipe("one", **changes))]) == 0
     compare(bench, "one", "two")
     assert best_step(bench, "two") == 12

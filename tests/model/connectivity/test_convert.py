@@ -21,6 +21,7 @@ from fcsd.model.connectivity import (
 from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error
 from tests.reference.tiny import tiny_config, tiny_model
+from tests.support import few
 
 # PEFT 0.21 asks for the old name of transformers' activation checkpointing.
 PEFT_WARNING = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -101,7 +102,7 @@ def test_the_attention_implementation_can_be_changed_after_conversion():
     assert error(logits(model), before) < BOUND
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES))
 def test_copies_and_pickles_of_a_converted_model_are_converted(family):
     model = tiny_model(family)
     convert_model(model, Connectivity("all"))

@@ -15,7 +15,7 @@ from fcsd.model.connectivity import Connectivity, convert_checkpoint, farskip_la
 from fcsd.model.connectivity import load as load_module
 from fcsd.model.families import FAMILIES
 from tests.reference.tiny import tiny_config, tiny_model
-from tests.support import assert_same_model
+from tests.support import assert_same_model, few
 
 FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -59,7 +59,7 @@ def edit_config(folder, **changes):
     file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES))
 def test_every_combination_of_checkpoint_and_connectivity(family, tmp_path):
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "base")

@@ -79,11 +79,11 @@ def test_a_real_model_has_the_published_number_of_parameters(name):
 
 
 def _cases():
-    for name in EXACT:
-        yield name, "all"
+    for number, name in enumerate(EXACT):
+        yield pytest.param(name, "all", marks=[pytest.mark.breadth] if number > 4 else [])
         if MOE_LAYERS[name][0] > 0:  # else moe is all
-            yield name, "moe"
-        yield name, "last:75%"
+            yield pytest.param(name, "moe", marks=pytest.mark.breadth)
+        yield pytest.param(name, "last:75%", marks=pytest.mark.breadth)
 
 
 @pytest.mark.parametrize(("name", "selection"), list(_cases()))

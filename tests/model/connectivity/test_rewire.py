@@ -17,6 +17,7 @@ from tests.reference.parts import arguments_found_once
 from tests.reference.reference import MOE, reference_forward
 from tests.reference.surgery import surgery_forward
 from tests.reference.tiny import TINY, tiny_model
+from tests.support import few
 
 FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 SELECTIONS = ("all", "moe", {"first": 2}, {"last": "75%"}, [0, 2])
@@ -157,7 +158,7 @@ def test_dense_layers_read_what_is_in_flight_and_leave_nothing_in_flight(family,
         assert error(logits(model, x), expected) < BOUND, selection
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES))
 def test_no_layers_and_unconverting_are_bit_identical_to_the_original(family):
     model, x = tiny_model(family), tokens()
     original = logits(model, x)
@@ -182,7 +183,7 @@ def test_recorded_hidden_states_are_the_full_streams(family):
         assert error(actual, expected) < BOUND, k
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES))
 def test_generating_with_the_cache_gives_what_full_passes_give(family):
     model, x = tiny_model(family), tokens(length=9)
     mask = left_padding(*x.shape)
@@ -211,7 +212,7 @@ def test_generating_with_the_cache_gives_what_full_passes_give(family):
         assert difference(6) < BOUND
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES))
 def test_gradient_checkpointing_does_not_change_gradients(family):
     x = tokens()
     model = tiny_model(family).train()
@@ -269,7 +270,7 @@ def test_packed_sequences_with_position_ids_give_what_they_give_alone(family):
     assert difference() < BOUND
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES))
 def test_gradients_are_those_of_the_equations(family):
     model, x = tiny_model(family), tokens(2, 6)
     weights = {name: p for name, p in stack_of(model).named_parameters() if p.requires_grad}

@@ -5,6 +5,7 @@ import torch
 
 from fcsd.model.connectivity import Connectivity, convert_model
 from tests.reference.tiny import tiny_model
+from tests.support import few
 
 FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "instella_moe", "gpt_oss", "llama4_text")
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -27,7 +28,7 @@ def logits(model, x=X):
     return model(x, use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES, 2))
 def test_inference_compiles_to_one_graph(family):
     model = converted(family)
     expected = logits(model)
@@ -59,7 +60,7 @@ def exported(model, length):
     return torch.export.export(model, (X,), {"use_cache": False}, dynamic_shapes=shapes)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES, 2))
 def test_an_exported_program_takes_rows_of_other_lengths(family, tmp_path):
     model, x = converted(family), torch.cat([X, X.flip(1)], dim=1)
     length = torch.export.Dim("length", min=2, max=64)

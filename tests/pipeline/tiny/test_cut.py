@@ -17,7 +17,7 @@ from fcsd.model.families.family import text_config
 from fcsd.model.inspect.checkpoint import config_object
 from fcsd.pipeline.tiny.cut import cut_sizes
 from fcsd.pipeline.tiny.models import small_model, tiny_model
-from tests.support import ROOT
+from tests.support import ROOT, few
 
 # What published checkpoints have and transformers' defaults lack, or leave out the family's own kind of layer.
 _GEMMA4 = {
@@ -107,7 +107,7 @@ def kinds_of_layers(model: Any, family: Family) -> list[frozenset[str]]:
     ]
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", few(FAMILIES))
 def test_the_cut_model_of_every_family_has_all_kinds_of_layers_converts_and_runs(model_type: str) -> None:
     family = FAMILIES[model_type]
     real = base_model_class(family).config_class(**PUBLISHED.get(model_type, {}))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,12 @@ from fcsd.pipeline.tiny.rehearse import rehearse as rehearse_in
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.recipe.recipe import Recipe
+from fcsd.training.trainer import DistillTrainer
 from tests.parallel.test_engines import environment as launch_environment
 from tests.parallel.test_engines import launch
 from tests.pipeline.tiny.test_tasks import SIZES
 from tests.reference.tiny import tiny_model
-from tests.support import ROOT, in_a_fork, in_forked_ranks
+from tests.support import ROOT, few, in_a_fork, in_forked_ranks
 
 
 def rehearse(recipe: Recipe, folder: Path) -> Recipe:
@@ -145,7 +147,7 @@ def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", DISTILLED, ids=name)
+@pytest.mark.parametrize("path", few(DISTILLED, 2), ids=name)
 def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
     # Reading the items of eleven benchmarks takes ten seconds: once is enough.
     looked_at = name(path) == "qwen3-30b-a3b/distill"
@@ -161,7 +163,7 @@ def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in DISTILLED if load_recipe(path).variants], ids=name)
+@pytest.mark.parametrize("path", few([path for path in DISTILLED if load_recipe(path).variants], 1), ids=name)
 def test_every_variant_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
     seen = set()
     for variant, changes in load_recipe(path).variants.items():
@@ -189,7 +191,7 @@ def test_the_sweep_runs_at_tiny_size_and_the_distillation_follows_its_choice(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", PRETRAINED, ids=name)
+@pytest.mark.parametrize("path", few(PRETRAINED, 1), ids=name)
 def test_every_pretraining_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "r"
     options = ["--rehearse", str(folder), "--set", "pretrain.data.decontaminate=null"]
@@ -202,6 +204,7 @@ def test_every_pretraining_runs_at_tiny_size(path: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.breadth
 def test_the_eleven_benchmarks_judge_a_rehearsal(tmp_path: Path) -> None:
     path = data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml"
     small = rehearse(load_recipe(path), tmp_path / "r")
@@ -394,7 +397,7 @@ def up_to_the_first_stage(command: list[str]) -> int:
     return main(command)
 
 
-@pytest.mark.parametrize("path", REAL, ids=name)
+@pytest.mark.parametrize("path", few(REAL, 3), ids=name)
 def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,3 +438,55 @@ def test_a_recipes_header_runs_on_two_ranks_to_its_end(tmp_path: Path) -> None:
     command = [*words[words.index("fcsd") + 1 :], "--rehearse", str(tmp_path / "r")]
     assert launch("cpu_2_fsdp2", command) == [0]
     assert read_json(tmp_path / "r" / "run" / "pretrain" / "manifest.json")["results"]["steps"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.breadth
+def test_an_economical_run_of_two_ranks_that_was_killed_twice_ends_with_the_same_bytes(
+    tmp_path: Path,
+) -> None:
+    """FSDP2, with the average of weights; killed in the second of two steps, then before the second evaluation."""
+    row = {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"}
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(json.dumps({"name": "one", "tasks": [row]}))
+    path = data_dir("recipes") / "qwen3-30b-a3b" / "economical.yaml"
+    assert load_recipe(path).train.ema_decay is not None
+    variables = launch_environment(ROOT / "configs" / "cpu_2_fsdp2.yaml")
+
+    def run_whole(name: str, *deaths: tuple[Any, str]) -> list[str]:
+        options = ["--set", "data.decontaminate=null", "--set", f"evaluation.suite={suite}"]
+        command = ["run", str(path), "--rehearse", str(tmp_path / name), *options]
+
+        def on_rank(rank: int, death: tuple[Any, ...]) -> int:
+            os.environ.update(variables)
+            if death:
+                owner, does = death
+                calls, work = itertools.count(1), getattr(owner, does)
+
+                def deadly(*args: Any, **kwargs: Any) -> Any:
+                    if next(calls) == 2:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return work(*args, **kwargs)
+
+                setattr(owner, does, deadly)  # a fork of its own
+            return main(command)
+
+        texts = []
+        for death in (*deaths, ()):
+            found = in_forked_ranks(functools.partial(on_rank, death=death), 2, tmp_path)
+            assert [status for status, _ in found] == [-signal.SIGKILL if death else 0] * 2, found
+            texts.append("".join(text for _, text in found))
+        return texts
+
+    run_whole("whole")
+    _, second, third = run_whole("killed", (DistillTrainer, "_get_grad_norm"), (run, "run_evaluation"))
+    assert "continuing from" in second and "checkpoint-1" in second and "distill: finished before" in third
+    whole, killed = (tmp_path / name / "run" for name in ("whole", "killed"))
+    weights = sorted(path.relative_to(whole) for path in whole.rglob("model.safetensors"))
+    assert len(weights) == 4, weights  # converted, calibrated, trained, published
+    for file in weights:
+        assert (killed / file).read_bytes() == (whole / file).read_bytes(), file
+    for name in ("original", "converted", "calibrated", "fcsd"):
+        one, other = (read_json(place / "evaluate" / name / "results.json") for place in (whole, killed))
+        assert one["kl_to_original"] == other["kl_to_original"]
+        assert one["tasks"]["piqa"]["value"] == other["tasks"]["piqa"]["value"]

@@ -161,6 +161,7 @@ def test_a_dry_run_without_a_name_is_written_beside_the_folder(
 
 
 @pytest.mark.slow
+@pytest.mark.breadth
 def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(hub: Hub, tmp_path: Path) -> None:
     """As users have it: hf_xet sends blocks of 64 MB, and notes now and then which have arrived."""
     source, checkpoint, hub.xet = tmp_path / "base", tmp_path / "checkpoint", tmp_path / "xet"

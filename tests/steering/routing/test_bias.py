@@ -15,6 +15,7 @@ from fcsd.model.families.choices import recording
 from fcsd.model.families.routers import find_routers
 from fcsd.steering.routing.bias import BiasTables, read_tables, router_bias, write_tables
 from tests.reference.tiny import tiny_model
+from tests.support import few
 
 IDS = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(3))
 N = 3
@@ -105,7 +106,7 @@ def check_exact(name: str, model: Any) -> None:
     assert torch.equal(run(model), plain)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few(FAMILIES))
 def test_a_table_is_added_to_the_logits_of_every_layer_and_a_zero_one_changes_nothing(name: str) -> None:
     model = tiny_model(name)
     check_exact(name, model)

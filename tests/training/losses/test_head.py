@@ -25,6 +25,7 @@ from tests.examples import pack
 from tests.losses import objective_of
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import TINY, tiny_model
+from tests.support import few
 
 KL, CE = objective_of("kl"), objective_of("ce")
 
@@ -312,7 +313,7 @@ def text_ids(model, shape, seed):
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "ce"])
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", few(TINY))
 def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
     """Teacher: the same model on other tokens. Soft caps and padding are made to bite where a family has them."""
     model = own_logits_model(family)
@@ -404,7 +405,7 @@ LENGTHS = (5, 19, 2, 7, 12, 3, 6)
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(("family", "attention"), ATTENTION)
+@pytest.mark.parametrize(("family", "attention"), few(ATTENTION))
 def test_packed_examples_of_a_family_have_the_loss_that_each_has_alone(family, attention):
     """Twenty-four positions a row are more than the windows of the sliding and chunked families."""
     model = tiny_model(family, attn_implementation=attention)
