@@ -9,6 +9,7 @@ Rewiring comes before anything that sets `forward` on instances, which would byp
 import contextlib
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -70,10 +71,12 @@ class StageError(ValueError):
 
 
 def check_stages(stack: nn.ModuleList, num_stages: int) -> None:
-    """Raise StageError if transformers' equal cut into stages separates a pair of tensors."""
-    cuts = pipeline_cuts(stack)
-    size = len(stack) // num_stages
-    for k in (stage * size for stage in range(1, num_stages)):
+    """Raise StageError if the cut of the installed transformers into stages separates a pair of tensors."""
+    from transformers.distributed.pipeline_parallel import PipelineStage
+
+    cuts, stages = pipeline_cuts(stack), SimpleNamespace(pp_size=num_stages)
+    for stage in range(1, num_stages):
+        k = PipelineStage.layer_range_for_rank(stages, stage, len(stack))[0]
         if k and k not in cuts:
             raise StageError(
                 f"pipeline of {num_stages} stages: one begins at layer {k}, where the routed output of layer"
