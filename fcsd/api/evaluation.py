@@ -121,17 +121,18 @@ def compare(
     else:
         evaluated = {"original": _evaluated(original), "converted": _evaluated(converted)}
     comparisons = compare_all(evaluated, tasks)
-    (found,) = comparisons.values()
-    return Comparison(found, comparison_text(comparisons, evaluated))
+    (comparison,) = comparisons.values()
+    return Comparison(comparison, comparison_text(comparisons, evaluated))
 
 
-def _evaluated(given: Evaluation | str | Path) -> dict[str, Any]:
-    if isinstance(given, Evaluation):
-        result, samples = dict(given), given.samples
-    elif isinstance(given, str | Path):
-        result, samples = read_result(Path(given))
+def _evaluated(evaluation: Evaluation | str | Path) -> dict[str, Any]:
+    if isinstance(evaluation, Evaluation):
+        result, samples = dict(evaluation), evaluation.samples
+    elif isinstance(evaluation, str | Path):
+        result, samples = read_result(Path(evaluation))
     else:
         raise UserError(
-            f"compare: a {type(given).__name__}; what evaluate_model gave, or the folder of an evaluation is needed"
+            f"compare: a {type(evaluation).__name__}; what evaluate_model gave, or the folder of an evaluation is"
+            " needed"
         )
     return {"result": result, "samples": samples, "training": None}

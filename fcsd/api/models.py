@@ -199,11 +199,11 @@ def load(
 
     if "torch_dtype" in options:
         raise UserError("fcsd.load: torch_dtype: is here dtype=…, for example dtype='bfloat16'")
-    found = find_model(ModelConfig(path=str(path), revision=revision))
-    tokenizer = load_tokenizer(found.folder, trust_remote_code=trust_remote_code)
+    checkpoint = find_model(ModelConfig(path=str(path), revision=revision))
+    tokenizer = load_tokenizer(checkpoint.folder, trust_remote_code=trust_remote_code)
     wanted = connectivity_of(layers, attention, mlp)
     model = load_model(
-        found.folder,
+        checkpoint.folder,
         connectivity=wanted,
         original=original,
         trust_remote_code=trust_remote_code,

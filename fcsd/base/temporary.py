@@ -111,17 +111,17 @@ def sweep(folder: Path, start: str) -> None:
     """Remove what processes of this host that are no more have left in `folder` under names that begin with `start`."""
     owned = re.compile(rf"{re.escape(start)}(.*\.)?{_host()}-\d+-[0-9a-f]{{8}}\.(tmp|old)")
     with contextlib.suppress(OSError):
-        for left in os.listdir(folder):
-            if owned.fullmatch(left):
+        for name in os.listdir(folder):
+            if owned.fullmatch(name):
                 with contextlib.suppress(OSError):
-                    _remove_if_dead(folder / left)
+                    _remove_if_dead(folder / name)
 
 
-def _remove_if_dead(left: Path) -> None:
-    descriptor = os.open(left, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+def _remove_if_dead(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(left)
+        _remove(path)
     finally:
         os.close(descriptor)
 

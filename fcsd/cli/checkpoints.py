@@ -52,9 +52,9 @@ def _convert(arguments: Namespace) -> None:
         "versions": versions(),
     }
     write_json(Path(arguments.out) / "manifest.json", record)
-    left = read_checkpoint(arguments.out)
-    assert left.connectivity is not None and left.family is not None
-    tell_first_layer(left.connectivity, load_config(left), left.family, "--layers")
+    checkpoint = read_checkpoint(arguments.out)
+    assert checkpoint.connectivity is not None and checkpoint.family is not None
+    tell_first_layer(checkpoint.connectivity, load_config(checkpoint), checkpoint.family, "--layers")
     print(arguments.out)
 
 

@@ -47,8 +47,8 @@ def _evaluate(arguments: Namespace) -> None:
             raise UserError("--fetch and --data-root are both given; leave one out")
         fetched = launch.ranks.from_first(lambda: fetch_suite(suite, arguments.fetch))
         if launch.first:
-            found = ", ".join(fetched) if fetched else "everything was there"
-            print(f"{arguments.fetch}: {found}", file=sys.stderr)
+            summary = ", ".join(fetched) if fetched else "everything was there"
+            print(f"{arguments.fetch}: {summary}", file=sys.stderr)
         if arguments.model is None:
             return
     for name in ("model", "output"):
@@ -99,9 +99,9 @@ def _server(arguments: Namespace) -> ServerConfig | None:
         )
     if arguments.device_map is not None and arguments.no_server_check:
         raise UserError("--device-map has no meaning with --server and --no-server-check: no model is loaded")
-    given = {"url": arguments.server, "concurrency": arguments.concurrency}
-    given = {name: value for name, value in given.items() if value is not None}
-    return ServerConfig.from_plain(given, "--server")
+    settings = {"url": arguments.server, "concurrency": arguments.concurrency}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return ServerConfig.from_plain(settings, "--server")
 
 
 def _suite(arguments: Namespace) -> SuiteConfig:
@@ -130,7 +130,7 @@ def _compare(arguments: Namespace) -> None:
     comparisons = compare_all(evaluated, only)
     if arguments.output is not None:
         write_comparison(evaluated, arguments.output, only)
-    print_result(arguments, comparisons, lambda found: comparison_text(found, evaluated))
+    print_result(arguments, comparisons, lambda result: comparison_text(result, evaluated))
 
 
 def _evaluate_options(parser: ArgumentParser) -> None:

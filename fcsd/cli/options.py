@@ -133,8 +133,10 @@ def expert_parallel_argument(parser: ArgumentParser) -> None:
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
     """Join the launch; with `expert_parallel_argument` as it says."""
-    given = {name: value for name, value in vars(arguments).items() if name in ("expert_parallel", "overlap")}
-    return join_launch(**given)
+    options = {
+        name: value for name, value in vars(arguments).items() if name in ("expert_parallel", "overlap")
+    }
+    return join_launch(**options)
 
 
 def device_map_argument(parser: ArgumentParser) -> None:

@@ -129,8 +129,8 @@ def _plan_layers(arguments: Namespace) -> None:
                 "--max-loss reads the finished study, with copied and with calibrated weights; --verify, --calibrated"
                 " and --model belong to --budget"
             )
-        found = layers_within(arguments.study, arguments.max_loss, metric=arguments.metric)
-        print_result(arguments, found, within_text)
+        counts = layers_within(arguments.study, arguments.max_loss, metric=arguments.metric)
+        print_result(arguments, counts, within_text)
         return
     quiet_transformers()
     launch = join_launch() if arguments.verify else None

@@ -52,8 +52,8 @@ def _routing(arguments: Namespace) -> None:
     if study.text is not None:
         inputs["text"] = data_fingerprint(study.text.path, study.text.revision)
     if study.tasks:
-        found, prompts = _prompts(study)
-        inputs |= found
+        fingerprints, prompts = _prompts(study)
+        inputs |= fingerprints
     result = study_routing(
         study,
         arguments.output,

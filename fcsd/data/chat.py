@@ -56,14 +56,14 @@ def tokenize_examples(
     read = [_or_bad(partial(_read, example, columns, tokenizer)) for example in examples]
     texts = iter(_tokenized_texts([one for one in read if isinstance(one, str)], tokenizer))
     _encode_ahead([one for one in read if isinstance(one, _Chat)], loss_on)
-    found: list[Any] = []
+    outputs: list[Any] = []
     for one in read:
         if isinstance(one, str):
             ids = next(texts)
-            found.append({"input_ids": ids, "loss_mask": np.ones(len(ids), bool)})
+            outputs.append({"input_ids": ids, "loss_mask": np.ones(len(ids), bool)})
         else:
-            found.append(_or_bad(partial(_masked, one, loss_on)) if isinstance(one, _Chat) else one)
-    return found
+            outputs.append(_or_bad(partial(_masked, one, loss_on)) if isinstance(one, _Chat) else one)
+    return outputs
 
 
 def _or_bad(make: Callable[[], Any]) -> Any:
@@ -279,9 +279,9 @@ def _messages(example: Mapping[str, Any], columns: Mapping[Any, str]) -> tuple[l
     )
     extra = example.get(columns["input"]) if "input" in columns else None
     if prompt is None:
-        asked = _string(example, columns["prompt"])
+        question = _string(example, columns["prompt"])
         more = f"\n\n{_string(example, columns['input'])}" if extra else ""
-        prompt = [{"role": "user", "content": asked + more}]
+        prompt = [{"role": "user", "content": question + more}]
     elif extra:
         raise BadExample(f"column {columns['input']!r}: goes with a prompt that is text, not with messages")
     if response is None:

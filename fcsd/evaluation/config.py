@@ -209,12 +209,12 @@ def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
 def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
     """Return the suite with settings that all its tasks take (None: as they have it); thinking is for those that
     write their answers."""
-    given = {key: value for key, value in settings.items() if value is not None}
-    if not given:
+    changes = {key: value for key, value in settings.items() if value is not None}
+    if not changes:
         return suite
     rows = []
     for row in suite.tasks:
-        own = {key: value for key, value in given.items() if key != "thinking" or row.kind != "likelihood"}
+        own = {key: value for key, value in changes.items() if key != "thinking" or row.kind != "likelihood"}
         rows.append(row.model_dump(mode="json", exclude_unset=True) | own)
     changed = validate(SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}")
     return suite.model_copy(update={"tasks": changed.tasks})

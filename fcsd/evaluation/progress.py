@@ -52,8 +52,8 @@ class Progress:
         names = list(self.tasks)
         place = f"{self.kept + names.index(task) + 1}/{self.kept + len(names)}"
         line = self._label(task, place, self.tasks[task])
-        if left := self.left():
-            line += f"; {duration(self._clock() - self._began)} so far, {left} left"
+        if rest := self.left():
+            line += f"; {duration(self._clock() - self._began)} so far, {rest} left"
         self._print(line)
 
     def end(self) -> None:

@@ -64,15 +64,15 @@ def prepare_evaluation(
     _check(plan, ranks)
     data_root = Path(plan.data_root) if plan.data_root is not None else None
     kept = ranks.from_first(
-        lambda: {row.task: found for row in suite.tasks if store is not None and (found := store.get(row))}
+        lambda: {row.task: task for row in suite.tasks if store is not None and (task := store.get(row))}
     )
     missing = [row for row in suite.tasks if row.task not in kept]
     prepared: dict[str, Any] = {}
-    facts = {task: found for task, (_, found) in kept.items()}
+    facts = {task: own for task, (_, own) in kept.items()}
     for row in missing:
-        prepared[row.task], found = _prepare_task(row, suite, data_root, tokenizer, plan.limit)
-        facts[row.task] = found
-        if not (found["higher_is_better"] or any_direction):
+        prepared[row.task], own = _prepare_task(row, suite, data_root, tokenizer, plan.limit)
+        facts[row.task] = own
+        if not (own["higher_is_better"] or any_direction):
             raise UserError(
                 f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is"
                 " better, so choose one of those, or leave the task out"
@@ -229,8 +229,8 @@ class PreparedEvaluation:
                 outcomes = self.scorer.score_samples(problems, completions, **options)
             texts = prompts(self.tokenizer, problems, row)
             return [
-                code_sample(row, problem, prompt, completions[problem.task_id], found)
-                for problem, prompt, found in zip(problems, texts, outcomes, strict=True)
+                code_sample(row, problem, prompt, completions[problem.task_id], grades)
+                for problem, prompt, grades in zip(problems, texts, outcomes, strict=True)
             ]
 
         return self.ranks.from_first(scored)
@@ -242,7 +242,7 @@ class PreparedEvaluation:
             summed = task_result(row, samples[row.task], facts["num_items_total"], data_root)
             tasks[row.task] = summed | {"higher_is_better": facts["higher_is_better"]}
         # A task that was finished before may have run in another sandbox: the first one counts.
-        sandbox = next((found["sandbox"] for found in self.facts.values() if "sandbox" in found), None)
+        sandbox = next((facts["sandbox"] for facts in self.facts.values() if "sandbox" in facts), None)
         chat_template = None
         if any(row.chat_template for row in self.suite.tasks):
             chat_template = text_hash(json.dumps(self.tokenizer.chat_template, sort_keys=True))

@@ -56,7 +56,7 @@ class ServedBackend:
 
         def ask(rows: Sequence[Sequence[int]]) -> list[list[float]]:
             bodies = [{"prompt": list(row), "answer_tokens": len(row) - 1} for row in rows]
-            return [told for told, _ in self.ask("likelihood", bodies, Journal(), quietly=True)]
+            return [logprobs for logprobs, _ in self.ask("likelihood", bodies, Journal(), quietly=True)]
 
         self.checked = check_identity(self.server, ask, self.model, self.tokenizer, load)
 
@@ -121,12 +121,12 @@ class ServedBackend:
         texts = iter(self.ask("generation", bodies))
 
         def text() -> str:
-            found = next(texts)
-            if not isinstance(found, str):
-                found = self.tokenizer.decode(
-                    found, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            answer = next(texts)
+            if not isinstance(answer, str):
+                answer = self.tokenizer.decode(
+                    answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
                 )
-            return completion_of(found, row)
+            return completion_of(answer, row)
 
         return {problem.task_id: [text() for _ in range(row.num_samples)] for problem in problems}
 
@@ -155,8 +155,8 @@ class ServedBackend:
         ids, or a text where the server gives no ids.
         """
         journal = self._journal if journal is None else journal
-        found = [journal.get(body) for body in bodies]
-        missing = [number for number, answer in enumerate(found) if answer is None]
+        answers = [journal.get(body) for body in bodies]
+        missing = [number for number, answer in enumerate(answers) if answer is None]
         read = self._read_likelihood if what == "likelihood" else self._read_generation
         requests = [self._request(what, bodies[number]) for number in missing]
         with progress_bar(
@@ -174,8 +174,8 @@ class ServedBackend:
                 requests, lambda place, answer: read(bodies[missing[place]], answer), note
             )
         for number, answer in zip(missing, new, strict=True):
-            found[number] = answer
-        return found
+            answers[number] = answer
+        return answers
 
     def _request(self, what: str, body: Body) -> Body:
         """Return what is sent. What ends an answer is ours alone where the server gives tokens, by which it is cut."""
@@ -190,10 +190,10 @@ class ServedBackend:
         count = body["answer_tokens"]
         if len(entries) != len(body["prompt"]):
             raise ValueError(f"{len(entries)} prompt_logprobs for {len(body['prompt'])} tokens")
-        asked = [
+        tokens = [
             entry[str(token)] for entry, token in zip(entries[-count:], body["prompt"][-count:], strict=True)
         ]
-        return [float(each["logprob"]) for each in asked], [int(each["rank"]) for each in asked]
+        return [float(each["logprob"]) for each in tokens], [int(each["rank"]) for each in tokens]
 
     def _read_generation(self, body: Body, answer: Body) -> list[int] | str:
         (choice,) = answer["choices"]

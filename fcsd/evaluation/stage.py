@@ -79,9 +79,9 @@ class Reference:
         known = self._known[0][1]
 
         def kl(loaded: PreTrainedModel, batches: Batches | None) -> dict[str, Any]:
-            found = mean_kl(known, loaded, rows, ranks=launch.ranks)
+            divergence = mean_kl(known, loaded, rows, ranks=launch.ranks)
             known.head.cpu()  # off the device, where the next model needs the room
-            return {"kl_to_original": found}
+            return {"kl_to_original": divergence}
 
         return kl
 
@@ -141,15 +141,15 @@ class Evaluation:
     def inputs(self) -> dict[str, str]:
         """Return the fingerprints of what is read: of the model never its path."""
         model, reference, heldout = self.checkpoint, self.reference, None
-        found = {
+        fingerprints = {
             "model": model.weights,
             "connectivity": str(read_json(model.folder / "config.json").get("farskip", "regular")),
             "configuration": configuration_fingerprint(model.folder),
         }
         if reference is not None:
-            found |= {**reference.inputs, "original": reference.original.weights}
+            fingerprints |= {**reference.inputs, "original": reference.original.weights}
             heldout = reference.data.heldout
-        return found | test_set_fingerprints(self.suite.tasks, self.data_root, heldout)
+        return fingerprints | test_set_fingerprints(self.suite.tasks, self.data_root, heldout)
 
 
 def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stage:
@@ -221,15 +221,15 @@ def _ask(
 
 
 def _check_overlap(model: ModelFolder, launch: Launch) -> None:
-    asked = launch.engine.overlap
-    if asked not in ("full", "forward"):
+    overlap = launch.engine.overlap
+    if overlap not in ("full", "forward"):
         return
     _, family, connectivity = read_config(model.folder, any_family=True)
     reason: str | None = "none of its layers is rewired"
     if family is not None and connectivity is not None:
         reason = refusal(family, model.load_config())
     if reason is not None:
-        raise UserError(f"--overlap {asked}: {model.config.path} cannot: {reason}; leave --overlap out")
+        raise UserError(f"--overlap {overlap}: {model.config.path} cannot: {reason}; leave --overlap out")
 
 
 def heldout_of(data: DataConfig, tokenizer: Any) -> Any:
@@ -306,15 +306,15 @@ def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
 
 def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
     store = _store(evaluation, stage)
-    made = read_manifest(stage.folder).get("versions")
+    own_versions = read_manifest(stage.folder).get("versions")
     with contextlib.suppress(UserError, OSError, KeyError, AttributeError):  # results.json is the damaged one
         result = read_json(stage.folder / "results.json")
-        for row in evaluation.suite.tasks if made == versions() else ():
-            found = result["tasks"][row.task]
-            facts = {name: found[name] for name in ("num_items_total", "higher_is_better")}
+        for row in evaluation.suite.tasks if own_versions == versions() else ():
+            score = result["tasks"][row.task]
+            facts = {name: score[name] for name in ("num_items_total", "higher_is_better")}
             facts |= {"sandbox": result["sandbox"]} if row.kind == "code" else {}
             with contextlib.suppress(UserError):
-                store.put(row, read_samples(stage.folder, row.task, found), facts)
+                store.put(row, read_samples(stage.folder, row.task, score), facts)
 
 
 def _leave(stage: Stage, result: dict[str, Any], samples: Samples, launch: Launch) -> None:
@@ -333,9 +333,9 @@ def test_set_fingerprints(
     tasks: Sequence[TaskConfig], data_root: Path | None, heldout: SourceConfig | None = None
 ) -> dict[str, str]:
     """Return what identifies the items of the test sets: a score is never read for other items."""
-    found = {
+    fingerprints = {
         f"task {row.task}": data_fingerprint(dataset_location(row, data_root), row.revision) for row in tasks
     }
     if heldout is not None:
-        found["data.heldout"] = data_fingerprint(heldout.path, heldout.revision)
-    return found
+        fingerprints["data.heldout"] = data_fingerprint(heldout.path, heldout.revision)
+    return fingerprints

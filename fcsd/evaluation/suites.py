@@ -134,15 +134,15 @@ def _is_there(row: TaskConfig, root: Path) -> bool:
     folder = root / row.dataset
     if not folder.exists():
         return False
-    found = fetched_revision(row, root)
-    if found is None:
+    revision = fetched_revision(row, root)
+    if revision is None:
         raise UserError(
             f"task {row.task}: {folder}: is there, but was not fetched by `fcsd evaluate --fetch`;"
             " remove it to fetch it, or use the data root as it is"
         )
-    if row.revision is not None and found != row.revision:
+    if row.revision is not None and revision != row.revision:
         raise UserError(
-            f"task {row.task}: {folder}: holds revision {found}, the suite wants {row.revision};"
+            f"task {row.task}: {folder}: holds revision {revision}, the suite wants {row.revision};"
             " remove the folder to fetch it again"
         )
     return True

@@ -38,19 +38,19 @@ def is_one_of(module: nn.Module, names: Any) -> bool:
 def decoder_layers(model: nn.Module, family: Any) -> nn.ModuleList:
     """Return the one ModuleList of the family's decoder layers (`get_decoder()` is not reliable:
     Llama4ForCausalLM)."""
-    found = [
+    stacks = [
         module
         for module in model.modules()
         if isinstance(module, nn.ModuleList)
         and len(module)
         and all(is_one_of(layer, family.decoder_layer) for layer in module)
     ]
-    if len(found) != 1:
+    if len(stacks) != 1:
         raise ValueError(
-            f"{type(model).__name__}: {len(found)} stacks of {family.decoder_layer} found, one is"
+            f"{type(model).__name__}: {len(stacks)} stacks of {family.decoder_layer} found, one is"
             f" needed, as in transformers' {family.upstream}; rewire before anything wraps layers"
         )
-    return found[0]
+    return stacks[0]
 
 
 def rewired_layers(stack: nn.ModuleList) -> Iterator[int]:

@@ -90,8 +90,8 @@ def _remote(name: str, revision: str | None) -> Source:
 
 def config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, where: str) -> Any:
     """Build transformers' config of the unconverted model from a `config.json`; a UserError names `where`."""
-    left = ("farskip", "auto_map", *INSTELLA_KEYS)
-    values = {key: value for key, value in raw.items() if key not in left} | {"model_type": model_type}
+    own = ("farskip", "auto_map", *INSTELLA_KEYS)
+    values = {key: value for key, value in raw.items() if key not in own} | {"model_type": model_type}
     try:
         with without_advice():
             return config_class.from_dict(json.loads(json.dumps(values), object_hook=_special_float))

@@ -110,8 +110,8 @@ class SandboxServer:
         assert self._process.stdout is not None
         fd, parts = self._process.stdout.fileno(), b""
         while len(parts) < size:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([fd], [], [], left)[0]:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 or not select.select([fd], [], [], remaining_s)[0]:
                 raise self._failure("does not answer")
             part = os.read(fd, size - len(parts))
             if not part:
