@@ -1,6 +1,6 @@
 """Evaluate a model in memory on a suite, and compare two evaluations item by item.
 
-Not covered: stages that go on where they were cut off; `fcsd evaluate` and recipes have them.
+Not covered: stages that continue where they were cut off; `fcsd evaluate` and recipes have them.
 """
 
 import time
@@ -86,7 +86,7 @@ def evaluate_model(
         )
     if launch is None:
         launch = join_launch()
-        stop_watching()  # a script may go on after the evaluation
+        stop_watching()  # a script may have more to do after the evaluation
     start = time.monotonic()
     suite = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
     # Not validated: whether a number is in its range is for the evaluation.

@@ -22,7 +22,7 @@ from fcsd.base.files import check_folder_place, read_json, write_json
 SCHEMA_VERSION = 4
 # 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key of train; 3: streaming was one of
 # a source.
-_SAYS_NOTHING = ".streaming: false -> null"  # ends what a change is that former folders may have
+_SAYS_NOTHING = ".streaming: false -> null"  # the end of a change that folders of a former fcsd may show
 _PACKAGES = (
     "fcsd", "torch", "transformers", "accelerate", "datasets", "lm-eval", "tokenizers", "safetensors",
 )  # fmt: skip
@@ -75,7 +75,7 @@ class Stage:
     def finish(self, results: dict[str, Any], outputs: dict[str, str] | None = None) -> None:
         """Write the manifest; from now on the stage is finished.
 
-        results: small facts that later stages and the report read; outputs: name -> fingerprint of what was left.
+        results: small facts that later stages and the report read; outputs: name -> fingerprint of each output.
         """
         record = {
             **self._record(),
@@ -111,7 +111,8 @@ class Stage:
             raise UserError(
                 f"{self.folder}: was made by another fcsd (schema_version {version}, this one writes {SCHEMA_VERSION})"
                 f" with other settings, or with these written differently ({'; '.join(changes[:3])}{more}); choose"
-                " another output folder, remove this folder to run the stage again, or go on with the fcsd that made it"
+                " another output folder, remove this folder to run the stage again, or continue with the fcsd that made"
+                " it"
             )
         changes += differences(record["inputs"], mine["inputs"])
         if changes:

@@ -26,7 +26,7 @@ def available_memory() -> int:
 
 
 def _room(folder: Path) -> int | None:
-    """Return what a cgroup's limit leaves, its files' pages not counted; None where it has none."""
+    """Return the bytes that a cgroup's limit leaves, pages of its files not counted; None where it has no limit."""
     names = (
         ("memory.max", "memory.current", "file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "cache"),

@@ -206,7 +206,7 @@ def _build(kind: type[Document], value: dict[str, Any], before: str, *, options:
 
 
 def _line(problem: Any, options_of: Any) -> str:
-    # Of a union that is tried one after the other, pydantic adds the types that it tried.
+    # pydantic adds the types that it tried to the place of a union that is tried one after the other.
     keys = [key for key in problem["loc"] if not (isinstance(key, str) and ("[" in key or key in _TYPES))]
     dotted = ".".join(map(str, keys))
     if options_of and (names := [key for key in keys if isinstance(key, str)]):

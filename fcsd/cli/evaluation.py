@@ -65,7 +65,7 @@ def _evaluate(arguments: Namespace) -> None:
 
 
 def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
-    """Return what the options ask for; whether a number is in its range is for what it is handed to."""
+    """Return the evaluation that the options describe; `run_evaluation` checks the ranges of numbers."""
     data_root, cache = arguments.fetch or arguments.data_root, arguments.cache
     return Evaluation(
         name=arguments.model,

@@ -132,7 +132,7 @@ def expert_parallel_argument(parser: ArgumentParser) -> None:
 
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
-    """Join the launch; with `expert_parallel_argument` as it says."""
+    """Join the launch, with the engine that the options of `expert_parallel_argument` choose."""
     options = {
         name: value for name, value in vars(arguments).items() if name in ("expert_parallel", "overlap")
     }
@@ -155,7 +155,7 @@ def connectivity_arguments(parser: ArgumentParser, layers: str | None = None) ->
 
 
 def connectivity_of(arguments: argparse.Namespace) -> Connectivity | None:
-    """None where nothing is chosen: a checkpoint that says how it is wired (FarSkip, Instella) then keeps that."""
+    """Return the connectivity that the options choose; None (a checkpoint keeps its own) where they choose none."""
     if arguments.layers is None and (arguments.attention, arguments.mlp) == ("partial", "outdated"):
         return None
     layers = "all" if arguments.layers is None else arguments.layers
@@ -207,7 +207,7 @@ def recipe_arguments(parser: ArgumentParser, *, with_variant: bool = False) -> N
 
 
 def quiet_transformers() -> None:
-    """Bars for files that are read and written in no time would bury our own."""
+    """Turn off transformers' progress bars for files, which would bury our own."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -218,5 +218,5 @@ def json_argument(parser: ArgumentParser) -> None:
 
 
 def print_result(arguments: argparse.Namespace, result: Any, text: Callable[[Any], str]) -> None:
-    """Print what a command found: as JSON where --json is given, else as text."""
+    """Print the result of a command: as JSON where --json is given, else as text."""
     print(json.dumps(result, indent=2) if arguments.json else text(result))

@@ -1,4 +1,4 @@
-"""Commands that tell what a conversion will bring, and which layers to rewire: plan, layers, plan-layers."""
+"""Commands that estimate what a conversion will bring, and which layers to rewire: plan, layers, plan-layers."""
 
 import os
 from argparse import ArgumentParser, Namespace

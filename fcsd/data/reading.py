@@ -43,7 +43,7 @@ def place_of(path: str, file: str | None) -> str:
 def read_pieces(opened: Opened, done: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
     """Yield the pieces behind those that were read before (`done`); the same pieces every time.
 
-    A source that is taken whole is read in its own order. Of any other the files come in an order that is random and
+    A source that is taken whole is read in its own order. The files of any other come in an order that is random and
     always the same: what is read first should be like the rest. Raises UserError for a file that cannot be read.
     """
     number = opened.num_files

@@ -85,7 +85,7 @@ class Tokenizing:
         write_arrays(path, arrays, record)
 
     def _tokens(self, source: Source, examples: list[dict[str, Any]]) -> list[Any]:
-        """Tokenize each example, or find what it overlaps with, or what is bad about it."""
+        """Return for each example its tokens, or the `Overlap` that it has, or why it is a `BadExample`."""
         overlaps: list[Any] = [self._overlap(source, example) for example in examples]
         clean = [example for example, overlap in zip(examples, overlaps, strict=True) if overlap is None]
         tokens = iter(tokenize_examples(clean, columns_of(source), self.tokenizer, self.loss_on))

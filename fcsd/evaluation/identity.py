@@ -1,4 +1,4 @@
-"""Check that a server serves a model: what it says of 8 prompts against one forward of the model in memory.
+"""Check that a server serves a model: log-probabilities of 8 prompts, against one forward of the model in memory.
 
 A stock engine serves the weights of a FarSkip checkpoint with regular connectivity, and a served name says nothing.
 
@@ -44,8 +44,8 @@ def check_identity(
 ) -> dict[str, Any]:
     """Return how far the log-probabilities of 8 prompts differ, in nats a token, and how far they may.
 
-    ask: rows of tokens -> the server's log-probability of each token but the first. load: gives the model in memory,
-    which is let go again.
+    ask: rows of tokens -> the server's log-probability of each token but the first. load: loads the model,
+    which is freed at the end.
 
     Raises:
         UserError: another model, connectivity, vocabulary or precision; no `prompt_logprobs`.

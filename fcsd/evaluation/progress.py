@@ -1,4 +1,4 @@
-"""Tell how far an evaluation, or a run of several stages, is, and what is left: a line before every part."""
+"""Print how far an evaluation, or a run of several stages, is, and how long the rest takes: a line before each task."""
 
 import sys
 import time

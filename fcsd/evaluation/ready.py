@@ -91,7 +91,7 @@ def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig
     for row in chosen.tasks:
         if row.kind == "likelihood":
             raise UserError(
-                f"task {row.task}: is scored by likelihood, which a file of answers does not tell"
+                f"task {row.task}: is scored by likelihood, which a file of answers does not hold"
             )
     rows: list[tuple[TaskConfig, Lines]] = []
     for row in chosen.tasks:

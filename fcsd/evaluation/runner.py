@@ -53,8 +53,8 @@ def prepare_evaluation(
 
     All data, templates and the sandbox are checked before a model is asked anything.
 
-    plan: of it batch size, limit, data root, and whether a weak sandbox will do. store: where finished tasks are kept
-    and found; the first rank's. ranks: those that share the work; by default this process does all of it.
+    plan: its batch size, limit, data root and `allow_weak_sandbox` are read. store: where the first rank keeps finished
+    tasks and looks for them. ranks: those that share the work; by default this process does all of it.
     any_direction: take metrics of which less is better, too; for scores that are not compared between models.
 
     Raises:
@@ -148,7 +148,7 @@ def _prepare_task(
 class PreparedEvaluation:
     """A suite whose data and sandbox are ready: call it with a model and its name.
 
-    finished: samples of tasks that were found. missing: the rows to run. prepared: their items. facts: for each result.
+    finished: samples of tasks that the store has. missing: the rows to run. prepared: their items. facts: of each task.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -175,7 +175,7 @@ class PreparedEvaluation:
             result, samples = self.ask(backend, name)
         pairs = self.ranks.share(lambda: [int(number) for number in counts.take() or (0, 0)])
         dropped, whole = (sum(of_ranks) for of_ranks in zip(*pairs, strict=True))
-        # Of the tasks that were not finished before; None: all were.
+        # The share is that of the tasks that were not finished before; None: all were.
         result["settings"]["dropped_share"] = dropped / whole if whole else None
         return result, samples
 
@@ -201,7 +201,7 @@ class PreparedEvaluation:
                         raise
                     kept = "finished task is" if len(samples) == 1 else f"{len(samples)} finished tasks are"
                     kind = UserError if isinstance(error, UserError) else ScorerError
-                    raise kind(f"{error} (the {kept} kept; run again to go on)") from error
+                    raise kind(f"{error} (the {kept} kept; run again to continue)") from error
                 if self.store is not None and self.ranks.first:
                     self.store.put(row, samples[row.task], self.facts[row.task])
         ordered = {row.task: samples[row.task] for row in self.suite.tasks}

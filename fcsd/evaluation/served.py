@@ -1,8 +1,8 @@
 """A model behind a server: the questions of an evaluation as token ids, and whether it is the model at all.
 
-Single answers are kept (`fcsd.evaluation.store.Journal`): an evaluation whose server or client was killed goes on with
-the next one. Temperature 0 is greedy; a sample is drawn with a seed of its own, so neither the order of requests nor
-their concurrency changes it, but it is not the sample that transformers draws.
+Single answers are kept (`fcsd.evaluation.store.Journal`): an evaluation whose server or client was killed continues
+with the next one. Temperature 0 is greedy; a sample is drawn with a seed of its own, so neither the order of requests
+nor their concurrency changes it, but it is not the sample that transformers draws.
 
 Not covered: KL, which needs all logits; several ranks.
 """
@@ -52,7 +52,7 @@ class ServedBackend:
             self._check(row, evaluation.prepared[row.task], evaluation.plan.limit)
 
     def identify(self, load: Callable[[], PreTrainedModel]) -> None:
-        """Check that it is the model that the server serves; `load` gives it in memory, to be let go again."""
+        """Check that the server serves this model; `load` loads it into memory, where it is freed afterwards."""
 
         def ask(rows: Sequence[Sequence[int]]) -> list[list[float]]:
             bodies = [{"prompt": list(row), "answer_tokens": len(row) - 1} for row in rows]
@@ -98,7 +98,7 @@ class ServedBackend:
             return ServedModel(self)
 
     def complete(self, problems: Sequence[Problem], row: CodeTaskConfig) -> dict[str, list[str]]:
-        """Generate; the n-th sample of all has the n-th seed."""
+        """Generate the completions; the n-th sample of all has the n-th seed."""
         tokens = prompt_tokens(self.config, self.tokenizer, problems, row)
         sampling: Body = {"temperature": 0.0}
         if row.temperature:
@@ -149,10 +149,10 @@ class ServedBackend:
     def ask(
         self, what: str, bodies: Sequence[Body], journal: Journal | None = None, *, quietly: bool = False
     ) -> list[Any]:
-        """Return the answers to requests, of which those are asked that the journal (the task's) has no answer to.
+        """Return the answers to requests; only those that the journal (None: the task's) has no answer to are sent.
 
-        Of a "likelihood" [log-probabilities, ranks] of the last `answer_tokens` of the prompt, of a "generation" token
-        ids, or a text where the server gives no ids.
+        The answer to a "likelihood" is [log-probabilities, ranks] of the last `answer_tokens` of the prompt; that to a
+        "generation" is its token ids, or its text where the server gives no ids.
         """
         journal = self._journal if journal is None else journal
         answers = [journal.get(body) for body in bodies]

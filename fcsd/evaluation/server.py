@@ -62,7 +62,7 @@ class Server:
     Attributes:
         model: what the server calls the model; context: tokens of prompt and answer that it takes, None if it does not
         say; facts: engine, version, dtype and parallelism, as far as it tells, for records and keys.
-        root: what it was told to serve, a folder or a hub id; prompt_logprobs, token_ids: whether it returns
+        root: the folder or hub id that it was started with; prompt_logprobs, token_ids: whether it returns
         them, of the prompt and of an answer.
 
     Raises (all methods):
@@ -170,7 +170,7 @@ class Server:
         return answers
 
     async def _patiently(self, client: httpx2.AsyncClient, body: Body, outage: "_Outage") -> Body:
-        """outage: what all that wait share."""
+        """Ask until an answer comes; outage: what all that wait share."""
         pause = 0.25
         own: float | None = None
         dropped = False
@@ -182,7 +182,7 @@ class Server:
                 response = await client.post(f"{self.url}/v1/completions", json={"model": self.model, **body})
                 answer = self._checked(response, "/v1/completions")
                 ended = {choice.get("finish_reason") for choice in answer.get("choices") or ()}
-                if not ended <= {"stop", "length"}:  # a server that is told to end cuts its answers off
+                if not ended <= {"stop", "length"}:  # a server that is being ended cuts its answers off
                     raise _Retry(f"finish_reason {', '.join(map(str, ended))}")
                 if self._engine and (now := _engine_of(answer)) != self._engine:
                     raise self.error(

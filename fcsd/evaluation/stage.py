@@ -90,10 +90,10 @@ class Reference:
 class Evaluation:
     """One model on one suite.
 
-    name: of the model in the result. model: found, or as a checkpoint is named. plan: batch size, limit, data root,
+    name: the model's name in the result. model: its folder, or a `model` section. plan: batch size, limit, data root,
     cache, server and sandbox. reference: of a model of a recipe.
     bias: tables that steer the model's routers; batch j of a task belongs to endpoint j mod N.
-    device_map: see `fcsd.parallel.place.load_for_evaluation`. server_check: first find out whether the server has it.
+    device_map: see `fcsd.parallel.place.load_for_evaluation`. server_check: first check which model is served.
     """
 
     name: str
@@ -139,7 +139,7 @@ class Evaluation:
         }
 
     def inputs(self) -> dict[str, str]:
-        """Return the fingerprints of what is read: of the model never its path."""
+        """Return the fingerprints of what is read; the model's is that of its weights, never its path."""
         model, reference, heldout = self.checkpoint, self.reference, None
         fingerprints = {
             "model": model.weights,
@@ -155,7 +155,7 @@ class Evaluation:
 def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stage:
     """Evaluate a model on its suite, and what its reference measures beside; the result is in `folder`.
 
-    A finished evaluation is found, one that was cut off goes on with the next task. All ranks call this.
+    A finished evaluation is not run again, one that was cut off continues with the next task. All ranks call this.
 
     Raises:
         UserError: what rules itself out (a server and several ranks, a bias and an automatic batch size); a

@@ -1,5 +1,5 @@
-"""Finished tasks of an evaluation, kept by what they were measured on: an evaluation that was cut off goes on with the
-next task, and the same weights are never asked the same questions twice.
+"""Finished tasks of an evaluation, kept by what they were measured on: an evaluation that was cut off continues with
+the next task, and the same weights are never asked the same questions twice.
 
 The key of a task is a hash over the weights, the configuration and tokenizer, the suite's row, the bytes of the data,
 the limit and the versions; a path or a name never enters it. A server's answers are kept one by one (`Journal`).
@@ -26,7 +26,7 @@ _CONFIGURATION = (
 
 
 def configuration_fingerprint(folder: Path) -> str:
-    """SHA-256 over the files beside the weights that change what a model answers."""
+    """Compute the SHA-256 over the files beside the weights that change what a model answers."""
     files = {file for pattern in _CONFIGURATION for file in folder.glob(pattern) if file.is_file()}
     digest = hashlib.sha256()
     for file in sorted(files):

@@ -102,7 +102,7 @@ def first_line(error: BaseException) -> str:
 
 
 def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
-    """Fetch every data set of `suite` that `root` does not hold yet; which were fetched.
+    """Fetch every data set of `suite` that `root` does not hold yet, and return which.
 
     Raises:
         UserError: a data set cannot be fetched, or `root` holds another revision. What was fetched before stays.
@@ -166,7 +166,7 @@ def _fetch(row: TaskConfig, root: Path) -> None:
 
 
 def _download(dataset: str, revision: str | None, folder: Path) -> str:
-    """Fetch the rest of a repository into `folder`; its commit. Nothing else here talks to the Hub."""
+    """Fetch the rest of a repository into `folder`, and return its commit. Nothing else here talks to the Hub."""
     from huggingface_hub import HfApi, snapshot_download
 
     commit = str(HfApi().dataset_info(dataset, revision=revision).sha)

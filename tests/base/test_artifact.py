@@ -197,7 +197,7 @@ def test_a_former_folder_whose_settings_are_written_otherwise_is_refused_with_wh
     message = (
         r"was made by another fcsd \(schema_version 1, this one writes 4\) with other settings, or with these written"
         r" differently \(early_stopping\.chat_template: true -> null; .*; and \d+ more\); choose another output folder,"
-        r" remove this folder to run the stage again, or go on with the fcsd that made it"
+        r" remove this folder to run the stage again, or continue with the fcsd that made it"
     )
     with pytest.raises(UserError, match=message):
         stage.state()

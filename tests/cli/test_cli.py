@@ -264,7 +264,7 @@ def test_a_text_that_cannot_be_read_is_refused_with_what_its_option_takes(
 ) -> None:
     file, out = bench.rows.parent / "texts.jsonl", str(bench.folder / "out")
     for row, message in (
-        ({"text": 5}, r"texts\.jsonl, row 1: column 'text': text is needed, found 5; correct it$"),
+        ({"text": 5}, r"texts\.jsonl, row 1: column 'text': text is needed, got 5; correct it$"),
         (
             {"story": "a"},
             r"no column 'messages', .*; it has 'story'; name the right ones under `columns`, for example"

@@ -54,7 +54,7 @@ def test_the_error_names_the_file_and_the_row(tmp_path: Path, row: int) -> None:
     with pytest.raises(UserError) as caught:
         list(build(path))
     assert str(caught.value) == (
-        f"data set {path}, file train-1.jsonl, row {row}: column 'text': text is needed, found None; correct it, or"
+        f"data set {path}, file train-1.jsonl, row {row}: column 'text': text is needed, got None; correct it, or"
         " set data.on_bad_row: skip to leave out such rows"
     )
 

@@ -169,7 +169,7 @@ def test_tools_that_a_template_would_leave_out_are_refused(tmp_path):
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
     for wrong in ("clock", 5, ["clock"], '"clock"'):
         with pytest.raises(
-            UserError, match="column 't': a list of tools, or JSON text of one, is needed, found"
+            UserError, match="column 't': a list of tools, or JSON text of one, is needed, got"
         ):
             tokenize_example({"m": CONVERSATION, "t": wrong}, {"messages": "m", "tools": "t"}, tokenizer)
     message = (
@@ -264,7 +264,7 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
             PLAIN_TEMPLATE,
             {"m": [{"from": "x"}]},
             {"messages": "m"},
-            "or 'from' and 'value', is needed, found",
+            "or 'from' and 'value', is needed, got",
         ),
         (
             PLAIN_TEMPLATE,
@@ -276,9 +276,9 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
             PLAIN_TEMPLATE,
             {"p": 3, "r": ""},
             {"prompt": "p", "response": "r"},
-            "column 'p': text is needed, found 3",
+            "column 'p': text is needed, got 3",
         ),
-        (None, {"t": None}, {"text": "t"}, "column 't': text is needed, found None"),
+        (None, {"t": None}, {"text": "t"}, "column 't': text is needed, got None"),
         (
             PLAIN_TEMPLATE,
             {"m": [{"role": "user", "content": 5}]},
@@ -289,7 +289,7 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
             PLAIN_TEMPLATE,
             {"p": "a", "i": 5, "r": "b"},
             {"prompt": "p", "input": "i", "response": "r"},
-            "column 'i': text is needed, found 5",
+            "column 'i': text is needed, got 5",
         ),
     ],
 )

@@ -243,7 +243,7 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
     assert said.startswith(
         "task gsm8k: max_new_tokens 256 leave no room for a prompt in the model's 200 positions"
     )
-    assert said.endswith("(the finished task is kept; run again to go on)")
+    assert said.endswith("(the finished task is kept; run again to continue)")
     (kept,) = (root.parent / "out" / FINISHED_TASKS).iterdir()
     assert kept.name.startswith("piqa-") and not (root.parent / "out/results.json").exists()
     content = read_json(kept)

@@ -152,7 +152,7 @@ def test_an_error_in_a_later_task_keeps_the_finished_ones_and_says_so(
 
     monkeypatch.setattr(runner.likelihood, "run_task", fails)
     with pytest.raises(
-        kind, match=r"something is wrong \(the 2 finished tasks are kept; run again to go on\)"
+        kind, match=r"something is wrong \(the 2 finished tasks are kept; run again to continue\)"
     ):
         judge(place, tmp_path / "out")
     assert len(list((tmp_path / "out" / FINISHED_TASKS).iterdir())) == 2

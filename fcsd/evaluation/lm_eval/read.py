@@ -17,7 +17,7 @@ from fcsd.evaluation.results import Samples, lm_eval_sample, mean_of, read_resul
 Result = dict[str, Any]
 _SECTIONS = ("group_subtasks", "configs", "n-samples", "n-shot", "higher_is_better")  # not every one is there
 _PREFERRED = ("acc_norm,none", "acc,none", "exact_match,flexible-extract", "exact_match,strict-match")
-"""Of several metrics of a task, the one that stands for it when nothing else says which."""
+"""The metrics that stand for a task which has several, in this order, when nothing else says which."""
 
 
 def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[Result, Samples]:

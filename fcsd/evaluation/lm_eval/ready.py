@@ -42,7 +42,7 @@ class Ready(LM):
         counts: Counter[_Item] = Counter()
         texts = []
         for request in requests:
-            task, place = str(request.task_name), int(request.doc_id)  # among the documents that are asked
+            task, place = str(request.task_name), int(request.doc_id)  # among the documents with an answer
             item = (task, self.documents[task][place] if task in self.documents else place)
             text = self.answers[item][counts[item]] if item in self.answers else ""
             counts[item] += 1
@@ -51,8 +51,8 @@ class Ready(LM):
         return texts
 
     def loglikelihood(self, requests: Any) -> Any:
-        """Refuse."""
-        raise UserError("is scored by likelihood, which a file of answers does not tell")
+        """Refuse: a file of answers has no likelihoods."""
+        raise UserError("is scored by likelihood, which a file of answers does not hold")
 
     loglikelihood_rolling = loglikelihood
 

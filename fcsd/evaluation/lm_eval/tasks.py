@@ -266,7 +266,7 @@ def run_task(
     limit: int | None,
     documents: dict[str, list[int]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate one row; its samples in the order of the data set (group members one after another).
+    """Evaluate one row and return its samples in the order of the data set (group members one after another).
 
     documents: task -> the numbers of those that are asked; None: all of them, or the first `limit`. A sample has `cut`
     if the model has been shown the end of the prompt only.

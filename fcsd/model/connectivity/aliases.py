@@ -16,13 +16,13 @@ read one stream for both, as ours.
 
 There is one difference. In AMD's file *every* MoE layer hands the stream without its routed output on, a
 regular one too, so the first FarSkip layer after a regular MoE layer reads o - routed of that regular layer.
-Here the routed output of a regular layer is never in flight. With `attn_only_farskip` the wiring is still
-ours, with the selection begun one layer earlier (whose attention and MLP then both read what a regular
+Here the routed output of a regular layer is never in flight. With `attn_only_farskip` the connectivity is
+still ours, with the selection begun one layer earlier (whose attention and MLP then both read what a regular
 layer reads). With both sides it has no counterpart and is refused. No published checkpoint sets the start.
 
 `gated_attention` on a deepseek_v3 is the attention gate of the family instella_moe, with or without the keys above.
-Of such a config every key must be one that is described (`_DESCRIBED`); of others, every key with `farskip` in its
-name: what an unknown one would change, nobody knows. `to_instella` is the other direction.
+Every key of such a config must be one that is described (`_DESCRIBED`); of other configs, every key with `farskip` in
+its name: what an unknown one would change, nobody knows. `to_instella` is the other direction.
 
 Not covered: AMD's own code, which calls `DeepseekV3MoE.moe`; transformers 5 no longer has it.
 """

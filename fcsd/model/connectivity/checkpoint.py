@@ -24,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]  # of tensors by their names
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder whose files have been found complete."""
+    """A checkpoint folder whose files are complete."""
 
     folder: Path
     config: dict[str, Any]

@@ -103,7 +103,7 @@ def unrewire(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def regular(model: nn.Module) -> Iterator[None]:
-    """While the context lasts, every rewired layer computes what the original's does, with the same weights.
+    """Let every rewired layer compute what the original's does while the context lasts, with the same weights.
 
     Classes, hooks and parameters stay in place: this is for a pass in between, under FSDP2 and PEFT too.
     """

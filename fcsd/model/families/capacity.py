@@ -139,8 +139,8 @@ def dropping(
     """Drop pairs above a capacity in forward passes inside, of an original or a converted model.
 
     A dropped pair has weight zero: it adds nothing, and nothing of it has a gradient. The weights of a token's other
-    pairs stay. `attention_mask` of a call tells padding, which takes no room. training_only: passes in evaluation mode
-    drop nothing, and `begin` tells of padding, not the call.
+    pairs stay. `attention_mask` of a call says what is padding, which takes no room. training_only: passes in
+    evaluation mode drop nothing, and `begin` says what is padding, not the call.
 
     Raises:
         UserError: the model has no routers, its experts are not called with choices and weights (JetMoE, Llama 4), it
@@ -156,7 +156,7 @@ def dropping(
         inputs = [*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
         length = next((each.shape[1] for each in inputs if isinstance(each, Tensor)), None)
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2 or length is None):
-            raise UserError("capacity factor: padding is told by an attention_mask (B, T), and no other mask")
+            raise UserError("capacity factor: an attention_mask (B, T) is needed, got another mask")
         state.begin(None if mask is None or length is None else mask[:, -length:])
 
     with contextlib.ExitStack() as stack:

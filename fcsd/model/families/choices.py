@@ -54,7 +54,7 @@ class Recording:
             scores = values[router.logits_index if len(values) > 1 else 0]
             scores = scores if self.with_gradient else scores.detach()
             if (chosen := _chosen(router, values)) is None:
-                logits.append(scores)  # the block chooses; its experts are told
+                logits.append(scores)  # the block chooses, and calls its experts with the choice
             else:
                 self._calls[index].append(Routed(chosen.detach(), scores))
 

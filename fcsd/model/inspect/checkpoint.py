@@ -38,8 +38,7 @@ class Source:
 def find_source(path: str | Path, revision: str | None = None) -> Source:
     """Read the config of a local folder, or fetch that one file of a Hub repository `owner/name`.
 
-    Of the models of the shipped recipes the file is in `fcsd/model/inspect/configs`, for where the Hub cannot be
-    reached.
+    The configs of the shipped recipes' models are in `fcsd/model/inspect/configs`, for where the Hub cannot be reached.
 
     Raises:
         UserError: no such folder and not found on the Hub, no config, a damaged config, a revision for a

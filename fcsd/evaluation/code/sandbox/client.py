@@ -68,7 +68,7 @@ class SandboxServer:
     def run(
         self, code: str, tests: Sequence[str], limit_s: float, names: Sequence[str] | None
     ) -> dict[str, Any]:
-        """Run one job; the server's reply. The tests see the program's functions in `names`, see `Problem.names`."""
+        """Run one job and return the server's reply. names: as `Problem.names`."""
         if not self._clean:  # a program left a folder that cannot be removed
             self.stop()
             self._spawn()
