@@ -146,7 +146,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--tasks",
         metavar="A,B,…",
-        help="only these: rows of the suite, or any task or group of lm-eval, with its own shots and metric",
+        help="evaluate these only: rows of the suite, or any task or group of lm-eval, with its own shots and metric",
     )
     field_options(
         parser,
@@ -161,10 +161,15 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         help="ask every task through the chat template, shots as turns",
     )
     parser.add_argument(
-        "--system-prompt", metavar="TEXT", help="first turn of every task that has a chat template"
+        "--system-prompt",
+        metavar="TEXT",
+        help="system prompt: the first turn of every task that is asked through the chat template",
     )
     field_options(
-        parser, Scoring, "thinking", help="let a hybrid think before it writes an answer (needs room for it)"
+        parser,
+        Scoring,
+        "thinking",
+        help="let a hybrid model think before it writes an answer; max_new_tokens must leave room for it",
     )
     field_options(parser, EvaluationConfig, "data_root", type=Path)
     parser.add_argument(
@@ -218,7 +223,9 @@ def _compare_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "original", metavar="A", type=Path, help="folder of `fcsd evaluate`, or of lm_eval --log_samples"
     )
-    parser.add_argument("converted", metavar="B", type=Path, nargs="+", help="folders to set against it")
+    parser.add_argument(
+        "converted", metavar="B", type=Path, nargs="+", help="folders that are compared with A"
+    )
     field_options(
         parser,
         Scoring,
@@ -227,7 +234,7 @@ def _compare_options(parser: ArgumentParser) -> None:
         help="new folder for table, figures, a page of all answers, and lm-eval's files",
     )
     parser.add_argument(
-        "--tasks", metavar="A,B,…", help="only these, where not every result has the same tasks"
+        "--tasks", metavar="A,B,…", help="compare these tasks only, where the results differ in their tasks"
     )
     json_argument(parser)
 
@@ -239,8 +246,8 @@ COMMANDS = {
         _evaluate,
         "For the original and for the converted model: `fcsd evaluate MODEL --output results/NAME --batch-size auto`;"
         " then `fcsd compare` sets both side by side. Without a network, --data-root ROOT reads a folder that"
-        " `fcsd evaluate --fetch ROOT` has filled. Finished tasks are kept: the same command goes on with the next one."
-        " Generated code runs only in a sandbox. On several GPUs: accelerate launch --multi_gpu -m fcsd evaluate"
+        " `fcsd evaluate --fetch ROOT` has filled. Finished tasks are kept: the same command continues with the next"
+        " one. Generated code runs only in a sandbox. On several GPUs: accelerate launch --multi_gpu -m fcsd evaluate"
         " MODEL … (docs/evaluate.md).",
     ),
     "score": Command(
@@ -252,10 +259,10 @@ COMMANDS = {
         " in the sandbox, answers are graded by lm-eval's own filters and metrics.",
     ),
     "compare": Command(
-        "Original against converted, per task, with paired errors.",
+        "Compare converted models with their original, task by task, with paired errors.",
         _compare_options,
         _compare,
-        "Item by item: the difference and its 95 % interval, items gained and lost, exact McNemar p, and a verdict in"
-        " words. Results may be of different times; other items, prompts, shots or data are refused.",
+        "The table has the difference and its 95 % interval, items gained and lost, the exact McNemar p, and a verdict"
+        " in words. Results may be of different times; other items, prompts, shots or data are refused.",
     ),
 }

@@ -143,13 +143,13 @@ def device_map_argument(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--device-map",
         choices=["auto"],
-        help="auto: one process spreads the layers over all devices, and what does not fit over main memory",
+        help="auto: one process puts the layers on all devices, and what does not fit into main memory",
     )
 
 
 def connectivity_arguments(parser: ArgumentParser, layers: str | None = None) -> None:
     """Add --layers, --attention and --mlp; layers: the default of the first, None where that says more than `all`."""
-    help = "all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5 | 4-11"
+    help = "layers to rewire: all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5 | 4-11"
     parser.add_argument("--layers", default=layers, help=f"{help} (default: all)" if layers is None else help)
     field_options(parser, ConnectivityConfig, "attention", "mlp")
 
@@ -166,7 +166,7 @@ def text_argument(parser: ArgumentParser, text: str) -> None:
     """Add --text; text: what it is for."""
     parser.add_argument(
         "--text",
-        help=f"{text}: .jsonl file, data set folder or hub id, or what a recipe's data.heldout holds, in YAML:"
+        help=f"{text}: .jsonl file, data set folder or hub id, or a source as in a recipe's data.heldout, in YAML:"
         " '{path: X, columns: {text: body}, split: test}'",
     )
 
@@ -199,11 +199,13 @@ def recipe_arguments(parser: ArgumentParser, *, with_variant: bool = False) -> N
         "--rehearse",
         type=Path,
         metavar="FOLDER",
-        help="rehearse in FOLDER: the same recipe on a tiny model of its family, a few invented rows in the columns of"
-        " its data, and a few steps",
+        help="rehearse in FOLDER: run the same recipe on a tiny model of its family, a few invented rows in the columns"
+        " of its data, and a few steps",
     )
     if with_variant:
-        parser.add_argument("--variant", help="one of the recipe's variants instead of its main distillation")
+        parser.add_argument(
+            "--variant", help="name of one of the recipe's variants, instead of its main distillation"
+        )
 
 
 def quiet_transformers() -> None:
