@@ -31,14 +31,14 @@ def anchors(page: Path) -> set[str]:
 
 def commands() -> list[tuple[str, str]]:
     """Every `fcsd …` line of an indented or fenced block, comments and launchers taken off."""
-    found = []
+    lines = []
     for page in PAGES:
         for line in page.read_text().splitlines():
             text = line.strip()
             text = re.sub(r"^accelerate launch .*-m fcsd", "fcsd", text)
             if line.startswith("    ") and text.startswith("fcsd "):
-                found.append((page.name, text))
-    return found
+                lines.append((page.name, text))
+    return lines
 
 
 def test_there_are_commands_to_check() -> None:

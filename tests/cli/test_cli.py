@@ -423,10 +423,10 @@ def test_the_accelerate_configuration_is_what_accelerate_reads() -> None:
 def test_the_entry_point_is_installed_with_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert 'fcsd = "fcsd.cli.main:main"' in text
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "fcsd", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert "First steps:" in found.stdout
+    assert "First steps:" in completed.stdout
 
 
 @pytest.mark.parametrize(

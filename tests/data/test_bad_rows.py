@@ -148,7 +148,7 @@ def spoil(bench: Bench, row: int) -> None:
     bench.rows.write_text("\n".join(lines) + "\n")
 
 
-def test_a_bad_row_is_found_before_a_model_is_loaded(
+def test_a_bad_row_is_refused_before_a_model_is_loaded(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(bench, 7)
@@ -175,8 +175,8 @@ def test_a_run_that_met_a_bad_row_goes_on_without_it_and_says_so_in_its_report(
     assert main([*command, "--set", "data.on_bad_row=skip"]) == 0
     assert all(path.stat().st_mtime_ns == time for path, time in shards.items())
     assert "1 of " in capsys.readouterr().err
-    found = read_json(folder / "manifest.json")["results"]["bad_rows"]
-    assert found == {"num_examples": 60, "num_left_out": 1}
+    counts = read_json(folder / "manifest.json")["results"]["bad_rows"]
+    assert counts == {"num_examples": 60, "num_left_out": 1}
     (listed,) = read_json(folder / "bad_rows.json")["left_out"]
     assert listed["where"] == f"data set {bench.rows}, row 50"
     from fcsd.report.report import _training

@@ -214,10 +214,10 @@ def test_in_a_template_that_rewrites_earlier_turns_the_response_is_what_its_mess
 
 
 def test_qwen3s_own_template_gives_every_turn_its_response():
-    found = importlib.util.find_spec("trl")
-    if found is None:
+    spec = importlib.util.find_spec("trl")
+    if spec is None:
         pytest.skip("trl, which has the template of Qwen3, is not installed")
-    path = Path(found.origin).parent / "chat_templates" / "qwen3.jinja"
+    path = Path(spec.origin).parent / "chat_templates" / "qwen3.jinja"
     tokenizer = make_tokenizer(path.read_text())
     encoded = tokenize_example({"m": SHAREGPT}, {"messages": "m"}, tokenizer)
     assert said(encoded, tokenizer) == "4<|im_end|>\n<think>\n\n</think>\n\n8, é<|im_end|>\n"
@@ -332,13 +332,13 @@ def test_every_token_of_every_example_is_in_exactly_one_row_and_in_one_piece(num
     rows = list(pack(examples, 32, pad_token_id=0, num_open_rows=num_open_rows))
     assert all(len(row[name]) == 32 for row in rows for name in row)
     assert sorted(t for row in rows for t in row["input_ids"] if t) == list(range(1, sum(LENGTHS) + 1))
-    found = []
+    whole = []
     for row in rows:
         starts = [*np.flatnonzero(row["position_ids"] == 0), 32]
         pieces = [row["input_ids"][a:b].tolist() for a, b in pairwise(starts)]
         assert [t for piece in pieces for t in piece] == row["input_ids"].tolist()
-        found += [piece for piece in pieces if piece[0] != 0]
-    assert sorted(found) == [example["input_ids"] for example in examples]
+        whole += [piece for piece in pieces if piece[0] != 0]
+    assert sorted(whole) == [example["input_ids"] for example in examples]
     assert sum(int((row["labels"] != NO_LOSS).sum()) for row in rows) == sum(LENGTHS) - 200
 
 

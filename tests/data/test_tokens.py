@@ -149,12 +149,12 @@ def test_kills_at_random_moments_leave_the_same_bytes(
         assert kills < 25
     built, again = mixed(tmp_path / "killed")
     assert texts(built) == texts(whole) and again[3] == record[3]
-    found = {
+    kept = {
         name: data
         for name, data in files(tmp_path / "killed").items()
         if not name.split("/")[-1].startswith(".")
     }
-    assert found == files(tmp_path / "whole")
+    assert kept == files(tmp_path / "whole")
 
 
 def test_what_was_written_before_a_kill_is_not_tokenized_again(
@@ -269,8 +269,8 @@ def _rows_of_a_rank(rank: int, path: str) -> list[list[int]]:
 
 def _rows_of(path: str) -> list[list[int]]:
     run = Run(load_recipe(Path(path)), join_launch())
-    found = training_rows(run.recipe.data, load_tokenizer(run.recipe.model.path), run)
-    return [row["input_ids"].tolist() for row in found]
+    rows = training_rows(run.recipe.data, load_tokenizer(run.recipe.model.path), run)
+    return [row["input_ids"].tolist() for row in rows]
 
 
 def test_two_ranks_and_one_read_the_same_rows(bench: Bench) -> None:

@@ -137,7 +137,7 @@ def test_a_damaged_parquet_file_is_named_with_its_task(
     assert line.startswith(f"task {task['task']}: {path}: is damaged (") and line.endswith("; fetch it again")
 
 
-def test_a_column_of_one_subject_of_mmlu_is_found(
+def test_a_wrong_column_of_one_subject_of_mmlu_is_named(
     model: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tests.evaluation.rows import mmlu_subjects
@@ -258,7 +258,7 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("offline", few(["0", "1"], 1))
-def test_a_hub_that_cannot_be_reached_is_told_with_the_task_and_the_way_without_it(
+def test_a_hub_that_cannot_be_reached_is_an_error_with_the_task_and_the_way_without_it(
     offline: str, model: Path, root: Path
 ) -> None:
     """Where nobody listens the client of the Hub tries for half a minute, here without its pauses, and says so;

@@ -47,8 +47,8 @@ def test_two_ranks_have_the_scores_and_the_share_of_one_process(place: Path) -> 
     assert samples != without
     assert (result["settings"]["capacity_factor"], result["settings"]["capacity_drop"]) == (0.5, "order")
     assert 0.2 < result["settings"]["dropped_share"] < 0.8
-    for other, found in run_ranks(evaluated, 2, place, 0.5):
-        assert found == samples
+    for other, others in run_ranks(evaluated, 2, place, 0.5):
+        assert others == samples
         assert other["settings"]["dropped_share"] == result["settings"]["dropped_share"]
 
 

@@ -30,7 +30,7 @@ def bbh_parts() -> list[str]:
     names = [
         re.search(r'dataset_name"?: "?(\w+)', path.read_text()) for path in sorted(folder.glob("*.yaml"))
     ]
-    return [found[1] for found in names if found is not None]
+    return [match[1] for match in names if match is not None]
 
 
 def mmlu_pro(subject: str, number: int) -> dict[str, Any]:
@@ -59,12 +59,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "subject": "Algebra", "level": 1, "unique_id": "a",
     }  # fmt: skip
     write_repository(root / "HuggingFaceH4/MATH-500", {"default": {"test": [sums]}})
-    told = {
+    instruction = {
         "key": 1, "prompt": "Name two metals in two bullet points, without a comma.",
         "instruction_id_list": ["punctuation:no_comma", "detectable_format:number_bullet_lists"],
         "kwargs": [{"num_bullets": None}, {"num_bullets": 2}],
     }  # fmt: skip
-    write_repository(root / "google/IFEval", {"default": {"train": [told]}})
+    write_repository(root / "google/IFEval", {"default": {"train": [instruction]}})
     return root
 
 

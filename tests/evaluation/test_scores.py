@@ -93,9 +93,9 @@ def test_the_interval_holds_the_true_difference_as_often_as_it_says(gained: floa
             if share < 1e-12:
                 continue
             differences = [1.0] * up + [-1.0] * down + [0.0] * (count - up - down)
-            found = interval(differences)
-            assert found is not None
-            covered += share * (found[0] <= gained - lost <= found[1])
+            limits = interval(differences)
+            assert limits is not None
+            covered += share * (limits[0] <= gained - lost <= limits[1])
             mean = sum(differences) / count
             plain += share * (abs(mean - (gained - lost)) <= 1.96 * (standard_error(differences) or 0.0))
     assert covered > 0.93 and covered > plain

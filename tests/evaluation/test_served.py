@@ -113,8 +113,8 @@ def test_a_server_gives_the_samples_of_the_model_in_memory_item_by_item(
         known = [json.loads(line) for line in (in_memory / f"samples_{task}.jsonl").read_text().splitlines()]
         assert len(samples) == len(known) == ITEMS
         for one, other in zip(samples, known, strict=True):
-            told, computed = one.pop("loglikelihoods", []), other.pop("loglikelihoods", [])
-            assert told == pytest.approx(computed, abs=1e-4)
+            received, computed = one.pop("loglikelihoods", []), other.pop("loglikelihoods", [])
+            assert received == pytest.approx(computed, abs=1e-4)
             assert one == other
     assert all(isinstance(token, int) for body in engine.bodies for token in body["prompt"])
     assert not engine.faults, "all were met"

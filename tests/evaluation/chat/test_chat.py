@@ -131,8 +131,8 @@ def test_a_message_can_be_answered_again_and_a_hybrid_asked_not_to_think(
     assert said([quick], "hello", "/again", max_new_tokens=6) == [*once, *once]
     assert len(quick.messages) == 2 and said([quick], "/again") == ["There is no message yet."]
     quick.messages = speaker.messages = [{"role": "user", "content": "hello"}]
-    told = quick.tokenizer.decode(quick.prompt()["input_ids"][0])
-    assert told == speaker.tokenizer.decode(speaker.prompt()["input_ids"][0]) + "quick"
+    prompt = quick.tokenizer.decode(quick.prompt()["input_ids"][0])
+    assert prompt == speaker.tokenizer.decode(speaker.prompt()["input_ids"][0]) + "quick"
 
 
 def test_side_by_side_each_model_answers_its_own_conversation(
@@ -331,11 +331,11 @@ def test_a_model_cannot_move_the_cursor() -> None:
     ],
 )
 def test_rows_break_at_spaces_and_count_wide_characters_twice(text: str, width: int, rows: list[str]) -> None:
-    found = []
+    wrapped = []
     while text:
         row, text = first_row(text, width)
-        found.append(row)
-    assert found == rows
+        wrapped.append(row)
+    assert wrapped == rows
 
 
 def test_a_row_is_shown_as_soon_as_both_columns_have_it() -> None:

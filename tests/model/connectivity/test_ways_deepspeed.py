@@ -87,9 +87,9 @@ def zero3(rank, cases):
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             parameters = dict(engine.module.named_parameters())
-            found = {name: safe_get_full_grad(parameters[name]) for name in expected}
+            actual = {name: safe_get_full_grad(parameters[name]) for name in expected}
             error = float((mean / 2 - expected_loss).abs() / expected_loss) / torch.finfo(mean.dtype).eps
-            results[family, checkpointing, leaf] = (error, largest(found, expected) / rounding)
+            results[family, checkpointing, leaf] = (error, largest(actual, expected) / rounding)
             engine.destroy()
     return results
 

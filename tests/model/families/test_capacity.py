@@ -150,9 +150,9 @@ def test_a_dropped_pair_adds_nothing_and_has_no_gradient(drop: Any, checkpointin
                 made = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
             else:
                 made = block(x)
-            found = torch.autograd.grad((made.view(22, 32) * direction).sum(), parameters)
+            actual = torch.autograd.grad((made.view(22, 32) * direction).sum(), parameters)
         assert torch.allclose(made.view(22, 32), wanted, rtol=0, atol=1e-14)
-        for one, other in zip(found, gradients, strict=True):
+        for one, other in zip(actual, gradients, strict=True):
             assert torch.allclose(one, other, rtol=0, atol=1e-13) and float(one.abs().max()) > 0
         taken = counts.take()
         assert taken is not None and int(taken[0]) == int((~kept).sum())
