@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 BOUND = 1e-9
-"""For numbers of size 5, and gradients of size 1. Measured over all families: at most 4e-13; a wrong wiring gives 5e-2
+"""For numbers of size 5, and gradients of size 1. Measured over all families: at most 4e-13; a mutant gives 5e-2
 and more."""
 
 ROUNDINGS = 20

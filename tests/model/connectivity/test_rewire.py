@@ -369,7 +369,7 @@ def mutated(old, new, monkeypatch):
 
 
 def largest_error(module, family):
-    """Of the logits, over two selections; infinite where the mutant does not run."""
+    """Return the largest error of the logits, over two selections; infinite where the mutant does not run."""
     x, worst = tokens(), 0.0
     for layers in ([0, 1, 2, 3], [0, 1, 2]):
         model = tiny_model(family)
