@@ -161,15 +161,10 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         help="ask every task through the chat template, shots as turns",
     )
     parser.add_argument(
-        "--system-prompt",
-        metavar="TEXT",
-        help="system prompt: the first turn of every task that is asked through the chat template",
+        "--system-prompt", metavar="TEXT", help="system prompt of every task with a chat template"
     )
     field_options(
-        parser,
-        Scoring,
-        "thinking",
-        help="let a hybrid model think before it writes an answer; max_new_tokens must leave room for it",
+        parser, Scoring, "thinking", help="let a hybrid model think before it answers (needs room for it)"
     )
     field_options(parser, EvaluationConfig, "data_root", type=Path)
     parser.add_argument(

@@ -171,7 +171,7 @@ def _common(before: Mapping[str, Any], after: Mapping[str, Any], only: Sequence[
         missing_text = ", ".join(sorted(before.keys() ^ after.keys()))
         advice = "evaluate both on the same suite"
         if both:
-            advice += f", or compare what both have with --tasks {','.join(both)}"
+            advice += f", or compare what both have with --tasks {','.join(both)} (in Python: tasks={both})"
         raise UserError(f"the two results have different tasks ({missing_text} in one only); {advice}")
     return both
 
@@ -180,7 +180,7 @@ def _require_same(task: str, before: Mapping[str, Any], after: Mapping[str, Any]
     if any(each["tasks"][task].get("higher_is_better") is False for each in (before, after)):
         raise UserError(
             f"{task}: lower is better in {before['tasks'][task]['metric']}; only metrics of which more is better are"
-            " compared; leave the task out with --tasks"
+            " compared; leave the task out with --tasks (in Python: tasks=[…])"
         )
     for row, other, keys in (
         (before["tasks"][task], after["tasks"][task], _SAME_ROW),

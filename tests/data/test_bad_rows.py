@@ -98,7 +98,7 @@ def test_a_number_far_into_a_file_is_a_bad_row_and_the_texts_beside_it_stay_as_t
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = SourceConfig(path=str(file))
     options: dict[str, Any] = {"max_length": 64, "shuffle": False}
-    with pytest.raises(UserError, match=r"row 7: column 'messages': .* found .*'content': 5"):
+    with pytest.raises(UserError, match=r"row 7: column 'messages': .* got .*'content': 5"):
         list(build_dataset([source], make_tokenizer(PLAIN_TEMPLATE), **options))
     record = BadRows("skip")
     (row,) = build_dataset([source], make_tokenizer(PLAIN_TEMPLATE), **options, bad_rows=record)

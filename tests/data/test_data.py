@@ -283,7 +283,7 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
             PLAIN_TEMPLATE,
             {"m": [{"role": "user", "content": 5}]},
             {"messages": "m"},
-            "'content', both text, .* found {'role': 'user', 'content': 5}",
+            "'content', both text, .* got {'role': 'user', 'content': 5}",
         ),
         (
             PLAIN_TEMPLATE,

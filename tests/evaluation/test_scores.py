@@ -203,7 +203,10 @@ def test_the_verdict_is_for_all_tasks_together() -> None:
 
 def test_results_with_other_tasks_are_refused_and_compared_where_they_agree() -> None:
     a, b = result({"x": [1, 0], "z": [1, 1]}), result({"z": [1, 0], "y": [1, 1], "x": [1, 1]})
-    with pytest.raises(UserError, match=r"different tasks \(y in one only\); .* or compare .* --tasks x,z$"):
+    with pytest.raises(
+        UserError,
+        match=r"different tasks \(y in one only\); .* or compare .* --tasks x,z \(in Python: tasks=",
+    ):
         compare(a, b)
     with pytest.raises(UserError, match=r"^task y: not in both results; both have x, z$"):
         compare(a, b, ["y"])

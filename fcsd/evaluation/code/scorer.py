@@ -155,7 +155,7 @@ class CodeScorer:
             raise UserError(
                 f"code tasks: this machine's sandbox cannot {' and cannot '.join(missing)};"
                 " run on a newer kernel or in a container that allows it,"
-                " or accept the risk with --allow-weak-sandbox (allow_weak_sandbox: true)"
+                " or accept the risk: --allow-weak-sandbox, or allow_weak_sandbox in a recipe and in Python"
             )
 
     def self_check(

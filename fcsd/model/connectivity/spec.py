@@ -55,9 +55,9 @@ class Connectivity:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", parse_selection(self.layers))
         if self.attention not in ("partial", "full"):
-            raise UserError(f"connectivity.attention: must be 'partial' or 'full', got {self.attention!r}")
+            raise UserError(f"attention: must be 'partial' or 'full', got {self.attention!r}")
         if self.mlp not in ("outdated", "full"):
-            raise UserError(f"connectivity.mlp: must be 'outdated' or 'full', got {self.mlp!r}")
+            raise UserError(f"mlp: must be 'outdated' or 'full', got {self.mlp!r}")
         if self.attention == self.mlp == "full" and self.layers not in ("none", []):
             raise UserError(
                 "connectivity: attention: full with mlp: full is the regular connectivity, nothing would be"

@@ -93,7 +93,7 @@ def in_flight(model, name, module=rewire):
 
 
 def largest_error(module, name, layers=(0, 1, 2, 3)):
-    """Return the largest error of the logits and of what the layers hand on; infinite where the rewired model does not run.
+    """Return the error of the logits and of what the layers hand on; infinite where the rewired model does not run.
 
     What is handed on is compared itself, because a norm that reads it hides a factor.
     """
