@@ -90,13 +90,13 @@ def evaluate_model(
     start = time.monotonic()
     suite = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
     # Not validated: whether a number is in its range is for the evaluation.
-    plan = EvaluationConfig.model_construct(
+    config = EvaluationConfig.model_construct(
         data_root=None if data_root is None else str(data_root),
         batch_size=batch_size,
         limit=limit,
         allow_weak_sandbox=allow_weak_sandbox,
     )
-    prepared = prepare_evaluation(tokenizer, suite, plan, ranks=launch.ranks, progress=progress)
+    prepared = prepare_evaluation(tokenizer, suite, config, ranks=launch.ranks, progress=progress)
     with preserved(model, tokenizer), prepared as evaluate:
         result, samples = evaluate(model, name)
     result["wall_s"] = launch.ranks.from_first(lambda: time.monotonic() - start)

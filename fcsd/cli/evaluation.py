@@ -71,7 +71,7 @@ def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
         name=arguments.model,
         model=ModelConfig.from_options(vars(arguments), path=arguments.model),
         suite=suite,
-        plan=EvaluationConfig.model_construct(
+        config=EvaluationConfig.model_construct(
             data_root=None if data_root is None else str(data_root),
             batch_size=arguments.batch_size,
             cache=None if cache is None else str(cache),

@@ -49,7 +49,7 @@ class ServedBackend:
     def check(self, evaluation: PreparedEvaluation) -> None:
         """Refuse a task that the server cannot answer (no `prompt_logprobs`, a short context). It is not asked."""
         for row in evaluation.missing:
-            self._check(row, evaluation.prepared[row.task], evaluation.plan.limit)
+            self._check(row, evaluation.prepared[row.task], evaluation.config.limit)
 
     def identify(self, load: Callable[[], PreTrainedModel]) -> None:
         """Check that the server serves this model; `load` loads it into memory, where it is freed afterwards."""

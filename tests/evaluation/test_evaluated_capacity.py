@@ -33,10 +33,10 @@ def evaluated(rank: int, folder: Path, factor: float | None) -> Any:
     model = load_for_evaluation(
         ModelFolder(ModelConfig(path=str(folder / "model")), folder / "model"), launch
     )
-    plan = EvaluationConfig(data_root=str(folder / "data"), batch_size=1, capacity_factor=factor)
+    config = EvaluationConfig(data_root=str(folder / "data"), batch_size=1, capacity_factor=factor)
     suite = load_suite(folder / "suite.yaml")
     suite = suite.model_copy(update={"tasks": suite.tasks[:2]})  # likelihoods and answers
-    with prepare_evaluation(tiny_tokenizer(), suite, plan, progress=False, ranks=launch.ranks) as evaluate:
+    with prepare_evaluation(tiny_tokenizer(), suite, config, progress=False, ranks=launch.ranks) as evaluate:
         return evaluate(model, "model")
 
 

@@ -77,9 +77,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def judge(place: Path, output: Path, **changes: Any) -> Any:
     config = ModelConfig(path=str(changes.pop("model", place / "model")))
-    plan = {"data_root": str(place / "root"), "batch_size": 4} | changes
+    settings = {"data_root": str(place / "root"), "batch_size": 4} | changes
     suite = load_suite(place / "suite.yaml")
-    run_evaluation(Evaluation("model", config, suite, EvaluationConfig(**plan)), output, join_launch())
+    run_evaluation(Evaluation("model", config, suite, EvaluationConfig(**settings)), output, join_launch())
     return {task: row["value"] for task, row in read_json(output / "results.json")["tasks"].items()}
 
 

@@ -45,9 +45,9 @@ def tables_of(model: Any, num_endpoints: int, size: float = 2.0) -> BiasTables:
 
 def samples_of(model: Any, folder: Path, launch: Any, batches: Any = None) -> Any:
     """The samples of the suite beside the model."""
-    plan = EvaluationConfig(data_root=str(folder / "data"), batch_size=BATCH)
+    config = EvaluationConfig(data_root=str(folder / "data"), batch_size=BATCH)
     suite = load_suite(folder / "suite.yaml")
-    with prepare_evaluation(tiny_tokenizer(), suite, plan, progress=False, ranks=launch.ranks) as evaluate:
+    with prepare_evaluation(tiny_tokenizer(), suite, config, progress=False, ranks=launch.ranks) as evaluate:
         return evaluate(model, "model", batches)[1]
 
 
