@@ -30,7 +30,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Every `fcsd …` line of an indented or fenced block, comments and launchers taken off."""
+    """Return every `fcsd …` line of an indented or fenced block, comments and launchers taken off."""
     lines = []
     for page in PAGES:
         for line in page.read_text().splitlines():

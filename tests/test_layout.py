@@ -36,7 +36,7 @@ ONLY_IN = {
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
+    """Return every module of the package by its dotted name."""
     paths = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -63,7 +63,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def folder(module: str) -> str:
-    """The folder of a module; "" for the package itself."""
+    """Return the folder of a module; "" for the package itself."""
     return module.partition(".")[2].partition(".")[0]
 
 
@@ -156,7 +156,7 @@ def definitions() -> Iterator[tuple[str, Definition]]:
 
 
 def longer_than(lines: int, kind: Any) -> list[str]:
-    """The definitions of a kind that have more lines."""
+    """Return the definitions of a kind that have more lines."""
     return [
         f"{name}: {length} lines"
         for name, node in definitions()

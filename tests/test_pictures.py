@@ -47,7 +47,7 @@ def test_the_picture_has_its_own_background_and_its_text_is_text(layer: ModuleTy
 
 
 def reached(operations: list, name: str, k: int) -> set[tuple[str, int]]:
-    """All operations whose results go into `name` of layer k."""
+    """Return all operations whose results go into `name` of layer k."""
     reads = {(one.name, one.layer): one.reads for one in operations}
     names: set[tuple[str, int]] = set()
     waiting = [(name, k)]

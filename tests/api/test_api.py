@@ -78,7 +78,7 @@ def test_checkpoints_are_converted_and_loaded_with_their_tokenizers(
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The error of a command, without its name."""
+    """Return the error of a command, without its name."""
     assert main(list(words)) == 2
     return capsys.readouterr().err.strip().splitlines()[-1].partition(": error: ")[2]
 

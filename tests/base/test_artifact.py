@@ -162,7 +162,7 @@ SMALL = [
 
 
 def former(name: str, folder: Path) -> tuple[Stage, dict[str, Any]]:
-    """The stage as this fcsd would begin it in `folder`, which holds what the former one left; its manifest."""
+    """Return the stage as this fcsd would begin it in `folder`, which holds what the former one left; its manifest."""
     manifest = read_json(ROOT / "tests" / "files" / "schema_1" / f"{name}.json")
     assert manifest["schema_version"] == 1
     (folder / "history.jsonl").touch()

@@ -114,7 +114,7 @@ def refused(bench: Bench, capfd: pytest.CaptureFixture[str]) -> Refused:
 
 
 def copied(bench: Bench, **config: Any) -> Path:
-    """The base checkpoint with changed config fields (None: removed)."""
+    """Return the base checkpoint with changed config fields (None: removed)."""
     folder = bench.rows.parent / "copied"
     shutil.copytree(bench.base, folder)
     values = json.loads((folder / "config.json").read_text()) | config

@@ -79,7 +79,7 @@ def write_texts(path, lengths, letter="a"):
 
 
 def said(encoded, tokenizer):
-    """The text on which loss is."""
+    """Return the text on which loss is."""
     return tokenizer.decode([i for i, m in zip(encoded["input_ids"], encoded["loss_mask"], strict=True) if m])
 
 
@@ -310,7 +310,7 @@ def test_text_without_an_end_of_sequence_token_is_refused():
 
 
 def numbered(lengths, masked=0):
-    """Examples of tokens that are all different, to find them again; the first `masked` have no loss."""
+    """Return examples of tokens that are all different, to find them again; the first `masked` have no loss."""
     start, examples = 1, []
     for n in lengths:
         examples.append(

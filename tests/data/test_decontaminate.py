@@ -65,7 +65,7 @@ def test_wording_that_many_items_share_and_rows_of_numbers_say_nothing() -> None
 
 
 def reference(items: list[Item], text: str, ngram: int) -> bool:
-    """The rule by sets of tuples."""
+    """Apply the rule by sets of tuples."""
 
     def rows(text: list[str], length: int) -> set[tuple[str, ...]]:
         return {tuple(text[n : n + length]) for n in range(len(text) - length + 1)}

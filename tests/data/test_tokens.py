@@ -45,7 +45,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def folder(path: Path, *lengths: int) -> str:
-    """Files of so many short texts, each different."""
+    """Return files of so many short texts, each different."""
     path.mkdir()
     for file, length in enumerate(lengths):
         lines = [json.dumps({"text": f"{path.name} {file} {row}"}) + "\n" for row in range(length)]
@@ -58,7 +58,7 @@ def source(path: str, **values: Any) -> SourceConfig:
 
 
 def texts(built: Any) -> list[str]:
-    """What unpacked rows say."""
+    """Return what unpacked rows say."""
     said = []
     for row in built:
         ids = np.asarray(row["input_ids"])
@@ -294,7 +294,7 @@ def test_a_worker_that_is_killed_is_an_error_and_an_error_in_one_reaches_the_use
 
 
 def _peak_mb(call: Callable[[], Any]) -> float:
-    """The most main memory, MB, that a fork takes for a call, with its workers."""
+    """Return the most main memory, MB, that a fork takes for a call, with its workers."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         end_if_it_hangs()

@@ -68,7 +68,7 @@ def words(model: Path, root: Path, *tasks: dict[str, Any], **options: Any) -> li
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
-    """What the command says when it fails: one line."""
+    """Return what the command says when it fails: one line."""
     assert main(arguments) == status
     *_, line = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"fcsd {arguments[0]}: error: ")
@@ -76,7 +76,7 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], status: i
 
 
 def changed(index: int | None, **values: Any) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """Values of one row, or of all; None takes the column away."""
+    """Return values of one row, or of all; None takes the column away."""
 
     def change(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for number, row in enumerate(rows):

@@ -24,7 +24,7 @@ __all__ = ["place"]  # the fixture
 
 
 def evaluated(rank: int, folder: Path, factor: float | None) -> Any:
-    """Result and samples of the suite beside the model."""
+    """Return result and samples of the suite beside the model."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -69,7 +69,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(root: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a model that says a few tokens is given for a task of the suite, and how it is graded."""
+    """Return what a model that says a few tokens is given for a task of the suite, and how it is graded."""
     (row,) = [row for row in load_suite("instruct").tasks if row.task == name]
     own = row.model_dump(mode="json", exclude_unset=True) | {"max_new_tokens": 3}
     result, samples = evaluate(
@@ -81,7 +81,7 @@ def asked(root: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def graded(root: Path, folder: Path, name: str, samples: list[dict[str, Any]], *answers: str) -> float:
-    """The score of these answers, given to the items in turn."""
+    """Return the score of these answers, given to the items in turn."""
     rows = [
         {"doc_id": sample["doc_id"], "completion": answers[index % len(answers)]}
         for index, sample in enumerate(samples)

@@ -34,7 +34,7 @@ def command(place: Path, output: Path, *more: str) -> list[str]:
 
 
 def comparable(folder: Path) -> Any:
-    """A result without what differs between two runs of one process."""
+    """Return a result without what differs between two runs of one process."""
     result, samples = read_result(folder)
     return {key: value for key, value in result.items() if key != "wall_s"}, samples
 

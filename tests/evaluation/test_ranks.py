@@ -77,7 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged(rank: int, place: Path, variables: dict[str, str], experts: int = 1) -> dict[str, Any]:
-    """What this rank finds, the passes that its model made, and whether it holds a part of the weights only."""
+    """Return what this rank finds, the passes that its model made, and whether it holds a part of the weights only."""
     from accelerate.state import AcceleratorState
 
     os.environ.update(variables)
@@ -109,7 +109,7 @@ def judged(rank: int, place: Path, variables: dict[str, str], experts: int = 1) 
 
 
 def text_rows() -> list[Any]:
-    """Five rows of random tokens, each one example."""
+    """Return five rows of random tokens, each one example."""
     draws = random.Random(1)
     rows = []
     for length in (9, 4, 12, 7, 5):
@@ -177,7 +177,7 @@ def test_batches_are_dealt_once_and_idle_passes_make_the_ranks_even(batches: int
 
 
 def raised_on(rank: int, wrong: int, error: Exception) -> list[str]:
-    """What `share` and `from_first` raise here when rank `wrong` raises `error`."""
+    """Return what `share` and `from_first` raise here when rank `wrong` raises `error`."""
     ranks, messages = Ranks(rank, 2), []
 
     def fail() -> int:

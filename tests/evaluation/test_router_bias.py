@@ -44,7 +44,7 @@ def tables_of(model: Any, num_endpoints: int, size: float = 2.0) -> BiasTables:
 
 
 def samples_of(model: Any, folder: Path, launch: Any, batches: Any = None) -> Any:
-    """The samples of the suite beside the model."""
+    """Return the samples of the suite beside the model."""
     config = EvaluationConfig(data_root=str(folder / "data"), batch_size=BATCH)
     suite = load_suite(folder / "suite.yaml")
     with prepare_evaluation(tiny_tokenizer(), suite, config, progress=False, ranks=launch.ranks) as evaluate:
@@ -52,7 +52,7 @@ def samples_of(model: Any, folder: Path, launch: Any, batches: Any = None) -> An
 
 
 def of_one_endpoint(rank: int, folder: Path, endpoints: int) -> Any:
-    """What a rank finds that is an endpoint: its bias never changes, and nothing tells it of batches."""
+    """Return what a rank finds that is an endpoint: its bias never changes, and nothing tells it of batches."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -65,7 +65,7 @@ def of_one_endpoint(rank: int, folder: Path, endpoints: int) -> Any:
 
 
 def steered(rank: int, folder: Path, endpoints: int) -> Any:
-    """What a rank finds of any number of ranks, told which batch it asks."""
+    """Return what a rank finds of any number of ranks, told which batch it asks."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -91,7 +91,7 @@ def test_the_number_of_ranks_changes_nothing_when_it_is_not_the_number_of_endpoi
 
 
 def evaluated(folder: Path, output: Path, *options: str) -> int:
-    """The exit status of the command on the one task of the suite that is soon done."""
+    """Return the exit status of the command on the one task of the suite that is soon done."""
     common = [
         "--suite",
         str(folder / "suite.yaml"),

@@ -85,7 +85,7 @@ class Engine:
         return entries
 
     def _generate(self, prompt: list[int], new: int, body: dict[str, Any]) -> tuple[list[int], str, Any]:
-        """One token after the other; sampled ones from a generator with the request's seed."""
+        """Return one token after the other; sampled ones from a generator with the request's seed."""
         ends = set(body.get("stop_token_ids") or ())
         if not body.get("ignore_eos"):
             ends.add(self.tokenizer.eos_token_id)

@@ -55,7 +55,7 @@ def _axis(mark: Mark, tensor: Tensor, dim: int) -> int | None:
 
 
 def is_last(tensor: Tensor, mark: Mark) -> bool:
-    """Whether the last dimension of a tensor is all of a mark's coordinate."""
+    """Tell whether the last dimension of a tensor is all of a mark's coordinate."""
     return tensor.ndim > 0 and tensor.size(-1) == mark.size and _axis(mark, tensor, -1) == COORDINATE
 
 
@@ -246,7 +246,7 @@ class Follow(TorchDispatchMode):
         )
 
     def _keeps_coordinate(self, op: Any, args: Any, tensor: Tensor, out: Tensor, mark: Mark) -> bool:
-        """Whether `out` has, in its last dimension, the coordinate of `tensor`, row by row up to factors."""
+        """Tell whether `out` has, in its last dimension, the coordinate of `tensor`, row by row up to factors."""
         if out.ndim == 0 or out.size(-1) != mark.size or out.stride(-1) != 1:
             return False
         if op in _SAME:

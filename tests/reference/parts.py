@@ -72,7 +72,7 @@ def layer_arguments(
 
 
 def computed_once(find: Callable[[], Any], *on: Any) -> Any:
-    """What `find` gives; inside `arguments_computed_once` it is called once for the same objects."""
+    """Return what `find` gives; inside `arguments_computed_once` it is called once for the same objects."""
     key = tuple(map(id, on))
     if _known is None:
         return find()

@@ -31,7 +31,7 @@ def converted(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def said(speakers: list[Speaker], *lines: str, **options: object) -> list[str]:
-    """What a chat without a terminal answers: without the turns, which it repeats, and notes of the limit."""
+    """Return what a chat without a terminal answers: without the turns, which it repeats, and notes of the limit."""
     text = "\n" + transcript(speakers, *lines, **options)
     for line in lines[: lines.index("/exit") + 1 if "/exit" in lines else None]:
         assert not line or f"\n> {line}\n" in text
@@ -40,14 +40,14 @@ def said(speakers: list[Speaker], *lines: str, **options: object) -> list[str]:
 
 
 def transcript(speakers: list[Speaker], *lines: str, **options: object) -> str:
-    """What a chat without a terminal prints."""
+    """Return what a chat without a terminal prints."""
     sink = io.StringIO()
     chat(speakers, source=io.StringIO("\n".join(lines) + "\n"), sink=sink, **options)  # type: ignore[arg-type]
     return sink.getvalue()
 
 
 def by_hand(folder: Path, messages: list[dict[str, str]], new_tokens: int) -> str:
-    """The reply of transformers alone."""
+    """Return the reply of transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")

@@ -35,7 +35,7 @@ def grade(answer: Any, right: Any, tolerance: float = 0, rule: str = "equal", in
 
 
 def raw(*frames: str) -> str:
-    """Code that writes frames of this text into every pipe that it has."""
+    """Return code that writes frames of this text into every pipe that it has."""
     return f"""
 import os
 for text in {frames!r}:

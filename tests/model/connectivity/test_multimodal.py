@@ -55,7 +55,7 @@ def text_only(seed=1):
 
 
 def left_padded(inputs, padding=3):
-    """The first row as it is behind `padding` pads, the second with its first tokens masked."""
+    """Return the first row as it is behind `padding` pads, the second with its first tokens masked."""
     rows = inputs["input_ids"].shape[0]
     pads = torch.zeros(rows, padding, dtype=torch.long)
     mask = torch.ones(rows, padding + inputs["input_ids"].shape[1], dtype=torch.long)

@@ -191,7 +191,7 @@ def test_generating_with_the_cache_gives_what_full_passes_give(family):
 
     @torch.no_grad()
     def difference(*cuts):
-        """Largest difference to the logits of one pass when the tokens come in parts."""
+        """Return the largest difference to the logits of one pass when the tokens come in parts."""
         parts, cache = [], None
         for start, end in itertools.pairwise((0, *cuts, x.shape[1])):
             out = model(x[:, start:end], past_key_values=cache, use_cache=True)

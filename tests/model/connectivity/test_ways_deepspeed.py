@@ -34,7 +34,7 @@ def gradients(model):
 
 
 def largest(actual, expected):
-    """The largest difference of gradients."""
+    """Return the largest difference of gradients."""
     assert actual.keys() == expected.keys()
     return max(float((actual[name] - gradient).abs().max()) for name, gradient in expected.items())
 

@@ -71,7 +71,7 @@ def test_the_pairs_kept_are_those_of_the_articles_loop() -> None:
 
 
 def seen(model: Any) -> tuple[list[Any], list[Any]]:
-    """What each layer's experts are really called with, behind all hooks; and the handles of the hooks."""
+    """Return what each layer's experts are really called with, behind all hooks; and the handles of the hooks."""
     calls: list[Any] = []
     handles = []
     for router in find_routers(model):
