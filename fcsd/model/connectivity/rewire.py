@@ -39,19 +39,19 @@ def is_one_of(module: nn.Module, names: Any) -> bool:
 def decoder_layers(model: nn.Module, family: Any) -> nn.ModuleList:
     """Return the one ModuleList of the family's decoder layers (`get_decoder()` is not reliable:
     Llama4ForCausalLM)."""
-    found = [
+    stacks = [
         module
         for module in model.modules()
         if isinstance(module, nn.ModuleList)
         and len(module)
         and all(is_one_of(layer, family.decoder_layer) for layer in module)
     ]
-    if len(found) != 1:
+    if len(stacks) != 1:
         raise ValueError(
-            f"{type(model).__name__}: {len(found)} stacks of {family.decoder_layer} found, one is"
+            f"{type(model).__name__}: {len(stacks)} stacks of {family.decoder_layer} found, one is"
             f" needed, as in transformers' {family.upstream}; rewire before anything wraps layers"
         )
-    return found[0]
+    return stacks[0]
 
 
 def rewired_layers(stack: nn.ModuleList) -> Iterator[int]:
@@ -106,7 +106,7 @@ def unrewire(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def regular(model: nn.Module) -> Iterator[None]:
-    """While the context lasts, every rewired layer computes what the original's does, with the same weights.
+    """Let every rewired layer compute what the original's does while the context lasts, with the same weights.
 
     Classes, hooks and parameters stay in place: this is for a pass in between, under FSDP2 and PEFT too.
     """

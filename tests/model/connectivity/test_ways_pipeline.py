@@ -164,9 +164,9 @@ def torch_pipeline(rank, families):
         schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_of)
         logits = schedule.step(X) if rank == 0 else schedule.step(target=X)
         error = 0.0 if rank == 0 else float((logits - expected).detach().abs().max())
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        worst = max(float((gradient - gradients[name]).abs().max()) for name, gradient in found.items())
-        results[family] = (error, worst, set(found), set(gradients))
+        own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        worst = max(float((gradient - gradients[name]).abs().max()) for name, gradient in own.items())
+        results[family] = (error, worst, set(own), set(gradients))
         dist.barrier()
     return results
 
