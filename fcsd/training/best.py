@@ -161,14 +161,14 @@ class StopWhenScoreStalls(TrainerCallback):
             if trainer.launch.engine.shards and not known_to_all(error):
                 raise
             raise ScoreFailure(str(error)) from error
-        found: Score = trainer.launch.ranks.from_first(lambda: own)
+        score: Score = trainer.launch.ranks.from_first(lambda: own)
         trainer.guarded.listen()
         due = trainer.control.should_log  # logging clears it, and this step's loss is yet to be logged
         name = stopper.name
-        errors = {f"{name}_stderr": found.stderr} if found.stderr is not None else {}
-        trainer.log({name: found.value, **errors, "scoring_share": round(stopper.time.share, 6)})
+        errors = {f"{name}_stderr": score.stderr} if score.stderr is not None else {}
+        trainer.log({name: score.value, **errors, "scoring_share": round(stopper.time.share, 6)})
         trainer.control.should_log = due
-        return found
+        return score
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Drop all other weights: a checkpoint that names the best ones is on disk."""

@@ -44,9 +44,9 @@ class Score:
 
     def change(self, before: Sequence[float]) -> tuple[float, float | None]:
         """Return the difference to the figures of an earlier evaluation and its standard error, paired item by item."""
-        found = ratio([b - a for a, b in zip(before, self.figures, strict=True)], self.counts)
-        assert found["kl"] is not None
-        return found["kl"], found["stderr"]
+        difference = ratio([b - a for a, b in zip(before, self.figures, strict=True)], self.counts)
+        assert difference["kl"] is not None
+        return difference["kl"], difference["stderr"]
 
 
 _CURVE = ("num_items", "num_items_total", "points", "best_step", "best_score", "best_stderr")

@@ -211,10 +211,10 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             return cls()
         if isinstance(args, FCSDConfig):
             return args
-        given = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
+        settings = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
         if is_loss(args.metric_for_best_model or ""):
-            given["greater_is_better"] = None  # what is there is transformers' guess
-        return cls(**given | {"remove_unused_columns": False, "logging_nan_inf_filter": False})
+            settings["greater_is_better"] = None  # what is there is transformers' guess
+        return cls(**settings | {"remove_unused_columns": False, "logging_nan_inf_filter": False})
 
     @classmethod
     def of_sections(
@@ -253,7 +253,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
 
     def sections(self) -> Sections:
         """Return what a recipe's sections would say; of `train` only what transformers' arguments do not."""
-        given = {key: value for key in _OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
+        objective = {key: value for key in _OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
         max_steps = self.max_steps if self.max_steps > 0 else sys.maxsize  # epochs: known when the data are
         train: dict[str, Any] = {
             "max_steps": max_steps,
@@ -274,7 +274,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             *("capacity_factor", "capacity_drop"),
         ]
         raw = {
-            "objective": {"name": self.objective, **given},
+            "objective": {"name": self.objective, **objective},
             "train": train | {name: getattr(self, name) for name in same},
             "safety": self.safety or {},
         }

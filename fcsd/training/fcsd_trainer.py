@@ -204,8 +204,8 @@ class FCSDTrainer(DistillTrainer):
     ) -> dict[str, float]:
         """Measure the held-out loss, and with `compute_metrics` those metrics."""
         with self.meters.paused(), self._with_loss_head():  # of several data sets each once more, inside
-            found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        return found
+            metrics: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return metrics
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Return logits (rows, tokens, vocabulary) and labels of a data set's packed rows, and its held-out loss."""
@@ -240,12 +240,12 @@ class FCSDTrainer(DistillTrainer):
         self, model: nn.Module, inputs: dict[str, Tensor], *how: Any, **more: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return logits and labels of a batch of packed rows, whose examples do not see each other."""
-        given = self._prepare_inputs(inputs)
-        ids, positions = given["input_ids"], given["position_ids"]
+        batch = self._prepare_inputs(inputs)
+        ids, positions = batch["input_ids"], batch["position_ids"]
         with torch.no_grad():
             hidden = model(input_ids=ids, position_ids=positions, objective="hidden")["hidden"]
             logits = head_logits(self.plain_model, hidden)
-        return None, logits.view(*ids.shape, -1), given["labels"]
+        return None, logits.view(*ids.shape, -1), batch["labels"]
 
     # ---- what is left
 

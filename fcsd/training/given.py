@@ -64,11 +64,11 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
 
 
 def _loaded_student(path: str, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
-    found = find_model(args.model_config(path))
+    checkpoint = find_model(args.model_config(path))
     connectivity = args.connectivity()
-    if connectivity is None and read_config(found.folder)[2] is None:
+    if connectivity is None and read_config(checkpoint.folder)[2] is None:
         raise _not_converted(path)
-    return load_for_launch(found, launch, connectivity, bf16=args.bf16)
+    return load_for_launch(checkpoint, launch, connectivity, bf16=args.bf16)
 
 
 def _not_converted(what: str) -> UserError:
@@ -118,8 +118,8 @@ def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch:
         )
     if not isinstance(teacher, str | Path):
         return teacher
-    found = find_model(args.model_config(str(teacher), teacher=True))
-    return load_for_launch(found, launch, any_family=True)
+    checkpoint = find_model(args.model_config(str(teacher), teacher=True))
+    return load_for_launch(checkpoint, launch, any_family=True)
 
 
 class Given:
@@ -223,5 +223,5 @@ def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
         raise UserError(
             "processing_class: is needed, the tokenizer of the model (it was not loaded from a checkpoint)"
         )
-    found = find_model(args.model_config(str(path)))
-    return load_tokenizer(found.folder, trust_remote_code=args.trust_remote_code)
+    checkpoint = find_model(args.model_config(str(path)))
+    return load_tokenizer(checkpoint.folder, trust_remote_code=args.trust_remote_code)

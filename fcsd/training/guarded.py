@@ -168,11 +168,11 @@ class GuardedSteps:
         )
 
     def _stopped(self, step: int) -> UserError:
-        found = self.guard.events[-1]
+        event = self.guard.events[-1]
         if self.guard.weights_are_finite:
-            why = f"{not_finite(found)} for {found['steps']} steps in a row"
+            why = f"{not_finite(event)} for {event['steps']} steps in a row"
         else:
-            why = f"{not_finite(found)}, nor are the weights"
+            why = f"{not_finite(event)}, nor are the weights"
         self.trainer.checkpoint_writer.finish()
         kept = checkpoints(Path(self.trainer.args.output_dir))
         pass_over = (

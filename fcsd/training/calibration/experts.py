@@ -52,13 +52,13 @@ class Call:
         tokens, slots = chosen.nonzero(as_tuple=True)
         if not len(tokens):
             return tokens, self.out.new_empty(0, self.out.shape[-1])
-        given = {
+        slices = {
             id(self.hidden): self.hidden[tokens],
             id(self.choices): self.choices[tokens, slots][:, None],
             id(self.weights): self.weights[tokens, slots][:, None],
         }
-        args = [given.get(id(value), value) for value in self.args]
-        kwargs = {name: given.get(id(value), value) for name, value in self.kwargs.items()}
+        args = [slices.get(id(value), value) for value in self.args]
+        kwargs = {name: slices.get(id(value), value) for name, value in self.kwargs.items()}
         out = first_tensor(module(*args, **kwargs))
         assert out is not None
         return tokens, out
@@ -91,15 +91,15 @@ def _given(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
 @contextlib.contextmanager
 def calls_of(module: nn.Module) -> Iterator[list[Call]]:
     """Give the calls of a module of routed experts; nothing for calls that are of another kind."""
-    found: list[Call] = []
+    calls: list[Call] = []
 
     def after(args: Any, kwargs: Any, out: Any) -> None:
-        given, out = _given(args, kwargs), first_tensor(out)
-        if given is not None and out is not None and out.ndim == 2:
-            found.append(Call(args, kwargs, *given, out))
+        tensors, out = _given(args, kwargs), first_tensor(out)
+        if tensors is not None and out is not None and out.ndim == 2:
+            calls.append(Call(args, kwargs, *tensors, out))
 
     with hooked(after=[(module, after)]):
-        yield found
+        yield calls
 
 
 @torch.no_grad()
@@ -173,12 +173,12 @@ def fold_adds(work: Work, experts: Experts) -> list[float] | None:
     missing: list[Tensor] = []  # (N, D) of each batch
     understood = True
     for place, mask in enumerate(work.masks):
-        with calls_of(module) as found:
+        with calls_of(module) as batch_calls:
             stream = work.step(place)
-        one = len(found) == 1 and len(found[0].hidden) == len(mask)
-        understood = understood and one and (place > 0 or adds_up(module, found[0], num_experts))
+        one = len(batch_calls) == 1 and len(batch_calls[0].hidden) == len(mask)
+        understood = understood and one and (place > 0 or adds_up(module, batch_calls[0], num_experts))
         if understood:
-            calls.append(found[0].to(torch.device("cpu")))
+            calls.append(batch_calls[0].to(torch.device("cpu")))
             missing.append((work.teacher[place]["o"] - stream["o"].cpu()).flatten(0, -2))
     if not all(work.ranks.share(lambda: understood)):
         return None
@@ -230,8 +230,8 @@ def _solve(
     held_out.sum_over(work.ranks)
     if problem.count < work.width:  # they say little of it: it keeps the map of all
         problem.add_sums(held_out)
-        left = problem.residual(towards)
-        solution = Solution(None, left, left)
+        residual = problem.residual(towards)
+        solution = Solution(None, residual, residual)
     else:
         solution = problem.solve_checked(held_out, ridge, f"layer {work.index}, {what}", work.ranks, towards)
     return float(problem.yy), solution

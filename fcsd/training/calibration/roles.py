@@ -168,7 +168,7 @@ def _within(module: str, branch: str) -> bool:
 def fold_map(
     layer: nn.Module,
     places: Iterable[Place],
-    found: Tensor,
+    matrix: Tensor,
     side: Literal["reads", "writes"],
     expert: int | None = None,
 ) -> None:
@@ -180,16 +180,16 @@ def fold_map(
     for name, axis in places:
         weight = layer.get_parameter(name)
         # In float32 at least: what is rounded is the product, to the weight's dtype.
-        matrix = (found.T if side == "reads" else found).to(
+        factor = (matrix.T if side == "reads" else matrix).to(
             weight.device, torch.promote_types(weight.dtype, torch.float32)
         )
         if expert is not None:
-            _fold(weight[expert], axis - 1, matrix)
+            _fold(weight[expert], axis - 1, factor)
         elif weight.ndim == 3 and axis:  # an expert at a time: copies of all of them are large
             for part in weight:
-                _fold(part, axis - 1, matrix)
+                _fold(part, axis - 1, factor)
         else:
-            _fold(weight, axis, matrix)
+            _fold(weight, axis, factor)
 
 
 def _fold(weight: Tensor, axis: int, matrix: Tensor) -> None:

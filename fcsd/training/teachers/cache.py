@@ -124,8 +124,8 @@ def verify_shard(path: Path) -> None:
 
 def check_teacher(folder: Path, identity: dict[str, Any]) -> None:
     """Raise UserError when the cache in `folder` was made from another teacher, with what differs."""
-    found = read_json(folder / TEACHER)
-    if changes := differences(found, json.loads(json.dumps(identity))):
+    cache_identity = read_json(folder / TEACHER)
+    if changes := differences(cache_identity, json.loads(json.dumps(identity))):
         raise UserError(
             f"{folder}: holds the hidden states of another teacher ({'; '.join(changes)}; cache -> recipe);"
             " fill a cache in another folder, or give the recipe the settings of this one"
