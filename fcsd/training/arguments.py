@@ -44,7 +44,7 @@ class TrainingRun:
     score: Scorer | None = None
     save_model: bool = True
     adapters: Any = None
-    left: Callable[[float], str] | None = None
+    remaining: Callable[[float], str] | None = None
 
 
 def micro_batches(train: TrainConfig, max_length: int, world_size: int) -> tuple[int, int]:

@@ -253,7 +253,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
 
     def sections(self) -> Sections:
         """Return what a recipe's sections would say; of `train` only what transformers' arguments do not."""
-        objective = {key: value for key in _OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
+        terms = {key: value for key in _OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
         max_steps = self.max_steps if self.max_steps > 0 else sys.maxsize  # epochs: known when the data are
         train: dict[str, Any] = {
             "max_steps": max_steps,
@@ -274,7 +274,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             *("capacity_factor", "capacity_drop"),
         ]
         raw = {
-            "objective": {"name": self.objective, **objective},
+            "objective": {"name": self.objective, **terms},
             "train": train | {name: getattr(self, name) for name in same},
             "safety": self.safety or {},
         }

@@ -25,7 +25,6 @@ from fcsd.parallel.launch import Launch, join_launch
 from fcsd.training.checkpoints import chosen_checkpoint, restore_if_complete
 from fcsd.training.export import write_model
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.given import TAGS, Given
 from fcsd.training.heldout import HeldoutLosses
 from fcsd.training.losses.head import detach_loss_head, head_logits, loss_head
 from fcsd.training.optimizer import refuse_factored_states
@@ -41,6 +40,7 @@ from fcsd.training.prepare import (
 from fcsd.training.python_words import with_known_names
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.trainer import DistillTrainer
+from fcsd.training.trainer_inputs import TAGS, TrainerInputs
 
 
 @with_known_names
@@ -96,16 +96,16 @@ class FCSDTrainer(DistillTrainer):
             launch = join_launch()
             stop_watching()  # a launcher ends the others when one fails; a script may go on after the training
         self.launch = launch  # here already: rows are made before there is a Trainer
-        self.given = None if isinstance(model, Ready) else Given(args, launch)
+        self.inputs = None if isinstance(model, Ready) else TrainerInputs(args, launch)
         with self._at_work():
             sections = args.sections()
             objective, train = sections.objective, sections.train
             set_seed(args.seed)
             args.fit_to_engine(train, launch)
-            if self.given is not None:
+            if self.inputs is not None:
                 data, measures = (train_dataset, eval_dataset), compute_metrics is not None
-                model = self.given.ready(model, teacher, data, processing_class, knows_metrics=measures)
-                self.bad_rows, processing_class = self.given.bad_rows, model.tokenizer
+                model = self.inputs.ready(model, teacher, data, processing_class, knows_metrics=measures)
+                self.bad_rows, processing_class = self.inputs.bad_rows, model.tokenizer
             assert isinstance(model, Ready)
             student, compared = model.student, place_teacher(model.teacher, launch)
             check_vocabularies(student, compared, model.tokenizer, objective)
@@ -136,17 +136,17 @@ class FCSDTrainer(DistillTrainer):
             detach_loss_head(student)  # outside training and evaluation the model is the user's
 
     def _at_work(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.given is None else self.given.at_work()
+        return contextlib.nullcontext() if self.inputs is None else self.inputs.at_work()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Load rows of the data set given, packed first if need be, or of one of those of the constructor."""
-        if self.given is not None and eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self.given.heldout_rows(eval_dataset)
+        if self.inputs is not None and eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self.inputs.heldout_rows(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        if self.given is not None:
-            test_dataset = self.given.heldout_rows(test_dataset, "test_dataset")
+        if self.inputs is not None:
+            test_dataset = self.inputs.heldout_rows(test_dataset, "test_dataset")
         return super().get_test_dataloader(test_dataset)
 
     # ---- training

@@ -91,11 +91,11 @@ def _add_sides(roles: Roles, follow: Follow, sides: dict[str, list[str]], branch
         if readers:
             roles.sides.append(Side(tuple(dict.fromkeys(modules)), tuple(readers)))
         else:
-            roles.left.append(f"what {side} reads: no weight of it multiplies that alone")
+            roles.rest.append(f"what {side} reads: no weight of it multiplies that alone")
         for use in sorted(follow.other_uses.get(side, ())):
-            roles.left.append(f"what {side} reads, where {use} takes it")
+            roles.rest.append(f"what {side} reads, where {use} takes it")
     read = {module for modules in sides.values() for module in modules}
-    roles.left += [
+    roles.rest += [
         f"what {name} reads: it is not given the output of a norm" for name in branches if name not in read
     ]
 
@@ -127,7 +127,7 @@ def _add_groups(
         roles.groups.append(Group(tuple(module for module, _ in parts), tuple(places), factor))
     for side in sides:
         if side not in {name for name, _ in found}:
-            roles.left.append(f"what {side} adds: its last product does not reach the stream by sums alone")
+            roles.rest.append(f"what {side} adds: its last product does not reach the stream by sums alone")
 
 
 def _add_experts(roles: Roles, layer: nn.Module, outputs: dict[str, Mark | None], final: Mark | None) -> None:

@@ -45,21 +45,21 @@ def attach(
         raise UserError(f"{name}: overlap is attached already; detach it first")
     check(model, split)
     check_connections(next(model.parameters()).device)
-    found: dict[int, tuple[Any, LayerRuntime]] = {}
+    rewired: dict[int, tuple[Any, LayerRuntime]] = {}
     for k, layer in enumerate(decoder_layers(model, family)):
         if getattr(layer, "farskip_plan", None) is not None:
-            found[k] = (layer, _runtime(family, layer, k, split))
-    if not any(runtime.ep is not None for _, runtime in found.values()):
+            rewired[k] = (layer, _runtime(family, layer, k, split))
+    if not any(runtime.ep is not None for _, runtime in rewired.values()):
         raise UserError(
             f"{name}: no MoE layer of it is rewired and spread by ep_implementation 'farskip', so nothing can overlap;"
             " use --overlap off"
         )
     wrap_registry()
-    for k, (layer, runtime) in found.items():
+    for k, (layer, runtime) in rewired.items():
         if runtime.ep is not None:
             runtime.ep.open(k, _OVERLAPS[overlap], transport)
         layer.farskip_runtime = runtime
-    return sum(runtime.ep is not None for _, runtime in found.values())
+    return sum(runtime.ep is not None for _, runtime in rewired.values())
 
 
 def check(model: Any, split: Split | None = None) -> None:

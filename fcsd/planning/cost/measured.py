@@ -122,9 +122,9 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
     forward = [each for each in times.exchanges if not each.backward]
     windows = {(each.layer, each.kind): each.window_s if hides(each) else 0.0 for each in forward}
     mean = {
-        kind: sum(found) / len(found)
+        kind: sum(seconds) / len(seconds)
         for kind in ("dispatch", "combine")
-        if (found := [each.seconds for each in forward if each.kind == kind])
+        if (seconds := [each.seconds for each in forward if each.kind == kind])
     }
     return summary(times.step_s - sent, sent, sent - hidden, slowdown) | {
         "overlap": {name: done / total for name, (done, total) in shares.items() if total},
@@ -138,12 +138,12 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
 
 def _served(times: Times, planned: Planned, layers: list[int] | None, slowdown: float) -> dict[str, Any]:
     assert times.communication_s is not None
-    found = plan_times(planned, layers=layers)
+    estimate = plan_times(planned, layers=layers)
     share = times.communication_s / times.step_s
     if times.overlap is None:
         # Seconds of the roofline as parts of its communication; hidden ones cost computation a little.
         sent, exposed = (
-            found[name] / (found["communication_s"] or 1.0)
+            estimate[name] / (estimate["communication_s"] or 1.0)
             for name in ("overlapped_communication_s", "exposed_s")
         )
         speed_up = 1 + gain(share, 1 - exposed - slowdown * (sent - exposed))
@@ -156,7 +156,7 @@ def _served(times: Times, planned: Planned, layers: list[int] | None, slowdown: 
             )
         sent, exposed = 1.0, 1 - times.overlap
         speed_up = 1 + gain(share, times.overlap)  # of a whole server, so that it has the slow-down in it
-    return found | {
+    return estimate | {
         "regular_s": times.step_s,
         "overlapped_s": times.step_s / speed_up,
         "speed_up": speed_up,

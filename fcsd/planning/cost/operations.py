@@ -143,9 +143,9 @@ def trace_layers(
     flops = {name: sum(by.values()) for name, by in tracker.flops.items()}
     tokens = num_rows * num_tokens
     rows = top_k * tokens / num_experts
-    found = {k: _read(stack[k], family, k, flops, seen[k], rows) for k in seen}
+    layers = {k: _read(stack[k], family, k, flops, seen[k], rows) for k in seen}
     return ModelWork(
-        layers=tuple(found[kinds[k]] for k in range(len(stack))),
+        layers=tuple(layers[kinds[k]] for k in range(len(stack))),
         head=Work(flops.get("head", 0.0), head.weight.numel()),
         num_rows=num_rows,
         num_tokens=num_tokens,

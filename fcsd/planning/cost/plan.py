@@ -40,11 +40,11 @@ def plan(planned: Planned) -> dict[str, Any]:
     times = plan_times(planned)
     machine, rows = planned.machine, []
     for name, one in ASSUMPTIONS.items():
-        given = machine.values[name]
-        ends = [min(one.low, given), max(one.high, given)]
+        value = machine.values[name]
+        ends = [min(one.low, value), max(one.high, value)]
         at = [plan_times(planned.assuming(**{name: end}))["speed_up"] for end in ends]
         facts = {"what": one.what, "source": one.source}
-        rows.append({"name": name, "value": given, "range": ends, "speed_up": at, **facts})
+        rows.append({"name": name, "value": value, "range": ends, "speed_up": at, **facts})
     names = ("num_nodes", "gpus_per_node", "nic_gb_s", "num_gpus")
     return {
         "model": planned.training.where,

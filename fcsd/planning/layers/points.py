@@ -28,8 +28,8 @@ def has_calibrated(study: dict[str, Any]) -> bool:
 
 def values_of(point: dict[str, Any], calibrated: bool) -> dict[str, Any]:
     """Return what was measured of a selection with copied, or with calibrated weights."""
-    found: dict[str, Any] = point["calibrated" if calibrated else "values"]
-    return found
+    values: dict[str, Any] = point["calibrated" if calibrated else "values"]
+    return values
 
 
 def point_loss(

@@ -108,9 +108,9 @@ def _vllm_client(program: Program, requests: int, tokens: int, result: Path) -> 
 
 def _sglang_client(program: Program, requests: int, tokens: int, result: Path) -> list[str]:
     """Ask for ids and take ids, so that lengths are exact; what is sent by itself would cut a warm-up at 32 tokens."""
-    asked = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "skip_special_tokens": False}
+    body = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "skip_special_tokens": False}
     words = ["--backend", "sglang", "--dataset-name", "random-ids", "--random-range-ratio", "1"]
-    own = ["--warmup-requests", str(requests), "--extra-request-body", json.dumps({"sampling_params": asked})]
+    own = ["--warmup-requests", str(requests), "--extra-request-body", json.dumps({"sampling_params": body})]
     out = ["--output-details", "--output-file", str(result)]
     return [program.python, "-m", "sglang.benchmark.serving", "--tokenize-prompt", *words, *own, *out]
 
@@ -183,7 +183,7 @@ print("PROBE" + json.dumps(found))
 """
 
 
-def find_program(name: EngineName, given: str, comm: Mapping[str, Any]) -> Program:
+def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Program:
     """Return what the environment of an engine's program has.
 
     Args:
@@ -193,19 +193,19 @@ def find_program(name: EngineName, given: str, comm: Mapping[str, Any]) -> Progr
     Raises:
         UserError: no such program, an environment without the engine or without the plugin, settings that it refuses.
     """
-    engine, program = ENGINES[name], shutil.which(os.path.expanduser(given))
+    engine, program = ENGINES[name], shutil.which(os.path.expanduser(path))
     if program is None:
         raise UserError(
-            f"--{name} {given}: no such program; {engine.title} has an environment of its own, give the `{name}` of it"
+            f"--{name} {path}: no such program; {engine.title} has an environment of its own, give the `{name}` of it"
             f" (--{name} VENV/bin/{name}); docs/serve.md says how to make one"
         )
     python = _python_of(name, Path(program))
-    found = _probe(name, program, python, comm)
-    if found["version"] is None:
+    facts = _probe(name, program, python, comm)
+    if facts["version"] is None:
         raise UserError(
             f"--{name} {program}: {engine.title} is not installed in the environment of this program"
         )
-    if found["plugin"] is None:
+    if facts["plugin"] is None:
         raise UserError(
             f"--{name} {program}: the plugin that serves converted models is not installed there:"
             f" `{python} -m pip install SERVING`, SERVING being serving/ of fcsd's repository"
@@ -216,31 +216,31 @@ def find_program(name: EngineName, given: str, comm: Mapping[str, Any]) -> Progr
             f"{engine.plugins_variable}={named} leaves out the plugin that serves converted models; add fcsd, or unset"
             " it"
         )
-    if found["refused"] is not None:
-        raise UserError(f"--comm: {found['refused']}")
-    verified, devices = tuple(found["verified"]), tuple(found["devices"])
-    asked = Program(name, program, found["version"], found["plugin"], verified, devices)
-    if asked.warning is not None and not engine.others_warn:
+    if facts["refused"] is not None:
+        raise UserError(f"--comm: {facts['refused']}")
+    verified, devices = tuple(facts["verified"]), tuple(facts["devices"])
+    result = Program(name, program, facts["version"], facts["plugin"], verified, devices)
+    if result.warning is not None and not engine.others_warn:
         raise UserError(
-            f"--{name} {program}: fcsd-serving {asked.plugin} refuses {engine.title} {asked.version}: its layers are"
+            f"--{name} {program}: fcsd-serving {result.plugin} refuses {engine.title} {result.version}: its layers are"
             f" known for {verified[0]} alone; install {name}=={verified[0]}"
         )
-    return asked
+    return result
 
 
 def _probe(name: EngineName, program: str, python: str, comm: Mapping[str, Any]) -> dict[str, Any]:
     engine = ENGINES[name]
-    asked = [engine.distributions, engine.entry_points, engine.plugin, engine.check, dict(comm)]
-    words = [python, "-c", _PROBE, json.dumps(asked)]
+    question = [engine.distributions, engine.entry_points, engine.plugin, engine.check, dict(comm)]
+    words = [python, "-c", _PROBE, json.dumps(question)]
     try:
         run = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
-        found = next(line[5:] for line in run.stdout.splitlines() if line.startswith("PROBE"))
+        answer = next(line[5:] for line in run.stdout.splitlines() if line.startswith("PROBE"))
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"--{name} {program}: its Python cannot be run: {error}") from None
     except StopIteration:
         reason = (run.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise UserError(f"--{name} {program}: its environment could not be looked at: {reason}") from None
-    return dict(json.loads(found))
+    return dict(json.loads(answer))
 
 
 def _python_of(name: EngineName, program: Path) -> str:

@@ -193,8 +193,8 @@ def node_flags(engine: EngineName, row: Row, ranks: int, nodes: Sequence[str], p
     else:
         common = ["--nnodes", len(nodes), "--master-addr", nodes[0], "--master-port", port]
         own = [["--node-rank", place] for place in range(1, len(nodes))]
-    found = [common, *([*common, *aside, *more] for more in own)]
-    return [[str(word) for word in words] for words in found]
+    flags = [common, *([*common, *aside, *more] for more in own)]
+    return [[str(word) for word in words] for words in flags]
 
 
 def emulated(comm: Mapping[str, Any]) -> bool:

@@ -75,7 +75,7 @@ class Call:
         )
 
 
-def _given(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+def _call_tensors(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
     """Tell hidden states, choices and weights of a call apart; None for calls that are of another kind."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if len(tensors) != 3 or any(value.ndim != 2 for value in tensors):
@@ -94,7 +94,7 @@ def calls_of(module: nn.Module) -> Iterator[list[Call]]:
     calls: list[Call] = []
 
     def after(args: Any, kwargs: Any, out: Any) -> None:
-        tensors, out = _given(args, kwargs), first_tensor(out)
+        tensors, out = _call_tensors(args, kwargs), first_tensor(out)
         if tensors is not None and out is not None and out.ndim == 2:
             calls.append(Call(args, kwargs, *tensors, out))
 
@@ -148,7 +148,7 @@ def _routes(work: Work, experts: Experts) -> list[Tensor]:
     called: list[Any] = []
 
     def before(args: Any, kwargs: Any) -> None:
-        called.append(_given(args, kwargs))
+        called.append(_call_tensors(args, kwargs))
         raise Stopped
 
     with hooked(before=[(work.layer.get_submodule(experts.module), before)]):

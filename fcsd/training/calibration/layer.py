@@ -10,7 +10,7 @@ The same tokens go through teacher and student. For each rewired layer, all befo
 
 A side whose input depends on another side of the same layer (`mlp: full`) is solved after that one is folded.
 
-Not covered: layers in which nothing of a branch can be folded are left alone there (`Roles.left` says so); where
+Not covered: layers in which nothing of a branch can be folded are left alone there (`Roles.rest` says so); where
 weights and streams come from and go to between the layers, which is `Models`' and the caller's.
 """
 
@@ -34,7 +34,7 @@ def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
     roles = roles_of(work.layer, work.models.student.family)
     held_out: dict[str, list[float]] = {}
     result: dict[str, Any] = {"layer": work.index, "reads": _fold_reads(work, roles, ridge, held_out)}
-    result |= {"adds": None, "experts": None, "left": roles.left}
+    result |= {"adds": None, "experts": None, "left": roles.rest}
     if roles.groups:
         result["adds"] = _fold_adds(work, roles.groups, ridge, held_out)
     if roles.experts:

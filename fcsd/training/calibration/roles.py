@@ -56,12 +56,12 @@ class Experts:
 
 @dataclass
 class Roles:
-    """What can be folded in one layer. left: what cannot be, and why."""
+    """What can be folded in one layer. rest: what cannot be, and why."""
 
     sides: list[Side] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     experts: Experts | None = None
-    left: list[str] = field(default_factory=list)
+    rest: list[str] = field(default_factory=list)
 
 
 def roles_of(layer: Any, family: Family) -> Roles:
@@ -74,10 +74,10 @@ def roles_of(layer: Any, family: Family) -> Roles:
         if readers := _places(layer, modules, folding, reads=True):
             roles.sides.append(Side(modules, readers))
         else:
-            roles.left.append(f"what {name} reads: no weight of it multiplies that alone")
+            roles.rest.append(f"what {name} reads: no weight of it multiplies that alone")
         for module, operation in folding.other_uses:
             if module in dict(layer.named_modules()) and _within(module, name):
-                roles.left.append(f"what {name} reads, where {operation} takes it")
+                roles.rest.append(f"what {name} reads, where {operation} takes it")
         is_moe = is_one_of(layer.get_submodule(name), family.moe_block)
         read_inside = mlp_reads_the_rest and name != family.moe
         if name in folding.closed or (is_moe and not family.additive) or read_inside:
@@ -88,8 +88,8 @@ def roles_of(layer: Any, family: Family) -> Roles:
         if is_moe and family.scaled_experts is None:
             roles.experts = _experts(layer, family, readers, roles.groups[-1])
     roles.groups.sort(key=lambda group: group.modules[0].count("."))
-    roles.left += [f"what {name} reads: it is not given the output of a norm" for name in folding.unread]
-    roles.left += closed
+    roles.rest += [f"what {name} reads: it is not given the output of a norm" for name in folding.unread]
+    roles.rest += closed
     return roles
 
 

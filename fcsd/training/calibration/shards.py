@@ -131,20 +131,20 @@ class Layerwise(Models):
 
     def _note_dtypes(self, names: Sequence[str], slices: dict[str, Any]) -> None:
         dtypes = {name: value[:0].dtype for name, value in slices.items() if value.get_shape()}
-        float_dtypes = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
-        state = self.model.state_dict() if len(float_dtypes) > 1 else {}
+        kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
+        state = self.model.state_dict() if len(kinds) > 1 else {}
         for name in names:
             # Conversions may need several weights at once, so they are asked only if it matters.
             in_files = self._in_files({name: state[name]}) if state else {}
-            self._dtypes[name] = next((dtypes[one] for one in in_files if one in dtypes), next(iter(float_dtypes)))
+            self._dtypes[name] = next((dtypes[one] for one in in_files if one in dtypes), next(iter(kinds)))
 
     @torch.no_grad()
     def _fill_buffers(self, root: nn.Module, leave_out: str | None = None) -> None:
         """Compute the buffers that no file holds, as `from_pretrained` does: by the model's own initialisation."""
-        left_out = set(self.model.get_submodule(leave_out).modules()) if leave_out else set()
+        excluded = set(self.model.get_submodule(leave_out).modules()) if leave_out else set()
         for module in root.modules():
             meta = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
-            if module in left_out or not meta:
+            if module in excluded or not meta:
                 continue
             for name, buffer in meta.items():
                 module._buffers[name] = torch.empty_like(buffer, device=self.device)

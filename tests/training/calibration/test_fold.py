@@ -142,7 +142,7 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
             return identity + 0.1 * torch.randn(identity.shape, generator=generator, dtype=torch.float64)
 
         whole = [
-            side for side in roles.sides if not (side.modules == ("self_attn",) and INDEXER in roles.left)
+            side for side in roles.sides if not (side.modules == ("self_attn",) and INDEXER in roles.rest)
         ]
         reads = {side: near() for side in whole}
         adds = {group: near() for group in roles.groups}
@@ -167,7 +167,7 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
         assert plain_error < 1e-5, f"layer {index}"  # some routers compute in float32
         layer.load_state_dict(before)
         assert len(roles.sides) >= 2
-        left |= set(roles.left)
+        left |= set(roles.rest)
         one_by_one = one_by_one or check_experts(steps, index, stream, roles, near)
     assert left == LEFT.get(model_type, set())
     assert one_by_one == (model_type not in TOGETHER)

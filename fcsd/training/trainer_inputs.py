@@ -122,8 +122,8 @@ def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch:
     return load_for_launch(checkpoint, launch, any_family=True)
 
 
-class Given:
-    """What the constructor was given. bad_rows: with `args.on_bad_row` "skip" the examples that were left out.
+class TrainerInputs:
+    """Models and data of the constructor. bad_rows: with `args.on_bad_row` "skip" the examples that were left out.
     UserError for an engine that a training in a script cannot have.
     """
 
