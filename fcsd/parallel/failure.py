@@ -2,12 +2,12 @@
 
 Left to itself, a process that fails leaves the others waiting in a collective, for the hours that a score may take, and
 what they print in the end is that a connection was closed. So each rank has a thread that looks once a second into the
-store through which the ranks found each other: who fails first writes there, prints its error, and the others end; a
+store through which the ranks met: who fails first writes there, prints its error, and the others end; a
 rank that stops counting in there was killed.
 
 Heavy libraries are imported by the first launch of several processes only.
 
-Not covered: what goes wrong before the processes have found each other. The launcher ends those.
+Not covered: what goes wrong before the processes have met. The launcher ends those.
 """
 
 import json
@@ -102,7 +102,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """No rank's failure concerns this one any more."""
+        """Stop watching: no rank's failure concerns this one any more."""
         self._stopped.set()
         self._thread.join(2 * _PERIOD_S)
 
@@ -216,7 +216,7 @@ class Watch:
         try:
             while time.monotonic() - begun < _GRACE_S and not self.store.check(keys):
                 self._stopped.wait(_PERIOD_S / 5)
-        except Exception:  # the store's host has ended: whoever was to be told has heard of that
+        except Exception:  # the store's host has ended: who was to know knows it by that
             return
 
 

@@ -62,7 +62,7 @@ class Ranks:
     def each(
         self, items: Sequence[Item], call: Callable[[int, Item], Result], idle: Callable[[], Any]
     ) -> list[Result]:
-        """call(number, item) of every item on the rank that it is dealt to; all results in order, on all ranks.
+        """Return call(number, item) of every item, made on the rank that it is dealt to; in order, on all ranks.
 
         idle: a pass whose result nobody reads, of a rank in lockstep with less to do than others. Raises as `share`.
         """
@@ -77,7 +77,7 @@ class Ranks:
         return [by_rank[number % self.size][number // self.size] for number in range(len(items))]
 
     def share(self, call: Callable[[], Result]) -> list[Result]:
-        """call() of every rank, by rank, on all ranks. Plain data only.
+        """Return call() of every rank, by rank, on all ranks. Plain data only.
 
         Raises:
             What `call` raises here; for what it raises on another rank a UserError or RuntimeError of the same text.
@@ -85,7 +85,7 @@ class Ranks:
         if self.size == 1:
             return [call()]
         own, error = _attempt(call)
-        if error is not None and self.lockstep:  # the others are in a pass, and cannot be told
+        if error is not None and self.lockstep:  # the others are in a pass, and do not listen
             raise error
         outcomes: list[Any] = [None] * self.size
         import torch.distributed as dist

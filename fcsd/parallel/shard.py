@@ -258,7 +258,7 @@ class _Sender:
         }
 
     def send(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        """Everything in `module` that has not been sent; floating-point parameters as `dtype`, None: as they are."""
+        """Send all of `module` that has not been sent; floating-point parameters as `dtype`, None: as they are."""
         for part in module.modules():
             for name, parameter in list(part._parameters.items()):
                 if parameter is None or id(parameter) not in self.places:
@@ -312,7 +312,7 @@ def _fully_shard(
     *,
     trained: bool,
 ) -> None:
-    """`units`: what is gathered as one, the head last in a model that is trained."""
+    """Shard a model. units: what is gathered as one, the head last in a model that is trained."""
     engine, world, kind = launch.engine, launch.ranks.size, launch.device.type
     if engine.replicas > 1:
         shape, names = (engine.replicas, world // engine.replicas), ("replicate", "shard")

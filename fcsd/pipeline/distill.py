@@ -82,7 +82,7 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
 
     fill_cache: compute what a teacher cache lacks, where the recipe has one.
     """
-    run.variant(variant)  # a wrong name is found before a sweep that is missing
+    run.variant(variant)  # a wrong name is refused before a sweep that is missing
     whole, run = run, _with_sweep(run).variant(variant)
     recipe, launch, folder = run.recipe, run.launch, run.layout.stage(variant or MAIN)
     inputs = launch.ranks.from_first(lambda: _training_inputs(run))  # hashes of all weights and data: once

@@ -69,7 +69,7 @@ def _item(place: list[Any], part: str, where: str) -> Any:
 
 
 def to_yaml(value: Any) -> str:
-    """YAML text in the order of the schema, as `fcsd recipe` prints it."""
+    """Return YAML text in the order of the schema, as `fcsd recipe` prints it."""
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)
 
 

@@ -68,7 +68,7 @@ def steering_parts(points: Points, models: Mapping[str, Mapping[str, Any]]) -> l
 
 
 def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
-    """CAMoE's table 1: times and scores."""
+    """Format CAMoE's table 1: times and scores."""
     base = points[0]["exchange"]
     results = {point["name"]: models[point["name"]]["result"]["tasks"] for point in points}
     header = ["kind", "strength", "mean (ms)", "p95 (ms)", *results["original"], "mean of tasks"]
@@ -90,7 +90,7 @@ def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _table2(points: Points) -> str:
-    """CAMoE's table 2: how experts are used, and how far that is from the original."""
+    """Format CAMoE's table 2: how experts are used, and how far that is from the original."""
     header = ["kind", "strength", "cv", "avg_layer_cv", "KL", "avg_layer_kl", "routes moved", "output KL"]
     rows = []
     for point in points:

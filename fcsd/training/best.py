@@ -29,7 +29,7 @@ def best_folder(run: TrainingRun, step: int) -> Path:
 
 
 def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
-    """All ranks write their parts of the weights beside, then the first renames the folder.
+    """Write the parts of the weights beside, on all ranks; then the first renames the folder.
 
     A checkpoint that is still being written is waited for, and what no checkpoint names goes before: the run can go
     back to no other.

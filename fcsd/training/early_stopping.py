@@ -18,8 +18,9 @@ from fcsd.base.text import RELATIVE, duration, items_text, plus_minus
 class Score:
     """One evaluation: a figure for each item, of the same items in the same order every time.
 
-    The score is sum(figures) / sum(weights). Of a task the figures are the items' scores and the weights 1; of the
-    held-out KL an item is a row, its figure the KL summed over its tokens in nats, its weight their number.
+    The score is sum(figures) / sum(weights). The figures of a task are the items' scores, and
+    the weights 1; an item of the held-out KL is a row, its figure the KL summed over its tokens in nats, its weight
+    their number.
 
     num_items_total: of the whole split, of which these are the first; None where that is not known.
     """

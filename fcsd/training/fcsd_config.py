@@ -182,14 +182,14 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     dataset_num_proc: int | None = _argument(None, "Processes that tokenize.")
     batch_size_tokens: int | None = _argument(None, "Tokens of one optimiser step.")
 
-    dtype: str = _key(TrainConfig, "dtype", "Of the trained weights.")
+    dtype: str = _key(TrainConfig, "dtype", "Dtype of the trained weights.")
     optimizer: str = _key(TrainConfig, "optimizer", "adamw or muon.")
     layer_lr_ratio: float = _key(
         TrainConfig, "layer_lr_ratio", "Last layer's learning rate over the first's."
     )
-    ema_decay: float | None = _key(TrainConfig, "ema_decay", "Of the weights' moving average.")
+    ema_decay: float | None = _key(TrainConfig, "ema_decay", "Decay of the weights' moving average.")
     balance_loss_coefficient: float | None = _key(
-        TrainConfig, "balance_loss_coefficient", "Of the loss that balances the experts' loads."
+        TrainConfig, "balance_loss_coefficient", "Factor of the loss that balances experts."
     )
     balance_loss_over: str = _key(TrainConfig, "balance_loss_over", "sequence or batch.")
     balance_bias_rate: float | None = _key(
@@ -201,9 +201,9 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     capacity_drop: str | None = _key(TrainConfig, "capacity_drop", "order or weight.")
     safety: dict[str, Any] | str | None = _argument(None, "When a step goes wrong.")
 
-    trust_remote_code: bool = _argument(False, "Of a tokenizer given by its path.")
-    model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the model.")
-    teacher_model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the teacher.")
+    trust_remote_code: bool = _argument(False, "Run code beside a tokenizer.")
+    model_init_kwargs: dict[str, Any] | str | None = _argument(None, "For loading the model.")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = _argument(None, "For loading the teacher.")
 
     @classmethod
     def of(cls, args: TrainingArguments | None) -> "FCSDConfig":

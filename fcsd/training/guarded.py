@@ -133,7 +133,7 @@ class GuardedSteps:
         losses, norms, received, at_work = zip(*figures, strict=True)
         self._received, self.is_written = int(max(received)), not any(at_work)
         step = self.trainer.state.global_step + 1
-        # The norm is that of all ranks, so all found the same; should they not, one that is not finite counts.
+        # The norm is that of all ranks, so all have the same; should they not, one that is not finite counts.
         self.verdict = guard.decide(
             step, list(losses), math.fsum(norms) / len(norms), self._weights_are_finite
         )

@@ -26,7 +26,7 @@ def read_history(folder: Path) -> list[dict[str, float]]:
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
-    """`EarlyStopper.record` of a finished run with early stopping; None for any other run."""
+    """Return `EarlyStopper.record` of a finished run with early stopping; None for any other run."""
     path = folder / "scores.json"
     scores: dict[str, Any] | None = read_json(path) if path.is_file() else None
     return scores

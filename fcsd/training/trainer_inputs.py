@@ -30,7 +30,7 @@ from fcsd.training.prepare import Ready
 from fcsd.training.python_words import python_words
 
 TAGS = ("farskip", "fcsd")
-"""Of a model on the Hub."""
+"""What a model on the Hub is tagged with."""
 
 
 def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
@@ -146,7 +146,7 @@ class TrainerInputs:
         args, launch = self.args, self.launch
         has_teacher = args.sections().objective.has_teacher
         check_models(model, teacher, args, launch)
-        # Of a path the data are checked before it is loaded.
+        # The data are checked before a model is loaded from a path.
         student = None if isinstance(model, str | Path) else student_of(model, args, launch)
         path: Any = model if student is None else student.config._name_or_path
         self._tokenizer = tokenizer or _tokenizer_beside(path, args)

@@ -63,9 +63,9 @@ def attach(
 
 
 def check(model: Any, split: Split | None = None) -> None:
-    """Raise UserError for what keeps a model from overlapping that can be told without its weights.
+    """Raise UserError for what keeps a model from overlapping that is known without its weights.
 
-    `check(load_model(folder, connectivity=…, weights=False), "core")` tells it before they are loaded: a family or a
+    `check(load_model(folder, connectivity=…, weights=False), "core")` says it before they are loaded: a family or a
     configuration that is refused, layers that are compiled as a whole or checkpointed re-entrantly, a split that
     attention does not have. `attach` checks the same.
     """

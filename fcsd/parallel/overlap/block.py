@@ -147,7 +147,7 @@ class BlockNames:
 class BlockRun:
     """One pass through an MoE block: its steps, and what they hand to each other.
 
-    m: (B, T, D), what the block reads. note: told of each step.
+    m: (B, T, D), what the block reads. note: called for each step.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
     overlap = hidden / total        hidden = total - exposed
 
-Of records (the host's clock; right where a wait blocks the host, as with gloo): total is the time from launch to
-arrival, exposed the time that the host has waited. Of a trace: total is the time in which the link is busy, exposed the
+By records (the host's clock; right where a wait blocks the host, as with gloo): total is the time from launch to
+arrival, exposed the time that the host has waited. By a trace: total is the time in which the link is busy, exposed the
 part of it in which nothing is computed. On a GPU a wait does not block the host, so there only the trace is right.
 
 Not covered: what slows computation down while rows travel (memory bandwidth, cores); compare whole steps for that.
@@ -70,7 +70,7 @@ def exchange_times(records: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def median_times(steps: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the medians over steps of what `exchange_times` found; all steps make the same exchanges in one order."""
+    """Return the medians over steps of what `exchange_times` gave; all steps make the same exchanges in one order."""
     return [
         each[0] | {name: statistics.median(one[name] for one in each) for name in ("seconds", "window_s")}
         for each in zip(*steps, strict=True)

@@ -1,7 +1,7 @@
 """The order of a rewired layer's steps: what each computes, which exchange it starts and which it waits for.
 
 Pure data: the runtime (`fcsd.parallel.overlap.layer`) runs it, and who wants to know what hides which exchange asks it
-(`beside`). Of an MoE layer k, with D the dispatch of its tokens to the experts' ranks and C the combine that brings the
+(`beside`). In an MoE layer k, with D the dispatch of its tokens to the experts' ranks and C the combine that brings the
 experts' outputs back:
 
     attention a | wait C(k-1) | router | start D | attention b | wait D | experts | start C | shared expert
@@ -50,7 +50,7 @@ _ATTENTION = (ATTENTION_A, ATTENTION_B)
 
 
 BLOCK = (*_DISPATCH, SHARED, *_EXPERTS, FINISH_COMBINE)
-"""Of an MoE block that is taken by itself, inside its layer."""
+"""Steps of an MoE block that is taken by itself, inside its layer."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Cut the sizes of a configuration, so that a model of the same structure is built in seconds on a CPU.
 
-What a field counts is told by its name; a size that is small already stays. Kinds of layers, norms, biases, scales and
+The name of a field says what it counts; a size that is small already stays. Kinds of layers, norms, biases, scales and
 activations are the configuration's own, and each kind of layer has a place among the few.
 """
 

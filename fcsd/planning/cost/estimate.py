@@ -350,8 +350,8 @@ def _assumptions(job: Job) -> Iterator[str]:
         yield "`fcsd distill` does not shard a LoRA student; launch data parallel copies, --sharding none"
     yield (
         "data are tokenized as fast as in benchmarks/tokens.py: chats read from a local disk, by the small tokenizer of"
-        " the tests; scale by what your tokenizer and your processor do. Of files that are here all up to 4 GiB are"
-        " tokenized, even if a training reads less"
+        " the tests; scale by what your tokenizer and your processor do. Files that are here are tokenized"
+        " whole up to 4 GiB, even if a training reads less"
     )
     if setting.has_teacher and setting.teacher == "cache":
         yield "the cache is filled before: one forward pass of the teacher over every row, which is not in it"

@@ -1,11 +1,11 @@
 """Times that were measured instead of the roofline: what `times.json` holds, and what a plan makes of it.
 
-Of a training step with blocking exchanges: its seconds, those of each exchange, and its window, what was computed
+A training step with blocking exchanges has its seconds, those of each exchange, and its window: what was computed
 between its end and where its rows were needed. The overlapped step hides of each exchange what its window holds, so
 
     overlapped = step - sum(min(seconds, window)) x (1 - slowdown)
 
-whatever the kernels do. Of a server: its time, and the share of it in which it only communicates.
+whatever the kernels do. A server has its time, and the share of it in which it only communicates.
 
 `fcsd trace` writes the file (docs/plan.md), `python -m benchmarks.overlap --times`, and of a server `fcsd bench serve`.
 """
@@ -81,7 +81,7 @@ class Times(Strict):
         if sent >= self.step_s:
             raise ValueError(f"step_s: {self.step_s:g}, but the communication in it takes {sent:g}")
         hidden = sum(min(each.seconds, each.window_s) for each in self.exchanges)
-        # Of a server's two all-reduces a layer, one may hide the other; of its exchanges none does.
+        # One of a server's two all-reduces a layer may hide the other; an exchange hides none.
         hidden += sent * max(0.0, (self.overlap or 0.0) - (0.0 if self.data_parallel else 0.5))
         if hidden > self.step_s - sent:
             raise ValueError(

@@ -99,7 +99,7 @@ def memory(planned: Planned) -> dict[str, Any]:
 
 def _serving_memory(planned: Planned) -> dict[str, int]:
     settings, work, tp = planned.settings, planned.work, planned.tensor_parallel
-    # Of a wide server a rank has all but the other ranks' experts.
+    # A rank of a wide server has all but the other ranks' experts.
     elsewhere = work.num_expert_parameters * (1 - 1 / planned.expert_parallel) if planned.wide else 0
     return {
         "weights": int((work.num_parameters - elsewhere) * (1 if settings.fp8 else 2)) // tp,

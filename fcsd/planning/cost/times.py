@@ -3,10 +3,10 @@
 `step_time` is the one model of a training step: `fcsd plan` asks it what overlap brings, `fcsd estimate` how long a
 recipe takes.
 
-Of an MoE layer k there are two windows, not one sum: its dispatch has what is computed between its start and its wait
+An MoE layer k has two windows, not one sum: its dispatch has what is computed between its start and its wait
 (the core of attention and the output projection), its combine the shared expert and the next layer's queries, keys and
 values: `fcsd.parallel.overlap.schedule.beside` says what. What an exchange takes beyond its own window is exposed,
-however much the other has left. In the backward pass every window is that of the forward pass doubled, as its
+however much room the other has. In the backward pass every window is that of the forward pass doubled, as its
 computation is.
 """
 

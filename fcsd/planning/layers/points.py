@@ -44,7 +44,7 @@ def point_loss(
 
 
 def selection_text(layers: Sequence[int]) -> str:
-    """Sorted indices as `--layers` reads them: `3,5-27`; `none` for no layer."""
+    """Format sorted indices as `--layers` reads them: `3,5-27`; `none` for no layer."""
     return ranges(layers) if layers else "none"
 
 

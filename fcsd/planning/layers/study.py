@@ -305,7 +305,7 @@ def _kl(items: Sequence[tuple[float, int]]) -> Value:
 
 
 def difference(one: Measured, other: Measured, metric: str) -> Value:
-    """one - other of a metric with its paired standard error: both were measured on the same rows or items."""
+    """Return one - other of a metric with its paired standard error: both were measured on the same rows or items."""
     pairs = list(zip(one.items[metric], other.items[metric], strict=True))
     if metric == KL:
         return _kl([(a[0] - b[0], a[1]) for a, b in pairs])

@@ -39,7 +39,7 @@ class Engine:
     ranks: Callable[[int], tuple[str, ...]]
     """Flags of tensor-parallel ranks with the experts spread over them."""
     serve: tuple[str, ...]
-    """Flags of every server: no prompt is found in a cache."""
+    """Flags of every server: no prompt is taken from a cache."""
     settings: Callable[[Mapping[str, Any]], tuple[tuple[str, ...], dict[str, str]]]
     """Flags and environment of a FarSkip server whose all-reduces have these settings."""
     client: Callable[["Program", int, int, Path], list[str]]
@@ -127,7 +127,7 @@ ENGINES: dict[EngineName, Engine] = {
         all_plugins=(None,),
         check="""
 import fcsd_vllm.settings, fcsd_vllm.versions
-found["verified"] = list(fcsd_vllm.versions.VERIFIED)
+facts["verified"] = list(fcsd_vllm.versions.VERIFIED)
 fcsd_vllm.settings.read_settings({"fcsd": comm})
 """,
         others_warn=True,
@@ -145,7 +145,7 @@ fcsd_vllm.settings.read_settings({"fcsd": comm})
         all_plugins=(None, ""),
         check="""
 import fcsd_sglang.settings, fcsd_sglang.versions, os
-found["verified"] = [fcsd_sglang.versions.VERSION]
+facts["verified"] = [fcsd_sglang.versions.VERSION]
 os.environ["FCSD_SERVING"] = json.dumps(comm)
 fcsd_sglang.settings.settings()
 """,
@@ -163,23 +163,23 @@ fcsd_sglang.settings.settings()
 _PROBE = """
 import importlib, importlib.metadata, json, sys
 distributions, group, plugin, check, comm = json.loads(sys.argv[1])
-found = {"version": None, "plugin": None, "verified": [], "refused": None, "devices": []}
+facts = {"version": None, "plugin": None, "verified": [], "refused": None, "devices": []}
 for name in distributions:
     try:
-        found["version"] = found["version"] or importlib.metadata.version(name)
+        facts["version"] = facts["version"] or importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
 points = importlib.metadata.entry_points(group=group)
 if any(point.value.partition(":")[0] == plugin for point in points):
-    found["plugin"] = importlib.import_module(plugin).__version__
+    facts["plugin"] = importlib.import_module(plugin).__version__
     try:
         exec(check)
     except ValueError as error:
-        found["refused"] = str(error)
-if found["version"] is not None:
+        facts["refused"] = str(error)
+if facts["version"] is not None:
     import torch
-    found["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-print("PROBE" + json.dumps(found))
+    facts["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+print("PROBE" + json.dumps(facts))
 """
 
 

@@ -1,4 +1,4 @@
-"""What of a benchmark of servers makes no sense, told before any server is started."""
+"""Refuse what makes no sense in a benchmark of servers, before any server is started."""
 
 from collections.abc import Mapping
 from typing import Any

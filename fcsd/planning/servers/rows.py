@@ -1,4 +1,4 @@
-"""The servers that are set against each other, each by its flags: what is told about a row is what its server gets.
+"""The servers that are set against each other, each by its flags: what is said about a row is what its server gets.
 
 SGLang has three of the rows: its plugin serves tensor-parallel ranks, with the experts spread over them. The rivals
 compute what stock does and hide communication, or fuse it, by other means. What each of them needs is known from vLLM
@@ -124,7 +124,7 @@ def blocking(comm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dbo(phase: str, kernels: str, ranks: int, alone: str | None) -> Row:
-    """Dual batch overlap needs data parallelism and DeepEP; vLLM 0.32 has it on the first model runner."""
+    """Return a row of dual batch overlap, for data parallelism with DeepEP and vLLM 0.32's first model runner."""
     return Row(
         f"dbo_{phase}",
         f"stock, dual batch overlap, DeepEP for {phase}",

@@ -104,7 +104,7 @@ def calls_of(module: nn.Module) -> Iterator[list[Call]]:
 
 @torch.no_grad()
 def adds_up(module: nn.Module, call: Call, num_experts: int) -> bool:
-    """Whether the experts, one at a time, add what the module gave."""
+    """Return whether the experts, one at a time, add what the module gave."""
     total = torch.zeros_like(call.out)
     for number in range(num_experts):
         tokens, out = call.expert(module, number)
@@ -120,7 +120,7 @@ def fold_reads(
     pairs: what student and teacher read, (N, D) of each batch.
 
     Returns: squares left by the map of all and by these, relative to those of what the teacher reads, over all experts;
-    None where it cannot be told which of them are chosen.
+    None where it is not known which of them are chosen.
     """
     routes = _routes(work, experts)
     if not all(work.ranks.share(lambda: len(routes) == len(pairs))):
@@ -143,7 +143,7 @@ def fold_reads(
 
 
 def _routes(work: Work, experts: Experts) -> list[Tensor]:
-    """Return which experts (N, K) are chosen for the tokens of text of each batch; the batches where it can be told."""
+    """Return which experts (N, K) are chosen for the tokens of text of each batch in which that is known."""
     routes: list[Tensor] = []
     called: list[Any] = []
 

@@ -174,7 +174,7 @@ def fold_map(
 ) -> None:
     """Change the weights of a layer in place, each in its own dtype.
 
-    places: names of parameters in the layer, and the axis of each that the map is multiplied with. found: (D, D), rows
+    places: names of parameters in the layer, and the axis of each that the map is multiplied with. matrix: (D, D), rows
     are what is mapped: x A, u B. expert: change this slice of the parameters only, whose first axis is the experts.
     """
     for name, axis in places:

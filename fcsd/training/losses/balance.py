@@ -62,7 +62,7 @@ class Balance:
     """The balance of one training's student.
 
     Raises:
-        UserError: no routers that can be found; `balance_bias_rate` for a family that chooses without a bias.
+        UserError: routers that are not known; `balance_bias_rate` for a family that chooses without a bias.
     """
 
     def __init__(self, train: TrainConfig, student: nn.Module, accelerator: Any):

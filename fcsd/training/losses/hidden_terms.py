@@ -95,7 +95,7 @@ class AuxiliaryLosses:
     """The terms of `objective` for one student, which has its connectivity; `steps` is the length of the training.
 
     Raises:
-        UserError: the student has no such points, or no routers that can be found.
+        UserError: the student has no such points, or no routers that are known.
     """
 
     def __init__(self, objective: ObjectiveConfig, student: nn.Module, steps: int):

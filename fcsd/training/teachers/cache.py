@@ -4,7 +4,7 @@
     folder/hidden-KEY.safetensors    one shard: rows of hidden states, their keys, a checksum; never half-written
     folder/cache.json                the list of shards; written when every row that was asked for is there
 
-A row is found by the hash of its tokens, positions and positions with loss, so neither the order of the rows, nor the
+A row is known by the hash of its tokens, positions and positions with loss, so neither the order of the rows, nor the
 batch size, nor the number of processes matters, and every run whose data give the same rows shares the folder. D
 numbers a token are exact where the top logits of a token would not be, and 40 to 80 times less than all of them.
 """
