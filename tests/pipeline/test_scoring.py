@@ -87,12 +87,12 @@ def test_scores_of_no_kind_change_a_bit_of_the_weights(
     for kind, stopping in metrics.items():
         assert main(["distill", str(recipe(bench, kind, stopping, **options))]) == 0
         assert left(bench, kind) == left(bench, "none"), kind
-        found = scores(bench, kind)
-        assert [point["step"] for point in found["points"]] == [0, 1, 2, 3, 4]
-        assert (found["num_items"], found["num_items_total"]) == {
-            "code": (1, 1), "likelihood": (4, 8), "generation": (4, 5), "heldout_kl": (found["num_items"], None),
+        record = scores(bench, kind)
+        assert [point["step"] for point in record["points"]] == [0, 1, 2, 3, 4]
+        assert (record["num_items"], record["num_items_total"]) == {
+            "code": (1, 1), "likelihood": (4, 8), "generation": (4, 5), "heldout_kl": (record["num_items"], None),
         }[kind]  # fmt: skip
-        assert all((point["stderr"] is None) == (kind == "code") for point in found["points"])
+        assert all((point["stderr"] is None) == (kind == "code") for point in record["points"])
         results = read_json(bench.folder / kind / "distill" / "manifest.json")["results"]["early_stopping"]
         share = results["scoring_s"] / results["run_s"]
         assert 0 < share < 1 and results["share_of_time"] == pytest.approx(share, abs=0.01)
@@ -131,8 +131,8 @@ def test_a_score_is_what_evaluate_gives(bench: Bench, metrics: dict[str, dict[st
         limit=4, progress=False,
     )  # fmt: skip
     task = result["tasks"]["tiny_choice"]
-    found = scores(bench, "r")
-    assert (found["best_score"], found["best_stderr"]) == pytest.approx((task["value"], task["stderr"]))
+    record = scores(bench, "r")
+    assert (record["best_score"], record["best_stderr"]) == pytest.approx((task["value"], task["stderr"]))
 
 
 def test_one_sandbox_serves_all_scores_and_ends_with_the_run(

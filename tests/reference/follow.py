@@ -172,16 +172,16 @@ class Follow(TorchDispatchMode):
 
     def _added(self, other: Tensor, mark: Mark) -> dict[Place, tuple[float, int]]:
         """Terms of what is added to a sum: another sum, a bias, or the rest."""
-        found = self.sums.get(storage(other))
-        if found is not None and (not found.terms or is_last(other, found)):
-            return found.terms
+        known = self.sums.get(storage(other))
+        if known is not None and (not known.terms or is_last(other, known)):
+            return known.terms
         parameter = self.parameters.get(storage(other))
         if parameter is not None and other.size(-1) == mark.size:
             written = _axis(parameter, other, other.ndim - 1)
             if written is not None:
                 return {(parameter.name, written): (1.0, 0)}
-        if found is not None:
-            self._consume(found, "add")
+        if known is not None:
+            self._consume(known, "add")
         return {REST: (1.0, 0)}
 
     def _follow_parameters(self, op: Any, args: Any, outs: list[Tensor]) -> None:

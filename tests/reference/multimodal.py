@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu, softmax
 
 from tests.reference.adapted import LAYERS
 from tests.reference.adapted import WRAPPERS as ADAPTED_WRAPPERS
-from tests.reference.parts import found_once
+from tests.reference.parts import kept_once
 
 Parts = tuple[Tensor, Tensor]
 """(routed output, shared output), each N x D."""
@@ -252,7 +252,7 @@ def multimodal_reference_forward(
     """
     model_type, config = model.config.model_type, model.config.get_text_config()
     stack, lm_head = text_stack(model)
-    o, arguments, visual = found_once(lambda: _captured(model, stack, inputs), model, *inputs.values())
+    o, arguments, visual = kept_once(lambda: _captured(model, stack, inputs), model, *inputs.values())
     arguments = [dict(each) for each in arguments]
     is_image = None
     if model_type == "ernie4_5_vl_moe":

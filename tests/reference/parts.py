@@ -47,7 +47,7 @@ _known: dict[tuple[int, ...], Any] | None = None
 
 
 @contextlib.contextmanager
-def arguments_found_once() -> Iterator[None]:
+def arguments_kept() -> Iterator[None]:
     """For several references of one model, unchanged and regular meanwhile, that are called with the same tensors."""
     global _known
     _known = {}
@@ -65,14 +65,14 @@ def layer_arguments(
     `stack` is `model.model.layers` unless given.
     """
     layers = model.model.layers if stack is None else stack
-    first, arguments = found_once(
+    first, arguments = kept_once(
         lambda: _layer_arguments(model, input_ids, layers, inputs), model, input_ids, *inputs.values()
     )
     return first, [dict(each) for each in arguments]
 
 
-def found_once(find: Callable[[], Any], *on: Any) -> Any:
-    """What `find` gives; inside `arguments_found_once` it is called once for the same objects."""
+def kept_once(find: Callable[[], Any], *on: Any) -> Any:
+    """What `find` gives; inside `arguments_kept` it is called once for the same objects."""
     key = tuple(map(id, on))
     if _known is None:
         return find()

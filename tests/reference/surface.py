@@ -61,12 +61,12 @@ def recipe_keys() -> dict[str, dict[str, str]]:
 
 
 def _keys(kind: type[BaseModel], prefix: str) -> list[tuple[str, str]]:
-    found = []
+    keys = []
     for name, field in kind.model_fields.items():
         dotted = f"{prefix}{name}"
-        found.append((dotted, f"{_type(field)}{_default(field)}"))
-        found += _below(field, dotted)
-    return found
+        keys.append((dotted, f"{_type(field)}{_default(field)}"))
+        keys += _below(field, dotted)
+    return keys
 
 
 def _below(annotation: Any, dotted: str) -> list[tuple[str, str]]:

@@ -171,11 +171,11 @@ def flips(
 def noise(*scores: Score, min_delta: float = 0.02, metric: str = "pass@1") -> list[str | None]:
     stopper = EarlyStopper(every_steps=10, patience=9, min_delta=min_delta, metric=metric)
     stopper.update(0, scores[0])
-    found = []
+    warnings = []
     for number, score in enumerate(scores[1:], start=1):
         stopper.update(10 * number, score)
-        found.append(stopper.noise())
-    return found
+        warnings.append(stopper.noise())
+    return warnings
 
 
 def test_a_min_delta_below_the_noise_of_the_items_is_warned_of_once() -> None:

@@ -66,14 +66,14 @@ def test_wandb_offline_has_every_step(tmp_path: Path, monkeypatch: pytest.Monkey
     (file,) = (tmp_path / "home").rglob("run-*.wandb")
     from wandb.proto import wandb_internal_pb2
 
-    found = []
+    values = []
     for data in records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
         if "train/kl" in items:
-            found.append(json.loads(items["train/kl"]))
-    assert found == expected
+            values.append(json.loads(items["train/kl"]))
+    assert values == expected
 
 
 def test_trackio_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,9 +140,9 @@ def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
         read_json(bench.folder / name / "distill" / "manifest.json")["results"]
         for name in ("whole", "killed")
     ]
-    times = [found.pop("early_stopping") for found in results]
+    times = [result.pop("early_stopping") for result in results]
     assert (
-        [found["num_scores"] for found in times] == [5, 5]
+        [cost["num_scores"] for cost in times] == [5, 5]
         and results[0]["steps"] == 8
         and results[0]["stopped_early"]
     )
@@ -185,15 +185,17 @@ def test_two_ranks_of_which_one_or_both_were_killed_go_on_to_the_same_weights(
         outcomes = on_two_ranks(command, tmp_path, rank, place)
         output = "".join(text for _, text in outcomes)
         assert [status for status, _ in outcomes] == statuses, output
-        found = {path.name for path in (bench.folder / name / "distill" / "checkpoints").glob("checkpoint-?")}
+        checkpoints = {
+            path.name for path in (bench.folder / name / "distill" / "checkpoints").glob("checkpoint-?")
+        }
         if name == "asked":
-            assert found == {"checkpoint-4", "checkpoint-6"}
+            assert checkpoints == {"checkpoint-4", "checkpoint-6"}
             assert (
                 output.count("fcsd distill: ended by SIGTERM after step 6 of 12; run the same command again")
                 == 1
             )
         else:
-            assert found == set()
+            assert checkpoints == set()
             assert output.count(f"rank {rank} of 2 ended without an error") == (rank >= 0)
         assert [status for status, _ in on_two_ranks(command, tmp_path)] == [0, 0]
         assert files(bench.folder / name / "distill") == FINISHED - {"scores.json"}

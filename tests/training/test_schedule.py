@@ -31,12 +31,12 @@ BY_HAND = {
 def rates(arguments: Any) -> list[float]:
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=arguments.learning_rate)
     schedule = learning_rate_schedule(arguments, optimizer, 10)
-    found = []
+    by_step = []
     for _ in range(10):
-        found.append(optimizer.param_groups[0]["lr"])
+        by_step.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    return found
+    return by_step
 
 
 @pytest.mark.parametrize(("name", "by_hand"), BY_HAND.items(), ids=BY_HAND)

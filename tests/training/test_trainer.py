@@ -438,7 +438,7 @@ def token_figures(
     student: Any, teacher: Any, rows: Any, objective: ObjectiveConfig
 ) -> dict[str, torch.Tensor]:
     """Of every kept token, from full float64 logits of each example on its own."""
-    found: dict[str, list[torch.Tensor]] = {"divergence": [], "entropy": [], "agreement": []}
+    figures: dict[str, list[torch.Tensor]] = {"divergence": [], "entropy": [], "agreement": []}
     t = objective.temperature or 1.0
     for ids, labels in examples(rows):
         keep = labels[0, 1:] != -100
@@ -453,10 +453,10 @@ def token_figures(
             "reverse_kl": s * (s / q).log(),
             "jsd": beta * q * (q / m).log() + (1 - beta) * s * (s / m).log(),
         }
-        found["divergence"].append(per_token[objective.name].sum(-1))
-        found["entropy"].append(-(q * q.log()).sum(-1))
-        found["agreement"].append((s.argmax(-1) == q.argmax(-1)).double())
-    return {name: torch.cat(values) for name, values in found.items()}
+        figures["divergence"].append(per_token[objective.name].sum(-1))
+        figures["entropy"].append(-(q * q.log()).sum(-1))
+        figures["agreement"].append((s.argmax(-1) == q.argmax(-1)).double())
+    return {name: torch.cat(values) for name, values in figures.items()}
 
 
 @pytest.mark.parametrize("rows_a_forward", [4, 1])

@@ -30,7 +30,7 @@ from tests.float64 import BOUND, error, logits_in_float64
 from tests.model.connectivity.test_export import run_without_fcsd
 from tests.reference.images import IMAGES, image_inputs
 from tests.reference.multimodal import ADAPTED, MULTIMODAL_MOE, multimodal_reference_forward, text_stack
-from tests.reference.parts import arguments_found_once
+from tests.reference.parts import arguments_kept
 from tests.reference.tiny import tiny_config, tiny_model
 from tests.reference.tiny.multimodal import IMAGE
 from tests.support import assert_same_model, few, few_and_others
@@ -118,7 +118,7 @@ def test_a_rewired_wrapper_computes_the_equations_with_and_without_images(name):
     cases = [(selection, *SIDES[0]) for selection in ("all", "moe", {"first": 2}, [0, 2], [2, 3])]
     cases += [("all", *sides) for sides in SIDES[1:]]
     for inputs in (image_inputs(name), text_only()):
-        with arguments_found_once():
+        with arguments_kept():
             references = [
                 reference(model, resolve_layers(selection, mask), inputs, *sides)[0]
                 for selection, *sides in cases

@@ -13,7 +13,7 @@ from fcsd.model.families import FAMILIES, moe_mask
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS
 from tests.reference.images import IMAGES
-from tests.reference.parts import arguments_found_once
+from tests.reference.parts import arguments_kept
 from tests.reference.reference import MOE, reference_forward
 from tests.reference.surgery import surgery_forward
 from tests.reference.tiny import TINY, tiny_model
@@ -112,7 +112,7 @@ def test_a_converted_model_computes_the_equations(family, implementation, padded
         selections = SELECTIONS[1:] if every_pair else SELECTIONS[-1:]
         cases = [*itertools.product(["all"], sides), *itertools.product(selections, sides[:1])]
     selected = {str(selection): resolved(model, selection) for selection, _ in cases}
-    with arguments_found_once():
+    with arguments_kept():
         references = [
             reference(model, x, selected[str(selection)], *sides, attention_mask=mask)[0]
             for selection, sides in cases

@@ -56,7 +56,7 @@ def checked(
     return capsys.readouterr().err
 
 
-def test_a_recipe_that_cannot_overlap_is_refused_or_where_nothing_was_asked_for_told(
+def test_a_recipe_that_cannot_overlap_is_refused_or_where_overlap_is_left_open_warned_of(
     bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     none = bench.recipe("none", connectivity={"layers": "none"})

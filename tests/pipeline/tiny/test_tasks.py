@@ -32,10 +32,10 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def questions(path: Path) -> list[str]:
-    found = rows(path)
-    if "messages" in found[0]:
-        return [row["messages"][0]["content"] for row in found]
-    return [row.get("prompt") or row["question"] for row in found]
+    examples = rows(path)
+    if "messages" in examples[0]:
+        return [row["messages"][0]["content"] for row in examples]
+    return [row.get("prompt") or row["question"] for row in examples]
 
 
 def without_names(question: str) -> str:
@@ -155,10 +155,10 @@ def test_careless_share_of_the_distillation_answers_is_wrong_and_no_training_ans
 
 
 def test_choices_differ_and_hold_the_answer_at_every_place(folder: Path) -> None:
-    found = rows(folder / "data" / "fcsd" / "tiny-choice" / "test.jsonl")
-    for row in found:
+    examples = rows(folder / "data" / "fcsd" / "tiny-choice" / "test.jsonl")
+    for row in examples:
         assert len(set(row["choices"])) == len(row["choices"]) >= 2
-    assert {row["answer"] for row in found} == {0, 1, 2, 3}
+    assert {row["answer"] for row in examples} == {0, 1, 2, 3}
 
 
 def test_wrong_expressions_behave_differently_from_the_right_one(folder: Path) -> None:

@@ -500,10 +500,10 @@ def test_a_batch_that_cannot_be_cut_comes_with_what_fits(
     train = TrainConfig(batch_size_tokens=batch, per_device_train_batch_size=rows)
     with pytest.raises(UserError, match=f"what fits: {ways}$"):
         micro_batches(train, max_length, ranks)
-    if found := re.search(r"max_length (\d+)", ways):
-        assert micro_batches(train, int(found[1]), ranks)[0] == rows
-    if found := re.search(r"(\d+) processes", ways):
-        assert micro_batches(train, max_length, int(found[1]))[0] == rows
+    if match := re.search(r"max_length (\d+)", ways):
+        assert micro_batches(train, int(match[1]), ranks)[0] == rows
+    if match := re.search(r"(\d+) processes", ways):
+        assert micro_batches(train, max_length, int(match[1]))[0] == rows
 
 
 def test_other_trainings_of_a_run_whose_batch_cannot_be_cut_are_named(recipe: Callable[..., Path]) -> None:
@@ -551,7 +551,7 @@ def test_a_small_run_fits_and_whole_copies_on_two_ranks_add_buckets(recipe: Call
 
 
 @pytest.mark.usefixtures("own_setting_only")
-def test_experts_that_run_without_being_chosen_are_told(recipe: Callable[..., Path]) -> None:
+def test_experts_that_run_without_being_chosen_are_an_assumption(recipe: Callable[..., Path]) -> None:
     path = recipe("Llama-4-Scout-17B-16E")
     file = Path(yaml.safe_load(path.read_text())["model"]["path"]) / "config.json"
     config = json.loads(file.read_text())

@@ -70,8 +70,8 @@ def test_the_step_is_what_it_computes_and_what_stays_exposed(v3: Planned) -> Non
 
 def test_fewer_rewired_layers_hide_less(v3: Planned) -> None:
     some = replace(v3, connectivity=Connectivity("last:50%"))
-    found = [plan_times(one)["speed_up"] for one in (v3, some)]
-    assert found[0] > found[1] > 1
+    speed_ups = [plan_times(one)["speed_up"] for one in (v3, some)]
+    assert speed_ups[0] > speed_ups[1] > 1
     none = plan_times(v3, layers=[])
     assert none["speed_up"] == pytest.approx(1) and none["exposed_s"] == pytest.approx(
         none["communication_s"]
@@ -111,7 +111,7 @@ def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_route
     lite = with_values(published("DeepSeek-V2-Lite", {}, settings), hbm=1e9)
     peak, bf16, tokens = (1978.9e12 if fp8 else 989.4e12) * 0.5, 989.4e12, 1024
     core = 2.0 * 2 * 16 * 512**2 * (128 + 64 + 128) / 2  # a mask leaves out half of the pairs
-    found = plan_times(lite)["layer_s"]
+    seconds = plan_times(lite)["layer_s"]
     per_token = {
         "attention a": 2048 * (512 + 64) + (2048 * 16 * 192 + 512 * 16 * 256) / 8,
         "attention b": 16 * 128 * 2048 / 8,
@@ -121,7 +121,7 @@ def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_route
     }
     for name, weights in per_token.items():
         more = core / (bf16 * 0.25) / 8 if name == "attention b" else 0.0
-        assert found[name] == pytest.approx(2 * tokens * weights / peak + more, rel=1e-6), name
+        assert seconds[name] == pytest.approx(2 * tokens * weights / peak + more, rel=1e-6), name
     assert lite.roofline.head(lite.work) == pytest.approx(2 * tokens * 102400 * 2048 / peak / 8)
 
 
@@ -142,8 +142,8 @@ def test_dispatched_rows_are_passed_over_around_both_exchanges(tp: int) -> None:
     some, none = (with_values(lite, row_passes=passes, imbalance=1.5) for passes in (8, 0))
     part = 2 * 64 * 6 * 2048 * 2 / (4800e9 * 0.65) * 1.5 / tp
     layer = lite.work.layers[5]
-    found, without = (one.roofline.steps(one.work, layer, 1) for one in (some, none))
-    more = {name: found[name] - without[name] for name in found}
+    steps, without = (one.roofline.steps(one.work, layer, 1) for one in (some, none))
+    more = {name: steps[name] - without[name] for name in steps}
     assert {name: value / part for name, value in more.items()} == pytest.approx(
         {"attention a": 0, "attention b": 0, "router": 1, "experts": 2, "shared expert": 0, "arrive": 1},
         abs=1e-6,
@@ -387,10 +387,10 @@ def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> No
 
 
 def test_measured_links_replace_the_published_rates(v3: Planned) -> None:
-    found = plan_times(with_links(v3, even_links(8, 1e-9)))["exchange_s"]
+    seconds = plan_times(with_links(v3, even_links(8, 1e-9)))["exchange_s"]
     rows, pairs = 4096 * rows_of_v3(8) / 8, 4096 * 8 / 8
-    assert found["combine"] == pytest.approx(1e-5 + rows * 7168 * 2 * 1e-9)
-    assert found["dispatch"] == pytest.approx(2e-5 + (rows * 7168 * 2 + pairs * 8 + 256 * 8) * 1e-9)
+    assert seconds["combine"] == pytest.approx(1e-5 + rows * 7168 * 2 * 1e-9)
+    assert seconds["dispatch"] == pytest.approx(2e-5 + (rows * 7168 * 2 + pairs * 8 + 256 * 8) * 1e-9)
 
 
 def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:

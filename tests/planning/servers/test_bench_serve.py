@@ -354,7 +354,7 @@ def test_a_speed_up_beyond_what_can_be_hidden_is_noise_and_no_gain() -> None:
     assert result["rows"][1]["points"][0]["ttft_ms"]["limit"] == 1.4
 
 
-def test_few_rounds_and_the_load_beside_them_are_told() -> None:
+def test_few_rounds_and_the_load_beside_them_are_said() -> None:
     result = summed_up({"stock": [200.0, 220.0], "farskip_overlapped": [100.0, 110.0]}, {})
     assert [each["load"] for each in result["rounds"]] == [
         {"lowest": 1.0, "highest": 2.0},
@@ -508,7 +508,7 @@ def test_a_rival_is_started_only_where_it_has_something_to_overlap() -> None:
     assert set(missing(shared, gpus, 1)) == {"dbo_prefill", "dbo_decode", "fused_allreduce"} | wide
 
 
-def test_a_plugin_that_the_environment_leaves_out_is_told(
+def test_a_plugin_that_the_environment_leaves_out_is_named(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "others")
@@ -633,9 +633,9 @@ def test_a_vllm_that_is_not_verified_is_measured_with_a_warning(
 ) -> None:
     place.distribution("vllm", "0.99.1")
     assert main(place.words("--rows=stock", "--rounds=1")) == 0
-    told = capsys.readouterr()
-    assert "warning: vLLM 0.99.1 is not verified with fcsd-serving 0.1.0 (0.32.0 is)" in told.err
-    assert "vLLM 0.99.1 is not verified" in told.out
+    output = capsys.readouterr()
+    assert "warning: vLLM 0.99.1 is not verified with fcsd-serving 0.1.0 (0.32.0 is)" in output.err
+    assert "vLLM 0.99.1 is not verified" in output.out
 
 
 def test_the_reason_is_the_error_that_the_others_follow_from() -> None:

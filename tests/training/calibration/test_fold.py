@@ -115,11 +115,11 @@ def around(layer: nn.Module, reads: dict[str, Tensor], adds: dict[str, Tensor]) 
     def mapped(out: Any, matrix: Tensor) -> Any:
         return (mapped(out[0], matrix), *out[1:]) if isinstance(out, tuple) else out @ matrix
 
-    found = [
+    hooks = [
         layer.get_submodule(n).register_forward_pre_hook(before(m), with_kwargs=True)
         for n, m in reads.items()
     ]
-    return found + [
+    return hooks + [
         layer.get_submodule(n).register_forward_hook(lambda _, __, out, m=m: mapped(out, m))
         for n, m in adds.items()
     ]
@@ -131,7 +131,7 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
     model = tiny_model(model_type, dtype=torch.float64, experts_implementation="eager")
     convert_model(model, Connectivity("all"))
     generator = torch.Generator().manual_seed(1)
-    left: set[str] = set()
+    unfoldable: set[str] = set()
     one_by_one = False
     for steps, index, stream, roles in layers(model, family):
         layer, width = steps.layers[index], stream["o"].shape[-1]
@@ -162,14 +162,14 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
             fold_map(layer, side.readers, matrix, "reads")
         for group, matrix in adds.items():
             fold_map(layer, group.writers, matrix, "writes")
-        found = steps.step(index, batch(), stream)
-        plain_error = (found["o"] - wanted["o"]).abs().max() / wanted["o"].abs().max()
+        folded = steps.step(index, batch(), stream)
+        plain_error = (folded["o"] - wanted["o"]).abs().max() / wanted["o"].abs().max()
         assert plain_error < 1e-5, f"layer {index}"  # some routers compute in float32
         layer.load_state_dict(before)
         assert len(roles.sides) >= 2
-        left |= set(roles.rest)
+        unfoldable |= set(roles.rest)
         one_by_one = one_by_one or check_experts(steps, index, stream, roles, near)
-    assert left == LEFT.get(model_type, set())
+    assert unfoldable == LEFT.get(model_type, set())
     assert one_by_one == (model_type not in TOGETHER)
 
 

@@ -326,7 +326,7 @@ def test_a_cache_of_another_revision_of_the_weights_is_refused(
     assert re.search(r'another teacher \(weights: "\w+\.\.\. -> "\w+\.\.\.; cache -> recipe\)', error)
 
 
-def test_a_missing_a_cut_and_a_changed_shard_are_found_and_mended(
+def test_a_missing_a_cut_and_a_changed_shard_are_noticed_and_mended(
     bench: Bench, filled: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train, fill = ["distill", str(cached(bench))], ["cache-teacher", str(cached(bench))]
@@ -436,11 +436,11 @@ def test_the_head_is_read_from_the_files_as_the_loaded_model_has_it(
     run = ModelTeacher(loaded).head
     scaling = run.logit_scale, run.softcap
     attach_loss_head(loaded)
-    found, expected = read_head(facts), output_head(loaded)
-    assert found.weight.dtype == torch.float32 and torch.equal(found.weight, expected.weight)
-    assert (found.bias is None) == (expected.bias is None)
-    assert found.bias is None or torch.equal(found.bias, expected.bias)
-    assert (found.logit_scale, found.softcap) == scaling == (expected.logit_scale, expected.softcap)
+    head, expected = read_head(facts), output_head(loaded)
+    assert head.weight.dtype == torch.float32 and torch.equal(head.weight, expected.weight)
+    assert (head.bias is None) == (expected.bias is None)
+    assert head.bias is None or torch.equal(head.bias, expected.bias)
+    assert (head.logit_scale, head.softcap) == scaling == (expected.logit_scale, expected.softcap)
     known = identity(facts, "w")
     text = loaded.config.get_text_config()
     assert known["attn_implementation"] == text._attn_implementation

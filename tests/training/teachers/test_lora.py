@@ -89,8 +89,8 @@ def test_with_adapters_and_connectivity_off_the_student_is_the_original_to_the_l
             return student(rows["input_ids"], rows["position_ids"], **own)["hidden"]
 
     before = of_the_student()
-    found = hidden(AdapterOffTeacher(student), rows)
-    assert torch.equal(found, hidden(ModelTeacher(original), rows))
+    states = hidden(AdapterOffTeacher(student), rows)
+    assert torch.equal(states, hidden(ModelTeacher(original), rows))
     assert torch.equal(of_the_student(), before)
     terms = AuxiliaryLosses(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
     _, seen = AdapterOffTeacher(student).hidden_and_captured(rows, terms)
