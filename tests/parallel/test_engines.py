@@ -532,7 +532,7 @@ def test_a_spread_student_has_the_gradients_of_a_whole_one_also_where_a_rank_kee
 
 
 def scored_on_rank(rank: int, rows: torch.Tensor) -> list[tuple[list[torch.Tensor], int, list[bool]]]:
-    """Of room for nothing, and for all: outputs of three passes and of one behind them, gathers of the three, and
+    """Return, with room for nothing and for all: outputs of three passes and of one behind, gathers of the three, and
     whether shards are held within the block and behind each."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
 
@@ -574,9 +574,9 @@ def written_on_rank(rank: int, folder: Path) -> None:
 
 def test_a_spread_student_is_left_whole_in_the_dtype_that_it_came_in(tmp_path: Path) -> None:
     run_ranks(written_on_rank, 2, tmp_path)
-    left, state = AutoModelForCausalLM.from_pretrained(tmp_path), model_of("untied").state_dict()
-    assert left.dtype == torch.bfloat16
-    for name, value in left.state_dict().items():
+    loaded, state = AutoModelForCausalLM.from_pretrained(tmp_path), model_of("untied").state_dict()
+    assert loaded.dtype == torch.bfloat16
+    for name, value in loaded.state_dict().items():
         assert torch.equal(value, state[name].to(torch.bfloat16)), name
 
 

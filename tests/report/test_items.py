@@ -152,7 +152,7 @@ const seen = () => ({
     location, history, URLSearchParams,
   });
   await wait();
-  const found = { start: seen() };
+  const states = { start: seen() };
   for (const [name, id, value] of [
     ["gained", "kind", "gained"], ["all", "kind", "all"], ["search", "text", "SAYS 3"], ["none", "text", "nowhere"],
     ["cleared", "text", ""], ["choice", "task", "choice"],
@@ -161,10 +161,10 @@ const seen = () => ({
     places.count.own = "";
     places[id].listeners.input();
     await wait();
-    found[name] = seen();
+    states[name] = seen();
   }
-  found.address = location.hash;
-  console.log(JSON.stringify(found));
+  states.address = location.hash;
+  console.log(JSON.stringify(states));
 })();
 """
 

@@ -1,4 +1,4 @@
-"""The best weights are as safe as a checkpoint: damaged ones are found, and the best that are whole are taken."""
+"""The best weights are as safe as a checkpoint: damaged ones are noticed, and the best that are whole are taken."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -161,7 +161,7 @@ def test_a_held_out_kl_has_the_error_of_a_ratio_with_rows_as_items() -> None:
 def flips(
     num_items: int, *, num_passed: int, gained: int = 0, lost: int = 0, total: int | None = None
 ) -> Score:
-    """Of the items that pass at first, the first `lost` do not; of the others the last `gained` do."""
+    """Make the first `lost` of the items that pass at first fail, and the last `gained` of the others pass."""
     figures = [1.0] * num_passed + [0.0] * (num_items - num_passed)
     figures[:lost] = [0.0] * lost
     figures[num_items - gained :] = [1.0] * gained

@@ -78,13 +78,13 @@ def make(original: Any, tokenizer: Any, tmp_path: Path) -> Callable[..., FCSDTra
         }  # fmt: skip
         model = copy.deepcopy(original)
         convert_model(model, Connectivity("all"))
-        given = {
+        arguments = {
             "model": model,
             "train_dataset": datasets.Dataset.from_list(examples(60)),
             "processing_class": tokenizer,
         } | {name: value for name, value in changes.items() if name in names}
         settings = SETTINGS | {name: value for name, value in changes.items() if name not in names}
-        return FCSDTrainer(args=FCSDConfig(output_dir=str(tmp_path / folder), **settings), **given)
+        return FCSDTrainer(args=FCSDConfig(output_dir=str(tmp_path / folder), **settings), **arguments)
 
     return trainer
 
@@ -126,11 +126,11 @@ def test_it_trains_what_a_recipe_trains_to_the_last_bit(bench: Bench) -> None:
 def test_the_teacher_is_made_from_the_unconverted_weights_before_anything_is_trained(
     make: Callable[..., FCSDTrainer], original: Any
 ) -> None:
-    given = make("given", teacher=copy.deepcopy(original))
-    given.train()
+    other = make("given", teacher=copy.deepcopy(original))
+    other.train()
     made = make("made")
     made.train()
-    assert curve(made) == curve(given) and same(weights(made), weights(given))
+    assert curve(made) == curve(other) and same(weights(made), weights(other))
     teacher: Any = made.teacher
     assert same(teacher.model.state_dict(), original.state_dict())
     assert type(teacher.model) is type(original)
@@ -213,9 +213,9 @@ def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_
     expected = reference_kl(student, copy.deepcopy(dense).double(), trainer.eval_dataset)
     assert trainer.evaluate()["eval_kl"] == pytest.approx(expected, rel=2e-5)
     trainer.train()
-    given = make("given", teacher=dense, eval_dataset=heldout, packing=False)
-    given.train()
-    assert curve(given) == curve(trainer)
+    in_memory = make("given", teacher=dense, eval_dataset=heldout, packing=False)
+    in_memory.train()
+    assert curve(in_memory) == curve(trainer)
 
 
 def reference_kl(student: Any, teacher: Any, rows: Any) -> float:
@@ -513,8 +513,8 @@ ids = torch.arange(3, 19)[None]
 with torch.no_grad():
     logits = model(ids, use_cache=False).logits
 head = model.lm_head.weight.detach()
-found = {"logits": logits, "head": head, "dtype": str(model.dtype), "length": len(tokenizer)}
-torch.save(found, sys.argv[2])
+result = {"logits": logits, "head": head, "dtype": str(model.dtype), "length": len(tokenizer)}
+torch.save(result, sys.argv[2])
 """
 
 
@@ -531,11 +531,11 @@ def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
     modes = {file.name: file.stat().st_mode for file in (tmp_path / "left").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]  # safetensors itself leaves 0600
     result = subprocess.run(
-        [sys.executable, "-c", LOADS, str(tmp_path / "left"), str(tmp_path / "found.pt")],
+        [sys.executable, "-c", LOADS, str(tmp_path / "left"), str(tmp_path / "result.pt")],
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    loaded = torch.load(tmp_path / "found.pt")
+    loaded = torch.load(tmp_path / "result.pt")
     assert loaded["dtype"] == "torch.bfloat16" and loaded["length"] == 300
     with torch.no_grad():
         expected = copy.deepcopy(model).bfloat16().eval()(torch.arange(3, 19)[None], use_cache=False).logits

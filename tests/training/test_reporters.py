@@ -50,8 +50,8 @@ def records(data: bytes) -> Iterator[bytes]:
     first, middle, last) before each piece."""
     place, parts = 7, b""
     while place + 7 <= len(data):
-        if (left := 32768 - place % 32768) < 7:
-            place += left
+        if (room := 32768 - place % 32768) < 7:
+            place += room
             continue
         length, kind = struct.unpack_from("<HB", data, place + 4)
         parts += data[place + 7 : place + 7 + length]

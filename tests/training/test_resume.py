@@ -158,14 +158,14 @@ def on_two_ranks(
         holder = writer_module if hasattr(writer_module, place) else trainer_module.DistillTrainer
         original = getattr(holder, place, None)
 
-        def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def signalled(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.state.global_step == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
             assert original is not None
             return original(self, *args, **kwargs)
 
         if rank in (mine, -1):
-            setattr(holder, place, asked if place == "compute_loss" else die)
+            setattr(holder, place, signalled if place == "compute_loss" else die)
         return main(command)
 
     return in_forked_ranks(one, 2, folder)
@@ -478,6 +478,6 @@ def test_what_a_killed_process_left_half_written_is_removed(bench: Bench, tmp_pa
         return 0
 
     assert in_a_fork(half, tmp_path / "output") == -signal.SIGKILL
-    (left,) = folder.glob(".model*")
+    (leftover,) = folder.glob(".model*")
     assert main(["distill", str(bench.recipe("r"))]) == 0
-    assert not left.exists() and (folder / "model" / "model.safetensors").stat().st_size > 1000
+    assert not leftover.exists() and (folder / "model" / "model.safetensors").stat().st_size > 1000

@@ -83,12 +83,12 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], how: str) -> None:
     monkeypatch.setattr(GuardedSteps, "watched", spoiled)
 
 
-def left(folder: Path) -> dict[str, torch.Tensor]:
+def final(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 
 
 def same(one: Path, other: Path) -> bool:
-    a, b = left(one), left(other)
+    a, b = final(one), final(other)
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 

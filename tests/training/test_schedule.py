@@ -20,7 +20,7 @@ from tests.training.test_resume import die
 # DeepSeek-V2-Lite (arXiv 2405.04434, App. B): x 0.316 after about 80 % of the tokens, and again after 90 %.
 STEP = {"milestones": [0.8, 0.9], "gamma": 0.316}
 DECAY = {"num_decay_steps": 0.4, "decay_type": "linear", "min_lr_ratio": 0.2}
-# Of ten steps, two of them warm-up, as shares of learning_rate.
+# Shares of learning_rate in ten steps, two of them warm-up.
 BY_HAND = {
     "step": (STEP, [0, 0.5, 1, 1, 1, 1, 1, 1, 0.316, 0.316**2]),
     # The warm-up begins at min_lr_ratio. Four steps of decay: from 1 by 0.8 / 4 each.

@@ -31,7 +31,7 @@ def late_link(group: Any) -> Any:
 
 
 def errors(rank: int, world: int, store: str, transport: Any) -> list[float]:
-    """Of blocking exchanges, overlapped ones, and those with checkpointing, against the first."""
+    """Return the errors of blocking exchanges, overlapped ones, and those with checkpointing, against the first."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", store=dist.FileStore(store, world), rank=rank, world_size=world)
     try:

@@ -1,4 +1,4 @@
-"""What cannot overlap is told in one line, before weights are loaded."""
+"""What cannot overlap is refused in one line, before weights are loaded."""
 
 from dataclasses import replace
 from pathlib import Path

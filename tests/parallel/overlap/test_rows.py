@@ -92,7 +92,7 @@ def each_exchanged(rank: int, world: int) -> list[tuple[float, list[float]]]:
 
 
 def own_gradient(rank: int, top_k: int, world: int) -> Tensor:
-    """Of the vectors of a rank's experts, from the tokens of all ranks."""
+    """Return the gradients of the vectors of a rank's experts, from the tokens of all ranks."""
     total = torch.zeros(EXPERTS, WIDTH, dtype=torch.float64)
     for other in range(world):
         rows, experts, weights, gradient, _ = routed(other, top_k)

@@ -93,7 +93,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def kinds_of_layers(model: Any, family: Family) -> list[frozenset[str]]:
-    """Of each decoder layer, its name in the config, the classes of its modules, and what it calls them."""
+    """Return for each decoder layer its name in the config, the classes of its modules, and what it calls them."""
     names = getattr(text_config(model.config, family), "layer_types", None)
     return [
         frozenset(

@@ -317,7 +317,7 @@ def test_a_score_that_generates_gathers_the_weights_once_where_they_fit_beside_w
     number, scoring = facts["parameters"]["total"], facts["scoring"]
     parts = facts["memory"]["parts"]
     head, context = parts["teacher head"], parts["GPU context"]
-    # Of a parameter a rank has 4 bytes, 8 of moments, and 2 of the teacher, but its head.
+    # A rank has 4 bytes of a parameter, 8 of moments, and 2 of the teacher, but its head.
     held = 12 * number // 8 + (2 * number - head) // 8 + head + context
     assert scoring["gathered_bytes"] == 2 * number and scoring["once"]
     assert scoring["free_bytes"] == pytest.approx(141e9 - held, abs=64)  # buffers
@@ -392,7 +392,7 @@ def test_gradients_are_sent_in_the_dtype_in_which_they_are_summed(recipe: Callab
 @pytest.mark.usefixtures("own_setting_only")
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_step_takes_as_long_as_fcsd_plan_says(recipe: Callable[..., Path], ranks: int) -> None:
-    """Of a pre-training: no teacher, no checkpointing, everything sharded by FSDP2; exchanges that block."""
+    """Check a pre-training: no teacher, no checkpointing, everything sharded by FSDP2; exchanges that block."""
     train = {
         "bf16": True, "gradient_checkpointing": False, "per_device_train_batch_size": 2, "max_steps": 10,
         "batch_size_tokens": 2 * 2 * 8 * 1024, "learning_rate": 1e-4, "warmup_steps": 1,

@@ -57,7 +57,7 @@ def test_what_comes_again_has_the_form_and_the_storage_that_torchs_own_mode_give
             for a in run
         ]
         assert shared[: len(own)] == shared[len(own) :]
-    assert calls.count(torch.ops.aten.mm.default) == 5  # each is told of, run or remembered
+    assert calls.count(torch.ops.aten.mm.default) == 5  # each is passed on, run or remembered
 
 
 def test_a_gradient_comes_back_and_what_needs_data_is_refused_each_time() -> None:

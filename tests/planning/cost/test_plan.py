@@ -145,7 +145,7 @@ def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
     parts = memory(short)["parts"]
     assert parts["student weights"] == short.work.num_parameters * 4 // 8
     assert parts["optimizer states"] == 2 * parts["gradients"]
-    # Of a layer that is gathered a rank has an eighth of the experts: two layers in bfloat16, and of one the gradient.
+    # A rank has an eighth of the experts of a layer that is gathered: two layers in bfloat16, and of one the gradient.
     whole = published("DeepSeek-V2-Lite", {"num_hidden_layers": 3}, {"length": 128, "expert_parallel": 1})
     head, attention = 102400 * 2048, 2048 * (3072 + 576 + 2048) + 512 * 4096
     experts = 64 * 3 * 2048 * 1408
@@ -163,7 +163,7 @@ def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token
         settings = {"length": length, "expert_parallel": 8}
         one = published("Llama-4-Scout-17B-16E", {"text_config": text}, settings)
         kept.append(memory(one)["parts"]["activations"])
-    # Of a token, layer and expert, the routed and the shared one: gate, up, activation and product, in bfloat16. Beside
+    # By token, layer and expert, the routed and the shared one: gate, up, activation and product, in bfloat16. Beside
     # it what attention keeps; 16 routed experts would be 1.1 MB.
     experts = 2 * 4 * 8192 * 2
     assert experts < (kept[1] - kept[0]) / (512 * 2) < 3 * experts
@@ -251,7 +251,7 @@ def test_a_study_stands_beside_what_each_selection_brings(
     facts = json.loads(capsys.readouterr().out)
     rows = {(row["side"], row["num_layers"]): row for row in facts["study"]}
     assert rows["last", 4]["speed_up"] == pytest.approx(facts["times"]["speed_up"])
-    # Of the first two layers one is dense.
+    # One of the first two layers is dense.
     assert 1 < rows["first", 2]["speed_up"] < rows["last", 2]["speed_up"] < rows["last", 4]["speed_up"]
     assert rows["last", 2]["loss"] == 0.2 and rows["last", 2]["selection"] == "2-3"
     assert figure.stat().st_size > 5000

@@ -56,12 +56,14 @@ def test_the_step_is_what_it_computes_and_what_stays_exposed(v3: Planned) -> Non
         times["regular_s"] - 0.75 * hidden + gathers[1] - gathers[0]
     )
     exchange = times["exchange_s"]["combine"]
-    left = {"forward": 0.0, "backward": 0.0}
+    exposed_s = {"forward": 0.0, "backward": 0.0}
     for row in times["windows"]:
         for name, factor in (("forward", 1), ("backward", 2)):
             combine = 0.0 if row["layer"] == 5 else row["combine_s"]  # the paper: the last is not hidden
-            left[name] += max(0, exchange - factor * row["dispatch_s"]) + max(0, exchange - factor * combine)
-    for name, seconds in left.items():
+            exposed_s[name] += max(0, exchange - factor * row["dispatch_s"]) + max(
+                0, exchange - factor * combine
+            )
+    for name, seconds in exposed_s.items():
         assert times["overlap"][name] == pytest.approx(1 - seconds / (6 * 2 * exchange))
     steps = times["layer_s"]
     assert times["windows"][3]["dispatch_s"] == pytest.approx(steps["attention b"])
@@ -210,11 +212,11 @@ def test_a_server_takes_two_all_reduces_a_layer_and_its_head() -> None:
         {"layer": 1, "attention_s": steps[1]["experts"], "routed_s": beside[2]}
     )
     # The dense first layer takes one, with nothing beside it, the last routed one has nothing either.
-    left = 2 * each + sum(
+    exposed_s = 2 * each + sum(
         max(0, each - one["experts"]) + (max(0, each - beside[k]) if k < 27 else 0)
         for k, one in enumerate(steps[1:], 2)
     )
-    assert times["exposed_s"] == pytest.approx(left)
+    assert times["exposed_s"] == pytest.approx(exposed_s)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -242,10 +244,10 @@ def test_a_wide_server_exchanges_what_tokens_chose_and_hides_it_as_docs_overlap_
     for row in times["windows"]:
         k = row["layer"]
         assert row == pytest.approx({"layer": k, "dispatch_s": dispatch[k], "combine_s": combine[k]})
-    left = sum(max(0, each - window[k]) for window in (dispatch, combine) for k in range(1, 27))
+    rest = sum(max(0, each - window[k]) for window in (dispatch, combine) for k in range(1, 27))
     compute = sum(sum(one.values()) for one in steps) + lite.roofline.head(lite.work)
     assert times["regular_s"] == pytest.approx(compute + 52 * each)
-    assert times["overlapped_s"] == pytest.approx(compute + left + 0.25 * (52 * each - left))
+    assert times["overlapped_s"] == pytest.approx(compute + rest + 0.25 * (52 * each - rest))
     assert 0 < times["overlap"]["forward"] <= 1
 
 
@@ -379,8 +381,8 @@ def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> No
     for k, share in enumerate(({"forward": 0.0, "backward": 0.0}, assumed["overlap"])):
         beside = [32 * layers - share["forward"] * each, 2 * 32 * layers - share["backward"] * each]
         ways = (32 * sent(2), 32 * (sent(2, head) + sent(4)))
-        left = sum(max(0.0, way - 0.5 * time) for way, time in zip(ways, beside, strict=True))
-        assert assumed["sharding_s"][k] == pytest.approx(left)
+        rest = sum(max(0.0, way - 0.5 * time) for way, time in zip(ways, beside, strict=True))
+        assert assumed["sharding_s"][k] == pytest.approx(rest)
     # Megatron's ranks have their weights whole, and send once a step.
     once = plan_times(published("Qwen3-30B-A3B", {}, settings | {"sharding": "optimizer"}))
     assert once["sharding_s"] == pytest.approx([sent(2) + sent(4)] * 2)
@@ -401,8 +403,8 @@ def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:
     dispatch, combine = (times["exchange_s"][name] for name in ("dispatch", "combine"))
     own = [row["dispatch_s"] for row in times["windows"]]
     assert max(own) < dispatch and combine < min(row["combine_s"] for row in times["windows"][:-1])
-    left = 6 * dispatch - sum(own) + combine
-    assert times["overlap"]["forward"] == pytest.approx(1 - left / (6 * (dispatch + combine)))
+    rest = 6 * dispatch - sum(own) + combine
+    assert times["overlap"]["forward"] == pytest.approx(1 - rest / (6 * (dispatch + combine)))
 
 
 def test_links_are_between_the_ranks_that_share_the_experts(tmp_path: Path) -> None:

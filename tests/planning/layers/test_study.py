@@ -457,7 +457,7 @@ def test_the_least_sensitive_layers_are_proposed(tmp_path: Path) -> None:
     assert proposal["sum_of_sensitivities"] == pytest.approx(0.6)
     assert last["layers"] == [2, 3, 4] and last["sum_of_sensitivities"] == pytest.approx(0.9)
     assert last["measured"]["value"] == pytest.approx(0.9) and proposal["measured"] is None
-    # Of 4 MoE layers: three dispatches each; combines of 1 (alone) and 3 -> 4, and 2 -> 3, 3 -> 4.
+    # With 4 MoE layers: three dispatches each; combines of 1 (alone) and 3 -> 4, and 2 -> 3, 3 -> 4.
     assert (proposal["overlapped_collectives"], last["overlapped_collectives"]) == (5, 5)
     assert proposal["collectives"] == 8
     assert [row["rewired"] for row in plan["sensitivities"]] == [False, True, False, True, True]
@@ -530,7 +530,7 @@ def test_a_study_names_the_layer_that_is_most_of_the_loss_and_prices_all_but_it(
     rows = {row["name"]: row for row in plan["selections"]}
     without = rows["all but layer 0"]
     assert without["measured"]["value"] == pytest.approx(0.06)
-    # Of 3 MoE layers: the regular one's two exchanges block, and the last combine.
+    # With 3 MoE layers: the regular one's two exchanges block, and the last combine.
     assert (without["overlapped_collectives"], without["collectives"]) == (3, 6)
     said = (
         "Layer 0 alone costs 0.9000 of the 0.9600 of all layers. All but it (--layers last:2): KL 0.06000 ± 0.01"

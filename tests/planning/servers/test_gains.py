@@ -51,7 +51,7 @@ def test_by_a_trace_the_regular_server_is_stock_and_only_the_prompts_that_were_t
         "farskip_blocking": rounds([450, 450, 450], None, None),
         "farskip_overlapped": rounds([320, 500, 400], None, None),
     }
-    # Of a run of 0.5 s rank 0 only communicates in 0.1 s; overlapped, three quarters of 0.12 s are hidden.
+    # Rank 0 only communicates in 0.1 s of a run of 0.5 s; overlapped, three quarters of 0.12 s are hidden.
     traces = {
         "stock": {"total_s": 0.1, "exposed_s": 0.1},
         "farskip_blocking": {"total_s": 0.2, "exposed_s": 0.2},

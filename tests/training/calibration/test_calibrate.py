@@ -313,7 +313,7 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
     (tmp_path / "one").mkdir()
     run_folder(base, tmp_path / "one" / "out", ids)
 
-    left: list[int] = []
+    counts: list[int] = []
 
     def rank(number: int) -> list[int]:
         unlink, finish = Path.unlink, folder_module._finish
@@ -323,7 +323,7 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
             unlink(path, **options)
 
         def counted(model: Path, *args: Any) -> None:
-            left.append(len(list(model.parent.glob("streams-*"))))
+            counts.append(len(list(model.parent.glob("streams-*"))))
             finish(model, *args)
 
         Path.unlink, folder_module._finish = late, counted  # type: ignore[assignment,method-assign]
@@ -334,7 +334,7 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
             ids,
             Launch(torch.device("cpu"), engine, Ranks(number, 2, lockstep=True)),
         )
-        return left
+        return counts
 
     (tmp_path / "two").mkdir()
     # When the first rank removes the folder, a late one is no longer at work in it.
@@ -452,16 +452,18 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
         ("distill", calibrated),
         ("variants/copied", original),
     ):
-        left = tensors(run / folder / "model")
-        assert max(float((value - start[name]).abs().max()) for name, value in left.items()) < 1e-6, folder
+        weights = tensors(run / folder / "model")
+        assert max(float((value - start[name]).abs().max()) for name, value in weights.items()) < 1e-6, folder
     tokens = json.loads((run / "calibrate" / "fcsd" / "manifest.json").read_text())["results"]["tokens"]
     for name, start, results, said in (
         ("untrained", calibrated, {"steps": 0, "tokens": tokens}, "not trained. Calibrated with fcsd"),
         ("rewired", original, {"steps": 0}, "not trained: the weights are those of the original"),
     ):
         folder = run / "variants" / name
-        left = tensors(folder / "model")
-        assert left.keys() == start.keys() and all(torch.equal(left[key], start[key]) for key in left)
+        weights = tensors(folder / "model")
+        assert weights.keys() == start.keys() and all(
+            torch.equal(weights[key], start[key]) for key in weights
+        )
         assert json.loads((folder / "manifest.json").read_text())["results"] == results
         assert fcsd.load(folder / "model")[0].config.farskip["layers"] == [1, 3]
         push(folder / "model", "me/model", dry_run=tmp_path / "push" / name)

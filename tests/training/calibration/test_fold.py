@@ -72,7 +72,7 @@ def forward(steps: Steps, index: int, tokens: Batch, stream: Stream) -> Tensor:
 
 def layers(model: Any, family: Any) -> Iterator[tuple[Steps, int, Stream, Roles]]:
     """The first layer of each kind that a model has, with the stream before it and the roles that its family's row
-    gives, which are those that are found by following tensors through the layer."""
+    gives, which are those that following tensors through the layer gives."""
     steps, tokens, seen = Steps(model, family), batch(), set[Any]()
     stream = steps.step(0, tokens, None)
     for index, layer in enumerate(steps.layers):

@@ -69,9 +69,9 @@ def student_of(original: Any, lora: dict[str, Any], *, trained: bool = True) -> 
 
 
 def hidden(teacher: Any, rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    given = dict(rows)
-    teacher.prepare([given])
-    return given["teacher_hidden"]
+    one = dict(rows)
+    teacher.prepare([one])
+    return one["teacher_hidden"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
