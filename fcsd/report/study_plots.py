@@ -215,8 +215,8 @@ def plot_routing(result: Mapping[str, Any], folder: Path) -> None:
                 matrix, aspect="auto", cmap="viridis", vmin=0, vmax=highest, interpolation="nearest"
             )
             axis.set(xlabel=names[0], ylabel=names[1])
-            for side in (axis.xaxis, axis.yaxis):
-                side.set_major_locator(MaxNLocator(integer=True))
+            for scale in (axis.xaxis, axis.yaxis):
+                scale.set_major_locator(MaxNLocator(integer=True))
             if file == "loads.png":
                 axis.yaxis.set_major_formatter(FuncFormatter(_named(facts["layers"])))
             set_title(axis, Path(facts["name"]).name)

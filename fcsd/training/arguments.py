@@ -23,9 +23,9 @@ Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get th
 class TrainingRun:
     """What one run is made from.
 
-    student: in the dtype that is left, whatever dtype it is trained in; max_length: tokens in a row of `rows`; score:
-    of a model, for early stopping; adapters: the `PeftModel` around a LoRA student; left: with the share of the steps
-    that are done, the time that the whole run of stages still takes, or "".
+    student: in the dtype that is saved, whatever dtype it is trained in; max_length: tokens in a row of `rows`; score:
+    of a model, for early stopping; adapters: the `PeftModel` around a LoRA student; remaining: with the share of
+    the steps that are done, the time that the whole run of stages still takes, or "".
     """
 
     launch: Launch

@@ -57,7 +57,7 @@ def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
 def settle_best(trainer: FCSDTrainer, run: TrainingRun, *, last_step: int | None = None) -> None:
     """Have the stopper name best weights that are whole, where those that it names are damaged. All ranks call this.
 
-    What is damaged is set aside as `damaged-step-N`. last_step: of the weights in the model, which can be left as well.
+    What is damaged is set aside as `damaged-step-N`. last_step: of the weights in the model, which can be saved too.
     """
     stopper, ranks = run.stopper, run.launch.ranks
     if stopper is None or stopper.best_step is None:

@@ -77,7 +77,7 @@ class TrainConfig(Strict):
     # (`fcsd.model.families.capacity`): the last ones in order, or those of the smallest weights; null: order.
     capacity_factor: float | None = Field(None, gt=0, allow_inf_nan=False)
     capacity_drop: Literal["order", "weight"] | None = None
-    # The weights' moving average is what is scored and left.
+    # The weights' moving average is what is scored and saved.
     ema_decay: float | None = Field(None, gt=0, lt=1)
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained weights
     bf16: bool = False  # autocast to bfloat16

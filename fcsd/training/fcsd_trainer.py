@@ -1,7 +1,7 @@
 """`FCSDTrainer`: distillation for those who have a model, a data set and `transformers.Trainer` in mind.
 
 The loss, what a checkpoint holds and how a step that goes wrong is skipped are `fcsd.training.trainer`'s, as in the run
-of a recipe. Here is what a recipe's stages do before and after it: models, rows, held-out loss, what is left.
+of a recipe. Here is what a recipe's stages do before and after it: models, rows, held-out loss, what is saved.
 
 Not covered: adapters (a recipe's `lora` section), `model_init` and hyperparameter search, evaluation on tasks during
 the training (a recipe's `early_stopping` section).
@@ -139,7 +139,7 @@ class FCSDTrainer(DistillTrainer):
         return contextlib.nullcontext() if self.inputs is None else self.inputs.at_work()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Load rows of the data set given, packed first if need be, or of one of those of the constructor."""
+        """Load rows of a data set, packed first if need be, or of one of those of the constructor."""
         if self.inputs is not None and eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self.inputs.heldout_rows(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
@@ -247,7 +247,7 @@ class FCSDTrainer(DistillTrainer):
             logits = head_logits(self.plain_model, hidden)
         return None, logits.view(*ids.shape, -1), batch["labels"]
 
-    # ---- what is left
+    # ---- what is saved
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Leave config, code, weights and tokenizer in a folder, in the dtype that the model came in.

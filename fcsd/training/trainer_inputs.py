@@ -1,4 +1,4 @@
-"""Models and data that `FCSDTrainer` is given, made ready: models in memory, or paths of checkpoints; converted
+"""Models and data of `FCSDTrainer`, made ready: models in memory, or paths of checkpoints; converted
 already, or not; data sets, streams and lists.
 """
 
@@ -105,7 +105,7 @@ def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
 
 
 def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch) -> Any:
-    """Return the model to compare with, or the `Teacher` that was given; of None a regular copy of the student.
+    """Return the model to compare with, or the `Teacher` of the caller; for None a regular copy of the student.
     UserError where it is the student itself.
     """
     if teacher is None:

@@ -70,9 +70,9 @@ def overlapped_collectives(
 
 
 def study_overlap(study: dict[str, Any], layers: Sequence[int]) -> tuple[int, int]:
-    """Return `overlapped_collectives` of a selection of a study's model, with the sides that it has studied."""
-    sides = study["study"]["attention"], study["study"]["mlp"]
-    return overlapped_collectives(layers, study["moe_layers"], *sides, study.get("model_type"))
+    """Return `overlapped_collectives` of a selection of a study's model, with its connectivity."""
+    parts = study["study"]["attention"], study["study"]["mlp"]
+    return overlapped_collectives(layers, study["moe_layers"], *parts, study.get("model_type"))
 
 
 def selection_facts(study: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def plan_layers(
         "num_hidden_layers": num_layers,
         "layers": proposal,
         "selection": selection_text(proposal),
-        "connectivity": {"layers": proposal} | {side: settings[side] for side in ("attention", "mlp")},
+        "connectivity": {"layers": proposal} | {part: settings[part] for part in ("attention", "mlp")},
         "sensitivities": [
             {"layer": layer, "value": value, "stderr": error, "rewired": layer in proposal}
             for layer, (value, error) in enumerate(losses)

@@ -187,7 +187,7 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
     """Return what the environment of an engine's program has.
 
     Args:
-        given: path of the program, or its name on PATH.
+        path: of the program, or its name on PATH.
         comm: settings of the plugin.
 
     Raises:

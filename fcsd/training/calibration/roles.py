@@ -169,7 +169,7 @@ def fold_map(
     layer: nn.Module,
     places: Iterable[Place],
     matrix: Tensor,
-    side: Literal["reads", "writes"],
+    use: Literal["reads", "writes"],
     expert: int | None = None,
 ) -> None:
     """Change the weights of a layer in place, each in its own dtype.
@@ -180,7 +180,7 @@ def fold_map(
     for name, axis in places:
         weight = layer.get_parameter(name)
         # In float32 at least: what is rounded is the product, to the weight's dtype.
-        factor = (matrix.T if side == "reads" else matrix).to(
+        factor = (matrix.T if use == "reads" else matrix).to(
             weight.device, torch.promote_types(weight.dtype, torch.float32)
         )
         if expert is not None:

@@ -72,10 +72,10 @@ class Layerwise(Models):
             layer.to("meta")
 
     def fold(
-        self, index: int, places: Sequence[Place], matrix: Tensor, side: Any, expert: int | None = None
+        self, index: int, places: Sequence[Place], matrix: Tensor, use: Any, expert: int | None = None
     ) -> None:
         """Fold a map, and round the weights to what their files hold."""
-        super().fold(index, places, matrix, side, expert)
+        super().fold(index, places, matrix, use, expert)
         for name, _ in places:
             weight = self.student.layers[index].get_parameter(name).data
             weight = weight if expert is None else weight[expert]
