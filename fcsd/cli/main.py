@@ -86,7 +86,7 @@ def _failed(text: str, status: int, error: Exception) -> int:
     to_print, status = rank_failure.first_failure(text, status, error)
     if to_print is not None:
         print(to_print, file=sys.stderr)
-        rank_failure.wait_until_told()
+        rank_failure.wait_until_known()
     return status
 
 

@@ -131,14 +131,14 @@ class Follow(TorchDispatchMode):
             (a, a.ndim - 1, b, b.ndim - 2, a.ndim - 2, out.ndim - 2),
             (b, b.ndim - 2, a, a.ndim - 1, b.ndim - 1, out.ndim - 1),
         ):
-            parameter, given = self.parameters.get(storage(one)), self.inputs.get(storage(other))
+            parameter, source = self.parameters.get(storage(one)), self.inputs.get(storage(other))
             if parameter is not None:
                 read = _axis(parameter, one, k)
-                whole = given is not None and other.size(other_k) == given.size
+                whole = source is not None and other.size(other_k) == source.size
                 if read is None:
                     pass
-                elif whole and _axis(given, other, other_k) == COORDINATE:  # type: ignore[arg-type]
-                    self.readers.setdefault(given.name, {})[parameter.name, read] = None  # type: ignore[union-attr]
+                elif whole and _axis(source, other, other_k) == COORDINATE:  # type: ignore[arg-type]
+                    self.readers.setdefault(source.name, {})[parameter.name, read] = None  # type: ignore[union-attr]
                 else:
                     self.read_elsewhere.add((parameter.name, read))
                 written = _axis(parameter, one, kept)

@@ -177,9 +177,9 @@ def published_config(**keys: Any) -> dict[str, Any]:
     code: dict[str, Any] = {"AutoConfig": "configuration_instella_moe.InstellaMoEConfig"}
     for key in [name for name, value in keys.items() if value is None]:
         raw.pop(key, None)
-    given = {key: value for key, value in keys.items() if value is not None}
+    known = {key: value for key, value in keys.items() if value is not None}
     code = {} if "auto_map" in keys else {"auto_map": code}
-    return raw | sizes | code | given
+    return raw | sizes | code | known
 
 
 def published_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

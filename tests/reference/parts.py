@@ -26,8 +26,8 @@ def _mlp(mlp: Any, x: Tensor) -> Tensor:
 def _routed(x: Tensor, indices: Tensor, weights: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
     """sum_k weights[n, k] · expert_{indices[n, k]}(x[n]); indices and weights are N x K, `expert` takes N x D."""
     experts = int(indices.max()) + 1
-    given = torch.zeros(len(x), experts, dtype=weights.dtype).scatter_add(1, indices, weights)
-    return torch.stack([given[:, e, None] * expert(e, x) for e in range(experts)]).sum(0)
+    gates = torch.zeros(len(x), experts, dtype=weights.dtype).scatter_add(1, indices, weights)
+    return torch.stack([gates[:, e, None] * expert(e, x) for e in range(experts)]).sum(0)
 
 
 def _fused(experts: Any) -> Callable[[int, Tensor], Tensor]:

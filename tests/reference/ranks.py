@@ -96,8 +96,8 @@ def _collect(readers: list[Any], ranks: list[Any], timeout_s: float) -> list[Any
     waiting = dict(enumerate(readers))
     deadline = time.monotonic() + timeout_s
     while waiting:
-        left = deadline - time.monotonic()
-        ready = multiprocessing.connection.wait(list(waiting.values()), max(left, 0))
+        remaining = deadline - time.monotonic()
+        ready = multiprocessing.connection.wait(list(waiting.values()), max(remaining, 0))
         if not ready:
             raise TimeoutError(f"ranks {sorted(waiting)} were not done after {timeout_s:g} s")
         for rank in [rank for rank, reader in waiting.items() if reader in ready]:

@@ -2,7 +2,7 @@
 
     python -m tests.reference.surface      writes tests/files/command_line.json and tests/files/recipe_keys.json
 
-Written after a change that is meant, and committed with it; the difference is what users have to be told.
+Written after a change that is meant, and committed with it; the difference is what users have to learn.
 """
 
 import argparse
