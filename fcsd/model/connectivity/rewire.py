@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -74,7 +74,7 @@ def check_stages(stack: nn.ModuleList, num_stages: int) -> None:
     """Raise StageError if the cut of the installed transformers into stages separates a pair of tensors."""
     from transformers.distributed.pipeline_parallel import PipelineStage
 
-    cuts, stages = pipeline_cuts(stack), SimpleNamespace(pp_size=num_stages)
+    cuts, stages = pipeline_cuts(stack), cast(Any, SimpleNamespace(pp_size=num_stages))
     for stage in range(1, num_stages):
         k = PipelineStage.layer_range_for_rank(stages, stage, len(stack))[0]
         if k and k not in cuts:
