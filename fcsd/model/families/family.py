@@ -115,7 +115,7 @@ class Family:
     """Why the exchanges of its experts cannot run beside computation: a clause; None: they can."""
     since: str = "5.23"
     """Lowest transformers that a FarSkip checkpoint has been loaded with, to the original's equations; older ones may
-    lack the family, or compute something else."""
+    lack the family, or compute something else. With an older one the row is in `NEWER` instead of `FAMILIES`."""
 
     def __post_init__(self) -> None:
         name = self.config.removesuffix("Config")
