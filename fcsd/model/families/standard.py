@@ -252,6 +252,7 @@ ROWS = (
     Family(
         model_type="lara_mini",
         folding=Folding(reads=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
+        fuses_rows="in_proj.weight",
         since="5.24",
         config="LaraMiniConfig",
         moe_block="LaraMiniSparseMoeBlock",
