@@ -48,7 +48,7 @@ _known: dict[tuple[int, ...], Any] | None = None
 
 @contextlib.contextmanager
 def arguments_kept() -> Iterator[None]:
-    """For several references of one model, unchanged and regular meanwhile, that are called with the same tensors."""
+    """Keep arguments for references of one model, unchanged and regular meanwhile, that get the same tensors."""
     global _known
     _known = {}
     try:
@@ -60,7 +60,7 @@ def arguments_kept() -> Iterator[None]:
 def layer_arguments(
     model: Any, input_ids: Tensor, *, stack: nn.ModuleList | None = None, **inputs: Any
 ) -> tuple[Tensor, list[dict[str, Any]]]:
-    """(input of the first layer, keyword arguments of every layer) of the regular model's own loop.
+    """Return (input of the first layer, keyword arguments of every layer) of the regular model's own loop.
 
     `stack` is `model.model.layers` unless given.
     """
@@ -72,7 +72,7 @@ def layer_arguments(
 
 
 def kept_once(find: Callable[[], Any], *on: Any) -> Any:
-    """What `find` gives; inside `arguments_kept` it is called once for the same objects."""
+    """Return what `find` gives; inside `arguments_kept` it is called once for the same objects."""
     key = tuple(map(id, on))
     if _known is None:
         return find()

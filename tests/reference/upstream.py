@@ -52,7 +52,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def moe_model_types() -> list[str]:
-    """Model types that an Auto class loads and whose modeling file has experts, sorted; also the supported
+    """Return model types that an Auto class loads and whose modeling file has experts, sorted; also the supported
     ones, which are loaded by name."""
     folders = {
         path.parent.name
@@ -65,7 +65,7 @@ def moe_model_types() -> list[str]:
 
 
 def _normalised(node: Any) -> Any:
-    """A syntax tree as nested lists, without docstrings, annotations and what differs between Pythons."""
+    """Return a syntax tree as nested lists, without docstrings, annotations and what differs between Pythons."""
     if isinstance(node, list):
         return [_normalised(one) for one in node]
     if not isinstance(node, ast.AST):
@@ -92,7 +92,7 @@ def _loops_over_layers(function: ast.AST) -> bool:
 
 
 def fingerprint(family: Family) -> str:
-    """A hash of the family's decoder layers, its MoE block and every method of its file that loops over
+    """Return a hash of the family's decoder layers, its MoE block and every method of its file that loops over
     layers, without docstrings, comments and annotations."""
     layers = family.decoder_layer if isinstance(family.decoder_layer, tuple) else (family.decoder_layer,)
     classes = [
