@@ -134,7 +134,7 @@ def instella_logits(
     farskip: bool | range = True,
     wrong: str = "",
 ) -> Tensor:
-    """Return logits B x T x V from the tensors of a checkpoint, in float64.
+    """Return the logits B x T x V from the tensors of a checkpoint, in float64.
 
     farskip: all layers, none, or a run of layers that begins at the first MoE layer or before it.
     """

@@ -47,7 +47,7 @@ _known: dict[tuple[int, ...], Any] | None = None
 
 
 @contextlib.contextmanager
-def arguments_kept() -> Iterator[None]:
+def arguments_computed_once() -> Iterator[None]:
     """Keep arguments for references of one model, unchanged and regular meanwhile, that get the same tensors."""
     global _known
     _known = {}
@@ -65,14 +65,14 @@ def layer_arguments(
     `stack` is `model.model.layers` unless given.
     """
     layers = model.model.layers if stack is None else stack
-    first, arguments = kept_once(
+    first, arguments = computed_once(
         lambda: _layer_arguments(model, input_ids, layers, inputs), model, input_ids, *inputs.values()
     )
     return first, [dict(each) for each in arguments]
 
 
-def kept_once(find: Callable[[], Any], *on: Any) -> Any:
-    """Return what `find` gives; inside `arguments_kept` it is called once for the same objects."""
+def computed_once(find: Callable[[], Any], *on: Any) -> Any:
+    """Return what `find` gives; inside `arguments_computed_once` it is called once for the same objects."""
     key = tuple(map(id, on))
     if _known is None:
         return find()

@@ -113,15 +113,14 @@ def _collect(readers: list[Any], ranks: list[Any], timeout_s: float) -> list[Any
 
 
 def _others(waiting: dict[int, Any]) -> str:
-    """Return what other ranks have failed with at the same time: one of them may be the cause of the first one's
-    failure."""
-    text = ""
+    """Return what other ranks failed with at the same time: one of them may be the cause of the first one's failure."""
+    failures = ""
     for rank, reader in waiting.items():
         if reader.poll(0.5):
             with contextlib.suppress(EOFError):
                 ok, value = pickle.loads(reader.recv_bytes())
-                text += "" if ok else f"\nrank {rank} failed:\n{value}"
-    return text
+                failures += "" if ok else f"\nrank {rank} failed:\n{value}"
+    return failures
 
 
 def _send(pipe: Any, ok: bool, value: Any) -> None:

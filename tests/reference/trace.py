@@ -109,7 +109,7 @@ def _add_groups(
 ) -> None:
     reached = final.terms if final is not None else {}
     taken: set[Place] = set()
-    parts_of: dict[tuple[str, float], list[tuple[str, list[Place]]]] = {}
+    groups: dict[tuple[str, float], list[tuple[str, list[Place]]]] = {}
     for module, mark in sorted(outputs.items(), key=lambda item: item[0].count(".")):
         if mark is None or not mark.terms or REST in mark.terms or taken & mark.terms.keys():
             continue
@@ -118,16 +118,16 @@ def _add_groups(
         factors = {reached[place][0] / factor for place, (factor, _) in mark.terms.items()}
         if len(factors) == 1:
             inside = [side for side, modules in sides.items() if any(_within(module, m) for m in modules)]
-            parts_of.setdefault((inside[0] if inside else module, factors.pop()), []).append(
+            groups.setdefault((inside[0] if inside else module, factors.pop()), []).append(
                 (module, list(mark.terms))
             )
             taken |= mark.terms.keys()
-    for (_, factor), parts in parts_of.items():
+    for (_, factor), parts in groups.items():
         places = [place for _, places in parts for place in places]
         roles.groups.append(Group(tuple(module for module, _ in parts), tuple(places), factor))
     for side in sides:
-        if side not in {name for name, _ in parts_of}:
-            roles.rest.append(f"what {side} adds: its last product does not reach the stream by sums alone")
+        if side not in {name for name, _ in groups}:
+            roles.left.append(f"what {side} adds: its last product does not reach the stream by sums alone")
 
 
 def _add_experts(roles: Roles, layer: nn.Module, outputs: dict[str, Mark | None], final: Mark | None) -> None:

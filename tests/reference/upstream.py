@@ -60,8 +60,8 @@ def moe_model_types() -> list[str]:
         if _EXPERTS.search(path.read_text(encoding="utf-8"))
     }
     loadable = {name for mapping in _AUTO_MODELS for name in getattr(modeling_auto, mapping)}
-    types = {name for name in loadable if model_type_to_module_name(name) in folders}
-    return sorted(types | FAMILIES.keys())
+    with_experts = {name for name in loadable if model_type_to_module_name(name) in folders}
+    return sorted(with_experts | FAMILIES.keys())
 
 
 def _normalised(node: Any) -> Any:

@@ -196,7 +196,7 @@ def test_a_file_that_plan_did_not_write_stays_and_its_own_is_replaced(
     before = [path.read_bytes() for path in foreign]
     for path in foreign:
         assert main([*words, option, str(path)]) == 2
-        assert f"{path}: is there and is something else; name another file" in capsys.readouterr().err
+        assert f"{path}: exists and is another kind of file; name another file" in capsys.readouterr().err
     assert [path.read_bytes() for path in foreign] == before
     own = tmp_path / "own"
     for length in ("64", "128"):
