@@ -154,7 +154,7 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
     for again in (model, str(tmp_path / "trained"), fcsd.load(tmp_path / "trained")[0]):
         with pytest.raises(UserError, match=message):
             make(model=again)
-    with pytest.raises(UserError, match=message):  # another wiring of the same weights
+    with pytest.raises(UserError, match=message):  # another connectivity of the same weights
         make(model=fcsd.convert(fcsd.unconvert(model), "last:1"))
     trainer = make(model=str(tmp_path / "trained"), teacher=str(tmp_path / "original"))
     teacher: Any = trainer.teacher

@@ -1,4 +1,4 @@
-"""A training with too little memory ends with one line that names the largest terms and what to change."""
+"""A training that is out of memory ends with one line that names the largest terms and what to change."""
 
 import json
 import os

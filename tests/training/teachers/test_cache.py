@@ -414,7 +414,7 @@ def test_a_farskip_checkpoint_is_distilled_further_from_its_original_and_never_f
         )
     error = error_of(["cache-teacher", str(live(bench, "itself", model=model))], capfd)
     assert "as its own teacher it would teach nothing" in error
-    regular = str(bench.folder / "regular")  # the wiring goes, the weights stay trained
+    regular = str(bench.folder / "regular")  # the connectivity goes, the weights stay trained
     assert main(["unconvert", model["path"], regular]) == 0
     error = error_of(["distill", str(live(bench, "itself", model={"path": regular}))], capfd)
     assert "was trained as a FarSkip checkpoint, and as its own teacher it would teach nothing" in error
