@@ -200,7 +200,7 @@ def _is_moe(layer: Any) -> bool:
 
 
 def _attention(layer: Any, x: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Attention, or what a hybrid has in its place."""
+    """Return what attention gives, or what a hybrid has in its place."""
     recurrent = getattr(layer, "mamba", None) or getattr(layer, "linear_attn", None)
     if recurrent is not None:
         return recurrent(hidden_states=x, attention_mask=arguments["attention_mask"])
@@ -210,7 +210,7 @@ def _attention(layer: Any, x: Tensor, arguments: dict[str, Any]) -> Tensor:
 
 
 def _norms(config: Any, layer: Any) -> tuple[nn.Module, nn.Module]:
-    """(norm before attention, norm before the MLP)."""
+    """Return (norm before attention, norm before the MLP)."""
     if config.model_type == "jamba":
         return layer.input_layernorm, layer.pre_ff_layernorm
     if config.model_type == "lfm2_moe":
@@ -236,7 +236,7 @@ def reference_forward(
     mlp: str = "outdated",
     **inputs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits and streams of a regular model as if `layers` were FarSkip layers.
+    """Return logits and streams of a regular model as if `layers` were FarSkip layers.
 
         o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m)
         a   = o_{k-1} - routed_{k-1}   layer k FarSkip, layer k-1 a FarSkip MoE layer, attention partial

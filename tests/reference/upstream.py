@@ -53,7 +53,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def moe_model_types() -> list[str]:
-    """Model types that an Auto class loads and whose modeling file has experts, sorted; also the supported
+    """Return model types that an Auto class loads and whose modeling file has experts, sorted; also the supported
     ones, which are loaded by name."""
     folders = {
         path.parent.name

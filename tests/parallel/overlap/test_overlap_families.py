@@ -27,7 +27,7 @@ WIDER: dict[str, dict[str, int]] = {"muse_spark": {"moe_hidden_size": 32}}
 
 
 def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool, bool, bool, float]]:
-    """Family -> whether full, full with checkpointing, and that with bfloat16 mixed precision have the bits of
+    """Return family -> whether full, full with checkpointing, and that with bfloat16 mixed precision have the bits of
     blocking; its error against one process.
 
     The ranks compute the references of one process by turns.
@@ -51,7 +51,7 @@ def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool,
 
 
 def in_bf16(rank: int, folder: Path) -> bool:
-    """Whether full with checkpointing has the bits of blocking without, the weights gathered in bfloat16."""
+    """Return whether full with checkpointing has the bits of blocking without, the weights gathered in bfloat16."""
     if folder.name in NOT_IN_BF16:
         return True
     model = spread(folder, Connectivity("all"), 2, fsdp_mixed_precision=True)
