@@ -14,6 +14,7 @@ Swept = Literal["camoe", "bottleneck"]
 
 PlacedBy = Literal["contiguous", "balanced", "topology_aware"]
 CAMOE_STRENGTHS = [0.0, 0.05, 0.10, 0.15, 0.20, 0.25]  # of its tables
+SIGMA_FLOOR = 0.05
 
 
 class RouterBiasConfig(Strict):
@@ -30,6 +31,12 @@ class RouterBiasConfig(Strict):
     selection: bool = option(False, "choose experts by the bias, weigh them without it")
     scale: Literal["logit_std"] | None = option(
         None, "count the strength in standard deviations of the layer's logits"
+    )
+    sigma_floor: float = option(
+        SIGMA_FLOOR,
+        "least standard deviation of a source's times, as a part of their mean, by which they are standardised; 0: as"
+        " CAMoE prints it",
+        ge=0,
     )
     tokens: PositiveInt = 65_536  # of data.train, that the traffic is counted on
 
@@ -90,6 +97,7 @@ class BiasSettings(RoutingStudy):
     placement: PlacedBy = like(RouterBiasConfig, "placement")
     selection: bool = like(RouterBiasConfig, "selection")
     scale: Literal["logit_std"] | None = like(RouterBiasConfig, "scale")
+    sigma_floor: float = like(RouterBiasConfig, "sigma_floor")
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> "BiasSettings":
@@ -101,4 +109,8 @@ class BiasSettings(RoutingStudy):
             )
         if self.kind == "windows" and self.scale is not None:
             raise ValueError("--scale: windows have no strength to scale")
+        if self.kind == "windows" and "sigma_floor" in self.model_fields_set:
+            raise ValueError(
+                "--sigma-floor: of CAMoE's standardised times, which windows do without; leave it out"
+            )
         return self

@@ -42,15 +42,17 @@ ASSUMPTIONS = {
     "link": Assumption(0.85, 0.60, 1.00, "share of what a link within a node can carry", _CHOSEN, most=1.0),
     "nic": Assumption(0.80, 0.50, 0.95, "share of a network interface", _CHOSEN, most=1.0),
     "latency_us": Assumption(20, 5, 60, "microseconds an exchange takes beside its bytes; twice that between nodes",
-                             _CHOSEN),
+                             _CHOSEN, most=100_000),
     "slowdown": Assumption(0.15, 0.0, 0.50, "seconds computation loses for each second of hidden communication",
                            f"{_CHOSEN}; arXiv 2412.14335 (MI300X): overlap of collectives gave 21 % of the ideal gain"
                            " where both fill the device", most=1.0),
-    "score_passes": Assumption(4, 2, 8, "passes over the scores in memory, attention written out", _CHOSEN),
-    "norm_passes": Assumption(6, 3, 12, "passes over the residual stream: norms, sums", _CHOSEN),
-    "row_passes": Assumption(8, 4, 12, "passes over the dispatched rows: sorting before and after, twice", _CHOSEN),
-    "logit_passes": Assumption(8, 2, 12, "passes over float32 logits for head and loss, both directions", _CHOSEN),
-    "optimizer_bytes": Assumption(32, 20, 48, "bytes moved a parameter that AdamW updates", _CHOSEN),
+    "score_passes": Assumption(4, 2, 8, "passes over the scores in memory, attention written out", _CHOSEN, most=1000),
+    "norm_passes": Assumption(6, 3, 12, "passes over the residual stream: norms, sums", _CHOSEN, most=1000),
+    "row_passes": Assumption(8, 4, 12, "passes over the dispatched rows: sorting before and after, twice", _CHOSEN,
+                              most=1000),
+    "logit_passes": Assumption(8, 2, 12, "passes over float32 logits for head and loss, both directions", _CHOSEN,
+                              most=1000),
+    "optimizer_bytes": Assumption(32, 20, 48, "bytes moved a parameter that AdamW updates", _CHOSEN, most=1000),
     "prefetch": Assumption(0.5, 0.0, 1.0, "share of computation that hides gathered weights and reduced gradients",
                            f"{_CHOSEN}: FSDP2 gathers a layer ahead, but the host waits once a layer to learn how many"
                            " rows go where", most=1.0),
@@ -59,7 +61,7 @@ ASSUMPTIONS = {
                                " fcsd starts it before the shared expert, which would be 1", most=1.0),
     "imbalance": Assumption(1.0, 1.0, 5.1, "rows of the rank with most of them, over the mean: experts and exchanges",
                             f"{_CHOSEN}: even routing; deepspeedai/DeepSpeed issue 8213: 2.6 to 5.1 in supervised"
-                            " fine-tuning on 16 H100; --routing reads a model's own", least=1.0),
+                            " fine-tuning on 16 H100; --routing reads a model's own", least=1.0, most=1000),
 }  # fmt: skip
 
 Values = Mapping[str, float]
