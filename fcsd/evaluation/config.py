@@ -270,7 +270,7 @@ class EvaluationConfig(Strict):
     # Untrained quality against the number of rewired layers (paper Fig. 3); true: its KL alone.
     layer_study: LayerStudyConfig | None = None
     router_bias: RouterBiasConfig | None = (
-        None  # the original again, its routers steered away from slow links
+        None  # models of the run again, their routers steered away from slow links
     )
     allow_weak_sandbox: bool = option(False, "run generated code even where this machine cannot shut it in")
     # The experts' capacity in each forward pass, as train.capacity_factor; with batch_size 1.

@@ -162,47 +162,45 @@ def write_links(path: str | Path, links: LinkModel) -> None:
 
 def _composed(phase: dict[str, Any]) -> dict[str, Any]:
     """Replace the edges of a phase that are given by their hops, as `compose` does; what else is wrong is left."""
-    phase = dict(phase)
-    alpha, beta, forwarding = (
-        phase.get("alpha_s"),
-        phase.get("beta_s_per_byte"),
-        phase.pop("forwarding", None),
-    )
-    if not (_is_table(alpha) and _is_table(beta)):
+    forwarding = phase.get("forwarding")
+    phase = {name: value for name, value in phase.items() if name != "forwarding"}
+    tables = [phase.get("alpha_s"), phase.get("beta_s_per_byte")]
+    if not all(isinstance(table, list) and all(isinstance(row, list) for row in table) for table in tables):
         return phase
-    edges = {
-        (u, v)
-        for table in (alpha, beta)
-        for u, row in enumerate(table)
-        for v, hops in enumerate(row)
-        if isinstance(hops, list)
-    }
+    edges = sorted({edge for table in tables for edge in _edges_of_hops(table)})
     if (forwarding is not None) != bool(edges) or (edges and forwarding not in get_args(Forwarding)):
         raise ValueError(
             f"forwarding: {forwarding!r}, with {len(edges)} edges given by their hops; those need"
             f" {' or '.join(get_args(Forwarding))}, and others none"
         )
-    alpha, beta = ([list(row) for row in table] for table in (alpha, beta))
-    for u, v in sorted(edges):
-        hops = [table[u][v] if u < len(table) and v < len(table[u]) else None for table in (alpha, beta)]
-        if not all(isinstance(each, list) for each in hops) or len(hops[0]) != len(hops[1]) or not hops[0]:
-            raise ValueError(
-                f"edge {u} -> {v}: alpha_s and beta_s_per_byte need a list with the same hops, one or more, got"
-                f" {hops[0]} and {hops[1]}"
-            )
-        for name, values in zip(("alpha_s", "beta_s_per_byte"), hops, strict=True):
-            for number, hop in enumerate(values):
-                if isinstance(hop, bool) or not isinstance(hop, int | float) or not 0 <= hop < math.inf:
-                    raise ValueError(
-                        f"{name}: edge {u} -> {v}, hop {number}: a number of 0 or more is needed, got {hop!r}"
-                    )
-        alpha[u][v], beta[u][v] = compose(hops[0], hops[1], forwarding)
+    alpha, beta = ([list(row) for row in table or ()] for table in tables)
+    for u, v in edges:
+        alphas, betas = (
+            table[u][v] if u < len(table) and v < len(table[u]) else None for table in (alpha, beta)
+        )
+        _check_hops(f"edge {u} -> {v}", alphas, betas)
+        alpha[u][v], beta[u][v] = compose(alphas, betas, forwarding)  # type: ignore[arg-type]
     unfitted = {"r2": [[None] * len(row) for row in alpha], "refined": [[False] * len(row) for row in alpha]}
     return (unfitted | {"repeats": 1} if edges else {}) | phase | {"alpha_s": alpha, "beta_s_per_byte": beta}
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(row, list) for row in value)
+def _edges_of_hops(table: Any) -> list[tuple[int, int]]:
+    return [(u, v) for u, row in enumerate(table) for v, value in enumerate(row) if isinstance(value, list)]
+
+
+def _check_hops(edge: str, alphas: Any, betas: Any) -> None:
+    """Raise ValueError where the two lists of an edge are not one or more hops, each with its two numbers."""
+    if not (isinstance(alphas, list) and isinstance(betas, list) and len(alphas) == len(betas) > 0):
+        raise ValueError(
+            f"{edge}: alpha_s and beta_s_per_byte need a list with the same hops, one or more, got {alphas} and"
+            f" {betas}"
+        )
+    for name, values in (("alpha_s", alphas), ("beta_s_per_byte", betas)):
+        for number, hop in enumerate(values):
+            if isinstance(hop, bool) or not isinstance(hop, int | float) or not 0 <= hop < math.inf:
+                raise ValueError(
+                    f"{name}: {edge}, hop {number}: a number of 0 or more is needed, got {hop!r}"
+                )
 
 
 def _without_diagonal(rows: list[list[float]]) -> Array:
