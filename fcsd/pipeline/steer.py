@@ -135,11 +135,11 @@ class _Steering:
         self.launch.finish(stage, {"unbiased": self.sweep.unbiased()})
 
     def evaluate(self, name: str) -> None:
-        run, plan = self.run, self.run.recipe.evaluation
+        run, config = self.run, self.run.recipe.evaluation
         links = {"links": self.links_sha256}
         reference = Reference(run.original, run.recipe.data, links, lambda: self.sweep)
         tables = read_tables(self._place(name))
-        evaluation = Evaluation(name, self.model, load_suite(plan.suite), plan, reference, tables)
+        evaluation = Evaluation(name, self.model, load_suite(config.suite), config, reference, tables)
         run_evaluation(evaluation, run.layout.evaluation(name), run.launch)
 
     # ---- tables

@@ -71,7 +71,7 @@ def steering_parts(points: Points, models: Mapping[str, Mapping[str, Any]]) -> l
     )
     parts = ["## Steered routers", text]
     for own in _by_model(points):
-        parts += [f"Of `{own[0]['model']}`:", _table1(own, models), _table2(own), *_equal_time(own)]
+        parts += [f"### `{own[0]['model']}`", _table1(own, models), _table2(own), *_equal_time(own)]
     return parts
 
 
@@ -93,7 +93,7 @@ def _equal_time(points: Points) -> list[str]:
 
 
 def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
-    """CAMoE's table 1: times and scores."""
+    """Format CAMoE's table 1: times and scores."""
     base = points[0]["exchange"]
     results = {point["name"]: models[point["name"]]["result"]["tasks"] for point in points}
     header = ["kind", "strength", "mean (ms)", "p95 (ms)", *results[points[0]["name"]], "mean of tasks"]
@@ -115,7 +115,7 @@ def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _table2(points: Points) -> str:
-    """CAMoE's table 2: how experts are used, and how far that is from the use without a bias."""
+    """Format CAMoE's table 2: how experts are used, and how far that is from the use without a bias."""
     header = ["kind", "strength", "cv", "avg_layer_cv", "KL", "avg_layer_kl", "routes moved", "output KL"]
     rows = []
     for point in points:
@@ -150,9 +150,9 @@ def at_equal_time(points: Points) -> list[dict[str, Any]]:
     for point in points:
         time, kl = point["exchange"]["mean_s"] / base, point["kl"]["kl"]
         if point["kind"] == "camoe" and kl > 0 and curve[0][0] <= time <= curve[-1][0] and len(curve) > 1:
-            found = float(np.interp(time, [x for x, _ in curve], [root for _, root in curve])) ** 2
+            ours = float(np.interp(time, [x for x, _ in curve], [root for _, root in curve])) ** 2
             rows.append(
-                {"name": point["name"], "time": time, "camoe": kl, "bottleneck": found, "ratio": found / kl}
+                {"name": point["name"], "time": time, "camoe": kl, "bottleneck": ours, "ratio": ours / kl}
             )
     return rows
 

@@ -163,12 +163,12 @@ def test_the_report_has_every_strength_beside_the_original(finished: Any) -> Non
     assert set(report["comparisons"]) == {"converted", *TABLES["original"], *TABLES["converted"]}
     layers = {name: model["layers"] for name, model in report["models"].items()}
     assert layers["camoe-0.2"] == "0" and layers["converted-camoe-0.2"] == layers["converted"] == "2/2"
-    # Of the same model without a bias, which is that model's own row.
+    # The point without a bias is that model's own row.
     own = report["models"]["converted"]["result"]["kl_to_original"]["kl"]
     assert report["router_bias"][3]["kl"]["kl"] == own > 0
     text = (finished.layout.report / "report.md").read_text()
     chapter = text[text.index("## Steered routers") : text.index("## Figures")]
-    assert chapter.index("Of `original`:") < chapter.index("Of `converted`:")
+    assert chapter.index("### `original`") < chapter.index("### `converted`")
     assert "](steering.png)" in text and "](steering-converted.png)" in text
 
 

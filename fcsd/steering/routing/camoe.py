@@ -51,5 +51,5 @@ def camoe(
 
 def for_experts(values: Array, placement: NDArray[np.integer]) -> NDArray[np.float32]:
     """Give each expert the value [L, N, N] of its endpoint: [L, N, E]; 0 to one without."""
-    found = np.take_along_axis(values, np.maximum(placement, 0)[:, None, :], axis=-1)
-    return np.where(placement[:, None, :] < 0, 0, found).astype(np.float32)
+    by_expert = np.take_along_axis(values, np.maximum(placement, 0)[:, None, :], axis=-1)
+    return np.where(placement[:, None, :] < 0, 0, by_expert).astype(np.float32)

@@ -48,18 +48,18 @@ class Calibration:
     ):
         self.model, self.num_endpoints, self.selection = model, num_endpoints, selection
         self._batches, self._ranks = batches, ranks
-        found = self._run(None)
-        self.counts = self._exchanges(found)
+        runs = self._run(None)
+        self.counts = self._exchanges(runs)
         """Pairs [X, L, N, E] without a bias."""
-        self.logit_std: Array = np.nanmean([spread for _, spread in found], 0)
+        self.logit_std: Array = np.nanmean([spread for _, spread in runs], 0)
         """Standard deviation over experts of a layer's logits, mean over tokens: [L]."""
 
     def respond(self, tables: BiasTables) -> NDArray[np.int64]:
         """Return the pairs [X, L, N, E] under a bias. All ranks call this."""
         return self._exchanges(self._run(tables))
 
-    def _exchanges(self, found: Sequence[tuple[NDArray[np.int64], Array]]) -> NDArray[np.int64]:
-        return exchange_counts(np.stack([counts for counts, _ in found]), self.num_endpoints)
+    def _exchanges(self, runs: Sequence[tuple[NDArray[np.int64], Array]]) -> NDArray[np.int64]:
+        return exchange_counts(np.stack([counts for counts, _ in runs]), self.num_endpoints)
 
     def _run(self, tables: BiasTables | None) -> list[tuple[NDArray[np.int64], Array]]:
         if tables is None:

@@ -62,24 +62,25 @@ def test_an_edge_of_an_all_to_all_carries_one_part_of_its_size(
     out = tmp_path / "links.json"
     assert main(["profile-network", str(out), "--nccl-tests", str(written(tmp_path, ALLTOALL))]) == 0
     assert "all have the same latency and rate here" in capsys.readouterr().out
-    found, off = read_links(out), ~np.eye(4, dtype=bool)
-    assert found.endpoints == ["Node1:0", "Node1:1", "Node1:2", "Node1:3"]
-    assert (found.collective, found.backend) == ("all_to_all_single", "nccl")
-    assert found.libraries == {"nccl-tests": "2.17.8"}
+    measured, off = read_links(out), ~np.eye(4, dtype=bool)
+    assert measured.endpoints == ["Node1:0", "Node1:1", "Node1:2", "Node1:3"]
+    assert (measured.collective, measured.backend) == ("all_to_all_single", "nccl")
+    assert measured.libraries == {"nccl-tests": "2.17.8"}
     for phase in ("metadata", "dispatch", "combine"):
-        np.testing.assert_allclose(found.alpha(phase)[off], 20e-6, rtol=1e-3)  # type: ignore[arg-type]
-        np.testing.assert_allclose(found.beta(phase)[off], 1e-10, rtol=1e-3)  # type: ignore[arg-type]
+        np.testing.assert_allclose(measured.alpha(phase)[off], 20e-6, rtol=1e-3)  # type: ignore[arg-type]
+        np.testing.assert_allclose(measured.beta(phase)[off], 1e-10, rtol=1e-3)  # type: ignore[arg-type]
     balanced = np.full((4, 4), 400_000.0)  # 1.6 MB a rank, as the first row has it
-    assert exchange_time(found, "dispatch", balanced) == pytest.approx(60e-6, rel=1e-3)
+    assert exchange_time(measured, "dispatch", balanced) == pytest.approx(60e-6, rel=1e-3)
 
 
 def test_a_ring_of_sends_carries_its_whole_size_on_an_edge_and_is_read_as_it_was_printed(
     tmp_path: Path,
 ) -> None:
-    found = read_nccl_tests(written(tmp_path, SENDRECV))
-    assert found.endpoints == ["gpu23:0", "gpu24:1"] and found.collective == "p2p"
-    assert found.alpha("dispatch")[0, 1] == pytest.approx(33.5e-6, rel=0.03)  # falls with the size: no rate
-    assert found.beta("dispatch")[0, 1] == pytest.approx(0, abs=1e-12)
+    measured = read_nccl_tests(written(tmp_path, SENDRECV))
+    assert measured.endpoints == ["gpu23:0", "gpu24:1"] and measured.collective == "p2p"
+    # The time falls with the size: no rate.
+    assert measured.alpha("dispatch")[0, 1] == pytest.approx(33.5e-6, rel=0.03)
+    assert measured.beta("dispatch")[0, 1] == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_links_that_cannot_be_are_refused(
     ],
     ids=["folder", "empty", "html", "binary", "nested", "list", "times"],
 )
-def test_a_file_that_holds_no_links_is_told_from_one_with_a_mistake(
+def test_a_file_without_links_is_refused_in_other_words_than_one_with_a_mistake(
     content: bytes | None, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "links.json"

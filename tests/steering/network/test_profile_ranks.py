@@ -45,12 +45,12 @@ def exchanged(rank: int) -> Any:
 
 
 def test_both_collectives_bring_every_rank_its_rows_and_all_ranks_one_time() -> None:
-    found = run_ranks(exchanged, 3)
-    for rank, (received, times, total) in enumerate(found):
+    by_rank = run_ranks(exchanged, 3)
+    for rank, (received, times, total) in enumerate(by_rank):
         expected = [10.0 * source + rank for source in range(3) for _ in range(ROWS[source, rank])]
         assert received == [expected, expected]
-        assert times == found[0][1] and min(times[:2]) > 0  # and what a probe found, which may be 0
-        assert total.shape == (2,) and (total == found[0][2]).all()
+        assert times == by_rank[0][1] and min(times[:2]) > 0  # and what a probe measured, which may be 0
+        assert total.shape == (2,) and (total == by_rank[0][2]).all()
 
 
 def test_the_command_leaves_links_between_all_ranks_and_says_how_far_simulation_is_off(
@@ -118,7 +118,7 @@ def test_a_mistake_is_one_line(
 def test_another_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text("{}")
     assert main(["profile-network", str(tmp_path / "rows.jsonl"), "--nccl-tests", "nowhere.txt"]) == 2
-    assert "rows.jsonl: is there and is something else; name another file" in capsys.readouterr().err
+    assert "rows.jsonl: exists and is another kind of file; name another file" in capsys.readouterr().err
 
 
 def test_a_rate_that_noise_hides_is_said_to_be_unknown() -> None:

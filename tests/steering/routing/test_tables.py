@@ -49,17 +49,17 @@ def deployment(calibration: Calibration) -> Deployment:
 
 def test_counts_are_those_of_the_models_own_choices_by_endpoint(calibration: Calibration) -> None:
     assert calibration.counts.shape == (4, 4, 4, 8)
-    with recording(calibration.model) as found, torch.no_grad():
+    with recording(calibration.model) as recorded, torch.no_grad():
         calibration.model(BATCHES[6]["input_ids"])
-        routed = found.take()[1]
+        routed = recorded.take()[1]
     np.testing.assert_array_equal(
         calibration.counts[1, 1, 2], torch.bincount(routed.experts.flatten(), minlength=8)
     )
-    with recording(calibration.model) as found, torch.no_grad():
+    with recording(calibration.model) as recorded, torch.no_grad():
         spreads = []
         for batch in BATCHES:
             calibration.model(batch["input_ids"])
-            spreads.append(found.take()[3].logits.std(-1).mean())
+            spreads.append(recorded.take()[3].logits.std(-1).mean())
     assert calibration.logit_std[3] == pytest.approx(float(torch.stack(spreads).mean()), rel=1e-5)
 
 
@@ -67,7 +67,7 @@ def test_counts_are_those_of_the_models_own_choices_by_endpoint(calibration: Cal
 def test_the_spread_is_that_of_the_logits_that_the_bias_is_added_to(family: str) -> None:
     """One scales them afterwards, the other records what a softmax makes of them."""
     model = tiny_model(family)
-    found = Calibration(model, BATCHES[:4], 2).logit_std
+    deviations = Calibration(model, BATCHES[:4], 2).logit_std
     linears: list[float] = []
     plain = torch.nn.functional.linear
 
@@ -82,16 +82,16 @@ def test_the_spread_is_that_of_the_logits_that_the_bias_is_added_to(family: str)
         for batch in BATCHES[:4]:
             model(**batch, use_cache=False)
     expected = np.reshape(linears, (4, -1)).mean(0)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(deviations, expected, rtol=1e-6)
 
 
 def test_a_batch_that_is_all_padding_counts_for_nothing(calibration: Calibration) -> None:
     masks = [torch.full((2, 40), float(number != 5)).long() for number in range(len(BATCHES))]
     padded = [{**batch, "attention_mask": mask} for batch, mask in zip(BATCHES, masks, strict=True)]
-    found = Calibration(calibration.model, padded, 4)
-    assert found.counts[1, :, 1].sum() == 0 and found.counts[1, :, 2].sum() > 0
+    short = Calibration(calibration.model, padded, 4)
+    assert short.counts[1, :, 1].sum() == 0 and short.counts[1, :, 2].sum() > 0
     rest = Calibration(calibration.model, BATCHES[:5] + BATCHES[6:], 4)
-    np.testing.assert_allclose(found.logit_std, rest.logit_std, rtol=1e-6)
+    np.testing.assert_allclose(short.logit_std, rest.logit_std, rtol=1e-6)
 
 
 def test_tables_of_each_kind_lower_the_time_of_the_models_own_exchanges(
@@ -115,7 +115,7 @@ def test_tables_of_each_kind_lower_the_time_of_the_models_own_exchanges(
 
 def ranks(rank: int, folder: Path) -> dict[str, Any]:
     """Choices and logits of each rank's batch, endpoint = rank: spread, and for rank 0's sake alone."""
-    found = {}
+    by_name = {}
     for name, connectivity, overlap in (
         ("regular", None, None),
         ("farskip", Connectivity("all"), None),
@@ -125,7 +125,7 @@ def ranks(rank: int, folder: Path) -> dict[str, Any]:
         if overlap:
             attach(model, overlap)
         alone = load_model(folder, connectivity=connectivity).eval()
-        found[name] = []
+        by_name[name] = []
         for each in (model, alone):
             with (
                 router_bias(each, random_tables(alone)) as steering,
@@ -134,22 +134,22 @@ def ranks(rank: int, folder: Path) -> dict[str, Any]:
             ):
                 steering.endpoint = rank + 1
                 logits = each(BATCHES[rank]["input_ids"], use_cache=False).logits
-                found[name].append((torch.stack([routed.experts for routed in seen.take()]), logits))
+                by_name[name].append((torch.stack([routed.experts for routed in seen.take()]), logits))
         with torch.no_grad():
-            found[name].append(alone(BATCHES[rank]["input_ids"], use_cache=False).logits)
+            by_name[name].append(alone(BATCHES[rank]["input_ids"], use_cache=False).logits)
         if name == "regular":
             both = Calibration(model, BATCHES[:9], 2, ranks=Ranks(rank, 2, lockstep=True))
             one = Calibration(alone, BATCHES[:9], 2)
             assert np.array_equal(both.counts, one.counts)
             tables = random_tables(alone)
             assert np.array_equal(both.respond(tables), one.respond(tables))
-    return found
+    return by_name
 
 
 def test_ranks_that_share_the_experts_have_biases_of_their_own(tmp_path: Path) -> None:
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
-    for found in run_ranks(ranks, 2, tmp_path):
-        for name, ((experts, logits), (alone_experts, alone_logits), unbiased) in found.items():
+    for by_name in run_ranks(ranks, 2, tmp_path):
+        for name, ((experts, logits), (alone_experts, alone_logits), unbiased) in by_name.items():
             assert torch.equal(experts, alone_experts), name
             torch.testing.assert_close(logits, alone_logits, rtol=1e-4, atol=1e-4)
             assert not torch.allclose(logits, unbiased, atol=0.1)
@@ -343,7 +343,7 @@ def test_a_place_that_cannot_hold_the_tables_is_refused_before_the_model_is_look
     for out, message in (
         (folder, "is a folder; name the file"),
         (folder / "none" / "tables", "is in a folder that does not exist; name the file"),
-        (folder / "rows.jsonl", "is there and is something else; name another file, or remove it"),
+        (folder / "rows.jsonl", "exists and is another kind of file; name another file, or remove it"),
     ):
         assert bias(folder, "--strength", "0.1", model="nowhere", out=out) == 2
         assert capsys.readouterr().err == f"fcsd bias: error: {out}: {message}" + (
