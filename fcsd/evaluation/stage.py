@@ -80,7 +80,7 @@ class Reference:
 
         return kl
 
-    def read(self, rows: PackedRows, launch: Launch) -> Original:
+    def read(self, rows: Any, launch: Launch) -> Original:
         """Return what the original makes of held-out text. All ranks call this."""
         if not any(_same_rows(rows, others) for others, _ in self._known):
             # First, and then it goes: a device may not hold two models.

@@ -59,8 +59,8 @@ def topology_aware(counts: NDArray[Any], links: LinkModel, payload: Payload) -> 
     """Return [L, E]: for each layer swap pairs of experts while that lowers the simulated time of its exchanges.
 
     counts: [L, N, E] pairs by source endpoint. Starts with contiguous or balanced, whichever is faster in a layer, and
-    is never slower than that on these counts; a local minimum. Among swaps that leave the slowest edge alone the one that
-    lowers the edges near it most is taken, so that other batches find room there.
+    is never slower than that on these counts; a local minimum. Among swaps that leave the slowest edge alone the one
+    that lowers the edges near it most is taken, so that other batches find room there.
     """
     num_layers, num_endpoints, num_experts = counts.shape
     links.require(num_endpoints)
