@@ -61,7 +61,7 @@ ASSUMPTIONS = {
                                " fcsd starts it before the shared expert, which would be 1", most=1.0),
     "imbalance": Assumption(1.0, 1.0, 5.1, "rows of the rank with most of them, over the mean: experts and exchanges",
                             f"{_CHOSEN}: even routing; deepspeedai/DeepSpeed issue 8213: 2.6 to 5.1 in supervised"
-                            " fine-tuning on 16 H100; --routing reads a model's own", least=1.0, most=1000),
+                            " fine-tuning on 16 H100; --routing reads a model's own", least=1.0),
 }  # fmt: skip
 
 Values = Mapping[str, float]
