@@ -37,7 +37,8 @@ BATCH = 2
 
 
 def recipe_of(bench: Bench, **bias: Any) -> Path:
-    """A recipe that steers the base checkpoint, which has two layers of four experts, two of them for a token."""
+    """Return a recipe that steers the base checkpoint, which has two layers of four experts, two of them for a
+    token."""
     row = bench.choice["task"]
     suite = bench.folder / "suite.yaml"
     suite.write_text(yaml.safe_dump({"name": "mine", "tasks": [row]}))
@@ -58,7 +59,7 @@ def recipe_of(bench: Bench, **bias: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run whose original, converted and steered models are evaluated, and reported on."""
+    """Yield a run whose original, converted and steered models are evaluated, and reported on."""
     bench = make_bench(base_checkpoint, tmp_path_factory.mktemp("steer"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", bench.folder / "cache")
@@ -71,7 +72,7 @@ def finished(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def by_hand(run: Any, of: str, name: str | None) -> dict[str, Any]:
-    """Mean KL, mean time, and the experts' loads, row by row from logits: no recording, no losses of fcsd.
+    """Return mean KL, mean time, and the experts' loads, row by row from logits: no recording, no losses of fcsd.
 
     of: whose routers are steered; name: by which tables, None: by none.
     """
