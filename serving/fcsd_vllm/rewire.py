@@ -94,7 +94,7 @@ def _check_forward(layer: nn.Module, k: int) -> None:
 def _attention(layer: nn.Module, family: Family) -> Any:
     """Return the module of a layer that is its attention; None for a layer of another pipeline stage."""
     return next(
-        (found for name in family.attention if (found := getattr(layer, name, None)) is not None), None
+        (module for name in family.attention if (module := getattr(layer, name, None)) is not None), None
     )
 
 

@@ -185,8 +185,8 @@ def test_the_functions_that_layers_replace_or_call_are_known_and_a_change_is_ref
 
     from fcsd_vllm import models, sources
 
-    found = sources.digests([*versions.needed_functions(), *models.forwards()])
-    assert sources.SOURCES["0.32.0"] == found  # written anew by `python -m fcsd_vllm.sources`
+    digests = sources.digests([*versions.needed_functions(), *models.forwards()])
+    assert sources.SOURCES["0.32.0"] == digests  # written anew by `python -m fcsd_vllm.sources`
     stock = Qwen3MoeDecoderLayer.forward
 
     def forward(self: Any, positions: Any, hidden_states: Any, residual: Any) -> Any:
