@@ -24,7 +24,7 @@ RIGHT = [
     *(f"{family}-all:blocking" for family in FAMILIES),
     *(
         f"qwen2_moe-all:{layout}"
-        for layout in ("timed", "no_ep", "small_at_once", "chunks", "idle", "few", "abort")
+        for layout in ("timed", "no_ep", "small_at_once", "chunks", "idle", "few", "abort", "hooks")
     ),
     "instella_moe-all:async",
     "glm4_moe-all:chunks",
@@ -41,7 +41,16 @@ WRONG = [
     "deepseek_v3-all:async:forget_scale",
     "deepseek_v3-all:async:leave_dense_stock",
 ]
-FOUR = ["qwen2_moe-all:async", "deepseek_v3-all:async", "gpt_oss-gap:async", "qwen2_moe-all:idle"]
+FOUR = [
+    *(f"{family}-all:async" for family in FAMILIES),
+    "gpt_oss-gap:async",
+    "deepseek_v3-half:blocking",
+    "qwen2_moe-all:idle",
+]
+if os.environ.get("FCSD_SERVING_BREADTH"):  # every family, connectivity and way, on two ranks and on four
+    every = [f"{f}-{c}:{way}" for f in FAMILIES for c in CONNECTIVITIES for way in ("async", "blocking")]
+    RIGHT += [case for case in every if case not in RIGHT]
+    FOUR += [case for case in [*every, *(f"{f}-all:idle" for f in FAMILIES)] if case not in FOUR]
 
 
 @pytest.fixture(scope="module")
