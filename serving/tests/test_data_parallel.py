@@ -17,6 +17,7 @@ from launch import ENVIRONMENT
 from test_parallel import HERE, PATIENCE_S, run_ranks
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
+OTHERS = ("instella_moe", "deepseek_v2", "llama4_text", "mixtral", "olmoe", "qwen3_next")
 CONNECTIVITIES = ("all", "half", "gap", "attention_full", "mlp_full")
 
 RIGHT = [
@@ -26,7 +27,7 @@ RIGHT = [
         f"qwen2_moe-all:{layout}"
         for layout in ("timed", "no_ep", "small_at_once", "chunks", "idle", "few", "abort", "hooks")
     ),
-    "instella_moe-all:async",
+    *(f"{family}-all:async" for family in OTHERS),
     "glm4_moe-all:chunks",
     "deepseek_v3-all:idle",
     "qwen3_moe-all:compiled",
