@@ -31,7 +31,9 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
-FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1152", "--max-num-seqs", "8")
+FLAGS = shlex.split(
+    "--dtype float32 --enforce-eager --max-model-len 1152 --max-num-seqs 8 --api-server-count 1"
+)
 PATIENCE_S = 1200
 LONG = 1000
 """Tokens that the client asks for which is killed."""
