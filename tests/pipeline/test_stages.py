@@ -93,7 +93,7 @@ def pipeline(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which `fcsd run` has gone through the whole recipe."""
+    """Return a folder in which `fcsd run` has gone through the whole recipe."""
     folder = tmp_path_factory.mktemp("stages")
     write_tiny_data(
         folder / "data",
@@ -113,13 +113,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The finished run's recipe, with a cache of its own."""
+    """Return the finished run's recipe, with a cache of its own."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     return finished / "recipe.yaml"
 
 
 def stages_of(run: Path) -> dict[str, str]:
-    """Folder below the run -> stage of its manifest."""
+    """Return folder below the run -> stage of its manifest."""
     return {
         str(path.parent.relative_to(run)): json.loads(path.read_text())["stage"]
         for path in run.rglob("manifest.json")
@@ -405,11 +405,11 @@ def test_a_variant_that_does_not_exist_is_refused(bench: Bench) -> None:
 def test_a_run_looks_the_original_up_once_and_hashes_it_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a hub id every look-up is a request, and every fingerprint reads all of a large checkpoint."""
-    asked, hashed = [], []
+    """Every look-up of a hub id is a request, and every fingerprint reads all of a large checkpoint."""
+    requests, hashed = [], []
 
     def snapshot_download(repository: str, **options: Any) -> str:
-        asked.append((repository, options["revision"]))
+        requests.append((repository, options["revision"]))
         return str(bench.base)
 
     def fingerprint(folder: Path) -> str:
@@ -440,5 +440,5 @@ def test_a_run_looks_the_original_up_once_and_hashes_it_once(
         evaluation={"suite": str(suite), "batch_size": 4, "limit": 1},
     )
     assert main(["run", str(recipe), "--set", "evaluation.layer_study=true"]) == 0
-    assert asked == [("owner/name", "a" * 40)]
+    assert requests == [("owner/name", "a" * 40)]
     assert hashed.count(bench.base) == 1

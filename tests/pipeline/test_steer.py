@@ -32,7 +32,8 @@ BATCH = 2
 
 
 def recipe_of(bench: Bench, **bias: Any) -> Path:
-    """A recipe that steers the base checkpoint, which has two layers of four experts, two of them for a token."""
+    """Return a recipe that steers the base checkpoint, which has two layers of four experts, two of them for a
+    token."""
     row = bench.choice["task"]
     suite = bench.folder / "suite.yaml"
     suite.write_text(yaml.safe_dump({"name": "mine", "tasks": [row]}))
@@ -50,7 +51,7 @@ def recipe_of(bench: Bench, **bias: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run whose original and steered models are evaluated, and reported on."""
+    """Yield a run whose original and steered models are evaluated, and reported on."""
     bench = make_bench(base_checkpoint, tmp_path_factory.mktemp("steer"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", bench.folder / "cache")
@@ -62,7 +63,7 @@ def finished(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def by_hand(run: Any, name: str | None) -> dict[str, Any]:
-    """Mean KL, mean time, and the experts' loads, row by row from logits: no recording, no losses of fcsd."""
+    """Return mean KL, mean time, and the experts' loads, row by row from logits: no recording, no losses of fcsd."""
     model = load_checkpoint(run.original).eval()
     tables = read_tables(run.layout.bias_tables(name or "camoe-0.2"))
     rows, links = heldout_of(run.recipe.data, run.tokenizer), read_links(LINKS)
@@ -119,20 +120,20 @@ def by_hand(run: Any, name: str | None) -> dict[str, Any]:
 def test_kl_time_and_routing_are_those_of_logits_looked_at_row_by_row(finished: Any, name: str) -> None:
     result = read_json(finished.layout.evaluation(name) / "results.json")
     base = read_json(finished.layout.router_bias / "manifest.json")["results"]["original"]
-    found, before = by_hand(finished, name), by_hand(finished, None)
-    assert result["kl_to_original"]["kl"] == pytest.approx(found["kl"], rel=1e-4) and found["kl"] > 1e-5
+    after, before = by_hand(finished, name), by_hand(finished, None)
+    assert result["kl_to_original"]["kl"] == pytest.approx(after["kl"], rel=1e-4) and after["kl"] > 1e-5
     assert {key: result["exchange"][key] for key in ("mean_s", "p95_s", "tokens")} == pytest.approx(
-        {key: found[key] for key in ("mean_s", "p95_s", "tokens")}
+        {key: after[key] for key in ("mean_s", "p95_s", "tokens")}
     )
     assert base["exchange"]["mean_s"] == pytest.approx(before["mean_s"])
     assert base["exchange"]["num_exchanges"] == result["exchange"]["num_exchanges"] == before["num"]
-    p, q = (each["loads"].sum(0).double() / each["loads"].sum() for each in (before, found))
+    p, q = (each["loads"].sum(0).double() / each["loads"].sum() for each in (before, after))
     assert result["routing"]["kl"] == pytest.approx(float((p * (p / q).log()).sum()), abs=1e-6)
-    layers = [(each["loads"].double() / each["loads"].sum(-1, keepdim=True)) for each in (before, found)]
+    layers = [(each["loads"].double() / each["loads"].sum(-1, keepdim=True)) for each in (before, after)]
     by_layer = (layers[0] * (layers[0] / layers[1]).log()).sum(-1).mean()
     assert result["routing"]["avg_layer_kl"] == pytest.approx(float(by_layer), abs=1e-6)
-    assert result["routing"]["routes_moved"] == pytest.approx(found["moved"]) and 0 < found["moved"] < 1
-    for kind, each in ((result, found), (base, before)):
+    assert result["routing"]["routes_moved"] == pytest.approx(after["moved"]) and 0 < after["moved"] < 1
+    for kind, each in ((result, after), (base, before)):
         loads = each["loads"].double()
         spread = loads.std(-1, correction=0) / loads.mean(-1)
         assert kind["routing"]["avg_layer_cv"] == pytest.approx(float(spread.mean()))

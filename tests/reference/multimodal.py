@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu, softmax
 
 from tests.reference.adapted import LAYERS
 from tests.reference.adapted import WRAPPERS as ADAPTED_WRAPPERS
-from tests.reference.parts import found_once
+from tests.reference.parts import computed_once
 
 Parts = tuple[Tensor, Tensor]
 """(routed output, shared output), each N x D."""
@@ -41,14 +41,14 @@ def _swiglu_oai(gate_up: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Te
 def _routed(
     x: Tensor, weights: Tensor, experts: Any, activation: Callable[[Tensor], Tensor] = _swiglu
 ) -> Tensor:
-    """Every expert on every token; sum_e weights[n, e] · expert_e(x[n]). `weights` is N x E, 0 if not
+    """Run every expert on every token; sum_e weights[n, e] · expert_e(x[n]). `weights` is N x E, 0 if not
     chosen."""
     hidden = activation(torch.einsum("nd,efd->nef", x, experts.gate_up_proj))
     return torch.einsum("ne,nef,edf->nd", weights, hidden, experts.down_proj)
 
 
 def _chosen(values: Tensor, by: Tensor, k: int, normalise: bool, scale: float = 1.0) -> Tensor:
-    """N x E: `values` where `by` is among the k largest, else 0; normalised to sum 1 if asked, times
+    """Return N x E: `values` where `by` is among the k largest, else 0; normalised to sum 1 if asked, times
     scale."""
     kept = torch.zeros_like(values).scatter(1, by.topk(k, dim=-1).indices, 1.0) * values
     return (kept / kept.sum(-1, keepdim=True) if normalise else kept) * scale
@@ -189,7 +189,7 @@ def _attention(layer: Any, x: Tensor, arguments: dict[str, Any]) -> Tensor:
 
 
 def text_stack(model: Any) -> tuple[Any, Any]:
-    """(module with the decoder `layers` and the final `norm`, LM head) of a wrapper."""
+    """Return (module with the decoder `layers` and the final `norm`, LM head) of a wrapper."""
     if model.config.model_type in ("llama4", "farskip_llama4"):
         return model.language_model.model, model.language_model.lm_head
     return model.model.language_model, model.lm_head
@@ -198,7 +198,8 @@ def text_stack(model: Any) -> tuple[Any, Any]:
 def _captured(
     model: Any, stack: Any, inputs: dict[str, Any]
 ) -> tuple[Tensor, list[dict[str, Any]], list[tuple[Tensor, Tensor]]]:
-    """(input of the first layer, keyword arguments of every layer, what DeepStack adds) of the model's own loop."""
+    """Return (input of the first layer, keyword arguments of every layer, what DeepStack adds) of the model's own
+    loop."""
     first: list[Tensor] = []
     arguments: list[dict[str, Any]] = []
     visual: list[tuple[Tensor, Tensor]] = []
@@ -231,7 +232,7 @@ def multimodal_reference_forward(
     mlp: str = "outdated",
     **inputs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits and streams of a regular wrapper as if `layers` of its text stack were FarSkip layers.
+    """Return the logits and streams of a regular wrapper as if `layers` of its text stack were FarSkip layers.
 
         o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m) + v_k
         a   = o_{k-1} - routed_{k-1}   layer k FarSkip, layer k-1 a FarSkip MoE layer, attention partial
@@ -252,7 +253,7 @@ def multimodal_reference_forward(
     """
     model_type, config = model.config.model_type, model.config.get_text_config()
     stack, lm_head = text_stack(model)
-    o, arguments, visual = found_once(lambda: _captured(model, stack, inputs), model, *inputs.values())
+    o, arguments, visual = computed_once(lambda: _captured(model, stack, inputs), model, *inputs.values())
     arguments = [dict(each) for each in arguments]
     is_image = None
     if model_type == "ernie4_5_vl_moe":

@@ -85,7 +85,7 @@ def in_turn(items: Iterable[Item]) -> Iterator[Item]:
 
 
 def import_what_deepspeed_imports() -> None:
-    """Before forking: what its engine imports when it is made takes each rank 1.4 s else."""
+    """Import before forking what its engine imports when it is made, which takes each rank 1.4 s else."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.compile_fx")
@@ -96,8 +96,8 @@ def _collect(readers: list[Any], ranks: list[Any], timeout_s: float) -> list[Any
     waiting = dict(enumerate(readers))
     deadline = time.monotonic() + timeout_s
     while waiting:
-        left = deadline - time.monotonic()
-        ready = multiprocessing.connection.wait(list(waiting.values()), max(left, 0))
+        remaining = deadline - time.monotonic()
+        ready = multiprocessing.connection.wait(list(waiting.values()), max(remaining, 0))
         if not ready:
             raise TimeoutError(f"ranks {sorted(waiting)} were not done after {timeout_s:g} s")
         for rank in [rank for rank, reader in waiting.items() if reader in ready]:
@@ -113,14 +113,14 @@ def _collect(readers: list[Any], ranks: list[Any], timeout_s: float) -> list[Any
 
 
 def _others(waiting: dict[int, Any]) -> str:
-    """What other ranks have failed with at the same time: one of them may be the cause of the first one's failure."""
-    found = ""
+    """Return what other ranks failed with at the same time: one of them may be the cause of the first one's failure."""
+    failures = ""
     for rank, reader in waiting.items():
         if reader.poll(0.5):
             with contextlib.suppress(EOFError):
                 ok, value = pickle.loads(reader.recv_bytes())
-                found += "" if ok else f"\nrank {rank} failed:\n{value}"
-    return found
+                failures += "" if ok else f"\nrank {rank} failed:\n{value}"
+    return failures
 
 
 def _send(pipe: Any, ok: bool, value: Any) -> None:

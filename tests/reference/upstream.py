@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from packaging.version import Version
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
@@ -52,7 +53,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def moe_model_types() -> list[str]:
-    """Model types that an Auto class loads and whose modeling file has experts, sorted; also the supported
+    """Return model types that an Auto class loads and whose modeling file has experts, sorted; also the supported
     ones, which are loaded by name."""
     folders = {
         path.parent.name
@@ -60,12 +61,12 @@ def moe_model_types() -> list[str]:
         if _EXPERTS.search(path.read_text(encoding="utf-8"))
     }
     loadable = {name for mapping in _AUTO_MODELS for name in getattr(modeling_auto, mapping)}
-    found = {name for name in loadable if model_type_to_module_name(name) in folders}
-    return sorted(found | FAMILIES.keys())
+    with_experts = {name for name in loadable if model_type_to_module_name(name) in folders}
+    return sorted(with_experts | FAMILIES.keys())
 
 
 def _normalised(node: Any) -> Any:
-    """A syntax tree as nested lists, without docstrings, annotations and what differs between Pythons."""
+    """Return a syntax tree as nested lists, without docstrings, annotations and what differs between Pythons."""
     if isinstance(node, list):
         return [_normalised(one) for one in node]
     if not isinstance(node, ast.AST):
@@ -92,7 +93,7 @@ def _loops_over_layers(function: ast.AST) -> bool:
 
 
 def fingerprint(family: Family) -> str:
-    """A hash of the family's decoder layers, its MoE block and every method of its file that loops over
+    """Return a hash of the family's decoder layers, its MoE block and every method of its file that loops over
     layers, without docstrings, comments and annotations."""
     layers = family.decoder_layer if isinstance(family.decoder_layer, tuple) else (family.decoder_layer,)
     classes = [
@@ -112,6 +113,13 @@ def snapshot() -> dict[str, Any]:
         "model_types": moe_model_types(),
         "families": {name: fingerprint(family) for name, family in sorted(FAMILIES.items())},
     }
+
+
+def older_than_snapshot() -> bool:
+    """Whether the installed transformers may lack, or have otherwise, what the snapshot was taken of."""
+    root = Path(__file__).parents[2]
+    then = json.loads((root / SNAPSHOT).read_text(encoding="utf-8"))["transformers"]
+    return Version(transformers.__version__) < Version(then)
 
 
 def _folded(text: str) -> str:

@@ -14,8 +14,8 @@ COLOURS = model_colours(["original", "converted", "fcsd", "one", "other"])
 
 
 def row(delta: float, low: float, high: float, verdict: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"delta": delta, "interval": [low, high], "num_items": 9}
-    return found | ({"verdict": verdict} if verdict else {})
+    facts: dict[str, Any] = {"delta": delta, "interval": [low, high], "num_items": 9}
+    return facts | ({"verdict": verdict} if verdict else {})
 
 
 def comparison(by: float) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def comparison(by: float) -> dict[str, Any]:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures, which are closed when they are written."""
+    """Yield the figures, which are closed when they are written."""
     kept: list[Any] = []
     monkeypatch.setattr(plt, "close", kept.append)
     yield kept
@@ -38,15 +38,15 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def points(axis: Any) -> list[tuple[float, str, list[float]]]:
-    """(difference, colour of the face, bounds) of every point of a panel, a model after the other."""
-    found = []
+    """Return (difference, colour of the face, bounds) of every point of a panel, a model after the other."""
+    shapes = []
     for container in axis.containers:
         line, _, (bars,) = container
         ((low, _), (high, _)) = bars.get_segments()[0]
-        found.append(
+        shapes.append(
             (float(line.get_xdata()[0]), to_hex(line.get_markerfacecolor()), [float(low), float(high)])
         )
-    return found
+    return shapes
 
 
 def test_what_is_noise_is_hollow_and_the_bars_are_the_intervals(tmp_path: Path, drawn: list[Any]) -> None:
@@ -90,7 +90,7 @@ def test_the_members_of_a_group_are_sorted_and_carry_their_number_of_items(
 
 
 def series(axis: Any) -> dict[str, tuple[list[float], list[float], str]]:
-    """Label -> places, values and colour of the lines of a panel."""
+    """Return label -> places, values and colour of the lines of a panel."""
     return {
         str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()), to_hex(line.get_color()))
         for line in axis.lines

@@ -1,4 +1,4 @@
-"""The best weights are as safe as a checkpoint: damaged ones are found, and the best that are whole are taken."""
+"""The best weights are as safe as a checkpoint: damaged ones are noticed, and the best that are whole are taken."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ Damage = Callable[[Path], None]
 
 
 def flip(best: Path) -> None:
-    """64 bits somewhere in the weights."""
+    """Flip 64 bits somewhere in the weights."""
     (file,) = best.glob("state-*.safetensors")
     data = bytearray(file.read_bytes())
     for k in range(64):
@@ -56,12 +56,12 @@ class Watched:
         self.run = make(folder, teacher, stopper=self.stopper, score=score, **settings)
 
     def left(self) -> list[int]:
-        """The steps whose weights are those of the model that is left."""
-        found = load_file(self.folder / "model" / "model.safetensors")
+        """Return the steps whose weights are those of the model that is saved."""
+        tensors = load_file(self.folder / "model" / "model.safetensors")
         return [
             step
             for step, held in self.weights.items()
-            if all(torch.equal(value, held[name]) for name, value in found.items() if name in held)
+            if all(torch.equal(value, held[name]) for name, value in tensors.items() if name in held)
         ]
 
 

@@ -1,4 +1,4 @@
-"""A training with too little memory ends with one line that names the largest terms and what to change."""
+"""A training that is out of memory ends with one line that names the largest terms and what to change."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.support import end_if_it_hangs
 
 
 def in_limited_memory(folder: Path, more_bytes: int, **changes: Any) -> str:
-    """The error of a training in a fork that may have only this much address space more than it has."""
+    """Return the error of a training in a fork that may have only this much address space more than it has."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -129,11 +129,13 @@ def test_every_way_in_which_memory_is_refused_is_known(
     monkeypatch.setattr(out_of_memory, "peak_bytes", lambda device: 10 << 30)
     student = tiny_model("qwen2_moe")
     with (
-        pytest.raises(UserError, match=r"out of memory on cuda:0: .* loss and buffers 10\.0 GiB") as found,
+        pytest.raises(UserError, match=r"out of memory on cuda:0: .* loss and buffers 10\.0 GiB") as refusal,
         explain_oom(student, None, TrainConfig(), 512, torch.device("cuda:0")),
     ):
         raise error
-    assert ("asked for" in str(found.value)) == ("allocate" in str(error) and not isinstance(error, OSError))
+    assert ("asked for" in str(refusal.value)) == (
+        "allocate" in str(error) and not isinstance(error, OSError)
+    )
 
 
 def test_other_errors_pass_unchanged() -> None:

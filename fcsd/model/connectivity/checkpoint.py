@@ -9,7 +9,7 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import read_json, safetensors_header
 from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.model.connectivity.spec import Connectivity
-from fcsd.model.families import FAMILIES, PREFIX, Family, base_model_type, family_of
+from fcsd.model.families import FAMILIES, NEWER, PREFIX, Family, base_model_type, family_of
 from fcsd.model.families.refused import REFUSED
 
 CONFIG = "config.json"
@@ -24,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]  # of tensors by their names
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder whose files have been found complete."""
+    """A checkpoint folder whose files are complete."""
 
     folder: Path
     config: dict[str, Any]
@@ -118,13 +118,13 @@ def read_config(
             f" {'present' if 'farskip' in config else 'absent'};"
             " convert the original checkpoint again with `fcsd convert`"
         )
-    if any_family and base_model_type(model_type) not in FAMILIES:
+    if any_family and base_model_type(model_type) not in {*FAMILIES, *NEWER}:
         return config, None, None
     try:
         family = family_of(config)
     except UserError as error:
         hint = ""
-        if "auto_map" in config and base_model_type(model_type) not in {*FAMILIES, *REFUSED}:
+        if "auto_map" in config and base_model_type(model_type) not in {*FAMILIES, *NEWER, *REFUSED}:
             hint = (
                 "; the checkpoint brings code of its own: trust_remote_code=True (in a recipe:"
                 " model.trust_remote_code: true) loads it as it is, it cannot be converted"
@@ -165,16 +165,18 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
         raise UserError(f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists{hint}")
     shapes: Shapes = {}
     for name in files:
-        found = {key: tuple(each["shape"]) for key, each in read_header(folder / name)[0].items()}
+        in_file = {key: tuple(each["shape"]) for key, each in read_header(folder / name)[0].items()}
         wanted = (
-            found.keys() if weight_map is None else {key for key, file in weight_map.items() if file == name}
+            in_file.keys()
+            if weight_map is None
+            else {key for key, file in weight_map.items() if file == name}
         )
-        if absent := sorted(wanted - found.keys()):
+        if absent := sorted(wanted - in_file.keys()):
             raise UserError(
                 f"{folder / name}: tensor '{absent[0]}' is not in this file, but {INDEX} says so;"
                 " fetch both again"
             )
-        shapes |= {key: found[key] for key in wanted}
+        shapes |= {key: in_file[key] for key in wanted}
     return Checkpoint(folder, config, family, connectivity, foreign, tuple(files), shapes)
 
 

@@ -15,6 +15,7 @@ from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers,
 from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.families import moe_mask, text_config
 from tests.real_configs import real_config
+from tests.support import cache_of
 
 EXACT = {  # Hub's number, and what in it is no parameter of the model's modules
     "DeepSeek-V2-Lite": (15_706_484_224, lambda model: 0),
@@ -56,7 +57,7 @@ LAST_75_PERCENT = {
 
 
 def _glm_mtp(model):
-    """An MTP layer of GLM-4.5: a decoder layer, its projection, three norms, its own embeddings and head."""
+    """Return an MTP layer of GLM-4.5: a decoder layer, its projection, three norms, its own embeddings and head."""
     width, vocabulary = model.config.hidden_size, model.config.vocab_size
     layer = sum(parameter.numel() for parameter in model.model.layers[-1].parameters())
     return layer + 2 * width**2 + 3 * width + 2 * width * vocabulary
@@ -64,7 +65,7 @@ def _glm_mtp(model):
 
 @cache
 def real_model(name):
-    """The model without storage, in bfloat16."""
+    """Return the model without storage, in bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
         family, config = real_config(name, Path(folder))
     with torch.device("meta"):
@@ -108,7 +109,8 @@ def test_a_real_model_converts_in_a_moment_and_runs_with_cache_and_hidden_states
         assert output.logits.shape == (1, tokens, vocabulary)
         assert [state.shape for state in output.hidden_states] == [(1, tokens, width)] * (len(mask) + 1)
         assert all(state.is_meta for state in output.hidden_states)
-    assert second.past_key_values.get_seq_length(len(mask) - 1) == 4
+    (read,) = cache_of(second).values()
+    assert read.get_seq_length(len(mask) - 1) == 4
 
 
 def traced_forward(model, num_tokens):
@@ -117,4 +119,4 @@ def traced_forward(model, num_tokens):
     options = {"use_cache": True, "output_hidden_states": True}
     with torch.no_grad():
         first = model(tokens, **options)
-        return first, model(tokens[:, :1], past_key_values=first.past_key_values, **options)
+        return first, model(tokens[:, :1], **cache_of(first), **options)

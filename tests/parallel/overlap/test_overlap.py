@@ -48,14 +48,14 @@ def events(records: list[Any]) -> list[tuple[str, str, int, bool]]:
 
 
 def counted(records: list[Any]) -> tuple[int, int]:
-    """(exchanges of rows, of counts); every one has been waited for."""
+    """Return (exchanges of rows, of counts); every one has been waited for."""
     assert all(record.waited is not None for _, record in records)
     started = [record.kind for event, record in records if event == "start"]
     return len(started) - started.count("counts"), started.count("counts")
 
 
 def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    by_family: dict[str, Any] = {}
     for family in families:
         x = X.chunk(2)[rank]
         everything = Connectivity("all")
@@ -65,7 +65,7 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
         model = spread(folder / family, everything, 2)
         attached(model, "blocking")
         blocking = step(model, x)
-        facts = found[family] = {"error": worst(blocking, one)}
+        facts = by_family[family] = {"error": worst(blocking, one)}
         attached(model, "forward")
         facts["forward"] = same(step(model, x), blocking)
         records, steps = attached(model, "full")
@@ -91,11 +91,11 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
             step(model, x)
         with pytest.raises(UserError, match="attached already; detach it first"):
             attach(model)
-    return found
+    return by_family
 
 
 def compiled(model: Any, x: torch.Tensor, expected: Any) -> bool:
-    """With compiled attention and shared expert in a layer between others; dynamo alone, whose graphs run eagerly."""
+    """Take a step with attention and shared expert of a layer compiled; by dynamo alone, whose graphs run eagerly."""
     model.activation_checkpointing_disable()
     layer = model.model.layers[2]
     parts = (layer.self_attn, layer.mlp.shared_expert)
@@ -103,10 +103,10 @@ def compiled(model: Any, x: torch.Tensor, expected: Any) -> bool:
         part.compile(backend="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # dynamo's, which looks at the gradient of all that it traces
-        found = same(step(model, x), expected)
+        equal = same(step(model, x), expected)
     for part in parts:
         part._compiled_call_impl = None
-    return found
+    return equal
 
 
 class Tag(torch.autograd.Function):
@@ -125,8 +125,8 @@ class Tag(torch.autograd.Function):
 
 
 def tagged(model: Any, x: torch.Tensor, records: list[Any]) -> str:
-    """The backward pass in order: a, b (parts of attention), s (shared expert), g (router) with the layer's number;
-    l, w (launch, wait) with D, C (dispatch, combine)."""
+    """Return the backward pass in order: a, b (parts of attention), s (shared expert), g (router) with the layer's
+    number; l, w (launch, wait) with D, C (dispatch, combine)."""
     log: list[str] = []
     handles = []
     for k, layer in enumerate(model.model.layers):
@@ -161,10 +161,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for family in FAMILIES:
         tiny_model(family).save_pretrained(folder / family)
     ranks = run_ranks(trained, 2, folder, FAMILIES)
-    found: dict[str, Any] = ranks[0]
+    by_family: dict[str, Any] = ranks[0]
     for family in FAMILIES:
-        found[family]["error"] = max(each[family]["error"] for each in ranks)
-    return found
+        by_family[family]["error"] = max(each[family]["error"] for each in ranks)
+    return by_family
 
 
 def test_overlapped_exchanges_change_no_bit_and_one_process_has_the_gradients(two_ranks: Any) -> None:
@@ -232,13 +232,13 @@ def test_launches_and_waits_come_in_the_schedules_order_and_mirrored(two_ranks: 
 def test_the_steps_of_a_layer_follow_from_what_is_in_flight(facts: dict[str, Any], steps: str) -> None:
     """By hand; s, w: starts and waits for D (dispatch), C (combine), C- (that of the layer before)."""
     signs = {"dispatch": "D", "combine": "C", "before": "C-"}
-    found = []
+    words = []
     for each in schedule(LayerFacts(**facts)):
         name = each.name.removeprefix("attention ").removesuffix(" expert")
-        found.append(
+        words.append(
             f"s{signs[each.starts]}" if each.starts else f"w{signs[each.waits]}" if each.waits else name
         )
-    assert " ".join(found) == steps
+    assert " ".join(words) == steps
 
 
 def test_the_backward_pass_computes_while_gradients_travel(two_ranks: Any) -> None:

@@ -12,7 +12,7 @@ from fcsd.parallel.overlap.support import refusal
 from tests.parallel.overlap.ranks import CHECKPOINTING, X, attached, same, spread, step, worst
 from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.tiny import tiny_model
-from tests.reference.upstream import families_lists
+from tests.reference.upstream import families_lists, older_than_snapshot
 from tests.support import ROOT, few_and_others
 
 NAMES = [name for name, family in FAMILIES.items() if refusal(family) is None]
@@ -27,12 +27,12 @@ WIDER: dict[str, dict[str, int]] = {"muse_spark": {"moe_hidden_size": 32}}
 
 
 def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool, bool, bool, float]]:
-    """Family -> whether full, full with checkpointing, and that with bfloat16 mixed precision have the bits of
+    """Return family -> whether full, full with checkpointing, and that with bfloat16 mixed precision have the bits of
     blocking; its error against one process.
 
     The ranks compute the references of one process by turns.
     """
-    found = {}
+    by_family = {}
     for number, name in enumerate(in_turn(names)):
         model = spread(folder / name, Connectivity("all"), 2)
         steps = []
@@ -46,12 +46,12 @@ def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool,
         if number % 2 == rank:
             one = step(load_model(folder / name, connectivity=Connectivity("all")), X)
         bits = same(steps[1], steps[0]), same(steps[2], steps[0]), in_bf16(rank, folder / name)
-        found[name] = *bits, worst(steps[0], one)
-    return found
+        by_family[name] = *bits, worst(steps[0], one)
+    return by_family
 
 
 def in_bf16(rank: int, folder: Path) -> bool:
-    """Whether full with checkpointing has the bits of blocking without, the weights gathered in bfloat16."""
+    """Return whether full with checkpointing has the bits of blocking without, the weights gathered in bfloat16."""
     if folder.name in NOT_IN_BF16:
         return True
     model = spread(folder, Connectivity("all"), 2, fsdp_mixed_precision=True)
@@ -84,7 +84,7 @@ def test_a_family_that_overlaps_has_the_bits_of_blocking_and_one_processs_gradie
 
 
 def four(rank: int, folder: Path) -> dict[Any, Any]:
-    found = {}
+    by_size = {}
     for name in ("qwen3_moe", "deepseek_v3"):
         one = None
         if rank == 0:
@@ -94,8 +94,8 @@ def four(rank: int, folder: Path) -> dict[Any, Any]:
             attached(model, "blocking")
             blocking = step(model, X[rank : rank + 1])
             attached(model, "full")
-            found[name, size] = same(step(model, X[rank : rank + 1]), blocking), worst(blocking, one)
-    return found
+            by_size[name, size] = same(step(model, X[rank : rank + 1]), blocking), worst(blocking, one)
+    return by_size
 
 
 @pytest.mark.slow
@@ -106,6 +106,7 @@ def test_four_ranks_share_the_experts_in_pairs_or_all_of_them(tmp_path: Path) ->
         assert same_bits and error < 5e-6, (case, error)
 
 
+@pytest.mark.skipif(older_than_snapshot(), reason="this transformers is older than the snapshot's")
 def test_the_page_lists_every_family_and_how_far_it_overlaps() -> None:
     page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
     assert f"<!-- families -->\n\n{families_lists()}\n\n<!-- /families -->" in page, (

@@ -37,7 +37,7 @@ def reference_kl(student, teacher):
 
 
 def inputs(dtype=torch.float64, n=N, seed=0):
-    """Numbers that float32 has, too."""
+    """Return numbers that float32 has, too."""
     g = torch.Generator().manual_seed(seed)
 
     def rand(*shape):
@@ -47,7 +47,7 @@ def inputs(dtype=torch.float64, n=N, seed=0):
 
 
 def assert_equal_equations(actual, expected):
-    """In float64, where another order of summation shows at 1e-14, on every CPU."""
+    """Compare in float64, where another order of summation shows at 1e-14, on every CPU."""
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -218,7 +218,7 @@ def test_without_gradients_only_the_loss_is_computed():
 
 
 def close_student(kl_scale, dtype=torch.bfloat16):
-    """A student near its teacher: one shared bfloat16 head, logits of standard deviation about 2.5."""
+    """Return a student near its teacher: one shared bfloat16 head, logits of standard deviation about 2.5."""
     g = torch.Generator().manual_seed(3)
     d, v, n = 64, 2000, 64
     w = (torch.randn(v, d, generator=g) / d**0.5).to(dtype)
@@ -267,7 +267,7 @@ def test_a_non_finite_hidden_state_gives_a_non_finite_loss(bad):
 
 
 def rounding_of(*logits):
-    """What float32 rounds off the largest logit; a probability, and so a loss, is relatively as inexact."""
+    """Return what float32 rounds off the largest logit; a probability, and so a loss, is relatively as inexact."""
     return torch.finfo(torch.float32).eps * max(float(z.detach().abs().max()) for z in logits)
 
 
@@ -275,8 +275,8 @@ def test_extreme_logits_give_the_finite_loss_that_float64_gives():
     h, w, th, tw, *_ = inputs(torch.float32)
     h, th = h * 200, th * 200
     logits = reference_logits(h, w), reference_logits(th, tw)
-    found = fused_kl(h, w, th, tw).double()
-    torch.testing.assert_close(found, reference_kl(*logits), rtol=rounding_of(*logits), atol=0)
+    loss = fused_kl(h, w, th, tw).double()
+    torch.testing.assert_close(loss, reference_kl(*logits), rtol=rounding_of(*logits), atol=0)
 
 
 def test_different_vocabularies_are_refused_with_both_sizes():
@@ -309,7 +309,7 @@ def test_a_retained_graph_cannot_be_scaled_twice():
 
 
 def reference_divergence(student, teacher, name, temperature=1.0, beta=0.5, clip=None):
-    """Per token, from full logits: sums over the vocabulary as they stand in the papers."""
+    """Return for each token, from full logits, the sums over the vocabulary as they stand in the papers."""
     p_s, p_t = (student / temperature).softmax(-1), (teacher / temperature).softmax(-1)
 
     def kl(p, q):
@@ -443,7 +443,7 @@ def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tok
     h, w, th, tw, b, tb = inputs()
     th, tw, tb = th[:, :D], w.clone(), tb * 0.5  # near enough for the student to agree on some tokens
     student, teacher = reference_logits(h + th, w, b), reference_logits(th, tw, tb)
-    _, found = fused_divergence(
+    _, statistics = fused_divergence(
         (h + th).requires_grad_(),
         w,
         th,
@@ -457,11 +457,11 @@ def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tok
     p = (teacher / by.temperature).softmax(-1)
     agreement = student.argmax(-1) == teacher.argmax(-1)
     assert 0 < agreement.sum() < N
-    assert torch.equal(found.top1_agreement, agreement)
-    assert_equal_equations(found.teacher_entropy, -(p * p.log()).sum(-1))
+    assert torch.equal(statistics.top1_agreement, agreement)
+    assert_equal_equations(statistics.teacher_entropy, -(p * p.log()).sum(-1))
     expected = reference_divergence(student, teacher, by.name, by.temperature, getattr(by, "jsd_beta", 0.5))
-    assert_equal_equations(found.divergence, expected)
-    assert not any(rows.requires_grad for rows in found)
+    assert_equal_equations(statistics.divergence, expected)
+    assert not any(rows.requires_grad for rows in statistics)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -582,8 +582,8 @@ def test_a_rounded_log_sum_exp_does_not_show_in_the_divergence_of_a_nearly_conve
     expected = reference_divergence(reference_logits(h, w), reference_logits(th, w), name).sum()
     assert expected / len(h) < 5e-7
     monkeypatch.setattr(losses, "_log_softmax_", rounded)
-    found, _ = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=statistics)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    loss, _ = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=statistics)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
@@ -592,10 +592,10 @@ def test_no_divergence_of_a_nearly_converged_student_is_rounding_noise(name, sta
     h, w, th = close_student(1e-2, torch.float32)
     expected = reference_divergence(reference_logits(h, w), reference_logits(th, w), name).sum()
     assert 1e-5 < expected / len(h) < 5e-5
-    found, _ = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=statistics)
+    loss, _ = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=statistics)
     # A token's figure has two sums of probabilities in it, each near 1 and rounded once; the signs are random.
     unit = torch.finfo(torch.float32).eps * (2 * len(h)) ** 0.5
-    assert abs(found.double() - expected) < ROUNDINGS * unit < 0.05 * expected
+    assert abs(loss.double() - expected) < ROUNDINGS * unit < 0.05 * expected
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -627,9 +627,9 @@ def test_float32_is_as_exact_as_it_is_on_full_logits(divergence, option):
         scaling=(student["scale"], student["softcap"]), teacher_scaling=(teacher["scale"], teacher["softcap"]),
         chunk_bytes=5 * one_token_bytes(5, 4),
     )  # fmt: skip
-    found = actual.detach(), *torch.autograd.grad(actual, leaves)
+    fused = actual.detach(), *torch.autograd.grad(actual, leaves)
     for one, plain, exact in zip(
-        found, on_full_logits(torch.float32), on_full_logits(torch.float64), strict=True
+        fused, on_full_logits(torch.float32), on_full_logits(torch.float64), strict=True
     ):
         assert_as_exact(one, plain, exact.double())
 
