@@ -1,5 +1,6 @@
-"""The table and the figure of the study of depth and width."""
+"""The tables and the figure of the study of depth and width."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,21 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_text
 from fcsd.base.text import markdown
 
-HEADER = [
-    "model", "teacher's loss", "all layers: copied, calibrated", "the first alone", "but 1: copied, calibrated",
-    "but 2", "but 3", "plain FCSD: batch, rate", "its last KL", "ours: last KL", "share of its tokens",
+UNTRAINED = [
+    "layers x width", "teacher's loss", "all, copied", "calibrated", "first, copied", "but 1, copied", "calibrated",
+    "but 2", "but 3",
 ]  # fmt: skip
+TRAINED = ["layers x width", "plain FCSD's batch, rate", "its last KL", "ours, half of the tokens", "share"]
+KINDS = {
+    "plain": "width 96",
+    "wide": "width 192",
+    "shared": "shared expert, width 96",
+    "mla": "MLA, width 96",
+}
 
 
 def write_depth(out: Path, models: dict[str, Any]) -> str:
-    """Leave `depth.md` and `depth.png` in `out`; returns the table. models: of models.yaml.
+    """Leave `depth.md` and `depth.png` in `out`; returns the tables. models: of models.yaml.
 
     A model without a baseline yet has its untrained figures only.
     """
@@ -25,7 +33,11 @@ def write_depth(out: Path, models: dict[str, Any]) -> str:
         if path.is_file():
             trained = [read_json(file) for file in sorted(path.parent.glob("seed-*/*.json"))]
             rows.append({"model": name, **own, **read_json(path), **_best(trained)})
-    text = markdown(HEADER, [_cells(row) for row in rows]) + "\n"
+    tables = [
+        markdown(UNTRAINED, [_untrained(row) for row in rows]),
+        markdown(TRAINED, [_trained(row) for row in rows if row["plain"] is not None]),
+    ]
+    text = "\n\n".join(tables) + "\n"
     write_text(out / "depth.md", text)
     plot(rows, out / "depth.png")
     return text
@@ -49,20 +61,23 @@ def _best(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {"plain": plain, "ours": next((row for row in ours if len(row["kl"]) == most), None)}
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _untrained(row: dict[str, Any]) -> list[str]:
+    """KL of rewired selections, nats; the last two are calibrated."""
     kl = row["kl"]
-    pair = {name: f"{nats(values['copied'])}, {nats(values['calibrated'])}" for name, values in kl.items()}
-    first = nats(kl["first"]["copied"])
-    cells = [row["model"], f"{row['teacher_ce']:.3f}", pair["all"], first]
-    cells += [pair.get(f"but-{count}", "") for count in (1, 2, 3)]
-    for which in ("plain", "ours"):
-        own = row[which]
-        if which == "plain":
-            cells.append(own["method"].removeprefix("kl ").removesuffix(", ema 0.95") if own else "")
-        cells.append(", ".join(nats(value) for value in own["kl"].values()) if own else "")
-    shares = row["ours"]["share"].values() if row["ours"] else []
-    cells.append(", ".join("never" if share is None else f"{share:.2f}" for share in shares))
-    return cells
+    wanted = [("all", "copied"), ("all", "calibrated"), ("first", "copied"), ("but-1", "copied")]
+    wanted += [(f"but-{count}", "calibrated") for count in (1, 2, 3)]
+    values = [nats(kl[name][which]) if name in kl else "" for name, which in wanted]
+    return [row["model"], f"{row['teacher_ce']:.2f}", *values]
+
+
+def _trained(row: dict[str, Any]) -> list[str]:
+    """Last KL by seed, and share of the baseline's tokens at which the calibrated run is where the baseline ends."""
+    plain, ours = row["plain"], row["ours"]
+    setting = re.search(r"(\S+), (\d+) tokens a step", plain["method"])
+    cells = [row["model"], f"{setting[2]}, {setting[1]}" if setting else plain["method"].removeprefix("kl ")]
+    cells += [", ".join(nats(value) for value in own["kl"].values()) if own else "" for own in (plain, ours)]
+    shares = ours["share"].values() if ours else []
+    return [*cells, ", ".join("never" if share is None else f"{share:.2f}" for share in shares)]
 
 
 def nats(value: float) -> str:
@@ -78,14 +93,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    names = {
-        "plain": "width 96",
-        "wide": "width 192",
-        "shared": "shared expert, width 96",
-        "mla": "MLA, width 96",
-    }
     styles = {"copied": "-", "calibrated": "--", "but-1": ":"}
-    for kind, color in zip(names, ("C0", "C1", "C2", "C3"), strict=True):
+    for kind, color in zip(KINDS, ("C0", "C1", "C2", "C3"), strict=True):
         own = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["layers"])
         depths = [row["layers"] for row in own]
         reached = {
@@ -99,7 +108,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             [mean - min(shares) for mean, shares in zip(means, points.values(), strict=True)],
             [max(shares) - mean for mean, shares in zip(means, points.values(), strict=True)],
         ]
-        left.errorbar(list(points), means, yerr=spread, marker="o", capsize=3, color=color, label=names[kind])
+        left.errorbar(list(points), means, yerr=spread, marker="o", capsize=3, color=color, label=KINDS[kind])
         curves = {
             "copied": [row["kl"]["all"]["copied"] for row in own],
             "calibrated": [row["kl"]["all"]["calibrated"] for row in own],
