@@ -10,10 +10,9 @@ from fcsd.base.files import read_json, write_text
 from fcsd.base.text import markdown
 
 UNTRAINED = [
-    "layers x width", "teacher's loss", "all, copied", "calibrated", "first, copied", "but 1, copied", "calibrated",
-    "but 2", "but 3",
+    "model", "teacher", "all, copied", "calibrated", "first alone", "but 1, copied", "calibrated", "but 2", "but 3",
 ]  # fmt: skip
-TRAINED = ["layers x width", "plain FCSD's batch, rate", "its last KL", "ours, half of the tokens", "share"]
+TRAINED = ["model", "plain FCSD's batch, rate", "its last KL", "ours, half of the tokens", "share"]
 KINDS = {
     "plain": "width 96",
     "wide": "width 192",
