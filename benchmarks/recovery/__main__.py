@@ -132,8 +132,8 @@ def measure(
         "corpus": read_json(out / "corpus" / "corpus.json"),
     }
     if result.is_file():
-        found = read_json(result)
-        if {key: found[key] for key in asked} != asked:
+        finished = read_json(result)
+        if {key: finished[key] for key in asked} != asked:
             raise UserError(
                 f"{result}: is of other settings than asked for; remove it, or name another folder"
             )
@@ -167,7 +167,7 @@ def measure(
         [point["step"] * train.batch_size_tokens, point["score"]]
         for point in read_json(folder / "scores.json")["points"]
     ]
-    found = asked | {
+    row = asked | {
         "model": model,
         "seed": seed,
         "method": method,
@@ -179,11 +179,11 @@ def measure(
         "versions": versions(),
     }
     result.parent.mkdir(parents=True, exist_ok=True)
-    write_json(result, found)
+    write_json(result, row)
     shutil.rmtree(folder)
     shutil.rmtree(calibrated, ignore_errors=True)
     running.unlink()
-    print(f"  KL {curve[0][1]:.4f} -> {curve[-1][1]:.4f} in {found['seconds']} s", flush=True)
+    print(f"  KL {curve[0][1]:.4f} -> {curve[-1][1]:.4f} in {row['seconds']} s", flush=True)
 
 
 def result_path(out: Path, model: str, seed: int, method: str) -> Path:

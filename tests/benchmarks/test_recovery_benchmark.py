@@ -100,8 +100,8 @@ def test_a_finished_run_is_not_run_again_and_other_settings_are_refused(
     assert benchmark.main([*command, *options]) == 0
     printed = capsys.readouterr().out
     assert "**kl 1e-3** (baseline)" in printed and (out / "recovery.png").stat().st_size > 1000
-    found = json.loads((out / "results" / "shared" / "seed-0" / "rel l2 10.json").read_text())
-    assert [point[0] for point in found["curve"]] == [0, 1024, 2048]
+    finished = json.loads((out / "results" / "shared" / "seed-0" / "rel l2 10.json").read_text())
+    assert [point[0] for point in finished["curve"]] == [0, 1024, 2048]
     assert not (out / "shared" / "seed-0" / "variants" / "method").exists()
     monkeypatch.setattr("fcsd.pipeline.distill.distill", lambda *_: pytest.fail("run again"))
     assert benchmark.main([*command, *options]) == 0
