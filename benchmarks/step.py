@@ -376,15 +376,15 @@ def run(options: argparse.Namespace, lengths: str) -> dict[str, Any]:
 
 def ratios(results: dict[str, Any]) -> dict[str, float]:
     """What the targets are about; of tokens per second the median over rounds."""
-    found = {
+    figures = {
         "kl / sft": results["kl"]["time_ratio"],
         "kl cached / sft": results["kl cached"]["time_ratio"],
     }
     for name, result in results.items():
         if name.startswith("gkd"):
             pairs = zip(result["seconds"], results["kl"]["seconds"], strict=True)
-            found[f"tokens/s, kl / {name}"] = statistics.median(theirs / ours for theirs, ours in pairs)
-    return found
+            figures[f"tokens/s, kl / {name}"] = statistics.median(theirs / ours for theirs, ours in pairs)
+    return figures
 
 
 def largest_difference(results: dict[str, Any]) -> dict[str, float]:

@@ -58,7 +58,7 @@ SMALL = "--link plain --compute real --layers 3 --dim 32 --expert-dim 16 --exper
 def stepped(rank: int, model: str, modes: tuple[str, str]) -> Any:
     """Of each mode: gradients; what was launched and waited for, and tokens of the shared expert of layer 1."""
     bench = Bench(complete(parser().parse_args([*SMALL.split(), "--model", model])))
-    found = []
+    steps = []
     for mode in modes:
         block, hook = bench.prepare(mode).model.layers[1].mlp, None
         if model == "shared":
@@ -75,8 +75,8 @@ def stepped(rank: int, model: str, modes: tuple[str, str]) -> Any:
         ]
         named = bench.models[mode in REGULAR].named_parameters()
         gradients = {name: getattr(p.grad, "_local_tensor", p.grad).clone() for name, p in named}
-        found.append((gradients, events))
-    return found
+        steps.append((gradients, events))
+    return steps
 
 
 def check_gradients(expected: Any, actual: Any) -> None:
