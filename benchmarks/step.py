@@ -134,7 +134,7 @@ def make_model(options: argparse.Namespace, rewired: bool) -> Any:
 
 
 def head_share(model: Any) -> float:
-    """Of the products of an SFT step, without attention's scores: head / (head + what a token uses of the layers)."""
+    """Return head / (head + what a token uses of the layers), in products of an SFT step without attention's scores."""
     config = model.config
     head = model.lm_head.weight.numel()
     experts = {name: p for name, p in model.model.layers.named_parameters() if ".experts." in name}

@@ -29,7 +29,7 @@ from tests.reference.tiny import tiny_model
 VOCABULARY = 512
 PROMPT_TOKENS = (5, 17, 33, 64)
 DATA_PARALLEL_TOKENS = (1, 17, 3, 64, 130, 257, 1021, 511)
-"""Of the prompts in `data_parallel.npz`, which ranks take in turn: two of them have sums of 1,155 and 849."""
+"""Lengths of the prompts in `data_parallel.npz`, which ranks take in turn: two of them have sums of 1,155 and 849."""
 NEW_TOKENS = 16
 _FIRST_TEXT = 128  # the wrapper's ids of images are below
 
