@@ -36,7 +36,7 @@ from tests.steering.network.namespaces import appendix_a3, in_namespaces
 from tests.steering.network.testbed import exchange_counts
 
 EXCHANGES = 4
-"""How many of the text's are measured, the first ones; each has a batch for every endpoint."""
+"""Rows of the text, one for each endpoint's batch; the first ones."""
 
 
 def traffic(recipe: str, names: list[str]) -> tuple[dict[str, np.ndarray], Payload]:

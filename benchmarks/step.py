@@ -134,7 +134,10 @@ def make_model(options: argparse.Namespace, rewired: bool) -> Any:
 
 
 def head_share(model: Any) -> float:
-    """Return head / (head + what a token uses of the layers), in products of an SFT step without attention's scores."""
+    """Return the head's share of the matmuls of an SFT step, without attention's scores.
+
+    It is head / (head + what a token uses of the layers).
+    """
     config = model.config
     head = model.lm_head.weight.numel()
     experts = {name: p for name, p in model.model.layers.named_parameters() if ".experts." in name}

@@ -182,7 +182,7 @@ class Bench:
         return flat(measured)
 
     def traced(self, mode: str, path: Path) -> dict[str, float]:
-        """Return what one step on a GPU hides, by the profiler's trace."""
+        """Return those of one step on a GPU, by the profiler's trace."""
         from torch.profiler import ProfilerActivity, profile
 
         from fcsd.parallel.overlap.measure import from_trace

@@ -13,7 +13,7 @@ def flat(measured: dict[str, Any]) -> dict[str, float]:
 
 
 def summary(measurements: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Return of each mode seconds of a step, its ratio to the first mode's, and what was hidden of what was sent."""
+    """Return, for each mode, seconds of a step, its ratio to the first mode's, and what was hidden of what was sent."""
     first = next(iter(measurements))
     table = {}
     for mode, rounds in measurements.items():

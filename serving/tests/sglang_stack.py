@@ -22,7 +22,7 @@ os.environ.update(ENVIRONMENT)
 
 
 PLACE: dict[str, int] = {}
-"""Where this process is among the ranks; see `start`."""
+"""Those of this process; see `start`."""
 
 
 def start(rank: int = 0, ranks: int = 1, experts: int = 1, port: int = 29531) -> None:

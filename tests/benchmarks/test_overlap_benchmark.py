@@ -56,7 +56,7 @@ SMALL = "--link plain --compute real --layers 3 --dim 32 --expert-dim 16 --exper
 
 
 def stepped(rank: int, model: str, modes: tuple[str, str]) -> Any:
-    """Return of each mode gradients; what was launched and waited for, and tokens of the shared expert of layer 1."""
+    """Return, for each mode, gradients, what was launched and waited for, and tokens of layer 1's shared expert."""
     bench = Bench(complete(parser().parse_args([*SMALL.split(), "--model", model])))
     steps = []
     for mode in modes:
@@ -93,7 +93,7 @@ def test_one_node_an_exchange_has_the_gradients_of_two_and_their_order(model: st
 
 
 def test_the_exact_rivals_shared_expert_is_computed_beside_both_exchanges_in_halves() -> None:
-    """Count those of the 8 tokens of a rank."""
+    """Return those of the 8 tokens of a rank."""
     for (expected, _), (actual, seen) in run_ranks(stepped, 2, "shared", ("regular", "both")):
         check_gradients(expected, actual)
         layer = [event[:2] for event in seen if event[0] == "shared" or (event[2:] == (1, False))]
