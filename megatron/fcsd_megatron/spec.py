@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -44,7 +46,16 @@ def with_farskip(
 
 
 def local_block(config: Any) -> TransformerBlockSubmodules:
-    """Return Megatron's own spec of local layers; latent attention as transformers computes it."""
+    """Return Megatron's own spec of local layers; latent attention as transformers computes it.
+
+    Raises:
+        UserError: queries without a latent in a release that has no local layer for them.
+    """
+    if config.multi_latent_attention and config.q_lora_rank is None and version("megatron-core") == "0.19.2":
+        raise UserError(
+            "fcsd-megatron: q_lora_rank null: megatron-core 0.19.2 normalises such queries in Transformer Engine alone;"
+            " install megatron-core==0.16.1"
+        )
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization
     )
@@ -52,7 +63,8 @@ def local_block(config: Any) -> TransformerBlockSubmodules:
         for spec in (specs := [copy.deepcopy(spec) for spec in block.layer_specs]):
             attention = spec.submodules.self_attention.submodules
             attention.core_attention = LatentAttention
-            attention.q_layernorm = attention.kv_layernorm = LatentNorm
+            attention.q_layernorm = IdentityOp if config.q_lora_rank is None else LatentNorm
+            attention.kv_layernorm = LatentNorm
         block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=block.layer_norm)
     return block
 

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from fcsd.base.errors import UserError
 
 VERSIONS = ("0.16.1", "0.19.2")
-"""Releases whose layers were compared with fcsd's: the newest for Python 3.11, and for 3.12."""
+"""Releases whose layers were compared with fcsd's: the newest for Python 3.11, and for 3.12 and later."""
 
 
 def check_version(installed: str | None = None) -> None:

@@ -31,7 +31,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-yarn": (
         "deepseek_v3",
         {
-            "q_lora_rank": None,
             "n_group": 1,
             "topk_group": 1,
             "n_shared_experts": 2,
@@ -39,6 +38,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-3,
             "rope_parameters": _YARN,
         },
+    ),
+    "deepseek_v3-full_queries": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
     ),
 }
 CONNECTIVITIES: dict[str, Connectivity | None] = {
