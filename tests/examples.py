@@ -13,10 +13,10 @@ def tokenize_example(
     example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any, loss_on: str = "response"
 ) -> dict[str, Any]:
     """Tokenize one example; what is bad about it is raised."""
-    (found,) = tokenize_examples([example], columns, tokenizer, loss_on)
-    if isinstance(found, BadExample):
-        raise found
-    return found
+    (result,) = tokenize_examples([example], columns, tokenizer, loss_on)
+    if isinstance(result, BadExample):
+        raise result
+    return result
 
 
 def pack(

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 BOUND = 1e-9
-"""For numbers of size 5, and gradients of size 1. Measured over all families: at most 4e-13; a wrong wiring gives 5e-2
+"""For numbers of size 5, and gradients of size 1. Measured over all families: at most 4e-13; a mutant gives 5e-2
 and more."""
 
 ROUNDINGS = 20
@@ -64,14 +64,14 @@ def in_float64() -> Iterator[None]:
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, in units of numbers of size 5, of what was computed in float64."""
+    """Return the largest difference, in units of numbers of size 5, of what was computed in float64."""
     assert actual.dtype == expected.dtype == torch.float64
     return float((actual - expected).abs().max() / (expected.abs().max() / 5).clamp(min=1))
 
 
 @torch.no_grad()
 def call_in_float64(model: Any, inputs: dict[str, Any]) -> Any:
-    """What a model of float32 weights puts out in float64; it is left as it was."""
+    """Return what a model of float32 weights puts out in float64; it is left as it was."""
     assert model.dtype == torch.float32
     wide = {
         name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -86,5 +86,5 @@ def call_in_float64(model: Any, inputs: dict[str, Any]) -> Any:
 
 
 def logits_in_float64(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """The logits of `call_in_float64`."""
+    """Return the logits of `call_in_float64`."""
     return call_in_float64(model, inputs).logits

@@ -26,7 +26,7 @@ def fused_divergence(
     teacher_scaling: tuple[float, float | None] = (1.0, None),
     **options: Any,
 ) -> tuple[Tensor, TokenStatistics | None]:
-    """The sum of a divergence between teacher and student; scalings: logit scale and softcap."""
+    """Return the sum of a divergence between teacher and student; scalings: logit scale and softcap."""
     student, teacher = Head(h, w, bias, *scaling), Head(th, tw, teacher_bias, *teacher_scaling)
     return fused_linear_loss(student, teacher, divergence, **options)
 

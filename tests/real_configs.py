@@ -13,14 +13,14 @@ CONFIGS = ROOT / "tests" / "files" / "configs"
 
 
 def real_folder(name: str, folder: Path) -> Path:
-    """A checkpoint folder that holds `config.json` and nothing else."""
+    """Return a checkpoint folder that holds `config.json` and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(CONFIGS / f"{name}.json", folder / CONFIG)
     return folder
 
 
 def real_config(name: str, folder: Path) -> tuple[Family, Any]:
-    """The family and the config object, read as from a checkpoint; `folder` is scratch space."""
+    """Return the family and the config object, read as from a checkpoint; `folder` is scratch space."""
     family = read_config(real_folder(name, folder))[1]
     assert family is not None
     return family, base_model_class(family).config_class.from_pretrained(folder)

@@ -75,7 +75,7 @@ class Bench:
     folder: Path
 
     def recipe(self, name: str = "r", **changes: Any) -> Path:
-        """A recipe file: 12 KL steps of 4 rows of 32 tokens; `changes` replace sections."""
+        """Return a recipe file: 12 KL steps of 4 rows of 32 tokens; `changes` replace sections."""
         recipe = {
             "name": name,
             "output_dir": str(self.folder / name),
@@ -121,7 +121,7 @@ class Bench:
 
 
 def make_bench(base: Path, folder: Path) -> Bench:
-    """A bench in `folder`."""
+    """Return a bench in `folder`."""
     turns = [
         [
             {"role": "user", "content": f"{n} + {n % 7}"},
@@ -205,7 +205,7 @@ def forked_ranks(call: Callable[[int], int], world_size: int, folder: Path) -> l
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -263,13 +263,13 @@ def killed_after(monkeypatch: Any, module: Any, name: str, call: Callable[[], in
 
 
 def documented_keys(chapter: str) -> set[str]:
-    """The keys that a chapter of docs/results.md names."""
+    """Return the keys that a chapter of docs/results.md names."""
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     return set(re.findall(r"`([a-z0-9_]+)`", text.split(f"\n## {chapter}\n")[1].split("\n## ")[0]))
 
 
 def run_of(recipe: Any) -> Any:
-    """The `Run` of a recipe, given as a path or as it is, in this process."""
+    """Return the `Run` of a recipe, given as a path or as it is, in this process."""
     from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.context import Run
     from fcsd.recipe.load_recipe import load_recipe

@@ -48,9 +48,11 @@ def test_what_a_package_exports_is_seen_by_the_documentation_and_has_a_docstring
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     unseen = set(exported) - set(bound_names(tree.body))
     assert not unseen, f"{name}: import {sorted(unseen)} under `if TYPE_CHECKING:`, too"
-    found = {one: getattr(module, one) for one in exported}
-    undocumented = [one for one, value in found.items() if inspect.isroutine(value) or inspect.isclass(value)]
-    assert not [one for one in undocumented if not inspect.getdoc(found[one])]
+    values = {one: getattr(module, one) for one in exported}
+    undocumented = [
+        one for one, value in values.items() if inspect.isroutine(value) or inspect.isclass(value)
+    ]
+    assert not [one for one in undocumented if not inspect.getdoc(values[one])]
 
 
 @pytest.mark.parametrize("name", documented())

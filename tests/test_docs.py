@@ -30,15 +30,15 @@ def anchors(page: Path) -> set[str]:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Every `fcsd …` line of an indented or fenced block, comments and launchers taken off."""
-    found = []
+    """Return every `fcsd …` line of an indented or fenced block, comments and launchers taken off."""
+    lines = []
     for page in PAGES:
         for line in page.read_text().splitlines():
             text = line.strip()
             text = re.sub(r"^accelerate launch .*-m fcsd", "fcsd", text)
             if line.startswith("    ") and text.startswith("fcsd "):
-                found.append((page.name, text))
-    return found
+                lines.append((page.name, text))
+    return lines
 
 
 def test_there_are_commands_to_check() -> None:
@@ -199,20 +199,3 @@ def test_the_page_of_evaluation_has_every_key_of_a_suite() -> None:
     chapter = page.partition("## Write a suite\n")[2].partition("\n## ")[0]
     keys = {re.sub(r".*[.\]]", "", dotted) for dotted in surface} - {"name", "tasks"}
     assert len(keys) > 20 and sorted(key for key in keys if f"`{key}`" not in chapter) == []
-
-
-# Each of these has another meaning as well: a base model, a node of a cluster, a part that a rank writes.
-AMBIGUOUS = {"base", "its part", "node", "operations", "part", "patch", "product", "seen", "spread", "tail"}
-
-
-def test_the_pages_have_none_of_the_words_that_the_vocabulary_takes_others_for() -> None:
-    rows = re.findall(r"^\| .* \| .* \| (.+) \|$", (ROOT / "docs" / "vocabulary.md").read_text(), flags=re.M)
-    words = {word for row in rows for word in row.split(", ")} - AMBIGUOUS - {"not"}
-    assert len(words) >= 12
-    stems = "|".join(sorted(re.sub(r"^go\b", "(?:go|goes|went)", word) for word in words))
-    for page in (*DOCS, ROOT / "README.md"):
-        text = " ".join(page.read_text().split()) if page.name != "vocabulary.md" else ""
-        assert re.findall(rf"(?i)\b(?:{stems})s?\b", text) == [], page.name
-        assert not re.search(r"(?:^|[.:] )Of (?!course)[a-z]", text), (
-            f"{page.name}: a sentence begins with Of"
-        )

@@ -36,12 +36,12 @@ ONLY_IN = {
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
-    found = {}
+    """Return every module of the package by its dotted name."""
+    paths = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts).removesuffix(".__init__")] = path
-    return found
+        paths[".".join(parts).removesuffix(".__init__")] = path
+    return paths
 
 
 MODULES = modules()
@@ -63,7 +63,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def folder(module: str) -> str:
-    """The folder of a module; "" for the package itself."""
+    """Return the folder of a module; "" for the package itself."""
     return module.partition(".")[2].partition(".")[0]
 
 
@@ -156,7 +156,7 @@ def definitions() -> Iterator[tuple[str, Definition]]:
 
 
 def longer_than(lines: int, kind: Any) -> list[str]:
-    """The definitions of a kind that have more lines."""
+    """Return the definitions of a kind that have more lines."""
     return [
         f"{name}: {length} lines"
         for name, node in definitions()
@@ -175,13 +175,13 @@ def test_no_module_is_longer_than_400_lines() -> None:
 
 
 def test_no_function_has_more_than_eight_parameters() -> None:
-    found = set()
+    too_many = set()
     for name, node in definitions():
         if not isinstance(node, ast.ClassDef):
             names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             if len(names) - (names[:1] in (["self"], ["cls"])) > 8:
-                found.add(name)
-    assert found == MORE_PARAMETERS
+                too_many.add(name)
+    assert too_many == MORE_PARAMETERS
 
 
 COMMAND_LINE = sorted((PACKAGE / "cli").glob("*.py"))

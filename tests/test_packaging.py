@@ -70,8 +70,8 @@ def metadata(wheel: dict[str, bytes]) -> email.message.Message:
 
 
 def files_below(folder: Path, pattern: str = "*") -> set[str]:
-    found = (path for path in folder.rglob(pattern) if path.is_file() and "__pycache__" not in path.parts)
-    return {str(path.relative_to(ROOT)) for path in found}
+    paths = (path for path in folder.rglob(pattern) if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(ROOT)) for path in paths}
 
 
 def test_the_licence_is_the_whole_apache_licence_and_is_in_both_distributions(
@@ -111,13 +111,13 @@ def test_the_wheel_has_no_tests_and_nothing_beside_the_package(wheel: dict[str, 
 
 
 def test_the_metadata_says_who_and_for_what(wheel: dict[str, bytes]) -> None:
-    found = metadata(wheel)
-    assert found["Author"] == "The fcsd authors"
-    assert found["Version"] == fcsd.__version__
-    assert found["Requires-Python"] == ">=3.11"
-    assert "mixture of experts" in found["Keywords"]
-    assert "Typing :: Typed" in found.get_all("Classifier", [])
-    assert not [line for line in found.get_all("Classifier", []) if line.startswith("License ::")]  # PEP 639
+    facts = metadata(wheel)
+    assert facts["Author"] == "The fcsd authors"
+    assert facts["Version"] == fcsd.__version__
+    assert facts["Requires-Python"] == ">=3.11"
+    assert "mixture of experts" in facts["Keywords"]
+    assert "Typing :: Typed" in facts.get_all("Classifier", [])
+    assert not [line for line in facts.get_all("Classifier", []) if line.startswith("License ::")]  # PEP 639
 
 
 def test_the_source_distribution_builds_the_same_wheel(

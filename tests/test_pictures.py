@@ -47,16 +47,16 @@ def test_the_picture_has_its_own_background_and_its_text_is_text(layer: ModuleTy
 
 
 def reached(operations: list, name: str, k: int) -> set[tuple[str, int]]:
-    """All operations whose results go into `name` of layer k."""
+    """Return all operations whose results go into `name` of layer k."""
     reads = {(one.name, one.layer): one.reads for one in operations}
-    found: set[tuple[str, int]] = set()
+    names: set[tuple[str, int]] = set()
     waiting = [(name, k)]
     while waiting:
         for read in reads.get(waiting.pop(), ()):
-            if read in reads and read not in found:
-                found.add(read)
+            if read in reads and read not in names:
+                names.add(read)
                 waiting.append(read)
-    return found
+    return names
 
 
 def of(names: tuple[str, ...], *layers: int) -> set[tuple[str, int]]:

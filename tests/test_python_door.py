@@ -55,8 +55,8 @@ def test_the_lines_of_the_readme_run_on_a_tiny_model(tmp_path: Path, monkeypatch
     from tests.reference.tiny import tiny_model
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.findall(r"^```python\n(.*?)^```", readme, flags=re.M | re.S)
-    (block,) = [each for each in found if "Trainer" in each]
+    blocks = re.findall(r"^```python\n(.*?)^```", readme, flags=re.M | re.S)
+    (block,) = [each for each in blocks if "Trainer" in each]
     tiny = {
         "Qwen/Qwen3-30B-A3B": str(tmp_path / "tiny"), "max_steps=2000": "max_steps=2",
         "max_length=4096": "max_length=64", "batch_size_tokens=131072": "batch_size_tokens=256",
@@ -80,6 +80,6 @@ def test_the_example_trains_saves_and_loads_again(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     runpy.run_path(str(ROOT / "examples" / "distill_in_python.py"))
     said = capsys.readouterr().out
-    found = re.search(r"held-out KL to the original: ([\d.]+) before, ([\d.]+) after 40 steps", said)
-    assert found is not None and float(found[2]) < 0.6 * float(found[1])
+    match = re.search(r"held-out KL to the original: ([\d.]+) before, ([\d.]+) after 40 steps", said)
+    assert match is not None and float(match[2]) < 0.6 * float(match[1])
     assert "saved and loaded again: FarSkipQwen3MoeForCausalLM in" in said

@@ -1,6 +1,6 @@
 """Evaluate a model in memory on a suite, and compare two evaluations item by item.
 
-Not covered: stages that go on where they were cut off; `fcsd evaluate` and recipes have them.
+Not covered: stages that continue where they were cut off; `fcsd evaluate` and recipes have them.
 """
 
 import time
@@ -86,17 +86,17 @@ def evaluate_model(
         )
     if launch is None:
         launch = join_launch()
-        stop_watching()  # a script may go on after the evaluation
+        stop_watching()  # a script may have more to do after the evaluation
     start = time.monotonic()
     suite = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
     # Not validated: whether a number is in its range is for the evaluation.
-    plan = EvaluationConfig.model_construct(
+    config = EvaluationConfig.model_construct(
         data_root=None if data_root is None else str(data_root),
         batch_size=batch_size,
         limit=limit,
         allow_weak_sandbox=allow_weak_sandbox,
     )
-    prepared = prepare_evaluation(tokenizer, suite, plan, ranks=launch.ranks, progress=progress)
+    prepared = prepare_evaluation(tokenizer, suite, config, ranks=launch.ranks, progress=progress)
     with preserved(model, tokenizer), prepared as evaluate:
         result, samples = evaluate(model, name)
     result["wall_s"] = launch.ranks.from_first(lambda: time.monotonic() - start)
@@ -121,17 +121,18 @@ def compare(
     else:
         evaluated = {"original": _evaluated(original), "converted": _evaluated(converted)}
     comparisons = compare_all(evaluated, tasks)
-    (found,) = comparisons.values()
-    return Comparison(found, comparison_text(comparisons, evaluated))
+    (comparison,) = comparisons.values()
+    return Comparison(comparison, comparison_text(comparisons, evaluated))
 
 
-def _evaluated(given: Evaluation | str | Path) -> dict[str, Any]:
-    if isinstance(given, Evaluation):
-        result, samples = dict(given), given.samples
-    elif isinstance(given, str | Path):
-        result, samples = read_result(Path(given))
+def _evaluated(evaluation: Evaluation | str | Path) -> dict[str, Any]:
+    if isinstance(evaluation, Evaluation):
+        result, samples = dict(evaluation), evaluation.samples
+    elif isinstance(evaluation, str | Path):
+        result, samples = read_result(Path(evaluation))
     else:
         raise UserError(
-            f"compare: a {type(given).__name__}; what evaluate_model gave, or the folder of an evaluation is needed"
+            f"compare: a {type(evaluation).__name__}; what evaluate_model gave, or the folder of an evaluation is"
+            " needed"
         )
     return {"result": result, "samples": samples, "training": None}

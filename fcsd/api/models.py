@@ -60,7 +60,7 @@ def convert(
 
 
 def unconvert(model: Model) -> Model:
-    """Give a converted model its original class, config and wiring back in place, and return it.
+    """Give a converted model its original class, config and connectivity back in place, and return it.
 
     Raises:
         UserError: it is not converted.
@@ -95,8 +95,8 @@ def calibrate(
         rows: token ids (N, T), every token of which is text; packed rows (input_ids, position_ids, labels); or a data
             set as `FCSDTrainer` takes it. At least 4 x hidden size tokens; 128 x are better.
         ridge: pull of the maps towards the identity, relative to the mean diagonal of the Gram matrix.
-        tokenizer: of a data set.
-        max_length: tokens of a row that a data set is packed into.
+        tokenizer: what makes tokens of a data set.
+        max_length: tokens in each row that a data set is packed into.
 
     Returns:
         What was solved, layer by layer: squared residuals before and after, the same of text that was left out
@@ -199,11 +199,11 @@ def load(
 
     if "torch_dtype" in options:
         raise UserError("fcsd.load: torch_dtype: is here dtype=…, for example dtype='bfloat16'")
-    found = find_model(ModelConfig(path=str(path), revision=revision))
-    tokenizer = load_tokenizer(found.folder, trust_remote_code=trust_remote_code)
+    checkpoint = find_model(ModelConfig(path=str(path), revision=revision))
+    tokenizer = load_tokenizer(checkpoint.folder, trust_remote_code=trust_remote_code)
     wanted = connectivity_of(layers, attention, mlp)
     model = load_model(
-        found.folder,
+        checkpoint.folder,
         connectivity=wanted,
         original=original,
         trust_remote_code=trust_remote_code,

@@ -24,7 +24,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | list[str] | Non
     """Load and check a recipe.
 
     Args:
-        path: of the file, or the name of a recipe that ships with fcsd ("tiny/demo").
+        path: the path of the file, or the name of a recipe that ships with fcsd ("tiny/demo").
         overrides: {"train.learning_rate": 4e-5}, or texts as `--set` takes them.
 
     Raises:
@@ -43,19 +43,19 @@ def run_stage(
     expert_parallel: int = 1,
     overlap: Overlap | None = None,
 ) -> Path:
-    """Run one stage of a recipe, or all of them ("run"), as the command of that name; what is finished is found.
+    """Run one stage of a recipe, or all of them ("run"), as the command of that name; finished ones are not rerun.
 
     Args:
         stage: pretrain, convert, calibrate, sweep, distill, evaluate (every model that is there), report, publish or
             run.
         recipe: a recipe, its path or shipped name, or what its file would hold.
-        variant: of "distill", one of the recipe's variants.
+        variant: one of the recipe's variants, for "distill".
         expert_parallel: ranks that hold the experts of an MoE layer among them.
-        overlap: how much of what they send each other runs beside computation: full, forward or off; None: full where
+        overlap: how much of their communication runs beside computation: full, forward or off; None: full where
             the model can.
 
     Returns:
-        The folder that the stage left; of "evaluate" that of all evaluations, of "run" the run's.
+        The folder that the stage left; for "evaluate" that of all evaluations, for "run" the run's.
 
     Raises:
         UserError: no such stage; what the command refuses. Interrupted: a signal came, and a checkpoint is written.

@@ -22,7 +22,7 @@ from fcsd.base.files import check_folder_place, read_json, write_json
 SCHEMA_VERSION = 4
 # 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key of train; 3: streaming was one of
 # a source.
-_SAYS_NOTHING = ".streaming: false -> null"  # ends what a change is that former folders may have
+_SAYS_NOTHING = ".streaming: false -> null"  # the end of a change that folders of a former fcsd may show
 _PACKAGES = (
     "fcsd", "torch", "transformers", "accelerate", "datasets", "lm-eval", "tokenizers", "safetensors",
 )  # fmt: skip
@@ -75,7 +75,7 @@ class Stage:
     def finish(self, results: dict[str, Any], outputs: dict[str, str] | None = None) -> None:
         """Write the manifest; from now on the stage is finished.
 
-        results: small facts that later stages and the report read; outputs: name -> fingerprint of what was left.
+        results: small facts that later stages and the report read; outputs: name -> fingerprint of each output.
         """
         record = {
             **self._record(),
@@ -94,26 +94,27 @@ class Stage:
             "inputs": self.inputs,
         }
 
-    def _refuse_difference(self, found: dict[str, Any]) -> None:
-        if found.get("stage") != self.name:
+    def _refuse_difference(self, record: dict[str, Any]) -> None:
+        if record.get("stage") != self.name:
             raise UserError(
-                f"{self.folder}: holds stage '{found.get('stage')}', not '{self.name}'; choose another output folder"
+                f"{self.folder}: holds stage '{record.get('stage')}', not '{self.name}'; choose another output folder"
             )
         # What JSON does to tuples and integer keys must not count as a change.
         mine = json.loads(json.dumps(self._record()))
         changes = [
             change
-            for change in differences(found["settings"], mine["settings"])
+            for change in differences(record["settings"], mine["settings"])
             if change.split(":")[0] not in self.may_change and not change.endswith(_SAYS_NOTHING)
         ]
-        if changes and (version := found.get("schema_version")) != SCHEMA_VERSION:
+        if changes and (version := record.get("schema_version")) != SCHEMA_VERSION:
             more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
             raise UserError(
                 f"{self.folder}: was made by another fcsd (schema_version {version}, this one writes {SCHEMA_VERSION})"
                 f" with other settings, or with these written differently ({'; '.join(changes[:3])}{more}); choose"
-                " another output folder, remove this folder to run the stage again, or go on with the fcsd that made it"
+                " another output folder, remove this folder to run the stage again, or continue with the fcsd that made"
+                " it"
             )
-        changes += differences(found["inputs"], mine["inputs"])
+        changes += differences(record["inputs"], mine["inputs"])
         if changes:
             raise UserError(
                 f"{self.folder}: was made with other settings ({'; '.join(changes)});"
@@ -133,11 +134,11 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
     if both and all(isinstance(each, dict) for each in both):
         old, new = dict(enumerate(old)), dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):
-        found = []
+        changes = []
         for key in sorted(set(old) | set(new)):
             dotted = f"{prefix}.{key}" if prefix else str(key)
-            found += differences(old.get(key), new.get(key), dotted)
-        return found
+            changes += differences(old.get(key), new.get(key), dotted)
+        return changes
     return [] if old == new else [f"{prefix}: {_short(old)} -> {_short(new)}"]
 
 
@@ -148,8 +149,8 @@ def _short(value: Any) -> str:
 
 def versions() -> dict[str, str]:
     """Collect the versions of the packages that a result depends on."""
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            by_package[package] = importlib.metadata.version(package)
+    return by_package

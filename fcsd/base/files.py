@@ -95,7 +95,7 @@ def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
             read(path)
         except UserError:
             raise UserError(
-                f"{path}: is there and is something else; name another file, or remove it"
+                f"{path}: exists and is another kind of file; name another file, or remove it"
             ) from None
 
 

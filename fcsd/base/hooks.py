@@ -59,5 +59,5 @@ def first_tensor(values: Any) -> Tensor | None:
 
 def hidden_states(args: Any, kwargs: Any) -> Tensor | None:
     """Return the hidden states that a module is called with, by that name or as the first tensor."""
-    found: Tensor | None = kwargs.get("hidden_states", first_tensor(args))
-    return found
+    states: Tensor | None = kwargs.get("hidden_states", first_tensor(args))
+    return states

@@ -21,12 +21,12 @@ def available_memory() -> int:
         if kind in ("", "memory"):  # of version 2, and of version 1
             root = _CGROUPS / kind
             place = root / path.lstrip("/")
-            free += [left for folder in (place, *place.parents) if (left := _left(folder)) is not None]
+            free += [room for folder in (place, *place.parents) if (room := _room(folder)) is not None]
     return max(0, min(free))
 
 
-def _left(folder: Path) -> int | None:
-    """Return what a cgroup's limit leaves, its files' pages not counted; None where it has none."""
+def _room(folder: Path) -> int | None:
+    """Return the bytes that a cgroup's limit leaves, pages of its files not counted; None where it has no limit."""
     names = (
         ("memory.max", "memory.current", "file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "cache"),

@@ -52,14 +52,14 @@ class Strict(BaseModel):
         foreign: key that others of a union know -> what is said of it. needs: required key -> for what.
         """
         wrong = {}
-        for key, given in value.items():
+        for key, entry in value.items():
             if key not in cls.model_fields:
                 unknown = f"unknown key{did_you_mean(str(key), list(cls.model_fields))}"
                 wrong[key] = foreign.get(key) or cls.elsewhere.get(key) or unknown
-            elif isinstance(given, bool):  # pydantic would take true for 1
+            elif isinstance(entry, bool):  # pydantic would take true for 1
                 kinds = _kinds(cls.model_fields[key].annotation)
                 if bool not in kinds and kinds & {int, float}:
-                    wrong[key] = f"a number is needed, got {given!r}"
+                    wrong[key] = f"a number is needed, got {entry!r}"
         missing = {}
         for key, field in cls.model_fields.items():
             if cls.requires(key) and key not in value:
@@ -83,8 +83,8 @@ class Strict(BaseModel):
             UserError: one line that names the option: `--text-examples: …`.
         """
         names = {name: flag_of(cls, name).lstrip("-").replace("-", "_") for name in cls.model_fields}
-        given = {name: options[key] for name, key in names.items() if options.get(key) is not None}
-        return _build(cls, given | own, "", options=True)
+        values = {name: options[key] for name, key in names.items() if options.get(key) is not None}
+        return _build(cls, values | own, "", options=True)
 
 
 def option(
@@ -206,7 +206,7 @@ def _build(kind: type[Document], value: dict[str, Any], before: str, *, options:
 
 
 def _line(problem: Any, options_of: Any) -> str:
-    # Of a union that is tried one after the other, pydantic adds the types that it tried.
+    # pydantic adds the types that it tried to the place of a union that is tried one after the other.
     keys = [key for key in problem["loc"] if not (isinstance(key, str) and ("[" in key or key in _TYPES))]
     dotted = ".".join(map(str, keys))
     if options_of and (names := [key for key in keys if isinstance(key, str)]):
@@ -214,9 +214,9 @@ def _line(problem: Any, options_of: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("model_type", "model_attributes_type"):
         message = "a mapping of keys to values is needed"
-    given = problem.get("input")
+    value = problem.get("input")
     is_shown = problem["type"] not in ("key", "missing") and "got" not in message
-    shown = f", got {given!r}" if is_shown and isinstance(given, str | int | float | bool | None) else ""
+    shown = f", got {value!r}" if is_shown and isinstance(value, str | int | float | bool | None) else ""
     return f"{dotted}: {message}{shown}" if dotted else f"{message}{shown}"  # a rule for the whole has none
 
 

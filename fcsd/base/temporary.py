@@ -1,4 +1,4 @@
-"""Temporary folders and files with an owner: what a killed process has left, the next one that comes by removes.
+"""Temporary folders and files with an owner: what a killed process leaves behind, the next process removes.
 
 The name has the host and a random part, so that no two jobs ever share one. A lock on it says whether its owner
 lives: the system gives it back when the process ends, however it does.
@@ -23,7 +23,7 @@ from pathlib import Path
 def beside(path: Path) -> Iterator[Path]:
     """Make a temporary folder on the disk of `path`; it, or a file in it, can be renamed to `path`.
 
-    What is left of it at the end is removed.
+    What was not renamed is removed at the end.
     """
     with _owned(path.parent, f".{path.name}", 0o777) as made:
         yield made
@@ -40,7 +40,7 @@ def file_beside(path: Path) -> Iterator[Path]:
 def scratch_folder(name: str) -> Iterator[Path]:
     """Make a folder in the system's temporary directory that nobody else can read; it is removed at the end.
 
-    name: begins with `fcsd-`, by which `sweep_scratch` finds what is left of it.
+    name: begins with `fcsd-`, by which `sweep_scratch` finds the folders of killed processes.
     """
     with _owned(Path(tempfile.gettempdir()), name, 0o700) as made:
         yield made
@@ -108,20 +108,20 @@ def _locked(made: Path) -> int | None:
 
 
 def sweep(folder: Path, start: str) -> None:
-    """Remove what processes of this host that are no more have left in `folder` under names that begin with `start`."""
+    """Remove files and folders of ended processes of this host from `folder`, if their names begin with `start`."""
     owned = re.compile(rf"{re.escape(start)}(.*\.)?{_host()}-\d+-[0-9a-f]{{8}}\.(tmp|old)")
     with contextlib.suppress(OSError):
-        for left in os.listdir(folder):
-            if owned.fullmatch(left):
+        for name in os.listdir(folder):
+            if owned.fullmatch(name):
                 with contextlib.suppress(OSError):
-                    _remove_if_dead(folder / left)
+                    _remove_if_dead(folder / name)
 
 
-def _remove_if_dead(left: Path) -> None:
-    descriptor = os.open(left, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+def _remove_if_dead(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(left)
+        _remove(path)
     finally:
         os.close(descriptor)
 

@@ -9,16 +9,16 @@ from typing import Any
 RELATIVE = ("heldout_kl",)  # metrics whose min_delta is a share of the score
 
 
-def scored_row(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+def scored_row(section: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what an `early_stopping` section scores: its task, or for held-out KL the section itself."""
-    task = plan.get("task")
-    return task if isinstance(task, Mapping) else plan
+    task = section.get("task")
+    return task if isinstance(task, Mapping) else section
 
 
-def stopping_text(plan: Mapping[str, Any]) -> str:
+def stopping_text(section: Mapping[str, Any]) -> str:
     """Name what a recipe's `early_stopping` section (or a manifest's) scores: "acc_norm of hellaswag on
     `Rowan/hellaswag`, split `train`"."""
-    row = scored_row(plan)
+    row = scored_row(section)
     if row.get("metric") == "heldout_kl":
         return "KL to the original on held-out text"
     metric = str(row.get("metric")).partition(",")[0]

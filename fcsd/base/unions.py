@@ -73,7 +73,7 @@ class OneOf:
             for other in self.members.values()
             for key in other.model_fields.keys() - kind.model_fields.keys()
         }
-        return {key: f"no meaning for {which}, only for {', '.join(found)}" for key, found in tags.items()}
+        return {key: f"no meaning for {which}, only for {', '.join(owners)}" for key, owners in tags.items()}
 
     def _needed_by_some(self) -> set[str]:
         """Return the keys that not every member requires."""
@@ -94,15 +94,15 @@ def choice_of(annotation: Any) -> OneOf | None:
         annotation, beside = annotation.annotation, annotation.metadata
     elif get_origin(annotation) is Annotated:
         annotation, *beside = get_args(annotation)
-    if found := next((each for each in beside if isinstance(each, OneOf)), None):
-        return found
+    if choice := next((each for each in beside if isinstance(each, OneOf)), None):
+        return choice
     inside = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
-    return next((found for each in inside if (found := choice_of(each))), None)
+    return next((choice for each in inside if (choice := choice_of(each))), None)
 
 
-def drop_foreign_keys(annotation: Any, raw: Any, given: Collection[str], prefix: str = "") -> None:
-    """Take out of plain values, in place, the keys that the record of their union does not have; those in `given`,
-    dotted, or below or above one of them, stay."""
+def drop_foreign_keys(annotation: Any, raw: Any, changes: Collection[str], prefix: str = "") -> None:
+    """Take out of plain values, in place, the keys that the record of their union does not have; those in
+    `changes`, dotted, or below or above one of them, stay."""
     choice = choice_of(annotation)
     if choice is not None:
         kind = choice.member(raw)
@@ -117,10 +117,10 @@ def drop_foreign_keys(annotation: Any, raw: Any, given: Collection[str], prefix:
     for key in list(raw):
         dotted = f"{prefix}{key}"
         if key in kind.model_fields:
-            drop_foreign_keys(kind.model_fields[key], raw[key], given, f"{dotted}.")
+            drop_foreign_keys(kind.model_fields[key], raw[key], changes, f"{dotted}.")
         elif choice is not None and not any(
             f"{one}.".startswith(f"{other}.")
-            for name in given
+            for name in changes
             for one, other in ((name, dotted), (dotted, name))
         ):
             del raw[key]

@@ -21,7 +21,9 @@ def _bench(arguments: Namespace) -> None:
 
 
 def _bench_options(parser: ArgumentParser) -> None:
-    parser.add_argument("benchmark", choices=["serve"], metavar="serve", help="what is measured: servers")
+    parser.add_argument(
+        "benchmark", choices=["serve"], metavar="serve", help="what is measured; serve: servers"
+    )
     parser.add_argument("model", metavar="MODEL", help="the converted model, hub id or local folder")
     field_options(parser, Benchmark, "against", type=None)
     parser.add_argument(
@@ -45,11 +47,11 @@ def _bench_options(parser: ArgumentParser) -> None:
 
 COMMANDS = {
     "bench": Command(
-        "A converted model against its original in servers of vLLM or SGLang: times of first and further tokens.",
+        "Measure a converted model and its original in servers of vLLM or SGLang: times of first and further tokens.",
         _bench_options,
         _bench,
         "`fcsd bench serve MODEL --against ORIGINAL --output DIR` starts one server after another, in turns: stock,"
         " stock with each exact way to hide communication that this machine has, FarSkip blocking and overlapped."
-        " Continues where it was cut off (docs/serve.md).",
+        " The same command continues where it was cut off (docs/serve.md).",
     ),
 }

@@ -52,9 +52,9 @@ def _convert(arguments: Namespace) -> None:
         "versions": versions(),
     }
     write_json(Path(arguments.out) / "manifest.json", record)
-    left = read_checkpoint(arguments.out)
-    assert left.connectivity is not None and left.family is not None
-    tell_first_layer(left.connectivity, load_config(left), left.family, "--layers")
+    checkpoint = read_checkpoint(arguments.out)
+    assert checkpoint.connectivity is not None and checkpoint.family is not None
+    tell_first_layer(checkpoint.connectivity, load_config(checkpoint), checkpoint.family, "--layers")
     print(arguments.out)
 
 
@@ -121,7 +121,7 @@ def _calibrate_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--text",
         required=True,
-        help=".jsonl file, data set folder or hub id, or what a recipe's data.train holds one of, in YAML:"
+        help=".jsonl file, data set folder or hub id, or one source as in a recipe's data.train, in YAML:"
         " '{path: X, columns: {text: body}, split: train}'",
     )
     field_options(parser, CalibrationConfig, "tokens", "ridge")
@@ -129,7 +129,7 @@ def _calibrate_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--decontaminate",
         metavar="SUITE",
-        help="leave out what shares 13 words in a row with an item of this suite",
+        help="leave out text that shares an n-gram of 13 words with an item of this suite",
     )
     field_options(parser, EvaluationConfig, "data_root", type=None)
 
@@ -141,15 +141,17 @@ def _unconvert_options(parser: ArgumentParser) -> None:
 
 def _export_options(parser: ArgumentParser) -> None:
     _unconvert_options(parser)
-    parser.add_argument("--format", choices=("amd",), required=True, help="whose keys say the connectivity")
+    parser.add_argument(
+        "--format", choices=("amd",), required=True, help="the project whose keys are written"
+    )
 
 
 COMMANDS = {
     "inspect": Command(
-        "What a checkpoint is, what would be rewired, and what that needs; weights are not loaded.",
+        "Show what a checkpoint is, which layers would be rewired, and what memory that needs; no weights are loaded.",
         _inspect_options,
         _inspect,
-        "Of a hub id only config.json is fetched.",
+        "Only config.json is fetched from the Hub.",
     ),
     "convert": Command(
         "Rewire a checkpoint: same weights, same tensor names, FarSkip connectivity.",
@@ -162,11 +164,11 @@ COMMANDS = {
         " gradient, no new parameter.",
         _calibrate_options,
         _calibrate,
-        "One layer's weights are in memory at a time. Continues where it was cut off. On several GPUs: accelerate"
-        " launch -m fcsd calibrate …, which share the text.",
+        "One layer's weights are in memory at a time. The same command continues a conversion that was cut"
+        " off. On several GPUs, which share the text: accelerate launch -m fcsd calibrate …",
     ),
     "unconvert": Command(
-        "Undo a conversion: the checkpoint of the original family, same weights.",
+        "Undo a conversion: write a checkpoint of the original family with the same weights.",
         _unconvert_options,
         _unconvert,
     ),
@@ -174,7 +176,8 @@ COMMANDS = {
         "Write a checkpoint in another project's keys: AMD's, for its code of transformers 4.57 and its SGLang.",
         _export_options,
         _export,
-        "For Instella-MoE, DeepSeek-V3 and DeepSeek-V2. transformers alone loads the result as a regular model.",
+        "The format is for Instella-MoE, DeepSeek-V3 and DeepSeek-V2. transformers alone loads the result as a regular"
+        " model.",
     ),
     "families": Command(
         "List the model families that can be converted, and those that are refused.", json_argument, _families

@@ -47,8 +47,8 @@ def _evaluate(arguments: Namespace) -> None:
             raise UserError("--fetch and --data-root are both given; leave one out")
         fetched = launch.ranks.from_first(lambda: fetch_suite(suite, arguments.fetch))
         if launch.first:
-            found = ", ".join(fetched) if fetched else "everything was there"
-            print(f"{arguments.fetch}: {found}", file=sys.stderr)
+            summary = ", ".join(fetched) if fetched else "everything was there"
+            print(f"{arguments.fetch}: {summary}", file=sys.stderr)
         if arguments.model is None:
             return
     for name in ("model", "output"):
@@ -65,13 +65,13 @@ def _evaluate(arguments: Namespace) -> None:
 
 
 def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
-    """Return what the options ask for; whether a number is in its range is for what it is handed to."""
+    """Return the evaluation that the options describe; `run_evaluation` checks the ranges of numbers."""
     data_root, cache = arguments.fetch or arguments.data_root, arguments.cache
     return Evaluation(
         name=arguments.model,
         model=ModelConfig.from_options(vars(arguments), path=arguments.model),
         suite=suite,
-        plan=EvaluationConfig.model_construct(
+        config=EvaluationConfig.model_construct(
             data_root=None if data_root is None else str(data_root),
             batch_size=arguments.batch_size,
             cache=None if cache is None else str(cache),
@@ -99,9 +99,9 @@ def _server(arguments: Namespace) -> ServerConfig | None:
         )
     if arguments.device_map is not None and arguments.no_server_check:
         raise UserError("--device-map has no meaning with --server and --no-server-check: no model is loaded")
-    given = {"url": arguments.server, "concurrency": arguments.concurrency}
-    given = {name: value for name, value in given.items() if value is not None}
-    return ServerConfig.from_plain(given, "--server")
+    settings = {"url": arguments.server, "concurrency": arguments.concurrency}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return ServerConfig.from_plain(settings, "--server")
 
 
 def _suite(arguments: Namespace) -> SuiteConfig:
@@ -130,7 +130,7 @@ def _compare(arguments: Namespace) -> None:
     comparisons = compare_all(evaluated, only)
     if arguments.output is not None:
         write_comparison(evaluated, arguments.output, only)
-    print_result(arguments, comparisons, lambda found: comparison_text(found, evaluated))
+    print_result(arguments, comparisons, lambda result: comparison_text(result, evaluated))
 
 
 def _evaluate_options(parser: ArgumentParser) -> None:
@@ -146,7 +146,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--tasks",
         metavar="A,B,…",
-        help="only these: rows of the suite, or any task or group of lm-eval, with its own shots and metric",
+        help="evaluate these only: rows of the suite, or any task or group of lm-eval, with its own shots and metric",
     )
     field_options(
         parser,
@@ -161,10 +161,10 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         help="ask every task through the chat template, shots as turns",
     )
     parser.add_argument(
-        "--system-prompt", metavar="TEXT", help="first turn of every task that has a chat template"
+        "--system-prompt", metavar="TEXT", help="system prompt of every task with a chat template"
     )
     field_options(
-        parser, Scoring, "thinking", help="let a hybrid think before it writes an answer (needs room for it)"
+        parser, Scoring, "thinking", help="let a hybrid model think before it answers (needs room for it)"
     )
     field_options(parser, EvaluationConfig, "data_root", type=Path)
     parser.add_argument(
@@ -218,7 +218,9 @@ def _compare_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "original", metavar="A", type=Path, help="folder of `fcsd evaluate`, or of lm_eval --log_samples"
     )
-    parser.add_argument("converted", metavar="B", type=Path, nargs="+", help="folders to set against it")
+    parser.add_argument(
+        "converted", metavar="B", type=Path, nargs="+", help="folders that are compared with A"
+    )
     field_options(
         parser,
         Scoring,
@@ -227,7 +229,7 @@ def _compare_options(parser: ArgumentParser) -> None:
         help="new folder for table, figures, a page of all answers, and lm-eval's files",
     )
     parser.add_argument(
-        "--tasks", metavar="A,B,…", help="only these, where not every result has the same tasks"
+        "--tasks", metavar="A,B,…", help="compare these tasks only, where the results differ in their tasks"
     )
     json_argument(parser)
 
@@ -239,8 +241,8 @@ COMMANDS = {
         _evaluate,
         "For the original and for the converted model: `fcsd evaluate MODEL --output results/NAME --batch-size auto`;"
         " then `fcsd compare` sets both side by side. Without a network, --data-root ROOT reads a folder that"
-        " `fcsd evaluate --fetch ROOT` has filled. Finished tasks are kept: the same command goes on with the next one."
-        " Generated code runs only in a sandbox. On several GPUs: accelerate launch --multi_gpu -m fcsd evaluate"
+        " `fcsd evaluate --fetch ROOT` has filled. Finished tasks are kept: the same command continues with the next"
+        " one. Generated code runs only in a sandbox. On several GPUs: accelerate launch --multi_gpu -m fcsd evaluate"
         " MODEL … (docs/evaluate.md).",
     ),
     "score": Command(
@@ -252,10 +254,10 @@ COMMANDS = {
         " in the sandbox, answers are graded by lm-eval's own filters and metrics.",
     ),
     "compare": Command(
-        "Original against converted, per task, with paired errors.",
+        "Compare converted models with their original, task by task, with paired errors.",
         _compare_options,
         _compare,
-        "Item by item: the difference and its 95 % interval, items gained and lost, exact McNemar p, and a verdict in"
-        " words. Results may be of different times; other items, prompts, shots or data are refused.",
+        "The table has the difference and its 95 % interval, items gained and lost, the exact McNemar p, and a verdict"
+        " in words. Results may be of different times; other items, prompts, shots or data are refused.",
     ),
 }

@@ -24,15 +24,15 @@ class _Name:
     def __init__(self, module: str, name: str):
         self._place = module, name
 
-    def _found(self) -> Any:
+    def _target(self) -> Any:
         module, name = self._place
         return getattr(importlib.import_module(module), name)
 
     def __call__(self, *values: Any, **options: Any) -> Any:
-        return self._found()(*values, **options)
+        return self._target()(*values, **options)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._found(), name)
+        return getattr(self._target(), name)
 
 
 class _Module:

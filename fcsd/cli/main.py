@@ -86,7 +86,7 @@ def _failed(text: str, status: int, error: Exception) -> int:
     to_print, status = rank_failure.first_failure(text, status, error)
     if to_print is not None:
         print(to_print, file=sys.stderr)
-        rank_failure.wait_until_told()
+        rank_failure.wait_until_known()
     return status
 
 
@@ -107,7 +107,7 @@ class _Parser(ArgumentParser):
     commands: Mapping[str, ArgumentParser] = {}
 
 
-def build_parser(asked_for: str | None = None) -> _Parser:
+def build_parser(command_name: str | None = None) -> _Parser:
     """Build the parser of all commands, each with its options, or with those of the one that is asked for."""
     parser = _Parser(
         prog="fcsd",
@@ -122,7 +122,7 @@ def build_parser(asked_for: str | None = None) -> _Parser:
         description = f"{text} {more}".strip()
         command = commands.add_parser(name, help=text, description=description, formatter_class=Help)
         command.set_defaults(run=run)
-        if asked_for in (None, name):
+        if command_name in (None, name):
             options(command)
     parser.commands = commands.choices
     return parser

@@ -132,28 +132,30 @@ def expert_parallel_argument(parser: ArgumentParser) -> None:
 
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
-    """Join the launch; with `expert_parallel_argument` as it says."""
-    given = {name: value for name, value in vars(arguments).items() if name in ("expert_parallel", "overlap")}
-    return join_launch(**given)
+    """Join the launch, with the engine that the options of `expert_parallel_argument` choose."""
+    options = {
+        name: value for name, value in vars(arguments).items() if name in ("expert_parallel", "overlap")
+    }
+    return join_launch(**options)
 
 
 def device_map_argument(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--device-map",
         choices=["auto"],
-        help="auto: one process spreads the layers over all devices, and what does not fit over main memory",
+        help="auto: one process puts the layers on all devices, and what does not fit into main memory",
     )
 
 
 def connectivity_arguments(parser: ArgumentParser, layers: str | None = None) -> None:
     """Add --layers, --attention and --mlp; layers: the default of the first, None where that says more than `all`."""
-    help = "all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5 | 4-11"
+    help = "layers to rewire: all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5 | 4-11"
     parser.add_argument("--layers", default=layers, help=f"{help} (default: all)" if layers is None else help)
     field_options(parser, ConnectivityConfig, "attention", "mlp")
 
 
 def connectivity_of(arguments: argparse.Namespace) -> Connectivity | None:
-    """None where nothing is chosen: a checkpoint that says how it is wired (FarSkip, Instella) then keeps that."""
+    """Return the connectivity that the options choose; None (a checkpoint keeps its own) where they choose none."""
     if arguments.layers is None and (arguments.attention, arguments.mlp) == ("partial", "outdated"):
         return None
     layers = "all" if arguments.layers is None else arguments.layers
@@ -164,7 +166,7 @@ def text_argument(parser: ArgumentParser, text: str) -> None:
     """Add --text; text: what it is for."""
     parser.add_argument(
         "--text",
-        help=f"{text}: .jsonl file, data set folder or hub id, or what a recipe's data.heldout holds, in YAML:"
+        help=f"{text}: .jsonl file, data set folder or hub id, or a source as in a recipe's data.heldout, in YAML:"
         " '{path: X, columns: {text: body}, split: test}'",
     )
 
@@ -197,15 +199,17 @@ def recipe_arguments(parser: ArgumentParser, *, with_variant: bool = False) -> N
         "--rehearse",
         type=Path,
         metavar="FOLDER",
-        help="rehearse in FOLDER: the same recipe on a tiny model of its family, a few invented rows in the columns of"
-        " its data, and a few steps",
+        help="rehearse in FOLDER: run the same recipe on a tiny model of its family, a few invented rows in the columns"
+        " of its data, and a few steps",
     )
     if with_variant:
-        parser.add_argument("--variant", help="one of the recipe's variants instead of its main distillation")
+        parser.add_argument(
+            "--variant", help="name of one of the recipe's variants, instead of its main distillation"
+        )
 
 
 def quiet_transformers() -> None:
-    """Bars for files that are read and written in no time would bury our own."""
+    """Turn off transformers' progress bars for files, which would bury our own."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -216,5 +220,5 @@ def json_argument(parser: ArgumentParser) -> None:
 
 
 def print_result(arguments: argparse.Namespace, result: Any, text: Callable[[Any], str]) -> None:
-    """Print what a command found: as JSON where --json is given, else as text."""
+    """Print the result of a command: as JSON where --json is given, else as text."""
     print(json.dumps(result, indent=2) if arguments.json else text(result))

@@ -1,4 +1,4 @@
-"""Commands that tell what a conversion will bring, and which layers to rewire: plan, layers, plan-layers."""
+"""Commands that estimate what a conversion will bring, and which layers to rewire: plan, layers, plan-layers."""
 
 import os
 from argparse import ArgumentParser, Namespace
@@ -81,34 +81,41 @@ def _plan_options(parser: ArgumentParser) -> None:
     field_options(parser, PlanSettings, *_MACHINE, default=None)
     field_options(parser, PlanSettings)
     connectivity_arguments(parser)
-    parser.add_argument("--links", type=Path, metavar="FILE", help="measured links between the --ep ranks")
+    parser.add_argument(
+        "--links",
+        type=Path,
+        metavar="FILE",
+        help="links between the --ep ranks, as `fcsd profile-network` measured them",
+    )
     parser.add_argument(
         "--measured",
         type=Path,
         metavar="FILE",
-        help="measured times (of `fcsd trace` or `fcsd bench serve`), not the roofline",
+        help="times that `fcsd trace` or `fcsd bench serve` measured, instead of the roofline",
     )
     parser.add_argument(
         "--routing",
         type=Path,
         metavar="FOLDER",
-        help="routing study (`fcsd routing`): the imbalance of this model's ranks, not even routing",
+        help="study of `fcsd routing`, whose imbalance of the ranks is used instead of even routing",
     )
     parser.add_argument(
         "--study",
         type=Path,
         metavar="FOLDER",
-        help="layer study: what each selection brings beside what it costs",
+        help="study of `fcsd layers`, which adds what each selection costs in quality to what it gains in time",
     )
-    parser.add_argument("--metric", metavar="NAME", help="of the study (default: its first)")
     parser.add_argument(
-        "--figure", type=Path, metavar="FILE", help="PNG of speed-up against quality, with --study"
+        "--metric", metavar="NAME", help="metric of the study that is shown (default: its first)"
+    )
+    parser.add_argument(
+        "--figure", type=Path, metavar="FILE", help="with --study: write a PNG of speed-up against quality"
     )
     parser.add_argument(
         "--windows",
         type=Path,
         metavar="FILE",
-        help="write the windows of dispatch and combine, seconds by layer",
+        help="write the windows of dispatch and combine, in seconds by layer",
     )
     json_argument(parser)
 
@@ -129,8 +136,8 @@ def _plan_layers(arguments: Namespace) -> None:
                 "--max-loss reads the finished study, with copied and with calibrated weights; --verify, --calibrated"
                 " and --model belong to --budget"
             )
-        found = layers_within(arguments.study, arguments.max_loss, metric=arguments.metric)
-        print_result(arguments, found, within_text)
+        counts = layers_within(arguments.study, arguments.max_loss, metric=arguments.metric)
+        print_result(arguments, counts, within_text)
         return
     quiet_transformers()
     launch = join_launch() if arguments.verify else None
@@ -151,7 +158,7 @@ def _layers_options(parser: ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for layers.json and layers.png")
     text_argument(parser, "measure the KL to the original on this text")
     field_options(parser, Study, "text_examples", "max_length")
-    field_options(parser, Study, "loss_on", help="tokens the KL is computed on: response or all")
+    field_options(parser, Study, "loss_on", help="tokens that the KL is computed on: response or all")
     parser.add_argument(
         "--calibrated",
         metavar="TEXT",
@@ -160,12 +167,18 @@ def _layers_options(parser: ArgumentParser) -> None:
     )
     field_options(parser, Study, "calibration_tokens", help="with --calibrated: tokens to solve on")
     task_arguments(parser, "measure this task")
-    field_options(parser, EvaluationConfig, "batch_size", type=int, help="sequences in one forward of a task")
+    field_options(
+        parser, EvaluationConfig, "batch_size", type=int, help="sequences in one forward pass of a task"
+    )
     field_options(parser, Study, "limit")
-    parser.add_argument("--sides", help="some of first,last,single (default: all that can be measured)")
+    parser.add_argument(
+        "--sides", help="sides to measure, some of first,last,single (default: all that can be measured)"
+    )
     numbers = parser.add_mutually_exclusive_group()
     field_options(numbers, Study, "every")
-    numbers.add_argument("--counts", help="first and last: these numbers of layers, for example 1,2,4,8")
+    numbers.add_argument(
+        "--counts", help="for first and last: measure these numbers of layers, for example 1,2,4,8"
+    )
     field_options(parser, Study, "attention", "mlp")
     field_options(parser, ModelConfig, "dtype")
     field_options(parser, Study)
@@ -189,33 +202,34 @@ def _plan_layers_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--calibrated",
         action="store_true",
-        help="go by what the layers cost with calibrated weights (a study with --calibrated)",
+        help="choose by what the layers cost with calibrated weights (needs a study with --calibrated)",
     )
     parser.add_argument(
         "--verify", action="store_true", help="measure the proposal and the last N layers on the study's data"
     )
-    parser.add_argument("--model", help="with --verify: where the study's model lies now")
+    parser.add_argument("--model", help="with --verify: the path of the study's model, where it has moved")
     json_argument(parser)
 
 
 COMMANDS = {
     "plan": Command(
-        "What FarSkip connectivity will bring on a cluster: time of a step or to a token, regular and overlapped.",
+        "Predict what FarSkip connectivity gains on a cluster: time of a step or to a token, regular and overlapped.",
         _plan_options,
         _plan,
-        "No weights are loaded and nothing is trained; of a hub id only config.json is fetched (docs/plan.md).",
+        "No weights are loaded and nothing is trained; only config.json is fetched from the Hub (docs/plan.md).",
     ),
     "layers": Command(
-        "Quality against the rewired layers, untrained (paper Fig. 3).",
+        "Measure quality against the number of rewired layers, untrained (paper Fig. 3).",
         _layers_options,
         _layers,
-        "From the start, from the end, and one layer at a time; measured by suite tasks, KL to the original, or both."
-        " Continues where it was cut off.",
+        "Layers are rewired from the start, from the end, and one at a time; quality is measured by suite tasks, KL to"
+        " the original, or both. The same command continues where it was cut off.",
     ),
     "plan-layers": Command(
         "Propose which layers to rewire for a given share, from a finished layer study.",
         _plan_layers_options,
         _plan_layers,
-        "Those that hurt least when each is rewired alone, set against the last N; prints --layers text and YAML.",
+        "They are those that cost least when each is rewired alone, compared with the last N. Prints --layers text and"
+        " YAML.",
     ),
 }

@@ -63,7 +63,7 @@ def _chat_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--greedy",
         action="store_true",
-        help="always the likeliest token, so that two models differ by nothing else",
+        help="always take the likeliest token, so that two models differ by nothing else",
     )
     parser.add_argument(
         "--no-thinking", action="store_true", help="ask a hybrid model for answers without thoughts"
@@ -78,7 +78,9 @@ def _push_options(parser: ArgumentParser) -> None:
         "folder", metavar="DIR", type=Path, help="a run, its publish folder, or a converted checkpoint"
     )
     parser.add_argument("repo_id", metavar="OWNER/NAME", help="model repository; created if there is none")
-    parser.add_argument("--private", action="store_true", help="create it private")
+    parser.add_argument(
+        "--private", action="store_true", help="make the repository private when it is created"
+    )
     parser.add_argument(
         "--dry-run",
         metavar="OUT",
@@ -109,7 +111,7 @@ COMMANDS = {
         "Put a FarSkip checkpoint with its card and results on the Hub.",
         _push_options,
         _push,
-        "Run it again after an interruption: it goes on from what has arrived. The access token is that of"
+        "After an interruption the same command continues from what has arrived. The access token is that of"
         " `hf auth login`, or HF_TOKEN.",
     ),
 }

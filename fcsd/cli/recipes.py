@@ -98,7 +98,11 @@ def _configs(arguments: Namespace) -> None:
 
 def _estimate_options(parser: ArgumentParser) -> None:
     recipe_arguments(parser, with_variant=True)
-    parser.add_argument("--pretrain", action="store_true", help="the recipe's pre-training instead")
+    parser.add_argument(
+        "--pretrain",
+        action="store_true",
+        help="estimate the recipe's pre-training instead of its distillation",
+    )
     field_options(parser, Hardware)
     json_argument(parser)
 
@@ -115,7 +119,9 @@ def _cache_teacher_options(parser: ArgumentParser) -> None:
         type=Path,
         help="folder of the cache (default: the recipe's teacher.cache, else output_dir/teacher-cache)",
     )
-    parser.add_argument("--verify", action="store_true", help="then read all of it and check its checksums")
+    parser.add_argument(
+        "--verify", action="store_true", help="read the finished cache once more and check its checksums"
+    )
 
 
 def _report_options(parser: ArgumentParser, recipe: Callable[..., None] = recipe_arguments) -> None:
@@ -132,7 +138,9 @@ def _trace_options(parser: ArgumentParser) -> None:
 
 def _tiny_data_options(parser: ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="new folder")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the generator; the same seed gives the same bytes"
+    )
 
 
 def _configs_options(parser: ArgumentParser) -> None:
@@ -148,11 +156,11 @@ def _configs_options(parser: ArgumentParser) -> None:
 
 COMMANDS = {
     "estimate": Command(
-        "What a training needs before it starts: memory of a rank, operations, time, and what to change if it does"
+        "Estimate what a training needs before it starts: memory of a rank, FLOPs, time, and what to change if it does"
         " not fit.",
         _estimate_options,
         _estimate,
-        "Nothing is loaded; of a hub id only config.json is fetched.",
+        "Nothing is loaded; only config.json is fetched from the Hub.",
     ),
     "recipe": Command(
         "Print a recipe with every default filled in.",
@@ -164,8 +172,8 @@ COMMANDS = {
         "Tokenize the training data of a recipe, once for all its trainings; needs no GPU.",
         recipe_arguments,
         _tokenize,
-        "Every other stage does it when it needs the tokens. Two processes on two cores, eight at most; continues"
-        " where it was cut off. `fcsd estimate` says how long it takes and the disk that it needs.",
+        "Every other stage does it when it needs the tokens. One process runs on each core, eight at most; the same"
+        " command continues where it was cut off. `fcsd estimate` says how long it takes and which disk it needs.",
     ),
     "pretrain": Command(
         "Train a model from scratch, regular or FarSkip (paper App. A).",
@@ -177,13 +185,13 @@ COMMANDS = {
         "Choose batch size, then learning rate, by training loss (paper 5.1).",
         _sweep_options,
         lambda arguments: sweep(_run(arguments)),
-        f"Leaves a ready recipe. {SEVERAL.format('sweep')}",
+        f"The result is a recipe that is ready to be run. {SEVERAL.format('sweep')}",
     ),
     "distill": Command(
         "Distil a FarSkip model from its original.",
         partial(_sweep_options, with_variant=True),
         lambda arguments: distill(_run(arguments), arguments.variant),
-        f"{SEVERAL.format('distill')} Continues where it was cut off.",
+        f"{SEVERAL.format('distill')} The same command continues where it was cut off.",
     ),
     "cache-teacher": Command(
         "Run the teacher once over a recipe's training rows and keep its final hidden states on disk.",
@@ -193,27 +201,27 @@ COMMANDS = {
         " the cost of plain fine-tuning. It pays when rows are seen several times: a sweep, variants, epochs."
         " Needs hidden size x 2 bytes (bfloat16) for each token with loss; the need is printed before it starts."
         f" {SEVERAL.format('cache-teacher')}"
-        " Continues where it was cut off; rows that are there are not computed again.",
+        " The same command continues where it was cut off and computes no row twice.",
     ),
     "report": Command(
-        "Write the report of a run from what its stages left.",
+        "Write the report of a run from the results of its stages.",
         _report_options,
         lambda arguments: report(_run(arguments), as_json=arguments.json),
     ),
     "run": Command(
-        "All stages of a recipe in a row.",
+        "Run all stages of a recipe, one after the other.",
         partial(_report_options, recipe=_sweep_options),
         lambda arguments: run_all(_run(arguments), as_json=arguments.json),
-        "Pretrain, convert, sweep, distill, the variants, the evaluation of every model, the layer study, report"
-        " and publish, as far as the recipe has them; each leaves a folder in the recipe's output_dir. Finished"
-        " stages are not run again, one that was cut off goes on; a stage whose settings changed is refused with"
+        "The stages are pretrain, convert, sweep, distill, the variants, the evaluation of every model, the layer"
+        " study, report and publish, as far as the recipe has them; each leaves a folder in the recipe's output_dir. A"
+        " finished stage is not run again, one that was cut off continues; one whose settings changed is refused with"
         f" the difference shown. {SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads it.",
     ),
     "trace": Command(
         "Profile one step of the regular and of the rewired model: traces, a figure, how much is hidden.",
         _trace_options,
         _trace,
-        "Launched as a training with --expert-parallel N is (docs/scale.md); random tokens, no weights kept.",
+        "Launch it as a training with --expert-parallel N (docs/scale.md). Tokens are random, and no weights are kept.",
     ),
     "tiny-data": Command(
         "Generate the instruct-to-Python tasks, tokenizer and test data of recipes/tiny.",

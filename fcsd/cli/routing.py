@@ -52,8 +52,8 @@ def _routing(arguments: Namespace) -> None:
     if study.text is not None:
         inputs["text"] = data_fingerprint(study.text.path, study.text.revision)
     if study.tasks:
-        found, prompts = _prompts(study)
-        inputs |= found
+        fingerprints, prompts = _prompts(study)
+        inputs |= fingerprints
     result = study_routing(
         study,
         arguments.output,
@@ -117,7 +117,9 @@ def _bias_options(parser: ArgumentParser) -> None:
     field_options(parser, BiasSettings, "windows", type=None)
     field_options(parser, BiasSettings, "placement", "selection", "scale")
     _text_arguments(parser)
-    field_options(parser, BiasSettings, "endpoints", help="those that the links have to be between")
+    field_options(
+        parser, BiasSettings, "endpoints", help="number of endpoints; the links must be between as many"
+    )
     field_options(parser, ModelConfig, "dtype")
     expert_parallel_argument(parser)
 
@@ -180,35 +182,37 @@ def _profile_network_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="then exchange 18 patterns of traffic, and say how far simulation is off",
+        help="exchange 18 patterns of traffic afterwards, and print how far the simulation is off",
     )
     parser.add_argument(
         "--nccl-tests",
         type=Path,
         metavar="FILE",
-        help="read this output of alltoall_perf or sendrecv_perf (nccl-tests, rccl-tests) instead",
+        help="read this output of alltoall_perf or sendrecv_perf (nccl-tests, rccl-tests) instead of measuring",
     )
 
 
 COMMANDS = {
     "routing": Command(
-        "Where a model's routers send the tokens of real text, and what that costs on given links.",
+        "Count where a model's routers send the tokens of a text, and compute what that costs on given links.",
         _routing_options,
         _routing,
-        "Loads of experts, traffic between endpoints, what capacity factors drop, and with --links the time of the"
-        " exchanges and placements that lower it; with --against what a conversion did to it (docs/steer.md).",
+        "The result has the loads of experts, the traffic between endpoints, what capacity factors drop, and with"
+        " --links the time of the exchanges and placements that lower it; with --against what a conversion changed"
+        " (docs/steer.md).",
     ),
     "bias": Command(
-        "Tables that steer a model's routers away from slow links, from its traffic on a text.",
+        "Write tables that steer a model's routers away from slow links, from its traffic on a text.",
         _bias_options,
         _bias,
-        "`fcsd evaluate --router-bias OUT` says what they cost in quality; a recipe's evaluation.router_bias sweeps"
+        "`fcsd evaluate --router-bias OUT` measures what they cost in quality; a recipe's evaluation.router_bias sweeps"
         " strengths (docs/steer.md).",
     ),
     "profile-network": Command(
         "Measure latency and rate of the links between the ranks of a launch, from which exchanges are simulated.",
         _profile_network_options,
         _profile_network,
-        "accelerate launch --config_file configs/cpu_2.yaml -m fcsd profile-network links.json (docs/steer.md).",
+        "Run it as: accelerate launch --config_file configs/cpu_2.yaml -m fcsd profile-network links.json"
+        " (docs/steer.md).",
     ),
 }

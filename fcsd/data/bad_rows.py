@@ -25,23 +25,23 @@ class BadRows:
         self.num_bad = 0
         self._listed: dict[str, str] = {}  # where -> what is wrong
 
-    def add(self, found: Sequence[tuple[str, str]], num_read: int = 0) -> None:
+    def add(self, examples: Sequence[tuple[str, str]], num_read: int = 0) -> None:
         """Record bad examples, where each is and what is wrong with it, among `num_read` more that were read; UserError
         where there is one that is not to be left out, or too many.
         """
         self.num_examples += num_read
-        for where, reason in found:
+        for where, reason in examples:
             if where not in self._listed:
                 self.num_bad += 1
                 if len(self._listed) < _LISTED:
                     self._listed[where] = reason
-        if found:
-            self._refuse(found)
+        if examples:
+            self._refuse(examples)
 
-    def _refuse(self, found: Sequence[tuple[str, str]]) -> None:
-        where, reason = found[0]
+    def _refuse(self, examples: Sequence[tuple[str, str]]) -> None:
+        where, reason = examples[0]
         if self.policy == "error":
-            others = len(found) - 1
+            others = len(examples) - 1
             more = (
                 f" ({others} more row{'' if others == 1 else 's'} cannot be tokenized either)"
                 if others

@@ -51,7 +51,7 @@ def in_batches(rows: Sequence[Mapping[str, Any]], size: int) -> list[Batch]:
 
 
 def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Find what each position has to predict.
+    """Return the token that each position has to predict.
 
     Position t predicts the label at t+1, if that carries loss and belongs to the same example.
 

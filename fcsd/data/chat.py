@@ -48,7 +48,7 @@ def tokenize_examples(
     and loss is on all of it. Tokens are taken as they are, without those that the attention mask leaves out; loss is on
     those whose label is not -100. The tokenizer is called as seldom as can be: each call has its price.
 
-    Returns: for an example that the template refuses, or whose columns do not hold what they should, a BadExample.
+    Returns: one entry an example; a BadExample where the template refuses it or a column holds something else.
 
     Raises: UserError when the tokenizer has no chat template where one is needed, or one that writes no tools where
     there are some.
@@ -56,14 +56,14 @@ def tokenize_examples(
     read = [_or_bad(partial(_read, example, columns, tokenizer)) for example in examples]
     texts = iter(_tokenized_texts([one for one in read if isinstance(one, str)], tokenizer))
     _encode_ahead([one for one in read if isinstance(one, _Chat)], loss_on)
-    found: list[Any] = []
+    outputs: list[Any] = []
     for one in read:
         if isinstance(one, str):
             ids = next(texts)
-            found.append({"input_ids": ids, "loss_mask": np.ones(len(ids), bool)})
+            outputs.append({"input_ids": ids, "loss_mask": np.ones(len(ids), bool)})
         else:
-            found.append(_or_bad(partial(_masked, one, loss_on)) if isinstance(one, _Chat) else one)
-    return found
+            outputs.append(_or_bad(partial(_masked, one, loss_on)) if isinstance(one, _Chat) else one)
+    return outputs
 
 
 def _or_bad(make: Callable[[], Any]) -> Any:
@@ -205,7 +205,7 @@ def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[s
     ):
         raise BadExample(
             f"column {columns.get('labels', columns['input_ids'])!r}: each label must be the token of its own position,"
-            f" or {NO_LOSS} where there is no loss (they are shifted later), found {_short(labels)} for {_short(ids)}"
+            f" or {NO_LOSS} where there is no loss (they are shifted later), got {_short(labels)} for {_short(ids)}"
         )
     kept = [(token, label != NO_LOSS) for token, label, here in zip(ids, labels, seen, strict=True) if here]
     return {"input_ids": [token for token, _ in kept], "loss_mask": [mask for _, mask in kept]}
@@ -256,7 +256,7 @@ def _mask_by_text(chat: _Chat) -> dict[str, list]:
 
 
 def _content_span(chat: _Chat, messages: list[dict], index: int, text: str) -> tuple[int, int]:
-    """Begin and end, in the conversation's `text`, of what changes when one message says something else."""
+    """Return where, in the conversation's `text`, the content of one message begins and ends."""
     other = [*messages[:index], messages[index] | {"content": "\ue000"}, *messages[index + 1 :]]
     changed = chat.text(other)
     begin = _common(text, changed)
@@ -279,9 +279,9 @@ def _messages(example: Mapping[str, Any], columns: Mapping[Any, str]) -> tuple[l
     )
     extra = example.get(columns["input"]) if "input" in columns else None
     if prompt is None:
-        asked = _string(example, columns["prompt"])
+        question = _string(example, columns["prompt"])
         more = f"\n\n{_string(example, columns['input'])}" if extra else ""
-        prompt = [{"role": "user", "content": asked + more}]
+        prompt = [{"role": "user", "content": question + more}]
     elif extra:
         raise BadExample(f"column {columns['input']!r}: goes with a prompt that is text, not with messages")
     if response is None:
@@ -293,7 +293,7 @@ def _turns(example: Mapping[str, Any], column: str) -> list[dict]:
     messages = example[column]
     if not isinstance(messages, list) or not messages:
         raise BadExample(
-            f"column {column!r}: a list of messages with 'role' and 'content', or 'from' and 'value', is needed, found"
+            f"column {column!r}: a list of messages with 'role' and 'content', or 'from' and 'value', is needed, got"
             f" {_short(messages)}"
         )
     return [_message(message, column) for message in messages]
@@ -313,7 +313,7 @@ def _message(message: Any, column: str) -> dict:
                 )
             return {"role": _SHAREGPT_ROLES[message["from"]], "content": message["value"]}
     raise BadExample(
-        f"column {column!r}: a message with 'role' and 'content', both text, or 'from' and 'value', is needed, found"
+        f"column {column!r}: a message with 'role' and 'content', both text, or 'from' and 'value', is needed, got"
         f" {_short(message)}"
     )
 
@@ -328,7 +328,7 @@ def _tools(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[Any] 
             tools = value
     if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
         raise BadExample(
-            f"column {columns['tools']!r}: a list of tools, or JSON text of one, is needed, found {_short(value)}"
+            f"column {columns['tools']!r}: a list of tools, or JSON text of one, is needed, got {_short(value)}"
         )
     return _without_none(tools) or None
 
@@ -354,14 +354,14 @@ def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> lis
 def _string(example: Mapping[str, Any], column: str) -> str:
     value = example.get(column)
     if not isinstance(value, str):
-        raise BadExample(f"column {column!r}: text is needed, found {_short(value)}")
+        raise BadExample(f"column {column!r}: text is needed, got {_short(value)}")
     return value
 
 
 def _list(example: Mapping[str, Any], column: str) -> list:
     value = example[column]
     if not hasattr(value, "__iter__") or isinstance(value, str | Mapping):
-        raise BadExample(f"column {column!r}: a list of token ids is needed, found {_short(value)}")
+        raise BadExample(f"column {column!r}: a list of token ids is needed, got {_short(value)}")
     return list(value)
 
 

@@ -97,12 +97,12 @@ class DataConfig(Strict):
     train: list[SourceConfig] = Field(min_length=1)
     decontaminate: DecontaminateConfig | None = None
     heldout: SourceConfig | None = None
-    heldout_examples: int = option(256, "examples of the text", gt=0)
+    heldout_examples: int = option(256, "number of examples of the text", gt=0)
     max_length: int = option(4096, "tokens in one row of the text", gt=1)
     packing: bool = True
     on_bad_row: Literal["error", "skip"] = "error"  # skip: leave out, up to 1 %, and ten in any case
     loss_on: Literal["response", "all"] = option(
-        "response", "tokens the loss is computed on: response or all"
+        "response", "tokens that the loss is computed on: response or all"
     )
 
 
@@ -113,11 +113,11 @@ class ModelStudy(Strict):
     text: SourceConfig | None = None
     text_examples: int = like(DataConfig, "heldout_examples")
     max_length: int = like(DataConfig, "max_length")
-    suite: str = option("tiny", "name in eval/suites, or a path to a suite file")
+    suite: str = option("tiny", "name of a shipped suite (eval/suites), or a path to a suite file")
     tasks: list[str] = Field(default_factory=list)
     data_root: str | None = option(None, "folder in hub layout (owner/name/…); without it the Hub is used")
     limit: int | None = option(
-        None, "the first items of every task only, for a quick look; every table says so", gt=0
+        None, "number of first items of every task, for a quick look; every table says so", gt=0
     )
 
     @classmethod

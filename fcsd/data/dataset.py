@@ -51,11 +51,11 @@ def build_dataset(
     """Build the rows of all sources, mixed, shuffled and packed; the same seed gives the same rows in the same order.
 
     One source: all its examples once. Several: each next example comes from a source drawn with probability
-    proportional to its `weight`, until every source has been read to its end; those that end early start again. Of a
-    source that is too large to be tokenized whole, as much as `num_rows` rows need (None: all of it). `decontaminator`
-    (or what it gives when it is called, once it is needed) leaves out the examples that overlap with test items, and
-    keeps the record; `bad_rows` says what becomes of those that cannot be tokenized (None: the first one is an error),
-    and keeps theirs.
+    proportional to its `weight`, until every source has been read to its end; those that end early start again. A
+    source that is too large to be tokenized whole gives as much as `num_rows` rows need (None: all of it).
+    `decontaminator` (or what it gives when it is called, once it is needed) leaves out the examples that overlap with
+    test items, and keeps the record; `bad_rows` says what becomes of those that cannot be tokenized (None: the first
+    one is an error), and keeps theirs.
 
     Args:
         num_proc: processes that tokenize; None: one a core, eight at most.

@@ -58,11 +58,11 @@ class ItemIndex:
         texts: list[np.ndarray] = []
         owners: list[int] = []
         for item in items:
-            found = [self._number(words(text)) for text in dict.fromkeys(item.texts)]
-            found = [text for text in found if len(text) >= self.first]
-            self.unchecked[item.task] += not found
-            texts += found
-            owners += [len(self.items)] * len(found)
+            item_texts = [self._number(words(text)) for text in dict.fromkeys(item.texts)]
+            item_texts = [text for text in item_texts if len(text) >= self.first]
+            self.unchecked[item.task] += not item_texts
+            texts += item_texts
+            owners += [len(self.items)] * len(item_texts)
             self.items.append((item.task, item.id))
         # One random number a word; an n-gram is the sum of theirs, each times a power of an odd number.
         generator = np.random.default_rng(0)
@@ -71,14 +71,14 @@ class ItemIndex:
         self._is_number = np.array([name.isdigit() for name in self._names])
         self._add(texts, owners)
 
-    def _number(self, found: list[str]) -> np.ndarray:
-        numbers = [self.vocabulary.setdefault(word, len(self.vocabulary) + 1) for word in found]
+    def _number(self, text: list[str]) -> np.ndarray:
+        numbers = [self.vocabulary.setdefault(word, len(self.vocabulary) + 1) for word in text]
         return np.array(numbers, np.int32)
 
     def _add(self, texts: list[np.ndarray], owners: list[int]) -> None:
         """Add n-grams: where each begins in all texts, its length, its item; sorted by their first words."""
         indices, numbers = np.zeros(0, np.int64), np.zeros(0, np.uint64)
-        found = [(indices, indices, indices, numbers, numbers)]
+        ngrams = [(indices, indices, indices, numbers, numbers)]
         offset = 0
         for text, owner in zip(texts, owners, strict=True):
             length = min(self.ngram, len(text))
@@ -86,12 +86,12 @@ class ItemIndex:
             where = np.flatnonzero(telling)
             whole = self._keys(text, length)[where] + np.uint64(length)
             first = self._keys(text, self.first)[where]
-            found.append(
+            ngrams.append(
                 (where + offset, np.full(len(where), length), np.full(len(where), owner), whole, first)
             )
             offset += len(text)
         self._words = np.concatenate([*texts, np.zeros(0, np.int32)])
-        starts, lengths, items, wholes, firsts = map(np.concatenate, zip(*found, strict=True))
+        starts, lengths, items, wholes, firsts = map(np.concatenate, zip(*ngrams, strict=True))
         kept = self._uncommon(wholes, items)
         order = kept[np.argsort(firsts[kept], kind="stable")]
         self._starts, self._lengths, self._items = starts[order], lengths[order], items[order]
@@ -103,8 +103,8 @@ class ItemIndex:
         task = np.array([tasks[name] for name, _ in self.items], np.uint64)[item] if len(item) else whole
         mixed = whole * np.uint64(0x9E3779B97F4A7C15) + task
         owned = np.unique(np.stack([mixed, item.astype(np.uint64)]), axis=1)[0]
-        found, counts = np.unique(owned, return_counts=True)
-        return np.flatnonzero(~np.isin(mixed, found[counts > COMMON]))
+        keys, counts = np.unique(owned, return_counts=True)
+        return np.flatnonzero(~np.isin(mixed, keys[counts > COMMON]))
 
     def _keys(self, text: np.ndarray, length: int) -> np.ndarray:
         """Hash every n-gram of `length` words of a text, the same number for the same words."""
@@ -147,7 +147,7 @@ class Decontaminator:
     def __init__(self, index: ItemIndex):
         self.index = index
         self.num_examples: Counter[str] = Counter()
-        self._found: dict[tuple[str, str], Overlap] = {}
+        self._overlaps: dict[tuple[str, str], Overlap] = {}
 
     def find(self, source: Source, example: Mapping[str, Any]) -> Overlap | None:
         """Find the first overlap of an example of `source` with a test item, or None; records nothing.
@@ -156,30 +156,30 @@ class Decontaminator:
         """
         texts = example_texts(example, columns_of(source))
         for text in texts:
-            found = self.index.find(text)
-            if found is not None:
+            match = self.index.find(text)
+            if match is not None:
                 whole = "\n".join(texts)
                 digest = hashlib.sha256(whole.encode()).hexdigest()
-                return Overlap(_name(source), digest, whole[:80], *found)
+                return Overlap(_name(source), digest, whole[:80], *match)
         return None
 
     def note(self, source: Source, num_examples: int, overlaps: Iterable[Overlap]) -> None:
         """Record that examples of `source` were looked at, and those among them that overlap."""
         self.num_examples[_name(source)] += num_examples
-        self._found |= {(overlap.source, overlap.example_sha256): overlap for overlap in overlaps}
+        self._overlaps |= {(overlap.source, overlap.example_sha256): overlap for overlap in overlaps}
 
     def overlaps(self) -> list[dict[str, str]]:
-        return [asdict(overlap) for overlap in self._found.values()]
+        return [asdict(overlap) for overlap in self._overlaps.values()]
 
     def summary(self) -> dict[str, Any]:
         """Sum up for a manifest: test items, of them unchecked; examples left out, by task and by source."""
-        by_source = Counter(overlap.source for overlap in self._found.values())
+        by_source = Counter(overlap.source for overlap in self._overlaps.values())
         return {
             "ngram": self.index.ngram,
             "num_items": len(self.index.items),
             "num_items_too_short": dict(sorted((+self.index.unchecked).items())),
-            "num_left_out": len(self._found),
-            "by_task": dict(sorted(Counter(overlap.task for overlap in self._found.values()).items())),
+            "num_left_out": len(self._overlaps),
+            "by_task": dict(sorted(Counter(overlap.task for overlap in self._overlaps.values()).items())),
             "by_source": {
                 source: {"num_examples": number, "num_left_out": by_source[source]}
                 for source, number in sorted(self.num_examples.items())

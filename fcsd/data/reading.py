@@ -43,22 +43,22 @@ def place_of(path: str, file: str | None) -> str:
 def read_pieces(opened: Opened, done: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
     """Yield the pieces behind those that were read before (`done`); the same pieces every time.
 
-    A source that is taken whole is read in its own order. Of any other the files come in an order that is random and
+    A source that is taken whole is read in its own order. The files of any other come in an order that is random and
     always the same: what is read first should be like the rest. Raises UserError for a file that cannot be read.
     """
     number = opened.num_files
     files = range(number) if opened.whole else np.random.default_rng(0).permutation(number).tolist()
-    left = opened.settings.max_examples
+    rest = opened.settings.max_examples
     for file in files:
         earlier = [one for one in done if one["file"] == file]
         rows = sum(one["num_rows"] for one in earlier)
         if not (earlier and earlier[-1]["last"]):
-            for piece in _pieces_of_file(opened, file, rows, None if left is None else left - rows):
+            for piece in _pieces_of_file(opened, file, rows, None if rest is None else rest - rows):
                 rows += piece.num_rows
                 yield piece
-        if left is not None:
-            left -= rows
-            if left <= 0:
+        if rest is not None:
+            rest -= rows
+            if rest <= 0:
                 return
 
 

@@ -185,9 +185,9 @@ def write_rows(
         known = Shard(path).record["bad_rows"]
         bad_rows.add([(one["where"], one["reason"]) for one in known["left_out"]], known["num_examples"])
         return path
-    found = tokenizing.decontaminator
-    if found is not None and not isinstance(found, Decontaminator):
-        tokenizing = replace(tokenizing, decontaminator=(found := found()))
+    decontaminator = tokenizing.decontaminator
+    if decontaminator is not None and not isinstance(decontaminator, Decontaminator):
+        tokenizing = replace(tokenizing, decontaminator=(decontaminator := decontaminator()))
     tokens = [_SourceTokens(index, source, folder / name) for index, (source, name) in enumerate(sources)]
     order = _Order(tokens, layout)
     rows = _complete(order, tokenizing, bad_rows, default_workers() if num_workers is None else num_workers)
@@ -204,12 +204,14 @@ def write_rows(
         "examples": np.concatenate(rows, dtype=np.int64),
         "shard_ends": np.cumsum(counts, dtype=np.int64),
     }
-    record = {
+    record: dict[str, Any] = {
         "layout": asdict(layout),
         "shards": [str(shard.path.relative_to(folder)) for shard in shards],
         "bad_rows": bad_rows.summary() | {"left_out": bad_rows.listed()},
-        "decontamination": found.summary() | {"left_out": found.overlaps()} if found is not None else None,
+        "decontamination": None,
     }
+    if decontaminator is not None:
+        record["decontamination"] = decontaminator.summary() | {"left_out": decontaminator.overlaps()}
     write_arrays(path, arrays, record)
     for one in tokens:
         one.note_end()
@@ -278,12 +280,12 @@ class _Order:
     def rows(self) -> list[list[int]]:
         numbers, layout = self.numbers(), self.layout
         lengths = np.concatenate([each for one in self.tokens for each in one.lengths] or [np.zeros(0, int)])
-        found = first_fit(lengths[numbers].tolist(), layout.max_length, packing=layout.packing)
-        return [numbers[row].tolist() for row in found]
+        rows = first_fit(lengths[numbers].tolist(), layout.max_length, packing=layout.packing)
+        return [numbers[row].tolist() for row in rows]
 
     def numbers(self) -> np.ndarray:
         """Return the numbers of the examples in the order in which they are put into rows."""
-        found, begin, seed = [], 0, self.layout.seed
+        orders, begin, seed = [], 0, self.layout.seed
         for one in self.tokens:
             is_bad = np.concatenate([*one.is_bad, np.zeros(0, bool)])
             own = (
@@ -291,13 +293,13 @@ class _Order:
                 if self.layout.shuffle
                 else np.arange(len(is_bad))
             )
-            found.append(begin + own[~is_bad[own]])
+            orders.append(begin + own[~is_bad[own]])
             begin += len(is_bad)
-        if len(found) == 1:
-            return found[0]
+        if len(orders) == 1:
+            return orders[0]
         total = sum(one.source.weight for one in self.tokens)
         shares = [one.source.weight / total for one in self.tokens]
-        return _mixed(found, [not (one.whole or one.ended) for one in self.tokens], shares, seed)
+        return _mixed(orders, [not (one.whole or one.ended) for one in self.tokens], shares, seed)
 
 
 def _mixed(

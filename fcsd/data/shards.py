@@ -59,8 +59,8 @@ class Tokenizing:
             examples = [
                 dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
             ]
-            found = self._tokens(source, examples)
-            for one in found:
+            outputs = self._tokens(source, examples)
+            for one in outputs:
                 if isinstance(one, Overlap):
                     overlaps.append(asdict(one))
                 elif isinstance(one, BadExample):
@@ -85,17 +85,19 @@ class Tokenizing:
         write_arrays(path, arrays, record)
 
     def _tokens(self, source: Source, examples: list[dict[str, Any]]) -> list[Any]:
-        """Tokenize each example, or find what it overlaps with, or what is bad about it."""
-        found: list[Any] = [self._overlap(source, example) for example in examples]
-        clean = [example for example, overlap in zip(examples, found, strict=True) if overlap is None]
+        """Return for each example its tokens, or the `Overlap` that it has, or why it is a `BadExample`."""
+        overlaps: list[Any] = [self._overlap(source, example) for example in examples]
+        clean = [example for example, overlap in zip(examples, overlaps, strict=True) if overlap is None]
         tokens = iter(tokenize_examples(clean, columns_of(source), self.tokenizer, self.loss_on))
-        return [next(tokens) if overlap is None else overlap for overlap in found]
+        return [next(tokens) if overlap is None else overlap for overlap in overlaps]
 
     def _overlap(self, source: Source, example: Mapping[str, Any]) -> Overlap | None:
         try:
-            found = self.decontaminator
-            return found.find(source, example) if isinstance(found, Decontaminator) else None
-        except BadExample:  # told of when it is tokenized
+            decontaminator = self.decontaminator
+            return (
+                decontaminator.find(source, example) if isinstance(decontaminator, Decontaminator) else None
+            )
+        except BadExample:  # reported when it is tokenized
             return None
 
 
@@ -124,12 +126,12 @@ class Shard:
     @functools.cached_property
     def record(self) -> dict[str, Any]:
         """What was written beside the arrays."""
-        found: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])
-        return found
+        record: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])
+        return record
 
     def array(self, name: str) -> np.ndarray:
-        found: np.ndarray = self._file.get_tensor(name)
-        return found
+        array: np.ndarray = self._file.get_tensor(name)
+        return array
 
     @functools.cached_property
     def _ends(self) -> np.ndarray:

@@ -57,7 +57,7 @@ def in_order(
     except BrokenProcessPool:
         raise UserError(
             "data: a process that tokenizes has ended; it may have been killed for the memory that it took. Run the"
-            " same command again to go on from the last shard"
+            " same command again to continue from the last shard"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)

@@ -42,7 +42,7 @@ class BatchSizer:
     """The batch size of an evaluation; "auto" begins every task at 128 and halves when memory runs out.
 
     lm-eval and `InMemoryBackend.complete` begin with the longest sequences, so a failure comes early and costs little.
-    Of several ranks that hold whole copies each may halve its own.
+    Where several ranks hold whole copies, each may halve its own.
     """
 
     def __init__(self, size: BatchSize, model: PreTrainedModel):

@@ -209,12 +209,12 @@ def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
 def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
     """Return the suite with settings that all its tasks take (None: as they have it); thinking is for those that
     write their answers."""
-    given = {key: value for key, value in settings.items() if value is not None}
-    if not given:
+    changes = {key: value for key, value in settings.items() if value is not None}
+    if not changes:
         return suite
     rows = []
     for row in suite.tasks:
-        own = {key: value for key, value in given.items() if key != "thinking" or row.kind != "likelihood"}
+        own = {key: value for key, value in changes.items() if key != "thinking" or row.kind != "likelihood"}
         rows.append(row.model_dump(mode="json", exclude_unset=True) | own)
     changed = validate(SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}")
     return suite.model_copy(update={"tasks": changed.tasks})
@@ -224,7 +224,7 @@ class ServerConfig(Strict):
     """A server that answers for the model that is evaluated, by HTTP."""
 
     url: str  # as http://localhost:8000
-    concurrency: PositiveInt = option(64, "with --server: requests at a time", metavar="N")
+    concurrency: PositiveInt = option(64, "with --server: number of requests at a time", metavar="N")
 
     @field_validator("url")
     @classmethod
@@ -248,7 +248,7 @@ class LayerStudyConfig(Strict):
 
     tasks: list[str] = Field(default_factory=list)  # of the suite
     sides: list[Side] | None = None  # null: all that differ
-    every: int = option(1, "first and last: every Nth number of layers, and all layers", gt=0)
+    every: int = option(1, "for first and last: measure every Nth number of layers, and all layers", gt=0)
 
 
 class EvaluationConfig(Strict):
@@ -257,14 +257,14 @@ class EvaluationConfig(Strict):
     suite: str = like(ModelStudy, "suite")
     data_root: str | None = like(ModelStudy, "data_root")
     batch_size: PositiveInt | Literal["auto"] = option(
-        16, "sequences in one forward, or auto: as many as fit the memory"
+        16, "sequences in one forward pass, or auto: as many as fit the memory"
     )
     limit: int | None = like(ModelStudy, "limit")
     # null: one in each evaluation
     cache: str | None = option(
         None,
-        "folder of finished tasks that several evaluations share; they are found by hashes of weights, tokenizer, data"
-        " and settings, never by a path",
+        "folder of finished tasks that several evaluations share, under hashes of weights, tokenizer, data and"
+        " settings, never under a path",
     )
     server: ServerConfig | None = None  # null: the model is in memory
     # Untrained quality against the number of rewired layers (paper Fig. 3); true: its KL alone.
@@ -272,7 +272,10 @@ class EvaluationConfig(Strict):
     router_bias: RouterBiasConfig | None = (
         None  # the original again, its routers steered away from slow links
     )
-    allow_weak_sandbox: bool = option(False, "run generated code even where this machine cannot shut it in")
+    allow_weak_sandbox: bool = option(
+        False,
+        "run generated code even where this machine's sandbox cannot keep it off the network and from writing files",
+    )
     # The experts' capacity in each forward pass, as train.capacity_factor; with batch_size 1.
     capacity_factor: float | None = option(
         None,
@@ -346,15 +349,16 @@ class Scoring(Strict):
         "a task of the suite or of lm-eval, or the path of a code data set; without it, every line has its `task`",
         metavar="TASK",
     )
-    suite: str = option("paper11", "whose rows say how a task is graded")
+    suite: str = option("paper11", "suite whose rows say how a task is graded")
     include_path: Path | None = option(None, "your own task definitions (lm-eval YAML)", metavar="DIR")
     thinking: bool = option(False, "cut off the thoughts before an answer, which end at </think>")
     data_root: Path | None = like(EvaluationConfig, "data_root")
     output: Path | None = option(None, "folder for results.json and samples_*.jsonl")
-    partial: bool = option(False, "leave out problems that have no sample")
-    timeout_s: float | None = option(None, "processor time of one program (default: 10)")
+    partial: bool = option(False, "grade only the problems that have a sample")
+    timeout_s: float | None = option(None, "processor time of one program, in seconds (default: 10)")
     scorer: Literal["fcsd", "evalplus"] = option(
-        "fcsd", "evalplus: the package of that name, in a process of its own, without our sandbox"
+        "fcsd",
+        "what grades programs; evalplus: the package of that name, in a process of its own, without fcsd's sandbox",
     )
-    evalplus_data: Path | None = option(None, "with --scorer evalplus: its own .jsonl.gz file")
+    evalplus_data: Path | None = option(None, "with --scorer evalplus: its own .jsonl.gz file of problems")
     allow_weak_sandbox: bool = like(EvaluationConfig, "allow_weak_sandbox")

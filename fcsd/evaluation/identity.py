@@ -1,4 +1,4 @@
-"""Check that a server serves a model: what it says of 8 prompts against one forward of the model in memory.
+"""Check that a server serves a model: log-probabilities of 8 prompts, against one forward of the model in memory.
 
 A stock engine serves the weights of a FarSkip checkpoint with regular connectivity, and a served name says nothing.
 
@@ -44,8 +44,8 @@ def check_identity(
 ) -> dict[str, Any]:
     """Return how far the log-probabilities of 8 prompts differ, in nats a token, and how far they may.
 
-    ask: rows of tokens -> the server's log-probability of each token but the first. load: gives the model in memory,
-    which is let go again.
+    ask: rows of tokens -> the server's log-probability of each token but the first. load: loads the model,
+    which is freed at the end.
 
     Raises:
         UserError: another model, connectivity, vocabulary or precision; no `prompt_logprobs`.
@@ -60,14 +60,16 @@ def check_identity(
     length = min(_CHECK_TOKENS, (server.context or _CHECK_TOKENS + 1) - 1)
     rows = [row for text in _PROMPTS if len(row := tokenizer(text)["input_ids"][:length]) > 1]
     try:
-        told = ask(rows)
+        server_logprobs = ask(rows)
     except UserError as error:
         raise UserError(f"{error} (asked for 8 prompts in tokens of {path}: is it this model?)") from None
     loaded = load()
-    known, dtype = _logprobs(loaded, rows), str(loaded.dtype).removeprefix("torch.")
+    model_logprobs, dtype = _logprobs(loaded, rows), str(loaded.dtype).removeprefix("torch.")
     del loaded
     free_memory()
-    pairs = [pair for a, b in zip(told, known, strict=True) for pair in zip(a, b, strict=True)]
+    pairs = [
+        pair for a, b in zip(server_logprobs, model_logprobs, strict=True) for pair in zip(a, b, strict=True)
+    ]
     difference = sum(abs(a - b) for a, b in pairs) / len(pairs)
     allowed = _ALLOWED.get(dtype, _ALLOWED_OTHERWISE)
     if not difference <= allowed:
@@ -103,5 +105,5 @@ def _logprobs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[lis
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
-    found = logits.log_softmax(-1).gather(2, ids[:, 1:, None].to(logits.device))[..., 0]
-    return [each[: len(row) - 1].tolist() for each, row in zip(found, rows, strict=True)]
+    logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None].to(logits.device))[..., 0]
+    return [each[: len(row) - 1].tolist() for each, row in zip(logprobs, rows, strict=True)]

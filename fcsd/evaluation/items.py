@@ -55,13 +55,19 @@ def dataset_items(test_set: TestSetConfig, data_root: Path | None) -> Iterator[I
 
 
 def _load(
-    location: str, asked: TestSetConfig | CodeTaskConfig, name: str | None, columns: Sequence[str] = ()
+    location: str, test_set: TestSetConfig | CodeTaskConfig, name: str | None, columns: Sequence[str] = ()
 ) -> Any:
     """Read a split; the revision is one of the Hub, and holds for no folder."""
-    revision = None if Path(location).exists() else asked.revision
+    revision = None if Path(location).exists() else test_set.revision
     # Not validated: the columns of a test set are any, those of a training source make an example.
     wanted: Any = {column: column for column in columns}
-    options = {"path": location, "name": name, "split": asked.split, "revision": revision, "columns": wanted}
+    options = {
+        "path": location,
+        "name": name,
+        "split": test_set.split,
+        "revision": revision,
+        "columns": wanted,
+    }
     return load_source(SourceConfig.model_construct(**options))
 
 
@@ -82,7 +88,7 @@ def suite_prompts(
     suite: SuiteConfig, data_root: Path | None, tokenizer: Any, limit: int | None
 ) -> list[list[int]]:
     """Tokenize the prompts of all tasks of a suite, one an item, in order; the first `limit` items of each."""
-    found: list[list[int]] = []
+    token_rows: list[list[int]] = []
     for row in suite.tasks:
         if row.kind == "code":
             texts = prompts(tokenizer, load_problems(row, data_root)[:limit], row)
@@ -95,5 +101,5 @@ def suite_prompts(
             ]
         # As lm-eval does, without a first token of ours; a chat template writes its own.
         special = row.kind == "code" and not row.chat_template
-        found += [tokenizer(text, add_special_tokens=special)["input_ids"] for text in texts]
-    return found
+        token_rows += [tokenizer(text, add_special_tokens=special)["input_ids"] for text in texts]
+    return token_rows

@@ -1,4 +1,4 @@
-"""Tell how far an evaluation, or a run of several stages, is, and what is left: a line before every part."""
+"""Print how far an evaluation, or a run of several stages, is, and how long the rest takes: a line before each task."""
 
 import sys
 import time
@@ -52,8 +52,8 @@ class Progress:
         names = list(self.tasks)
         place = f"{self.kept + names.index(task) + 1}/{self.kept + len(names)}"
         line = self._label(task, place, self.tasks[task])
-        if left := self.left():
-            line += f"; {duration(self._clock() - self._began)} so far, {left} left"
+        if rest := self.left():
+            line += f"; {duration(self._clock() - self._began)} so far, {rest} left"
         self._print(line)
 
     def end(self) -> None:

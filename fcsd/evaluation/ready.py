@@ -56,8 +56,8 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
         else:
             graded[row.task] = _answers(scoring, suite, row, lines)
         tasks[row.task] = task_result(row, *graded[row.task][:2], scoring.data_root)
-    kept = {task: found[0] for task, found in graded.items()}
-    count, total = sum(map(len, kept.values())), sum(found[1] for found in graded.values())
+    kept = {task: samples for task, (samples, *_) in graded.items()}
+    count, total = sum(map(len, kept.values())), sum(size for _, size, _ in graded.values())
     settings = {
         "limit": count if count < total else None,
         "scorer": scoring.scorer,
@@ -65,7 +65,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
         "rows": [row.model_dump(mode="json") for row, _ in rows],
         "versions": evaluation_versions(),
     }
-    layers = next((found[2] for found in reversed(graded.values()) if found[2]), None)
+    layers = next((own for *_, own in reversed(graded.values()) if own), None)
     result = whole_result(f"{_SUITE}{' '.join(tasks)}", str(scoring.samples), tasks, settings, layers)
     if scoring.output is not None:
         write_result(result, kept, scoring.output)
@@ -91,7 +91,7 @@ def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig
     for row in chosen.tasks:
         if row.kind == "likelihood":
             raise UserError(
-                f"task {row.task}: is scored by likelihood, which a file of answers does not tell"
+                f"task {row.task}: is scored by likelihood, which a file of answers does not hold"
             )
     rows: list[tuple[TaskConfig, Lines]] = []
     for row in chosen.tasks:
@@ -152,8 +152,8 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
             )
             layers = pool.layers
     kept = [
-        code_sample(row, problem, problem.prompt, programs[problem.task_id], found)
-        for problem, found in zip(graded, outcomes, strict=True)
+        code_sample(row, problem, problem.prompt, programs[problem.task_id], grades)
+        for problem, grades in zip(graded, outcomes, strict=True)
     ]
     return kept, len(problems), layers
 

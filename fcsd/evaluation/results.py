@@ -28,22 +28,22 @@ _LONGEST = 2000  # characters of a prompt; the whole prompt is identified by its
 _ROW_KEYS = ("metric", "value", "stderr", "num_items", "num_fewshot", "kind", "headline")
 
 
-def shown_question(asked: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def shown_question(requests: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return the end of the prompt, and the choices: {"prompt": …, "choices": […]}; {} for no request.
 
-    asked: (context, continuation) of every request about one item; one request: no choices. Where contexts differ
+    requests: (context, continuation) of every request about one item; one request: no choices. Where contexts differ
     (WinoGrande), the prompt is what they share, and a choice is the rest of its context too.
     """
-    if not asked:
+    if not requests:
         return {}
-    first, last = min(context for context, _ in asked), max(context for context, _ in asked)
+    first, last = min(context for context, _ in requests), max(context for context, _ in requests)
     same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     if same < len(last):  # they differ, and may do so in the middle of a word
         same = max(first.rfind(space, 0, same) for space in " \n") + 1
     prompt = first[:same]  # what the first and the last in the order of text share, all share
     shown: dict[str, Any] = {"prompt": end_of(prompt)}
-    if len(asked) > 1:
-        shown["choices"] = [context[len(prompt) :] + continuation for context, continuation in asked]
+    if len(requests) > 1:
+        shown["choices"] = [context[len(prompt) :] + continuation for context, continuation in requests]
     return shown
 
 
@@ -53,11 +53,11 @@ def end_of(prompt: str) -> str:
 
 
 def lm_eval_sample(
-    row: Mapping[str, Any], score: float, member: str | None, asked: Sequence[Sequence[Any]]
+    row: Mapping[str, Any], score: float, member: str | None, arguments: Sequence[Sequence[Any]]
 ) -> dict[str, Any]:
     """Build a sample of ours from one that lm-eval logs.
 
-    member: the task that the item is of, in a group. asked: the arguments of every request about the item.
+    member: the task that the item is of, in a group. arguments: those of every request about the item.
     """
     doc_id = int(row["doc_id"])
     sample: dict[str, Any] = {
@@ -67,7 +67,7 @@ def lm_eval_sample(
         "score": score,
         "target": str(row.get("target", "")),
     }
-    requests = [(str(context), str(more[0]) if more else "") for context, *more in asked]
+    requests = [(str(context), str(more[0]) if more else "") for context, *more in arguments]
     response = (row.get("resps") or [[""]])[0][0]
     if isinstance(response, list | tuple):  # log-likelihood, and whether it is the greedy answer
         sample["loglikelihoods"] = [float(choice[0][0]) for choice in row["resps"]]

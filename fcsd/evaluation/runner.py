@@ -42,7 +42,7 @@ from fcsd.parallel.ranks import ALONE, Ranks
 def prepare_evaluation(
     tokenizer: PreTrainedTokenizerBase,
     suite: SuiteConfig,
-    plan: EvaluationConfig,
+    config: EvaluationConfig,
     *,
     store: TaskStore | None = None,
     ranks: Ranks = ALONE,
@@ -53,26 +53,26 @@ def prepare_evaluation(
 
     All data, templates and the sandbox are checked before a model is asked anything.
 
-    plan: of it batch size, limit, data root, and whether a weak sandbox will do. store: where finished tasks are kept
-    and found; the first rank's. ranks: those that share the work; by default this process does all of it.
+    config: its batch size, limit, data root and `allow_weak_sandbox` are read. store: where the first rank keeps
+    finished tasks and looks for them. ranks: those that share the work; by default this process does all of it.
     any_direction: take metrics of which less is better, too; for scores that are not compared between models.
 
     Raises:
         UserError: a task, data set, metric or chat template that does not exist; a sandbox that is too weak.
         ScorerError: the scorer of the code tasks failed; never a score of 0.
     """
-    _check(plan, ranks)
-    data_root = Path(plan.data_root) if plan.data_root is not None else None
+    _check(config, ranks)
+    data_root = Path(config.data_root) if config.data_root is not None else None
     kept = ranks.from_first(
-        lambda: {row.task: found for row in suite.tasks if store is not None and (found := store.get(row))}
+        lambda: {row.task: task for row in suite.tasks if store is not None and (task := store.get(row))}
     )
     missing = [row for row in suite.tasks if row.task not in kept]
     prepared: dict[str, Any] = {}
-    facts = {task: found for task, (_, found) in kept.items()}
+    facts = {task: own for task, (_, own) in kept.items()}
     for row in missing:
-        prepared[row.task], found = _prepare_task(row, suite, data_root, tokenizer, plan.limit)
-        facts[row.task] = found
-        if not (found["higher_is_better"] or any_direction):
+        prepared[row.task], own = _prepare_task(row, suite, data_root, tokenizer, config.limit)
+        facts[row.task] = own
+        if not (own["higher_is_better"] or any_direction):
             raise UserError(
                 f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is"
                 " better, so choose one of those, or leave the task out"
@@ -85,7 +85,7 @@ def prepare_evaluation(
         def start() -> dict[str, Any]:
             """Start the sandbox, of which one is enough for all ranks, and return its layers."""
             nonlocal scorer
-            scorer = stack.enter_context(_checked_scorer(code, prepared, plan, progress))
+            scorer = stack.enter_context(_checked_scorer(code, prepared, config, progress))
             return scorer.layers
 
         if code:
@@ -93,26 +93,26 @@ def prepare_evaluation(
             for row in code:
                 facts[row.task]["sandbox"] = layers
         yield PreparedEvaluation(
-            tokenizer, suite, plan, finished, missing, prepared, facts, scorer, store, ranks, progress
+            tokenizer, suite, config, finished, missing, prepared, facts, scorer, store, ranks, progress
         )
 
 
-def _check(plan: EvaluationConfig, ranks: Ranks) -> None:
-    check_batch_size(plan.batch_size, ranks)
+def _check(config: EvaluationConfig, ranks: Ranks) -> None:
+    check_batch_size(config.batch_size, ranks)
     try:
-        plan.check_capacity()
+        config.check_capacity()
     except ValueError as error:
         raise UserError(str(error)) from None
-    if plan.limit is not None and plan.limit < 1:
-        raise UserError(f"limit: must be at least 1, got {plan.limit}")
+    if config.limit is not None and config.limit < 1:
+        raise UserError(f"limit: must be at least 1, got {config.limit}")
 
 
 @contextlib.contextmanager
 def _checked_scorer(
-    code: Sequence[CodeTaskConfig], prepared: Mapping[str, Any], plan: EvaluationConfig, progress: bool
+    code: Sequence[CodeTaskConfig], prepared: Mapping[str, Any], config: EvaluationConfig, progress: bool
 ) -> Iterator[CodeScorer]:
     """Give a scorer that the canonical solutions of these tasks have passed."""
-    with CodeScorer(allow_weak_sandbox=plan.allow_weak_sandbox) as scorer:
+    with CodeScorer(allow_weak_sandbox=config.allow_weak_sandbox) as scorer:
         for row in code:
             try:
                 scorer.self_check(prepared[row.task], timeout_s=row.timeout_s, progress=progress)
@@ -148,12 +148,12 @@ def _prepare_task(
 class PreparedEvaluation:
     """A suite whose data and sandbox are ready: call it with a model and its name.
 
-    finished: samples of tasks that were found. missing: the rows to run. prepared: their items. facts: for each result.
+    finished: samples of tasks that the store has. missing: the rows to run. prepared: their items. facts: of each task.
     """
 
     tokenizer: PreTrainedTokenizerBase
     suite: SuiteConfig
-    plan: EvaluationConfig
+    config: EvaluationConfig
     finished: Samples
     missing: Sequence[TaskConfig]
     prepared: Mapping[str, Any]
@@ -167,15 +167,15 @@ class PreparedEvaluation:
         self, model: PreTrainedModel, name: str, batches: Batches | None = None
     ) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model in memory, both JSON-able."""
-        size = self.plan.batch_size
+        size = self.config.batch_size
         backend = InMemoryBackend(model, self.tokenizer, size, self.ranks, batches, progress=self.progress)
-        if self.plan.capacity_factor is None:
+        if self.config.capacity_factor is None:
             return self.ask(backend, name)
-        with dropping(model, self.plan.capacity_factor, self.plan.capacity_drop or "order") as counts:
+        with dropping(model, self.config.capacity_factor, self.config.capacity_drop or "order") as counts:
             result, samples = self.ask(backend, name)
         pairs = self.ranks.share(lambda: [int(number) for number in counts.take() or (0, 0)])
         dropped, whole = (sum(of_ranks) for of_ranks in zip(*pairs, strict=True))
-        # Of the tasks that were not finished before; None: all were.
+        # The share is that of the tasks that were not finished before; None: all were.
         result["settings"]["dropped_share"] = dropped / whole if whole else None
         return result, samples
 
@@ -194,14 +194,14 @@ class PreparedEvaluation:
                         samples[row.task] = self._run_code(backend, row)
                     else:
                         samples[row.task] = likelihood.run_task(
-                            backend.language_model, row, self.prepared[row.task], self.plan.limit
+                            backend.language_model, row, self.prepared[row.task], self.config.limit
                         )
                 except (UserError, ScorerError) as error:
                     if self.store is None or not samples:
                         raise
                     kept = "finished task is" if len(samples) == 1 else f"{len(samples)} finished tasks are"
                     kind = UserError if isinstance(error, UserError) else ScorerError
-                    raise kind(f"{error} (the {kept} kept; run again to go on)") from error
+                    raise kind(f"{error} (the {kept} kept; run again to continue)") from error
                 if self.store is not None and self.ranks.first:
                     self.store.put(row, samples[row.task], self.facts[row.task])
         ordered = {row.task: samples[row.task] for row in self.suite.tasks}
@@ -213,7 +213,7 @@ class PreparedEvaluation:
         items = self.prepared[row.task]
         if row.kind == "code":
             return Work(len(items), "tokens", len(items) * row.num_samples * row.max_new_tokens)
-        return likelihood.work(row, items, self.plan.limit)
+        return likelihood.work(row, items, self.config.limit)
 
     def _run_code(self, backend: Backend, row: CodeTaskConfig) -> list[dict[str, Any]]:
         """Generate on all ranks, and score on the first, which has the scorer; one sample a problem."""
@@ -229,28 +229,28 @@ class PreparedEvaluation:
                 outcomes = self.scorer.score_samples(problems, completions, **options)
             texts = prompts(self.tokenizer, problems, row)
             return [
-                code_sample(row, problem, prompt, completions[problem.task_id], found)
-                for problem, prompt, found in zip(problems, texts, outcomes, strict=True)
+                code_sample(row, problem, prompt, completions[problem.task_id], grades)
+                for problem, prompt, grades in zip(problems, texts, outcomes, strict=True)
             ]
 
         return self.ranks.from_first(scored)
 
     def _result(self, answered_by: dict[str, Any], samples: Samples, name: str) -> dict[str, Any]:
-        data_root, tasks = Path(self.plan.data_root) if self.plan.data_root is not None else None, {}
+        data_root, tasks = Path(self.config.data_root) if self.config.data_root is not None else None, {}
         for row in self.suite.tasks:
             facts = self.facts[row.task]
             summed = task_result(row, samples[row.task], facts["num_items_total"], data_root)
             tasks[row.task] = summed | {"higher_is_better": facts["higher_is_better"]}
         # A task that was finished before may have run in another sandbox: the first one counts.
-        sandbox = next((found["sandbox"] for found in self.facts.values() if "sandbox" in found), None)
+        sandbox = next((facts["sandbox"] for facts in self.facts.values() if "sandbox" in facts), None)
         chat_template = None
         if any(row.chat_template for row in self.suite.tasks):
             chat_template = text_hash(json.dumps(self.tokenizer.chat_template, sort_keys=True))
         settings = {
-            "limit": self.plan.limit,
-            "batch_size": self.plan.batch_size,
+            "limit": self.config.limit,
+            "batch_size": self.config.batch_size,
             "data_root": None if data_root is None else str(data_root),
-            **self.plan.capacity,
+            **self.config.capacity,
             **answered_by,
             "chat_template_sha256": chat_template,
             "fewshot_seed": likelihood.FEWSHOT_SEED,

@@ -75,20 +75,20 @@ def _join(original: Sequence[Sample], converted: Sequence[Sample], task: str) ->
             f"{task}: {len(original)} items against {len(converted)}; evaluate both models with"
             " the same limit and the same data"
         )
-    left, right = _by_item(original, task), _by_item(converted, task)
-    if left.keys() != right.keys():
-        other = sorted(str(key[0]) for key in left.keys() ^ right.keys())
+    before, after = _by_item(original, task), _by_item(converted, task)
+    if before.keys() != after.keys():
+        other = sorted(str(key[0]) for key in before.keys() ^ after.keys())
         raise UserError(
             f"{task}: the items differ (item {other[0]}); evaluate both models on the same revision"
             " of the data"
         )
-    changed = [str(key[0]) for key in left if left[key]["prompt_hash"] != right[key]["prompt_hash"]]
+    changed = [str(key[0]) for key in before if before[key]["prompt_hash"] != after[key]["prompt_hash"]]
     if changed:
         raise UserError(
-            f"{task}: the prompts differ in {len(changed)} of {len(left)} items (item {changed[0]});"
+            f"{task}: the prompts differ in {len(changed)} of {len(before)} items (item {changed[0]});"
             " evaluate both models with the same shots, chat template and prompt"
         )
-    return [(float(left[key]["score"]), float(right[key]["score"])) for key in left]
+    return [(float(before[key]["score"]), float(after[key]["score"])) for key in before]
 
 
 def _by_item(samples: Sequence[Sample], task: str) -> dict[tuple[Any, str], Sample]:
@@ -103,13 +103,13 @@ def by_member(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
 
     Items of a group are named `member/number`; so are problems of code tasks (`Mbpp/2`), which have no members.
     """
-    found: dict[str, list[Sample]] = {}
+    members: dict[str, list[Sample]] = {}
     for sample in samples:
         member, slash, _ = str(sample["doc_id"]).rpartition("/")
         if not slash or kind == "code":
             return {}
-        found.setdefault(member, []).append(sample)
-    return found
+        members.setdefault(member, []).append(sample)
+    return members
 
 
 def compare(
@@ -171,7 +171,7 @@ def _common(before: Mapping[str, Any], after: Mapping[str, Any], only: Sequence[
         missing_text = ", ".join(sorted(before.keys() ^ after.keys()))
         advice = "evaluate both on the same suite"
         if both:
-            advice += f", or compare what both have with --tasks {','.join(both)}"
+            advice += f", or compare what both have with --tasks {','.join(both)} (in Python: tasks={both})"
         raise UserError(f"the two results have different tasks ({missing_text} in one only); {advice}")
     return both
 
@@ -180,7 +180,7 @@ def _require_same(task: str, before: Mapping[str, Any], after: Mapping[str, Any]
     if any(each["tasks"][task].get("higher_is_better") is False for each in (before, after)):
         raise UserError(
             f"{task}: lower is better in {before['tasks'][task]['metric']}; only metrics of which more is better are"
-            " compared; leave the task out with --tasks"
+            " compared; leave the task out with --tasks (in Python: tasks=[…])"
         )
     for row, other, keys in (
         (before["tasks"][task], after["tasks"][task], _SAME_ROW),
@@ -210,8 +210,8 @@ def _recorded(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) ->
         }
 
     one, two = recorded(before), recorded(after)
-    found = [f"{key} {one[key]} against {two[key]}" for key in one if one[key] != two[key]]
-    return f" (recorded: {'; '.join(found)})" if found else ""
+    changes = [f"{key} {one[key]} against {two[key]}" for key in one if one[key] != two[key]]
+    return f" (recorded: {'; '.join(changes)})" if changes else ""
 
 
 def _mean(
@@ -224,10 +224,10 @@ def _mean(
         mean[key], mean[f"{key}_stderr"] = plain_mean(
             [(row[key], row[f"{key}_stderr"]) for row in tasks.values()]
         )
-    limits = [found for task in tasks if (found := interval([b - a for a, b in scores[task]])) is not None]
+    limits = [limit for task in tasks if (limit := interval([b - a for a, b in scores[task]])) is not None]
     deltas = [row["delta"] for row in tasks.values()]
-    found = mean_interval(deltas, limits) if len(limits) == len(deltas) else None
-    mean["interval"] = clipped(found, shares=all(_shares(scores[task]) for task in tasks))
+    unclipped = mean_interval(deltas, limits) if len(limits) == len(deltas) else None
+    mean["interval"] = clipped(unclipped, shares=all(_shares(scores[task]) for task in tasks))
     low, high = mean["interval"] or (0.0, 0.0)
     mean["verdict"] = "lost" if high < 0 else "gained" if low > 0 else "within noise"
     if len(tasks) == 1:  # its exact test decides, here as there

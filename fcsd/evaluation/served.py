@@ -1,8 +1,8 @@
 """A model behind a server: the questions of an evaluation as token ids, and whether it is the model at all.
 
-Single answers are kept (`fcsd.evaluation.store.Journal`): an evaluation whose server or client was killed goes on with
-the next one. Temperature 0 is greedy; a sample is drawn with a seed of its own, so neither the order of requests nor
-their concurrency changes it, but it is not the sample that transformers draws.
+Single answers are kept (`fcsd.evaluation.store.Journal`): an evaluation whose server or client was killed continues
+with the next one. Temperature 0 is greedy; a sample is drawn with a seed of its own, so neither the order of requests
+nor their concurrency changes it, but it is not the sample that transformers draws.
 
 Not covered: KL, which needs all logits; several ranks.
 """
@@ -49,14 +49,14 @@ class ServedBackend:
     def check(self, evaluation: PreparedEvaluation) -> None:
         """Refuse a task that the server cannot answer (no `prompt_logprobs`, a short context). It is not asked."""
         for row in evaluation.missing:
-            self._check(row, evaluation.prepared[row.task], evaluation.plan.limit)
+            self._check(row, evaluation.prepared[row.task], evaluation.config.limit)
 
     def identify(self, load: Callable[[], PreTrainedModel]) -> None:
-        """Check that it is the model that the server serves; `load` gives it in memory, to be let go again."""
+        """Check that the server serves this model; `load` loads it into memory, where it is freed afterwards."""
 
         def ask(rows: Sequence[Sequence[int]]) -> list[list[float]]:
             bodies = [{"prompt": list(row), "answer_tokens": len(row) - 1} for row in rows]
-            return [told for told, _ in self.ask("likelihood", bodies, Journal(), quietly=True)]
+            return [logprobs for logprobs, _ in self.ask("likelihood", bodies, Journal(), quietly=True)]
 
         self.checked = check_identity(self.server, ask, self.model, self.tokenizer, load)
 
@@ -98,7 +98,7 @@ class ServedBackend:
             return ServedModel(self)
 
     def complete(self, problems: Sequence[Problem], row: CodeTaskConfig) -> dict[str, list[str]]:
-        """Generate; the n-th sample of all has the n-th seed."""
+        """Generate the completions; the n-th sample of all has the n-th seed."""
         tokens = prompt_tokens(self.config, self.tokenizer, problems, row)
         sampling: Body = {"temperature": 0.0}
         if row.temperature:
@@ -121,12 +121,12 @@ class ServedBackend:
         texts = iter(self.ask("generation", bodies))
 
         def text() -> str:
-            found = next(texts)
-            if not isinstance(found, str):
-                found = self.tokenizer.decode(
-                    found, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            answer = next(texts)
+            if not isinstance(answer, str):
+                answer = self.tokenizer.decode(
+                    answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
                 )
-            return completion_of(found, row)
+            return completion_of(answer, row)
 
         return {problem.task_id: [text() for _ in range(row.num_samples)] for problem in problems}
 
@@ -149,14 +149,14 @@ class ServedBackend:
     def ask(
         self, what: str, bodies: Sequence[Body], journal: Journal | None = None, *, quietly: bool = False
     ) -> list[Any]:
-        """Return the answers to requests, of which those are asked that the journal (the task's) has no answer to.
+        """Return the answers to requests; only those that the journal (None: the task's) has no answer to are sent.
 
-        Of a "likelihood" [log-probabilities, ranks] of the last `answer_tokens` of the prompt, of a "generation" token
-        ids, or a text where the server gives no ids.
+        The answer to a "likelihood" is [log-probabilities, ranks] of the last `answer_tokens` of the prompt; that to a
+        "generation" is its token ids, or its text where the server gives no ids.
         """
         journal = self._journal if journal is None else journal
-        found = [journal.get(body) for body in bodies]
-        missing = [number for number, answer in enumerate(found) if answer is None]
+        answers = [journal.get(body) for body in bodies]
+        missing = [number for number, answer in enumerate(answers) if answer is None]
         read = self._read_likelihood if what == "likelihood" else self._read_generation
         requests = [self._request(what, bodies[number]) for number in missing]
         with progress_bar(
@@ -174,8 +174,8 @@ class ServedBackend:
                 requests, lambda place, answer: read(bodies[missing[place]], answer), note
             )
         for number, answer in zip(missing, new, strict=True):
-            found[number] = answer
-        return found
+            answers[number] = answer
+        return answers
 
     def _request(self, what: str, body: Body) -> Body:
         """Return what is sent. What ends an answer is ours alone where the server gives tokens, by which it is cut."""
@@ -190,10 +190,10 @@ class ServedBackend:
         count = body["answer_tokens"]
         if len(entries) != len(body["prompt"]):
             raise ValueError(f"{len(entries)} prompt_logprobs for {len(body['prompt'])} tokens")
-        asked = [
+        tokens = [
             entry[str(token)] for entry, token in zip(entries[-count:], body["prompt"][-count:], strict=True)
         ]
-        return [float(each["logprob"]) for each in asked], [int(each["rank"]) for each in asked]
+        return [float(each["logprob"]) for each in tokens], [int(each["rank"]) for each in tokens]
 
     def _read_generation(self, body: Body, answer: Body) -> list[int] | str:
         (choice,) = answer["choices"]

@@ -24,7 +24,7 @@ from fcsd.base.errors import UserError, one_line
 API_KEY = "FCSD_SERVER_API_KEY"
 PATIENCE_S = 300.0  # without any answer, until an evaluation gives up: a server restarts in minutes
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
-_LONGEST_WAIT_S, _TOLD_AFTER_S = 15.0, 10.0
+_LONGEST_WAIT_S, _REPORT_AFTER_S = 15.0, 10.0
 _TIMEOUT = httpx2.Timeout(10.0, read=3600.0, write=60.0, pool=None)  # a long answer comes in one piece
 Body = dict[str, Any]
 
@@ -42,13 +42,13 @@ class _Outage:
 
     def __init__(self) -> None:
         self.since: float | None = None
-        self.told = False
+        self.reported = False
 
     def lasted(self, url: str, reason: str, now_s: float) -> float:
-        """Return its seconds so far; a longer one is told once."""
+        """Return its seconds so far; a longer one is reported once, on stderr."""
         self.since = now_s if self.since is None else self.since
-        if now_s - self.since > _TOLD_AFTER_S and not self.told:
-            self.told = True
+        if now_s - self.since > _REPORT_AFTER_S and not self.reported:
+            self.reported = True
             minutes = f"{PATIENCE_S / 60:g} minutes"
             print(
                 f"server {url} does not answer ({reason}); trying for {minutes}", file=sys.stderr, flush=True
@@ -62,7 +62,7 @@ class Server:
     Attributes:
         model: what the server calls the model; context: tokens of prompt and answer that it takes, None if it does not
         say; facts: engine, version, dtype and parallelism, as far as it tells, for records and keys.
-        root: what it was told to serve, a folder or a hub id; prompt_logprobs, token_ids: whether it returns
+        root: the folder or hub id that it was started with; prompt_logprobs, token_ids: whether it returns
         them, of the prompt and of an answer.
 
     Raises (all methods):
@@ -131,10 +131,10 @@ class Server:
         self,
         bodies: Sequence[Body],
         read: Callable[[int, Body], Any],
-        note: Callable[[int, Any], None] = lambda number, found: None,
+        note: Callable[[int, Any], None] = lambda number, answer: None,
     ) -> list[Any]:
-        """Ask for completions and return read(number, answer) of each, in order; `note` is told each as soon as it is
-        there.
+        """Ask for completions and return read(number, answer) of each, in order; `note` is called with each as soon as
+        it is there.
 
         Overload (429), failures (5xx) and dropped connections are tried again, with growing pauses, until all of them
         have failed for `PATIENCE_S`, or one alone for four times as long.
@@ -144,7 +144,7 @@ class Server:
     async def _answers(
         self, bodies: Sequence[Body], read: Callable[[int, Body], Any], note: Callable[[int, Any], None]
     ) -> list[Any]:
-        found: list[Any] = [None] * len(bodies)
+        answers: list[Any] = [None] * len(bodies)
         waiting = iter(range(len(bodies)))
         outage = _Outage()
         pool = httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
@@ -153,12 +153,12 @@ class Server:
             for number in waiting:
                 answer = await self._patiently(client, bodies[number], outage)
                 try:
-                    found[number] = read(number, answer)
+                    answers[number] = read(number, answer)
                 except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
                     raise self.error(
                         f"answers /v1/completions without what was asked for ({one_line(error)})"
                     ) from None
-                note(number, found[number])
+                note(number, answers[number])
 
         async with httpx2.AsyncClient(headers=self._headers, timeout=_TIMEOUT, limits=pool) as client:
             try:
@@ -167,10 +167,10 @@ class Server:
                         group.create_task(worker(client))
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-        return found
+        return answers
 
     async def _patiently(self, client: httpx2.AsyncClient, body: Body, outage: "_Outage") -> Body:
-        """outage: what all that wait share."""
+        """Ask until an answer comes; outage: what all that wait share."""
         pause = 0.25
         own: float | None = None
         dropped = False
@@ -182,14 +182,14 @@ class Server:
                 response = await client.post(f"{self.url}/v1/completions", json={"model": self.model, **body})
                 answer = self._checked(response, "/v1/completions")
                 ended = {choice.get("finish_reason") for choice in answer.get("choices") or ()}
-                if not ended <= {"stop", "length"}:  # a server that is told to end cuts its answers off
+                if not ended <= {"stop", "length"}:  # a server that is being ended cuts its answers off
                     raise _Retry(f"finish_reason {', '.join(map(str, ended))}")
                 if self._engine and (now := _engine_of(answer)) != self._engine:
                     raise self.error(
                         f"answers from another engine than before ({now}, not {self._engine}); serve with the former"
                         " settings, or evaluate into another folder"
                     )
-                outage.since, outage.told = None, False
+                outage.since, outage.reported = None, False
                 return answer
             except (httpx2.TransportError, _Retry) as error:
                 now_s, text = time.monotonic(), one_line(error)
@@ -233,13 +233,13 @@ class Server:
     def _checked(self, response: httpx2.Response, path: str) -> Body:
         status = response.status_code
         if status in (401, 403):
-            given = f"refuses the key in {API_KEY}" if self._headers else f"asks for a key; set {API_KEY}"
-            raise self.error(f"{given} (HTTP {status})")
+            reason = f"refuses the key in {API_KEY}" if self._headers else f"asks for a key; set {API_KEY}"
+            raise self.error(f"{reason} (HTTP {status})")
         if status in _RETRIED:
             after = response.headers.get("retry-after", "")
             raise _Retry(f"HTTP {status}", float(after) if after.isdigit() else 0.0)
         try:
-            found = response.json()
+            body = response.json()
         except ValueError:
             kind = response.headers.get("content-type", "no type").partition(";")[0]
             raise self.error(
@@ -247,10 +247,10 @@ class Server:
                 " between"
             ) from None
         if status != 200:
-            raise self.error(f"refuses {path} (HTTP {status}): {_said(found)}")
-        if not isinstance(found, dict):
+            raise self.error(f"refuses {path} (HTTP {status}): {_said(body)}")
+        if not isinstance(body, dict):
             raise self.error(f"answers {path} with JSON of another kind; this is no OpenAI-compatible server")
-        return found
+        return body
 
     def error(self, text: str) -> UserError:
         """Return an error that begins with the address."""
@@ -263,9 +263,9 @@ def _engine_of(answer: Body) -> str:
     return "-".join(words[:-1]) if words[0] == "vllm" else ""
 
 
-def _said(found: Any) -> str:
+def _said(answer: Any) -> str:
     """Return what the server says of an error, in one line; vLLM, OpenAI and FastAPI put it in different places."""
-    said = found
+    said = answer
     for key in ("error", "message", "detail"):
         if isinstance(said, dict) and key in said:
             said = said[key]

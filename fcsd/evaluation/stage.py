@@ -1,7 +1,7 @@
 """Evaluate one model on a suite, in a folder with a manifest: in memory or behind a server, steered or not, of a
 recipe or of none.
 
-    stage = run_evaluation(Evaluation("path/of/MODEL", model, load_suite("tiny"), plan), folder, launch)
+    stage = run_evaluation(Evaluation("path/of/MODEL", model, load_suite("tiny"), config), folder, launch)
 """
 
 import contextlib
@@ -79,9 +79,9 @@ class Reference:
         known = self._known[0][1]
 
         def kl(loaded: PreTrainedModel, batches: Batches | None) -> dict[str, Any]:
-            found = mean_kl(known, loaded, rows, ranks=launch.ranks)
+            divergence = mean_kl(known, loaded, rows, ranks=launch.ranks)
             known.head.cpu()  # off the device, where the next model needs the room
-            return {"kl_to_original": found}
+            return {"kl_to_original": divergence}
 
         return kl
 
@@ -90,16 +90,16 @@ class Reference:
 class Evaluation:
     """One model on one suite.
 
-    name: of the model in the result. model: found, or as a checkpoint is named. plan: batch size, limit, data root,
+    name: the model's name in the result. model: its folder, or a `model` section. config: batch size, limit, data root,
     cache, server and sandbox. reference: of a model of a recipe.
     bias: tables that steer the model's routers; batch j of a task belongs to endpoint j mod N.
-    device_map: see `fcsd.parallel.place.load_for_evaluation`. server_check: first find out whether the server has it.
+    device_map: see `fcsd.parallel.place.load_for_evaluation`. server_check: first check which model is served.
     """
 
     name: str
     model: ModelFolder | ModelConfig
     suite: SuiteConfig
-    plan: EvaluationConfig
+    config: EvaluationConfig
     reference: Reference | None = None
     bias: BiasTables | None = None
     device_map: str | None = None
@@ -113,25 +113,25 @@ class Evaluation:
     @property
     def data_root(self) -> Path | None:
         """The folder in hub layout that test sets are read from; None: the Hub."""
-        return Path(self.plan.data_root) if self.plan.data_root is not None else None
+        return Path(self.config.data_root) if self.config.data_root is not None else None
 
     @property
     def answered_by(self) -> dict[str, Any]:
         """What scores depend on where a server answers (that there is one, not where), routers are biased, or pairs are
         dropped."""
-        served = {} if self.plan.server is None else {"server": True}
-        return served | bias_facts(self.bias, self.plan.batch_size) | self.plan.capacity
+        served = {} if self.config.server is None else {"server": True}
+        return served | bias_facts(self.bias, self.config.batch_size) | self.config.capacity
 
     def settings(self) -> dict[str, Any]:
         """Return what a result depends on, for the manifest."""
         suite = {"suite": self.suite.model_dump(mode="json")}
         if self.reference is None:
-            return {**suite, "limit": self.plan.limit, **self.answered_by}
+            return {**suite, "limit": self.config.limit, **self.answered_by}
         # No score depends on the batch size beyond float noise, so an evaluation may continue with another.
         left_out = {"layer_study", "cache", "batch_size", "server", "router_bias"}
         text = {"heldout", "heldout_examples", "max_length", "packing", "loss_on"}
         return {
-            "evaluation": self.plan.model_dump(mode="json", exclude=left_out),
+            "evaluation": self.config.model_dump(mode="json", exclude=left_out),
             **suite,
             "data": self.reference.data.model_dump(mode="json", include=text),
             "model": {"dtype": self.checkpoint.config.dtype},
@@ -139,53 +139,53 @@ class Evaluation:
         }
 
     def inputs(self) -> dict[str, str]:
-        """Return the fingerprints of what is read: of the model never its path."""
+        """Return the fingerprints of what is read; the model's is that of its weights, never its path."""
         model, reference, heldout = self.checkpoint, self.reference, None
-        found = {
+        fingerprints = {
             "model": model.weights,
             "connectivity": str(read_json(model.folder / "config.json").get("farskip", "regular")),
             "configuration": configuration_fingerprint(model.folder),
         }
         if reference is not None:
-            found |= {**reference.inputs, "original": reference.original.weights}
+            fingerprints |= {**reference.inputs, "original": reference.original.weights}
             heldout = reference.data.heldout
-        return found | test_set_fingerprints(self.suite.tasks, self.data_root, heldout)
+        return fingerprints | test_set_fingerprints(self.suite.tasks, self.data_root, heldout)
 
 
 def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stage:
     """Evaluate a model on its suite, and what its reference measures beside; the result is in `folder`.
 
-    A finished evaluation is found, one that was cut off goes on with the next task. All ranks call this.
+    A finished evaluation is not run again, one that was cut off continues with the next task. All ranks call this.
 
     Raises:
         UserError: what rules itself out (a server and several ranks, a bias and an automatic batch size); a
             model, task or data set that is not there; a folder with another evaluation.
     """
-    plan = evaluation.plan
-    check_server(plan.server, launch)
-    check_bias(evaluation.bias, plan.batch_size, plan.server)
+    config = evaluation.config
+    check_server(config.server, launch)
+    check_bias(evaluation.bias, config.batch_size, config.server)
     launch = launch.for_evaluation()
     check_device_map(evaluation.device_map, launch)
-    check_batch_size(plan.batch_size, launch.ranks)
+    check_batch_size(config.batch_size, launch.ranks)
     model = evaluation.checkpoint
     if evaluation.reference is None:
         _check_overlap(model, launch)
     if evaluation.bias is not None:
-        config, *_ = read_config(model.folder, any_family=True)
-        check_bias_model(evaluation.bias, config["model_type"])
+        raw, *_ = read_config(model.folder, any_family=True)
+        check_bias_model(evaluation.bias, raw["model_type"])
     stage = Stage(folder, "evaluate", evaluation.settings(), launch.ranks.from_first(evaluation.inputs))
     if _begin(evaluation, stage, launch) == "finished":
         return stage
     free_memory()  # of the trainings before
     tokenizer = load_tokenizer(model.folder, trust_remote_code=model.config.trust_remote_code)
     backend = None  # the model is in memory
-    if plan.server is not None:
-        server = Server(plan.server.url, concurrency=plan.server.concurrency)
+    if config.server is not None:
+        server = Server(config.server.url, concurrency=config.server.concurrency)
         server.look(model.config.path)
         backend = ServedBackend(server, model, tokenizer)
     store = _store(evaluation, stage, backend)
     # A mistake in tasks or data shows before the weights are read.
-    with prepare_evaluation(tokenizer, evaluation.suite, plan, store=store, ranks=launch.ranks) as prepared:
+    with prepare_evaluation(tokenizer, evaluation.suite, config, store=store, ranks=launch.ranks) as prepared:
         result, samples = _ask(evaluation, prepared, backend, tokenizer, launch)
     _leave(stage, result, samples, launch)
     return stage
@@ -215,21 +215,21 @@ def _ask(
         result, samples = prepared.ask(backend, evaluation.name)
         return result | (measure(load(), None) if measure is not None else {}), samples
     loaded = load()
-    with biased_routers(loaded, evaluation.bias, evaluation.plan.batch_size) as batches:
+    with biased_routers(loaded, evaluation.bias, evaluation.config.batch_size) as batches:
         result, samples = prepared(loaded, evaluation.name, batches)
         return result | (measure(loaded, batches) if measure is not None else {}), samples
 
 
 def _check_overlap(model: ModelFolder, launch: Launch) -> None:
-    asked = launch.engine.overlap
-    if asked not in ("full", "forward"):
+    overlap = launch.engine.overlap
+    if overlap not in ("full", "forward"):
         return
     _, family, connectivity = read_config(model.folder, any_family=True)
     reason: str | None = "none of its layers is rewired"
     if family is not None and connectivity is not None:
         reason = refusal(family, model.load_config())
     if reason is not None:
-        raise UserError(f"--overlap {asked}: {model.config.path} cannot: {reason}; leave --overlap out")
+        raise UserError(f"--overlap {overlap}: {model.config.path} cannot: {reason}; leave --overlap out")
 
 
 def heldout_of(data: DataConfig, tokenizer: Any) -> Any:
@@ -268,7 +268,7 @@ def _store(evaluation: Evaluation, stage: Stage, backend: ServedBackend | None =
 
     backend: which server answers for the model, if one does.
     """
-    plan, loading = evaluation.plan, dict[str, Any]()
+    config, loading = evaluation.config, dict[str, Any]()
     if evaluation.reference is not None:
         how = {"dtype", "attn_implementation", "experts_implementation"}
         loading = evaluation.checkpoint.config.model_dump(include=how)
@@ -277,13 +277,13 @@ def _store(evaluation: Evaluation, stage: Stage, backend: ServedBackend | None =
         **{name: stage.inputs[name] for name in ("model", "connectivity", "configuration")},
         "loading": loading,
         **served,
-        **bias_facts(evaluation.bias, plan.batch_size),
-        **plan.capacity,
-        "limit": plan.limit,
+        **bias_facts(evaluation.bias, config.batch_size),
+        **config.capacity,
+        "limit": config.limit,
         "versions": {name: text for name, text in versions().items() if name not in ("python", "accelerate")},
     }
     data = {row.task: stage.inputs[f"task {row.task}"] for row in evaluation.suite.tasks}
-    return TaskStore(Path(plan.cache) if plan.cache else stage.folder / FINISHED_TASKS, identity, data)
+    return TaskStore(Path(config.cache) if config.cache else stage.folder / FINISHED_TASKS, identity, data)
 
 
 def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
@@ -296,7 +296,7 @@ def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
             read_result(stage.folder)
         except UserError as error:
             print(f"evaluate: {error}: this is done now", file=sys.stderr)
-            if evaluation.plan.server is None:  # which server answered is not known yet
+            if evaluation.config.server is None:  # which server answered is not known yet
                 _keep_whole_tasks(evaluation, stage)
             (stage.folder / "manifest.json").unlink()
 
@@ -306,15 +306,15 @@ def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
 
 def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
     store = _store(evaluation, stage)
-    made = read_manifest(stage.folder).get("versions")
+    own_versions = read_manifest(stage.folder).get("versions")
     with contextlib.suppress(UserError, OSError, KeyError, AttributeError):  # results.json is the damaged one
         result = read_json(stage.folder / "results.json")
-        for row in evaluation.suite.tasks if made == versions() else ():
-            found = result["tasks"][row.task]
-            facts = {name: found[name] for name in ("num_items_total", "higher_is_better")}
+        for row in evaluation.suite.tasks if own_versions == versions() else ():
+            score = result["tasks"][row.task]
+            facts = {name: score[name] for name in ("num_items_total", "higher_is_better")}
             facts |= {"sandbox": result["sandbox"]} if row.kind == "code" else {}
             with contextlib.suppress(UserError):
-                store.put(row, read_samples(stage.folder, row.task, found), facts)
+                store.put(row, read_samples(stage.folder, row.task, score), facts)
 
 
 def _leave(stage: Stage, result: dict[str, Any], samples: Samples, launch: Launch) -> None:
@@ -333,9 +333,9 @@ def test_set_fingerprints(
     tasks: Sequence[TaskConfig], data_root: Path | None, heldout: SourceConfig | None = None
 ) -> dict[str, str]:
     """Return what identifies the items of the test sets: a score is never read for other items."""
-    found = {
+    fingerprints = {
         f"task {row.task}": data_fingerprint(dataset_location(row, data_root), row.revision) for row in tasks
     }
     if heldout is not None:
-        found["data.heldout"] = data_fingerprint(heldout.path, heldout.revision)
-    return found
+        fingerprints["data.heldout"] = data_fingerprint(heldout.path, heldout.revision)
+    return fingerprints

@@ -147,8 +147,8 @@ class Sweep:
                     begin(row)
                 yield
                 kept = real_tokens(Collator()([self.rows[row]])).flatten()
-                found = [routed.experts.cpu()[kept] for routed in recorded.take()]
-                routes[row] = torch.stack(found).to(torch.int16).numpy()
+                experts = [routed.experts.cpu()[kept] for routed in recorded.take()]
+                routes[row] = torch.stack(experts).to(torch.int16).numpy()
 
             yield routes, around
 
@@ -192,5 +192,5 @@ class Sweep:
 
     def _by_row(self, own: Callable[[], dict[int, Any]]) -> list[Any]:
         """Return what all ranks have of their rows, in the order of the rows."""
-        found = {row: value for of_rank in self.launch.ranks.share(own) for row, value in of_rank.items()}
-        return [found[row] for row in sorted(found)]
+        values = {row: value for of_rank in self.launch.ranks.share(own) for row, value in of_rank.items()}
+        return [values[row] for row in sorted(values)]

@@ -1,5 +1,5 @@
-"""Finished tasks of an evaluation, kept by what they were measured on: an evaluation that was cut off goes on with the
-next task, and the same weights are never asked the same questions twice.
+"""Finished tasks of an evaluation, kept by what they were measured on: an evaluation that was cut off continues with
+the next task, and the same weights are never asked the same questions twice.
 
 The key of a task is a hash over the weights, the configuration and tokenizer, the suite's row, the bytes of the data,
 the limit and the versions; a path or a name never enters it. A server's answers are kept one by one (`Journal`).
@@ -26,7 +26,7 @@ _CONFIGURATION = (
 
 
 def configuration_fingerprint(folder: Path) -> str:
-    """SHA-256 over the files beside the weights that change what a model answers."""
+    """Compute the SHA-256 over the files beside the weights that change what a model answers."""
     files = {file for pattern in _CONFIGURATION for file in folder.glob(pattern) if file.is_file()}
     digest = hashlib.sha256()
     for file in sorted(files):
@@ -62,10 +62,12 @@ class TaskStore:
     def get(self, row: TaskConfig) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
         """Return (samples, facts) of a finished task; None when it is not there or damaged."""
         try:
-            found = json.loads(self._path(row).read_text(encoding="utf-8"))
-            content = {name: found[name] for name in ("key", "facts", "samples")}
-            if found["sha256"] == _sha256(content) and found["key"] == json.loads(json.dumps(self._key(row))):
-                return list(found["samples"]), dict(found["facts"])
+            record = json.loads(self._path(row).read_text(encoding="utf-8"))
+            content = {name: record[name] for name in ("key", "facts", "samples")}
+            if record["sha256"] == _sha256(content) and record["key"] == json.loads(
+                json.dumps(self._key(row))
+            ):
+                return list(record["samples"]), dict(record["facts"])
         except (OSError, ValueError, KeyError, TypeError):
             pass
         return None
@@ -97,10 +99,10 @@ class Journal:
         self.path, self._known = path, dict[str, Any]()
         for line in path.read_bytes().splitlines() if path is not None and path.is_file() else ():
             try:
-                key, found = json.loads(line)
+                key, answer = json.loads(line)
             except (ValueError, TypeError):
                 continue
-            self._known[key] = found
+            self._known[key] = answer
 
     def __len__(self) -> int:
         return len(self._known)
@@ -109,17 +111,17 @@ class Journal:
         """Return the answer to a question, which is JSON-able; None when there is none."""
         return self._known.get(_sha256(question))
 
-    def put(self, question: Any, found: Any) -> None:
+    def put(self, question: Any, answer: Any) -> None:
         """Keep an answer, which is JSON-able and not None."""
         key = _sha256(question)
-        self._known[key] = found
+        self._known[key] = answer
         if self.path is not None:
             with writing(self.path.parent):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 # A line begins with a break: the one before may have been cut off. One write, as others may append.
                 line = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                 try:
-                    os.write(line, f"\n{json.dumps([key, found], allow_nan=False)}\n".encode())
+                    os.write(line, f"\n{json.dumps([key, answer], allow_nan=False)}\n".encode())
                 finally:
                     os.close(line)
 

@@ -102,7 +102,7 @@ def first_line(error: BaseException) -> str:
 
 
 def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
-    """Fetch every data set of `suite` that `root` does not hold yet; which were fetched.
+    """Fetch every data set of `suite` that `root` does not hold yet, and return which.
 
     Raises:
         UserError: a data set cannot be fetched, or `root` holds another revision. What was fetched before stays.
@@ -134,15 +134,15 @@ def _is_there(row: TaskConfig, root: Path) -> bool:
     folder = root / row.dataset
     if not folder.exists():
         return False
-    found = fetched_revision(row, root)
-    if found is None:
+    revision = fetched_revision(row, root)
+    if revision is None:
         raise UserError(
             f"task {row.task}: {folder}: is there, but was not fetched by `fcsd evaluate --fetch`;"
             " remove it to fetch it, or use the data root as it is"
         )
-    if row.revision is not None and found != row.revision:
+    if row.revision is not None and revision != row.revision:
         raise UserError(
-            f"task {row.task}: {folder}: holds revision {found}, the suite wants {row.revision};"
+            f"task {row.task}: {folder}: holds revision {revision}, the suite wants {row.revision};"
             " remove the folder to fetch it again"
         )
     return True
@@ -166,7 +166,7 @@ def _fetch(row: TaskConfig, root: Path) -> None:
 
 
 def _download(dataset: str, revision: str | None, folder: Path) -> str:
-    """Fetch the rest of a repository into `folder`; its commit. Nothing else here talks to the Hub."""
+    """Fetch the rest of a repository into `folder`, and return its commit. Nothing else here talks to the Hub."""
     from huggingface_hub import HfApi, snapshot_download
 
     commit = str(HfApi().dataset_info(dataset, revision=revision).sha)

@@ -18,8 +18,8 @@ class ModelConfig(Strict):
     path: str = ""  # hub id or local folder; may be left out when `pretrain` makes the model
     revision: str | None = option(None, "revision of a hub id")
     trust_remote_code: bool = option(False, "allow code that comes with the checkpoint to run")
-    # Of the teacher, and of every model while it is evaluated.
-    dtype: Dtype = option("auto", "of the model; auto: the checkpoint's own")
+    # It is that of the teacher, and of every model while it is evaluated.
+    dtype: Dtype = option("auto", "dtype of the model; auto: the checkpoint's own")
     attn_implementation: str | None = None
     experts_implementation: str | None = None
 
@@ -28,8 +28,12 @@ class ConnectivityConfig(Strict):
     """Which layers are rewired, and which of their two inputs (see `fcsd.model.connectivity.Connectivity`)."""
 
     layers: str | list[int] | dict[Literal["first", "last"], int | str] = "all"
-    attention: Literal["partial", "full"] = option("partial", "what attention reads")
-    mlp: Literal["outdated", "full"] = option("outdated", "what MoE and MLP blocks read")
+    attention: Literal["partial", "full"] = option(
+        "partial", "what attention reads; partial: the stream without the routed output in flight"
+    )
+    mlp: Literal["outdated", "full"] = option(
+        "outdated", "what MoE and MLP blocks read; outdated: the stream before this layer's attention"
+    )
 
     @model_validator(mode="after")
     def _selection_can_be_read(self) -> "ConnectivityConfig":

@@ -35,7 +35,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def to_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """All parameters and buffers of real numbers in `dtype`, in place.
+    """Convert all parameters and buffers of real numbers to `dtype`, in place.
 
     `Module.to` would take the imaginary part out of complex buffers (the rotary embedding of Llama 4's images).
     """
@@ -44,7 +44,7 @@ def to_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A checkpoint that has been found: its folder, and how a model is loaded from it.
+    """The folder of a checkpoint, and how a model is loaded from it.
 
     config: `path` is what errors and records call it.
     """
@@ -59,7 +59,7 @@ class ModelFolder:
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """Its files, found complete, of a family that can be converted."""
+        """Its files, which are complete, of a family that can be converted."""
         return read_checkpoint(self.folder)
 
     def load_config(self, any_family: bool = False) -> Any:

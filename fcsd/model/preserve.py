@@ -58,7 +58,7 @@ def _devices(model: "PreTrainedModel") -> list[int]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """lm-eval and datasets without their notices and bars."""
+    """Silence the notices and bars of lm-eval and datasets."""
     import datasets
 
     logger = logging.getLogger("lm_eval")

@@ -143,7 +143,7 @@ def _check_expert_parallel(size: int, world: int) -> None:
 
 
 def _replicas(world: int) -> int:
-    """Of accelerate's `parallelism_config`: dp_replicate_size; 1 without one."""
+    """Return dp_replicate_size of accelerate's `parallelism_config`; 1 without one."""
     if not parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return 1
     sizes = {
@@ -224,7 +224,7 @@ def check_precision(train: Precision, engine: Engine) -> None:
 
 @contextlib.contextmanager
 def engine_environment(engine: Engine, device: torch.device) -> Iterator[None]:
-    """accelerate's variables while a Trainer lives, such that it leaves the sharding to us.
+    """Set accelerate's variables while a Trainer lives, such that it leaves the sharding to us.
 
     FSDP2: it sees plain data parallelism, and a model that came sharded. ZeRO-3: it starts DeepSpeed on a model that is
     partitioned already; on a CPU too.

@@ -2,12 +2,12 @@
 
 Left to itself, a process that fails leaves the others waiting in a collective, for the hours that a score may take, and
 what they print in the end is that a connection was closed. So each rank has a thread that looks once a second into the
-store through which the ranks found each other: who fails first writes there, prints its error, and the others end; a
+store through which the ranks met: who fails first writes there, prints its error, and the others end; a
 rank that stops counting in there was killed.
 
 Heavy libraries are imported by the first launch of several processes only.
 
-Not covered: what goes wrong before the processes have found each other. The launcher ends those.
+Not covered: what goes wrong before the processes have met. The launcher ends those.
 """
 
 import json
@@ -83,10 +83,10 @@ def first_failure(text: str, status: int, error: BaseException) -> tuple[str | N
     return text, status
 
 
-def wait_until_told() -> None:
+def wait_until_known() -> None:
     """Keep the store alive until the other ranks know; for seconds at most."""
     if _watch is not None:
-        _watch.wait_until_told()
+        _watch.wait_until_known()
 
 
 class Watch:
@@ -102,7 +102,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """No rank's failure concerns this one any more."""
+        """Stop watching: no rank's failure concerns this one any more."""
         self._stopped.set()
         self._thread.join(2 * _PERIOD_S)
 
@@ -132,7 +132,7 @@ class Watch:
 
     def _end(self) -> None:
         failure = self._failure()
-        self.store.set(f"told/{self.rank}", "1")
+        self.store.set(f"knows/{self.rank}", "1")
         if failure["rank"] != self.rank and not self._stopped.wait(_GRACE_S):
             self._exit("", failure["status"])
 
@@ -162,8 +162,8 @@ class Watch:
             " command again to go on from the last checkpoint"
         )
         if self._claim(text, 1):
-            self.store.set(f"told/{self.rank}", "1")
-            self.wait_until_told()
+            self.store.set(f"knows/{self.rank}", "1")
+            self.wait_until_known()
             self._exit(text, 1)  # this rank's main thread would wait on
 
     # ---- in both threads
@@ -196,7 +196,7 @@ class Watch:
             if any(word in f"{type(error).__name__} {error}" for word in _COLLECTIVE):
                 text = self._behind(error) or text
             first = self._claim(text, status)
-            self.store.set(f"told/{self.rank}", "1")  # the thread may not look any more
+            self.store.set(f"knows/{self.rank}", "1")  # the thread may not look any more
             return (text, status) if first else (None, self._failure()["status"])
         except Exception:  # the store's host has ended before this process
             return text, status
@@ -210,13 +210,13 @@ class Watch:
         dead = [rank for rank in before if before[rank] == after[rank] and rank != self.rank]
         return self._silent(dead) if dead else None
 
-    def wait_until_told(self) -> None:
+    def wait_until_known(self) -> None:
         """See the function of this name."""
-        begun, told = time.monotonic(), [f"told/{rank}" for rank in range(self.world_size)]
+        begun, keys = time.monotonic(), [f"knows/{rank}" for rank in range(self.world_size)]
         try:
-            while time.monotonic() - begun < _GRACE_S and not self.store.check(told):
+            while time.monotonic() - begun < _GRACE_S and not self.store.check(keys):
                 self._stopped.wait(_PERIOD_S / 5)
-        except Exception:  # the store's host has ended: whoever was to be told has heard of that
+        except Exception:  # the store's host has ended: who was to know knows it by that
             return
 
 

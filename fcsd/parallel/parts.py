@@ -37,14 +37,14 @@ class Part:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """torch's optimiser inside accelerate's and DeepSpeed's."""
+    """Return torch's optimiser inside accelerate's and DeepSpeed's."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _zero(optimizer: Any) -> Any:
-    """DeepSpeed's ZeRO-3 optimiser inside accelerate's."""
+    """Return DeepSpeed's ZeRO-3 optimiser inside accelerate's."""
     while not hasattr(optimizer, "fp32_partitioned_groups_flat"):
         optimizer = optimizer.optimizer
     return optimizer

@@ -62,49 +62,49 @@ class Ranks:
     def each(
         self, items: Sequence[Item], call: Callable[[int, Item], Result], idle: Callable[[], Any]
     ) -> list[Result]:
-        """call(number, item) of every item on the rank that it is dealt to; all results in order, on all ranks.
+        """Return call(number, item) of every item, made on the rank that it is dealt to; in order, on all ranks.
 
         idle: a pass whose result nobody reads, of a rank in lockstep with less to do than others. Raises as `share`.
         """
 
         def own_share() -> list[Result]:
-            found = [call(number, item) for number, item in self.deal(list(enumerate(items)))]
+            results = [call(number, item) for number, item in self.deal(list(enumerate(items)))]
             for _ in range(self.idle_passes(len(items))):
                 idle()
-            return found
+            return results
 
         by_rank = self.share(own_share)
         return [by_rank[number % self.size][number // self.size] for number in range(len(items))]
 
     def share(self, call: Callable[[], Result]) -> list[Result]:
-        """call() of every rank, by rank, on all ranks. Plain data only.
+        """Return call() of every rank, by rank, on all ranks. Plain data only.
 
         Raises:
             What `call` raises here; for what it raises on another rank a UserError or RuntimeError of the same text.
         """
         if self.size == 1:
             return [call()]
-        found, error = _attempt(call)
-        if error is not None and self.lockstep:  # the others are in a pass, and cannot be told
+        own, error = _attempt(call)
+        if error is not None and self.lockstep:  # the others are in a pass, and do not listen
             raise error
         outcomes: list[Any] = [None] * self.size
         import torch.distributed as dist
 
-        dist.all_gather_object(outcomes, (found, _told(error)))
-        _raise_first(error, [told for _, told in outcomes])
+        dist.all_gather_object(outcomes, (own, _report(error)))
+        _raise_first(error, [report for _, report in outcomes])
         return [result for result, _ in outcomes]
 
     def from_first(self, call: Callable[[], Result]) -> Result:
         """Call on the first rank alone, and return or raise on all ranks what it gives there. Plain data only."""
         if self.size == 1:
             return call()
-        found, error = _attempt(call) if self.first else (None, None)
-        outcome: list[Any] = [(found, _told(error))]
+        own, error = _attempt(call) if self.first else (None, None)
+        outcome: list[Any] = [(own, _report(error))]
         import torch.distributed as dist
 
         dist.broadcast_object_list(outcome, src=0)
-        result, told = outcome[0]
-        _raise_first(error, [told])
+        result, report = outcome[0]
+        _raise_first(error, [report])
         return result
 
 
@@ -118,16 +118,16 @@ def _attempt(call: Callable[[], Result]) -> tuple[Result | None, Exception | Non
         return None, error
 
 
-def _told(error: Exception | None) -> tuple[bool, str] | None:
+def _report(error: Exception | None) -> tuple[bool, str] | None:
     """Return an error as the other ranks learn of it: whether it is a user's mistake, and its text (a bug's: trace)."""
     if error is None or isinstance(error, UserError):
         return None if error is None else (True, str(error))
     return False, "".join(traceback.format_exception(error))
 
 
-def _raise_first(own: Exception | None, told: Sequence[tuple[bool, str] | None]) -> None:
+def _raise_first(own: Exception | None, reports: Sequence[tuple[bool, str] | None]) -> None:
     errors = [
-        UserError(mistake[1]) if mistake[0] else RuntimeError(mistake[1]) for mistake in told if mistake
+        UserError(mistake[1]) if mistake[0] else RuntimeError(mistake[1]) for mistake in reports if mistake
     ]
     if errors:
         error = own or errors[0]

@@ -258,7 +258,7 @@ class _Sender:
         }
 
     def send(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        """Everything in `module` that has not been sent; floating-point parameters as `dtype`, None: as they are."""
+        """Send all of `module` that has not been sent; floating-point parameters as `dtype`, None: as they are."""
         for part in module.modules():
             for name, parameter in list(part._parameters.items()):
                 if parameter is None or id(parameter) not in self.places:
@@ -312,7 +312,7 @@ def _fully_shard(
     *,
     trained: bool,
 ) -> None:
-    """`units`: what is gathered as one, the head last in a model that is trained."""
+    """Shard a model. units: what is gathered as one, the head last in a model that is trained."""
     engine, world, kind = launch.engine, launch.ranks.size, launch.device.type
     if engine.replicas > 1:
         shape, names = (engine.replicas, world // engine.replicas), ("replicate", "shard")
@@ -324,19 +324,19 @@ def _fully_shard(
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if engine.offload else OffloadPolicy(),
     }
-    found: list[tuple[Any, bool]] = []
+    gathered: list[tuple[Any, bool]] = []
     for unit in units:
         for module in unit:
             sender.send(module, dtype)
         # The backward pass begins with the head and the root's own, which the forward pass has just gathered.
         frees = engine.reshard if trained and unit[-1] is not units[-1][-1] else not trained
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=frees, **options)
-        found.append((unit[0], frees))
+        gathered.append((unit[0], frees))
     sender.send(root, dtype)
     fully_shard(root, reshard_after_forward=not trained, **options)
-    found.append((root, not trained))
+    gathered.append((root, not trained))
     num_bytes = sum(p.numel() * (policy.param_dtype or p.dtype).itemsize for p in root.parameters())
-    root.__dict__["_shards"] = _Shards(found, num_bytes, launch.device)
+    root.__dict__["_shards"] = _Shards(gathered, num_bytes, launch.device)
     root._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers: generate in lock-step
 
 

@@ -279,11 +279,11 @@ class _Stored:
         self.folder = folder
         self.runs: dict[str, list[tuple[int, int, Any]]] = {}
         self.sizes: dict[str, int] = {}
-        found = {match[1]: match[2] for path in folder.glob("*") if (match := _FILE.fullmatch(path.name))}
-        writers = int(next(iter(found.values()), 0))
-        if not found or len(found) != writers:
+        files = {match[1]: match[2] for path in folder.glob("*") if (match := _FILE.fullmatch(path.name))}
+        writers = int(next(iter(files.values()), 0))
+        if not files or len(files) != writers:
             raise UserError(
-                f"{folder}: {len(found)} of {writers or 'at least 1'} state files are there; {_ADVICE}"
+                f"{folder}: {len(files)} of {writers or 'at least 1'} state files are there; {_ADVICE}"
             )
         for index in range(writers):
             path = folder / f"state-{index + 1:05}-of-{writers:05}.safetensors"

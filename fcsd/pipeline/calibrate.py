@@ -12,7 +12,7 @@ from fcsd.base.files import check_folder_place, write_json
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
-from fcsd.pipeline.rows import data_inputs, left_out, training_rows
+from fcsd.pipeline.rows import data_inputs, exclusions, training_rows
 from fcsd.planning.layers.first import tell_first_layer
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import Recipe
@@ -28,8 +28,8 @@ def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = 
     if variant is not None and _settings(one.recipe) == _settings(run.recipe):
         variant, one = None, run
     recipe, launch = one.recipe, one.launch
-    plan = recipe.calibration
-    if plan is None:
+    section = recipe.calibration
+    if section is None:
         raise UserError(f"recipe {recipe.name}: has no `calibration` section; add one (see docs/convert.md)")
     data, folder = recipe.data, run.layout.calibration(variant or MAIN)
     inputs = launch.ranks.from_first(lambda: {"original": one.original.weights, **data_inputs(data, one)})
@@ -42,12 +42,12 @@ def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = 
         folder / "model",
         folder / "partial",
         recipe.connectivity.spec(),
-        take_rows(rows, plan.tokens),
-        ridge=plan.ridge,
+        take_rows(rows, section.tokens),
+        ridge=section.ridge,
         launch=launch,
     )
     model = {"path": recipe.model_path, "revision": recipe.model.revision}
-    launch.finish(stage, {"model": model, **results, **left_out(rows, folder, launch)}, folder / "model")
+    launch.finish(stage, {"model": model, **results, **exclusions(rows, folder, launch)}, folder / "model")
     if launch.first:
         print(f"calibrate: {results['tokens']:,} tokens, {len(results['layers'])} layers", file=sys.stderr)
     return stage

@@ -47,12 +47,12 @@ def check_run(run: Run) -> None:
         UserError: a batch that cannot be cut, a tracker that is not installed, data that are not there, layers that the
             model does not have, a sandbox that is too weak, settings that the launch does not support.
     """
-    recipe, layout, plan = run.recipe, run.layout, run.recipe.pretrain
-    if plan is not None and _unfinished(layout.pretrain):
-        check_settings(plan.train, plan.data, run.launch.with_copies(), "pretrain.")
-        config = model_config(plan.config)
+    recipe, layout, pretraining = run.recipe, run.layout, run.recipe.pretrain
+    if pretraining is not None and _unfinished(layout.pretrain):
+        check_settings(pretraining.train, pretraining.data, run.launch.with_copies(), "pretrain.")
+        config = model_config(pretraining.config)
         family = family_of(config)
-        check_rows_fit(run, config, plan.data.max_length, "pretrain.")
+        check_rows_fit(run, config, pretraining.data.max_length, "pretrain.")
         check_rows_fit(run, config, recipe.data.max_length)
     else:
         config, family = _config_and_family(run.original)

@@ -44,8 +44,8 @@ class Run:
         """Return what `look_up` gave the first time that it was called for `key`."""
         if key not in self._known:
             self._known[key] = look_up()
-        found: Found = self._known[key]
-        return found
+        value: Found = self._known[key]
+        return value
 
     def begin(self, stage: str) -> None:
         """Print the heading of a stage that `progress` knows."""
@@ -95,8 +95,8 @@ class Run:
         return self._model(*self.recipe.teacher_model)
 
     def _model(self, path: str, config: ModelConfig) -> ModelFolder:
-        plan = config.model_copy(update={"path": path})
-        return self.once(("model", path, config.revision), lambda: find_model(plan))
+        moved = config.model_copy(update={"path": path})
+        return self.once(("model", path, config.revision), lambda: find_model(moved))
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -121,5 +121,5 @@ class Run:
     def models(self) -> dict[str, Path]:
         """Return every model of the run that exists, by its name in the report."""
         original, *names = self.model_names
-        found = {original: self.original.folder, **{name: self.layout.model(name) for name in names}}
-        return {name: path for name, path in found.items() if path.is_dir()}
+        folders = {original: self.original.folder, **{name: self.layout.model(name) for name in names}}
+        return {name: path for name, path in folders.items() if path.is_dir()}

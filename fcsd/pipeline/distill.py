@@ -20,7 +20,7 @@ from fcsd.parallel.place import load_for_launch
 from fcsd.pipeline.calibrate import calibrated_start
 from fcsd.pipeline.checks import check_overlap, check_training
 from fcsd.pipeline.context import Run
-from fcsd.pipeline.rows import data_inputs, left_out, training_rows
+from fcsd.pipeline.rows import data_inputs, exclusions, training_rows
 from fcsd.pipeline.scoring import early_stopping, score_settings, scored_data
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import Recipe, to_yaml
@@ -53,8 +53,8 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
 
     def candidate_run(candidate: Candidate, settings: TrainConfig, place: Path) -> None:
         description = f"sweep {candidate.batch_size_tokens} tok, lr {candidate.learning_rate:g}"
-        plan = _training_run(run, place, description, teacher, rows, start)
-        train(replace(plan, train=settings, save_model=False, left=None))
+        training = _training_run(run, place, description, teacher, rows, start)
+        train(replace(training, train=settings, save_model=False, remaining=None))
 
     result = run_sweep(
         recipe.sweep,
@@ -66,7 +66,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     write_ready_recipe(recipe, result, folder)
     if launch.first:
         plot_sweep(result, folder)
-    launch.finish(stage, result | left_out(rows, folder, launch))
+    launch.finish(stage, result | exclusions(rows, folder, launch))
     _tell_choice(result, launch)
     return stage
 
@@ -82,26 +82,26 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
 
     fill_cache: compute what a teacher cache lacks, where the recipe has one.
     """
-    run.variant(variant)  # a wrong name is found before a sweep that is missing
+    run.variant(variant)  # a wrong name is refused before a sweep that is missing
     whole, run = run, _with_sweep(run).variant(variant)
-    plan, launch, folder = run.recipe, run.launch, run.layout.stage(variant or MAIN)
+    recipe, launch, folder = run.recipe, run.launch, run.layout.stage(variant or MAIN)
     inputs = launch.ranks.from_first(lambda: _training_inputs(run))  # hashes of all weights and data: once
-    stage = Stage(folder, "distill", _training_settings(plan), inputs, may_change(plan.train))
+    stage = Stage(folder, "distill", _training_settings(recipe), inputs, may_change(recipe.train))
     if launch.begin(stage) == "finished":
         remove_checkpoints(folder, launch)
         return stage
     check_training(run)
     check_overlap(run)
     start = calibrated_start(whole, variant)
-    if not plan.train.max_steps:
+    if not recipe.train.max_steps:
         launch.finish(stage, _leave_start(run, start, folder / "model"), folder / "model")
         return stage
-    rows = training_rows(plan.data, run.tokenizer, run)
+    rows = training_rows(recipe.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
     training = _training_run(run, folder, f"distil {variant or MAIN}", teacher, rows, start)
     with early_stopping(run) as (stopper, score):
         results = train(replace(training, stopper=stopper, score=score))
-    launch.finish(stage, results | left_out(rows, folder, launch), folder / "model")
+    launch.finish(stage, results | exclusions(rows, folder, launch), folder / "model")
     remove_checkpoints(folder, launch)
     return stage
 
@@ -132,13 +132,13 @@ def cache_teacher(run: Run, variant: str | None, output: Path | None, *, verify:
     verify: then read all of it and compare it with its checksums.
     """
     run = run.variant(variant)
-    plan = run.recipe
-    if plan.teacher is None:
+    recipe = run.recipe
+    if recipe.teacher is None:
         raise UserError(
-            f"objective {plan.objective.name!r} compares with no teacher; there is nothing to cache"
+            f"objective {recipe.objective.name!r} compares with no teacher; there is nothing to cache"
         )
-    folder = output or Path(plan.teacher.cache or run.layout.teacher_cache)
-    rows = training_rows(plan.data, run.tokenizer, run)
+    folder = output or Path(recipe.teacher.cache or run.layout.teacher_cache)
+    rows = training_rows(recipe.data, run.tokenizer, run)
     fill_teacher_cache(_teacher_source(run, rows), folder, verify=verify)
     return folder
 
@@ -222,7 +222,7 @@ def _training_run(
         seed=recipe.seed,
         safety=recipe.safety,
         adapters=adapters,
-        left=run.progress.left if run.progress is not None else None,
+        remaining=run.progress.left if run.progress is not None else None,
     )
 
 

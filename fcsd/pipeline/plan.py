@@ -36,8 +36,8 @@ def plan_from_files(
         UserError: what `prepare`, `plan` and the readers of these files refuse; a figure without a study; a study of
             another number of layers.
     """
-    for name, given in (("figure", figure), ("metric", metric)):
-        if given is not None and study is None:
+    for name, value in (("figure", figure), ("metric", metric)):
+        if value is not None and study is None:
             raise UserError(
                 f"--{name}: of speed-up against quality, so it needs --study (a folder of `fcsd layers`)"
             )
@@ -84,7 +84,7 @@ def _imbalance(folder: Path, planned: Planned) -> float:
 
 
 def _measured(times: Times, planned: Planned) -> dict[str, Any]:
-    found = measured_times(times, planned)
+    summary = measured_times(times, planned)
     facts = plan(planned)
     rows = []
     for row in facts["sensitivity"]:
@@ -92,7 +92,7 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
             ends = [measured_times(times, planned.assuming(slowdown=end)) for end in row["range"]]
             rows = [row | {"speed_up": [end["speed_up"] for end in ends]}]
     return facts | {
-        "times": found,
+        "times": summary,
         "sensitivity": rows,
         "upper_bound": False,
         "over_prediction": None,
@@ -133,7 +133,7 @@ def _against_quality(
 
 
 def _speed_up(planned: Planned, times: Times | None, layers: Sequence[int]) -> float:
-    found: Mapping[str, Any] = (
+    seconds: Mapping[str, Any] = (
         plan_times(planned, layers) if times is None else measured_times(times, planned, list(layers))
     )
-    return float(found["speed_up"])
+    return float(seconds["speed_up"])

@@ -12,7 +12,7 @@ from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.load import dtype_of, load_tokenizer, to_dtype
 from fcsd.pipeline.checks import check_rows_fit, check_settings, model_config
 from fcsd.pipeline.context import Run
-from fcsd.pipeline.rows import data_inputs, left_out, pretraining_rows
+from fcsd.pipeline.rows import data_inputs, exclusions, pretraining_rows
 from fcsd.training.arguments import TrainingRun
 from fcsd.training.config import may_change
 from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig
@@ -21,26 +21,26 @@ from fcsd.training.run import remove_checkpoints, train
 
 def pretrain(run: Run) -> Stage:
     """Train `recipe.pretrain.config` from scratch with cross-entropy."""
-    recipe, launch, plan = run.recipe, run.launch, run.recipe.pretrain
-    if plan is None:
+    recipe, launch, section = run.recipe, run.launch, run.recipe.pretrain
+    if section is None:
         raise UserError(f"recipe {recipe.name}: has no `pretrain` section; add one, or give model.path")
     folder = run.layout.pretrain
-    settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}})
+    settings = section.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}})
     settings["seed"] = recipe.seed
-    inputs = launch.ranks.from_first(lambda: data_inputs(plan.data, run))
-    stage = Stage(folder, "pretrain", settings, inputs, may_change(plan.train))
+    inputs = launch.ranks.from_first(lambda: data_inputs(section.data, run))
+    stage = Stage(folder, "pretrain", settings, inputs, may_change(section.train))
     if launch.begin(stage) == "finished":
         remove_checkpoints(folder, launch)
         return stage
-    check_settings(plan.train, plan.data, launch, "pretrain.")
-    check_rows_fit(run, model_config(plan.config), plan.data.max_length, "pretrain.")
-    tokenizer = load_tokenizer(plan.tokenizer)
+    check_settings(section.train, section.data, launch, "pretrain.")
+    check_rows_fit(run, model_config(section.config), section.data.max_length, "pretrain.")
+    tokenizer = load_tokenizer(section.tokenizer)
     rows = pretraining_rows(run)
     set_seed(recipe.seed)
     # The first rank of a sharded run makes the weights, and sends the others their shards.
     with contextlib.nullcontext() if launch.loads_weights else torch.device("meta"):
-        model = new_model(plan.config | _token_ids(tokenizer, plan.config), plan.connectivity.spec())
-    to_dtype(model, dtype_of(plan.train.dtype))
+        model = new_model(section.config | _token_ids(tokenizer, section.config), section.connectivity.spec())
+    to_dtype(model, dtype_of(section.train.dtype))
     training = TrainingRun(
         launch=launch,
         folder=folder,
@@ -49,14 +49,14 @@ def pretrain(run: Run) -> Stage:
         teacher=None,
         tokenizer=tokenizer,
         rows=rows,
-        max_length=plan.data.max_length,
+        max_length=section.data.max_length,
         objective=CrossEntropyObjectiveConfig(name="ce"),
-        train=plan.train,
+        train=section.train,
         seed=recipe.seed,
         safety=recipe.safety,
-        left=run.progress.left if run.progress is not None else None,
+        remaining=run.progress.left if run.progress is not None else None,
     )
-    results = train(training) | left_out(rows, folder, launch)
+    results = train(training) | exclusions(rows, folder, launch)
     launch.finish(stage, results, folder / "model")
     remove_checkpoints(folder, launch)
     return stage

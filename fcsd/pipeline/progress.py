@@ -26,14 +26,14 @@ def run_progress(run: Run, **where: Any) -> Progress:
     """List the stages of a run that are not finished, with the work that each asks. where: stream and clock of
     `Progress`.
     """
-    recipe, layout, plan = run.recipe, run.layout, run.recipe.pretrain
+    recipe, layout, config = run.recipe, run.layout, run.recipe.pretrain
     stages: list[tuple[str, Path, Work]] = []
 
     def add(name: str, folder: Path, unit: str, cost: float) -> None:
         stages.append((name, folder, Work(1, unit, cost)))
 
-    if plan is not None:
-        cost = _training(layout.pretrain, plan.train.max_steps, plan.train.batch_size_tokens, False)
+    if config is not None:
+        cost = _training(layout.pretrain, config.train.max_steps, config.train.batch_size_tokens, False)
         add(PRETRAINING, layout.pretrain, "tokens", cost)
     add(CONVERSION, layout.convert, "files", 0)
     if recipe.calibration is not None:
@@ -61,9 +61,9 @@ def run_progress(run: Run, **where: Any) -> Progress:
     if run.studies_layers:
         add(LAYERS, layout.layers, "studies", 1)
     add(PUBLICATION, layout.publish, "files", 0)
-    left = {name: work for name, folder, work in stages if not (folder / "manifest.json").is_file()}
+    unfinished = {name: work for name, folder, work in stages if not (folder / "manifest.json").is_file()}
     heading, ended = "\n== {1}: {0}".format, "   {0} took {1}".format
-    return Progress(left, len(stages) - len(left), label=heading, ended=ended, **where)
+    return Progress(unfinished, len(stages) - len(unfinished), label=heading, ended=ended, **where)
 
 
 def _training(folder: Path, max_steps: int, batch_size_tokens: float, teacher: bool) -> float:

@@ -89,48 +89,48 @@ def _folder_names(data: DataConfig, tokenizer: PreTrainedTokenizerBase, inputs: 
 
 def tokenize(run: Run) -> dict[str, PackedRows]:
     """Write the tokens of all trainings of a recipe; return the rows of its pre-training, its data and variants."""
-    recipe, found = run.recipe, {}
-    if (plan := recipe.pretrain) is not None:
-        found["pretrain.data"] = pretraining_rows(run)
+    recipe, rows = run.recipe, {}
+    if (pretraining := recipe.pretrain) is not None:
+        rows["pretrain.data"] = pretraining_rows(run)
     made = recipe.pretrain is None or Path(recipe.model_path).is_dir()
-    tokenizer = run.tokenizer if made or plan is None else load_tokenizer(plan.tokenizer)
-    found["data"] = training_rows(recipe.data, tokenizer, run)
+    tokenizer = run.tokenizer if made or pretraining is None else load_tokenizer(pretraining.tokenizer)
+    rows["data"] = training_rows(recipe.data, tokenizer, run)
     for name in recipe.variants:
         one = run.variant(name)
         if (one.recipe.data, one.recipe.seed) != (recipe.data, recipe.seed):
-            found[f"variants.{name}: data"] = training_rows(one.recipe.data, tokenizer, one)
-    return found
+            rows[f"variants.{name}: data"] = training_rows(one.recipe.data, tokenizer, one)
+    return rows
 
 
 def pretraining_rows(run: Run) -> PackedRows:
     """Return the rows of the recipe's pre-training."""
-    plan = run.recipe.pretrain
-    assert plan is not None
-    tokens = plan.train.max_steps * plan.train.batch_size_tokens
-    return training_rows(plan.data, load_tokenizer(plan.tokenizer), run, num_tokens=tokens)
+    pretraining = run.recipe.pretrain
+    assert pretraining is not None
+    tokens = pretraining.train.max_steps * pretraining.train.batch_size_tokens
+    return training_rows(pretraining.data, load_tokenizer(pretraining.tokenizer), run, num_tokens=tokens)
 
 
 def _decontaminator(
-    plan: DecontaminateConfig | None, tokenizer: PreTrainedTokenizerBase, data_root: Path | None
+    config: DecontaminateConfig | None, tokenizer: PreTrainedTokenizerBase, data_root: Path | None
 ) -> Decontaminator | None:
-    if plan is None:
+    if config is None:
         return None
-    sets = [dataset_items(test_set, data_root) for test_set in plan.against]
-    if plan.suite is not None:
-        sets.append(suite_items(load_suite(plan.suite), data_root, tokenizer))
-    return Decontaminator(ItemIndex(itertools.chain(*sets), plan.ngram))
+    sets = [dataset_items(test_set, data_root) for test_set in config.against]
+    if config.suite is not None:
+        sets.append(suite_items(load_suite(config.suite), data_root, tokenizer))
+    return Decontaminator(ItemIndex(itertools.chain(*sets), config.ngram))
 
 
-def left_out(rows: PackedRows, folder: Path, launch: Launch) -> dict[str, Any]:
-    """For a manifest: how many examples were left out, and why; which ones goes to files in `folder`."""
-    found: dict[str, Any] = {}
+def exclusions(rows: PackedRows, folder: Path, launch: Launch) -> dict[str, Any]:
+    """Return for a manifest how many examples were left out, and why; write to files in `folder` which ones."""
+    counts: dict[str, Any] = {}
     if (record := rows.record["decontamination"]) is not None:
         what = f"{record['num_left_out']} examples that overlap with test items"
-        found["decontamination"] = _write(folder / "decontamination.json", record, what, launch)
+        counts["decontamination"] = _write(folder / "decontamination.json", record, what, launch)
     if (record := rows.record["bad_rows"])["num_left_out"]:
         what = f"{record['num_left_out']} of {record['num_examples']} examples that cannot be tokenized"
-        found["bad_rows"] = _write(folder / "bad_rows.json", record, what, launch)
-    return found
+        counts["bad_rows"] = _write(folder / "bad_rows.json", record, what, launch)
+    return counts
 
 
 def _write(file: Path, record: dict[str, Any], what: str, launch: Launch) -> dict[str, Any]:
@@ -146,12 +146,12 @@ def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:
         f"data.train.{index}": data_fingerprint(source.path, source.revision)
         for index, source in enumerate(data.train)
     }
-    plan, data_root = data.decontaminate, run.data_root
-    if plan is not None:
-        for index, test_set in enumerate(plan.against):
+    config, data_root = data.decontaminate, run.data_root
+    if config is not None:
+        for index, test_set in enumerate(config.against):
             location = test_set_location(test_set.path, data_root)
             inputs[f"data.decontaminate.against.{index}"] = data_fingerprint(location, test_set.revision)
-        if plan.suite is not None:
-            found = test_set_fingerprints(load_suite(plan.suite).tasks, data_root)
-            inputs |= {f"data.decontaminate {name}": value for name, value in found.items()}
+        if config.suite is not None:
+            fingerprints = test_set_fingerprints(load_suite(config.suite).tasks, data_root)
+            inputs |= {f"data.decontaminate {name}": value for name, value in fingerprints.items()}
     return inputs

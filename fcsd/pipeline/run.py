@@ -120,20 +120,20 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
 
 def evaluate_models(run: Run) -> None:
     """Evaluate every model of the run that is there, on the same items."""
-    original, plan = run.original, run.recipe.evaluation
-    suite, reference = load_suite(plan.suite), Reference(original, run.recipe.data)
+    original, config = run.original, run.recipe.evaluation
+    suite, reference = load_suite(config.suite), Reference(original, run.recipe.data)
     for name, path in run.models().items():
         run.begin(evaluation(name))
         own = original.config.model_copy(update={"path": str(path)})
         model = original if name == "original" else ModelFolder(own, path)
-        one = Evaluation(name, model, suite, plan, reference)
+        one = Evaluation(name, model, suite, config, reference)
         run_evaluation(one, run.layout.evaluation(name), run.launch)
 
 
 def layers(run: Run) -> Stage:
     """Run the layer study: KL on the recipe's held-out text, and scores, against the rewired layers (paper Fig. 3)."""
-    recipe, original, plan = run.recipe, run.original, run.recipe.evaluation
-    data, connectivity, chosen = recipe.data, recipe.connectivity, plan.layer_study
+    recipe, original, config = run.recipe, run.original, run.recipe.evaluation
+    data, connectivity, chosen = recipe.data, recipe.connectivity, config.layer_study
     assert data.heldout is not None and chosen is not None  # the recipe has checked it
     study = Study(
         model=original.config,
@@ -142,7 +142,7 @@ def layers(run: Run) -> Stage:
         sides=chosen.sides
         or (["first", "last"] if connectivity.mlp == "full" else ["first", "last", "single"]),
         every=chosen.every,
-        **(_scored(plan, chosen.tasks) if chosen.tasks else {}),
+        **(_scored(config, chosen.tasks) if chosen.tasks else {}),
         text=data.heldout,
         text_examples=data.heldout_examples,
         max_length=data.max_length,
@@ -152,9 +152,9 @@ def layers(run: Run) -> Stage:
     return study_layers(study, original, run.layout.layers, run.launch, plot_layers)
 
 
-def _scored(plan: EvaluationConfig, tasks: list[str]) -> dict[str, Any]:
+def _scored(config: EvaluationConfig, tasks: list[str]) -> dict[str, Any]:
     names = ("suite", "data_root", "limit", "batch_size", "allow_weak_sandbox")
-    found = {name: getattr(plan, name) for name in names}
-    if found["batch_size"] == "auto":  # a study fits none of its own
-        del found["batch_size"]
-    return found | {"tasks": tasks}
+    settings = {name: getattr(config, name) for name in names}
+    if settings["batch_size"] == "auto":  # a study fits none of its own
+        del settings["batch_size"]
+    return settings | {"tasks": tasks}

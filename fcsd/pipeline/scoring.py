@@ -28,19 +28,19 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
     Data, templates and sandbox are checked on entering; of a code task the canonical solutions are run first, since a
     scorer that fails them would stop every run. Raises as `fcsd.evaluation.runner.prepare_evaluation`.
     """
-    recipe, plan = run.recipe, run.recipe.early_stopping
-    if plan is None:
+    recipe, rule = run.recipe, run.recipe.early_stopping
+    if rule is None:
         yield None, None
         return
     stopper = EarlyStopper(
-        every_steps=plan.every_steps, patience=plan.patience, min_delta=plan.min_delta, metric=plan.metric
+        every_steps=rule.every_steps, patience=rule.patience, min_delta=rule.min_delta, metric=rule.metric
     )
-    if isinstance(plan, HeldoutKLStoppingConfig):
+    if isinstance(rule, HeldoutKLStoppingConfig):
         with stopper.time.scoring():
             rows = heldout_of(recipe.data, run.tokenizer)  # the recipe has checked that it has some
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
-    row, own = plan.task, {"batch_size": plan.batch_size, "limit": plan.limit}
+    row, own = rule.task, {"batch_size": rule.batch_size, "limit": rule.limit}
     own |= {"capacity_factor": None, "capacity_drop": None}  # a score while training drops nothing
     with contextlib.ExitStack() as stack:
         with stopper.time.scoring():
@@ -70,15 +70,15 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
 
 def scored_data(run: Run) -> dict[str, str]:
     """Return what identifies the items that early stopping scores, as inputs of a stage."""
-    recipe, plan = run.recipe, run.recipe.early_stopping
-    if plan is None:
+    recipe, rule = run.recipe, run.recipe.early_stopping
+    if rule is None:
         return {}
-    if isinstance(plan, HeldoutKLStoppingConfig):
+    if isinstance(rule, HeldoutKLStoppingConfig):
         assert recipe.data.heldout is not None  # the recipe has checked it
         return test_set_fingerprints([], None, recipe.data.heldout)
-    return test_set_fingerprints([plan.task], run.data_root)
+    return test_set_fingerprints([rule.task], run.data_root)
 
 
-def score_settings(plan: EarlyStoppingConfig | None) -> dict[str, Any] | None:
+def score_settings(rule: EarlyStoppingConfig | None) -> dict[str, Any] | None:
     """Return the part of the section that a result depends on: the batch size changes a score by float noise only."""
-    return plan.model_dump(mode="json", exclude={"batch_size"}) if plan is not None else None
+    return rule.model_dump(mode="json", exclude={"batch_size"}) if rule is not None else None

@@ -105,11 +105,11 @@ class _Steering:
         self.launch.finish(stage, {"original": self.sweep.unbiased()})
 
     def evaluate(self, name: str) -> None:
-        run, plan = self.run, self.run.recipe.evaluation
+        run, config = self.run, self.run.recipe.evaluation
         links = {"links": self.links_sha256}
         reference = Reference(run.original, run.recipe.data, links, lambda: self.sweep)
         tables = read_tables(run.layout.bias_tables(name))
-        evaluation = Evaluation(name, run.original, load_suite(plan.suite), plan, reference, tables)
+        evaluation = Evaluation(name, run.original, load_suite(config.suite), config, reference, tables)
         run_evaluation(evaluation, run.layout.evaluation(name), run.launch)
 
     # ---- tables
@@ -136,8 +136,8 @@ class _Steering:
     def _batches(self) -> list[dict[str, Tensor]]:
         """Return the training text that traffic is counted on, in batches."""
         data, size = self.run.recipe.data, self.batch_size
-        found = training_rows(data, self.run.tokenizer, self.run, apart_in=self.run.original)
-        rows = take_rows(found, self.bias.tokens)
+        packed = training_rows(data, self.run.tokenizer, self.run, apart_in=self.run.original)
+        rows = take_rows(packed, self.bias.tokens)
         if len(rows) < size * len(self.links.endpoints):
             raise UserError(
                 f"evaluation.router_bias.tokens: {self.bias.tokens} tokens of data.train are {len(rows)} rows, and"
@@ -149,7 +149,7 @@ class _Steering:
             text = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
             # A mask would let the examples of a row see each other; rows of one example are mostly padding.
             batches.append(
-                text if found.layout.packing else text | {"attention_mask": real_tokens(batch).long()}
+                text if packed.layout.packing else text | {"attention_mask": real_tokens(batch).long()}
             )
         return batches
 

@@ -50,7 +50,7 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
         raise UserError("trace: there is nothing to trace without --expert-parallel N; add it")
     check_overlap(run)
     make_folder(folder)
-    found, timelines = {}, {}
+    measured, timelines = {}, {}
     for name, connectivity in (("regular", None), ("farskip", recipe.connectivity.spec())):
         model = load_for_launch(run.original, launch, connectivity, bf16=recipe.train.bf16)
         to_dtype(model, dtype_of(recipe.train.dtype))
@@ -64,14 +64,14 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
         del model
         free_memory()
         if launch.first:
-            found[name] = from_trace(path)
+            measured[name] = from_trace(path)
             timelines[name] = timeline(path)
     if launch.first:
         plot_timelines(timelines, folder / "overlap.png")
-        table = {name: {key: vars(one) for key, one in each.items()} for name, each in found.items()}
+        table = {name: {key: vars(one) for key, one in each.items()} for name, each in measured.items()}
         (folder / "overlap.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     launch.wait()
-    return found
+    return measured
 
 
 def _profile(model: Any, run: Run, path: Path | None) -> None:
@@ -117,14 +117,14 @@ def _times(model: Any, run: Run) -> Times:
     eps = [runtime.ep for runtime in runtimes(model) if runtime.ep is not None]
     for ep in eps:
         ep.port.records, ep.port.clock = records, clock
-    found, seconds = [], []
+    exchanges, seconds = [], []
     for _ in range(WARM_UP_STEPS + TIMED_STEPS):
         records.clear()
         run.launch.wait()
         began = clock()
         step()
         seconds.append(clock() - began)
-        found.append(exchange_times(record for event, record in records if event == "start"))
+        exchanges.append(exchange_times(record for event, record in records if event == "start"))
         model.zero_grad(set_to_none=True)
     return Times(
         model_type=family_of(model.config).model_type,
@@ -134,5 +134,5 @@ def _times(model: Any, run: Run) -> Times:
         batch=recipe.train.per_device_train_batch_size,
         length=recipe.data.max_length,
         step_s=statistics.median(seconds[WARM_UP_STEPS:]),
-        exchanges=[ExchangeTime(**each) for each in median_times(found[WARM_UP_STEPS:])],
+        exchanges=[ExchangeTime(**each) for each in median_times(exchanges[WARM_UP_STEPS:])],
     )

@@ -66,7 +66,7 @@ def _beside(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 def check_recipe(raw: Any, where: str) -> Recipe:
     """Make a recipe of plain data, checked as by `load_recipe`; `where` is what errors call it."""
     recipe = validate(Recipe, raw, where)
-    refuse_graded(recipe, where)  # makes the variants: a mistake inside one is found now, not hours later
+    refuse_graded(recipe, where)  # makes the variants: a mistake inside one shows now, not hours later
     return recipe
 
 

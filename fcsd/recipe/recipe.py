@@ -69,7 +69,7 @@ def _item(place: list[Any], part: str, where: str) -> Any:
 
 
 def to_yaml(value: Any) -> str:
-    """YAML text in the order of the schema, as `fcsd recipe` prints it."""
+    """Return YAML text in the order of the schema, as `fcsd recipe` prints it."""
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -98,7 +98,7 @@ class PretrainConfig(Strict):
 
     @field_validator("config")
     @classmethod
-    def _no_loss_of_the_routers_is_asked_for(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _no_loss_of_the_routers_is_set(cls, value: dict[str, Any]) -> dict[str, Any]:
         if keys := router_loss_keys(value):
             raise ValueError(
                 f"{', '.join(keys)}: a pre-training does not use the model's own auxiliary loss of the routers, so this"
@@ -307,11 +307,11 @@ class Recipe(Strict):
     @property
     def training_tokens(self) -> int:
         """The tokens that the longest training reads, of the sweep, the distillation that it chooses, and variants."""
-        found = [one.train.max_steps * one.train.batch_size_tokens for one in self.with_variants]
-        if (plan := self.sweep) is not None:
-            for size in plan.batch_size_tokens:
-                found.append(size * max(self.steps_with(size), plan.steps_of(size, self.train)))
-        return max(found)
+        tokens = [one.train.max_steps * one.train.batch_size_tokens for one in self.with_variants]
+        if (sweep := self.sweep) is not None:
+            for size in sweep.batch_size_tokens:
+                tokens.append(size * max(self.steps_with(size), sweep.steps_of(size, self.train)))
+        return max(tokens)
 
     @property
     def with_variants(self) -> list["Recipe"]:
@@ -321,8 +321,8 @@ class Recipe(Strict):
     def data_sections(self) -> dict[str, DataConfig]:
         """What all trainings read, by the keys of the sections."""
         names = ["data", *(f"variants.{name}: data" for name in self.variants)]
-        found = dict(zip(names, (one.data for one in self.with_variants), strict=True))
-        return found if self.pretrain is None else found | {"pretrain.data": self.pretrain.data}
+        sections = dict(zip(names, (one.data for one in self.with_variants), strict=True))
+        return sections if self.pretrain is None else sections | {"pretrain.data": self.pretrain.data}
 
     @property
     def starts_calibrated(self) -> bool:

@@ -39,12 +39,12 @@ def read_evaluated(original: Path, converted: Sequence[Path]) -> dict[str, dict[
         raise UserError(f"{twice[0]}: is given twice")
     fcsds = [folder for folder in folders if (folder / "results.json").is_file()]
     like = read_results(fcsds[0])[0] if fcsds else None
-    found = {}
+    evaluated = {}
     for folder, name in zip(folders, _names(resolved), strict=True):
         result, samples = read_results(folder, like)
         like = like or result
-        found[name] = {"result": result, "samples": samples, "training": training_of(folder, result)}
-    return found
+        evaluated[name] = {"result": result, "samples": samples, "training": training_of(folder, result)}
+    return evaluated
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -57,13 +57,13 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def compare_all(evaluated: Evaluated, only: Sequence[str] | None = None) -> Comparisons:
     """Compare the first model with every other: name -> `scores.compare`, which raises where they do not match."""
     first, *others = evaluated
-    found = {}
+    comparisons = {}
     for name in others:
         try:
-            found[name] = compare(evaluated[first], evaluated[name], only)
+            comparisons[name] = compare(evaluated[first], evaluated[name], only)
         except UserError as error:
             raise UserError(f"{first} against {name}: {error}") from None
-    return found
+    return comparisons
 
 
 def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
@@ -81,12 +81,12 @@ def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
 def chance_levels(evaluated: Evaluated) -> dict[str, float]:
     """Return task -> the score of guessing, of tasks that choose among given answers."""
     first = next(iter(evaluated.values()))
-    found = {}
+    levels = {}
     for task, row in first["result"]["tasks"].items():
         counts = [len(sample.get("loglikelihoods", ())) for sample in first["samples"][task]]
         if row["metric"].startswith("acc") and counts and min(counts) > 1:
-            found[task] = fmean(1 / count for count in counts)
-    return found
+            levels[task] = fmean(1 / count for count in counts)
+    return levels
 
 
 def write_details(
@@ -224,7 +224,7 @@ def differing_settings(evaluated: Evaluated) -> str:
 
 
 def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    by_key: dict[str, dict[str, Any]] = {}
     for name, each in evaluated.items():
         settings = each["result"]["settings"]
         known = {key: settings.get(key) for key in ("limit", "dtype", "device", "scorer")}
@@ -238,8 +238,8 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
         }
         for key, value in known.items():
             if value is not None or key == "limit":
-                found.setdefault(key, {})[name] = value
-    return {key: values for key, values in found.items() if len(set(map(str, values.values()))) > 1}
+                by_key.setdefault(key, {})[name] = value
+    return {key: values for key, values in by_key.items() if len(set(map(str, values.values()))) > 1}
 
 
 def engine_of(settings: Mapping[str, Any]) -> str | None:

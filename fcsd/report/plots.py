@@ -226,7 +226,7 @@ def _intervals(
         colour = colours[name]
         for tick, row in enumerate(rows):
             delta, (low, high) = row["delta"], _bounds(row)
-            # Of members there is no verdict, only the interval.
+            # Members have no verdict, only the interval.
             noise = row["verdict"] == "within noise" if "verdict" in row else low <= 0 <= high
             axis.errorbar(
                 [100 * delta], [tick + space * ((index + 0.5) / len(models) - 0.5)],

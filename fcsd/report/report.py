@@ -99,12 +99,12 @@ def _evaluated(layout: RunLayout, name: str, weights: str) -> dict[str, Any]:
 
     weights: the model whose weights it has.
     """
-    left, scores = layout.stage(weights), layout.evaluation(name)
-    now = read_manifest(left).get("outputs", {}).get("model")
+    stage, scores = layout.stage(weights), layout.evaluation(name)
+    now = read_manifest(stage).get("outputs", {}).get("model")
     measured = read_manifest(scores).get("inputs", {}).get("model")
     if now is not None and measured is not None and now != measured:
         raise UserError(
-            f"{scores}: was measured on other weights than those in {left};"
+            f"{scores}: was measured on other weights than those in {stage};"
             " remove it, and `fcsd run` evaluates again"
         )
     result, samples = read_result(scores)

@@ -34,10 +34,10 @@ def steering_points(recipe: Recipe, layout: RunLayout, models: Mapping[str, Mapp
     for name, (kind, strength) in {"original": (None, 0.0), **bias.names}.items():
         if name in models:
             result = models[name]["result"]
-            found = unbiased if kind is None else {key: result[key] for key in ("exchange", "routing")}
+            measured = unbiased if kind is None else {key: result[key] for key in ("exchange", "routing")}
             kl = {"kl": 0.0, "stderr": 0.0} if kind is None else result["kl_to_original"]
             mean = {key: result[key] for key in ("mean", "mean_stderr")}
-            points.append({"name": name, "kind": kind, "strength": strength, "kl": kl, **found, **mean})
+            points.append({"name": name, "kind": kind, "strength": strength, "kl": kl, **measured, **mean})
     return points if len(points) > 1 else []
 
 
@@ -68,7 +68,7 @@ def steering_parts(points: Points, models: Mapping[str, Mapping[str, Any]]) -> l
 
 
 def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
-    """CAMoE's table 1: times and scores."""
+    """Format CAMoE's table 1: times and scores."""
     base = points[0]["exchange"]
     results = {point["name"]: models[point["name"]]["result"]["tasks"] for point in points}
     header = ["kind", "strength", "mean (ms)", "p95 (ms)", *results["original"], "mean of tasks"]
@@ -90,14 +90,14 @@ def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _table2(points: Points) -> str:
-    """CAMoE's table 2: how experts are used, and how far that is from the original."""
+    """Format CAMoE's table 2: how experts are used, and how far that is from the original."""
     header = ["kind", "strength", "cv", "avg_layer_cv", "KL", "avg_layer_kl", "routes moved", "output KL"]
     rows = []
     for point in points:
-        found = {"kl": 0.0, "avg_layer_kl": 0.0, "routes_moved": 0.0} | point["routing"]
-        cells = [f"{found[key]:.4f}" for key in ("cv", "avg_layer_cv")]
-        cells += [nats(found[key]) for key in ("kl", "avg_layer_kl")]
-        moved, kl = f"{percent(found['routes_moved'])} %", nats(point["kl"]["kl"])
+        routing = {"kl": 0.0, "avg_layer_kl": 0.0, "routes_moved": 0.0} | point["routing"]
+        cells = [f"{routing[key]:.4f}" for key in ("cv", "avg_layer_cv")]
+        cells += [nats(routing[key]) for key in ("kl", "avg_layer_kl")]
+        moved, kl = f"{percent(routing['routes_moved'])} %", nats(point["kl"]["kl"])
         rows.append([point["kind"] or "none", f"{point['strength']:g}", *cells, moved, kl])
     return markdown(header, rows)
 
@@ -122,9 +122,9 @@ def at_equal_time(points: Points) -> list[dict[str, Any]]:
     for point in points:
         time, kl = point["exchange"]["mean_s"] / base, point["kl"]["kl"]
         if point["kind"] == "camoe" and kl > 0 and curve[0][0] <= time <= curve[-1][0] and len(curve) > 1:
-            found = float(np.interp(time, [x for x, _ in curve], [root for _, root in curve])) ** 2
+            ours = float(np.interp(time, [x for x, _ in curve], [root for _, root in curve])) ** 2
             rows.append(
-                {"name": point["name"], "time": time, "camoe": kl, "bottleneck": found, "ratio": found / kl}
+                {"name": point["name"], "time": time, "camoe": kl, "bottleneck": ours, "ratio": ours / kl}
             )
     return rows
 

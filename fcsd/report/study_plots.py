@@ -99,11 +99,11 @@ def _values(
     points: Sequence[Mapping[str, Any]], metric: Mapping[str, str], weights: str
 ) -> tuple[list[float], list[float]]:
     """Return values and standard errors of a metric; scores, which are shares, in per cent."""
-    found, scale = (
+    values, scale = (
         [point[weights][metric["name"]] for point in points],
         100 if metric["better"] == "higher" else 1,
     )
-    return [scale * value["value"] for value in found], [scale * value["stderr"] for value in found]
+    return [scale * value["value"] for value in values], [scale * value["stderr"] for value in values]
 
 
 def _finish_layers(axis: Any, metric: Mapping[str, str], title: str, grid: Literal["both", "y"]) -> None:
@@ -215,17 +215,17 @@ def plot_routing(result: Mapping[str, Any], folder: Path) -> None:
                 matrix, aspect="auto", cmap="viridis", vmin=0, vmax=highest, interpolation="nearest"
             )
             axis.set(xlabel=names[0], ylabel=names[1])
-            for side in (axis.xaxis, axis.yaxis):
-                side.set_major_locator(MaxNLocator(integer=True))
+            for scale in (axis.xaxis, axis.yaxis):
+                scale.set_major_locator(MaxNLocator(integer=True))
             if file == "loads.png":
                 axis.yaxis.set_major_formatter(FuncFormatter(_named(facts["layers"])))
             set_title(axis, Path(facts["name"]).name)
             figure.colorbar(image, ax=axis, label=label)
         save_figure(figure, folder / file)
-    if (found := result["comparison"]) is not None:
+    if (comparison := result["comparison"]) is not None:
         figure, (moved, spread) = plt.subplots(1, 2, figsize=(SIZE[0] * 2, SIZE[1]))
         layers = models[0]["layers"]
-        moved.bar(layers, [100 * share for share in found["layer_moved"]], color=GREY)
+        moved.bar(layers, [100 * share for share in comparison["layer_moved"]], color=GREY)
         moved.set(ylabel="per cent of (token, expert) pairs")
         set_title(moved, "Routes moved")
         for facts, colour in ((models[1], "0.25"), (models[0], "C0")):

@@ -63,17 +63,17 @@ def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
     of the time; "" for none."""
     rows = []
     for name, manifest in training.items():
-        results, plan = manifest["results"], manifest["settings"].get("early_stopping")
-        found = results.get("early_stopping")
-        if found is not None and plan is not None:
+        results, rule = manifest["results"], manifest["settings"].get("early_stopping")
+        outcome = results.get("early_stopping")
+        if outcome is not None and rule is not None:
             best = results["best_score"]
-            metric = scored_row(plan)["metric"]
-            score = "-" if best is None else plus_minus(best, found["best_stderr"])
+            metric = scored_row(rule)["metric"]
+            score = "-" if best is None else plus_minus(best, outcome["best_stderr"])
             if best is not None and metric not in RELATIVE and abs(best) <= 1:
-                score = f"{with_error(percent(best), found['best_stderr'])} %"
-            items = items_text(metric, found["num_items"], found["num_items_total"])
-            time = f"{duration(found['scoring_s'])}, {100 * found['share_of_time']:.1f} %"
-            rows.append([name, score, str(results["best_step"]), items, str(found["num_scores"]), time])
+                score = f"{with_error(percent(best), outcome['best_stderr'])} %"
+            items = items_text(metric, outcome["num_items"], outcome["num_items_total"])
+            time = f"{duration(outcome['scoring_s'])}, {100 * outcome['share_of_time']:.1f} %"
+            rows.append([name, score, str(results["best_step"]), items, str(outcome["num_scores"]), time])
     header = ["training", "best score", "at step", "measured on", "scores", "of the run's time"]
     return markdown(header, rows) if rows else ""
 
@@ -84,11 +84,11 @@ def _stopping_curves(
     """Return (metric, what it is of) -> the points of every training that was stopped by it."""
     curves: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for name, path in training.items():
-        found = read_scores(path)
-        plan = read_manifest(path)["settings"].get("early_stopping")
-        if found is not None and plan is not None:
-            curves.setdefault((scored_row(plan)["metric"], stopping_text(plan)), {})[name] = _by_tokens(
-                found["points"], path
+        scores = read_scores(path)
+        rule = read_manifest(path)["settings"].get("early_stopping")
+        if scores is not None and rule is not None:
+            curves.setdefault((scored_row(rule)["metric"], stopping_text(rule)), {})[name] = _by_tokens(
+                scores["points"], path
             )
     return curves
 

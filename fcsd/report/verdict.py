@@ -30,11 +30,11 @@ def verdict(name: str, comparison: Mapping[str, Any]) -> str:
         return f"**{name}**: none of {count} items has another score than the original's."
     said = [f"**{name}**: {_mean(mean)}" if mean else f"**{name}**: no task counts in the mean."]
     for word in ("lost", "gained"):
-        found = [task for task, row in tasks.items() if row["verdict"] == word]
+        names = [task for task, row in tasks.items() if row["verdict"] == word]
         adds_up = mean is not None and mean["verdict"] == word
-        if found or adds_up or word == "lost":
+        if names or adds_up or word == "lost":
             none = "no task by itself, but together they show it" if adds_up else "no task"
-            said.append(f"{word.capitalize()} beyond noise: {_named(tasks, found) or none}.")
+            said.append(f"{word.capitalize()} beyond noise: {_named(tasks, names) or none}.")
     if noise := [task for task, row in tasks.items() if row["verdict"] == "within noise"]:
         named = f"all {len(tasks)} tasks" if len(noise) == len(tasks) > 3 else ", ".join(noise)
         said.append(f"Within noise: {named}{_hidden(tasks, noise)}.")

@@ -23,9 +23,9 @@ Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get th
 class TrainingRun:
     """What one run is made from.
 
-    student: in the dtype that is left, whatever dtype it is trained in; max_length: tokens in a row of `rows`; score:
-    of a model, for early stopping; adapters: the `PeftModel` around a LoRA student; left: with the share of the steps
-    that are done, the time that the whole run of stages still takes, or "".
+    student: in the dtype that is saved, whatever dtype it is trained in; max_length: tokens in a row of `rows`; score:
+    of a model, for early stopping; adapters: the `PeftModel` around a LoRA student; remaining: with the share of
+    the steps that are done, the time that the whole run of stages still takes, or "".
     """
 
     launch: Launch
@@ -44,7 +44,7 @@ class TrainingRun:
     score: Scorer | None = None
     save_model: bool = True
     adapters: Any = None
-    left: Callable[[float], str] | None = None
+    remaining: Callable[[float], str] | None = None
 
 
 def micro_batches(train: TrainConfig, max_length: int, world_size: int) -> tuple[int, int]:
@@ -70,14 +70,14 @@ def _ways(batch: int, rows: int, max_length: int, world_size: int) -> str:
     step = max_length * world_size
     if batch % step == 0:
         return f"what fits: per_device_train_batch_size {max(k for k in range(1, rows) if batch % (k * step) == 0)}"
-    found = [f"a batch of {-(-batch // step) * step}"]
+    ways = [f"a batch of {-(-batch // step) * step}"]
     processes = [k for k in range(1, world_size) if batch % (k * max_length) == 0]
     lengths = [k for k in range(max_length // 8, max_length) if k and batch % (k * world_size) == 0]
     if lengths:
-        found.append(f"data.max_length {max(lengths)}")
+        ways.append(f"data.max_length {max(lengths)}")
     if processes:
-        found.append(f"{max(processes)} processes")
-    return f"what fits: {', or '.join(found)}"
+        ways.append(f"{max(processes)} processes")
+    return f"what fits: {', or '.join(ways)}"
 
 
 def refuse_what_cannot_be_sharded(
@@ -98,8 +98,8 @@ def refuse_what_cannot_be_sharded(
             engine.uses_deepspeed and by_heldout_kl and objective.has_hidden_terms
         ),
     }
-    for message, asked in wrong.items():
-        if asked:
+    for message, applies in wrong.items():
+        if applies:
             raise UserError(message)
 
 

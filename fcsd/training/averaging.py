@@ -1,4 +1,4 @@
-"""An exponential moving average of the trained weights, which is what is scored and left; each rank averages its own
+"""An exponential moving average of the trained weights, which is what is scored and saved; each rank averages its own
 part of each parameter, whatever engine has cut it (`fcsd.parallel.parts`).
 """
 

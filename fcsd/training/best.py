@@ -29,7 +29,7 @@ def best_folder(run: TrainingRun, step: int) -> Path:
 
 
 def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
-    """All ranks write their parts of the weights beside, then the first renames the folder.
+    """Write the parts of the weights beside, on all ranks; then the first renames the folder.
 
     A checkpoint that is still being written is waited for, and what no checkpoint names goes before: the run can go
     back to no other.
@@ -57,7 +57,7 @@ def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
 def settle_best(trainer: FCSDTrainer, run: TrainingRun, *, last_step: int | None = None) -> None:
     """Have the stopper name best weights that are whole, where those that it names are damaged. All ranks call this.
 
-    What is damaged is set aside as `damaged-step-N`. last_step: of the weights in the model, which can be left as well.
+    What is damaged is set aside as `damaged-step-N`. last_step: of the weights in the model, which can be saved too.
     """
     stopper, ranks = run.stopper, run.launch.ranks
     if stopper is None or stopper.best_step is None:
@@ -161,14 +161,14 @@ class StopWhenScoreStalls(TrainerCallback):
             if trainer.launch.engine.shards and not known_to_all(error):
                 raise
             raise ScoreFailure(str(error)) from error
-        found: Score = trainer.launch.ranks.from_first(lambda: own)
+        score: Score = trainer.launch.ranks.from_first(lambda: own)
         trainer.guarded.listen()
         due = trainer.control.should_log  # logging clears it, and this step's loss is yet to be logged
         name = stopper.name
-        errors = {f"{name}_stderr": found.stderr} if found.stderr is not None else {}
-        trainer.log({name: found.value, **errors, "scoring_share": round(stopper.time.share, 6)})
+        errors = {f"{name}_stderr": score.stderr} if score.stderr is not None else {}
+        trainer.log({name: score.value, **errors, "scoring_share": round(stopper.time.share, 6)})
         trainer.control.should_log = due
-        return found
+        return score
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Drop all other weights: a checkpoint that names the best ones is on disk."""

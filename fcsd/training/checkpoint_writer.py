@@ -80,8 +80,8 @@ class CheckpointWriter:
             return
         trainer, beside = self.trainer, self._folder / PARTIAL / name
         if trainer.args.should_save:
-            for left in (self._folder / PARTIAL, *self._folder.glob(".checkpoint-*.old")):  # of a killed run
-                shutil.rmtree(left, ignore_errors=True)
+            for old in (self._folder / PARTIAL, *self._folder.glob(".checkpoint-*.old")):  # of a killed run
+                shutil.rmtree(old, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
         self.known.add(name)
         self._name, self._noted, self._error, self._abandoned = name, {}, None, False

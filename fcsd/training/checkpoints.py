@@ -30,8 +30,8 @@ _REWIND = "rewind.json"  # beside the checkpoints: to which one a run went back,
 
 def checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints below `folder`, oldest first."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
-    return sorted(found, key=step_of)
+    folders = [path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+    return sorted(folders, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -50,13 +50,13 @@ def note_files(checkpoint: Path, ranks: Ranks, noted: Mapping[str, dict[str, Any
             if path.is_file() and path.name != _FILES
         )
     )
-    found = dict(noted or {})
-    unknown = [name for name in names if name not in found]
+    facts = dict(noted or {})
+    unknown = [name for name in names if name not in facts]
     ranks = replace(ranks, lockstep=False)  # no rank is in a pass
     for shares in ranks.share(lambda: {name: _facts(checkpoint / name) for name in ranks.deal(unknown)}):
-        found |= shares
+        facts |= shares
     if ranks.first:
-        write_json(checkpoint / _FILES, {name: found[name] for name in names})
+        write_json(checkpoint / _FILES, {name: facts[name] for name in names})
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -101,16 +101,16 @@ def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
         _finish_rewind(folder)
         return checkpoints(folder)
 
-    found = ranks.from_first(listed)
+    candidates = ranks.from_first(listed)
     damaged: list[tuple[Path, str]] = []
-    while found:
-        what = damage(found[-1], ranks)
+    while candidates:
+        what = damage(candidates[-1], ranks)
         if what is None:
             for path, reason in damaged if ranks.first else []:
-                print(f"{path}: is damaged ({reason}); continuing from {found[-1]}", file=sys.stderr)
+                print(f"{path}: is damaged ({reason}); continuing from {candidates[-1]}", file=sys.stderr)
                 os.replace(path, path.with_name(f"damaged-{path.name}"))
-            return found[-1]
-        damaged.append((found.pop(), what))
+            return candidates[-1]
+        damaged.append((candidates.pop(), what))
     if damaged:
         path, reason = damaged[0]
         raise UserError(
@@ -120,18 +120,18 @@ def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
     return None
 
 
-def chosen_checkpoint(folder: Path, given: str | bool | None, ranks: Ranks) -> Path | None:
+def chosen_checkpoint(folder: Path, choice: str | bool | None, ranks: Ranks) -> Path | None:
     """Return the checkpoint that a user wants to go on from; True: the newest one in `folder` that is whole."""
-    if given is None or given is False:
+    if choice is None or choice is False:
         return None
-    if given is True:
+    if choice is True:
         newest = newest_usable(folder, ranks)
         if newest is None:
             raise UserError(
                 f"{folder}: no checkpoint to go on from; leave resume_from_checkpoint out to begin"
             )
         return newest
-    checkpoint = Path(str(given))
+    checkpoint = Path(str(choice))
     if (what := damage(checkpoint, ranks)) is not None:
         raise UserError(f"{checkpoint}: is no checkpoint that can be gone on from ({what})")
     return checkpoint

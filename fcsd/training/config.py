@@ -68,7 +68,7 @@ class TrainConfig(Strict):
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     adam_epsilon: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    # Of the balance of the experts' loads (`fcsd.training.losses.balance`); DeepSeek-V2 has 0.001 to 0.003.
+    # The loss that balances the experts' loads (`fcsd.training.losses.balance`); DeepSeek-V2 has 0.001 to 0.003.
     balance_loss_coefficient: float | None = Field(None, gt=0)
     balance_loss_over: Literal["sequence", "batch"] = "sequence"  # batch: of all ranks
     # Step of a balance without a loss, by the routers' correction bias; DeepSeek-V3 has 0.001.
@@ -77,7 +77,7 @@ class TrainConfig(Strict):
     # (`fcsd.model.families.capacity`): the last ones in order, or those of the smallest weights; null: order.
     capacity_factor: float | None = Field(None, gt=0, allow_inf_nan=False)
     capacity_drop: Literal["order", "weight"] | None = None
-    # The weights' moving average is what is scored and left.
+    # The weights' moving average is what is scored and saved.
     ema_decay: float | None = Field(None, gt=0, lt=1)
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained weights
     bf16: bool = False  # autocast to bfloat16
@@ -189,7 +189,7 @@ class SweepConfig(Strict):
     warmup_steps: int = Field(1000, ge=0)  # left out: at most half of steps
     # The choice is by the mean training loss over this many last steps; left out: at most all of them.
     last_steps: int = Field(100, gt=0)
-    # Of the distillation that follows: its train.max_steps becomes this over the chosen batch size. null: as it is
+    # The distillation that follows has this over the chosen batch size as its train.max_steps. null: as it is
     train_tokens: int | None = Field(None, gt=0)
 
     @model_validator(mode="before")

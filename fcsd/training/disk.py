@@ -18,7 +18,7 @@ class DiskNeed:
 
     checkpoint: one of them. num_checkpoints: `save_total_limit`, and the one that is being written beside them.
     best: of early stopping, the best weights, those that are being written beside them, and those that a checkpoint
-    names which goes when the one that is being written is done. model: what is left.
+    names which goes when the one that is being written is done. model: what is saved at the end.
     """
 
     checkpoint: int
@@ -37,7 +37,7 @@ def disk_need(
     """Compute the room that a training needs: a checkpoint has the trained weights and the two moments of AdamW in the
     training dtype, and with ema_decay the averaged weights.
 
-    num_trained, num_parameters: of the student, over all ranks. model_itemsize: bytes of a weight that is left; 0
+    num_trained, num_parameters: of the student, over all ranks. model_itemsize: bytes of a weight that is saved; 0
     where no model is. keeps_best: whether early stopping keeps weights.
     """
     weights = num_trained * dtype_of(train.dtype).itemsize

@@ -18,8 +18,9 @@ from fcsd.base.text import RELATIVE, duration, items_text, plus_minus
 class Score:
     """One evaluation: a figure for each item, of the same items in the same order every time.
 
-    The score is sum(figures) / sum(weights). Of a task the figures are the items' scores and the weights 1; of the
-    held-out KL an item is a row, its figure the KL summed over its tokens in nats, its weight their number.
+    The score is sum(figures) / sum(weights). The figures of a task are the items' scores, and
+    the weights 1; an item of the held-out KL is a row, its figure the KL summed over its tokens in nats, its weight
+    their number.
 
     num_items_total: of the whole split, of which these are the first; None where that is not known.
     """
@@ -44,9 +45,9 @@ class Score:
 
     def change(self, before: Sequence[float]) -> tuple[float, float | None]:
         """Return the difference to the figures of an earlier evaluation and its standard error, paired item by item."""
-        found = ratio([b - a for a, b in zip(before, self.figures, strict=True)], self.counts)
-        assert found["kl"] is not None
-        return found["kl"], found["stderr"]
+        difference = ratio([b - a for a, b in zip(before, self.figures, strict=True)], self.counts)
+        assert difference["kl"] is not None
+        return difference["kl"], difference["stderr"]
 
 
 _CURVE = ("num_items", "num_items_total", "points", "best_step", "best_score", "best_stderr")

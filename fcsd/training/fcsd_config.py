@@ -182,14 +182,14 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     dataset_num_proc: int | None = _argument(None, "Processes that tokenize.")
     batch_size_tokens: int | None = _argument(None, "Tokens of one optimiser step.")
 
-    dtype: str = _key(TrainConfig, "dtype", "Of the trained weights.")
+    dtype: str = _key(TrainConfig, "dtype", "Dtype of the trained weights.")
     optimizer: str = _key(TrainConfig, "optimizer", "adamw or muon.")
     layer_lr_ratio: float = _key(
         TrainConfig, "layer_lr_ratio", "Last layer's learning rate over the first's."
     )
-    ema_decay: float | None = _key(TrainConfig, "ema_decay", "Of the weights' moving average.")
+    ema_decay: float | None = _key(TrainConfig, "ema_decay", "Decay of the weights' moving average.")
     balance_loss_coefficient: float | None = _key(
-        TrainConfig, "balance_loss_coefficient", "Of the loss that balances the experts' loads."
+        TrainConfig, "balance_loss_coefficient", "Factor of the loss that balances experts."
     )
     balance_loss_over: str = _key(TrainConfig, "balance_loss_over", "sequence or batch.")
     balance_bias_rate: float | None = _key(
@@ -201,9 +201,9 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     capacity_drop: str | None = _key(TrainConfig, "capacity_drop", "order or weight.")
     safety: dict[str, Any] | str | None = _argument(None, "When a step goes wrong.")
 
-    trust_remote_code: bool = _argument(False, "Of a tokenizer given by its path.")
-    model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the model.")
-    teacher_model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the teacher.")
+    trust_remote_code: bool = _argument(False, "Run code beside a tokenizer.")
+    model_init_kwargs: dict[str, Any] | str | None = _argument(None, "For loading the model.")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = _argument(None, "For loading the teacher.")
 
     @classmethod
     def of(cls, args: TrainingArguments | None) -> "FCSDConfig":
@@ -211,10 +211,10 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             return cls()
         if isinstance(args, FCSDConfig):
             return args
-        given = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
+        settings = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
         if is_loss(args.metric_for_best_model or ""):
-            given["greater_is_better"] = None  # what is there is transformers' guess
-        return cls(**given | {"remove_unused_columns": False, "logging_nan_inf_filter": False})
+            settings["greater_is_better"] = None  # what is there is transformers' guess
+        return cls(**settings | {"remove_unused_columns": False, "logging_nan_inf_filter": False})
 
     @classmethod
     def of_sections(
@@ -253,7 +253,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
 
     def sections(self) -> Sections:
         """Return what a recipe's sections would say; of `train` only what transformers' arguments do not."""
-        given = {key: value for key in _OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
+        terms = {key: value for key in _OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
         max_steps = self.max_steps if self.max_steps > 0 else sys.maxsize  # epochs: known when the data are
         train: dict[str, Any] = {
             "max_steps": max_steps,
@@ -274,7 +274,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             *("capacity_factor", "capacity_drop"),
         ]
         raw = {
-            "objective": {"name": self.objective, **given},
+            "objective": {"name": self.objective, **terms},
             "train": train | {name: getattr(self, name) for name in same},
             "safety": self.safety or {},
         }

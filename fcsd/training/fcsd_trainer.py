@@ -1,7 +1,7 @@
 """`FCSDTrainer`: distillation for those who have a model, a data set and `transformers.Trainer` in mind.
 
 The loss, what a checkpoint holds and how a step that goes wrong is skipped are `fcsd.training.trainer`'s, as in the run
-of a recipe. Here is what a recipe's stages do before and after it: models, rows, held-out loss, what is left.
+of a recipe. Here is what a recipe's stages do before and after it: models, rows, held-out loss, what is saved.
 
 Not covered: adapters (a recipe's `lora` section), `model_init` and hyperparameter search, evaluation on tasks during
 the training (a recipe's `early_stopping` section).
@@ -25,7 +25,6 @@ from fcsd.parallel.launch import Launch, join_launch
 from fcsd.training.checkpoints import chosen_checkpoint, restore_if_complete
 from fcsd.training.export import write_model
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.given import TAGS, Given
 from fcsd.training.heldout import HeldoutLosses
 from fcsd.training.losses.head import detach_loss_head, head_logits, loss_head
 from fcsd.training.optimizer import refuse_factored_states
@@ -41,6 +40,7 @@ from fcsd.training.prepare import (
 from fcsd.training.python_words import with_known_names
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.trainer import DistillTrainer
+from fcsd.training.trainer_inputs import TAGS, TrainerInputs
 
 
 @with_known_names
@@ -96,16 +96,16 @@ class FCSDTrainer(DistillTrainer):
             launch = join_launch()
             stop_watching()  # a launcher ends the others when one fails; a script may go on after the training
         self.launch = launch  # here already: rows are made before there is a Trainer
-        self.given = None if isinstance(model, Ready) else Given(args, launch)
+        self.inputs = None if isinstance(model, Ready) else TrainerInputs(args, launch)
         with self._at_work():
             sections = args.sections()
             objective, train = sections.objective, sections.train
             set_seed(args.seed)
             args.fit_to_engine(train, launch)
-            if self.given is not None:
+            if self.inputs is not None:
                 data, measures = (train_dataset, eval_dataset), compute_metrics is not None
-                model = self.given.ready(model, teacher, data, processing_class, knows_metrics=measures)
-                self.bad_rows, processing_class = self.given.bad_rows, model.tokenizer
+                model = self.inputs.ready(model, teacher, data, processing_class, knows_metrics=measures)
+                self.bad_rows, processing_class = self.inputs.bad_rows, model.tokenizer
             assert isinstance(model, Ready)
             student, compared = model.student, place_teacher(model.teacher, launch)
             check_vocabularies(student, compared, model.tokenizer, objective)
@@ -136,17 +136,17 @@ class FCSDTrainer(DistillTrainer):
             detach_loss_head(student)  # outside training and evaluation the model is the user's
 
     def _at_work(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.given is None else self.given.at_work()
+        return contextlib.nullcontext() if self.inputs is None else self.inputs.at_work()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Load rows of the data set given, packed first if need be, or of one of those of the constructor."""
-        if self.given is not None and eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self.given.heldout_rows(eval_dataset)
+        """Load rows of a data set, packed first if need be, or of one of those of the constructor."""
+        if self.inputs is not None and eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self.inputs.heldout_rows(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        if self.given is not None:
-            test_dataset = self.given.heldout_rows(test_dataset, "test_dataset")
+        if self.inputs is not None:
+            test_dataset = self.inputs.heldout_rows(test_dataset, "test_dataset")
         return super().get_test_dataloader(test_dataset)
 
     # ---- training
@@ -204,8 +204,8 @@ class FCSDTrainer(DistillTrainer):
     ) -> dict[str, float]:
         """Measure the held-out loss, and with `compute_metrics` those metrics."""
         with self.meters.paused(), self._with_loss_head():  # of several data sets each once more, inside
-            found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        return found
+            metrics: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return metrics
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Return logits (rows, tokens, vocabulary) and labels of a data set's packed rows, and its held-out loss."""
@@ -240,14 +240,14 @@ class FCSDTrainer(DistillTrainer):
         self, model: nn.Module, inputs: dict[str, Tensor], *how: Any, **more: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return logits and labels of a batch of packed rows, whose examples do not see each other."""
-        given = self._prepare_inputs(inputs)
-        ids, positions = given["input_ids"], given["position_ids"]
+        batch = self._prepare_inputs(inputs)
+        ids, positions = batch["input_ids"], batch["position_ids"]
         with torch.no_grad():
             hidden = model(input_ids=ids, position_ids=positions, objective="hidden")["hidden"]
             logits = head_logits(self.plain_model, hidden)
-        return None, logits.view(*ids.shape, -1), given["labels"]
+        return None, logits.view(*ids.shape, -1), batch["labels"]
 
-    # ---- what is left
+    # ---- what is saved
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Leave config, code, weights and tokenizer in a folder, in the dtype that the model came in.

@@ -133,7 +133,7 @@ class GuardedSteps:
         losses, norms, received, at_work = zip(*figures, strict=True)
         self._received, self.is_written = int(max(received)), not any(at_work)
         step = self.trainer.state.global_step + 1
-        # The norm is that of all ranks, so all found the same; should they not, one that is not finite counts.
+        # The norm is that of all ranks, so all have the same; should they not, one that is not finite counts.
         self.verdict = guard.decide(
             step, list(losses), math.fsum(norms) / len(norms), self._weights_are_finite
         )
@@ -168,11 +168,11 @@ class GuardedSteps:
         )
 
     def _stopped(self, step: int) -> UserError:
-        found = self.guard.events[-1]
+        event = self.guard.events[-1]
         if self.guard.weights_are_finite:
-            why = f"{not_finite(found)} for {found['steps']} steps in a row"
+            why = f"{not_finite(event)} for {event['steps']} steps in a row"
         else:
-            why = f"{not_finite(found)}, nor are the weights"
+            why = f"{not_finite(event)}, nor are the weights"
         self.trainer.checkpoint_writer.finish()
         kept = checkpoints(Path(self.trainer.args.output_dir))
         pass_over = (

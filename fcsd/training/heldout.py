@@ -137,14 +137,14 @@ class HeldoutLosses:
         measures = self._kept.get(id(rows)) or self._measures(rows)
         if any(rows is own for own in (known.values() if isinstance(known, Mapping) else [known])):
             self._kept[id(rows)] = measures
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for measure in measures:
             score = measure(student)
             name = f"{prefix}_{'kl' if isinstance(measure, HeldoutKL) else 'ce'}"
-            found[name] = score.value
+            metrics[name] = score.value
             if score.stderr is not None:
-                found[f"{name}_stderr"] = score.stderr
-        return {f"{prefix}_loss": found[f"{prefix}_{'kl' if self.of_teacher else 'ce'}"], **found}
+                metrics[f"{name}_stderr"] = score.stderr
+        return {f"{prefix}_loss": metrics[f"{prefix}_{'kl' if self.of_teacher else 'ce'}"], **metrics}
 
     def _measures(self, rows: Sequence[Any]) -> list[HeldoutCE]:
         measures = [] if self.of_teacher else [HeldoutCE(rows, self.launch)]

@@ -100,13 +100,13 @@ class Meters:
 
     def add_statistics(self, outputs: Any, scale: Tensor) -> None:
         """Add what a loss head gives of each token beside its loss."""
-        found = outputs["divergence"]
-        self.add(self.divergence, found.sum() * scale)
+        divergence = outputs["divergence"]
+        self.add(self.divergence, divergence.sum() * scale)
         self.add("teacher_entropy", outputs["teacher_entropy"].sum() * scale)
         self.add("top1_agreement", outputs["top1_agreement"].sum() * scale)
         if self.clip is not None:
-            self.add("clipped_share", (found > self.clip).sum() * scale)
-        counts = bin_counts(found)
+            self.add("clipped_share", (divergence > self.clip).sum() * scale)
+        counts = bin_counts(divergence)
         self._counts = counts if self._counts is None else self._counts + counts
 
     def means(self, steps: int) -> dict[str, float]:
@@ -153,8 +153,8 @@ class Meters:
         if self._counts is None:
             return {}
         counts = self._of_all(self._counts, "sum").cpu()
-        found = {f"{self.divergence}_p{q}": quantile(counts, q / 100) for q in (50, 90, 99)}
-        return {name: value for name, value in found.items() if value is not None}
+        quantiles = {f"{self.divergence}_p{q}": quantile(counts, q / 100) for q in (50, 90, 99)}
+        return {name: value for name, value in quantiles.items() if value is not None}
 
     def _of_all(self, values: Tensor, reduction: str) -> Tensor:
         if self.accelerator.num_processes == 1:

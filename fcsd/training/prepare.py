@@ -25,7 +25,7 @@ from fcsd.training.teachers.lora import has_adapters
 class Ready:
     """What a training begins with: models in memory, and packed rows.
 
-    student: in the dtype that is left. teacher: None where nothing is compared with one. heldout: rows, or a dict of
+    student: in the dtype that is saved. teacher: None where nothing is compared with one. heldout: rows, or a dict of
     several.
     """
 

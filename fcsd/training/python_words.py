@@ -112,14 +112,14 @@ def with_known_names(cls: Class) -> Class:
     known = list(inspect.signature(construct).parameters)
 
     @functools.wraps(construct)
-    def construct_or_say(self: Any, *args: Any, **given: Any) -> None:
-        for name in given:
+    def construct_or_say(self: Any, *args: Any, **arguments: Any) -> None:
+        for name in arguments:
             if name not in known and name in OTHER_NAMES:
                 raise UserError(f"{cls.__name__}: {name}: is here {OTHER_NAMES[name]}")
             if name not in known:
                 near = did_you_mean(name, known)
                 raise UserError(f"{cls.__name__}: {name}: no such argument{near if 'mean' in near else ''}")
-        construct(self, *args, **given)
+        construct(self, *args, **arguments)
 
     cls.__init__ = construct_or_say  # type: ignore[misc]
     return cls

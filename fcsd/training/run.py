@@ -65,7 +65,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
 
 
 def _train(run: TrainingRun) -> dict[str, Any]:
-    stops, bar = None, ProgressBar(run.description, run.left)
+    stops, bar = None, ProgressBar(run.description, run.remaining)
     try:
         trainer = FCSDTrainer(
             Ready(run.student, run.teacher, run.tokenizer, run.rows),
@@ -235,10 +235,10 @@ _SHOWN = (*MEASURES, "l2", "router_kl", "top1_agreement")
 
 
 class ProgressBar(TrainerCallback):
-    """One line with step, time left, loss and tokens per second, on the first rank. left: as in `TrainingRun`."""
+    """One line with step, time left, loss and tokens per second, on the first rank. remaining: as in `TrainingRun`."""
 
-    def __init__(self, description: str, left: Callable[[float], str] | None = None):
-        self.description, self.left = description, left
+    def __init__(self, description: str, remaining: Callable[[float], str] | None = None):
+        self.description, self.remaining = description, remaining
         self.bar: Any = None
         self._first_step = 0
 
@@ -258,8 +258,8 @@ class ProgressBar(TrainerCallback):
             shown = {name: nats(logs[name]) for name in _SHOWN if name in logs}
             shown["tok/s"] = f"{logs['tokens_per_second']:.0f}"
             done = (state.global_step - self._first_step) / max(1, state.max_steps - self._first_step)
-            if self.left is not None and (left := self.left(done)):
-                shown["all stages"] = f"{left} left"
+            if self.remaining is not None and (time := self.remaining(done)):
+                shown["all stages"] = f"{time} left"
             self.bar.set_postfix(shown, refresh=False)
 
     def close(self) -> None:

@@ -116,7 +116,7 @@ class Guard:
     ) -> Verdict:
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
-        found = {
+        facts = {
             "steps": self.skipped_in_a_row,
             "loss": _plain(math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan),
             "grad_norm": _plain(grad_norm),
@@ -124,7 +124,7 @@ class Guard:
         }
         if self.skipped_in_a_row == 1:
             self.events.append({"event": "skipped", "step": step, "weights_are_finite": weights_are_finite()})
-        self._row.update(found)
+        self._row.update(facts)
         if self.weights_are_finite and self.skipped_in_a_row <= self.settings.max_skipped_steps:
             return "skip"
         return "rewind" if self._may_rewind else "stop"

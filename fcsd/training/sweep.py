@@ -26,10 +26,10 @@ def read_history(folder: Path) -> list[dict[str, float]]:
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
-    """`EarlyStopper.record` of a finished run with early stopping; None for any other run."""
+    """Return `EarlyStopper.record` of a finished run with early stopping; None for any other run."""
     path = folder / "scores.json"
-    found: dict[str, Any] | None = read_json(path) if path.is_file() else None
-    return found
+    scores: dict[str, Any] | None = read_json(path) if path.is_file() else None
+    return scores
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def run_sweep(
                 place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses}
             )
         remove_checkpoints(place)
-        found = read_json(place / "result.json")
-        return asdict(candidate) | {"loss": found["loss"], "folder": candidate.folder}  # loss null: diverged
+        score = read_json(place / "result.json")
+        return asdict(candidate) | {"loss": score["loss"], "folder": candidate.folder}  # loss null: diverged
 
     first = [measured("batch_size_tokens", size, base.learning_rate) for size in sweep.batch_size_tokens]
     batch_size_tokens = best(first)["batch_size_tokens"]
@@ -135,7 +135,7 @@ def choice_text(result: Mapping[str, Any]) -> str:
 def edges(result: Mapping[str, Any]) -> list[str]:
     """Return a warning for each of the two values that is the best at an end of what was tried: the best of all may lie
     beyond. One that diverged is beyond."""
-    found = []
+    warnings = []
     for key, what in (("batch_size_tokens", "batch size"), ("learning_rate", "learning rate")):
         tried = {row[key] for row in result["candidates"] if row["stage"] == key}
         value = result[key]
@@ -143,11 +143,11 @@ def edges(result: Mapping[str, Any]) -> list[str]:
             continue
         word, more = ("smallest", "smaller") if value == min(tried) else ("largest", "larger")
         shown = value if isinstance(value, int) else f"{value:g}"
-        found.append(
+        warnings.append(
             f"warning: the best {what}, {shown}, is the {word} of those tried; a {more} one may be better: add one to"
             f" sweep.{key} (with another output_dir) before the long training."
         )
-    return found
+    return warnings
 
 
 def sweep_table(result: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ from fcsd.training.teachers.base import Teacher
 
 
 class _InStep(TrainerCallback):
-    """Tells when this rank is in a step, so that one that hangs is found. Comes before callbacks that take hours."""
+    """Notes when this rank is in a step, so that one that hangs is noticed; comes before callbacks that take hours."""
 
     def on_step_begin(self, *args: Any, **more: Any) -> None:
         in_step()
@@ -98,7 +98,7 @@ class DistillTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
-        """All micro-batches of a step, with the teacher's hidden states, and the step's number of kept tokens."""
+        """Return a step's micro-batches, with the teacher's hidden states, and its number of kept tokens."""
         self.step_loss.forget()
         self.guarded.begin()
         batches, num_kept = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -219,7 +219,7 @@ class DistillTrainer(Trainer):
     # ---- optimiser
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW as the Trainer makes it, or what `settings` ask for."""
+        """Make AdamW as the Trainer does, or what `settings` ask for."""
         trained: Any = self.model if model is None else model
         decayed = self.get_decay_parameter_names(trained)
         plain = self.settings.optimizer == "adamw" and self.settings.layer_lr_ratio == 1
@@ -247,7 +247,7 @@ class DistillTrainer(Trainer):
     # ---- checkpoints
 
     def scored_weights(self) -> AbstractContextManager[None]:
-        """Within the block the model has the weights that are scored and kept: with ema_decay their average."""
+        """Give the model within the block the weights that are scored and kept: with ema_decay their average."""
         return self.average.applied() if self.average and self.average.average else nullcontext()
 
     @property
@@ -256,14 +256,14 @@ class DistillTrainer(Trainer):
         return self.accelerator.unwrap_model(self.model)
 
     def restore(self, checkpoint: Path) -> None:
-        """Weights, optimiser and schedule as they were, whatever engine and number of ranks wrote the checkpoint."""
+        """Load weights, optimiser and schedule, whatever engine and number of ranks wrote the checkpoint."""
         read_state(checkpoint, self.plain_model, self.optimizer, self.launch.ranks)
         schedule = torch.load(checkpoint / SCHEDULE, map_location="cpu", weights_only=True)
         load_schedule(self.lr_scheduler, self.optimizer, schedule)
         restore_beside(self, checkpoint)
 
     def restore_weights(self, checkpoint: Path, optimizer: Any) -> None:
-        """Weights as they were, and their average; optimizer: None where none is at work yet."""
+        """Load the weights, and their average; optimizer: None where none is at work yet."""
         read_state(checkpoint, self.plain_model, optimizer, self.launch.ranks, weights_only=True)
         restore_beside(self, checkpoint)
 
@@ -284,7 +284,7 @@ class DistillTrainer(Trainer):
         self.checkpoint_writer.save_state(Path(output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Nothing: `restore` does it, once there is an optimiser."""
+        """Do nothing: `restore` does it, once there is an optimiser."""
 
     def restore_progress(self, checkpoint: Path) -> None:
         """Load the stopper as it was; the time that was spent stays spent."""

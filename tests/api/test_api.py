@@ -30,7 +30,7 @@ def original() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("layers", "found"),
+    ("layers", "indices"),
     [
         ("last:75%", [1, 2, 3]),
         ([0, 2], [0, 2]),
@@ -39,13 +39,13 @@ def original() -> Any:
     ],
 )
 def test_a_model_in_memory_is_converted_in_place_and_back(
-    original: Any, layers: Any, found: list[int]
+    original: Any, layers: Any, indices: list[int]
 ) -> None:
     model = copy.deepcopy(original)
     with torch.no_grad():
         regular = model(X, use_cache=False).logits
         assert fcsd.convert(model, layers) is model
-        assert farskip_layers(model) == found == model.config.farskip["layers"]
+        assert farskip_layers(model) == indices == model.config.farskip["layers"]
         assert not torch.equal(model(X, use_cache=False).logits, regular)
         assert fcsd.unconvert(model) is model
         assert torch.equal(model(X, use_cache=False).logits, regular)
@@ -78,7 +78,7 @@ def test_checkpoints_are_converted_and_loaded_with_their_tokenizers(
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The error of a command, without its name."""
+    """Return the error of a command, without its name."""
     assert main(list(words)) == 2
     return capsys.readouterr().err.strip().splitlines()[-1].partition(": error: ")[2]
 

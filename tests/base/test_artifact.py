@@ -162,7 +162,7 @@ SMALL = [
 
 
 def former(name: str, folder: Path) -> tuple[Stage, dict[str, Any]]:
-    """The stage as this fcsd would begin it in `folder`, which holds what the former one left; its manifest."""
+    """Return the stage as this fcsd would begin it in `folder`, which holds what the former one left; its manifest."""
     manifest = read_json(ROOT / "tests" / "files" / "schema_1" / f"{name}.json")
     assert manifest["schema_version"] == 1
     (folder / "history.jsonl").touch()
@@ -197,7 +197,7 @@ def test_a_former_folder_whose_settings_are_written_otherwise_is_refused_with_wh
     message = (
         r"was made by another fcsd \(schema_version 1, this one writes 4\) with other settings, or with these written"
         r" differently \(early_stopping\.chat_template: true -> null; .*; and \d+ more\); choose another output folder,"
-        r" remove this folder to run the stage again, or go on with the fcsd that made it"
+        r" remove this folder to run the stage again, or continue with the fcsd that made it"
     )
     with pytest.raises(UserError, match=message):
         stage.state()

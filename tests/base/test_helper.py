@@ -19,7 +19,7 @@ ENDED = 1  # the exit status of a helper that has obeyed
 
 
 def helper() -> int:
-    """A fork that helps this process; it has begun to."""
+    """Return a fork that helps this process; it has begun to."""
     parent, (reader, writer) = os.getpid(), os.pipe()
     if (child := os.fork()) == 0:
         obey_only_parent(parent)
@@ -44,7 +44,7 @@ def test_a_signal_of_another_process_is_ignored_and_one_of_the_parent_is_not(num
 
 
 def pending(process: int) -> set[signal.Signals]:
-    """The signals that a process has been sent and has not taken yet."""
+    """Return the signals that a process has been sent and has not taken yet."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     bits = int(next(line.split()[1] for line in lines if line.startswith("ShdPnd")), 16)
     return {number for number in signal.Signals if bits >> (int(number) - 1) & 1}

@@ -27,7 +27,7 @@ def test_calls_are_seen_in_the_block_and_hooks_are_gone_behind_it_also_after_a_s
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model)
 
 
-def test_the_hidden_states_of_a_call_are_found_by_name_or_first() -> None:
+def test_the_hidden_states_of_a_call_are_those_of_that_name_or_the_first_tensor() -> None:
     one, two = torch.zeros(1), torch.ones(1)
     assert first_tensor({"a": None, "b": ([one], two)}) is one
     assert first_tensor((None, 3)) is None

@@ -114,7 +114,7 @@ def refused(bench: Bench, capfd: pytest.CaptureFixture[str]) -> Refused:
 
 
 def copied(bench: Bench, **config: Any) -> Path:
-    """The base checkpoint with changed config fields (None: removed)."""
+    """Return the base checkpoint with changed config fields (None: removed)."""
     folder = bench.rows.parent / "copied"
     shutil.copytree(bench.base, folder)
     values = json.loads((folder / "config.json").read_text()) | config
@@ -264,7 +264,7 @@ def test_a_text_that_cannot_be_read_is_refused_with_what_its_option_takes(
 ) -> None:
     file, out = bench.rows.parent / "texts.jsonl", str(bench.folder / "out")
     for row, message in (
-        ({"text": 5}, r"texts\.jsonl, row 1: column 'text': text is needed, found 5; correct it$"),
+        ({"text": 5}, r"texts\.jsonl, row 1: column 'text': text is needed, got 5; correct it$"),
         (
             {"story": "a"},
             r"no column 'messages', .*; it has 'story'; name the right ones under `columns`, for example"
@@ -423,10 +423,10 @@ def test_the_accelerate_configuration_is_what_accelerate_reads() -> None:
 def test_the_entry_point_is_installed_with_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert 'fcsd = "fcsd.cli.main:main"' in text
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "fcsd", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert "First steps:" in found.stdout
+    assert "First steps:" in completed.stdout
 
 
 @pytest.mark.parametrize(

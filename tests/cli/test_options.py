@@ -22,10 +22,15 @@ def test_a_changed_field_changes_its_option(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_values_have_the_type_of_the_field() -> None:
-    found = parsed(
+    options = parsed(
         "evaluate", "m", "--batch-size", "8", "--limit", "3", "--allow-weak-sandbox", "--cache", "c"
     )
-    assert (found.batch_size, found.limit, found.allow_weak_sandbox, found.cache) == (8, 3, True, Path("c"))
+    assert (options.batch_size, options.limit, options.allow_weak_sandbox, options.cache) == (
+        8,
+        3,
+        True,
+        Path("c"),
+    )
     assert parsed("evaluate", "m", "--batch-size", "auto").batch_size == "auto"
     assert (parsed("evaluate", "m").suite, parsed("layers", "m", "--output", "o").suite) == (
         "paper11",

@@ -54,7 +54,7 @@ def test_the_error_names_the_file_and_the_row(tmp_path: Path, row: int) -> None:
     with pytest.raises(UserError) as caught:
         list(build(path))
     assert str(caught.value) == (
-        f"data set {path}, file train-1.jsonl, row {row}: column 'text': text is needed, found None; correct it, or"
+        f"data set {path}, file train-1.jsonl, row {row}: column 'text': text is needed, got None; correct it, or"
         " set data.on_bad_row: skip to leave out such rows"
     )
 
@@ -98,7 +98,7 @@ def test_a_number_far_into_a_file_is_a_bad_row_and_the_texts_beside_it_stay_as_t
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = SourceConfig(path=str(file))
     options: dict[str, Any] = {"max_length": 64, "shuffle": False}
-    with pytest.raises(UserError, match=r"row 7: column 'messages': .* found .*'content': 5"):
+    with pytest.raises(UserError, match=r"row 7: column 'messages': .* got .*'content': 5"):
         list(build_dataset([source], make_tokenizer(PLAIN_TEMPLATE), **options))
     record = BadRows("skip")
     (row,) = build_dataset([source], make_tokenizer(PLAIN_TEMPLATE), **options, bad_rows=record)
@@ -148,7 +148,7 @@ def spoil(bench: Bench, row: int) -> None:
     bench.rows.write_text("\n".join(lines) + "\n")
 
 
-def test_a_bad_row_is_found_before_a_model_is_loaded(
+def test_a_bad_row_is_refused_before_a_model_is_loaded(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(bench, 7)
@@ -175,8 +175,8 @@ def test_a_run_that_met_a_bad_row_goes_on_without_it_and_says_so_in_its_report(
     assert main([*command, "--set", "data.on_bad_row=skip"]) == 0
     assert all(path.stat().st_mtime_ns == time for path, time in shards.items())
     assert "1 of " in capsys.readouterr().err
-    found = read_json(folder / "manifest.json")["results"]["bad_rows"]
-    assert found == {"num_examples": 60, "num_left_out": 1}
+    counts = read_json(folder / "manifest.json")["results"]["bad_rows"]
+    assert counts == {"num_examples": 60, "num_left_out": 1}
     (listed,) = read_json(folder / "bad_rows.json")["left_out"]
     assert listed["where"] == f"data set {bench.rows}, row 50"
     from fcsd.report.report import _training

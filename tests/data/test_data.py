@@ -79,7 +79,7 @@ def write_texts(path, lengths, letter="a"):
 
 
 def said(encoded, tokenizer):
-    """The text on which loss is."""
+    """Return the text on which loss is."""
     return tokenizer.decode([i for i, m in zip(encoded["input_ids"], encoded["loss_mask"], strict=True) if m])
 
 
@@ -169,7 +169,7 @@ def test_tools_that_a_template_would_leave_out_are_refused(tmp_path):
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
     for wrong in ("clock", 5, ["clock"], '"clock"'):
         with pytest.raises(
-            UserError, match="column 't': a list of tools, or JSON text of one, is needed, found"
+            UserError, match="column 't': a list of tools, or JSON text of one, is needed, got"
         ):
             tokenize_example({"m": CONVERSATION, "t": wrong}, {"messages": "m", "tools": "t"}, tokenizer)
     message = (
@@ -214,10 +214,10 @@ def test_in_a_template_that_rewrites_earlier_turns_the_response_is_what_its_mess
 
 
 def test_qwen3s_own_template_gives_every_turn_its_response():
-    found = importlib.util.find_spec("trl")
-    if found is None:
+    spec = importlib.util.find_spec("trl")
+    if spec is None:
         pytest.skip("trl, which has the template of Qwen3, is not installed")
-    path = Path(found.origin).parent / "chat_templates" / "qwen3.jinja"
+    path = Path(spec.origin).parent / "chat_templates" / "qwen3.jinja"
     tokenizer = make_tokenizer(path.read_text())
     encoded = tokenize_example({"m": SHAREGPT}, {"messages": "m"}, tokenizer)
     assert said(encoded, tokenizer) == "4<|im_end|>\n<think>\n\n</think>\n\n8, é<|im_end|>\n"
@@ -264,7 +264,7 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
             PLAIN_TEMPLATE,
             {"m": [{"from": "x"}]},
             {"messages": "m"},
-            "or 'from' and 'value', is needed, found",
+            "or 'from' and 'value', is needed, got",
         ),
         (
             PLAIN_TEMPLATE,
@@ -276,20 +276,20 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
             PLAIN_TEMPLATE,
             {"p": 3, "r": ""},
             {"prompt": "p", "response": "r"},
-            "column 'p': text is needed, found 3",
+            "column 'p': text is needed, got 3",
         ),
-        (None, {"t": None}, {"text": "t"}, "column 't': text is needed, found None"),
+        (None, {"t": None}, {"text": "t"}, "column 't': text is needed, got None"),
         (
             PLAIN_TEMPLATE,
             {"m": [{"role": "user", "content": 5}]},
             {"messages": "m"},
-            "'content', both text, .* found {'role': 'user', 'content': 5}",
+            "'content', both text, .* got {'role': 'user', 'content': 5}",
         ),
         (
             PLAIN_TEMPLATE,
             {"p": "a", "i": 5, "r": "b"},
             {"prompt": "p", "input": "i", "response": "r"},
-            "column 'i': text is needed, found 5",
+            "column 'i': text is needed, got 5",
         ),
     ],
 )
@@ -310,7 +310,7 @@ def test_text_without_an_end_of_sequence_token_is_refused():
 
 
 def numbered(lengths, masked=0):
-    """Examples of tokens that are all different, to find them again; the first `masked` have no loss."""
+    """Return examples of tokens that are all different, to find them again; the first `masked` have no loss."""
     start, examples = 1, []
     for n in lengths:
         examples.append(
@@ -332,13 +332,13 @@ def test_every_token_of_every_example_is_in_exactly_one_row_and_in_one_piece(num
     rows = list(pack(examples, 32, pad_token_id=0, num_open_rows=num_open_rows))
     assert all(len(row[name]) == 32 for row in rows for name in row)
     assert sorted(t for row in rows for t in row["input_ids"] if t) == list(range(1, sum(LENGTHS) + 1))
-    found = []
+    whole = []
     for row in rows:
         starts = [*np.flatnonzero(row["position_ids"] == 0), 32]
         pieces = [row["input_ids"][a:b].tolist() for a, b in pairwise(starts)]
         assert [t for piece in pieces for t in piece] == row["input_ids"].tolist()
-        found += [piece for piece in pieces if piece[0] != 0]
-    assert sorted(found) == [example["input_ids"] for example in examples]
+        whole += [piece for piece in pieces if piece[0] != 0]
+    assert sorted(whole) == [example["input_ids"] for example in examples]
     assert sum(int((row["labels"] != NO_LOSS).sum()) for row in rows) == sum(LENGTHS) - 200
 
 

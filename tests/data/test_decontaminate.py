@@ -28,12 +28,12 @@ def index(*texts: str, ngram: int = 13) -> ItemIndex:
 
 
 def test_thirteen_words_in_a_row_are_an_overlap_and_twelve_are_not() -> None:
-    found = words(QUESTION)
+    question = words(QUESTION)
     searched = index(QUESTION)
-    for begin in range(len(found) - 12):
-        part = " ".join(found[begin : begin + 13])
+    for begin in range(len(question) - 12):
+        part = " ".join(question[begin : begin + 13])
         assert searched.find(f"so {part} yes") == ("task", "0", part)
-        assert searched.find(f"so {' '.join(found[begin : begin + 12])} yes") is None
+        assert searched.find(f"so {' '.join(question[begin : begin + 12])} yes") is None
 
 
 def test_case_punctuation_and_line_breaks_make_no_difference() -> None:
@@ -42,7 +42,7 @@ def test_case_punctuation_and_line_breaks_make_no_difference() -> None:
     assert searched.find(QUESTION.replace("three", "four").replace("deep", "wide")) is None
 
 
-def test_a_shorter_item_counts_when_it_is_found_whole_and_a_very_short_one_is_counted_as_unchecked() -> None:
+def test_a_shorter_item_counts_as_a_whole_and_a_very_short_one_is_counted_as_unchecked() -> None:
     short = "Write a function that finds the shared elements of lists."  # 10 words
     searched = index(short, "What is it called?", QUESTION)
     assert searched.find(f"Please: {short} Thanks.") == ("task", "0", " ".join(words(short)))
@@ -65,10 +65,10 @@ def test_wording_that_many_items_share_and_rows_of_numbers_say_nothing() -> None
 
 
 def reference(items: list[Item], text: str, ngram: int) -> bool:
-    """The rule by sets of tuples."""
+    """Apply the rule by sets of tuples."""
 
-    def rows(found: list[str], length: int) -> set[tuple[str, ...]]:
-        return {tuple(found[n : n + length]) for n in range(len(found) - length + 1)}
+    def rows(text: list[str], length: int) -> set[tuple[str, ...]]:
+        return {tuple(text[n : n + length]) for n in range(len(text) - length + 1)}
 
     owners: dict[tuple[str, ...], set[str]] = {}
     for item in items:
@@ -145,11 +145,11 @@ def test_planted_items_are_left_out_and_on_the_record(places: Any) -> None:
     said = [tiny_tokenizer().decode(row["input_ids"]).lower() for row in rows]
     assert len(said) >= 98 and not any("farmer" in text for text in said)
     names = [f"{source.path}:train" for source in sources]
-    found = {overlap["source"]: overlap for overlap in decontaminator.overlaps()}
-    assert len(decontaminator.overlaps()) == 2 and set(found) == set(names)
-    assert found[names[0]]["item"] == "1" and found[names[0]]["task"] == "owner/bench"
-    assert found[names[0]]["begins"].startswith("Tell me: A farmer's well")
-    assert found[names[1]]["ngram"] == " ".join(words(QUESTION)[:13])
+    overlaps = {overlap["source"]: overlap for overlap in decontaminator.overlaps()}
+    assert len(decontaminator.overlaps()) == 2 and set(overlaps) == set(names)
+    assert overlaps[names[0]]["item"] == "1" and overlaps[names[0]]["task"] == "owner/bench"
+    assert overlaps[names[0]]["begins"].startswith("Tell me: A farmer's well")
+    assert overlaps[names[1]]["ngram"] == " ".join(words(QUESTION)[:13])
     summary = decontaminator.summary()
     assert summary["by_task"] == {"owner/bench": 2} and summary["num_items_too_short"] == {"owner/bench": 1}
     assert summary["by_source"][names[0]] == {"num_examples": 50, "num_left_out": 1}
@@ -215,7 +215,7 @@ def test_the_suites_loaders_give_the_items_of_likelihood_generation_and_code_tas
 
 
 @pytest.mark.real_data
-def test_every_test_problem_of_gsm8k_is_found_in_itself_and_few_in_the_training_problems(
+def test_every_test_problem_of_gsm8k_overlaps_with_itself_and_few_with_the_training_problems(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -224,20 +224,20 @@ def test_every_test_problem_of_gsm8k_is_found_in_itself_and_few_in_the_training_
 
     def left_out(split: str) -> tuple[int, int]:
         rows = datasets.load_dataset(str(shared_data / "hub/openai/gsm8k"), "main", split=split)
-        found = [searched.find(row["question"]) or searched.find(row["answer"]) for row in rows]
-        return sum(overlap is not None for overlap in found), len(rows)
+        overlaps = [searched.find(row["question"]) or searched.find(row["answer"]) for row in rows]
+        return sum(overlap is not None for overlap in overlaps), len(rows)
 
     assert left_out("test") == (1319, 1319)
-    found, rows = left_out("train")
-    assert rows == 7473 and found < 0.005 * rows  # figures of speech: "find the total number of students"
+    count, rows = left_out("train")
+    assert rows == 7473 and count < 0.005 * rows  # figures of speech: "find the total number of students"
 
 
 @pytest.mark.real_data
-def test_mbpp_items_are_found_by_their_short_questions(
+def test_mbpp_items_overlap_by_their_short_questions(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     items = list(items_of(shared_data, "evalplus/mbppplus"))
     searched = ItemIndex(Item(item.task, item.id, item.texts[:2]) for item in items)  # code and question
-    found = [searched.find(f"Here is a task. {item.texts[1]} Use Python.") for item in items]
-    assert sum(overlap is not None for overlap in found) >= 370 and len(items) == 378
+    overlaps = [searched.find(f"Here is a task. {item.texts[1]} Use Python.") for item in items]
+    assert sum(overlap is not None for overlap in overlaps) >= 370 and len(items) == 378

@@ -14,7 +14,7 @@ README = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\
 
 
 def folder(root: Path, answer: int) -> Path:
-    """One row in the MBPP schema, in a folder that has the same name under every root."""
+    """Return one row in the MBPP schema, in a folder that has the same name under every root."""
     place = root / "someone" / "same-name"
     place.mkdir(parents=True, exist_ok=True)
     (place / "README.md").write_text(README)

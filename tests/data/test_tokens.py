@@ -45,7 +45,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def folder(path: Path, *lengths: int) -> str:
-    """Files of so many short texts, each different."""
+    """Return files of so many short texts, each different."""
     path.mkdir()
     for file, length in enumerate(lengths):
         lines = [json.dumps({"text": f"{path.name} {file} {row}"}) + "\n" for row in range(length)]
@@ -58,7 +58,7 @@ def source(path: str, **values: Any) -> SourceConfig:
 
 
 def texts(built: Any) -> list[str]:
-    """What unpacked rows say."""
+    """Return what unpacked rows say."""
     said = []
     for row in built:
         ids = np.asarray(row["input_ids"])
@@ -149,12 +149,12 @@ def test_kills_at_random_moments_leave_the_same_bytes(
         assert kills < 25
     built, again = mixed(tmp_path / "killed")
     assert texts(built) == texts(whole) and again[3] == record[3]
-    found = {
+    kept = {
         name: data
         for name, data in files(tmp_path / "killed").items()
         if not name.split("/")[-1].startswith(".")
     }
-    assert found == files(tmp_path / "whole")
+    assert kept == files(tmp_path / "whole")
 
 
 def test_what_was_written_before_a_kill_is_not_tokenized_again(
@@ -269,8 +269,8 @@ def _rows_of_a_rank(rank: int, path: str) -> list[list[int]]:
 
 def _rows_of(path: str) -> list[list[int]]:
     run = Run(load_recipe(Path(path)), join_launch())
-    found = training_rows(run.recipe.data, load_tokenizer(run.recipe.model.path), run)
-    return [row["input_ids"].tolist() for row in found]
+    rows = training_rows(run.recipe.data, load_tokenizer(run.recipe.model.path), run)
+    return [row["input_ids"].tolist() for row in rows]
 
 
 def test_two_ranks_and_one_read_the_same_rows(bench: Bench) -> None:
@@ -294,7 +294,7 @@ def test_a_worker_that_is_killed_is_an_error_and_an_error_in_one_reaches_the_use
 
 
 def _peak_mb(call: Callable[[], Any]) -> float:
-    """The most main memory, MB, that a fork takes for a call, with its workers."""
+    """Return the most main memory, MB, that a fork takes for a call, with its workers."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         end_if_it_hangs()

@@ -26,7 +26,7 @@ def write_repository(folder: Path, configs: dict[str, dict[str, Rows]]) -> None:
 
 
 def mmlu_subjects() -> list[str]:
-    """The 57 configurations that lm-eval's group reads."""
+    """Return the 57 configurations that lm-eval's group reads."""
     import lm_eval
 
     folder = Path(str(lm_eval.__file__)).parent / "tasks" / "mmlu" / "default"
@@ -85,7 +85,7 @@ def assertion(out, exp, atol):
 
 
 def humaneval_row(i: int) -> dict[str, Any]:
-    """A row in EvalPlus's form; its number of base inputs is that of HumanEval's problem of the same number."""
+    """Return a row in EvalPlus's form; its number of base inputs is that of HumanEval's problem of the same number."""
     inputs = [[n, 1] for n in range(8)]
     return {
         "task_id": f"HumanEval/{i}",
@@ -99,7 +99,7 @@ def humaneval_row(i: int) -> dict[str, Any]:
 
 
 def mbpp_row(i: int) -> dict[str, Any]:
-    """A row in EvalPlus's form with three base inputs and one more; visible tests see the base inputs only."""
+    """Return a row in EvalPlus's form with three base inputs and one more; visible tests see the base inputs only."""
     inputs = [[1, 2], [3, 3], [0, 3], [-1, 5]]
     right = [a * b + i for a, b in inputs]
     shown = [f"assert mul{i}({a}, {b}) == {r}" for (a, b), r in zip(inputs[:3], right, strict=False)]
@@ -116,7 +116,7 @@ def mbpp_row(i: int) -> dict[str, Any]:
 
 
 def write_root(root: Path, count: int = 3) -> Path:
-    """All data sets of the shipped suites, `count` graded rows each."""
+    """Return all data sets of the shipped suites, `count` graded rows each."""
 
     def splits(name: str, *graded: str, train: str = "train") -> dict[str, Rows]:
         return {train: rows_of(name, TRAIN), **{split: rows_of(name, count) for split in graded}}

@@ -68,7 +68,7 @@ def words(model: Path, root: Path, *tasks: dict[str, Any], **options: Any) -> li
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
-    """What the command says when it fails: one line."""
+    """Return what the command says when it fails: one line."""
     assert main(arguments) == status
     *_, line = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"fcsd {arguments[0]}: error: ")
@@ -76,7 +76,7 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], status: i
 
 
 def changed(index: int | None, **values: Any) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """Values of one row, or of all; None takes the column away."""
+    """Return values of one row, or of all; None takes the column away."""
 
     def change(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for number, row in enumerate(rows):
@@ -137,7 +137,7 @@ def test_a_damaged_parquet_file_is_named_with_its_task(
     assert line.startswith(f"task {task['task']}: {path}: is damaged (") and line.endswith("; fetch it again")
 
 
-def test_a_column_of_one_subject_of_mmlu_is_found(
+def test_a_wrong_column_of_one_subject_of_mmlu_is_named(
     model: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tests.evaluation.rows import mmlu_subjects
@@ -243,7 +243,7 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
     assert said.startswith(
         "task gsm8k: max_new_tokens 256 leave no room for a prompt in the model's 200 positions"
     )
-    assert said.endswith("(the finished task is kept; run again to go on)")
+    assert said.endswith("(the finished task is kept; run again to continue)")
     (kept,) = (root.parent / "out" / FINISHED_TASKS).iterdir()
     assert kept.name.startswith("piqa-") and not (root.parent / "out/results.json").exists()
     content = read_json(kept)
@@ -258,7 +258,7 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("offline", few(["0", "1"], 1))
-def test_a_hub_that_cannot_be_reached_is_told_with_the_task_and_the_way_without_it(
+def test_a_hub_that_cannot_be_reached_is_an_error_with_the_task_and_the_way_without_it(
     offline: str, model: Path, root: Path
 ) -> None:
     """Where nobody listens the client of the Hub tries for half a minute, here without its pauses, and says so;

@@ -31,7 +31,7 @@ def model() -> Any:
 
 
 def short(row: TaskConfig) -> TaskConfig:
-    """The row with answers of a few tokens: what the model says does not matter here."""
+    """Return the row with answers of a few tokens: what the model says does not matter here."""
     return row if row.kind == "likelihood" else row.model_copy(update={"max_new_tokens": 3})
 
 
@@ -79,7 +79,7 @@ def test_the_tasks_that_only_the_other_suites_have_run_from_local_data(root: Pat
 
 
 def row_of(name: str, *, chat: bool) -> TaskConfig:
-    """A row of paper11, or a group of its MMLU; three shots, answers of a few tokens."""
+    """Return a row of paper11, or a group of its MMLU; three shots, answers of a few tokens."""
     row = task("paper11", "mmlu" if name.startswith("mmlu") else name)
     answers = {} if row.kind == "likelihood" else {"max_new_tokens": 8}
     return row.model_copy(update={"task": name, "num_fewshot": 3, "chat_template": chat} | answers)

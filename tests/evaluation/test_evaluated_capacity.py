@@ -24,7 +24,7 @@ __all__ = ["place"]  # the fixture
 
 
 def evaluated(rank: int, folder: Path, factor: float | None) -> Any:
-    """Result and samples of the suite beside the model."""
+    """Return result and samples of the suite beside the model."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -33,10 +33,10 @@ def evaluated(rank: int, folder: Path, factor: float | None) -> Any:
     model = load_for_evaluation(
         ModelFolder(ModelConfig(path=str(folder / "model")), folder / "model"), launch
     )
-    plan = EvaluationConfig(data_root=str(folder / "data"), batch_size=1, capacity_factor=factor)
+    config = EvaluationConfig(data_root=str(folder / "data"), batch_size=1, capacity_factor=factor)
     suite = load_suite(folder / "suite.yaml")
     suite = suite.model_copy(update={"tasks": suite.tasks[:2]})  # likelihoods and answers
-    with prepare_evaluation(tiny_tokenizer(), suite, plan, progress=False, ranks=launch.ranks) as evaluate:
+    with prepare_evaluation(tiny_tokenizer(), suite, config, progress=False, ranks=launch.ranks) as evaluate:
         return evaluate(model, "model")
 
 
@@ -47,8 +47,8 @@ def test_two_ranks_have_the_scores_and_the_share_of_one_process(place: Path) -> 
     assert samples != without
     assert (result["settings"]["capacity_factor"], result["settings"]["capacity_drop"]) == (0.5, "order")
     assert 0.2 < result["settings"]["dropped_share"] < 0.8
-    for other, found in run_ranks(evaluated, 2, place, 0.5):
-        assert found == samples
+    for other, others in run_ranks(evaluated, 2, place, 0.5):
+        assert others == samples
         assert other["settings"]["dropped_share"] == result["settings"]["dropped_share"]
 
 

@@ -187,7 +187,7 @@ def server(tmp_path: Path) -> Iterator[str]:
 
 
 def fetch_command(server: str, tmp_path: Path) -> Any:
-    """The command that fetches PIQA from the server, as a context manager; its suite is suite.yaml."""
+    """Return the command that fetches PIQA from the server, as a context manager; its suite is suite.yaml."""
     task = row("piqa", "baber/piqa").model_dump(exclude_none=True)
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": [task]}))
     words = [

@@ -30,7 +30,7 @@ def bbh_parts() -> list[str]:
     names = [
         re.search(r'dataset_name"?: "?(\w+)', path.read_text()) for path in sorted(folder.glob("*.yaml"))
     ]
-    return [found[1] for found in names if found is not None]
+    return [match[1] for match in names if match is not None]
 
 
 def mmlu_pro(subject: str, number: int) -> dict[str, Any]:
@@ -59,17 +59,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "subject": "Algebra", "level": 1, "unique_id": "a",
     }  # fmt: skip
     write_repository(root / "HuggingFaceH4/MATH-500", {"default": {"test": [sums]}})
-    told = {
+    instruction = {
         "key": 1, "prompt": "Name two metals in two bullet points, without a comma.",
         "instruction_id_list": ["punctuation:no_comma", "detectable_format:number_bullet_lists"],
         "kwargs": [{"num_bullets": None}, {"num_bullets": 2}],
     }  # fmt: skip
-    write_repository(root / "google/IFEval", {"default": {"train": [told]}})
+    write_repository(root / "google/IFEval", {"default": {"train": [instruction]}})
     return root
 
 
 def asked(root: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a model that says a few tokens is given for a task of the suite, and how it is graded."""
+    """Return what a model that says a few tokens is given for a task of the suite, and how it is graded."""
     (row,) = [row for row in load_suite("instruct").tasks if row.task == name]
     own = row.model_dump(mode="json", exclude_unset=True) | {"max_new_tokens": 3}
     result, samples = evaluate(
@@ -81,7 +81,7 @@ def asked(root: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def graded(root: Path, folder: Path, name: str, samples: list[dict[str, Any]], *answers: str) -> float:
-    """The score of these answers, given to the items in turn."""
+    """Return the score of these answers, given to the items in turn."""
     rows = [
         {"doc_id": sample["doc_id"], "completion": answers[index % len(answers)]}
         for index, sample in enumerate(samples)

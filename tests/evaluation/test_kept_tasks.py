@@ -77,9 +77,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def judge(place: Path, output: Path, **changes: Any) -> Any:
     config = ModelConfig(path=str(changes.pop("model", place / "model")))
-    plan = {"data_root": str(place / "root"), "batch_size": 4} | changes
+    settings = {"data_root": str(place / "root"), "batch_size": 4} | changes
     suite = load_suite(place / "suite.yaml")
-    run_evaluation(Evaluation("model", config, suite, EvaluationConfig(**plan)), output, join_launch())
+    run_evaluation(Evaluation("model", config, suite, EvaluationConfig(**settings)), output, join_launch())
     return {task: row["value"] for task, row in read_json(output / "results.json")["tasks"].items()}
 
 
@@ -152,7 +152,7 @@ def test_an_error_in_a_later_task_keeps_the_finished_ones_and_says_so(
 
     monkeypatch.setattr(runner.likelihood, "run_task", fails)
     with pytest.raises(
-        kind, match=r"something is wrong \(the 2 finished tasks are kept; run again to go on\)"
+        kind, match=r"something is wrong \(the 2 finished tasks are kept; run again to continue\)"
     ):
         judge(place, tmp_path / "out")
     assert len(list((tmp_path / "out" / FINISHED_TASKS).iterdir())) == 2

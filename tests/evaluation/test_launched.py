@@ -34,7 +34,7 @@ def command(place: Path, output: Path, *more: str) -> list[str]:
 
 
 def comparable(folder: Path) -> Any:
-    """A result without what differs between two runs of one process."""
+    """Return a result without what differs between two runs of one process."""
     result, samples = read_result(folder)
     return {key: value for key, value in result.items() if key != "wall_s"}, samples
 
@@ -90,9 +90,9 @@ def test_expert_parallel_processes_judge_as_one(place: Path, tmp_path: Path) -> 
 def test_a_wrong_argument_is_refused_by_all_processes_and_printed_by_one(
     place: Path, tmp_path: Path, config: str, more: list[str], message: str
 ) -> None:
-    found = [rank[0] for rank in outcomes(config, command(place, tmp_path / "out", *more))]
-    assert [status for status, _ in found] == [2, 2]
-    assert sum(message in text for _, text in found) == 1
+    endings = [rank[0] for rank in outcomes(config, command(place, tmp_path / "out", *more))]
+    assert [status for status, _ in endings] == [2, 2]
+    assert sum(message in text for _, text in endings) == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -147,9 +147,9 @@ def test_a_layer_study_of_two_copies_leaves_the_bytes_of_one_process_and_is_refu
     assert main([*base, "--output", str(tmp_path / "one")]) == 0
     one, two = (json.loads((tmp_path / name / "layers.json").read_text()) for name in ("one", "two"))
     assert one == two and len(one["points"]) == 2
-    found = [rank[0] for rank in outcomes("cpu_2_fsdp2", [*base, "--output", str(tmp_path / "parts")])]
-    assert [status for status, _ in found] == [2, 2]
-    assert sum("rewires whole copies of the model" in text for _, text in found) == 1
+    endings = [rank[0] for rank in outcomes("cpu_2_fsdp2", [*base, "--output", str(tmp_path / "parts")])]
+    assert [status for status, _ in endings] == [2, 2]
+    assert sum("rewires whole copies of the model" in text for _, text in endings) == 1
 
 
 def test_a_model_whose_weights_are_brought_to_the_device_layer_by_layer_is_judged_the_same(

@@ -77,7 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged(rank: int, place: Path, variables: dict[str, str], experts: int = 1) -> dict[str, Any]:
-    """What this rank finds, the passes that its model made, and whether it holds a part of the weights only."""
+    """Return what this rank finds, the passes that its model made, and whether it holds a part of the weights only."""
     from accelerate.state import AcceleratorState
 
     os.environ.update(variables)
@@ -109,7 +109,7 @@ def judged(rank: int, place: Path, variables: dict[str, str], experts: int = 1) 
 
 
 def text_rows() -> list[Any]:
-    """Five rows of random tokens, each one example."""
+    """Return five rows of random tokens, each one example."""
     draws = random.Random(1)
     rows = []
     for length in (9, 4, 12, 7, 5):
@@ -127,14 +127,14 @@ def alone(place: Path) -> dict[str, Any]:
 def test_copies_share_the_work_and_find_what_one_process_finds_to_the_last_bit(
     place: Path, alone: dict[str, Any]
 ) -> None:
-    found = run_ranks(judged, 2, place, {})
-    assert found[0]["result"] == found[1]["result"] and found[0]["samples"] == found[1]["samples"]
-    assert found[0]["samples"] == alone["samples"]
-    assert found[0]["result"] | {"wall_s": 0} == alone["result"] | {"wall_s": 0}
-    assert found[0]["kl"] == found[1]["kl"] == alone["kl"] and alone["kl"]["kl"] > 0.01
-    assert sum(each["passes"] for each in found) == alone["passes"]
+    ranks = run_ranks(judged, 2, place, {})
+    assert ranks[0]["result"] == ranks[1]["result"] and ranks[0]["samples"] == ranks[1]["samples"]
+    assert ranks[0]["samples"] == alone["samples"]
+    assert ranks[0]["result"] | {"wall_s": 0} == alone["result"] | {"wall_s": 0}
+    assert ranks[0]["kl"] == ranks[1]["kl"] == alone["kl"] and alone["kl"]["kl"] > 0.01
+    assert sum(each["passes"] for each in ranks) == alone["passes"]
     assert (
-        alone["passes"] / 3 < found[1]["passes"] < found[0]["passes"] - 5
+        alone["passes"] / 3 < ranks[1]["passes"] < ranks[0]["passes"] - 5
     )  # what one ends at, the other does not
 
 
@@ -143,14 +143,14 @@ def test_ranks_that_spread_the_weights_go_in_step_and_find_what_one_process_find
     place: Path, alone: dict[str, Any], config: str, experts: int
 ) -> None:
     variables = environment(ROOT / "configs" / f"{config}.yaml")
-    found = run_ranks(judged, 2, place, variables, experts)
-    assert found[0]["result"] == found[1]["result"] and found[0]["samples"] == found[1]["samples"]
-    assert all(each["spread"] for each in found) and found[0]["passes"] == found[1]["passes"]
-    assert found[0]["passes"] < alone["passes"] * 0.75
+    ranks = run_ranks(judged, 2, place, variables, experts)
+    assert ranks[0]["result"] == ranks[1]["result"] and ranks[0]["samples"] == ranks[1]["samples"]
+    assert all(each["spread"] for each in ranks) and ranks[0]["passes"] == ranks[1]["passes"]
+    assert ranks[0]["passes"] < alone["passes"] * 0.75
     if config == "cpu_2_fsdp2":  # once for all tasks: of each layer, of the embedding and of the final norm
-        assert found[0]["gathers"] == found[1]["gathers"] == 4 + 2
+        assert ranks[0]["gathers"] == ranks[1]["gathers"] == 4 + 2
     for task, items in alone["samples"].items():
-        for one, other in zip(items, found[0]["samples"][task], strict=True):
+        for one, other in zip(items, ranks[0]["samples"][task], strict=True):
             assert one.keys() == other.keys() and one["score"] == other["score"]
             assert one.get("loglikelihoods") == pytest.approx(
                 other.get("loglikelihoods"), abs=1e-4
@@ -158,7 +158,7 @@ def test_ranks_that_spread_the_weights_go_in_step_and_find_what_one_process_find
             for name in ("completion", "completions", "doc_hash", "prompt_hash"):
                 assert one.get(name) == other.get(name)
     if experts == 1:
-        assert found[0]["kl"] == found[1]["kl"] == pytest.approx(alone["kl"], rel=1e-4)
+        assert ranks[0]["kl"] == ranks[1]["kl"] == pytest.approx(alone["kl"], rel=1e-4)
 
 
 # ---- the group's own arithmetic and errors
@@ -176,9 +176,9 @@ def test_batches_are_dealt_once_and_idle_passes_make_the_ranks_even(batches: int
     assert all(Ranks(rank, size).idle_passes(batches) == 0 for rank in range(size))
 
 
-def told(rank: int, wrong: int, error: Exception) -> list[str]:
-    """What `share` and `from_first` raise here when rank `wrong` raises `error`."""
-    ranks, found = Ranks(rank, 2), []
+def raised_on(rank: int, wrong: int, error: Exception) -> list[str]:
+    """Return what `share` and `from_first` raise here when rank `wrong` raises `error`."""
+    ranks, messages = Ranks(rank, 2), []
 
     def fail() -> int:
         if rank == wrong:
@@ -187,10 +187,10 @@ def told(rank: int, wrong: int, error: Exception) -> list[str]:
 
     for call in (ranks.share, ranks.from_first):
         try:
-            found.append(str(call(fail)))
+            messages.append(str(call(fail)))
         except Exception as raised:
-            found.append(f"{type(raised).__name__}: {raised}".strip().replace("\n", " | "))
-    return found
+            messages.append(f"{type(raised).__name__}: {raised}".strip().replace("\n", " | "))
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ def told(rank: int, wrong: int, error: Exception) -> list[str]:
 )
 def test_an_error_of_one_rank_is_raised_on_all(error: Exception, shown: str) -> None:
     own = f"{type(error).__name__}: {error}"
-    (first, second), (third, fourth) = run_ranks(told, 2, 0, error)
+    (first, second), (third, fourth) = run_ranks(raised_on, 2, 0, error)
     assert first == second == own and re.fullmatch(shown, third) and re.fullmatch(shown, fourth)
-    (first, second), others = run_ranks(told, 2, 1, error)
+    (first, second), others = run_ranks(raised_on, 2, 1, error)
     assert re.fullmatch(shown, first) and second == "0" and others == [own, "0"]
 
 

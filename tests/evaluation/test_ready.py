@@ -233,8 +233,8 @@ def test_what_a_model_said_is_graded_as_when_it_was_evaluated_and_compared_with_
     score_file(Scoring(samples=file, dataset="gsm8k", data_root=root, output=tmp_path / "out"))
     again, kept = read_result(tmp_path / "out")
     assert kept["gsm8k"] == samples["gsm8k"]
-    found = compare({"result": result, "samples": samples}, {"result": again, "samples": kept})
-    assert found["tasks"]["gsm8k"]["delta"] == 0
+    comparison = compare({"result": result, "samples": samples}, {"result": again, "samples": kept})
+    assert comparison["tasks"]["gsm8k"]["delta"] == 0
     # Without numbers, by the hashes that lm-eval writes, in any order.
     named = [{key: s[key] for key in ("prompt_hash", "completion")} for s in reversed(samples["gsm8k"])]
     score_file(Scoring(samples=lines(file, *named), dataset="gsm8k", data_root=root, output=tmp_path / "out"))

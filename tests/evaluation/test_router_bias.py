@@ -44,15 +44,15 @@ def tables_of(model: Any, num_endpoints: int, size: float = 2.0) -> BiasTables:
 
 
 def samples_of(model: Any, folder: Path, launch: Any, batches: Any = None) -> Any:
-    """The samples of the suite beside the model."""
-    plan = EvaluationConfig(data_root=str(folder / "data"), batch_size=BATCH)
+    """Return the samples of the suite beside the model."""
+    config = EvaluationConfig(data_root=str(folder / "data"), batch_size=BATCH)
     suite = load_suite(folder / "suite.yaml")
-    with prepare_evaluation(tiny_tokenizer(), suite, plan, progress=False, ranks=launch.ranks) as evaluate:
+    with prepare_evaluation(tiny_tokenizer(), suite, config, progress=False, ranks=launch.ranks) as evaluate:
         return evaluate(model, "model", batches)[1]
 
 
 def of_one_endpoint(rank: int, folder: Path, endpoints: int) -> Any:
-    """What a rank finds that is an endpoint: its bias never changes, and nothing tells it of batches."""
+    """Return what a rank finds that is an endpoint: its bias never changes, and nothing tells it of batches."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -65,7 +65,7 @@ def of_one_endpoint(rank: int, folder: Path, endpoints: int) -> Any:
 
 
 def steered(rank: int, folder: Path, endpoints: int) -> Any:
-    """What a rank finds of any number of ranks, told which batch it asks."""
+    """Return what a rank finds of any number of ranks, told which batch it asks."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -91,7 +91,7 @@ def test_the_number_of_ranks_changes_nothing_when_it_is_not_the_number_of_endpoi
 
 
 def evaluated(folder: Path, output: Path, *options: str) -> int:
-    """The exit status of the command on the one task of the suite that is soon done."""
+    """Return the exit status of the command on the one task of the suite that is soon done."""
     common = [
         "--suite",
         str(folder / "suite.yaml"),
@@ -109,18 +109,18 @@ def test_the_command_keeps_results_apart_by_tables_and_batch_size(
     model = load_for_evaluation(ModelFolder(ModelConfig(), place / "model"), join_launch())
     for name, size in (("a", 2.0), ("b", 3.0)):
         write_tables(tmp_path / name, tables_of(model, 2, size))
-    cache, found = ["--cache", str(tmp_path / "cache")], []
+    cache, biases = ["--cache", str(tmp_path / "cache")], []
     for index, options in enumerate(
         (["--batch-size", "2"], ["--router-bias", "a", "--batch-size", "2"],
          ["--router-bias", "a", "--batch-size", "3"], ["--router-bias", "b", "--batch-size", "2"])
     ):  # fmt: skip
-        given = [str(tmp_path / word) if word in "ab" else word for word in options]
-        assert evaluated(place, tmp_path / str(index), *given, *cache) == 0
-        found.append(read_json(tmp_path / str(index) / "results.json")["settings"].get("router_bias"))
+        words = [str(tmp_path / word) if word in "ab" else word for word in options]
+        assert evaluated(place, tmp_path / str(index), *words, *cache) == 0
+        biases.append(read_json(tmp_path / str(index) / "results.json")["settings"].get("router_bias"))
     assert len(list((tmp_path / "cache").iterdir())) == 4  # finished tasks, none found for another
-    assert found[0] is None and found[1] == found[2] != found[3]
-    assert found[1] == {
-        "kind": "camoe", "strength": 1.0, "endpoints": 2, "selection": False, "sha256": found[1]["sha256"],
+    assert biases[0] is None and biases[1] == biases[2] != biases[3]
+    assert biases[1] == {
+        "kind": "camoe", "strength": 1.0, "endpoints": 2, "selection": False, "sha256": biases[1]["sha256"],
     }  # fmt: skip
     capsys.readouterr()
     assert evaluated(place, tmp_path / "1", "--router-bias", str(tmp_path / "b"), "--batch-size", "2") == 2

@@ -126,7 +126,7 @@ def judge(model: Any, place: Path, *rows: dict[str, Any], **options: Any) -> Any
 
 
 def plain_lm_eval(model: Any, place: Path, task: str, shots: int, data: str, **options: Any) -> Any:
-    """The same task through lm-eval's own front door."""
+    """Return the same task through lm-eval's own front door."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

@@ -93,9 +93,9 @@ def test_the_interval_holds_the_true_difference_as_often_as_it_says(gained: floa
             if share < 1e-12:
                 continue
             differences = [1.0] * up + [-1.0] * down + [0.0] * (count - up - down)
-            found = interval(differences)
-            assert found is not None
-            covered += share * (found[0] <= gained - lost <= found[1])
+            limits = interval(differences)
+            assert limits is not None
+            covered += share * (limits[0] <= gained - lost <= limits[1])
             mean = sum(differences) / count
             plain += share * (abs(mean - (gained - lost)) <= 1.96 * (standard_error(differences) or 0.0))
     assert covered > 0.93 and covered > plain
@@ -203,7 +203,10 @@ def test_the_verdict_is_for_all_tasks_together() -> None:
 
 def test_results_with_other_tasks_are_refused_and_compared_where_they_agree() -> None:
     a, b = result({"x": [1, 0], "z": [1, 1]}), result({"z": [1, 0], "y": [1, 1], "x": [1, 1]})
-    with pytest.raises(UserError, match=r"different tasks \(y in one only\); .* or compare .* --tasks x,z$"):
+    with pytest.raises(
+        UserError,
+        match=r"different tasks \(y in one only\); .* or compare .* --tasks x,z \(in Python: tasks=",
+    ):
         compare(a, b)
     with pytest.raises(UserError, match=r"^task y: not in both results; both have x, z$"):
         compare(a, b, ["y"])

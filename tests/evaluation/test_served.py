@@ -72,7 +72,7 @@ def url(engine: Engine) -> Iterator[str]:
         yield address
 
 
-def plan(place: Path, **changes: Any) -> EvaluationConfig:
+def config_of(place: Path, **changes: Any) -> EvaluationConfig:
     options = {"data_root": str(place / "tiny" / "data"), "batch_size": 4, "limit": ITEMS} | changes
     return EvaluationConfig(**options)
 
@@ -82,7 +82,7 @@ def evaluated(place: Path, output: Path, url: str | None = None, **changes: Any)
     if url is not None:
         changes["server"] = ServerConfig(url=url, concurrency=changes.pop("concurrency", 4))
     own = {name: changes.pop(name) for name in ("suite", "server_check") if name in changes}
-    options: dict[str, Any] = {"suite": load_suite("tiny"), "plan": plan(place, **changes)}
+    options: dict[str, Any] = {"suite": load_suite("tiny"), "config": config_of(place, **changes)}
     model = ModelConfig(path=str(place / "model"))
     run_evaluation(Evaluation("model", model, **(options | own)), output, join_launch())
     return {
@@ -113,8 +113,8 @@ def test_a_server_gives_the_samples_of_the_model_in_memory_item_by_item(
         known = [json.loads(line) for line in (in_memory / f"samples_{task}.jsonl").read_text().splitlines()]
         assert len(samples) == len(known) == ITEMS
         for one, other in zip(samples, known, strict=True):
-            told, computed = one.pop("loglikelihoods", []), other.pop("loglikelihoods", [])
-            assert told == pytest.approx(computed, abs=1e-4)
+            received, computed = one.pop("loglikelihoods", []), other.pop("loglikelihoods", [])
+            assert received == pytest.approx(computed, abs=1e-4)
             assert one == other
     assert all(isinstance(token, int) for body in engine.bodies for token in body["prompt"])
     assert not engine.faults, "all were met"
@@ -208,7 +208,7 @@ def test_a_server_as_long_as_the_model_cuts_a_prompt_to_leave_a_token_to_write(
     short = Engine(model, tiny_tokenizer())
     short.context = longest - 2
     with serving(short) as address:
-        server = plan(place, server=ServerConfig(url=address))
+        server = config_of(place, server=ServerConfig(url=address))
         model_of = ModelConfig(path=str(folder))
         evaluation = Evaluation("short", model_of, only("likelihood"), server)
         run_evaluation(evaluation, tmp_path / "cut", join_launch())
@@ -330,10 +330,10 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
 
     def evaluate(name: str, server: ServerConfig | None, launch: Launch) -> dict[str, Any]:
         original = ModelFolder(recipe.model.model_copy(update={"path": str(place / "base")}), place / "base")
-        config = recipe.model.model_copy(update={"path": str(place / name)})
-        plan = recipe.evaluation.model_copy(update={"server": server})
-        model, reference = ModelFolder(config, place / name), Reference(original, recipe.data)
-        evaluation = Evaluation(name, model, load_suite("tiny"), plan, reference)
+        model = ModelFolder(recipe.model.model_copy(update={"path": str(place / name)}), place / name)
+        config = recipe.evaluation.model_copy(update={"server": server})
+        reference = Reference(original, recipe.data)
+        evaluation = Evaluation(name, model, load_suite("tiny"), config, reference)
         stage = run_evaluation(evaluation, tmp_path / name, launch)
         return dict(read_json(stage.folder / "results.json"))
 

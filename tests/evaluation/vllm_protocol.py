@@ -49,16 +49,16 @@ class Engine:
         if body.get("prompt_logprobs") is not None and not self.prompt_logprobs:
             return 400, _error(400, "prompt_logprobs is not supported")
         with self.lock, torch.no_grad():
-            told = None
+            logprobs = None
             if body.get("prompt_logprobs") is not None:
-                told = self._prompt_logprobs(prompt, body["prompt_logprobs"])
+                logprobs = self._prompt_logprobs(prompt, body["prompt_logprobs"])
             made, reason, stopped_by = self._generate(prompt, new, body)
             self.bodies.append(body)
         text = self._text(made, body, stopped_by)
         choice = {
             "index": 0, "text": text, "logprobs": None, "finish_reason": reason, "stop_reason": stopped_by,
             "token_ids": made if body.get("return_token_ids") and self.token_ids else None,
-            "prompt_logprobs": told, "prompt_token_ids": None, "routed_experts": None,
+            "prompt_logprobs": logprobs, "prompt_token_ids": None, "routed_experts": None,
         }  # fmt: skip
         return 200, {
             "id": "cmpl-1", "object": "text_completion", "created": 1, "model": self.name, "choices": [choice],
@@ -68,11 +68,11 @@ class Engine:
 
     def _prompt_logprobs(self, prompt: list[int], top: int) -> list[Any]:
         logprobs = self.model(input_ids=torch.tensor([prompt])).logits[0].float().log_softmax(-1)
-        found: list[Any] = [None]
+        entries: list[Any] = [None]
         for place, token in enumerate(prompt[1:]):
             row = logprobs[place]
             best = [token, *row.topk(top).indices.tolist()] if top else [token]
-            found.append(
+            entries.append(
                 {
                     str(each): {
                         "logprob": float(row[each]),
@@ -82,10 +82,10 @@ class Engine:
                     for each in best
                 }
             )
-        return found
+        return entries
 
     def _generate(self, prompt: list[int], new: int, body: dict[str, Any]) -> tuple[list[int], str, Any]:
-        """One token after the other; sampled ones from a generator with the request's seed."""
+        """Return one token after the other; sampled ones from a generator with the request's seed."""
         ends = set(body.get("stop_token_ids") or ())
         if not body.get("ignore_eos"):
             ends.add(self.tokenizer.eos_token_id)
@@ -129,8 +129,8 @@ def serving(engine: Engine) -> Iterator[str]:
         def log_message(self, *args: Any) -> None:
             pass
 
-        def answer(self, status: int, found: Any, kind: str = "application/json") -> None:
-            data = found.encode() if isinstance(found, str) else json.dumps(found).encode()
+        def answer(self, status: int, content: Any, kind: str = "application/json") -> None:
+            data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
             with suppress(ConnectionError):  # whoever asked may have gone
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
@@ -160,8 +160,8 @@ def serving(engine: Engine) -> Iterator[str]:
                 "/v1/models": {"object": "list", "data": [card]},
                 "/version": {"version": engine.version},
             }
-            found = known.get(self.path)
-            self.answer(200, found) if found else self.answer(404, {"detail": "Not Found"})
+            content = known.get(self.path)
+            self.answer(200, content) if content else self.answer(404, {"detail": "Not Found"})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -180,10 +180,10 @@ def serving(engine: Engine) -> Iterator[str]:
             elif isinstance(fault, int):
                 self.answer(fault, _error(fault, "try again"))
             else:
-                status, found = engine.complete(body)
+                status, content = engine.complete(body)
                 if fault == "abort":
-                    found["choices"][0]["finish_reason"] = "abort"
-                self.answer(status, found)
+                    content["choices"][0]["finish_reason"] = "abort"
+                self.answer(status, content)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = False  # a thread in a forward pass would outlive the interpreter

@@ -112,15 +112,15 @@ def test_a_rewired_model_computes_on_the_gpu_what_it_computes_on_a_cpu(model_typ
         on_cpu = tiny_model(model_type).double()
         convert_model(on_cpu, Connectivity("all"))
         on_gpu = copy.deepcopy(on_cpu).cuda()
-        found = []
+        results = []
         for model in (on_cpu, on_gpu):
             output = model(ids.to(model.device), use_cache=False).logits
             (
                 output * torch.sin(torch.arange(output.numel(), device=model.device).view_as(output))
             ).sum().backward()
             gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
-            found.append((output.detach().cpu(), gradients))
-    (logits, gradients), (gpu_logits, gpu_gradients) = found
+            results.append((output.detach().cpu(), gradients))
+    (logits, gradients), (gpu_logits, gpu_gradients) = results
     torch.testing.assert_close(gpu_logits, logits, rtol=1e-8, atol=1e-8)
     assert gradients.keys() == gpu_gradients.keys()
     for name, gradient in gradients.items():
@@ -154,13 +154,13 @@ def test_experts_under_autocast_are_computed_in_bfloat16_as_their_loop_is(model_
     models = {
         name: tiny_model(model_type, experts_implementation=name).cuda() for name in ("grouped_mm", "eager")
     }
-    loss, found, kernels = gradients(models["grouped_mm"], True)
+    loss, actual, kernels = gradients(models["grouped_mm"], True)
     looped, loop, _ = gradients(models["eager"], True)
     _, exact, _ = gradients(tiny_model(model_type, experts_implementation="eager").cuda(), False)
     assert kernels.dtypes == {torch.bfloat16}
     assert loss == pytest.approx(looped, rel=0.02)
-    for name, gradient in found.items():
-        error, same = ((each[name] - exact[name]).norm() for each in (found, loop))
+    for name, gradient in actual.items():
+        error, same = ((each[name] - exact[name]).norm() for each in (actual, loop))
         assert gradient.dtype == torch.float32
         assert error <= 3 * same + 0.01 * exact[name].norm(), name
 

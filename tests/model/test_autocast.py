@@ -46,12 +46,12 @@ def test_the_experts_are_computed_in_bfloat16(model_type, fallback, monkeypatch)
     grouped = tiny_model(model_type, experts_implementation="grouped_mm")
     looped = tiny_model(model_type, experts_implementation="eager")
     exact_loss, exact, plain = gradients(tiny_model(model_type, experts_implementation="grouped_mm"), False)
-    loss, found, kernels = gradients(grouped, True)
+    loss, actual, kernels = gradients(grouped, True)
     _, loop, none = gradients(looped, True)
     assert plain.dtypes == {torch.float32} and kernels.dtypes == {torch.bfloat16} and none.count == 0
     assert kernels.count == plain.count == 4 * 2 * 3 if not fallback else kernels.count == plain.count > 0
     assert loss == pytest.approx(exact_loss, rel=0.02)
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         assert gradient.dtype == torch.float32
-        error, same = ((g[name] - exact[name]).norm() for g in (found, loop))
+        error, same = ((g[name] - exact[name]).norm() for g in (actual, loop))
         assert error <= 3 * same + 0.01 * exact[name].norm(), name

@@ -60,24 +60,24 @@ def environment(config: Path) -> dict[str, str]:
     if args.use_deepspeed:
         fields = load_config_from_file(str(config)).deepspeed_config
         args.deepspeed_fields_from_accelerate_config = ",".join(fields)
-        found = prepare_deepspeed_cmd_env(args)[1]
+        variables = prepare_deepspeed_cmd_env(args)[1]
         import_what_deepspeed_imports()
     else:
-        found = prepare_multi_gpu_env(args)
-    return {name: value for name, value in found.items() if os.environ.get(name) != value}
+        variables = prepare_multi_gpu_env(args)
+    return {name: value for name, value in variables.items() if os.environ.get(name) != value}
 
 
 def bytes_on_rank(model: torch.nn.Module) -> dict[str, int]:
     """Bytes of each parameter that this rank holds between steps."""
-    found = {}
+    sizes = {}
     for name, parameter in model.named_parameters():
         local: Any = parameter
         if hasattr(local, "ds_tensor"):
             local = local.ds_tensor
         elif hasattr(local, "to_local"):
             local = local.to_local()
-        found[name] = local.numel() * local.element_size()
-    return found
+        sizes[name] = local.numel() * local.element_size()
+    return sizes
 
 
 def launched(
@@ -106,23 +106,23 @@ def launched(
 
     if ends_at is not None:
         DistillTrainer.compute_loss = interrupted  # type: ignore[method-assign]  # a fork of its own
-    found = []
+    ends = []
     for command in commands:
         captured = io.StringIO()
         with warnings.catch_warnings(), contextlib.redirect_stderr(captured):
             warnings.simplefilter("ignore")  # DeepSpeed's
             status = main(command)
         text = captured.getvalue()
-        found.append((status, text[-2000:] if status else ""))
-    return found
+        ends.append((status, text[-2000:] if status else ""))
+    return ends
 
 
 def outcomes(
     name: str, *commands: list[str], world: int = 2, ends_at: int | None = None, **variables: str
 ) -> list[list[tuple[int, str]]]:
     """`commands` one after another under configs/NAME.yaml, on `world` forked ranks."""
-    found = environment(ROOT / "configs" / f"{name}.yaml") | {"DS_ACCELERATOR": "cpu"} | variables
-    return run_ranks(launched, world, found, list(commands), ends_at, timeout_s=240)
+    environ = environment(ROOT / "configs" / f"{name}.yaml") | {"DS_ACCELERATOR": "cpu"} | variables
+    return run_ranks(launched, world, environ, list(commands), ends_at, timeout_s=240)
 
 
 def launch(name: str, *commands: list[str], **options: Any) -> list[int]:
@@ -268,8 +268,8 @@ def test_accelerate_reads_every_configuration_and_it_asks_for_what_its_name_says
 ) -> None:
     if "zero3" in config.stem and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs DeepSpeed: pip install 'fcsd[deepspeed]'")
-    found = environment(config)
-    for name, value in {**found, "DS_ACCELERATOR": "cpu"}.items():
+    variables = environment(config)
+    for name, value in {**variables, "DS_ACCELERATOR": "cpu"}.items():
         monkeypatch.setenv(name, value)
     names = {"gpu_1": "ddp", "cpu_2": "ddp", "ep_8": "ddp", "cpu_2_ep": "ddp"}
     engine = requested_engine(16 if "2x8" in config.stem else 8, torch.device("cpu"))
@@ -398,19 +398,19 @@ def on_rank(engine: str, build: Any) -> tuple[Any, Launch]:
     warnings.simplefilter("ignore")  # DeepSpeed's; a fork of its own
     os.environ.update(environment(ROOT / "configs" / f"cpu_2_{engine}.yaml") | {"DS_ACCELERATOR": "cpu"})
     AcceleratorState._reset_state(reset_partial_state=True)
-    found = join_launch()
-    if found.loads_weights:
-        return build(), found
+    own = join_launch()
+    if own.loads_weights:
+        return build(), own
     with torch.device("meta"):
         empty = build()
     assert all(parameter.is_meta for parameter in empty.parameters())
-    return empty, found
+    return empty, own
 
 
 def teacher_on_rank(rank: int, engine: str, kind: str, rows: torch.Tensor) -> tuple[Any, ...]:
-    model, found = on_rank(engine, lambda: model_of(kind))
-    head = shard_teacher(model, found)
-    assert shard_teacher(model, found) is head
+    model, own = on_rank(engine, lambda: model_of(kind))
+    head = shard_teacher(model, own)
+    assert shard_teacher(model, own) is head
     batch = {"input_ids": rows[rank : rank + 1], "labels": rows[rank : rank + 1]}
     batch["position_ids"] = torch.arange(rows.shape[1])[None]
     batches = [
@@ -466,9 +466,9 @@ def student_on_rank(
     rank: int, engine: str, kind: str, rows: torch.Tensor, keep: torch.Tensor
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, int], set[str]]:
     """(loss of this rank, gradients, bytes of each parameter, modules that are gathered as one)."""
-    model, found = on_rank(engine, lambda: student_of(kind))
+    model, own = on_rank(engine, lambda: student_of(kind))
     teacher = tiny_model("qwen2_moe", seed=1, num_hidden_layers=3, num_experts=4)
-    shard_student(model, found, TrainConfig())
+    shard_student(model, own, TrainConfig())
     sizes, mine = bytes_on_rank(model), (rows[rank : rank + 1], keep[rank : rank + 1], teacher)
     if engine == "fsdp2":
         from torch.distributed.fsdp import FSDPModule
@@ -520,7 +520,7 @@ def test_a_spread_student_has_the_gradients_of_a_whole_one_also_where_a_rank_kee
     rounding = max(
         float((whole.get_parameter(name).grad - value).abs().max()) for name, value in expected.items()
     )
-    assert [found[0] for found in ranks] == [pytest.approx(2 * float(loss.detach()), rel=1e-5), 0.0]
+    assert [results[0] for results in ranks] == [pytest.approx(2 * float(loss.detach()), rel=1e-5), 0.0]
     for _, gradients, sizes, units in ranks:
         assert {name for name, value in gradients.items() if value.abs().sum() > 0} <= expected.keys()
         assert "lm_head.weight" not in gradients if kind == "frozen" else True
@@ -532,7 +532,7 @@ def test_a_spread_student_has_the_gradients_of_a_whole_one_also_where_a_rank_kee
 
 
 def scored_on_rank(rank: int, rows: torch.Tensor) -> list[tuple[list[torch.Tensor], int, list[bool]]]:
-    """Of room for nothing, and for all: outputs of three passes and of one behind them, gathers of the three, and
+    """Return, with room for nothing and for all: outputs of three passes and of one behind, gathers of the three, and
     whether shards are held within the block and behind each."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
 
@@ -567,16 +567,16 @@ def test_weights_are_gathered_once_for_a_score_where_they_fit_and_freed_behind_i
 
 
 def written_on_rank(rank: int, folder: Path) -> None:
-    model, found = on_rank("fsdp2", lambda: model_of("untied"))
-    shard_student(model, found, TrainConfig())
-    write_model(model, folder, tokenizer=None, dtype=torch.bfloat16, launch=found)
+    model, own = on_rank("fsdp2", lambda: model_of("untied"))
+    shard_student(model, own, TrainConfig())
+    write_model(model, folder, tokenizer=None, dtype=torch.bfloat16, launch=own)
 
 
 def test_a_spread_student_is_left_whole_in_the_dtype_that_it_came_in(tmp_path: Path) -> None:
     run_ranks(written_on_rank, 2, tmp_path)
-    left, state = AutoModelForCausalLM.from_pretrained(tmp_path), model_of("untied").state_dict()
-    assert left.dtype == torch.bfloat16
-    for name, value in left.state_dict().items():
+    loaded, state = AutoModelForCausalLM.from_pretrained(tmp_path), model_of("untied").state_dict()
+    assert loaded.dtype == torch.bfloat16
+    for name, value in loaded.state_dict().items():
         assert torch.equal(value, state[name].to(torch.bfloat16)), name
 
 
@@ -674,12 +674,12 @@ def loaded_on_rank(rank: int, folder: Path, size: int) -> dict[str, Any]:
     whole = load_model(folder)
     for _ in range(2):  # the runs of a sweep share it
         assert torch.equal(shard_teacher(model, launch).weight, whole.lm_head.weight)
-    found = {}
+    rows = {}
     for (name, parameter), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
         local, start = parameter.to_local(), first_row(parameter)
         assert torch.equal(local, expected[start : start + len(local)]), name
-        found[name] = (start, len(local))
-    return found
+        rows[name] = (start, len(local))
+    return rows
 
 
 @pytest.mark.parametrize(("world", "size", "held"), [(2, 2, 2), (4, 2, 1), (4, 4, 1)])
@@ -687,7 +687,7 @@ def test_a_rank_holds_whole_experts_of_its_own(tmp_path: Path, world: int, size:
     model_of("untied").save_pretrained(tmp_path)
     ranks = run_ranks(loaded_on_rank, world, tmp_path, size)
     for name in ranks[0]:
-        rows = sorted(found[name] for found in ranks)
+        rows = sorted(rank[name] for rank in ranks)
         if ".experts." in name:
             assert rows == [(start, held) for start in range(0, 4, held)]
         else:

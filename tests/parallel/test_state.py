@@ -72,8 +72,8 @@ def test_a_file_is_read_by_safetensors_and_has_the_bytes_that_were_noted(tmp_pat
     noted = StateFile("state.safetensors", runs, {"files": "1"}).write(tmp_path)
     path = tmp_path / "state.safetensors"
     assert noted == {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    found = load_file(path)
-    assert found.keys() == runs.keys() and all(torch.equal(found[name], runs[name]) for name in runs)
+    tensors = load_file(path)
+    assert tensors.keys() == runs.keys() and all(torch.equal(tensors[name], runs[name]) for name in runs)
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"files": "1"}
         assert torch.equal(file.get_slice("large")[10:4_000_000], runs["large"][10:4_000_000])

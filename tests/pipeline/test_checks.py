@@ -55,7 +55,7 @@ def test_a_run_that_cannot_end_well_does_not_begin(
     assert not (bench.folder / "r").exists()
 
 
-def test_a_recipe_whose_first_layer_is_rewired_is_told_what_leaves_it_out(
+def test_a_recipe_whose_first_layer_is_rewired_has_a_warning_with_what_leaves_it_out(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check_run(run_of(bench.recipe("all")))
@@ -90,7 +90,7 @@ def test_fcsd_run_checks_first(bench: Bench, capsys: pytest.CaptureFixture[str])
     assert not (bench.folder / "r" / "convert").exists()
 
 
-def test_rows_longer_than_the_models_positions_are_told_once_and_beyond_a_table_refused(
+def test_rows_longer_than_the_models_positions_give_one_warning_and_beyond_a_table_are_refused(
     bench: Bench, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data = {"train": [{"path": str(bench.rows)}], "max_length": 256}
@@ -110,8 +110,8 @@ def test_rows_longer_than_the_models_positions_are_told_once_and_beyond_a_table_
         "train": train | {"batch_size_tokens": 64},
     }
     check_run(run_of(bench.recipe("new", model=None, pretrain=pretrain)))
-    told = capfd.readouterr().err
-    assert "pretrain.data.max_length 32: rows are longer than the 24 positions of a qwen2_moe" in told
+    error = capfd.readouterr().err
+    assert "pretrain.data.max_length 32: rows are longer than the 24 positions of a qwen2_moe" in error
 
     table = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2))
     table.save_pretrained(bench.folder / "table")

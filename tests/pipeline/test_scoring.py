@@ -63,7 +63,7 @@ def recipe(bench: Bench, name: str, stopping: dict[str, Any] | None, **changes: 
     return bench.recipe(name, data=data, early_stopping=stopping, **({"train": TRAIN} | changes))
 
 
-def left(bench: Bench, name: str) -> tuple[str, list[float]]:
+def outcome_of(bench: Bench, name: str) -> tuple[str, list[float]]:
     """Fingerprint of the weights, and the loss of every step."""
     folder = bench.folder / name / "distill"
     lines = (folder / "history.jsonl").read_text().splitlines()
@@ -86,13 +86,13 @@ def test_scores_of_no_kind_change_a_bit_of_the_weights(
     assert main(["distill", str(recipe(bench, "none", None, **options))]) == 0
     for kind, stopping in metrics.items():
         assert main(["distill", str(recipe(bench, kind, stopping, **options))]) == 0
-        assert left(bench, kind) == left(bench, "none"), kind
-        found = scores(bench, kind)
-        assert [point["step"] for point in found["points"]] == [0, 1, 2, 3, 4]
-        assert (found["num_items"], found["num_items_total"]) == {
-            "code": (1, 1), "likelihood": (4, 8), "generation": (4, 5), "heldout_kl": (found["num_items"], None),
+        assert outcome_of(bench, kind) == outcome_of(bench, "none"), kind
+        record = scores(bench, kind)
+        assert [point["step"] for point in record["points"]] == [0, 1, 2, 3, 4]
+        assert (record["num_items"], record["num_items_total"]) == {
+            "code": (1, 1), "likelihood": (4, 8), "generation": (4, 5), "heldout_kl": (record["num_items"], None),
         }[kind]  # fmt: skip
-        assert all((point["stderr"] is None) == (kind == "code") for point in found["points"])
+        assert all((point["stderr"] is None) == (kind == "code") for point in record["points"])
         results = read_json(bench.folder / kind / "distill" / "manifest.json")["results"]["early_stopping"]
         share = results["scoring_s"] / results["run_s"]
         assert 0 < share < 1 and results["share_of_time"] == pytest.approx(share, abs=0.01)
@@ -105,7 +105,7 @@ def test_on_two_ranks_they_change_none_either_and_are_those_of_one_process(bench
     for name, section in stopping.items():
         path = recipe(bench, name, section, train=train)
         assert [status for status, _ in run_ranks(ranks, 2, ["distill", str(path)], "")] == [0, 0]
-        assert left(bench, name) == left(bench, "two")
+        assert outcome_of(bench, name) == outcome_of(bench, "two")
     assert len(scores(bench, "choice")["points"]) == 3
     assert main(["distill", str(recipe(bench, "one", stopping["two"], train=train))]) == 0
     one, two = scores(bench, "one"), scores(bench, "two")
@@ -118,7 +118,7 @@ def test_on_two_ranks_they_change_none_either_and_are_those_of_one_process(bench
 
 
 def test_a_score_is_what_evaluate_gives(bench: Bench, metrics: dict[str, dict[str, Any]]) -> None:
-    """Of the model as it is left, which is the best one: the last."""
+    """The model as it is left is the best one: the last."""
     assert (
         main(["distill", str(recipe(bench, "r", metrics["likelihood"], train=TRAIN | {"max_steps": 1}))]) == 0
     )
@@ -131,8 +131,8 @@ def test_a_score_is_what_evaluate_gives(bench: Bench, metrics: dict[str, dict[st
         limit=4, progress=False,
     )  # fmt: skip
     task = result["tasks"]["tiny_choice"]
-    found = scores(bench, "r")
-    assert (found["best_score"], found["best_stderr"]) == pytest.approx((task["value"], task["stderr"]))
+    record = scores(bench, "r")
+    assert (record["best_score"], record["best_stderr"]) == pytest.approx((task["value"], task["stderr"]))
 
 
 def test_one_sandbox_serves_all_scores_and_ends_with_the_run(
@@ -211,7 +211,7 @@ def by_code(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", bench.folder / "cache")
         assert main(["distill", str(recipe(bench, "whole", bench.early_stopping | OFTEN))]) == 0
-    return left(bench, "whole"), scores(bench, "whole")
+    return outcome_of(bench, "whole"), scores(bench, "whole")
 
 
 def test_a_scorer_that_fails_once_is_asked_again(
@@ -219,7 +219,7 @@ def test_a_scorer_that_fails_once_is_asked_again(
 ) -> None:
     made = failing(monkeypatch, {3})
     assert main(["distill", str(recipe(bench, "r", metrics["code"]))]) == 0
-    assert len(made) == 6 and (left(bench, "r"), scores(bench, "r")) == by_code
+    assert len(made) == 6 and (outcome_of(bench, "r"), scores(bench, "r")) == by_code
 
 
 @pytest.mark.parametrize("step", [3, 4])
@@ -245,7 +245,7 @@ def test_one_that_fails_twice_leaves_a_checkpoint_from_which_the_run_goes_on_wit
     with contextlib.redirect_stderr(captured):
         assert main([*command, "--set", "early_stopping.batch_size=1"]) == 0
     assert f"step {step}: pass@1 0.0000 (1 of 1 items)" in captured.getvalue()
-    assert (left(bench, "r"), scores(bench, "r")) == by_code
+    assert (outcome_of(bench, "r"), scores(bench, "r")) == by_code
     results = read_json(bench.folder / "r" / "distill" / "manifest.json")["results"]["early_stopping"]
     assert results["scoring_s"] > kept["time"]["scoring_s"] > 0 and results["run_s"] > kept["time"]["run_s"]
 
@@ -256,18 +256,18 @@ def test_a_signal_is_not_kept_waiting_by_a_score_which_is_made_when_the_run_goes
     command = ["distill", str(recipe(bench, "r", metrics["code"]))]
     compute = trainer_module.DistillTrainer.compute_loss
 
-    def asked(self: Any, *args: Any, **options: Any) -> Any:
+    def signalled(self: Any, *args: Any, **options: Any) -> Any:
         if self.state.global_step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return compute(self, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module.DistillTrainer, "compute_loss", asked)
+        patch.setattr(trainer_module.DistillTrainer, "compute_loss", signalled)
         assert main(command) == 128 + signal.SIGTERM
     kept = read_json(bench.folder / "r" / "distill" / "checkpoints" / "checkpoint-3" / "early_stopping.json")
     assert kept["points"][-1]["step"] == 2
     assert main(command) == 0
-    assert (left(bench, "r"), scores(bench, "r")) == by_code
+    assert (outcome_of(bench, "r"), scores(bench, "r")) == by_code
 
 
 def test_a_signal_during_a_score_ends_the_run_behind_it(
@@ -276,16 +276,16 @@ def test_a_signal_during_a_score_ends_the_run_behind_it(
     command = ["distill", str(recipe(bench, "r", metrics["code"]))]
     grade, made = CodeScorer.score_samples, []
 
-    def asked(self: Any, *args: Any, **options: Any) -> Any:
+    def signalled(self: Any, *args: Any, **options: Any) -> Any:
         made.append(1)
         if len(made) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return grade(self, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CodeScorer, "score_samples", asked)
+        patch.setattr(CodeScorer, "score_samples", signalled)
         assert main(command) == 128 + signal.SIGTERM
     kept = read_json(bench.folder / "r" / "distill" / "checkpoints" / "checkpoint-2" / "early_stopping.json")
     assert kept["points"][-1]["step"] == 2 and len(made) == 3
     assert main(command) == 0
-    assert (left(bench, "r"), scores(bench, "r")) == by_code
+    assert (outcome_of(bench, "r"), scores(bench, "r")) == by_code

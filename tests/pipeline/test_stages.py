@@ -405,11 +405,11 @@ def test_a_variant_that_does_not_exist_is_refused(bench: Bench) -> None:
 def test_a_run_looks_the_original_up_once_and_hashes_it_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a hub id every look-up is a request, and every fingerprint reads all of a large checkpoint."""
-    asked, hashed = [], []
+    """Every look-up of a hub id is a request, and every fingerprint reads all of a large checkpoint."""
+    requests, hashed = [], []
 
     def snapshot_download(repository: str, **options: Any) -> str:
-        asked.append((repository, options["revision"]))
+        requests.append((repository, options["revision"]))
         return str(bench.base)
 
     def fingerprint(folder: Path) -> str:
@@ -440,5 +440,5 @@ def test_a_run_looks_the_original_up_once_and_hashes_it_once(
         evaluation={"suite": str(suite), "batch_size": 4, "limit": 1},
     )
     assert main(["run", str(recipe), "--set", "evaluation.layer_study=true"]) == 0
-    assert asked == [("owner/name", "a" * 40)]
+    assert requests == [("owner/name", "a" * 40)]
     assert hashed.count(bench.base) == 1

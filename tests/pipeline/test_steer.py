@@ -119,20 +119,20 @@ def by_hand(run: Any, name: str | None) -> dict[str, Any]:
 def test_kl_time_and_routing_are_those_of_logits_looked_at_row_by_row(finished: Any, name: str) -> None:
     result = read_json(finished.layout.evaluation(name) / "results.json")
     base = read_json(finished.layout.router_bias / "manifest.json")["results"]["original"]
-    found, before = by_hand(finished, name), by_hand(finished, None)
-    assert result["kl_to_original"]["kl"] == pytest.approx(found["kl"], rel=1e-4) and found["kl"] > 1e-5
+    after, before = by_hand(finished, name), by_hand(finished, None)
+    assert result["kl_to_original"]["kl"] == pytest.approx(after["kl"], rel=1e-4) and after["kl"] > 1e-5
     assert {key: result["exchange"][key] for key in ("mean_s", "p95_s", "tokens")} == pytest.approx(
-        {key: found[key] for key in ("mean_s", "p95_s", "tokens")}
+        {key: after[key] for key in ("mean_s", "p95_s", "tokens")}
     )
     assert base["exchange"]["mean_s"] == pytest.approx(before["mean_s"])
     assert base["exchange"]["num_exchanges"] == result["exchange"]["num_exchanges"] == before["num"]
-    p, q = (each["loads"].sum(0).double() / each["loads"].sum() for each in (before, found))
+    p, q = (each["loads"].sum(0).double() / each["loads"].sum() for each in (before, after))
     assert result["routing"]["kl"] == pytest.approx(float((p * (p / q).log()).sum()), abs=1e-6)
-    layers = [(each["loads"].double() / each["loads"].sum(-1, keepdim=True)) for each in (before, found)]
+    layers = [(each["loads"].double() / each["loads"].sum(-1, keepdim=True)) for each in (before, after)]
     by_layer = (layers[0] * (layers[0] / layers[1]).log()).sum(-1).mean()
     assert result["routing"]["avg_layer_kl"] == pytest.approx(float(by_layer), abs=1e-6)
-    assert result["routing"]["routes_moved"] == pytest.approx(found["moved"]) and 0 < found["moved"] < 1
-    for kind, each in ((result, found), (base, before)):
+    assert result["routing"]["routes_moved"] == pytest.approx(after["moved"]) and 0 < after["moved"] < 1
+    for kind, each in ((result, after), (base, before)):
         loads = each["loads"].double()
         spread = loads.std(-1, correction=0) / loads.mean(-1)
         assert kind["routing"]["avg_layer_cv"] == pytest.approx(float(spread.mean()))

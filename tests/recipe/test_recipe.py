@@ -356,7 +356,7 @@ ROUTER_LOSSES = {
 
 
 @pytest.mark.parametrize(("key", "value"), ROUTER_LOSSES.items())
-def test_a_pretraining_that_asks_for_the_models_own_balance_of_routers_is_told_ours(
+def test_a_pretraining_that_sets_the_models_own_balance_of_routers_is_refused_with_ours(
     tmp_path: Path, key: str, value: object
 ) -> None:
     def load(config: dict[str, object]) -> Recipe:
@@ -384,7 +384,7 @@ def test_the_defaults_of_a_sweep_fit_runs_of_any_length(
     assert sweep is not None and (sweep.warmup_steps, sweep.last_steps) == expected
 
 
-def test_a_suite_is_found_beside_the_recipe_that_names_it(
+def test_a_suite_lies_beside_the_recipe_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

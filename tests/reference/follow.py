@@ -55,7 +55,7 @@ def _axis(mark: Mark, tensor: Tensor, dim: int) -> int | None:
 
 
 def is_last(tensor: Tensor, mark: Mark) -> bool:
-    """Whether the last dimension of a tensor is all of a mark's coordinate."""
+    """Tell whether the last dimension of a tensor is all of a mark's coordinate."""
     return tensor.ndim > 0 and tensor.size(-1) == mark.size and _axis(mark, tensor, -1) == COORDINATE
 
 
@@ -131,14 +131,14 @@ class Follow(TorchDispatchMode):
             (a, a.ndim - 1, b, b.ndim - 2, a.ndim - 2, out.ndim - 2),
             (b, b.ndim - 2, a, a.ndim - 1, b.ndim - 1, out.ndim - 1),
         ):
-            parameter, given = self.parameters.get(storage(one)), self.inputs.get(storage(other))
+            parameter, source = self.parameters.get(storage(one)), self.inputs.get(storage(other))
             if parameter is not None:
                 read = _axis(parameter, one, k)
-                whole = given is not None and other.size(other_k) == given.size
+                whole = source is not None and other.size(other_k) == source.size
                 if read is None:
                     pass
-                elif whole and _axis(given, other, other_k) == COORDINATE:  # type: ignore[arg-type]
-                    self.readers.setdefault(given.name, {})[parameter.name, read] = None  # type: ignore[union-attr]
+                elif whole and _axis(source, other, other_k) == COORDINATE:  # type: ignore[arg-type]
+                    self.readers.setdefault(source.name, {})[parameter.name, read] = None  # type: ignore[union-attr]
                 else:
                     self.read_elsewhere.add((parameter.name, read))
                 written = _axis(parameter, one, kept)
@@ -172,16 +172,16 @@ class Follow(TorchDispatchMode):
 
     def _added(self, other: Tensor, mark: Mark) -> dict[Place, tuple[float, int]]:
         """Terms of what is added to a sum: another sum, a bias, or the rest."""
-        found = self.sums.get(storage(other))
-        if found is not None and (not found.terms or is_last(other, found)):
-            return found.terms
+        total = self.sums.get(storage(other))
+        if total is not None and (not total.terms or is_last(other, total)):
+            return total.terms
         parameter = self.parameters.get(storage(other))
         if parameter is not None and other.size(-1) == mark.size:
             written = _axis(parameter, other, other.ndim - 1)
             if written is not None:
                 return {(parameter.name, written): (1.0, 0)}
-        if found is not None:
-            self._consume(found, "add")
+        if total is not None:
+            self._consume(total, "add")
         return {REST: (1.0, 0)}
 
     def _follow_parameters(self, op: Any, args: Any, outs: list[Tensor]) -> None:
@@ -246,7 +246,7 @@ class Follow(TorchDispatchMode):
         )
 
     def _keeps_coordinate(self, op: Any, args: Any, tensor: Tensor, out: Tensor, mark: Mark) -> bool:
-        """Whether `out` has, in its last dimension, the coordinate of `tensor`, row by row up to factors."""
+        """Tell whether `out` has, in its last dimension, the coordinate of `tensor`, row by row up to factors."""
         if out.ndim == 0 or out.size(-1) != mark.size or out.stride(-1) != 1:
             return False
         if op in _SAME:

@@ -31,7 +31,7 @@ IMAGES: dict[str, tuple[int | None, int]] = {
 
 
 def image_inputs(model_type: str, seed: int = 0, num_text_tokens: int = 8) -> dict[str, Any]:
-    """Two rows of text (ids 3 to 98) around one image each, at another place in each row.
+    """Return two rows of text (ids 3 to 98) around one image each, at another place in each row.
 
     Pixels are normal random numbers; their shape and the names are those that the family's processor gives.
     """

@@ -74,7 +74,7 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def sigma(config: Mapping[str, Any]) -> float:
-    """The factor on the attention scores: 0.16562688 in the published models."""
+    """Return the factor on the attention scores: 0.16562688 in the published models."""
     rope = config["rope_parameters"]
     scale: float = (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5
     if rope is not None and (mscale := rope.get("mscale_all_dim")):
@@ -134,7 +134,7 @@ def instella_logits(
     farskip: bool | range = True,
     wrong: str = "",
 ) -> Tensor:
-    """Logits B x T x V from the tensors of a checkpoint, in float64.
+    """Return the logits B x T x V from the tensors of a checkpoint, in float64.
 
     farskip: all layers, none, or a run of layers that begins at the first MoE layer or before it.
     """
@@ -166,7 +166,7 @@ def instella_logits(
 
 
 def published_config(**keys: Any) -> dict[str, Any]:
-    """The values of a published `config.json` with sizes of a toy, and `keys` besides; None takes a key out."""
+    """Return the values of a published `config.json` with sizes of a toy, and `keys` besides; None takes a key out."""
     raw: dict[str, Any] = json.loads((CONFIGS / "Instella-MoE-16B-A3B-Think.json").read_text())
     sizes = {
         "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -177,9 +177,9 @@ def published_config(**keys: Any) -> dict[str, Any]:
     code: dict[str, Any] = {"AutoConfig": "configuration_instella_moe.InstellaMoEConfig"}
     for key in [name for name, value in keys.items() if value is None]:
         raw.pop(key, None)
-    given = {key: value for key, value in keys.items() if value is not None}
+    known = {key: value for key, value in keys.items() if value is not None}
     code = {} if "auto_map" in keys else {"auto_map": code}
-    return raw | sizes | code | given
+    return raw | sizes | code | known
 
 
 def published_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -236,7 +236,7 @@ def published_tensors(config: Mapping[str, Any], seed: int = 7) -> dict[str, Ten
 
 
 def write_published(folder: Path, tensors: Mapping[str, Tensor] | None = None, **keys: Any) -> Path:
-    """A checkpoint as AMD publishes it, of invented weights, or of `tensors`."""
+    """Return a checkpoint as AMD publishes it, of invented weights, or of `tensors`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = published_config(**keys)
     (folder / "config.json").write_text(json.dumps(config))

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu, softmax
 
 from tests.reference.adapted import LAYERS
 from tests.reference.adapted import WRAPPERS as ADAPTED_WRAPPERS
-from tests.reference.parts import found_once
+from tests.reference.parts import computed_once
 
 Parts = tuple[Tensor, Tensor]
 """(routed output, shared output), each N x D."""
@@ -41,7 +41,7 @@ def _swiglu_oai(gate_up: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Te
 def _routed(
     x: Tensor, weights: Tensor, experts: Any, activation: Callable[[Tensor], Tensor] = _swiglu
 ) -> Tensor:
-    """Every expert on every token; sum_e weights[n, e] · expert_e(x[n]). `weights` is N x E, 0 if not
+    """Run every expert on every token; sum_e weights[n, e] · expert_e(x[n]). `weights` is N x E, 0 if not
     chosen."""
     hidden = activation(torch.einsum("nd,efd->nef", x, experts.gate_up_proj))
     return torch.einsum("ne,nef,edf->nd", weights, hidden, experts.down_proj)
@@ -231,7 +231,7 @@ def multimodal_reference_forward(
     mlp: str = "outdated",
     **inputs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits and streams of a regular wrapper as if `layers` of its text stack were FarSkip layers.
+    """Return the logits and streams of a regular wrapper as if `layers` of its text stack were FarSkip layers.
 
         o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m) + v_k
         a   = o_{k-1} - routed_{k-1}   layer k FarSkip, layer k-1 a FarSkip MoE layer, attention partial
@@ -252,7 +252,7 @@ def multimodal_reference_forward(
     """
     model_type, config = model.config.model_type, model.config.get_text_config()
     stack, lm_head = text_stack(model)
-    o, arguments, visual = found_once(lambda: _captured(model, stack, inputs), model, *inputs.values())
+    o, arguments, visual = computed_once(lambda: _captured(model, stack, inputs), model, *inputs.values())
     arguments = [dict(each) for each in arguments]
     is_image = None
     if model_type == "ernie4_5_vl_moe":

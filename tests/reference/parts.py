@@ -26,8 +26,8 @@ def _mlp(mlp: Any, x: Tensor) -> Tensor:
 def _routed(x: Tensor, indices: Tensor, weights: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
     """sum_k weights[n, k] · expert_{indices[n, k]}(x[n]); indices and weights are N x K, `expert` takes N x D."""
     experts = int(indices.max()) + 1
-    given = torch.zeros(len(x), experts, dtype=weights.dtype).scatter_add(1, indices, weights)
-    return torch.stack([given[:, e, None] * expert(e, x) for e in range(experts)]).sum(0)
+    gates = torch.zeros(len(x), experts, dtype=weights.dtype).scatter_add(1, indices, weights)
+    return torch.stack([gates[:, e, None] * expert(e, x) for e in range(experts)]).sum(0)
 
 
 def _fused(experts: Any) -> Callable[[int, Tensor], Tensor]:
@@ -47,7 +47,7 @@ _known: dict[tuple[int, ...], Any] | None = None
 
 
 @contextlib.contextmanager
-def arguments_found_once() -> Iterator[None]:
+def arguments_computed_once() -> Iterator[None]:
     """For several references of one model, unchanged and regular meanwhile, that are called with the same tensors."""
     global _known
     _known = {}
@@ -65,14 +65,14 @@ def layer_arguments(
     `stack` is `model.model.layers` unless given.
     """
     layers = model.model.layers if stack is None else stack
-    first, arguments = found_once(
+    first, arguments = computed_once(
         lambda: _layer_arguments(model, input_ids, layers, inputs), model, input_ids, *inputs.values()
     )
     return first, [dict(each) for each in arguments]
 
 
-def found_once(find: Callable[[], Any], *on: Any) -> Any:
-    """What `find` gives; inside `arguments_found_once` it is called once for the same objects."""
+def computed_once(find: Callable[[], Any], *on: Any) -> Any:
+    """Return what `find` gives; inside `arguments_computed_once` it is called once for the same objects."""
     key = tuple(map(id, on))
     if _known is None:
         return find()

@@ -96,8 +96,8 @@ def _collect(readers: list[Any], ranks: list[Any], timeout_s: float) -> list[Any
     waiting = dict(enumerate(readers))
     deadline = time.monotonic() + timeout_s
     while waiting:
-        left = deadline - time.monotonic()
-        ready = multiprocessing.connection.wait(list(waiting.values()), max(left, 0))
+        remaining = deadline - time.monotonic()
+        ready = multiprocessing.connection.wait(list(waiting.values()), max(remaining, 0))
         if not ready:
             raise TimeoutError(f"ranks {sorted(waiting)} were not done after {timeout_s:g} s")
         for rank in [rank for rank, reader in waiting.items() if reader in ready]:
@@ -114,13 +114,13 @@ def _collect(readers: list[Any], ranks: list[Any], timeout_s: float) -> list[Any
 
 def _others(waiting: dict[int, Any]) -> str:
     """What other ranks have failed with at the same time: one of them may be the cause of the first one's failure."""
-    found = ""
+    failures = ""
     for rank, reader in waiting.items():
         if reader.poll(0.5):
             with contextlib.suppress(EOFError):
                 ok, value = pickle.loads(reader.recv_bytes())
-                found += "" if ok else f"\nrank {rank} failed:\n{value}"
-    return found
+                failures += "" if ok else f"\nrank {rank} failed:\n{value}"
+    return failures
 
 
 def _send(pipe: Any, ok: bool, value: Any) -> None:

@@ -72,8 +72,8 @@ def _llama4(layer: Any, config: Any, x: Tensor) -> Parts:
     block = layer.feed_forward
     logits, indices = (x @ block.router.weight.T).topk(config.num_experts_per_tok, dim=-1)
     experts = block.experts
-    given = torch.zeros(len(x), len(experts.down_proj)).scatter(1, indices, torch.sigmoid(logits))
-    into = given[:, :, None] * x[:, None]
+    gates = torch.zeros(len(x), len(experts.down_proj)).scatter(1, indices, torch.sigmoid(logits))
+    into = gates[:, :, None] * x[:, None]
     routed = sum(
         (_swiglu(into[:, e] @ experts.gate_up_proj[e]) @ down for e, down in enumerate(experts.down_proj)),
         torch.zeros_like(x),
@@ -143,15 +143,15 @@ def _phimoe(layer: Any, config: Any, x: Tensor) -> Parts:
     indices, weights = [], []
     for scores in x @ layer.mlp.router.weight.T:
         values = scores.detach().tolist()
-        left = list(range(len(values)))
+        candidates = list(range(len(values)))
         for _ in range(2):
-            best = max(left, key=lambda e: values[e])
+            best = max(candidates, key=lambda e: values[e])
             b = values[best]
             limit = 2 * config.router_jitter_noise
-            near = [e for e in left if (b - values[e]) / max(abs(values[e]), b) <= limit]
+            near = [e for e in candidates if (b - values[e]) / max(abs(values[e]), b) <= limit]
             weights.append(softmax(scores[near], dim=-1)[near.index(best)])
             indices.append(best)
-            left.remove(best)
+            candidates.remove(best)
     routed = _routed(
         x, torch.tensor(indices).view(-1, 2), torch.stack(weights).view(-1, 2), _fused(layer.mlp.experts)
     )

@@ -2,7 +2,7 @@
 
     python -m tests.reference.surface      writes tests/files/command_line.json and tests/files/recipe_keys.json
 
-Written after a change that is meant, and committed with it; the difference is what users have to be told.
+Written after a change that is meant, and committed with it; the difference is what users have to learn.
 """
 
 import argparse
@@ -28,7 +28,7 @@ FILES = {
 
 
 def command_line() -> dict[str, dict[str, str]]:
-    """Every command: its options and arguments in one line each; help texts are free to change."""
+    """Return every command: its options and arguments in one line each; help texts are free to change."""
     (commands,) = (
         action.choices for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)
     )
@@ -56,21 +56,21 @@ def _action(action: argparse.Action) -> str:
 
 
 def recipe_keys() -> dict[str, dict[str, str]]:
-    """Every dotted key of a recipe and of a suite with type and default; [a] is what a union's tag must be."""
+    """Return every dotted key of a recipe and of a suite with type and default; [a] is what a union's tag must be."""
     return {kind.__name__: dict(_keys(kind, "")) for kind in (Recipe, SuiteConfig)}
 
 
 def _keys(kind: type[BaseModel], prefix: str) -> list[tuple[str, str]]:
-    found = []
+    keys = []
     for name, field in kind.model_fields.items():
         dotted = f"{prefix}{name}"
-        found.append((dotted, f"{_type(field)}{_default(field)}"))
-        found += _below(field, dotted)
-    return found
+        keys.append((dotted, f"{_type(field)}{_default(field)}"))
+        keys += _below(field, dotted)
+    return keys
 
 
 def _below(annotation: Any, dotted: str) -> list[tuple[str, str]]:
-    """The keys of the records that an annotation can hold."""
+    """Return the keys of the records that an annotation can hold."""
     if isinstance(annotation, FieldInfo) and choice_of(annotation) is None:
         annotation = annotation.annotation
     choice = choice_of(annotation)
@@ -122,7 +122,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def written(name: str) -> str:
-    """The text of one file as it would be written now."""
+    """Return the text of one file as it would be written now."""
     return json.dumps({"command_line": command_line, "recipe_keys": recipe_keys}[name](), indent=1) + "\n"
 
 

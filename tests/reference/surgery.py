@@ -24,7 +24,7 @@ _FINAL_NORMS = ("norm", "final_layernorm", "embedding_norm")
 
 
 def decoder(model: Any, family: Family) -> Any:
-    """The module whose `layers` are the family's decoder layers."""
+    """Return the module whose `layers` are the family's decoder layers."""
     names = family.decoder_layer if isinstance(family.decoder_layer, tuple) else (family.decoder_layer,)
     for module in model.modules():
         layers = getattr(module, "layers", None)
@@ -39,7 +39,7 @@ def _present(module: Any, names: Sequence[str]) -> str:
 
 
 def _mix(layer: Any, x: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """The mixer's output. Recurrent mixers take what their signature names and what the layer passes
+    """Return the mixer's output. Recurrent mixers take what their signature names and what the layer passes
     through."""
     mixer = getattr(layer, _present(layer, _MIXERS))
     accepted = inspect.signature(type(mixer).forward).parameters

@@ -46,15 +46,15 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
     ]
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = hidden_states(args, kwargs)
+        hidden = hidden_states(args, kwargs)
         named = paths[module] in (family.attention, family.moe)
-        if given is None or (storage(given) not in normed and not (named and family.layout != "pre_norm")):
+        if hidden is None or (storage(hidden) not in normed and not (named and family.layout != "pre_norm")):
             return
         # A shared expert beside the block reads what the block does; elsewhere one tensor may be given to two branches,
         # which read different ones in the original.
         side = family.moe if paths[module] == family.layer_shared else paths[module]
         sides.setdefault(side, []).append(paths[module])
-        follow.inputs[storage(given)] = Mark({1: COORDINATE}, given.size(-1), name=side)
+        follow.inputs[storage(hidden)] = Mark({1: COORDINATE}, hidden.size(-1), name=side)
         follow.inside.append(side)
 
     def leave(module: nn.Module, _: Any, out: Any) -> None:
@@ -91,11 +91,11 @@ def _add_sides(roles: Roles, follow: Follow, sides: dict[str, list[str]], branch
         if readers:
             roles.sides.append(Side(tuple(dict.fromkeys(modules)), tuple(readers)))
         else:
-            roles.left.append(f"what {side} reads: no weight of it multiplies that alone")
+            roles.rest.append(f"what {side} reads: no weight of it multiplies that alone")
         for use in sorted(follow.other_uses.get(side, ())):
-            roles.left.append(f"what {side} reads, where {use} takes it")
+            roles.rest.append(f"what {side} reads, where {use} takes it")
     read = {module for modules in sides.values() for module in modules}
-    roles.left += [
+    roles.rest += [
         f"what {name} reads: it is not given the output of a norm" for name in branches if name not in read
     ]
 
@@ -109,7 +109,7 @@ def _add_groups(
 ) -> None:
     reached = final.terms if final is not None else {}
     taken: set[Place] = set()
-    found: dict[tuple[str, float], list[tuple[str, list[Place]]]] = {}
+    groups: dict[tuple[str, float], list[tuple[str, list[Place]]]] = {}
     for module, mark in sorted(outputs.items(), key=lambda item: item[0].count(".")):
         if mark is None or not mark.terms or REST in mark.terms or taken & mark.terms.keys():
             continue
@@ -118,15 +118,15 @@ def _add_groups(
         factors = {reached[place][0] / factor for place, (factor, _) in mark.terms.items()}
         if len(factors) == 1:
             inside = [side for side, modules in sides.items() if any(_within(module, m) for m in modules)]
-            found.setdefault((inside[0] if inside else module, factors.pop()), []).append(
+            groups.setdefault((inside[0] if inside else module, factors.pop()), []).append(
                 (module, list(mark.terms))
             )
             taken |= mark.terms.keys()
-    for (_, factor), parts in found.items():
+    for (_, factor), parts in groups.items():
         places = [place for _, places in parts for place in places]
         roles.groups.append(Group(tuple(module for module, _ in parts), tuple(places), factor))
     for side in sides:
-        if side not in {name for name, _ in found}:
+        if side not in {name for name, _ in groups}:
             roles.left.append(f"what {side} adds: its last product does not reach the stream by sums alone")
 
 

@@ -60,12 +60,12 @@ def moe_model_types() -> list[str]:
         if _EXPERTS.search(path.read_text(encoding="utf-8"))
     }
     loadable = {name for mapping in _AUTO_MODELS for name in getattr(modeling_auto, mapping)}
-    found = {name for name in loadable if model_type_to_module_name(name) in folders}
-    return sorted(found | FAMILIES.keys())
+    with_experts = {name for name in loadable if model_type_to_module_name(name) in folders}
+    return sorted(with_experts | FAMILIES.keys())
 
 
 def _normalised(node: Any) -> Any:
-    """A syntax tree as nested lists, without docstrings, annotations and what differs between Pythons."""
+    """Return a syntax tree as nested lists, without docstrings, annotations and what differs between Pythons."""
     if isinstance(node, list):
         return [_normalised(one) for one in node]
     if not isinstance(node, ast.AST):
@@ -92,7 +92,7 @@ def _loops_over_layers(function: ast.AST) -> bool:
 
 
 def fingerprint(family: Family) -> str:
-    """A hash of the family's decoder layers, its MoE block and every method of its file that loops over
+    """Return a hash of the family's decoder layers, its MoE block and every method of its file that loops over
     layers, without docstrings, comments and annotations."""
     layers = family.decoder_layer if isinstance(family.decoder_layer, tuple) else (family.decoder_layer,)
     classes = [

@@ -98,17 +98,17 @@ class Chromium:
 
     def value(self, expression: str) -> Any:
         """What an expression, or the promise that it is, comes to in the page."""
-        found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     def wait(self, expression: str) -> Any:
         """The value of an expression once it is true."""
         end = time.monotonic() + self.timeout_s
-        while not (found := self.value(expression)):
+        while not (value := self.value(expression)):
             assert time.monotonic() < end, f"never true: {expression}; {self.errors}"
             time.sleep(0.02)
-        return found
+        return value
 
     def press(self, key: str) -> None:
         """One key of the keyboard, a letter or one of a few names."""

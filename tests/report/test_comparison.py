@@ -243,9 +243,9 @@ def test_many_results_of_any_time_are_set_against_the_first(
     said = "float32 (results/original), float32 (results/fcsd), bfloat16 (old/fcsd)"
     page = (tmp_path / "out" / "comparison.md").read_text()
     assert said in text and said in page and page.count("| mean ") == 3
-    found = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert list(found["comparisons"]) == ["results/fcsd", "old/fcsd", f"{tmp_path.name}/plain"]
-    assert found["settings_that_differ"]["dtype"]["old/fcsd"] == "bfloat16"
+    comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert list(comparison["comparisons"]) == ["results/fcsd", "old/fcsd", f"{tmp_path.name}/plain"]
+    assert comparison["settings_that_differ"]["dtype"]["old/fcsd"] == "bfloat16"
     assert len(list((tmp_path / "out" / "lm_eval").iterdir())) == 4, "each in its own folder"
     samples["mmlu"][0]["prompt_hash"] = "q"
     write_result(whole, samples, tmp_path / "old" / "fcsd")
@@ -295,8 +295,11 @@ def test_a_quick_look_is_marked_in_everything_that_is_written(
     assert whole["complete"] is False and whole["comparisons"]["fcsd"]["limit"] == 4
     assert mark in (out / "items.html").read_text()
     (results,) = (out / "lm_eval" / "fcsd").glob("results_*")
-    found = json.loads(results.read_text())
-    assert found["config"]["limit"] == 4 and found["n-samples"]["code"] == {"original": 378, "effective": 4}
+    exported = json.loads(results.read_text())
+    assert exported["config"]["limit"] == 4 and exported["n-samples"]["code"] == {
+        "original": 378,
+        "effective": 4,
+    }
     assert main(["compare", *map(str, folders), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fcsd"]["complete"] is False
     assert quick_look(0.05) == "Only the first 5 % of the items of every task: a quick look, not a result."

@@ -152,7 +152,7 @@ const seen = () => ({
     location, history, URLSearchParams,
   });
   await wait();
-  const found = { start: seen() };
+  const states = { start: seen() };
   for (const [name, id, value] of [
     ["gained", "kind", "gained"], ["all", "kind", "all"], ["search", "text", "SAYS 3"], ["none", "text", "nowhere"],
     ["cleared", "text", ""], ["choice", "task", "choice"],
@@ -161,10 +161,10 @@ const seen = () => ({
     places.count.own = "";
     places[id].listeners.input();
     await wait();
-    found[name] = seen();
+    states[name] = seen();
   }
-  found.address = location.hash;
-  console.log(JSON.stringify(found));
+  states.address = location.hash;
+  console.log(JSON.stringify(states));
 })();
 """
 
@@ -175,16 +175,18 @@ def test_the_pages_filters_show_what_they_say(page: Path) -> None:
         pytest.skip("no node to run the page's script")
     ran = subprocess.run([node, "-e", HARNESS, str(page)], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
-    assert found["start"]["kinds"] == ["lost", "gained"]
-    assert "original says 1 </script>" in found["start"]["text"], "text stays text"
-    assert "pass@1, 0-shot, 4 items" in found["start"]["facts"]
-    assert found["gained"]["kinds"] == ["gained"] and "1 of 4 items" in found["gained"]["count"]
-    assert found["all"]["kinds"] == ["kept", "lost", "gained", "never"]
-    assert found["search"]["kinds"] == ["never"]
-    assert found["address"].startswith("#task=choice&model=fcsd+") and found["address"].endswith("&kind=all")
-    assert found["none"]["kinds"] == [] and "0 of 4 items, page 1 of 1" in found["none"]["count"]
-    assert "-1.25" in found["choice"]["text"] and "not finite" in found["choice"]["text"]
+    states = json.loads(ran.stdout)
+    assert states["start"]["kinds"] == ["lost", "gained"]
+    assert "original says 1 </script>" in states["start"]["text"], "text stays text"
+    assert "pass@1, 0-shot, 4 items" in states["start"]["facts"]
+    assert states["gained"]["kinds"] == ["gained"] and "1 of 4 items" in states["gained"]["count"]
+    assert states["all"]["kinds"] == ["kept", "lost", "gained", "never"]
+    assert states["search"]["kinds"] == ["never"]
+    assert states["address"].startswith("#task=choice&model=fcsd+") and states["address"].endswith(
+        "&kind=all"
+    )
+    assert states["none"]["kinds"] == [] and "0 of 4 items, page 1 of 1" in states["none"]["count"]
+    assert "-1.25" in states["choice"]["text"] and "not finite" in states["choice"]["text"]
 
 
 SHOWN = "[...document.querySelectorAll('article')].map((each) => each.className)"
@@ -273,12 +275,12 @@ def test_in_a_browser_the_choice_and_the_expected_one_are_marked(browser: Chromi
     write_items({"a": each, "b": each}, {"b": compare(each, each)}, tmp_path / "items.html")
     browser.open((tmp_path / "items.html").as_uri() + "#kind=all")
     browser.wait(f"{SHOWN}.length === 4")
-    found = browser.value(
+    marks = browser.value(
         "[...document.querySelectorAll('article')].map((e) => [...e.querySelectorAll('table:first-of-type')].map("
         "(t) => [[...t.rows].findIndex((r) => r.className === 'chosen'),"
         " [...t.rows].findIndex((r) => r.cells[2].textContent === '✓')])[0])"
     )
-    assert found == [[chosen, expected] for *_, chosen, expected in rows]
+    assert marks == [[chosen, expected] for *_, chosen, expected in rows]
 
 
 def test_in_a_browser_no_answer_runs_and_none_is_lost(browser: Chromium, tmp_path: Path) -> None:
@@ -415,10 +417,10 @@ def test_in_a_browser_the_words_in_which_two_answers_differ_are_marked(
     write_items(both, {"fcsd": compare(both["original"], both["fcsd"])}, tmp_path / "items.html")
     browser.open((tmp_path / "items.html").as_uri())
     browser.wait(f"{SHOWN}.length === {len(answers)}")
-    found = browser.value(
+    marks = browser.value(
         "Object.fromEntries([...document.querySelectorAll('article')].map((e) => [e.querySelector('h2').textContent,"
         " [...e.querySelectorAll('pre')].map((p) => [p.textContent, [...p.querySelectorAll('mark')].map((m) =>"
         " m.textContent)])]))"
     )
     for key, (one, other, only_one, only_other) in answers.items():
-        assert found[key] == [[one, only_one], [other, only_other]], key
+        assert marks[key] == [[one, only_one], [other, only_other]], key

@@ -14,8 +14,8 @@ COLOURS = model_colours(["original", "converted", "fcsd", "one", "other"])
 
 
 def row(delta: float, low: float, high: float, verdict: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"delta": delta, "interval": [low, high], "num_items": 9}
-    return found | ({"verdict": verdict} if verdict else {})
+    facts: dict[str, Any] = {"delta": delta, "interval": [low, high], "num_items": 9}
+    return facts | ({"verdict": verdict} if verdict else {})
 
 
 def comparison(by: float) -> dict[str, Any]:
@@ -39,14 +39,14 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def points(axis: Any) -> list[tuple[float, str, list[float]]]:
     """(difference, colour of the face, bounds) of every point of a panel, a model after the other."""
-    found = []
+    shapes = []
     for container in axis.containers:
         line, _, (bars,) = container
         ((low, _), (high, _)) = bars.get_segments()[0]
-        found.append(
+        shapes.append(
             (float(line.get_xdata()[0]), to_hex(line.get_markerfacecolor()), [float(low), float(high)])
         )
-    return found
+    return shapes
 
 
 def test_what_is_noise_is_hollow_and_the_bars_are_the_intervals(tmp_path: Path, drawn: list[Any]) -> None:

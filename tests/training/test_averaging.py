@@ -21,16 +21,18 @@ DECAY = 0.8
 
 def whole(checkpoint: Path) -> dict[str, torch.Tensor]:
     """What the ranks have written, put together: name -> flat tensor, in float64."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(checkpoint.glob("state-*.safetensors")):
         with safe_open(path, framework="pt") as file:
             starts, sizes = (json.loads(file.metadata()[key]) for key in ("starts", "sizes"))
             for name in file.keys():  # noqa: SIM118  a file, not a mapping
                 run, parameter = file.get_tensor(name), name.split("|")[0]
                 assert run.dtype == torch.float32
-                into = found.setdefault(name, torch.full((sizes[parameter],), math.nan, dtype=torch.float64))
+                into = tensors.setdefault(
+                    name, torch.full((sizes[parameter],), math.nan, dtype=torch.float64)
+                )
                 into[starts[parameter] : starts[parameter] + len(run)] = run.double()
-    return found
+    return tensors
 
 
 def recipe(bench: Bench, name: str) -> list[str]:

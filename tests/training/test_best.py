@@ -1,4 +1,4 @@
-"""The best weights are as safe as a checkpoint: damaged ones are found, and the best that are whole are taken."""
+"""The best weights are as safe as a checkpoint: damaged ones are noticed, and the best that are whole are taken."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -57,11 +57,11 @@ class Watched:
 
     def left(self) -> list[int]:
         """The steps whose weights are those of the model that is left."""
-        found = load_file(self.folder / "model" / "model.safetensors")
+        tensors = load_file(self.folder / "model" / "model.safetensors")
         return [
             step
             for step, held in self.weights.items()
-            if all(torch.equal(value, held[name]) for name, value in found.items() if name in held)
+            if all(torch.equal(value, held[name]) for name, value in tensors.items() if name in held)
         ]
 
 

@@ -47,11 +47,11 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch, step: int, then: Callable[[Any],
 def stored(bench: Bench, name: str) -> dict[str, bytes]:
     """What checkpoint-4 holds, but for times; safetensors writes what a header says beside tensors in any order."""
     folder = bench.folder / name / "distill" / "checkpoints" / "checkpoint-4"
-    found = {file: (folder / file).read_bytes() for file in read_json(folder / "files.json")}
+    content = {file: (folder / file).read_bytes() for file in read_json(folder / "files.json")}
     tensors = load_file(folder / "state-00001-of-00001.safetensors")
     for other in ("trainer_state.json", "state-00001-of-00001.safetensors"):
-        del found[other]
-    return found | {key: tensor.numpy().tobytes() for key, tensor in tensors.items()}
+        del content[other]
+    return content | {key: tensor.numpy().tobytes() for key, tensor in tensors.items()}
 
 
 def test_a_checkpoint_has_the_state_of_its_step_however_much_later_it_is_written(

@@ -161,7 +161,7 @@ def test_a_held_out_kl_has_the_error_of_a_ratio_with_rows_as_items() -> None:
 def flips(
     num_items: int, *, num_passed: int, gained: int = 0, lost: int = 0, total: int | None = None
 ) -> Score:
-    """Of the items that pass at first, the first `lost` do not; of the others the last `gained` do."""
+    """Make the first `lost` of the items that pass at first fail, and the last `gained` of the others pass."""
     figures = [1.0] * num_passed + [0.0] * (num_items - num_passed)
     figures[:lost] = [0.0] * lost
     figures[num_items - gained :] = [1.0] * gained
@@ -171,11 +171,11 @@ def flips(
 def noise(*scores: Score, min_delta: float = 0.02, metric: str = "pass@1") -> list[str | None]:
     stopper = EarlyStopper(every_steps=10, patience=9, min_delta=min_delta, metric=metric)
     stopper.update(0, scores[0])
-    found = []
+    warnings = []
     for number, score in enumerate(scores[1:], start=1):
         stopper.update(10 * number, score)
-        found.append(stopper.noise())
-    return found
+        warnings.append(stopper.noise())
+    return warnings
 
 
 def test_a_min_delta_below_the_noise_of_the_items_is_warned_of_once() -> None:

@@ -78,13 +78,13 @@ def make(original: Any, tokenizer: Any, tmp_path: Path) -> Callable[..., FCSDTra
         }  # fmt: skip
         model = copy.deepcopy(original)
         convert_model(model, Connectivity("all"))
-        given = {
+        arguments = {
             "model": model,
             "train_dataset": datasets.Dataset.from_list(examples(60)),
             "processing_class": tokenizer,
         } | {name: value for name, value in changes.items() if name in names}
         settings = SETTINGS | {name: value for name, value in changes.items() if name not in names}
-        return FCSDTrainer(args=FCSDConfig(output_dir=str(tmp_path / folder), **settings), **given)
+        return FCSDTrainer(args=FCSDConfig(output_dir=str(tmp_path / folder), **settings), **arguments)
 
     return trainer
 
@@ -126,11 +126,11 @@ def test_it_trains_what_a_recipe_trains_to_the_last_bit(bench: Bench) -> None:
 def test_the_teacher_is_made_from_the_unconverted_weights_before_anything_is_trained(
     make: Callable[..., FCSDTrainer], original: Any
 ) -> None:
-    given = make("given", teacher=copy.deepcopy(original))
-    given.train()
+    other = make("given", teacher=copy.deepcopy(original))
+    other.train()
     made = make("made")
     made.train()
-    assert curve(made) == curve(given) and same(weights(made), weights(given))
+    assert curve(made) == curve(other) and same(weights(made), weights(other))
     teacher: Any = made.teacher
     assert same(teacher.model.state_dict(), original.state_dict())
     assert type(teacher.model) is type(original)
@@ -150,14 +150,14 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
     make(model=model, max_steps=1)  # the trainer before it has not trained
     first.train()
     first.save_model(str(tmp_path / "trained"))
-    told = r"was trained already, so that a copy of it is not the original; give the original as teacher="
+    message = r"was trained already, so that a copy of it is not the original; give the original as teacher="
     for again in (model, str(tmp_path / "trained"), fcsd.load(tmp_path / "trained")[0]):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             make(model=again)
-    with pytest.raises(UserError, match=told):  # another wiring of the same weights
+    with pytest.raises(UserError, match=message):  # another wiring of the same weights
         make(model=fcsd.convert(fcsd.unconvert(model), "last:1"))
-    given = make(model=str(tmp_path / "trained"), teacher=str(tmp_path / "original"))
-    teacher: Any = given.teacher
+    trainer = make(model=str(tmp_path / "trained"), teacher=str(tmp_path / "original"))
+    teacher: Any = trainer.teacher
     assert same(teacher.model.state_dict(), original.state_dict())
     make(model=str(tmp_path / "trained"), objective="sft")  # has no teacher
 
@@ -167,7 +167,7 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
         make(model=calibrated)
 
 
-def test_rows_longer_than_the_positions_of_a_model_are_told_or_refused(
+def test_rows_longer_than_the_positions_of_a_model_give_a_warning_or_are_refused(
     make: Callable[..., FCSDTrainer], base_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -213,9 +213,9 @@ def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_
     expected = reference_kl(student, copy.deepcopy(dense).double(), trainer.eval_dataset)
     assert trainer.evaluate()["eval_kl"] == pytest.approx(expected, rel=2e-5)
     trainer.train()
-    given = make("given", teacher=dense, eval_dataset=heldout, packing=False)
-    given.train()
-    assert curve(given) == curve(trainer)
+    in_memory = make("given", teacher=dense, eval_dataset=heldout, packing=False)
+    in_memory.train()
+    assert curve(in_memory) == curve(trainer)
 
 
 def reference_kl(student: Any, teacher: Any, rows: Any) -> float:
@@ -443,9 +443,9 @@ def test_an_optimiser_whose_states_a_checkpoint_would_lose_is_refused(
 
 
 def test_metrics_are_computed_from_the_logits_of_the_model(make: Callable[..., FCSDTrainer]) -> None:
-    def agreement(found: Any) -> dict[str, float]:
-        kept = found.label_ids[:, 1:] != -100
-        right = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
+    def agreement(evaluation: Any) -> dict[str, float]:
+        kept = evaluation.label_ids[:, 1:] != -100
+        right = evaluation.predictions[:, :-1].argmax(-1) == evaluation.label_ids[:, 1:]
         return {"accuracy": float(right[kept].mean())}
 
     heldout = datasets.Dataset.from_list(examples(10))
@@ -468,7 +468,7 @@ def test_a_baseline_has_no_teacher_and_its_held_out_loss_is_the_cross_entropy(
 ) -> None:
     trainer = make(objective="sft", eval_dataset=datasets.Dataset.from_list(examples(10)), packing=False)
     assert trainer.teacher is None
-    found = trainer.evaluate()
+    metrics = trainer.evaluate()
     total, count, rows = 0.0, 0, trainer.eval_dataset
     model = copy.deepcopy(trainer.model).double()
     for number in range(len(rows)):  # type: ignore[arg-type]
@@ -481,8 +481,8 @@ def test_a_baseline_has_no_teacher_and_its_held_out_loss_is_the_cross_entropy(
             chances = model(ids[None], use_cache=False).logits[0, :-1][keep].log_softmax(-1)
         total -= float(chances.gather(1, labels[1:][keep][:, None]).sum())
         count += int(keep.sum())
-    assert found["eval_loss"] == found["eval_ce"] == pytest.approx(total / count, rel=2e-5)
-    assert "eval_kl" not in found
+    assert metrics["eval_loss"] == metrics["eval_ce"] == pytest.approx(total / count, rel=2e-5)
+    assert "eval_kl" not in metrics
     trainer.train()
     assert "ce" in trainer.state.log_history[0] and "kl" not in trainer.state.log_history[0]
 
@@ -513,8 +513,8 @@ ids = torch.arange(3, 19)[None]
 with torch.no_grad():
     logits = model(ids, use_cache=False).logits
 head = model.lm_head.weight.detach()
-found = {"logits": logits, "head": head, "dtype": str(model.dtype), "length": len(tokenizer)}
-torch.save(found, sys.argv[2])
+result = {"logits": logits, "head": head, "dtype": str(model.dtype), "length": len(tokenizer)}
+torch.save(result, sys.argv[2])
 """
 
 
@@ -531,16 +531,16 @@ def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
     modes = {file.name: file.stat().st_mode for file in (tmp_path / "left").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]  # safetensors itself leaves 0600
     result = subprocess.run(
-        [sys.executable, "-c", LOADS, str(tmp_path / "left"), str(tmp_path / "found.pt")],
+        [sys.executable, "-c", LOADS, str(tmp_path / "left"), str(tmp_path / "result.pt")],
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    found = torch.load(tmp_path / "found.pt")
-    assert found["dtype"] == "torch.bfloat16" and found["length"] == 300
+    loaded = torch.load(tmp_path / "result.pt")
+    assert loaded["dtype"] == "torch.bfloat16" and loaded["length"] == 300
     with torch.no_grad():
         expected = copy.deepcopy(model).bfloat16().eval()(torch.arange(3, 19)[None], use_cache=False).logits
-    torch.testing.assert_close(found["logits"], expected, atol=0.3, rtol=0)  # other kernels, in bfloat16
-    assert torch.equal(found["head"], model.lm_head.weight.bfloat16())
+    torch.testing.assert_close(loaded["logits"], expected, atol=0.3, rtol=0)  # other kernels, in bfloat16
+    assert torch.equal(loaded["head"], model.lm_head.weight.bfloat16())
 
 
 @pytest.fixture
@@ -620,12 +620,12 @@ def test_two_ranks_train_what_one_process_trains(
 
         for name, value in environment(ROOT / "configs" / "cpu_2_fsdp2.yaml").items():
             monkeypatch.setenv(name, value)
-    found = run_ranks(two_ranks, 2, str(tmp_path / "two"), str(base_checkpoint), timeout_s=240)
-    for two, heldout in found:
+    ranks = run_ranks(two_ranks, 2, str(tmp_path / "two"), str(base_checkpoint), timeout_s=240)
+    for two, heldout in ranks:
         assert two == pytest.approx(one, rel=1e-3) and heldout == pytest.approx(kl, rel=1e-3)
-    left, right = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
-    for name, value in left.items():
-        torch.testing.assert_close(value, right[name], atol=1e-4, rtol=1e-2)
+    one_weights, two_weights = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name, value in one_weights.items():
+        torch.testing.assert_close(value, two_weights[name], atol=1e-4, rtol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -666,7 +666,7 @@ def test_a_mistake_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_mistakes_of_models_tokenizers_and_checkpoints_are_told(
+def test_mistakes_of_models_tokenizers_and_checkpoints_are_refused(
     make: Callable[..., FCSDTrainer], original: Any, tmp_path: Path
 ) -> None:
     plain = tiny_tokenizer(300, chat_template=False)

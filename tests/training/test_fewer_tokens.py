@@ -89,14 +89,14 @@ def test_with_an_average_it_is_the_average_that_is_scored_and_left(
         d = 0.3 if is_calibrated else min(0.3, (1 + step) / (10 + step))
         average = {name: d * average[name] + (1 - d) * own[name].double() for name in average}
         after_two = average["lm_head.weight"] if step == 2 else after_two
-    left = load_file(tmp_path / "model" / "model.safetensors")
+    written = load_file(tmp_path / "model" / "model.safetensors")
     # Four steps of two roundings, at most 6e-8 each.
     for name, value in average.items():
-        if name in left:  # experts are saved one by one
-            torch.testing.assert_close(left[name].double(), value, rtol=1e-6, atol=1e-7)
-    for found, wanted in zip(scored, (before, after_two, average["lm_head.weight"]), strict=True):
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-7)
-    assert not torch.equal(left["lm_head.weight"], seen[-1]["lm_head.weight"])
+        if name in written:  # experts are saved one by one
+            torch.testing.assert_close(written[name].double(), value, rtol=1e-6, atol=1e-7)
+    for head, wanted in zip(scored, (before, after_two, average["lm_head.weight"]), strict=True):
+        torch.testing.assert_close(head.double(), wanted, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(written["lm_head.weight"], seen[-1]["lm_head.weight"])
 
 
 def test_frozen_routers_stay_bit_identical_while_others_move(tmp_path: Path, teacher: Any) -> None:  # noqa: F811

@@ -45,9 +45,9 @@ def test_rates_go_from_the_first_to_the_last_layer_around_the_one_that_is_set() 
 def test_every_trained_parameter_is_in_one_group_with_its_decay_and_its_optimiser() -> None:
     model = tiny_model("qwen2_moe", num_hidden_layers=2)
     model.lm_head.requires_grad_(False)
-    found = groups(model, ratio=4.0)
-    placed = {id(p): group for group in found for p in group["params"]}
-    assert sum(len(group["params"]) for group in found) == len(placed)
+    all_groups = groups(model, ratio=4.0)
+    placed = {id(p): group for group in all_groups for p in group["params"]}
+    assert sum(len(group["params"]) for group in all_groups) == len(placed)
     for name, parameter in model.named_parameters():
         if name == "lm_head.weight":
             assert id(parameter) not in placed
@@ -56,7 +56,7 @@ def test_every_trained_parameter_is_in_one_group_with_its_decay_and_its_optimise
         assert group["muon"] == (".layers." in name and parameter.ndim > 1)
         assert group["weight_decay"] == (0.1 if parameter.ndim > 1 else 0.0)
         assert group["lr"] == 0.01 * group["lr_scale"]
-    assert any(p.ndim == 3 for group in found if group["muon"] for p in group["params"])
+    assert any(p.ndim == 3 for group in all_groups if group["muon"] for p in group["params"])
 
 
 def by_torchs_own(model: Any) -> dict[str, torch.Tensor]:
@@ -134,9 +134,9 @@ def sharded(rank: int, world: int, replicas: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 2)])
 def test_muon_moves_what_fsdp2_has_cut_as_it_moves_whole_matrices(world: int, replicas: int) -> None:
     wanted = by_torchs_own(tiny_model("qwen3_moe", num_hidden_layers=2, num_experts=5))  # 3 on a rank and 2
-    for found in run_ranks(sharded, world, world, replicas):
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    for weights in run_ranks(sharded, world, world, replicas):
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
 
 def test_a_loaded_state_goes_on_to_the_last_bit() -> None:

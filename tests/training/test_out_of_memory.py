@@ -129,11 +129,13 @@ def test_every_way_in_which_memory_is_refused_is_known(
     monkeypatch.setattr(out_of_memory, "peak_bytes", lambda device: 10 << 30)
     student = tiny_model("qwen2_moe")
     with (
-        pytest.raises(UserError, match=r"out of memory on cuda:0: .* loss and buffers 10\.0 GiB") as found,
+        pytest.raises(UserError, match=r"out of memory on cuda:0: .* loss and buffers 10\.0 GiB") as refusal,
         explain_oom(student, None, TrainConfig(), 512, torch.device("cuda:0")),
     ):
         raise error
-    assert ("asked for" in str(found.value)) == ("allocate" in str(error) and not isinstance(error, OSError))
+    assert ("asked for" in str(refusal.value)) == (
+        "allocate" in str(error) and not isinstance(error, OSError)
+    )
 
 
 def test_other_errors_pass_unchanged() -> None:

@@ -50,8 +50,8 @@ def records(data: bytes) -> Iterator[bytes]:
     first, middle, last) before each piece."""
     place, parts = 7, b""
     while place + 7 <= len(data):
-        if (left := 32768 - place % 32768) < 7:
-            place += left
+        if (room := 32768 - place % 32768) < 7:
+            place += room
             continue
         length, kind = struct.unpack_from("<HB", data, place + 4)
         parts += data[place + 7 : place + 7 + length]
@@ -66,14 +66,14 @@ def test_wandb_offline_has_every_step(tmp_path: Path, monkeypatch: pytest.Monkey
     (file,) = (tmp_path / "home").rglob("run-*.wandb")
     from wandb.proto import wandb_internal_pb2
 
-    found = []
+    values = []
     for data in records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
         if "train/kl" in items:
-            found.append(json.loads(items["train/kl"]))
-    assert found == expected
+            values.append(json.loads(items["train/kl"]))
+    assert values == expected
 
 
 def test_trackio_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,9 +140,9 @@ def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
         read_json(bench.folder / name / "distill" / "manifest.json")["results"]
         for name in ("whole", "killed")
     ]
-    times = [found.pop("early_stopping") for found in results]
+    times = [result.pop("early_stopping") for result in results]
     assert (
-        [found["num_scores"] for found in times] == [5, 5]
+        [cost["num_scores"] for cost in times] == [5, 5]
         and results[0]["steps"] == 8
         and results[0]["stopped_early"]
     )
@@ -158,14 +158,14 @@ def on_two_ranks(
         holder = writer_module if hasattr(writer_module, place) else trainer_module.DistillTrainer
         original = getattr(holder, place, None)
 
-        def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def signalled(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.state.global_step == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
             assert original is not None
             return original(self, *args, **kwargs)
 
         if rank in (mine, -1):
-            setattr(holder, place, asked if place == "compute_loss" else die)
+            setattr(holder, place, signalled if place == "compute_loss" else die)
         return main(command)
 
     return in_forked_ranks(one, 2, folder)
@@ -185,15 +185,17 @@ def test_two_ranks_of_which_one_or_both_were_killed_go_on_to_the_same_weights(
         outcomes = on_two_ranks(command, tmp_path, rank, place)
         output = "".join(text for _, text in outcomes)
         assert [status for status, _ in outcomes] == statuses, output
-        found = {path.name for path in (bench.folder / name / "distill" / "checkpoints").glob("checkpoint-?")}
+        checkpoints = {
+            path.name for path in (bench.folder / name / "distill" / "checkpoints").glob("checkpoint-?")
+        }
         if name == "asked":
-            assert found == {"checkpoint-4", "checkpoint-6"}
+            assert checkpoints == {"checkpoint-4", "checkpoint-6"}
             assert (
                 output.count("fcsd distill: ended by SIGTERM after step 6 of 12; run the same command again")
                 == 1
             )
         else:
-            assert found == set()
+            assert checkpoints == set()
             assert output.count(f"rank {rank} of 2 ended without an error") == (rank >= 0)
         assert [status for status, _ in on_two_ranks(command, tmp_path)] == [0, 0]
         assert files(bench.folder / name / "distill") == FINISHED - {"scores.json"}
@@ -476,6 +478,6 @@ def test_what_a_killed_process_left_half_written_is_removed(bench: Bench, tmp_pa
         return 0
 
     assert in_a_fork(half, tmp_path / "output") == -signal.SIGKILL
-    (left,) = folder.glob(".model*")
+    (leftover,) = folder.glob(".model*")
     assert main(["distill", str(bench.recipe("r"))]) == 0
-    assert not left.exists() and (folder / "model" / "model.safetensors").stat().st_size > 1000
+    assert not leftover.exists() and (folder / "model" / "model.safetensors").stat().st_size > 1000

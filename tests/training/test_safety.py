@@ -83,12 +83,12 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], how: str) -> None:
     monkeypatch.setattr(GuardedSteps, "watched", spoiled)
 
 
-def left(folder: Path) -> dict[str, torch.Tensor]:
+def final(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 
 
 def same(one: Path, other: Path) -> bool:
-    a, b = left(one), left(other)
+    a, b = final(one), final(other)
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 
@@ -182,8 +182,8 @@ def test_a_loss_far_above_the_median_is_an_outlier_and_becomes_usual_where_it_st
     assert detector.limit == pytest.approx(usual + 6 * spread)
     assert not detector.add(detector.limit - 1e-6) and detector.add(detector.limit + 1e-6)
     assert not detector.add(0.1)  # far below is no spike
-    found = [detector.add(3.0) for _ in range(20)]
-    assert all(found[:5]) and not any(found[-5:])
+    spikes = [detector.add(3.0) for _ in range(20)]
+    assert all(spikes[:5]) and not any(spikes[-5:])
 
 
 def test_nothing_is_a_spike_before_the_usual_loss_is_known_or_without_a_threshold() -> None:
@@ -315,7 +315,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     assert same(tmp_path / "whole", tmp_path / "r")
 
 
-def test_damage_is_told_and_where_no_checkpoint_is_whole_nothing_is_begun_anew(tmp_path: Path) -> None:
+def test_damage_is_said_and_where_no_checkpoint_is_whole_nothing_is_begun_anew(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-5"
     (checkpoint / "inside").mkdir(parents=True)
     (checkpoint / "inside" / "a").write_bytes(b"12345")
@@ -345,11 +345,11 @@ def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same
     train(run(tmp_path / "whole", teacher, steps, max_steps=5))
     compute, arguments = DistillTrainer.compute_loss, run_module._arguments
 
-    def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def signalled(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.state.global_step == 2:
-            found = multiprocessing.active_children()
-            assert len(found) == helpers
-            pids = [*(child.pid for child in found), os.getpid()]
+            children = multiprocessing.active_children()
+            assert len(children) == helpers
+            pids = [*(child.pid for child in children), os.getpid()]
             subprocess.run(["kill", *map(str, pids)], check=True)  # as a scheduler: of another process
         return compute(self, *args, **kwargs)
 
@@ -360,7 +360,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same
 
     monkeypatch.setattr(run_module, "_arguments", with_helpers)
     with monkeypatch.context() as patch, pytest.raises(Interrupted) as interruption:
-        patch.setattr(DistillTrainer, "compute_loss", asked)
+        patch.setattr(DistillTrainer, "compute_loss", signalled)
         train(run(tmp_path / "r", teacher, steps, max_steps=5))
     last = tmp_path / "r" / "checkpoints" / "checkpoint-3"
     assert interruption.value.status == 143

@@ -38,8 +38,8 @@ def test_what_goes_wrong_on_the_second_rank_is_skipped_and_rewound_on_both(
     tmp_path: Path, teacher: Any, engine: str
 ) -> None:
     config = ROOT / "configs" / ("cpu_2.yaml" if engine == "copies" else f"cpu_2_{engine}.yaml")
-    found = environment(config) | {"DS_ACCELERATOR": "cpu"}
-    results = run_ranks(trained, 2, found, tmp_path, teacher)
+    variables = environment(config) | {"DS_ACCELERATOR": "cpu"}
+    results = run_ranks(trained, 2, variables, tmp_path, teacher)
     assert results[0] == results[1]
     assert {"steps": 12, "skipped_steps": 1, "spikes": 1, "rewinds": 1}.items() <= results[0].items()
     skipped, spike, rewind = events(tmp_path / "guarded")

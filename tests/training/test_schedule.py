@@ -20,7 +20,7 @@ from tests.training.test_resume import die
 # DeepSeek-V2-Lite (arXiv 2405.04434, App. B): x 0.316 after about 80 % of the tokens, and again after 90 %.
 STEP = {"milestones": [0.8, 0.9], "gamma": 0.316}
 DECAY = {"num_decay_steps": 0.4, "decay_type": "linear", "min_lr_ratio": 0.2}
-# Of ten steps, two of them warm-up, as shares of learning_rate.
+# Shares of learning_rate in ten steps, two of them warm-up.
 BY_HAND = {
     "step": (STEP, [0, 0.5, 1, 1, 1, 1, 1, 1, 0.316, 0.316**2]),
     # The warm-up begins at min_lr_ratio. Four steps of decay: from 1 by 0.8 / 4 each.
@@ -31,12 +31,12 @@ BY_HAND = {
 def rates(arguments: Any) -> list[float]:
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=arguments.learning_rate)
     schedule = learning_rate_schedule(arguments, optimizer, 10)
-    found = []
+    by_step = []
     for _ in range(10):
-        found.append(optimizer.param_groups[0]["lr"])
+        by_step.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    return found
+    return by_step
 
 
 @pytest.mark.parametrize(("name", "by_hand"), BY_HAND.items(), ids=BY_HAND)

@@ -55,7 +55,7 @@ def swept(plan: Recipe, folder: Path, runner: Any) -> dict[str, Any]:
 
 
 class Runner:
-    """Stands for a training: writes the history it is told to."""
+    """Stands for a training: writes the history that it was made with."""
 
     def __init__(self, losses: dict | None = None, die_at: int | None = None):
         self.losses, self.die_at, self.ran = losses or LOSSES, die_at, []  # type: ignore[var-annotated]

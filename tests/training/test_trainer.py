@@ -306,13 +306,13 @@ def scripted(
     scores: list[float], seen: list[dict[str, torch.Tensor]] | None = None
 ) -> Callable[[Any], Score]:
     """A score by plan."""
-    left = iter(scores)
+    values = iter(scores)
 
     def score(model: Any) -> Score:
         assert not hasattr(model, "module")
         if seen is not None:
             seen.append(weights(model))
-        return Score([next(left)])
+        return Score([next(values)])
 
     return score
 
@@ -334,9 +334,9 @@ def test_early_stopping_stops_at_the_right_step_and_leaves_the_later_of_equally_
     assert points == [(0, 0.05), (2, 0.1), (4, 0.5), (6, 0.5), (8, 0.4)]
     from fcsd.model.connectivity import load_model
 
-    left = load_model(tmp_path / "model").state_dict()
-    assert all(torch.equal(left[name], value) for name, value in seen[3].items())
-    assert not all(torch.equal(left[name], value) for name, value in seen[4].items())
+    state = load_model(tmp_path / "model").state_dict()
+    assert all(torch.equal(state[name], value) for name, value in seen[3].items())
+    assert not all(torch.equal(state[name], value) for name, value in seen[4].items())
     remove_checkpoints(tmp_path, join_launch())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["history.jsonl", "model", "scores.json"]
 
@@ -352,8 +352,8 @@ def test_weights_that_score_best_before_training_are_what_is_left_and_it_is_said
     assert "training has made the model worse" in capsys.readouterr().err
     from fcsd.model.connectivity import load_model
 
-    left = load_model(tmp_path / "model").state_dict()
-    assert all(torch.equal(left[name], value) for name, value in before.items())
+    state = load_model(tmp_path / "model").state_dict()
+    assert all(torch.equal(state[name], value) for name, value in before.items())
 
 
 def test_a_scorer_that_fails_ends_the_run_with_its_error(tmp_path: Path, teacher: Any) -> None:
@@ -437,8 +437,8 @@ def test_the_last_step_is_logged_whatever_logging_steps_is(tmp_path: Path, teach
 def token_figures(
     student: Any, teacher: Any, rows: Any, objective: ObjectiveConfig
 ) -> dict[str, torch.Tensor]:
-    """Of every kept token, from full float64 logits of each example on its own."""
-    found: dict[str, list[torch.Tensor]] = {"divergence": [], "entropy": [], "agreement": []}
+    """Compute figures of every kept token, from full float64 logits of each example on its own."""
+    figures: dict[str, list[torch.Tensor]] = {"divergence": [], "entropy": [], "agreement": []}
     t = objective.temperature or 1.0
     for ids, labels in examples(rows):
         keep = labels[0, 1:] != -100
@@ -453,10 +453,10 @@ def token_figures(
             "reverse_kl": s * (s / q).log(),
             "jsd": beta * q * (q / m).log() + (1 - beta) * s * (s / m).log(),
         }
-        found["divergence"].append(per_token[objective.name].sum(-1))
-        found["entropy"].append(-(q * q.log()).sum(-1))
-        found["agreement"].append((s.argmax(-1) == q.argmax(-1)).double())
-    return {name: torch.cat(values) for name, values in found.items()}
+        figures["divergence"].append(per_token[objective.name].sum(-1))
+        figures["entropy"].append(-(q * q.log()).sum(-1))
+        figures["agreement"].append((s.argmax(-1) == q.argmax(-1)).double())
+    return {name: torch.cat(values) for name, values in figures.items()}
 
 
 @pytest.mark.parametrize("rows_a_forward", [4, 1])

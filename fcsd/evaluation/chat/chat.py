@@ -102,15 +102,15 @@ def load_speaker(
     Raises:
         UserError: as `load_for_evaluation`; no tokenizer; a tokenizer without chat template.
     """
-    found = find_model(ModelConfig(path=path, revision=revision, trust_remote_code=trust_remote_code))
-    tokenizer = load_tokenizer(found.folder, trust_remote_code=trust_remote_code)
+    checkpoint = find_model(ModelConfig(path=path, revision=revision, trust_remote_code=trust_remote_code))
+    tokenizer = load_tokenizer(checkpoint.folder, trust_remote_code=trust_remote_code)
     if not tokenizer.chat_template:
         raise UserError(
             f"{path}: its tokenizer has no chat template, so the model was not trained to converse; give a chat model,"
             " or put its chat_template.jinja beside the tokenizer"
         )
     try:
-        model = load_for_evaluation(found, join_launch(), device_map=device_map)
+        model = load_for_evaluation(checkpoint, join_launch(), device_map=device_map)
     except ValueError as error:
         if device_map is None:
             raise

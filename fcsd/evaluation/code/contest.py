@@ -98,7 +98,7 @@ def _function_name(metadata: Any, starter: str, where: str) -> str:
         except ValueError:
             metadata = None
     named = metadata.get("func_name") if isinstance(metadata, dict) else None
-    found = re.search(r"\bdef\s+(\w+)\s*\(", starter)
-    if not isinstance(named, str) and found is None:
+    definition = re.search(r"\bdef\s+(\w+)\s*\(", starter)
+    if not isinstance(named, str) and definition is None:
         raise UserError(f"{where}: neither metadata has a func_name nor starter_code a function to call")
-    return named if isinstance(named, str) else str(found[1])  # type: ignore[index]
+    return named if isinstance(named, str) else str(definition[1])  # type: ignore[index]

@@ -76,19 +76,19 @@ def grading(test: str, num_base: int | None, entry_point: str | None = None) -> 
     """
     if entry_point is None:
         place = test.rfind("\nfor i, ")
-        found = _MBPP_TAIL.fullmatch(test, place) if place >= 0 else None
-        if found is None or "\ninputs = " not in test:
+        tail = _MBPP_TAIL.fullmatch(test, place) if place >= 0 else None
+        if tail is None or "\ninputs = " not in test:
             return None
-        setup, name, rule = test[:place], found["name"], _RULES.get(found["name"], "equal")
-        tolerance, right = found["atol"], found["right"]
+        setup, name, rule = test[:place], tail["name"], _RULES.get(tail["name"], "equal")
+        tolerance, right = tail["atol"], tail["right"]
     else:
         place, check = test.rfind("\n    for i, "), test.find(_CHECK)
-        found = _HUMANEVAL_TAIL.fullmatch(test, place) if 0 <= check < place else None
-        if found is None or "\n    inputs = " not in test[check:place]:
+        tail = _HUMANEVAL_TAIL.fullmatch(test, place) if 0 <= check < place else None
+        if tail is None or "\n    inputs = " not in test[check:place]:
             return None
         inside = re.sub(r"^    ", "", test[check + len(_CHECK) : place], flags=re.MULTILINE)
-        setup, name, rule = test[:check] + inside, entry_point, "root" if found["root"] else "equal"
-        tolerance, right = found["root"] or found["atol"], found["right"] or "exp"
+        setup, name, rule = test[:check] + inside, entry_point, "root" if tail["root"] else "equal"
+        tolerance, right = tail["root"] or tail["atol"], tail["right"] or "exp"
     expected = "results" if right == "exp" else "ref_func"
 
     def part(first: int, last: int | None) -> tuple[str, ...]:

@@ -37,14 +37,14 @@ def programs_of(
     thinking: completions begin with thoughts, which end at `</think>` and are cut off.
     """
     by_id = {problem.task_id: problem for problem in problems}
-    found: dict[str, list[str]] = {}
+    programs: dict[str, list[str]] = {}
     for where, sample in lines:
         problem = by_id.get(_task_id(sample, by_id, where))
         if problem is None:
             name = sample.get("task_id", sample.get("question_id", sample.get("doc_id")))
             raise UserError(f"{where}: {name!r} is not a problem of this data set (it has {_ids(by_id)})")
-        found.setdefault(problem.task_id, []).extend(_programs(sample, problem, where, thinking))
-    return found
+        programs.setdefault(problem.task_id, []).extend(_programs(sample, problem, where, thinking))
+    return programs
 
 
 def _task_id(sample: Mapping[str, Any], known: Mapping[str, Any], where: str) -> str:
@@ -113,20 +113,20 @@ def evalplus_outcomes(
             command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace",
         )  # fmt: skip
-        left = file.with_name("samples_eval_results.json")
-        if done.returncode != 0 or not left.is_file():
+        results = file.with_name("samples_eval_results.json")
+        if done.returncode != 0 or not results.is_file():
             last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
             raise ScorerError(f"EvalPlus failed with status {done.returncode}: {last.strip()}")
-        found = json.loads(left.read_text(encoding="utf-8"))["eval"]
+        verdicts = json.loads(results.read_text(encoding="utf-8"))["eval"]
     return [
-        [_verdict(problem.task_id, each) for each in found[f"{prefix}{problem.task_id}"]]
+        [_verdict(problem.task_id, each) for each in verdicts[f"{prefix}{problem.task_id}"]]
         for problem in problems
     ]
 
 
-def _verdict(task_id: str, found: Mapping[str, Any]) -> Outcome:
+def _verdict(task_id: str, statuses: Mapping[str, Any]) -> Outcome:
     """Translate EvalPlus's statuses; its "fail" is a wrong output or an exception alike."""
     words: dict[str, OutcomeClass] = {"pass": "passed", "fail": "wrong", "timeout": "timeout"}
-    base, plus = words[found["base_status"]], words[found["plus_status"]]
+    base, plus = words[statuses["base_status"]], words[statuses["plus_status"]]
     whole = Outcome(task_id, plus if base == "passed" else base, 0.0)
     return replace(whole, base=base)

@@ -155,7 +155,7 @@ class CodeScorer:
             raise UserError(
                 f"code tasks: this machine's sandbox cannot {' and cannot '.join(missing)};"
                 " run on a newer kernel or in a container that allows it,"
-                " or accept the risk with --allow-weak-sandbox (allow_weak_sandbox: true)"
+                " or accept the risk: --allow-weak-sandbox, or allow_weak_sandbox in a recipe and in Python"
             )
 
     def self_check(
@@ -215,9 +215,9 @@ class CodeScorer:
             UserError: a problem without completion, or a completion for an unknown problem. ScorerError: the
                 sandbox failed.
         """
-        known = {problem.task_id for problem in problems}
-        given = {task_id for task_id, texts in completions.items() if texts}
-        missing, extra = sorted(known - given), sorted(given - known)
+        problem_ids = {problem.task_id for problem in problems}
+        completion_ids = {task_id for task_id, texts in completions.items() if texts}
+        missing, extra = sorted(problem_ids - completion_ids), sorted(completion_ids - problem_ids)
         if missing or extra:
             what = f"no completion for problem {missing[0]}" if missing else f"{extra[0]} is not a problem"
             raise UserError(

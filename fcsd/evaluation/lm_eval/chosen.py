@@ -29,28 +29,28 @@ def chosen_suite(names: Sequence[str], suite: SuiteConfig, include_path: Path | 
     if include_path is not None and not include_path.is_dir():
         raise UserError(f"{include_path}: no such folder (include path)")
     rows = {row.task: row.model_dump(mode="json", exclude_unset=True) for row in suite.tasks}
-    found: list[dict[str, Any]] = []
+    tasks: list[dict[str, Any]] = []
     own = _index([include_path], defaults=False) if include_path is not None else {}
     for name in names:
         if name in own:
-            found.append(_row(name, own, include_path))
+            tasks.append(_row(name, own, include_path))
         elif name in rows:
-            found.append(rows[name])
+            tasks.append(rows[name])
         else:
-            found.append(_row(name, _lm_evals(name), None, [*rows, *own]))
-    if not any(row.get("headline", True) for row in found):  # asked for by name, they count
-        found = [row | {"headline": True} for row in found]
+            tasks.append(_row(name, _lm_evals(name), None, [*rows, *own]))
+    if not any(row.get("headline", True) for row in tasks):  # asked for by name, they count
+        tasks = [row | {"headline": True} for row in tasks]
     where = f"--tasks {','.join(names)}"
-    made = validate(SuiteConfig, {"name": f"{suite.name}-tasks", "tasks": found}, where)
-    return made.model_copy(update={"folder": suite.folder, "columns": suite.columns})
+    selection = validate(SuiteConfig, {"name": f"{suite.name}-tasks", "tasks": tasks}, where)
+    return selection.model_copy(update={"folder": suite.folder, "columns": suite.columns})
 
 
 def _lm_evals(name: str) -> dict[str, Any]:
     """Read the definitions of lm-eval's folder that the name begins with; all 14,000 take 10 s."""
     folders = [path for path in tasks_folder().iterdir() if path.is_dir() and name.startswith(path.name)]
     for folder in sorted(folders, key=lambda path: -len(path.name)):
-        if name in (found := _index([folder], defaults=False)):
-            return found
+        if name in (definitions := _index([folder], defaults=False)):
+            return definitions
     return _every()
 
 

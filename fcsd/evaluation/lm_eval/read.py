@@ -17,7 +17,7 @@ from fcsd.evaluation.results import Samples, lm_eval_sample, mean_of, read_resul
 Result = dict[str, Any]
 _SECTIONS = ("group_subtasks", "configs", "n-samples", "n-shot", "higher_is_better")  # not every one is there
 _PREFERRED = ("acc_norm,none", "acc,none", "exact_match,flexible-extract", "exact_match,strict-match")
-"""Of several metrics of a task, the one that stands for it when nothing else says which."""
+"""The metrics that stand for a task which has several, in this order, when nothing else says which."""
 
 
 def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[Result, Samples]:
@@ -42,18 +42,18 @@ def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[R
         names = ", ".join(place.name for place in places)
         raise UserError(f"{folder}: holds results of several models ({names}); give the folder of one")
     metrics = {task: row["metric"] for task, row in (like or {}).get("tasks", {}).items()}
-    found: dict[str, tuple[dict[str, Any], Path]] = {}
+    by_task: dict[str, tuple[dict[str, Any], Path]] = {}
     for file in files:  # by time: the newest result of a task counts
         whole = read_json(file, "evaluate again")
         if not isinstance(whole, dict) or not isinstance(whole.get("results"), dict):
             raise UserError(f"{file}: not a result of lm_eval")
         whole |= {section: whole.get(section) or {} for section in _SECTIONS}
         for task in _tasks(whole, metrics):
-            found[task] = (whole, file)
+            by_task[task] = (whole, file)
     tasks, samples = {}, {}
-    for task, (whole, file) in found.items():
+    for task, (whole, file) in by_task.items():
         tasks[task], samples[task] = _task(task, whole, file, metrics.get(task))
-    newest = found[next(reversed(found))][0]
+    newest = by_task[next(reversed(by_task))][0]
     config = newest.get("config") or {}
     versions = {"lm-eval": newest.get("lm_eval_version"), "transformers": newest.get("transformers_version")}
     limit = config.get("limit")
@@ -64,7 +64,7 @@ def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[R
         "device": config.get("device"),
         "fewshot_seed": config.get("fewshot_seed"),
         "decoding": "as lm_eval was told",
-        "suite": {"tasks": [_suite_row(task, found[task][0]) for task in tasks]},
+        "suite": {"tasks": [_suite_row(task, by_task[task][0]) for task in tasks]},
         "versions": {name: version for name, version in versions.items() if version},
     }
     model = str(newest.get("model_name") or folder.name)
@@ -120,7 +120,7 @@ def _task(
                 (row for row in rows if row["filter"] == rule), key=lambda row: int(row["doc_id"])
             )
             member = None if leaf == task else leaf
-            samples += [lm_eval_sample(row, float(row[name]), member, _asked(row)) for row in chosen]
+            samples += [lm_eval_sample(row, float(row[name]), member, _requests(row)) for row in chosen]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{file}: task {task}: result or samples are not as lm_eval writes them ({error!r}); evaluate again"
@@ -196,5 +196,5 @@ def _metric(
     return next((key for key in _PREFERRED if key in means), means[0])
 
 
-def _asked(row: Mapping[str, Any]) -> list[list[Any]]:
+def _requests(row: Mapping[str, Any]) -> list[list[Any]]:
     return [list(each.values()) for each in (row.get("arguments") or {}).values() if isinstance(each, dict)]

@@ -39,20 +39,20 @@ class Ready(LM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Answer from the file; the n-th request about a document gets its n-th answer."""
-        asked: Counter[_Item] = Counter()
-        found = []
+        counts: Counter[_Item] = Counter()
+        texts = []
         for request in requests:
-            task, place = str(request.task_name), int(request.doc_id)  # among the documents that are asked
+            task, place = str(request.task_name), int(request.doc_id)  # among the documents with an answer
             item = (task, self.documents[task][place] if task in self.documents else place)
-            text = self.answers[item][asked[item]] if item in self.answers else ""
-            asked[item] += 1
+            text = self.answers[item][counts[item]] if item in self.answers else ""
+            counts[item] += 1
             end = "</think>" if self.thinking else None
-            found.append(postprocess_generated_text(text, (request.args[1] or {}).get("until"), end))
-        return found
+            texts.append(postprocess_generated_text(text, (request.args[1] or {}).get("until"), end))
+        return texts
 
     def loglikelihood(self, requests: Any) -> Any:
-        """Refuse."""
-        raise UserError("is scored by likelihood, which a file of answers does not tell")
+        """Refuse: a file of answers has no likelihoods."""
+        raise UserError("is scored by likelihood, which a file of answers does not hold")
 
     loglikelihood_rolling = loglikelihood
 
@@ -69,7 +69,7 @@ def grade_answers(
     tasks: those of the row, loaded without a chat template. partial: documents without an answer are left out.
     thinking: answers begin with thoughts, which end at `</think>` and are cut off.
     """
-    answers, told = _by_document(row, tasks, lines)
+    answers, first_lines = _by_document(row, tasks, lines)
     documents = {
         name: [number for number in range(len(task.eval_docs)) if not partial or (name, number) in answers]
         for name, task in tasks.items()
@@ -100,7 +100,7 @@ def grade_answers(
     graded = [run_task(Ready(each, some, thinking=thinking), row, tasks, None, some) for each in passes]
     items = [_item(sample["doc_id"], row.task) for sample in graded[0]]
     return [
-        _whole(row, samples, *told[item], answers[item])
+        _whole(row, samples, *first_lines[item], answers[item])
         for item, *samples in zip(items, *graded, strict=True)
     ]
 
@@ -138,7 +138,7 @@ def _by_document(
 ) -> tuple[dict[_Item, list[str]], dict[_Item, tuple[str, Mapping[str, Any]]]]:
     """Sort the lines by document: its answers, and the line that names it first."""
     answers: dict[_Item, list[str]] = {}
-    told: dict[_Item, tuple[str, Mapping[str, Any]]] = {}
+    first_lines: dict[_Item, tuple[str, Mapping[str, Any]]] = {}
     hashes: dict[str, _Item] | None = None
     for where, line in lines:
         task = line.get("task", row.task)
@@ -159,10 +159,10 @@ def _by_document(
         missing = "no 'completion' (an answer) and no 'completions' (several)"
         _, texts = texts_of(line, where, {"completions": True, "completion": False}, missing)
         answers.setdefault(item, []).extend(texts)
-        told.setdefault(item, (where, line))
+        first_lines.setdefault(item, (where, line))
     if not answers:
         raise UserError(f"task {row.task}: the file holds no answer to it")
-    return answers, told
+    return answers, first_lines
 
 
 def _item(doc_id: Any, task: str, where: str = "") -> _Item:

@@ -88,8 +88,8 @@ class ServedModel(LanguageModel):
         eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         bodies, stops = [], []
         for number, request in enumerate(requests):
-            context, given = request.args
-            settings: Any = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+            context, arguments = request.args
+            settings: Any = dict(normalize_gen_kwargs(arguments, self.max_gen_toks))
             stop, new = handle_stop_sequences(settings.pop("until"), eos=eos), settings.pop("max_gen_toks")
             # The beginning is cut to what fits beside the answer, as in memory.
             ids, _ = self.tok_batch_encode([context])

@@ -183,8 +183,8 @@ def _apply(task: Any, row: LMEvalTaskConfig) -> None:
         raise UserError(f"task {row.task}: runs generated code inside lm-eval; use kind: code")
     settings: dict[str, Any] = {}
     if isinstance(row, GenerationTaskConfig):
-        given = {"max_gen_toks": row.max_new_tokens, "until": row.stop}
-        settings = {key: value for key, value in given.items() if value is not None}
+        limits = {"max_gen_toks": row.max_new_tokens, "until": row.stop}
+        settings = {key: value for key, value in limits.items() if value is not None}
     if settings:
         task.set_config(key="generation_kwargs", value=settings, update=True)
 
@@ -215,11 +215,11 @@ def _characters_read(task: Any, document: Any) -> int:
     """Count the prompt characters read for one item; single-token choices share one forward pass."""
     context = task.fewshot_context(document, task.config.num_fewshot or 0)
     requests = task.construct_requests(doc=document, ctx=context, metadata=(task.task_name, 0, 1))
-    asked = [request.args for request in (requests if isinstance(requests, list) else [requests])]
-    letters = len({context for context, _ in asked}) == 1 and all(
-        len(choice.strip()) == 1 for _, choice in asked
+    pairs = [request.args for request in (requests if isinstance(requests, list) else [requests])]
+    letters = len({context for context, _ in pairs}) == 1 and all(
+        len(choice.strip()) == 1 for _, choice in pairs
     )
-    return sum(len(context) + len(choice) for context, choice in (asked[:1] if letters else asked))
+    return sum(len(context) + len(choice) for context, choice in (pairs[:1] if letters else pairs))
 
 
 def longest_requests(
@@ -266,7 +266,7 @@ def run_task(
     limit: int | None,
     documents: dict[str, list[int]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate one row; its samples in the order of the data set (group members one after another).
+    """Evaluate one row and return its samples in the order of the data set (group members one after another).
 
     documents: task -> the numbers of those that are asked; None: all of them, or the first `limit`. A sample has `cut`
     if the model has been shown the end of the prompt only.

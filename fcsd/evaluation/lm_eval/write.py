@@ -76,7 +76,7 @@ def _add_scores(
     """Add what tasks and groups have in common; returns the scores, of which a group has more."""
     metric, rule = lm_eval_key(row["metric"])
     scores = [item["score"] for item in items]
-    whole["results"][name] = found = {
+    whole["results"][name] = result = {
         "name": name,
         "alias": name,
         "sample_len": len(scores),
@@ -86,7 +86,7 @@ def _add_scores(
     whole["n-shot"][name] = row["num_fewshot"]
     whole["versions"][name] = "fcsd"
     whole["higher_is_better"][name] = {metric: row.get("higher_is_better", True)}
-    return found
+    return result
 
 
 def _add_group(
@@ -98,10 +98,10 @@ def _add_group(
     """Add a group: it has a score and no configuration, so that whoever reads `configs` finds samples for each."""
     items = [item for part in members.values() for item in part]
     metric, rule = lm_eval_key(row["metric"])
-    whole["groups"][name] = found = _add_scores(whole, name, row, items)
-    found["sample_count"] = {f"{metric},{rule}": len(items)}
+    whole["groups"][name] = result = _add_scores(whole, name, row, items)
+    result["sample_count"] = {f"{metric},{rule}": len(items)}
     error = pooled_standard_error([[item["score"] for item in part] for part in members.values()])
-    found[f"{metric}_stderr,{rule}"] = "N/A" if error is None else error
+    result[f"{metric}_stderr,{rule}"] = "N/A" if error is None else error
     whole["group_subtasks"][name] = list(members)
 
 

@@ -16,13 +16,13 @@ read one stream for both, as ours.
 
 There is one difference. In AMD's file *every* MoE layer hands the stream without its routed output on, a
 regular one too, so the first FarSkip layer after a regular MoE layer reads o - routed of that regular layer.
-Here the routed output of a regular layer is never in flight. With `attn_only_farskip` the wiring is still
-ours, with the selection begun one layer earlier (whose attention and MLP then both read what a regular
+Here the routed output of a regular layer is never in flight. With `attn_only_farskip` the connectivity is
+still ours, with the selection begun one layer earlier (whose attention and MLP then both read what a regular
 layer reads). With both sides it has no counterpart and is refused. No published checkpoint sets the start.
 
 `gated_attention` on a deepseek_v3 is the attention gate of the family instella_moe, with or without the keys above.
-Of such a config every key must be one that is described (`_DESCRIBED`); of others, every key with `farskip` in its
-name: what an unknown one would change, nobody knows. `to_instella` is the other direction.
+Every key of such a config must be one that is described (`_DESCRIBED`); of other configs, every key with `farskip` in
+its name: what an unknown one would change, nobody knows. `to_instella` is the other direction.
 
 Not covered: AMD's own code, which calls `DeepseekV3MoE.moe`; transformers 5 no longer has it.
 """
@@ -154,13 +154,13 @@ def translate_instella(config: Mapping[str, Any], where: str = "config.json") ->
             f"{where}: farskip: which layers are MoE cannot be told; the fields {fields} are needed beside it"
         ) from None
     field = from_instella(config, mask, where).field(mask)
-    left = {key: value for key, value in config.items() if key not in (*INSTELLA_KEYS, "auto_map")}
+    rest = {key: value for key, value in config.items() if key not in (*INSTELLA_KEYS, "auto_map")}
     if family.like:
-        left["num_nextn_predict_layers"] = 0  # 1 in some, whose files hold no such layer
+        rest["num_nextn_predict_layers"] = 0  # 1 in some, whose files hold no such layer
     if not field["layers"]:
-        return left | {"model_type": model_type, "architectures": [family.causal_lm]}
+        return rest | {"model_type": model_type, "architectures": [family.causal_lm]}
     names = {"model_type": PREFIX + model_type, "architectures": [f"FarSkip{family.causal_lm}"]}
-    return left | names | {"farskip": field}
+    return rest | names | {"farskip": field}
 
 
 AMDS_CODE = "amd/Instella-MoE-16B-A3B-Think"
@@ -200,8 +200,8 @@ def to_instella(
             f"{where}: AMD's code for transformers has DeepSeek-V3's router, and AMD's SGLang, which has DeepSeek-V2's,"
             " wires all layers with both sides; convert the original with `--layers all`"
         )
-    left = {key: value for key, value in config.items() if key not in _REWRITTEN}
-    left |= _rope_before_5(config) | {
+    rest = {key: value for key, value in config.items() if key not in _REWRITTEN}
+    rest |= _rope_before_5(config) | {
         "torch_dtype": config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     }
     names: dict[str, Any] = {"architectures": ["DeepseekV2ForCausalLM"]}
@@ -212,7 +212,7 @@ def to_instella(
             GATE: family in GATED.values(),
             "num_nextn_predict_layers": 0,
         }
-    result = left | names | {"model_type": written.get(family, family)} | keys
+    result = rest | names | {"model_type": written.get(family, family)} | keys
     check_described(result, where)
     return result
 

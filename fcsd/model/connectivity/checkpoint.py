@@ -24,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]  # of tensors by their names
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder whose files have been found complete."""
+    """A checkpoint folder whose files are complete."""
 
     folder: Path
     config: dict[str, Any]
@@ -165,16 +165,18 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
         raise UserError(f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists{hint}")
     shapes: Shapes = {}
     for name in files:
-        found = {key: tuple(each["shape"]) for key, each in read_header(folder / name)[0].items()}
+        in_file = {key: tuple(each["shape"]) for key, each in read_header(folder / name)[0].items()}
         wanted = (
-            found.keys() if weight_map is None else {key for key, file in weight_map.items() if file == name}
+            in_file.keys()
+            if weight_map is None
+            else {key for key, file in weight_map.items() if file == name}
         )
-        if absent := sorted(wanted - found.keys()):
+        if absent := sorted(wanted - in_file.keys()):
             raise UserError(
                 f"{folder / name}: tensor '{absent[0]}' is not in this file, but {INDEX} says so;"
                 " fetch both again"
             )
-        shapes |= {key: found[key] for key in wanted}
+        shapes |= {key: in_file[key] for key in wanted}
     return Checkpoint(folder, config, family, connectivity, foreign, tuple(files), shapes)
 
 

@@ -50,8 +50,8 @@ def convert_model(model: Any, connectivity: Connectivity, *, regular_ok: bool = 
 
 
 def unconvert_model(model: Any) -> None:
-    """Give a converted model its original class, config and wiring back; outputs are bit-identical to the
-    original's.
+    """Give a converted model its original class, config and connectivity back; outputs are bit-identical to
+    the original's.
 
     A model that is not converted is left as it is.
 

@@ -226,7 +226,7 @@ class LayerPass:
         return self.shared_output
 
     def partial(self) -> torch.Tensor:
-        """o_k - routed_k."""
+        """Return o_k - routed_k."""
         rest = self.after_attention
         if self.family.residual != "sum":
             rest = self.kept(1, rest)
@@ -282,7 +282,7 @@ def layer_class(base: type) -> type:
 
 
 def __getattr__(qualname: str) -> Any:
-    """Pickle looks generated classes up here by their qualified name."""
+    """Return a generated class, which pickle looks up by its qualified name."""
     kind, _, path = qualname.partition(":")
     module, _, name = path.partition(":")
     if name:

@@ -241,10 +241,10 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
             f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is '{missing[0]}';"
             " the checkpoint is incomplete or of another model"
         )
-    found = SimpleNamespace(missing_keys=set(), unexpected_keys={*have} - {*in_files, *in_memory, *tied})
+    report = SimpleNamespace(missing_keys=set(), unexpected_keys={*have} - {*in_files, *in_memory, *tied})
     # Takes out what the family does not load, MTP layers say.
-    model._adjust_missing_and_unexpected_keys(found)
-    if extra := sorted(found.unexpected_keys):
+    model._adjust_missing_and_unexpected_keys(report)
+    if extra := sorted(report.unexpected_keys):
         raise UserError(
             f"{checkpoint.folder}: {len(extra)} tensors belong to no parameter, the first is '{extra[0]}';"
             f" weights and {CONFIG} belong to different models, or the model was changed after {CONFIG} was written"

@@ -9,7 +9,8 @@ Rewiring comes before anything that sets `forward` on instances, which would byp
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from torch import nn
 
@@ -38,19 +39,19 @@ def is_one_of(module: nn.Module, names: Any) -> bool:
 def decoder_layers(model: nn.Module, family: Any) -> nn.ModuleList:
     """Return the one ModuleList of the family's decoder layers (`get_decoder()` is not reliable:
     Llama4ForCausalLM)."""
-    found = [
+    stacks = [
         module
         for module in model.modules()
         if isinstance(module, nn.ModuleList)
         and len(module)
         and all(is_one_of(layer, family.decoder_layer) for layer in module)
     ]
-    if len(found) != 1:
+    if len(stacks) != 1:
         raise ValueError(
-            f"{type(model).__name__}: {len(found)} stacks of {family.decoder_layer} found, one is"
+            f"{type(model).__name__}: {len(stacks)} stacks of {family.decoder_layer} found, one is"
             f" needed, as in transformers' {family.upstream}; rewire before anything wraps layers"
         )
-    return found[0]
+    return stacks[0]
 
 
 def rewired_layers(stack: nn.ModuleList) -> Iterator[int]:
@@ -70,10 +71,12 @@ class StageError(ValueError):
 
 
 def check_stages(stack: nn.ModuleList, num_stages: int) -> None:
-    """Raise StageError if transformers' equal cut into stages separates a pair of tensors."""
-    cuts = pipeline_cuts(stack)
-    size = len(stack) // num_stages
-    for k in (stage * size for stage in range(1, num_stages)):
+    """Raise StageError if the cut of the installed transformers into stages separates a pair of tensors."""
+    from transformers.distributed.pipeline_parallel import PipelineStage
+
+    cuts, stages = pipeline_cuts(stack), cast(Any, SimpleNamespace(pp_size=num_stages))
+    for stage in range(1, num_stages):
+        k = PipelineStage.layer_range_for_rank(stages, stage, len(stack))[0]
         if k and k not in cuts:
             raise StageError(
                 f"pipeline of {num_stages} stages: one begins at layer {k}, where the routed output of layer"
@@ -103,7 +106,7 @@ def unrewire(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def regular(model: nn.Module) -> Iterator[None]:
-    """While the context lasts, every rewired layer computes what the original's does, with the same weights.
+    """Let every rewired layer compute what the original's does while the context lasts, with the same weights.
 
     Classes, hooks and parameters stay in place: this is for a pass in between, under FSDP2 and PEFT too.
     """

@@ -14,7 +14,7 @@ VERSION = 1
 """Version of the `farskip` field in a checkpoint's config."""
 
 CALIBRATED, TRAINED = "farskip_calibration", "farskip_trained"
-"""Keys of a config: what has changed its weights since they were the original's. They stay when the wiring goes."""
+"""Keys of a config: what has changed its weights since they were the original's. They stay when it is unconverted."""
 
 _ALLOWED = "all, moe, none, first:N, last:N, first:P%, last:P%, or layer indices such as 0,2,5 or 1-5"
 
@@ -55,9 +55,9 @@ class Connectivity:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", parse_selection(self.layers))
         if self.attention not in ("partial", "full"):
-            raise UserError(f"connectivity.attention: must be 'partial' or 'full', got {self.attention!r}")
+            raise UserError(f"attention: must be 'partial' or 'full', got {self.attention!r}")
         if self.mlp not in ("outdated", "full"):
-            raise UserError(f"connectivity.mlp: must be 'outdated' or 'full', got {self.mlp!r}")
+            raise UserError(f"mlp: must be 'outdated' or 'full', got {self.mlp!r}")
         if self.attention == self.mlp == "full" and self.layers not in ("none", []):
             raise UserError(
                 "connectivity: attention: full with mlp: full is the regular connectivity, nothing would be"
@@ -80,7 +80,7 @@ class Connectivity:
         field = self.field(moe_mask)
         layers = field["layers"]
         behind = self.attention == "partial" and any(moe_mask[k] and k + 1 in layers for k in layers)
-        # Of a parallel family attention: full is refused by name where the layers are looked at.
+        # attention: full of a parallel family is refused by name where the layers are looked at.
         regular_mlp = self.mlp == "full" or (layout == "parallel" and self.attention == "partial")
         if layers and not behind and regular_mlp:
             other = "" if layout == "parallel" else " or mlp: outdated,"

@@ -156,9 +156,9 @@ def family_of(config: Any) -> Family:
         )
     text = (get("text_config") or config) if family.multimodal else config
     for field, value, reason in family.requires:
-        found = text.get(field, value) if isinstance(text, Mapping) else getattr(text, field, value)
-        if found != value:
+        actual = text.get(field, value) if isinstance(text, Mapping) else getattr(text, field, value)
+        if actual != value:
             raise UserError(
-                f"model type '{model_type}': {field}: {found} is not supported, only {value}, because {reason}"
+                f"model type '{model_type}': {field}: {actual} is not supported, only {value}, because {reason}"
             )
     return family

@@ -121,9 +121,9 @@ class _Cap:
         if runtime is not None and runtime.has_rows:
             return None  # rows that have travelled already
         names = _arguments(self.experts)
-        given = [*args, *(kwargs[name] for name in names[len(args) :])]
+        values = [*args, *(kwargs[name] for name in names[len(args) :])]
         others = {name: value for name, value in kwargs.items() if name not in names}
-        return capped(self.experts, tuple(given)), others
+        return capped(self.experts, tuple(values)), others
 
 
 def capped(experts: Any, chosen: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -139,8 +139,8 @@ def dropping(
     """Drop pairs above a capacity in forward passes inside, of an original or a converted model.
 
     A dropped pair has weight zero: it adds nothing, and nothing of it has a gradient. The weights of a token's other
-    pairs stay. `attention_mask` of a call tells padding, which takes no room. training_only: passes in evaluation mode
-    drop nothing, and `begin` tells of padding, not the call.
+    pairs stay. `attention_mask` of a call says what is padding, which takes no room. training_only: passes in
+    evaluation mode drop nothing, and `begin` says what is padding, not the call.
 
     Raises:
         UserError: the model has no routers, its experts are not called with choices and weights (JetMoE, Llama 4), it
@@ -148,16 +148,16 @@ def dropping(
     """
     if not (math.isfinite(factor) and factor > 0) or drop not in ("order", "weight"):
         raise UserError(f"capacity factor {factor}, drop {drop!r}: a number above 0, and order or weight")
-    owner, found = unwrapped(model), Dropping(model, factor, drop, training_only)
-    caps = [_cap(owner, found, number) for number in range(len(found.routers))]
+    owner, state = unwrapped(model), Dropping(model, factor, drop, training_only)
+    caps = [_cap(owner, state, number) for number in range(len(state.routers))]
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         mask = kwargs.get("attention_mask")
-        given = [*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
-        length = next((each.shape[1] for each in given if isinstance(each, Tensor)), None)
+        inputs = [*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+        length = next((each.shape[1] for each in inputs if isinstance(each, Tensor)), None)
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2 or length is None):
-            raise UserError("capacity factor: padding is told by an attention_mask (B, T), and no other mask")
-        found.begin(None if mask is None or length is None else mask[:, -length:])
+            raise UserError("capacity factor: an attention_mask (B, T) is needed, got another mask")
+        state.begin(None if mask is None or length is None else mask[:, -length:])
 
     with contextlib.ExitStack() as stack:
         if not training_only:
@@ -166,7 +166,7 @@ def dropping(
             stack.callback(cap.experts.register_forward_pre_hook(cap.hook, with_kwargs=True).remove)
             cap.experts.__dict__["farskip_cap"] = cap
             stack.callback(cap.experts.__dict__.pop, "farskip_cap")
-        yield found
+        yield state
 
 
 def _arguments(experts: Any) -> list[str]:

@@ -36,12 +36,12 @@ class Recording:
     def take(self) -> list[Routed]:
         """Return, for each of `routers`, all tokens since the last call, and forget them; UserError: one has none."""
         calls, self._calls = self._calls, [[] for _ in self.routers]
-        for router, found in zip(self.routers, calls, strict=True):
-            if not found:
+        for router, records in zip(self.routers, calls, strict=True):
+            if not records:
                 raise UserError(f"router {router.name} chose nothing: no forward pass of its layer was seen")
         return [
-            Routed(torch.cat([r.experts for r in found]), torch.cat([r.logits for r in found]))
-            for found in calls
+            Routed(torch.cat([r.experts for r in records]), torch.cat([r.logits for r in records]))
+            for records in calls
         ]
 
     def hooks(self, index: int) -> tuple[Before, After]:
@@ -54,7 +54,7 @@ class Recording:
             scores = values[router.logits_index if len(values) > 1 else 0]
             scores = scores if self.with_gradient else scores.detach()
             if (chosen := _chosen(router, values)) is None:
-                logits.append(scores)  # the block chooses; its experts are told
+                logits.append(scores)  # the block chooses, and calls its experts with the choice
             else:
                 self._calls[index].append(Routed(chosen.detach(), scores))
 
@@ -72,8 +72,8 @@ def _is_choice(value: Any) -> bool:
 
 def _chosen(router: Router, output: tuple[Any, ...]) -> Tensor | None:
     """Read experts (tokens, K) off a router's output; None where it gives logits only."""
-    if (found := next((value for value in output if _is_choice(value)), None)) is not None:
-        return found
+    if (choice := next((value for value in output if _is_choice(value)), None)) is not None:
+        return choice
     sizes = next((value for value in output if isinstance(value, list)), None)
     if sizes is not None:
         # JetMoE: the pairs sorted by expert, and how many each expert has
@@ -101,15 +101,15 @@ def recording(model: nn.Module, *, with_gradient: bool = False) -> Iterator[Reco
     Raises:
         UserError: the model has no router.
     """
-    found = Recording(find_routers(model), with_gradient=with_gradient)
+    recorder = Recording(find_routers(model), with_gradient=with_gradient)
     modules = dict(unwrapped(model).named_modules())
     before: list[tuple[nn.Module, Before]] = []
     after: list[tuple[nn.Module, After]] = []
-    for index, router in enumerate(found.routers):
-        before_experts, after_router = found.hooks(index)
+    for index, router in enumerate(recorder.routers):
+        before_experts, after_router = recorder.hooks(index)
         after.append((router.module, after_router))
         if (experts := modules.get(f"{router.name.rpartition('.')[0]}.experts")) is not None:
             before.append((experts, before_experts))
     # First of the hooks: tensor-parallel plans replace the experts of other ranks in the output.
     with hooked(after=after, prepend=True), hooked(before=before):
-        yield found
+        yield recorder

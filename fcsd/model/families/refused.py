@@ -1,4 +1,4 @@
-"""MoE families that the connectivity has no meaning for, each with the reason that the user is told."""
+"""MoE families that the connectivity has no meaning for, each with the reason for the error message."""
 
 _HYPER = (
     "its layers mix several residual streams (hyper-connections), so there is no one stream"

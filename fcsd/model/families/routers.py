@@ -60,10 +60,12 @@ def find_routers(model: nn.Module) -> list[Router]:
         )
     routers = []
     for layer, candidates in sorted(by_layer.items()):
-        inside = [found for found in candidates if family is not None and f".{family.moe}." in found[0]]
+        inside = [
+            candidate for candidate in candidates if family is not None and f".{family.moe}." in candidate[0]
+        ]
         (name, index), *others = inside or candidates
         if others:
-            names = ", ".join(found[0] for found in [(name, index), *others])
+            names = ", ".join(candidate[0] for candidate in [(name, index), *others])
             raise UserError(f"model type '{config.model_type}': layer {layer} has several routers: {names}")
         routers.append(Router(layer, name, owner.get_submodule(name), num_experts, top_k, index))
     layers = [router.layer for router in routers]
@@ -89,8 +91,8 @@ def _recorded(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[type[nn.Module], int, str | None]]:
-    found: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
-    for entry in found if isinstance(found, list | tuple) else [found]:
+    entries: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
+    for entry in entries if isinstance(entries, list | tuple) else [entries]:
         if isinstance(target := getattr(entry, "target_class", entry), type):
             yield target, getattr(entry, "index", 1), getattr(entry, "layer_name", None)
 

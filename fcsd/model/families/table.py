@@ -29,7 +29,7 @@ def families_facts() -> dict[str, Any]:
     return {"families": facts, "refused": dict(sorted(REFUSED.items()))}
 
 
-def families_table(found: Mapping[str, Any]) -> str:
+def families_table(facts: Mapping[str, Any]) -> str:
     """Format `families_facts` as the Markdown of `fcsd families` and of docs/families.md."""
     rows = [
         [
@@ -39,11 +39,11 @@ def families_table(found: Mapping[str, Any]) -> str:
             ", ".join(fact["dense_layers"]) or "none",
             "written by hand" if fact["reference"] == "written" else "generic",
         ]
-        for fact in found["families"]
+        for fact in facts["families"]
     ]
     table = markdown(["family", "class", "shared experts", "dense layers by", "reference"], rows, left=5)
-    if not found["refused"]:
+    if not facts["refused"]:
         return table
-    reasons = [[name, reason] for name, reason in found["refused"].items()]
+    reasons = [[name, reason] for name, reason in facts["refused"].items()]
     why = markdown(["refused", "reason"], reasons, left=2)
     return f"{table}\n\n{why}"

@@ -38,8 +38,7 @@ class Source:
 def find_source(path: str | Path, revision: str | None = None) -> Source:
     """Read the config of a local folder, or fetch that one file of a Hub repository `owner/name`.
 
-    Of the models of the shipped recipes the file is in `fcsd/model/inspect/configs`, for where the Hub cannot be
-    reached.
+    The configs of the shipped recipes' models are in `fcsd/model/inspect/configs`, for where the Hub cannot be reached.
 
     Raises:
         UserError: no such folder and not found on the Hub, no config, a damaged config, a revision for a
@@ -90,8 +89,8 @@ def _remote(name: str, revision: str | None) -> Source:
 
 def config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, where: str) -> Any:
     """Build transformers' config of the unconverted model from a `config.json`; a UserError names `where`."""
-    left = ("farskip", "auto_map", *INSTELLA_KEYS)
-    values = {key: value for key, value in raw.items() if key not in left} | {"model_type": model_type}
+    own = ("farskip", "auto_map", *INSTELLA_KEYS)
+    values = {key: value for key, value in raw.items() if key not in own} | {"model_type": model_type}
     try:
         with without_advice():
             return config_class.from_dict(json.loads(json.dumps(values), object_hook=_special_float))

@@ -141,10 +141,10 @@ def _number(value: int | None) -> str:
 
 def ranges(indices: Sequence[int]) -> str:
     """Format `1-5,7` for [1, 2, 3, 4, 5, 7]; `-` for none."""
-    found: list[list[int]] = []
+    spans: list[list[int]] = []
     for index in sorted(indices):
-        if found and index == found[-1][1] + 1:
-            found[-1][1] = index
+        if spans and index == spans[-1][1] + 1:
+            spans[-1][1] = index
         else:
-            found.append([index, index])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found) or "-"
+            spans.append([index, index])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans) or "-"

@@ -45,27 +45,27 @@ def attach(
         raise UserError(f"{name}: overlap is attached already; detach it first")
     check(model, split)
     check_connections(next(model.parameters()).device)
-    found: dict[int, tuple[Any, LayerRuntime]] = {}
+    rewired: dict[int, tuple[Any, LayerRuntime]] = {}
     for k, layer in enumerate(decoder_layers(model, family)):
         if getattr(layer, "farskip_plan", None) is not None:
-            found[k] = (layer, _runtime(family, layer, k, split))
-    if not any(runtime.ep is not None for _, runtime in found.values()):
+            rewired[k] = (layer, _runtime(family, layer, k, split))
+    if not any(runtime.ep is not None for _, runtime in rewired.values()):
         raise UserError(
             f"{name}: no MoE layer of it is rewired and spread by ep_implementation 'farskip', so nothing can overlap;"
             " use --overlap off"
         )
     wrap_registry()
-    for k, (layer, runtime) in found.items():
+    for k, (layer, runtime) in rewired.items():
         if runtime.ep is not None:
             runtime.ep.open(k, _OVERLAPS[overlap], transport)
         layer.farskip_runtime = runtime
-    return sum(runtime.ep is not None for _, runtime in found.values())
+    return sum(runtime.ep is not None for _, runtime in rewired.values())
 
 
 def check(model: Any, split: Split | None = None) -> None:
-    """Raise UserError for what keeps a model from overlapping that can be told without its weights.
+    """Raise UserError for what keeps a model from overlapping that is known without its weights.
 
-    `check(load_model(folder, connectivity=…, weights=False), "core")` tells it before they are loaded: a family or a
+    `check(load_model(folder, connectivity=…, weights=False), "core")` says it before they are loaded: a family or a
     configuration that is refused, layers that are compiled as a whole or checkpointed re-entrantly, a split that
     attention does not have. `attach` checks the same.
     """

@@ -114,10 +114,10 @@ class Recorder(View):
 
 def replay(tape: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return for the modules on a tape functions that give what they gave."""
-    left = list(tape)
+    outputs = list(tape)
 
     def give(name: str, *_: Any, **__: Any) -> Any:
-        played, out = left.pop(0)
+        played, out = outputs.pop(0)
         if played != name:
             raise RuntimeError(
                 f"a layer called {name} where it had called {played}: its forward is not repeatable"
@@ -147,7 +147,7 @@ class BlockNames:
 class BlockRun:
     """One pass through an MoE block: its steps, and what they hand to each other.
 
-    m: (B, T, D), what the block reads. note: told of each step.
+    m: (B, T, D), what the block reads. note: called for each step.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ def behind_experts(
     for is refused.
     """
 
-    def given(value: Tensor) -> Callable[[Tensor], Tensor]:
+    def constant(value: Tensor) -> Callable[[Tensor], Tensor]:
         def give(like: Tensor) -> Tensor:
             out = (
                 value.expand(like.shape)
@@ -285,7 +285,7 @@ def behind_experts(
 
     overrides = replay(tape) | {"experts": lambda *_, **__: routed}
     if names.shared and shared is not None:
-        overrides[names.shared] = given(shared)
+        overrides[names.shared] = constant(shared)
     if names.gate and gate is not None:
-        overrides[names.gate] = given(gate)
+        overrides[names.gate] = constant(gate)
     return names.forward(View(block, overrides), x)

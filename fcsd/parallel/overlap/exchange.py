@@ -127,7 +127,7 @@ class Exchange:
         self._flight: Flight | None = None
 
     def start(self, rows: Tensor, *, backward: bool = False) -> None:
-        """Launch; (N, …) rows in the order of the ranks that they go to."""
+        """Launch with rows (N, …) in the order of the ranks that they go to."""
         send, receive = (self.receive, self.send) if backward else (self.send, self.receive)
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
         self._flight = self.port.launch(self.kind, backward, received, rows.contiguous(), receive, send)

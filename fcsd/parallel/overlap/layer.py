@@ -46,7 +46,7 @@ class LayerRuntime:
     """What `attach` gives a rewired layer.
 
     ep: None for a dense layer. attention: name of the module that can be cut. block_only: the layer keeps its own
-    forward pass and its combine. log: told of the steps of each forward pass, (layer, step).
+    forward pass and its combine. log: gets the steps of each forward pass, (layer, step).
     """
 
     ep: OverlappedEP | None
@@ -230,7 +230,7 @@ class _LayerRun(BlockRun):
         self.rewired.o = self.call.before.add(self.rewired.o, self.call.arrive(self.token))
 
     def router(self) -> None:
-        """Norm and router."""
+        """Run norm and router."""
         if self.m is None:
             self.m = self.rewired.mlp_norm(self.family.mlp_norm, self.rewired.o)
         super().router()

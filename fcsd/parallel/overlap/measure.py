@@ -2,8 +2,8 @@
 
     overlap = hidden / total        hidden = total - exposed
 
-Of records (the host's clock; right where a wait blocks the host, as with gloo): total is the time from launch to
-arrival, exposed the time that the host has waited. Of a trace: total is the time in which the link is busy, exposed the
+By records (the host's clock; right where a wait blocks the host, as with gloo): total is the time from launch to
+arrival, exposed the time that the host has waited. By a trace: total is the time in which the link is busy, exposed the
 part of it in which nothing is computed. On a GPU a wait does not block the host, so there only the trace is right.
 
 Not covered: what slows computation down while rows travel (memory bandwidth, cores); compare whole steps for that.
@@ -40,15 +40,15 @@ class Measured:
 
 def from_records(records: Iterable[Record]) -> dict[str, Measured]:
     """Measure by the host's clock; keys: all, forward, backward, dispatch, combine, "forward dispatch" and so on."""
-    found: dict[str, Measured] = defaultdict(Measured)
+    measured: dict[str, Measured] = defaultdict(Measured)
     for record in records:
         if record.kind == "counts" or record.waiting is None or record.waited is None:
             continue
         arrived = min(record.done, record.waited) if record.done is not None else record.waited
         for key in _keys(record.kind, record.backward):
-            found[key].total += max(arrived, record.waiting) - record.started
-            found[key].exposed += record.waited - record.waiting
-    return dict(found)
+            measured[key].total += max(arrived, record.waiting) - record.started
+            measured[key].exposed += record.waited - record.waiting
+    return dict(measured)
 
 
 def exchange_times(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def exchange_times(records: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def median_times(steps: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the medians over steps of what `exchange_times` found; all steps make the same exchanges in one order."""
+    """Return the medians over steps of what `exchange_times` gave; all steps make the same exchanges in one order."""
     return [
         each[0] | {name: statistics.median(one[name] for one in each) for name in ("seconds", "window_s")}
         for each in zip(*steps, strict=True)
@@ -112,13 +112,13 @@ def from_trace(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -
             continue
         for key in _keys(kind, direction == "backward") if kind else ("all",):
             intervals[key].append(_interval(event))
-    found = {}
+    measured = {}
     for key, each in intervals.items():
         united = _union(each)
         total = _length(united)
         exposed = total - _common(united, free) if free is not None else _common(united, waits)
-        found[key] = Measured(total / 1e6, exposed / 1e6)
-    return found
+        measured[key] = Measured(total / 1e6, exposed / 1e6)
+    return measured
 
 
 def timeline(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -> dict[str, list[Interval]]:
@@ -139,10 +139,10 @@ def timeline(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -> 
 
 def _read(trace: str | Path | Sequence[dict[str, Any]], link: str) -> tuple[list[Any], list[Any], list[Any]]:
     """Return a trace's events, those that keep the link busy, and its kernels."""
-    found: Any = trace
+    content: Any = trace
     if isinstance(trace, str | Path):
-        found = json.loads(Path(trace).read_text(encoding="utf-8"))["traceEvents"]
-    events = [event for event in found if event.get("ph") == "X" and "dur" in event]
+        content = json.loads(Path(trace).read_text(encoding="utf-8"))["traceEvents"]
+    events = [event for event in content if event.get("ph") == "X" and "dur" in event]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     pattern = re.compile(link, re.IGNORECASE)
     return events, [event for event in kernels or events if pattern.search(event["name"])], kernels
@@ -154,13 +154,13 @@ def _labels_by_launch(events: Sequence[dict[str, Any]]) -> dict[Any, tuple[str, 
     for event in events:
         if event.get("cat") == "user_annotation" and (match := _LABEL.search(event["name"])):
             labels.append((event["tid"], *_interval(event), (match[1], match[2])))
-    found = {}
+    by_launch = {}
     for event in events:
         if str(event.get("cat")).startswith("cuda_") or event.get("cat") == "hip_runtime":
             for tid, start, end, label in labels:
                 if event["tid"] == tid and start <= float(event["ts"]) <= end:
-                    found[event.get("args", {}).get("correlation")] = label
-    return found
+                    by_launch[event.get("args", {}).get("correlation")] = label
+    return by_launch
 
 
 def _interval(event: dict[str, Any]) -> Interval:
@@ -168,13 +168,13 @@ def _interval(event: dict[str, Any]) -> Interval:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    found: list[Interval] = []
+    united: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if united and start <= united[-1][1]:
+            united[-1] = united[-1][0], max(united[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            united.append((start, end))
+    return united
 
 
 def _length(intervals: Iterable[Interval]) -> float:

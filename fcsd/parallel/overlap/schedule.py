@@ -1,7 +1,7 @@
 """The order of a rewired layer's steps: what each computes, which exchange it starts and which it waits for.
 
 Pure data: the runtime (`fcsd.parallel.overlap.layer`) runs it, and who wants to know what hides which exchange asks it
-(`beside`). Of an MoE layer k, with D the dispatch of its tokens to the experts' ranks and C the combine that brings the
+(`beside`). In an MoE layer k, with D the dispatch of its tokens to the experts' ranks and C the combine that brings the
 experts' outputs back:
 
     attention a | wait C(k-1) | router | start D | attention b | wait D | experts | start C | shared expert
@@ -50,7 +50,7 @@ _ATTENTION = (ATTENTION_A, ATTENTION_B)
 
 
 BLOCK = (*_DISPATCH, SHARED, *_EXPERTS, FINISH_COMBINE)
-"""Of an MoE block that is taken by itself, inside its layer."""
+"""Steps of an MoE block that is taken by itself, inside its layer."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def beside(facts: Sequence[LayerFacts | None]) -> list[dict[str, Computed]]:
 
     Nothing where an exchange blocks, or the layer has none. In the backward pass it is the same, mirrored.
     """
-    found: list[dict[str, Computed]] = [{"dispatch": [], "combine": []} for _ in facts]
+    computed: list[dict[str, Computed]] = [{"dispatch": [], "combine": []} for _ in facts]
     in_flight: set[tuple[int, str]] = set()
     for k, layer in enumerate(facts):
         for step in schedule(layer) if layer is not None else ():
@@ -130,8 +130,8 @@ def beside(facts: Sequence[LayerFacts | None]) -> list[dict[str, Computed]]:
             if step.starts is not None:
                 in_flight.add((k, step.starts))
             for j, kind in in_flight:
-                found[j][kind].append((k, step.name))
-    return found
+                computed[j][kind].append((k, step.name))
+    return computed
 
 
 def served_beside(
@@ -146,14 +146,14 @@ def served_beside(
 
     shared: layers that have a shared expert.
     """
-    found: list[tuple[Computed, ...]] = []
+    computed: list[tuple[Computed, ...]] = []
     for k, is_rewired in enumerate(rewired):
         if not is_rewired or not moe[k]:
-            found.append(([],) if is_rewired and mlp == "outdated" else ([], []))
+            computed.append(([],) if is_rewired and mlp == "outdated" else ([], []))
             continue
         follows = k + 1 < len(rewired) and rewired[k + 1] and attention == "partial"
         following: Computed = [(k + 1, step.name) for step in _ATTENTION] if follows else []
         experts: Computed = [(k, EXPERTS.name)]
         third = (experts,) if mlp == "full" and follows and shared[k] else ()
-        found.append((experts if mlp == "outdated" else [], following, *third))
-    return found
+        computed.append((experts if mlp == "outdated" else [], following, *third))
+    return computed

@@ -1,6 +1,6 @@
 """Cut the sizes of a configuration, so that a model of the same structure is built in seconds on a CPU.
 
-What a field counts is told by its name; a size that is small already stays. Kinds of layers, norms, biases, scales and
+The name of a field says what it counts; a size that is small already stays. Kinds of layers, norms, biases, scales and
 activations are the configuration's own, and each kind of layer has a place among the few.
 """
 
@@ -75,7 +75,7 @@ def _cut(fields: dict[str, Any], num_layers: dict[int, int], divisor: int = 0) -
         if re.fullmatch(_HEAD_DIMS, str(name)) and isinstance(value, int)
     ]
     divisor = divisor or max(1, math.gcd(*dims) // 16)
-    found: dict[str, Any] = {}
+    section: dict[str, Any] = {}
     for name, value in fields.items():
         if name in _LAYERS:
             value = new
@@ -90,15 +90,15 @@ def _cut(fields: dict[str, Any], num_layers: dict[int, int], divisor: int = 0) -
             value = [value[layer] for layer in chosen]
         elif re.fullmatch(_HEAD_DIMS, str(name)) and isinstance(value, int):
             value //= divisor
-        found[name] = _small(name, value)
+        section[name] = _small(name, value)
     for prefix in ("", "swa_"):
         keys, queries = f"{prefix}num_key_value_heads", f"{prefix}num_attention_heads"
         if keys in fields and fields[keys] == fields.get(queries):  # latent attention needs as many
-            found[keys] = found[queries]
+            section[keys] = section[queries]
     for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(rope := found.get(name), dict):
-            found[name] = _rotation(rope, _head_dim(found), _head_dim(fields))
-    return found
+        if isinstance(rope := section.get(name), dict):
+            section[name] = _rotation(rope, _head_dim(section), _head_dim(fields))
+    return section
 
 
 def _small(name: Any, value: Any) -> Any:
@@ -112,14 +112,14 @@ def _small(name: Any, value: Any) -> Any:
 
 def _rotation(rope: dict[str, Any], new: int, old: int) -> dict[str, Any]:
     """Keep as many of the values a frequency as heads have frequencies. new, old: the dimension of a head."""
-    found = dict(rope)
+    rotation = dict(rope)
     for key in ("short_factor", "long_factor"):
         if key in rope:
-            found[key] = rope[key][: len(rope[key]) * new // old]
+            rotation[key] = rope[key][: len(rope[key]) * new // old]
     if "mrope_section" in rope:  # frequencies of time, height and width
         ends = [round(end * new / old) for end in itertools.accumulate(rope["mrope_section"], initial=0)]
-        found["mrope_section"] = [end - start for start, end in itertools.pairwise(ends)]
-    return found
+        rotation["mrope_section"] = [end - start for start, end in itertools.pairwise(ends)]
+    return rotation
 
 
 def _head_dim(fields: dict[str, Any]) -> int:

@@ -100,8 +100,8 @@ _NUMBERS = {"any": (1, 9), "factor": (2, 9), "length": (2, 4), "-": (0, 0)}
 
 def _parse(line: str) -> Operation:
     head, code, *wordings = (cell.strip() for cell in line.split("|"))
-    takes, gives, numbers, asked = head.split()
-    return Operation(takes, gives, code, tuple(wordings), _NUMBERS[numbers], asked == "value")
+    takes, gives, numbers, answer = head.split()
+    return Operation(takes, gives, code, tuple(wordings), _NUMBERS[numbers], answer == "value")
 
 
 OPERATIONS = tuple(_parse(line) for line in _TABLE.strip().splitlines())

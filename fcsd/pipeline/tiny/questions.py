@@ -329,12 +329,12 @@ def chat_rows(rng: random.Random, split: str, careless: float = 0.0) -> Iterator
 
 
 def _distinct(make: Callable[[], dict[str, Any] | None], key: str, count: int) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    while len(found) < count:
+    rows: dict[str, dict[str, Any]] = {}
+    while len(rows) < count:
         row = make()
         if row is not None:
-            found.setdefault(row[key], row)
-    return list(found.values())
+            rows.setdefault(row[key], row)
+    return list(rows.values())
 
 
 def code_tasks(rng: random.Random, split: str, count: int) -> list[dict[str, Any]]:

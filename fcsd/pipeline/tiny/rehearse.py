@@ -187,13 +187,13 @@ def _dotted(raw: Any, key: str) -> Any:
 
 def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
     assert recipe.pretrain is not None
-    given = recipe.pretrain.config
-    cut = cut_sizes(model_config(given), num_hidden_layers=_num_layers(recipe), **_SIZES)
+    original = recipe.pretrain.config
+    cut = cut_sizes(model_config(original), num_hidden_layers=_num_layers(recipe), **_SIZES)
     config = cut.to_diff_dict()
     for key in router_loss_keys(config):  # defaults of transformers
         section, _, name = key.rpartition(".")
         del (_dotted(config, section) if section else config)[name]
-    kept = {name: given[name] for name in ("experts_implementation",) if name in given}
+    kept = {name: original[name] for name in ("experts_implementation",) if name in original}
     dropped = (
         "transformers_version", "_name_or_path", "dtype", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
@@ -308,23 +308,23 @@ def _decontaminations(recipe: Recipe) -> list[DecontaminateConfig]:
 
 def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
     """Return the rows of these suites, and of those of fcsd, whose data can be invented, by their data set."""
-    found: dict[str, dict[str, Benchmark]] = {}
+    by_dataset: dict[str, dict[str, Benchmark]] = {}
     for suite in map(load_suite, dict.fromkeys([*names, *suite_names()])):
         for row in suite.tasks:
             if row.dataset in CODE if row.kind == "code" else columns_of(row.task, suite):
-                found.setdefault(row.dataset, {}).setdefault(row.task, (row, suite))
-    return {path: list(rows.values()) for path, rows in found.items()}
+                by_dataset.setdefault(row.dataset, {}).setdefault(row.task, (row, suite))
+    return {path: list(rows.values()) for path, rows in by_dataset.items()}
 
 
 def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Path]]:
     """Collect the test sets whose rows can be invented, and where those lie that only the user has; tell of those that
     are in neither place, which a run refuses when it begins."""
     sections, where = recipe.data_sections.values(), f"recipe {recipe.name}"
-    found = {each.path: each.by for data in sections for each in graded_splits(recipe, data, where)}
+    graded = {each.path: each.by for data in sections for each in graded_splits(recipe, data, where)}
     suite = recipe.evaluation.suite
     suites = {suite, *(section.suite or suite for section in _decontaminations(recipe))}
     root, known, own = recipe.evaluation.data_root, _benchmarks(sorted(suites)), {}
-    for path, by in found.items():
+    for path, by in graded.items():
         if path in known or Path(path).is_absolute() or ".." in Path(path).parts:
             continue
         places = [*([Path(root) / path] if root is not None else []), Path(path)]
@@ -338,4 +338,4 @@ def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Pa
                 f" that does{making_of(path, root) or filling}",
                 file=sys.stderr,
             )
-    return {path: rows for path, rows in known.items() if path in found}, own
+    return {path: rows for path, rows in known.items() if path in graded}, own

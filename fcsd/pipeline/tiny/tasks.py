@@ -82,8 +82,8 @@ def write_tiny_data(folder: Path, **sizes: Any) -> None:
     folder, wanted = Path(folder), Sizes(**sizes)
     settings = {"format_version": FORMAT_VERSION, **asdict(wanted)}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        found = folder / "settings.json"
-        if found.is_file() and json.loads(found.read_text(encoding="utf-8")) == settings:
+        settings_file = folder / "settings.json"
+        if settings_file.is_file() and json.loads(settings_file.read_text(encoding="utf-8")) == settings:
             return
         raise UserError(
             f"{folder}: holds something other than the tiny data with these settings ({settings}); "

@@ -144,7 +144,7 @@ def _disk(job: Job) -> dict[str, int]:
         job.training.train,
         num_trained=job.trace.num_trainable,
         num_parameters=job.trace.num_parameters,
-        model_itemsize=job.training.left_dtype.itemsize,
+        model_itemsize=job.training.saved_dtype.itemsize,
         keeps_best=job.training.keeps_best,
     )
     # A machine's memory holds its ranks' parts of a checkpoint while that is written; of replicas one writes.
@@ -170,8 +170,8 @@ def _scoring(recipe: Recipe, job: Job, memory: dict[str, Any]) -> dict[str, Any]
 
     seconds: of one gather, without the computation; once: for the whole score, else for every token.
     """
-    plan, layout = recipe.early_stopping, job.layout
-    generates = isinstance(plan, TaskStoppingConfig) and plan.task.kind != "likelihood"
+    rule, layout = recipe.early_stopping, job.layout
+    generates = isinstance(rule, TaskStoppingConfig) and rule.task.kind != "likelihood"
     if not generates or layout.num_shards == 1 or layout.expert_parallel > 1:
         return None
     held = _HELD | {"gradients"} if layout.sharding == "zero3" else _HELD
@@ -350,8 +350,8 @@ def _assumptions(job: Job) -> Iterator[str]:
         yield "`fcsd distill` does not shard a LoRA student; launch data parallel copies, --sharding none"
     yield (
         "data are tokenized as fast as in benchmarks/tokens.py: chats read from a local disk, by the small tokenizer of"
-        " the tests; scale by what your tokenizer and your processor do. Of files that are here all up to 4 GiB are"
-        " tokenized, even if a training reads less"
+        " the tests; scale by what your tokenizer and your processor do. Files that are here are tokenized"
+        " whole up to 4 GiB, even if a training reads less"
     )
     if setting.has_teacher and setting.teacher == "cache":
         yield "the cache is filled before: one forward pass of the teacher over every row, which is not in it"

@@ -34,7 +34,7 @@ _Known = _Output | tuple[_Output, ...] | list[_Output] | None
 class FakeTensors(FakeTensorMode):
     """FakeTensorMode of one device, the CPU, and without symbolic shapes.
 
-    saw: is told of every operation: function, arguments, keyword arguments, output.
+    saw: called for every operation: function, arguments, keyword arguments, output.
     """
 
     known: ClassVar[dict[Any, _Known]] = {}
@@ -46,7 +46,7 @@ class FakeTensors(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch.compile is not told to keep out, which costs as much as the operation
+        return False  # no sign to torch.compile to keep out, which costs as much as the operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -91,7 +91,7 @@ class FakeTensors(FakeTensorMode):
 
 
 def _describe(value: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
-    """Add what an operation's output depends on; False where that is more than shapes, or cannot be told."""
+    """Add what an operation's output depends on; False where that is more than shapes, or unknown."""
     kind = type(value)
     if isinstance(value, Tensor):
         if not isinstance(value, FakeTensor) or value.constant is not None or value.dtype.is_complex:
@@ -117,7 +117,7 @@ def _describe(value: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
 
 
 def _outputs(out: Any, tensors: list[FakeTensor]) -> _Known:
-    """Return how to make an operation's output again; None where that cannot be told from its arguments."""
+    """Return how to make an operation's output again; None where its arguments do not say."""
     if type(out) not in (tuple, list):
         return _output(out, tensors)
     several = type(out)(_output(one, tensors) for one in out)

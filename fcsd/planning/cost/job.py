@@ -92,11 +92,11 @@ def machine_of(hardware: Hardware) -> Machine:
 
 def assumed_values(mfu: tuple[float, float] | None) -> list[dict[str, float]]:
     """Return values of the assumptions: at their fast ends, as they are expected, at their slow ends."""
-    found = [{name: getattr(ASSUMPTIONS[name], end) for name in ENDS} for end in ("high", "value", "low")]
+    cases = [{name: getattr(ASSUMPTIONS[name], end) for name in ENDS} for end in ("high", "value", "low")]
     if mfu is not None:
-        for values, share in zip(found, (mfu[1], sum(mfu) / 2, mfu[0]), strict=True):
+        for values, share in zip(cases, (mfu[1], sum(mfu) / 2, mfu[0]), strict=True):
             values.update(dict.fromkeys(SHARES, share))
-    return found
+    return cases
 
 
 @dataclass(frozen=True)

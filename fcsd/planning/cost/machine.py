@@ -68,8 +68,8 @@ def make_machine(
     Raises:
         UserError: a GPU that is not in the table, an assumption that cannot be.
     """
-    known, given = find_gpu(gpu), assumptions or {}
-    for name, value in given.items():
+    known, changes = find_gpu(gpu), assumptions or {}
+    for name, value in changes.items():
         if name not in ASSUMPTIONS:
             raise UserError(
                 f"assumptions.{name}: unknown{did_you_mean(name, list(ASSUMPTIONS))}; allowed: {', '.join(ASSUMPTIONS)}"
@@ -80,7 +80,7 @@ def make_machine(
             least = "above 0" if above else f"{one.least:g} or more"
             most = f", at most {one.most:g}" if one.most < math.inf else ""
             raise UserError(f"assumptions.{name}: {value:g}: must be {least}{most}: {one.what}")
-    values = default_values() | dict(given)
+    values = default_values() | dict(changes)
     return Machine(known, num_gpus, gpus_per_node, network_gb_s or known.nic_gb_s, values, links)
 
 

@@ -1,11 +1,11 @@
 """Times that were measured instead of the roofline: what `times.json` holds, and what a plan makes of it.
 
-Of a training step with blocking exchanges: its seconds, those of each exchange, and its window, what was computed
+A training step with blocking exchanges has its seconds, those of each exchange, and its window: what was computed
 between its end and where its rows were needed. The overlapped step hides of each exchange what its window holds, so
 
     overlapped = step - sum(min(seconds, window)) x (1 - slowdown)
 
-whatever the kernels do. Of a server: its time, and the share of it in which it only communicates.
+whatever the kernels do. A server has its time, and the share of it in which it only communicates.
 
 `fcsd trace` writes the file (docs/plan.md), `python -m benchmarks.overlap --times`, and of a server `fcsd bench serve`.
 """
@@ -81,7 +81,7 @@ class Times(Strict):
         if sent >= self.step_s:
             raise ValueError(f"step_s: {self.step_s:g}, but the communication in it takes {sent:g}")
         hidden = sum(min(each.seconds, each.window_s) for each in self.exchanges)
-        # Of a server's two all-reduces a layer, one may hide the other; of its exchanges none does.
+        # One of a server's two all-reduces a layer may hide the other; an exchange hides none.
         hidden += sent * max(0.0, (self.overlap or 0.0) - (0.0 if self.data_parallel else 0.5))
         if hidden > self.step_s - sent:
             raise ValueError(
@@ -122,9 +122,9 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
     forward = [each for each in times.exchanges if not each.backward]
     windows = {(each.layer, each.kind): each.window_s if hides(each) else 0.0 for each in forward}
     mean = {
-        kind: sum(found) / len(found)
+        kind: sum(seconds) / len(seconds)
         for kind in ("dispatch", "combine")
-        if (found := [each.seconds for each in forward if each.kind == kind])
+        if (seconds := [each.seconds for each in forward if each.kind == kind])
     }
     return summary(times.step_s - sent, sent, sent - hidden, slowdown) | {
         "overlap": {name: done / total for name, (done, total) in shares.items() if total},
@@ -138,12 +138,12 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
 
 def _served(times: Times, planned: Planned, layers: list[int] | None, slowdown: float) -> dict[str, Any]:
     assert times.communication_s is not None
-    found = plan_times(planned, layers=layers)
+    estimate = plan_times(planned, layers=layers)
     share = times.communication_s / times.step_s
     if times.overlap is None:
         # Seconds of the roofline as parts of its communication; hidden ones cost computation a little.
         sent, exposed = (
-            found[name] / (found["communication_s"] or 1.0)
+            estimate[name] / (estimate["communication_s"] or 1.0)
             for name in ("overlapped_communication_s", "exposed_s")
         )
         speed_up = 1 + gain(share, 1 - exposed - slowdown * (sent - exposed))
@@ -156,7 +156,7 @@ def _served(times: Times, planned: Planned, layers: list[int] | None, slowdown: 
             )
         sent, exposed = 1.0, 1 - times.overlap
         speed_up = 1 + gain(share, times.overlap)  # of a whole server, so that it has the slow-down in it
-    return found | {
+    return estimate | {
         "regular_s": times.step_s,
         "overlapped_s": times.step_s / speed_up,
         "speed_up": speed_up,

@@ -1,7 +1,7 @@
 """The operations of a model's layers by submodule, from one forward pass of each kind of layer, without storage.
 
 The model is built on the meta device and run on tensors without storage; of layers that are alike, one is run. What a
-step of `fcsd.parallel.overlap.schedule` computes is told by the module that runs: attention before its core ("attention
+step of `fcsd.parallel.overlap.schedule` computes shows by the module that runs: attention before its core ("attention
 a"), the core, what follows it ("attention b"), router, experts, shared expert, a dense layer's MLP, the head.
 
 Not covered: what no matmul does (`fcsd.planning.cost.roofline` counts passes over memory for it); a sliding window,
@@ -143,9 +143,9 @@ def trace_layers(
     flops = {name: sum(by.values()) for name, by in tracker.flops.items()}
     tokens = num_rows * num_tokens
     rows = top_k * tokens / num_experts
-    found = {k: _read(stack[k], family, k, flops, seen[k], rows) for k in seen}
+    layers = {k: _read(stack[k], family, k, flops, seen[k], rows) for k in seen}
     return ModelWork(
-        layers=tuple(found[kinds[k]] for k in range(len(stack))),
+        layers=tuple(layers[kinds[k]] for k in range(len(stack))),
         head=Work(flops.get("head", 0.0), head.weight.numel()),
         num_rows=num_rows,
         num_tokens=num_tokens,

@@ -40,11 +40,11 @@ def plan(planned: Planned) -> dict[str, Any]:
     times = plan_times(planned)
     machine, rows = planned.machine, []
     for name, one in ASSUMPTIONS.items():
-        given = machine.values[name]
-        ends = [min(one.low, given), max(one.high, given)]
+        value = machine.values[name]
+        ends = [min(one.low, value), max(one.high, value)]
         at = [plan_times(planned.assuming(**{name: end}))["speed_up"] for end in ends]
         facts = {"what": one.what, "source": one.source}
-        rows.append({"name": name, "value": given, "range": ends, "speed_up": at, **facts})
+        rows.append({"name": name, "value": value, "range": ends, "speed_up": at, **facts})
     names = ("num_nodes", "gpus_per_node", "nic_gb_s", "num_gpus")
     return {
         "model": planned.training.where,
@@ -99,7 +99,7 @@ def memory(planned: Planned) -> dict[str, Any]:
 
 def _serving_memory(planned: Planned) -> dict[str, int]:
     settings, work, tp = planned.settings, planned.work, planned.tensor_parallel
-    # Of a wide server a rank has all but the other ranks' experts.
+    # A rank of a wide server has all but the other ranks' experts.
     elsewhere = work.num_expert_parameters * (1 - 1 / planned.expert_parallel) if planned.wide else 0
     return {
         "weights": int((work.num_parameters - elsewhere) * (1 if settings.fp8 else 2)) // tp,

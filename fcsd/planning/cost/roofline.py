@@ -101,19 +101,19 @@ class Roofline:
         ranks, stream = self.tensor_parallel, model.tokens * model.hidden_size
         whole = self.matmul(layer.work("attention a" + WHOLE), "gemm", 1)
         norms = self.passes(self.values["norm_passes"], stream)
-        found = {
+        seconds = {
             "attention a": self.matmul(layer.work("attention a"), "gemm", ranks) + whole,
             "attention b": self.core(layer) + self.matmul(layer.work("attention b"), "gemm", ranks),
         }
         if not layer.moe:
-            return found | {"mlp": self.matmul(layer.work("mlp"), "gemm", ranks) + norms}
+            return seconds | {"mlp": self.matmul(layer.work("mlp"), "gemm", ranks) + norms}
         uneven = self.values["imbalance"]
         pairs = model.tokens * model.experts_per_token / ranks
         rows = self.passes(self.values["row_passes"] / 4, pairs * model.row_width) * uneven
         chosen = model.experts_per_token / model.num_experts
         active = 1 - (1 - chosen) ** (model.tokens * expert_parallel)
         experts = self.matmul(layer.work("experts"), "grouped", ranks, active / expert_parallel)
-        return found | {
+        return seconds | {
             "router": self.matmul(layer.work("router"), "gemm", 1) + norms + rows,
             "experts": experts * uneven + 2 * rows,
             "shared expert": self.matmul(layer.work("shared expert"), "gemm", ranks),
@@ -178,8 +178,8 @@ class Roofline:
         machine, latency = self.machine, self.values["latency_us"] / 1e6
         if ranks == 1:
             return 0.0
-        found = machine.near(ranks, machine.num_gpus // ranks)  # a group may lie across nodes
-        each, least, most = num_bytes / ranks, min(found), max(found)
+        groups = machine.near(ranks, machine.num_gpus // ranks)  # a group may lie across nodes
+        each, least, most = num_bytes / ranks, min(groups), max(groups)
         rate = self.values["link"] * 1e9
         out = machine.gpu.link_gb_s * machine.gpu.payload
         within = latency + max(each / machine.peer_gb_s, each * (most - 1) / out) / rate if most > 1 else 0.0
@@ -198,11 +198,11 @@ class Roofline:
         if ranks == 1:
             return 0.0
         machine = self.machine
-        found = machine.near(ranks, 1, apart)
-        least, gpu = min(found), machine.gpu
+        groups = machine.near(ranks, 1, apart)
+        least, gpu = min(groups), machine.gpu
         links = min(gpu.link_gb_s * gpu.payload, (least - 1) * machine.peer_gb_s) * self.values["link"]
         interfaces = least * machine.nic_gb_s * self.values["nic"]
-        rate = links if len(found) == 1 else min(links, interfaces) if least > 1 else interfaces
+        rate = links if len(groups) == 1 else min(links, interfaces) if least > 1 else interfaces
         return self.values["latency_us"] / 1e6 + (1 - 1 / ranks) * num_bytes / (rate * 1e9)
 
     def all_reduce(self, model: ModelWork) -> float:

@@ -279,14 +279,14 @@ def _windows(times: Mapping[str, Any]) -> str:
 
 
 def _groups(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, Mapping[str, Any]]]:
-    found: list[tuple[int, int, Mapping[str, Any]]] = []
+    groups: list[tuple[int, int, Mapping[str, Any]]] = []
     for row in rows:
-        alike = found and all(row[key] == found[-1][2][key] for key in row if key != "layer")
-        if alike and found[-1][1] == row["layer"] - 1:
-            found[-1] = (found[-1][0], row["layer"], found[-1][2])
+        alike = groups and all(row[key] == groups[-1][2][key] for key in row if key != "layer")
+        if alike and groups[-1][1] == row["layer"] - 1:
+            groups[-1] = (groups[-1][0], row["layer"], groups[-1][2])
         else:
-            found.append((row["layer"], row["layer"], row))
-    return found
+            groups.append((row["layer"], row["layer"], row))
+    return groups
 
 
 def _study(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -3,10 +3,10 @@
 `step_time` is the one model of a training step: `fcsd plan` asks it what overlap brings, `fcsd estimate` how long a
 recipe takes.
 
-Of an MoE layer k there are two windows, not one sum: its dispatch has what is computed between its start and its wait
+An MoE layer k has two windows, not one sum: its dispatch has what is computed between its start and its wait
 (the core of attention and the output projection), its combine the shared expert and the next layer's queries, keys and
 values: `fcsd.parallel.overlap.schedule.beside` says what. What an exchange takes beyond its own window is exposed,
-however much the other has left. In the backward pass every window is that of the forward pass doubled, as its
+however much room the other has. In the backward pass every window is that of the forward pass doubled, as its
 computation is.
 """
 
@@ -108,15 +108,15 @@ def step_time(
     work, roofline, ranks = step.work, step.roofline, step.layout.expert_parallel
     facts = [None] * len(work.layers) if facts is None else facts
     seconds = roofline.layers(work, ranks)
-    found = [
+    windows = [
         (window(each["dispatch"], seconds), window(each["combine"], seconds))
         for each in computed_beside(facts)
     ]
-    beside = [*found[:-1], (found[-1][0], found[-1][1] * last_combine)]
+    beside = [*windows[:-1], (windows[-1][0], windows[-1][1] * last_combine)]
     dispatch, combine = roofline.exchange(work, ranks)
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
     total_each = len(moe) * (dispatch + combine)
-    left = {
+    exposed_s = {
         name: sum(
             exposed(dispatch, times * beside[k][0]) + exposed(combine, times * beside[k][1]) for k in moe
         )
@@ -129,15 +129,15 @@ def step_time(
     layers = (1 + step.backward + step.recomputes) * forward + teacher
     compute = step.micro_batches * (layers + step.loss_s) + once
     communication = step.micro_batches * (2 * total_each + blocking)
-    remaining = step.micro_batches * (sum(left.values()) + blocking)
-    hidden = [total_each - each for each in left.values()]
+    remaining = step.micro_batches * (sum(exposed_s.values()) + blocking)
+    hidden = [total_each - each for each in exposed_s.values()]
     sharding = [_sharding(step, forward, teacher, each) for each in ([0.0, 0.0], hidden)]
     first = moe[len(moe) // 2]  # one in the middle stands for all
     return summary(compute, communication, remaining, roofline.values["slowdown"], sharding=sharding) | {
-        "overlap": {name: 1 - each / total_each if total_each else 0.0 for name, each in left.items()},
+        "overlap": {name: 1 - each / total_each if total_each else 0.0 for name, each in exposed_s.items()},
         "exchange_s": {"dispatch": dispatch, "combine": combine},
         "outside_layers_s": once + step.micro_batches * step.loss_s,
-        "windows": [{"layer": k, "dispatch_s": found[k][0], "combine_s": found[k][1]} for k in moe],
+        "windows": [{"layer": k, "dispatch_s": windows[k][0], "combine_s": windows[k][1]} for k in moe],
         "equation_9": equation_9(dispatch + combine, seconds[first]),
         "layer_s": seconds[first],
     }
@@ -187,19 +187,19 @@ def _wide_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any
     """Return the times of a server whose ranks exchange tokens: a rank's layers run as those of a training step do."""
     work, roofline, ranks = planned.work, planned.roofline, planned.expert_parallel
     seconds = roofline.layers(work, ranks)
-    found = [
+    windows = [
         {kind: window(each[kind], seconds) for kind in ("dispatch", "combine")}
         for each in computed_beside(planned.facts(layers))
     ]
     exchange = dict(zip(("dispatch", "combine"), roofline.exchange(work, ranks), strict=True))
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
     sent = len(moe) * sum(exchange.values())
-    remaining = sum(exposed(exchange[kind], found[k][kind]) for k in moe for kind in exchange)
+    remaining = sum(exposed(exchange[kind], windows[k][kind]) for k in moe for kind in exchange)
     compute = sum(map(total, seconds)) + roofline.head(work)
     return summary(compute, sent, remaining, roofline.values["slowdown"]) | {
         "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
         "exchange_s": exchange,
-        "windows": [{"layer": k, **{f"{kind}_s": found[k][kind] for kind in exchange}} for k in moe],
+        "windows": [{"layer": k, **{f"{kind}_s": windows[k][kind] for kind in exchange}} for k in moe],
         "layer_s": seconds[moe[len(moe) // 2]],
     }
 
@@ -211,19 +211,19 @@ def _serving_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, 
     seconds = roofline.layers(work, 1)
     shared = [each.get("shared expert", 0.0) > 0 for each in seconds]
     computed = served_beside(planned.rewired(layers), work.moe, spec.attention, spec.mlp, shared)
-    found = [[window(each, seconds) for each in layer] for layer in computed]
+    windows = [[window(each, seconds) for each in layer] for layer in computed]
     each = roofline.all_reduce(work)
     communication = 2 * len(work.layers) * each
-    remaining = sum(exposed(each, window) for beside in found for window in beside)
+    remaining = sum(exposed(each, window) for beside in windows for window in beside)
     # One less of a dense layer, one more where shared experts have their own.
-    sent = each * sum(map(len, found))
+    sent = each * sum(map(len, windows))
     # What only an exchange brings there is nothing to sum up of.
     compute = sum(total(one) - one.get("arrive", 0.0) for one in seconds) + roofline.head(work)
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
     return summary(compute, communication, remaining, roofline.values["slowdown"], sent=sent) | {
         "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
         "exchange_s": {"all_reduce": each},
-        "windows": [{"layer": k, "attention_s": found[k][0], "routed_s": found[k][1]} for k in moe],
+        "windows": [{"layer": k, "attention_s": windows[k][0], "routed_s": windows[k][1]} for k in moe],
         "layer_s": seconds[moe[len(moe) // 2]],
     }
 

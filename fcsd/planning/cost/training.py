@@ -44,7 +44,7 @@ class Training:
     teacher_dtype: torch.dtype = torch.bfloat16
     attention: str | None = None
     num_active: int | None = None
-    left_dtype: torch.dtype = torch.bfloat16  # of the checkpoint that the training leaves
+    saved_dtype: torch.dtype = torch.bfloat16  # of the checkpoint that the training leaves
     keeps_best: bool = False
     teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
     lora: AdapterConfig | None = None
@@ -78,7 +78,7 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
         teacher_dtype=dtype_of(dtype),
         attention=recipe.model.attn_implementation,
         num_active=num_active,
-        left_dtype=dtype_of(dtype),
+        saved_dtype=dtype_of(dtype),
         keeps_best=recipe.early_stopping is not None,
         teacher=recipe.teacher.backend if recipe.teacher is not None else "sharded",
         lora=recipe.lora,
@@ -92,19 +92,19 @@ def only_pretrains(recipe: Recipe) -> bool:
 
 
 def pretraining(recipe: Recipe) -> Training:
-    plan = recipe.pretrain
-    if plan is None:
+    section = recipe.pretrain
+    if section is None:
         raise UserError(f"recipe {recipe.name}: has no `pretrain` section; leave --pretrain out")
     return Training(
         name="pretrain",
         config=_pretrain_config(recipe),
         where="pretrain.config",
-        connectivity=plan.connectivity,
+        connectivity=section.connectivity,
         objective=CrossEntropyObjectiveConfig(name="ce"),
-        train=plan.train,
-        max_length=plan.data.max_length,
-        left_dtype=dtype_of(plan.train.dtype),
-        data_tokens=plan.train.max_steps * plan.train.batch_size_tokens,
+        train=section.train,
+        max_length=section.data.max_length,
+        saved_dtype=dtype_of(section.train.dtype),
+        data_tokens=section.train.max_steps * section.train.batch_size_tokens,
     )
 
 
@@ -123,10 +123,10 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
 
 def built(training: Training) -> tuple[Family, Any, Callable[[], Any]]:
     """Return the family, the config object, and what builds its regular model from that."""
-    left = ("experts_implementation", "quantization_config")
+    dropped = ("experts_implementation", "quantization_config")
     family = family_of(training.config)
     cls = base_model_class(family)
-    raw = {key: value for key, value in training.config.items() if key not in left}
+    raw = {key: value for key, value in training.config.items() if key not in dropped}
     config = config_object(cls.config_class, raw, family.model_type, training.where)
     try:
         family_of(config)
@@ -179,8 +179,8 @@ def spread(
         return trace_of
 
     def fewer(config: Mapping[str, Any]) -> dict[str, Any]:
-        found = {key: fewer(value) if isinstance(value, Mapping) else value for key, value in config.items()}
-        return found | {name: work.experts_per_token for name in EXPERTS if name in config}
+        sizes = {key: fewer(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+        return sizes | {name: work.experts_per_token for name in EXPERTS if name in config}
 
     # With as many experts as a token uses, their activations are those of what is dispatched.
     chosen_of = tracer(replace(training, config=fewer(training.config))) if work.runs_all else trace_of

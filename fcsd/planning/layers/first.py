@@ -69,10 +69,10 @@ def worst_layer(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
         return None
     others = [layer for layer in range(total) if layer != worst]
     weights = {"copied": False} | ({"calibrated": True} if has_calibrated(study) else {})
-    found = points.get(tuple(others))
+    rest = points.get(tuple(others))
     without = {
         "selection": _without(others, total),
-        "measured": found and {name: values_of(found, which)[metric] for name, which in weights.items()},
+        "measured": rest and {name: values_of(rest, which)[metric] for name, which in weights.items()},
         "overlapped_by_all": study_overlap(study, range(total))[0],
     }
     return {

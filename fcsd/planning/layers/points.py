@@ -28,8 +28,8 @@ def has_calibrated(study: dict[str, Any]) -> bool:
 
 def values_of(point: dict[str, Any], calibrated: bool) -> dict[str, Any]:
     """Return what was measured of a selection with copied, or with calibrated weights."""
-    found: dict[str, Any] = point["calibrated" if calibrated else "values"]
-    return found
+    values: dict[str, Any] = point["calibrated" if calibrated else "values"]
+    return values
 
 
 def point_loss(
@@ -44,7 +44,7 @@ def point_loss(
 
 
 def selection_text(layers: Sequence[int]) -> str:
-    """Sorted indices as `--layers` reads them: `3,5-27`; `none` for no layer."""
+    """Format sorted indices as `--layers` reads them: `3,5-27`; `none` for no layer."""
     return ranges(layers) if layers else "none"
 
 
@@ -70,9 +70,9 @@ def overlapped_collectives(
 
 
 def study_overlap(study: dict[str, Any], layers: Sequence[int]) -> tuple[int, int]:
-    """Return `overlapped_collectives` of a selection of a study's model, with the sides that it has studied."""
-    sides = study["study"]["attention"], study["study"]["mlp"]
-    return overlapped_collectives(layers, study["moe_layers"], *sides, study.get("model_type"))
+    """Return `overlapped_collectives` of a selection of a study's model, with its connectivity."""
+    parts = study["study"]["attention"], study["study"]["mlp"]
+    return overlapped_collectives(layers, study["moe_layers"], *parts, study.get("model_type"))
 
 
 def selection_facts(study: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:

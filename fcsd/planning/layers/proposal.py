@@ -86,7 +86,7 @@ def plan_layers(
         "num_hidden_layers": num_layers,
         "layers": proposal,
         "selection": selection_text(proposal),
-        "connectivity": {"layers": proposal} | {side: settings[side] for side in ("attention", "mlp")},
+        "connectivity": {"layers": proposal} | {part: settings[part] for part in ("attention", "mlp")},
         "sensitivities": [
             {"layer": layer, "value": value, "stderr": error, "rewired": layer in proposal}
             for layer, (value, error) in enumerate(losses)
@@ -171,9 +171,9 @@ def layers_within(folder: Path, max_loss: float, *, metric: str | None = None) -
     }
 
 
-def within_text(found: dict[str, Any]) -> str:
+def within_text(answer: dict[str, Any]) -> str:
     """Return the answer of `layers_within` for people."""
-    total, name = found["num_hidden_layers"], found["metric"]["name"]
+    total, name = answer["num_hidden_layers"], answer["metric"]["name"]
     lost = "KL" if name == KL else f"{name} lost"
     rows = [
         [
@@ -183,10 +183,10 @@ def within_text(found: dict[str, Any]) -> str:
             number_text(row["loss"]),
             f"{row['overlapped_collectives']} of {row['collectives']}",
         ]
-        for row in found["within"]
+        for row in answer["within"]
     ]
-    header = ["weights", f"most with {lost} <= {found['max_loss']:g}", "--layers", lost, OVERLAPPED]
-    return "\n".join([markdown(header, rows), *worst_text(found)])
+    header = ["weights", f"most with {lost} <= {answer['max_loss']:g}", "--layers", lost, OVERLAPPED]
+    return "\n".join([markdown(header, rows), *worst_text(answer)])
 
 
 def _verify(
@@ -198,15 +198,15 @@ def _verify(
     launch: Launch,
 ) -> dict[str, Any]:
     """Measure both selections, on the study's settings; proposal - last N, paired."""
-    plan = Study.model_validate(study["study"])
+    spec = Study.model_validate(study["study"])
     if model is not None:
-        moved = plan.model.model_copy(update={"path": model, "revision": None})
-        plan = plan.model_copy(update={"model": moved})
-    source = find_model(plan.model)
-    made_from, now = read_json(folder / "manifest.json")["inputs"], layers_stage(plan, source, folder).inputs
+        moved = spec.model.model_copy(update={"path": model, "revision": None})
+        spec = spec.model_copy(update={"model": moved})
+    source = find_model(spec.model)
+    made_from, now = read_json(folder / "manifest.json")["inputs"], layers_stage(spec, source, folder).inputs
     if made_from["original"] != now["original"]:
         raise UserError(
-            f"{plan.model.path}: is not the model of the study in {folder} (its weights differ); give the original with"
+            f"{spec.model.path}: is not the model of the study in {folder} (its weights differ); give the original with"
             " --model, or run `fcsd layers` on this one"
         )
     if changed := sorted(name for name in made_from if made_from[name] != now.get(name)):
@@ -214,21 +214,21 @@ def _verify(
             f"{folder}: {', '.join(changed)}: is not what the study was measured on; run `fcsd layers` again"
         )
     if not result["calibrated"]:
-        plan = plan.model_copy(update={"calibrated": None})
-    with measuring(plan, source, launch) as measure:
+        spec = spec.model_copy(update={"calibrated": None})
+    with measuring(spec, source, launch) as measure:
         measured = [measure(row["layers"], result["calibrated"]) for row in result["selections"]]
     for row, each in zip(result["selections"], measured, strict=True):
         row["measured"] = each.values[metric]
     return difference(measured[0], measured[1], metric)
 
 
-def plan_text(plan: dict[str, Any]) -> str:
+def plan_text(proposal: dict[str, Any]) -> str:
     """Return the proposal for people: table, comparison, `--layers` text, YAML of a recipe."""
-    metric = plan["metric"]
+    metric = proposal["metric"]
     unit = "KL" if metric["name"] == KL else f"{metric['name']} lost"
     rows = [
         [str(row["layer"]), number_text(row), "rewired" if row["rewired"] else "regular"]
-        for row in plan["sensitivities"]
+        for row in proposal["sensitivities"]
     ]
     compared = [
         [
@@ -238,10 +238,10 @@ def plan_text(plan: dict[str, Any]) -> str:
             number_text(row["measured"]) if row["measured"] else "-",
             f"{row['overlapped_collectives']} of {row['collectives']}",
         ]
-        for row in plan["selections"]
+        for row in proposal["selections"]
     ]
     measured = "KL" if metric["name"] == KL else metric["name"]
-    if plan["calibrated"]:
+    if proposal["calibrated"]:
         unit, measured = f"{unit}, calibrated,", f"{measured}, calibrated,"
     header = ["selection", "layers", f"sum of {unit} alone", f"{measured} measured", OVERLAPPED]
     return "\n".join(
@@ -250,36 +250,36 @@ def plan_text(plan: dict[str, Any]) -> str:
             "",
             markdown(header, compared),
             "",
-            _verdict(plan),
-            *worst_text(plan),
+            _verdict(proposal),
+            *worst_text(proposal),
             "",
-            f"--layers {plan['selection']}",
+            f"--layers {proposal['selection']}",
             "",
             "connectivity:",
-            f"  layers: {json.dumps(plan['layers'])}",
-            f"  attention: {plan['connectivity']['attention']}",
-            f"  mlp: {plan['connectivity']['mlp']}",
+            f"  layers: {json.dumps(proposal['layers'])}",
+            f"  attention: {proposal['connectivity']['attention']}",
+            f"  mlp: {proposal['connectivity']['mlp']}",
         ]
     )
 
 
-def _verdict(plan: dict[str, Any]) -> str:
+def _verdict(proposal: dict[str, Any]) -> str:
     """Return one honest sentence: is the proposal better than the last N layers?"""
-    first, second = plan["selections"][:2]
+    first, second = proposal["selections"][:2]
     if first["layers"] == second["layers"]:
         return f"The proposal is the {second['name']} layers."
-    found = plan["difference"]
-    if found is None:
+    margin = proposal["difference"]
+    if margin is None:
         return "Untrained, and one layer at a time: --verify measures the proposal against the last layers."
-    sign = 1 if plan["metric"]["better"] == "lower" else -1
-    distance = sign * found["value"]
-    if abs(distance) <= 2 * found["stderr"]:
+    sign = 1 if proposal["metric"]["better"] == "lower" else -1
+    distance = sign * margin["value"]
+    if abs(distance) <= 2 * margin["stderr"]:
         word = "cannot be told from"
     else:
         word = "is better than" if distance < 0 else "is WORSE than"
     return (
         f"Measured, untrained: the proposal {word} the {second['name']} layers"
-        f" (paired difference {found['value']:+.2g} ± {found['stderr']:.1g})."
+        f" (paired difference {margin['value']:+.2g} ± {margin['stderr']:.1g})."
     )
 
 

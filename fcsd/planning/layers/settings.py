@@ -99,14 +99,14 @@ def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
         raise UserError(
             f"counts: {wrong[0]}: the model has {num_layers} decoder layers; allowed: 1 to {num_layers}"
         )
-    found: list[tuple[Side, list[int]]] = []
+    points: list[tuple[Side, list[int]]] = []
     for side in study.sides:
         if side == "single":
-            found += [(side, [layer]) for layer in range(num_layers)]
+            points += [(side, [layer]) for layer in range(num_layers)]
         else:
             own = {num_layers - 1} - {0} if side == "last" and study.counts is None else set()
-            found += [
+            points += [
                 (side, resolve_layers({side: count}, [True] * num_layers))
                 for count in sorted({*counts, *own})
             ]
-    return found
+    return points

@@ -134,7 +134,7 @@ def study_layers(
         )
     ranks = launch.ranks
     mask = layer_mask(model)
-    plan = selections(study, len(mask))
+    points = selections(study, len(mask))
     stage = ranks.from_first(lambda: layers_stage(study, model, folder))
     if launch.begin(stage) == "finished":
         return stage
@@ -153,7 +153,7 @@ def study_layers(
             "points": [],
         }
         # Zero rewired layers have no KL, but tasks have a score.
-        wanted = [("none", []), *plan] if study.tasks else plan
+        wanted = [("none", []), *points] if study.tasks else points
         num_new = len({tuple(layers) for _, layers in wanted} - known.keys())
         with progress_bar(
             total=num_new, desc="layers", unit="point", smoothing=0.1, shown=ranks.first
@@ -176,10 +176,10 @@ def study_layers(
 def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
     """Return the folder of a study, with everything that its points depend on."""
     suite = suite_of(study)
-    left_out = {"model", "suite", "data_root", "allow_weak_sandbox"}
+    excluded = {"model", "suite", "data_root", "allow_weak_sandbox"}
     if study.calibrated is None:  # a study that was begun before there was a choice goes on
-        left_out |= {"calibrated", "calibration_tokens"}
-    settings = study.model_dump(mode="json", exclude=left_out)
+        excluded |= {"calibrated", "calibration_tokens"}
+    settings = study.model_dump(mode="json", exclude=excluded)
     settings |= {
         "model": {"dtype": study.model.dtype},
         "tasks": [row.model_dump(mode="json") for row in suite.tasks] if suite is not None else [],
@@ -285,12 +285,12 @@ def _kl_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> Any:
 def _calibration_rows(study: Study, tokenizer: Any, packing: bool) -> list[Any]:
     """Return the rows of the text that selections are calibrated on."""
     assert study.calibrated is not None
-    found = build_dataset(
+    rows = build_dataset(
         [study.calibrated], tokenizer, max_length=study.max_length, packing=packing, shuffle=False,
         loss_on=study.loss_on, bad_rows=BadRows(setting=None),
         num_rows=4 * study.calibration_tokens // study.max_length + 1,  # rows of one example are not full
     )  # fmt: skip
-    return take_rows(found, study.calibration_tokens)
+    return take_rows(rows, study.calibration_tokens)
 
 
 def _value(value: float, stderr: float | None, num_items: int) -> Value:
@@ -299,13 +299,13 @@ def _value(value: float, stderr: float | None, num_items: int) -> Value:
 
 def _kl(items: Sequence[tuple[float, int]]) -> Value:
     """Return nats per token of (sum, tokens) per row."""
-    found = ratio([total for total, _ in items], [count for _, count in items])
-    value = math.nan if found["kl"] is None else found["kl"]
-    return _value(value, found["stderr"], int(found["num_tokens"] or 0))
+    score = ratio([total for total, _ in items], [count for _, count in items])
+    value = math.nan if score["kl"] is None else score["kl"]
+    return _value(value, score["stderr"], int(score["num_tokens"] or 0))
 
 
 def difference(one: Measured, other: Measured, metric: str) -> Value:
-    """one - other of a metric with its paired standard error: both were measured on the same rows or items."""
+    """Return one - other of a metric with its paired standard error: both were measured on the same rows or items."""
     pairs = list(zip(one.items[metric], other.items[metric], strict=True))
     if metric == KL:
         return _kl([(a[0] - b[0], a[1]) for a, b in pairs])
@@ -326,11 +326,11 @@ def read_study(folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    found = read_json(path)
-    version = found.get("schema_version") if isinstance(found, Mapping) else None
+    study = read_json(path)
+    version = study.get("schema_version") if isinstance(study, Mapping) else None
     if version != SCHEMA_VERSION:
         raise UserError(
             f"{path}: schema_version is {version}, this fcsd reads {SCHEMA_VERSION}; remove the folder and run"
             " `fcsd layers` again"
         )
-    return dict(found)
+    return dict(study)

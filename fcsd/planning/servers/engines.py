@@ -39,7 +39,7 @@ class Engine:
     ranks: Callable[[int], tuple[str, ...]]
     """Flags of tensor-parallel ranks with the experts spread over them."""
     serve: tuple[str, ...]
-    """Flags of every server: no prompt is found in a cache."""
+    """Flags of every server: no prompt is taken from a cache."""
     settings: Callable[[Mapping[str, Any]], tuple[tuple[str, ...], dict[str, str]]]
     """Flags and environment of a FarSkip server whose all-reduces have these settings."""
     client: Callable[["Program", int, int, Path], list[str]]
@@ -108,9 +108,9 @@ def _vllm_client(program: Program, requests: int, tokens: int, result: Path) -> 
 
 def _sglang_client(program: Program, requests: int, tokens: int, result: Path) -> list[str]:
     """Ask for ids and take ids, so that lengths are exact; what is sent by itself would cut a warm-up at 32 tokens."""
-    asked = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "skip_special_tokens": False}
+    body = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "skip_special_tokens": False}
     words = ["--backend", "sglang", "--dataset-name", "random-ids", "--random-range-ratio", "1"]
-    own = ["--warmup-requests", str(requests), "--extra-request-body", json.dumps({"sampling_params": asked})]
+    own = ["--warmup-requests", str(requests), "--extra-request-body", json.dumps({"sampling_params": body})]
     out = ["--output-details", "--output-file", str(result)]
     return [program.python, "-m", "sglang.benchmark.serving", "--tokenize-prompt", *words, *own, *out]
 
@@ -127,7 +127,7 @@ ENGINES: dict[EngineName, Engine] = {
         all_plugins=(None,),
         check="""
 import fcsd_vllm.settings, fcsd_vllm.versions
-found["verified"] = list(fcsd_vllm.versions.VERIFIED)
+facts["verified"] = list(fcsd_vllm.versions.VERIFIED)
 fcsd_vllm.settings.read_settings({"fcsd": comm})
 """,
         others_warn=True,
@@ -145,7 +145,7 @@ fcsd_vllm.settings.read_settings({"fcsd": comm})
         all_plugins=(None, ""),
         check="""
 import fcsd_sglang.settings, fcsd_sglang.versions, os
-found["verified"] = [fcsd_sglang.versions.VERSION]
+facts["verified"] = [fcsd_sglang.versions.VERSION]
 os.environ["FCSD_SERVING"] = json.dumps(comm)
 fcsd_sglang.settings.settings()
 """,
@@ -163,49 +163,49 @@ fcsd_sglang.settings.settings()
 _PROBE = """
 import importlib, importlib.metadata, json, sys
 distributions, group, plugin, check, comm = json.loads(sys.argv[1])
-found = {"version": None, "plugin": None, "verified": [], "refused": None, "devices": []}
+facts = {"version": None, "plugin": None, "verified": [], "refused": None, "devices": []}
 for name in distributions:
     try:
-        found["version"] = found["version"] or importlib.metadata.version(name)
+        facts["version"] = facts["version"] or importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
 points = importlib.metadata.entry_points(group=group)
 if any(point.value.partition(":")[0] == plugin for point in points):
-    found["plugin"] = importlib.import_module(plugin).__version__
+    facts["plugin"] = importlib.import_module(plugin).__version__
     try:
         exec(check)
     except ValueError as error:
-        found["refused"] = str(error)
-if found["version"] is not None:
+        facts["refused"] = str(error)
+if facts["version"] is not None:
     import torch
-    found["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-print("PROBE" + json.dumps(found))
+    facts["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+print("PROBE" + json.dumps(facts))
 """
 
 
-def find_program(name: EngineName, given: str, comm: Mapping[str, Any]) -> Program:
+def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Program:
     """Return what the environment of an engine's program has.
 
     Args:
-        given: path of the program, or its name on PATH.
+        path: of the program, or its name on PATH.
         comm: settings of the plugin.
 
     Raises:
         UserError: no such program, an environment without the engine or without the plugin, settings that it refuses.
     """
-    engine, program = ENGINES[name], shutil.which(os.path.expanduser(given))
+    engine, program = ENGINES[name], shutil.which(os.path.expanduser(path))
     if program is None:
         raise UserError(
-            f"--{name} {given}: no such program; {engine.title} has an environment of its own, give the `{name}` of it"
+            f"--{name} {path}: no such program; {engine.title} has an environment of its own, give the `{name}` of it"
             f" (--{name} VENV/bin/{name}); docs/serve.md says how to make one"
         )
     python = _python_of(name, Path(program))
-    found = _probe(name, program, python, comm)
-    if found["version"] is None:
+    facts = _probe(name, program, python, comm)
+    if facts["version"] is None:
         raise UserError(
             f"--{name} {program}: {engine.title} is not installed in the environment of this program"
         )
-    if found["plugin"] is None:
+    if facts["plugin"] is None:
         raise UserError(
             f"--{name} {program}: the plugin that serves converted models is not installed there:"
             f" `{python} -m pip install SERVING`, SERVING being serving/ of fcsd's repository"
@@ -216,31 +216,31 @@ def find_program(name: EngineName, given: str, comm: Mapping[str, Any]) -> Progr
             f"{engine.plugins_variable}={named} leaves out the plugin that serves converted models; add fcsd, or unset"
             " it"
         )
-    if found["refused"] is not None:
-        raise UserError(f"--comm: {found['refused']}")
-    verified, devices = tuple(found["verified"]), tuple(found["devices"])
-    asked = Program(name, program, found["version"], found["plugin"], verified, devices)
-    if asked.warning is not None and not engine.others_warn:
+    if facts["refused"] is not None:
+        raise UserError(f"--comm: {facts['refused']}")
+    verified, devices = tuple(facts["verified"]), tuple(facts["devices"])
+    result = Program(name, program, facts["version"], facts["plugin"], verified, devices)
+    if result.warning is not None and not engine.others_warn:
         raise UserError(
-            f"--{name} {program}: fcsd-serving {asked.plugin} refuses {engine.title} {asked.version}: its layers are"
+            f"--{name} {program}: fcsd-serving {result.plugin} refuses {engine.title} {result.version}: its layers are"
             f" known for {verified[0]} alone; install {name}=={verified[0]}"
         )
-    return asked
+    return result
 
 
 def _probe(name: EngineName, program: str, python: str, comm: Mapping[str, Any]) -> dict[str, Any]:
     engine = ENGINES[name]
-    asked = [engine.distributions, engine.entry_points, engine.plugin, engine.check, dict(comm)]
-    words = [python, "-c", _PROBE, json.dumps(asked)]
+    question = [engine.distributions, engine.entry_points, engine.plugin, engine.check, dict(comm)]
+    words = [python, "-c", _PROBE, json.dumps(question)]
     try:
         run = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
-        found = next(line[5:] for line in run.stdout.splitlines() if line.startswith("PROBE"))
+        answer = next(line[5:] for line in run.stdout.splitlines() if line.startswith("PROBE"))
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"--{name} {program}: its Python cannot be run: {error}") from None
     except StopIteration:
         reason = (run.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise UserError(f"--{name} {program}: its environment could not be looked at: {reason}") from None
-    return dict(json.loads(found))
+    return dict(json.loads(answer))
 
 
 def _python_of(name: EngineName, program: Path) -> str:

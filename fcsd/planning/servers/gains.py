@@ -53,15 +53,15 @@ def served_gains(
         runs: a row's runs in the order of the rounds.
         traces: what `fcsd.planning.servers.trace.read_trace` says of a row's prefill of the first length.
     """
-    found = []
+    gains = []
     for kind, stock in _KINDS.items():
         wide = kind == "wide"
         if wide and settings["requests"] % settings["tensor_parallel"]:
             continue
         regular = [*([] if emulated(settings["comm"]) else [stock]), f"{kind}_blocking"]
         rows = {name: runs[name] for name in (*regular, f"{kind}_overlapped") if name in runs}
-        found += _gains_of(rows, regular, _served(settings, config, wide=wide), settings, traces)
-    return found
+        gains += _gains_of(rows, regular, _served(settings, config, wide=wide), settings, traces)
+    return gains
 
 
 def _served(settings: Mapping[str, Any], config: Mapping[str, Any], *, wide: bool) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _gains_of(
     traces: Traces,
 ) -> list[dict[str, Any]]:
     """Return the gains of rows whose ranks are alike."""
-    found = []
+    gains = []
     for place, prompt in enumerate(settings["prompt_tokens"]):
         points = {name: [run["points"][place] for run in each] for name, each in runs.items()}
         halfway = prompt + settings["output_tokens"] // 2  # the text, with half of its answer
@@ -95,8 +95,8 @@ def _gains_of(
             if known and served["num_layers"]:
                 times = {**served, "phase": phase, "length": length}
                 gain = _gain(times, points, spent, known[0])
-                found += [] if gain is None else [{"prompt_tokens": prompt} | gain]
-    return found
+                gains += [] if gain is None else [{"prompt_tokens": prompt} | gain]
+    return gains
 
 
 def find_limits(
@@ -107,7 +107,7 @@ def find_limits(
     f is that of the row that it is set against, by a trace, or of FarSkip blocking. A throughput has prompts and
     answers in it, and the larger of both limits. A figure whose communication is not known has none.
     """
-    found: dict[str, list[dict[str, float]]] = {}
+    by_row: dict[str, list[dict[str, float]]] = {}
     for row in rows:
         if not row.farskip or row.name not in runs:
             continue
@@ -125,8 +125,8 @@ def find_limits(
                 if known := [share for share in shares if share is not None]:
                     at[figure] = 1 / (1 - known[0])
             limits.append(at | ({"output_tokens_per_s": max(at.values())} if len(at) == 2 else {}))
-        found[row.name] = limits
-    return found
+        by_row[row.name] = limits
+    return by_row
 
 
 def _gain(
@@ -177,21 +177,21 @@ def _spent(
     """Return what was spent in those rounds of which it is known."""
     if trace is not None:  # without warm-up, of one rank
         return [_Spent(point[phase]["duration"], trace["total_s"], trace["exposed_s"]) for point in points]
-    found = []
+    rounds = []
     for point in points:
-        whole, first = (_told(point[each], ranks) for each in (phase, "prefill"))
+        whole, first = (_communication(point[each], ranks) for each in (phase, "prefill"))
         if whole is not None and first is not None:
             rest = _Spent(*(a - b for a, b in zip(whole, first, strict=True)))
-            found.append(whole if phase == "prefill" else rest)
-    return found
+            rounds.append(whole if phase == "prefill" else rest)
+    return rounds
 
 
-def _told(run: Mapping[str, Any], ranks: int) -> _Spent | None:
-    told = run.get("communication")
-    if told is None or told["ranks"] != ranks:
+def _communication(run: Mapping[str, Any], ranks: int) -> _Spent | None:
+    sums = run.get("communication")
+    if sums is None or sums["ranks"] != ranks:
         return None
     counted = 2 * ranks  # with the warm-up
-    return _Spent(run["duration"], told["total_s"] / counted, told["exposed_s"] / counted)
+    return _Spent(run["duration"], sums["total_s"] / counted, sums["exposed_s"] / counted)
 
 
 def _share(spent: Sequence[_Spent]) -> float | None:

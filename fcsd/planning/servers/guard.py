@@ -25,15 +25,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 def main(words: list[str]) -> int:
     """Run the command; return its exit status, 128 plus the number of the signal that ended it."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    asked_to_end: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked_to_end.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
         leader = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True).pid
     except OSError as error:
         print(f"{words[0]}: {error.strerror}", flush=True)
         return 127
     ended: dict[int, int] = {}
-    while leader not in ended and not asked_to_end and not select.select([sys.stdin], [], [], 0.05)[0]:
+    while leader not in ended and not signals and not select.select([sys.stdin], [], [], 0.05)[0]:
         _reap(ended)
     _end_all(leader, ended)
     status = os.waitstatus_to_exitcode(ended[leader]) if leader in ended else -signal.SIGKILL
@@ -54,18 +54,18 @@ def _reap(ended: dict[int, int]) -> bool:
 
 def _end_all(leader: int, ended: dict[int, int]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
-        until, told = time.monotonic() + PATIENCE_S, set[int]()
+        until, pids = time.monotonic() + PATIENCE_S, set[int]()
         while _reap(ended):
-            _signal_all(leader, number, told)
+            _signal_all(leader, number, pids)
             if time.monotonic() > until:
                 break
             time.sleep(0.05)
 
 
-def _signal_all(leader: int, number: int, told: set[int]) -> None:
+def _signal_all(leader: int, number: int, pids: set[int]) -> None:
     """Signal the command's group once, and once each child that is in another one."""
-    if leader not in told:
-        told.add(leader)
+    if leader not in pids:
+        pids.add(leader)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, number)
     children = ""
@@ -73,8 +73,8 @@ def _signal_all(leader: int, number: int, told: set[int]) -> None:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
     for child in children.split():
         with contextlib.suppress(ProcessLookupError):
-            if int(child) not in told and os.getpgid(int(child)) != leader:
-                told.add(int(child))
+            if int(child) not in pids and os.getpgid(int(child)) != leader:
+                pids.add(int(child))
                 os.kill(int(child), number)
 
 

@@ -1,4 +1,4 @@
-"""What of a benchmark of servers makes no sense, told before any server is started."""
+"""Refuse what makes no sense in a benchmark of servers, before any server is started."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -51,18 +51,18 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
 
 def _sizes(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
     """Return the whole numbers of a config by their dotted keys, without ids of tokens."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and key != "farskip":
-            found |= _sizes(value, f"{prefix}{key}.")
+            sizes |= _sizes(value, f"{prefix}{key}.")
         elif isinstance(value, int) and not isinstance(value, bool) and not key.endswith(("_id", "_index")):
-            found[prefix + key] = value
-    return found
+            sizes[prefix + key] = value
+    return sizes
 
 
 def _context(words: list[str], sizes: Mapping[str, int]) -> int | None:
-    flags = [word for given in words for word in given.split("=", 1)]
-    if "--max-model-len" in flags[:-1] and (given := flags[flags.index("--max-model-len") + 1]).isdigit():
-        return int(given)
+    flags = [word for argument in words for word in argument.split("=", 1)]
+    if "--max-model-len" in flags[:-1] and (length := flags[flags.index("--max-model-len") + 1]).isdigit():
+        return int(length)
     name = "max_position_embeddings"
     return next((value for key, value in sizes.items() if key.rpartition(".")[2] == name), None)

@@ -1,4 +1,4 @@
-"""The servers that are set against each other, each by its flags: what is told about a row is what its server gets.
+"""The servers that are set against each other, each by its flags: what is said about a row is what its server gets.
 
 SGLang has three of the rows: its plugin serves tensor-parallel ranks, with the experts spread over them. The rivals
 compute what stock does and hide communication, or fuse it, by other means. What each of them needs is known from vLLM
@@ -124,7 +124,7 @@ def blocking(comm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dbo(phase: str, kernels: str, ranks: int, alone: str | None) -> Row:
-    """Dual batch overlap needs data parallelism and DeepEP; vLLM 0.32 has it on the first model runner."""
+    """Return a row of dual batch overlap, for data parallelism with DeepEP and vLLM 0.32's first model runner."""
     return Row(
         f"dbo_{phase}",
         f"stock, dual batch overlap, DeepEP for {phase}",
@@ -193,8 +193,8 @@ def node_flags(engine: EngineName, row: Row, ranks: int, nodes: Sequence[str], p
     else:
         common = ["--nnodes", len(nodes), "--master-addr", nodes[0], "--master-port", port]
         own = [["--node-rank", place] for place in range(1, len(nodes))]
-    found = [common, *([*common, *aside, *more] for more in own)]
-    return [[str(word) for word in words] for words in found]
+    flags = [common, *([*common, *aside, *more] for more in own)]
+    return [[str(word) for word in words] for words in flags]
 
 
 def emulated(comm: Mapping[str, Any]) -> bool:

@@ -60,11 +60,11 @@ def bench_serve(
             plugin, a folder of another benchmark, a server that fails and is no rival, which may be missing.
     """
     config = check_models(benchmark)
-    found = find_program(benchmark.engine, program, benchmark.comm)
-    if found.warning:
-        print(f"fcsd bench: warning: {found.warning}", file=sys.stderr)
-    bench = _Bench(benchmark, found, folder)
-    if benchmark.trace and not found.devices:
+    engine = find_program(benchmark.engine, program, benchmark.comm)
+    if engine.warning:
+        print(f"fcsd bench: warning: {engine.warning}", file=sys.stderr)
+    bench = _Bench(benchmark, engine, folder)
+    if benchmark.trace and not engine.devices:
         raise UserError(
             "--trace: a trace tells the overlap of GPUs, and there is none here; --comm timed tells it on a CPU"
         )
@@ -77,8 +77,8 @@ def bench_serve(
     hold_folder(folder)
     stage.start()
     ranks = benchmark.tensor_parallel
-    asked = (ranks, benchmark.comm, benchmark.all2all)
-    rows = make_rows(benchmark.engine, benchmark.rows, config, found.devices, *asked)
+    options = (ranks, benchmark.comm, benchmark.all2all)
+    rows = make_rows(benchmark.engine, benchmark.rows, config, engine.devices, *options)
     missing = bench.measure_rounds(rows)
     measured = {
         row.name: [read_json(bench.file(number, row)) for number in range(1, benchmark.rounds + 1)]
@@ -87,7 +87,7 @@ def bench_serve(
     }
     settings = benchmark.model_dump(mode="json")
     versions = bench.versions | {"cores": os.cpu_count()}
-    facts = {"settings": settings, "versions": versions, "warning": found.warning}
+    facts = {"settings": settings, "versions": versions, "warning": engine.warning}
     traces = {name: bench.traced(row) for row in rows if (name := row.name) in TRACED and benchmark.trace}
     gains = served_gains(settings, config, measured, traces)
     limits = find_limits(settings, rows, measured, traces)
@@ -145,8 +145,8 @@ class _Bench:
                     if row.name not in missing and not self.file(number, row).is_file():
                         where = f"round {number} of {rounds}, {row.title}"
                         try:
-                            found = self.measure_row(row, number, _Progress(bar, where))
-                            write_json(self.file(number, row), found)
+                            figures = self.measure_row(row, number, _Progress(bar, where))
+                            write_json(self.file(number, row), figures)
                         except NotServed as failure:
                             if not (row.exact or row.wide) or number > 1:
                                 raise UserError(
@@ -214,8 +214,8 @@ class _Bench:
         if row.farskip:
             times = log.with_suffix(".times")
             times.mkdir(exist_ok=True)
-            for left in times.iterdir():
-                left.unlink()
+            for leftover in times.iterdir():
+                leftover.unlink()
             environment[TIMES_VARIABLE] = str(times.resolve())
         progress.next("starting")
         with self.server(row, environment, log) as server:
@@ -235,10 +235,10 @@ class _Bench:
     ) -> dict[str, Any]:
         """Measure one length and number of tokens, with what the ranks' communication did meanwhile."""
         before = settled_times(times) if times is not None else None
-        found = measure(self.program, server, self.benchmark.against, shape, self.benchmark.requests, *more)
+        figures = measure(self.program, server, self.benchmark.against, shape, self.benchmark.requests, *more)
         if times is not None and before is not None:
-            found["communication"] = communication_between(before, settled_times(times))
-        return found
+            figures["communication"] = communication_between(before, settled_times(times))
+        return figures
 
 
 def _written(moment: datetime) -> str:

@@ -143,22 +143,22 @@ def measure(
                 f"the benchmark of {engine.title} {program.version} failed: {reason_of(printed)}; it printed last:"
                 f" {tail_of(printed)}"
             )
-        found = read_json(result)
-    if found.get("completed") != requests:
-        reason = f"{found.get('completed')} of {requests} requests were answered"
+        figures = read_json(result)
+    if figures.get("completed") != requests:
+        reason = f"{figures.get('completed')} of {requests} requests were answered"
         raise NotServed(reason, tail_of(text))
-    if empty := found.get("ttfts", []).count(
+    if empty := figures.get("ttfts", []).count(
         0
     ):  # SGLang's client takes the time of the first token that has text
         raise NotServed(
             f"{empty} of {requests} answers had no text, so their first token no time", tail_of(text)
         )
-    found = {"failed": 0, **{own: found.get(name) for own, name in engine.renamed.items()}, **found}
-    if missing := [name for name in FIGURES if found.get(name) is None]:
+    figures = {"failed": 0, **{own: figures.get(name) for own, name in engine.renamed.items()}, **figures}
+    if missing := [name for name in FIGURES if figures.get(name) is None]:
         raise UserError(
             f"the benchmark of {engine.title} {program.version} writes no {missing[0]}; use a verified version"
         )
-    return {name: found[name] for name in FIGURES}
+    return {name: figures[name] for name in FIGURES}
 
 
 @contextlib.contextmanager
@@ -175,9 +175,9 @@ def _guarded(
     guarded = [sys.executable, "-S", guard.__file__, *words]
     if place is not None:
         node, python = place
-        given = [f"{name}={value}" for name, value in environment.items()]
+        assignments = [f"{name}={value}" for name, value in environment.items()]
         source = Path(guard.__file__).read_text(encoding="utf-8")
-        there = shlex.join(["env", *given, python, "-c", source, *words])
+        there = shlex.join(["env", *assignments, python, "-c", source, *words])
         guarded = ["ssh", "-T", "-o", "BatchMode=yes", node, there]
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -236,8 +236,8 @@ def reason_of(text: str) -> str:
 
 def tail_of(text: str) -> str:
     """Return the last five lines of a log as one."""
-    found = [_PREFIX.sub("", line).strip() for line in text.splitlines() if line.strip()]
-    return " / ".join(found[-5:])[-1000:]
+    lines = [_PREFIX.sub("", line).strip() for line in text.splitlines() if line.strip()]
+    return " / ".join(lines[-5:])[-1000:]
 
 
 def _matches(line: str, signs: Sequence[str]) -> bool:

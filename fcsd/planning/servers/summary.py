@@ -71,12 +71,12 @@ def summarise(
 
 def _rounds(runs: Runs) -> list[dict[str, Any]]:
     """Return when each round began and ended, and the load of the machine before its servers started."""
-    found = []
+    rounds = []
     for each in zip(*runs.values(), strict=True):
         loads = [run["load"] for run in each]
         begin, end = min(run["begin"] for run in each), max(run["end"] for run in each)
-        found.append({"begin": begin, "end": end, "load": {"lowest": min(loads), "highest": max(loads)}})
-    return found
+        rounds.append({"begin": begin, "end": end, "load": {"lowest": min(loads), "highest": max(loads)}})
+    return rounds
 
 
 def _points(
@@ -84,7 +84,7 @@ def _points(
     base: Sequence[Mapping[str, Any]],
     limits: Sequence[Mapping[str, float]],
 ) -> list[dict[str, Any]]:
-    found = []
+    points = []
     for place, first in enumerate(runs[0]["points"]):
         point: dict[str, Any] = {"prompt_tokens": first["prompt_tokens"]}
         for figure, (phase, name, less) in FIGURES.items():
@@ -95,11 +95,11 @@ def _points(
             point[figure]["speedup"] = spread([a / b for a, b in pairs]) if base else None
             point[figure]["limit"] = limits[place].get(figure) if limits else None
         for phase in ("prefill", "decode"):
-            told = [run["points"][place][phase].get("communication") for run in runs]
-            known = [each["overlap"] for each in told if each is not None]
+            communication = [run["points"][place][phase].get("communication") for run in runs]
+            known = [each["overlap"] for each in communication if each is not None]
             point[f"overlap_{phase}"] = spread(known) if known else None
-        found.append(point)
-    return found
+        points.append(point)
+    return points
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

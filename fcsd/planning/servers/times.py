@@ -25,13 +25,13 @@ Times = Mapping[str, Mapping[str, float]]
 
 def settled_times(folder: Path) -> Times:
     """Return what the ranks have written, once they write no more."""
-    begun, found = time.monotonic(), _read(folder)
+    begun, times = time.monotonic(), _read(folder)
     while time.monotonic() - begun < _LONGEST_S:
         time.sleep(_SETTLE_S)
-        before, found = found, _read(folder)
-        if found == before:
+        before, times = times, _read(folder)
+        if times == before:
             break
-    return found
+    return times
 
 
 def _read(folder: Path) -> Times:

@@ -41,13 +41,13 @@ def read_trace(folder: Path) -> dict[str, Any]:
     packed = files[-1].read_bytes()
     text = gzip.decompress(packed) if files[-1].suffix == ".gz" else packed
     events = json.loads(text)["traceEvents"]
-    found = from_trace(events, ALL_REDUCE).get("all")
-    if found is None or not any(event.get("cat") == "kernel" for event in events):
+    measured = from_trace(events, ALL_REDUCE).get("all")
+    if measured is None or not any(event.get("cat") == "kernel" for event in events):
         raise NotServed(f"no all-reduce among the kernels of {files[-1]}", "")
     return {
-        "total_s": found.total,
-        "exposed_s": found.exposed,
-        "overlap": found.overlap,
+        "total_s": measured.total,
+        "exposed_s": measured.exposed,
+        "overlap": measured.overlap,
         "layer": one_layer(timeline(events, ALL_REDUCE)),
     }
 

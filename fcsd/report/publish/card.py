@@ -168,21 +168,21 @@ def _training(facts: Facts) -> str:
     ]
     if results.get("best_step") is not None:
         stopping = dict(scored_row(settings.get("early_stopping") or {}))
-        found = results.get("early_stopping") or {}
+        outcome = results.get("early_stopping") or {}
         if stopping.get("dataset"):
             stopping |= {"dataset": _public(stopping["dataset"])}
         lines.append(f"The checkpoint of step {results['best_step']} was chosen by {stopping_text(stopping)}")
-        if found:
-            score = plus_minus(results["best_score"], found["best_stderr"])
-            items = items_text(stopping["metric"], found["num_items"], found["num_items_total"])
+        if outcome:
+            score = plus_minus(results["best_score"], outcome["best_stderr"])
+            items = items_text(stopping["metric"], outcome["num_items"], outcome["num_items_total"])
             lines[-1] += f" ({score} on {items})"
         lines[-1] += "."
     if calibrated:
         lines.append(f"Before the training: {calibrated}")
     if sources := _sources(settings).strip():
         lines.append(sources)
-    if left_out := (results.get("decontamination") or {}).get("num_left_out"):
-        lines.append(f"{left_out} examples that overlap with test items were left out.")
+    if overlapping := (results.get("decontamination") or {}).get("num_left_out"):
+        lines.append(f"{overlapping} examples that overlap with test items were left out.")
     if bad := (results.get("bad_rows") or {}).get("num_left_out"):
         lines.append(f"{bad} examples that could not be tokenized were left out.")
     if facts.report:
@@ -192,12 +192,12 @@ def _training(facts: Facts) -> str:
 
 def _calibrated(facts: Facts) -> str:
     """Say how a calibration changed the weights; "" where there was none."""
-    found = facts.config.get(CALIBRATED)
-    if found is None:
+    entry = facts.config.get(CALIBRATED)
+    if entry is None:
         return ""
     return (
-        f"Calibrated with fcsd: closed-form maps, solved on {found['tokens']:,} tokens against the original, are folded"
-        f" into the weights of {len(found['layers'])} layers, which are therefore not the original's."
+        f"Calibrated with fcsd: closed-form maps, solved on {entry['tokens']:,} tokens against the original, are folded"
+        f" into the weights of {len(entry['layers'])} layers, which are therefore not the original's."
     )
 
 
@@ -230,7 +230,7 @@ def _tasks(result: Mapping[str, Any] | None) -> list[tuple[str, Mapping[str, Any
 
 
 def model_index(result: Mapping[str, Any] | None) -> list[EvalResult] | None:
-    found = [
+    results = [
         EvalResult(
             task_type="text-generation",
             dataset_type=suite["dataset"],
@@ -245,7 +245,7 @@ def model_index(result: Mapping[str, Any] | None) -> list[EvalResult] | None:
         )
         for task, row, suite in _tasks(result)
     ]
-    return found or None
+    return results or None
 
 
 def result_entries(result: Mapping[str, Any] | None) -> dict[str, EvalResultEntry]:

@@ -87,10 +87,10 @@ def inherited_from(folder: Path) -> dict[str, Any]:
     if not (folder / CARD).is_file():
         return {}
     data = front_matter(folder / CARD)
-    found = {key: data[key] for key in (*LICENCE_KEYS, "language") if data.get(key)}
-    if isinstance(found.get("language"), str):
-        found["language"] = [found["language"]]
-    return found
+    inherited = {key: data[key] for key in (*LICENCE_KEYS, "language") if data.get(key)}
+    if isinstance(inherited.get("language"), str):
+        inherited["language"] = [inherited["language"]]
+    return inherited
 
 
 def licence_of(inherited: Mapping[str, Any], stated: str | None) -> dict[str, Any]:

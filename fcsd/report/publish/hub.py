@@ -43,20 +43,20 @@ def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:
     """Check an existing repository: it may be updated, unless it holds another kind of model, or is public while the
     user believes it private. A card that has other words there is named, for it may have been edited on the page."""
     try:
-        found = api.model_info(repo_id)
+        repository = api.model_info(repo_id)
     except RepositoryNotFoundError:
         return
-    other, model_type = (found.config or {}).get("model_type"), read_json(new / CONFIG)["model_type"]
+    other, model_type = (repository.config or {}).get("model_type"), read_json(new / CONFIG)["model_type"]
     if other not in (None, model_type):
         raise UserError(
             f"{repo_id}: exists and holds a model of type '{other}', not '{model_type}'; choose another name"
         )
-    if private and not found.private:
+    if private and not repository.private:
         raise UserError(
             f"{repo_id}: exists and is public; --private makes only new repositories private: change it in its"
             " settings, or choose another name"
         )
-    if any(file.rfilename == CARD for file in found.siblings or []):
+    if any(file.rfilename == CARD for file in repository.siblings or []):
         with scratch_folder("fcsd-push") as folder:
             old = Path(api.hf_hub_download(repo_id, CARD, local_dir=folder)).read_bytes()
         if old != (new / CARD).read_bytes():

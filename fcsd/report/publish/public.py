@@ -26,7 +26,7 @@ _ORDINARY = ("ArtifactoryDetector", "IPPublicDetector")  # `AP` and nine letters
 
 def without_places(text: str) -> str:
     """Replace the absolute paths in a text by their last names."""
-    return PLACE.sub(lambda found: PurePath(found[0]).name, text)
+    return PLACE.sub(lambda match: PurePath(match[0]).name, text)
 
 
 def public_text(name: str, text: str) -> str:
@@ -68,8 +68,8 @@ def refuse_secrets(file: Path, shown: Path) -> None:
     if not any(part in file.name for part in _VOCABULARY):
         rules |= _rules()
     for name, patterns in rules.items():
-        if found := next((each for pattern in patterns if (each := pattern.search(text))), None):
-            line = text.count("\n", 0, found.start()) + 1
+        if match := next((each for pattern in patterns if (each := pattern.search(text))), None):
+            line = text.count("\n", 0, match.start()) + 1
             raise UserError(
                 f"{shown}, line {line}: contains what looks like a secret ({name}); remove it, and revoke it"
             )

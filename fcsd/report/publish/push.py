@@ -95,9 +95,9 @@ def find_checkpoint(folder: Path) -> Path:
     """Find the checkpoint in a run, a stage, or `folder` itself."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a run, its publish folder, or a FarSkip checkpoint")
-    for found in (folder, folder / "publish", folder / "model"):
-        if (found / CONFIG).is_file():
-            return found
+    for candidate in (folder, folder / "publish", folder / "model"):
+        if (candidate / CONFIG).is_file():
+            return candidate
     if (folder / "adapter_config.json").is_file():
         raise UserError(
             f"{folder}: holds adapters, not a model; give the folder of the stage, which has a model with them merged"
@@ -195,10 +195,10 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
 
     for name in [name for name in names if name.endswith(".py")]:
         names |= {Path(file).name for file in get_relative_import_files(source / name)}
-    found = {source / name for name in names}
+    files = {source / name for name in names}
     for pattern in (*CARRIED, *_OTHER):
-        found |= {file for file in source.glob(pattern) if file.is_file()}
-    return sorted(found)
+        files |= {file for file in source.glob(pattern) if file.is_file()}
+    return sorted(files)
 
 
 def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
@@ -221,7 +221,7 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
         )
     # `fcsd convert` left its record among the weights, which may have been trained there since.
     training = record if record and (stage or record["stage"] != "convert") else None
-    inherited: dict[str, Any] = next((found for place in places if (found := _inherited(*place))), {})
+    inherited: dict[str, Any] = next((terms for place in places if (terms := _inherited(*place))), {})
     result = comparison = None
     if card.results is not None:
         result, comparison = _results(source, *card.results)
@@ -304,9 +304,9 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
         print(f"{size:>15,}  {name}")
     print(f"{sum(sent.values()):>15,}  bytes in {len(sent)} files")
     kept = {Path(name).parts[0] for name in sent} | {"stage.json", "manifest.json"}
-    left = [file.name + "/" * file.is_dir() for file in sorted(source.iterdir()) if file.name not in kept]
-    if left:
-        notes.append(f"left out, no part of a published checkpoint: {', '.join(left)}")
+    rest = [file.name + "/" * file.is_dir() for file in sorted(source.iterdir()) if file.name not in kept]
+    if rest:
+        notes.append(f"left out, no part of a published checkpoint: {', '.join(rest)}")
     card = front_matter(new / CARD)
     if not any(name.startswith("tokenizer") or name.endswith(".model") for name in sent):
         notes.append("no tokenizer; copy the original's tokenizer files beside the weights")

@@ -154,23 +154,23 @@ def _finish(model: Path, out: Path, facts: dict[str, Any]) -> None:
 
 def _resume(work: Path, models: Layerwise, batches: Sequence[Batch], ranks: Ranks) -> State:
     """Read the state of a run that was cut off, or begin before the first layer."""
-    found = ranks.from_first(
+    state = ranks.from_first(
         lambda: read_json(work / "state.json") if (work / "state.json").is_file() else None
     )
-    if found is None:
+    if state is None:
         return State(0, [first_stream(models.student, batch, models.device) for batch in batches])
-    if found["ranks"] != ranks.size:
+    if state["ranks"] != ranks.size:
         raise UserError(
-            f"{work}: was begun with {found['ranks']} processes, which share the rows, and this launch has"
-            f" {ranks.size}; launch {found['ranks']}, or remove the folder to begin again"
+            f"{work}: was begun with {state['ranks']} processes, which share the rows, and this launch has"
+            f" {ranks.size}; launch {state['ranks']}, or remove the folder to begin again"
         )
-    tensors = load_file(_streams(work, found["next_layer"], ranks))
+    tensors = load_file(_streams(work, state["next_layer"], ranks))
     both: dict[str, list[Stream]] = {"teacher": [{} for _ in batches], "student": [{} for _ in batches]}
     for key, value in tensors.items():
         who, number, name = key.split(".")
         both[who][int(number)][name] = value
     student = both["student"] if any(both["student"]) else None
-    return State(found["next_layer"], both["teacher"], student, found["results"])
+    return State(state["next_layer"], both["teacher"], student, state["results"])
 
 
 def _streams(work: Path, layer: int, ranks: Ranks) -> Path:
@@ -197,11 +197,11 @@ def _save(state: State, work: Path, ranks: Ranks) -> None:
 
 def take_rows(rows: Any, num_tokens: int) -> list[Any]:
     """Take rows, in order, until they hold `num_tokens` tokens of text, or there are no more."""
-    found: list[Any] = []
+    sample: list[Any] = []
     count = 0
     for row in rows:
-        found.append(row)
+        sample.append(row)
         count += int(real_tokens(batches_of([row])[0]).sum())
         if count >= num_tokens:
             break
-    return found
+    return sample

@@ -52,13 +52,13 @@ class Call:
         tokens, slots = chosen.nonzero(as_tuple=True)
         if not len(tokens):
             return tokens, self.out.new_empty(0, self.out.shape[-1])
-        given = {
+        slices = {
             id(self.hidden): self.hidden[tokens],
             id(self.choices): self.choices[tokens, slots][:, None],
             id(self.weights): self.weights[tokens, slots][:, None],
         }
-        args = [given.get(id(value), value) for value in self.args]
-        kwargs = {name: given.get(id(value), value) for name, value in self.kwargs.items()}
+        args = [slices.get(id(value), value) for value in self.args]
+        kwargs = {name: slices.get(id(value), value) for name, value in self.kwargs.items()}
         out = first_tensor(module(*args, **kwargs))
         assert out is not None
         return tokens, out
@@ -75,7 +75,7 @@ class Call:
         )
 
 
-def _given(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+def _call_tensors(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
     """Tell hidden states, choices and weights of a call apart; None for calls that are of another kind."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if len(tensors) != 3 or any(value.ndim != 2 for value in tensors):
@@ -91,20 +91,20 @@ def _given(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
 @contextlib.contextmanager
 def calls_of(module: nn.Module) -> Iterator[list[Call]]:
     """Give the calls of a module of routed experts; nothing for calls that are of another kind."""
-    found: list[Call] = []
+    calls: list[Call] = []
 
     def after(args: Any, kwargs: Any, out: Any) -> None:
-        given, out = _given(args, kwargs), first_tensor(out)
-        if given is not None and out is not None and out.ndim == 2:
-            found.append(Call(args, kwargs, *given, out))
+        tensors, out = _call_tensors(args, kwargs), first_tensor(out)
+        if tensors is not None and out is not None and out.ndim == 2:
+            calls.append(Call(args, kwargs, *tensors, out))
 
     with hooked(after=[(module, after)]):
-        yield found
+        yield calls
 
 
 @torch.no_grad()
 def adds_up(module: nn.Module, call: Call, num_experts: int) -> bool:
-    """Whether the experts, one at a time, add what the module gave."""
+    """Return whether the experts, one at a time, add what the module gave."""
     total = torch.zeros_like(call.out)
     for number in range(num_experts):
         tokens, out = call.expert(module, number)
@@ -120,7 +120,7 @@ def fold_reads(
     pairs: what student and teacher read, (N, D) of each batch.
 
     Returns: squares left by the map of all and by these, relative to those of what the teacher reads, over all experts;
-    None where it cannot be told which of them are chosen.
+    None where it is not known which of them are chosen.
     """
     routes = _routes(work, experts)
     if not all(work.ranks.share(lambda: len(routes) == len(pairs))):
@@ -143,12 +143,12 @@ def fold_reads(
 
 
 def _routes(work: Work, experts: Experts) -> list[Tensor]:
-    """Return which experts (N, K) are chosen for the tokens of text of each batch; the batches where it can be told."""
+    """Return which experts (N, K) are chosen for the tokens of text of each batch in which that is known."""
     routes: list[Tensor] = []
     called: list[Any] = []
 
     def before(args: Any, kwargs: Any) -> None:
-        called.append(_given(args, kwargs))
+        called.append(_call_tensors(args, kwargs))
         raise Stopped
 
     with hooked(before=[(work.layer.get_submodule(experts.module), before)]):
@@ -173,12 +173,12 @@ def fold_adds(work: Work, experts: Experts) -> list[float] | None:
     missing: list[Tensor] = []  # (N, D) of each batch
     understood = True
     for place, mask in enumerate(work.masks):
-        with calls_of(module) as found:
+        with calls_of(module) as batch_calls:
             stream = work.step(place)
-        one = len(found) == 1 and len(found[0].hidden) == len(mask)
-        understood = understood and one and (place > 0 or adds_up(module, found[0], num_experts))
+        one = len(batch_calls) == 1 and len(batch_calls[0].hidden) == len(mask)
+        understood = understood and one and (place > 0 or adds_up(module, batch_calls[0], num_experts))
         if understood:
-            calls.append(found[0].to(torch.device("cpu")))
+            calls.append(batch_calls[0].to(torch.device("cpu")))
             missing.append((work.teacher[place]["o"] - stream["o"].cpu()).flatten(0, -2))
     if not all(work.ranks.share(lambda: understood)):
         return None
@@ -230,8 +230,8 @@ def _solve(
     held_out.sum_over(work.ranks)
     if problem.count < work.width:  # they say little of it: it keeps the map of all
         problem.add_sums(held_out)
-        left = problem.residual(towards)
-        solution = Solution(None, left, left)
+        residual = problem.residual(towards)
+        solution = Solution(None, residual, residual)
     else:
         solution = problem.solve_checked(held_out, ridge, f"layer {work.index}, {what}", work.ranks, towards)
     return float(problem.yy), solution

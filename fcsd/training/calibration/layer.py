@@ -10,7 +10,7 @@ The same tokens go through teacher and student. For each rewired layer, all befo
 
 A side whose input depends on another side of the same layer (`mlp: full`) is solved after that one is folded.
 
-Not covered: layers in which nothing of a branch can be folded are left alone there (`Roles.left` says so); where
+Not covered: layers in which nothing of a branch can be folded are left alone there (`Roles.rest` says so); where
 weights and streams come from and go to between the layers, which is `Models`' and the caller's.
 """
 
@@ -34,7 +34,7 @@ def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
     roles = roles_of(work.layer, work.models.student.family)
     held_out: dict[str, list[float]] = {}
     result: dict[str, Any] = {"layer": work.index, "reads": _fold_reads(work, roles, ridge, held_out)}
-    result |= {"adds": None, "experts": None, "left": roles.left}
+    result |= {"adds": None, "experts": None, "left": roles.rest}
     if roles.groups:
         result["adds"] = _fold_adds(work, roles.groups, ridge, held_out)
     if roles.experts:
@@ -54,31 +54,31 @@ def _fold_reads(
     sides, experts = roles.sides, roles.experts
     own = experts.readers if experts else ()
     wanted = _teacher(work, sides)
-    found: dict[str, list[float]] = {}
+    residuals: dict[str, list[float]] = {}
     together = work.layer.farskip_plan.outdated
     for round_sides in [sides] if together and sides else [[side] for side in sides]:
         problems = {side: work.problems() for side in round_sides}
-        given: list[Tensor] = []  # what the experts read
+        expert_inputs: list[Tensor] = []  # what the experts read
         for place, ys in enumerate(wanted):
             xs = _inputs(work, place, round_sides)
             for side, problem in problems.items():
                 x = xs[side.modules[0]]
                 work.add(problem, place, x, ys[side.modules[0]].to(work.device))
-                given += [x.cpu()] if own and set(own) <= set(side.readers) else []
+                expert_inputs += [x.cpu()] if own and set(own) <= set(side.readers) else []
         for side, problem in problems.items():
             name = side.modules[0]
             solution = work.solve(problem, ridge, f"what {name} reads")
-            found[name], held_out[name] = [solution.before, solution.after], list(solution.held_out)
+            residuals[name], held_out[name] = [solution.before, solution.after], list(solution.held_out)
             if solution.map is None:
                 continue
             work.models.fold(
                 work.index, [place for place in side.readers if place not in own], solution.map, "reads"
             )
             if experts and own and set(own) <= set(side.readers):
-                pairs = [(x, ys[name]) for x, ys in zip(given, wanted, strict=True)]
-                left = fold_reads(work, experts, pairs, solution.map)
-                found |= {experts.module: left} if left else {}
-    return found
+                pairs = [(x, ys[name]) for x, ys in zip(expert_inputs, wanted, strict=True)]
+                by_expert = fold_reads(work, experts, pairs, solution.map)
+                residuals |= {experts.module: by_expert} if by_expert else {}
+    return residuals
 
 
 def _teacher(work: Work, sides: list[Side]) -> list[dict[str, Tensor]]:
@@ -86,10 +86,10 @@ def _teacher(work: Work, sides: list[Side]) -> list[dict[str, Tensor]]:
     layer, wanted = work.models.teacher.layers[work.index], []
     for place, batch in enumerate(work.batches):
         stream = to(work.teacher[place], work.device)
-        with _inputs_of(layer, sides) as found:
+        with _inputs_of(layer, sides) as inputs:
             stream = work.models.teacher_step(work.index, to(batch, work.device), stream)
         work.teacher[place] = to(stream, "cpu")
-        wanted.append({name: work.rows(value, place).cpu() for name, value in found.items()})
+        wanted.append({name: work.rows(value, place).cpu() for name, value in inputs.items()})
     return wanted
 
 
@@ -100,22 +100,22 @@ def _inputs(work: Work, place: int, sides: list[Side]) -> dict[str, Tensor]:
     plain = work.layer.farskip_plan.outdated and (family.layout, family.residual) == ("pre_norm", "sum")
     if plain and isinstance(names[0], str) and isinstance(names[1], str):
         return _normed(work, place, sides, names[0], names[1])
-    with _inputs_of(work.layer, sides, stop=True) as found, contextlib.suppress(Stopped):
+    with _inputs_of(work.layer, sides, stop=True) as inputs, contextlib.suppress(Stopped):
         work.step(place)
-    return {name: work.rows(value, place) for name, value in found.items()}
+    return {name: work.rows(value, place) for name, value in inputs.items()}
 
 
 @torch.no_grad()
 def _normed(work: Work, place: int, sides: list[Side], in_norm: str, mlp_norm: str) -> dict[str, Tensor]:
     family, stream = work.models.student.family, to(work.student[place], work.device)
     norms = getattr(work.layer, family.norms) if family.norms else work.layer
-    found: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     for side in sides:
         name = side.modules[0]
         mlp = name == family.moe
         x = stream["o"] if mlp else stream.get("partial", stream["o"])
-        found[name] = work.rows(getattr(norms, mlp_norm if mlp else in_norm)(x), place)
-    return found
+        inputs[name] = work.rows(getattr(norms, mlp_norm if mlp else in_norm)(x), place)
+    return inputs
 
 
 def _fold_adds(
@@ -123,9 +123,9 @@ def _fold_adds(
 ) -> list[float]:
     problem = work.problems(len(groups))
     for place in range(len(work.batches)):
-        with _outputs_of(work.layer, groups) as found:
+        with _outputs_of(work.layer, groups) as outputs:
             stream = work.step(place)
-        x = [work.rows(value, place).double() for value in found]
+        x = [work.rows(value, place).double() for value in outputs]
         target = work.teacher[place]["o"].to(work.device).double() - stream["o"].double()
         work.add(problem, place, torch.cat(x, -1), work.rows(target, place) + sum(x))
     solution = work.solve(problem, ridge, "what its branches add")
@@ -139,27 +139,27 @@ def _fold_adds(
 @contextlib.contextmanager
 def _inputs_of(layer: nn.Module, sides: Sequence[Side], stop: bool = False) -> Iterator[dict[str, Tensor]]:
     """Give what the first module of each side is called with, by its name."""
-    found: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     names = [side.modules[0] for side in sides]
 
     def keep(name: str) -> Before:
         def before(args: Any, kwargs: Any) -> None:
-            given = hidden_states(args, kwargs)
-            assert given is not None
-            found[name] = given
-            if stop and len(found) == len(names):
+            hidden = hidden_states(args, kwargs)
+            assert hidden is not None
+            inputs[name] = hidden
+            if stop and len(inputs) == len(names):
                 raise Stopped
 
         return before
 
     with hooked(before=[(layer.get_submodule(name), keep(name)) for name in names]):
-        yield found
+        yield inputs
 
 
 @contextlib.contextmanager
 def _outputs_of(layer: nn.Module, groups: Sequence[Group]) -> Iterator[list[Tensor]]:
     """Give what each group adds to the stream, when the layer has run."""
-    found: list[Tensor] = []
+    sums: list[Tensor] = []
     parts: dict[str, Tensor] = {}
 
     def keep(name: str) -> After:
@@ -172,10 +172,10 @@ def _outputs_of(layer: nn.Module, groups: Sequence[Group]) -> Iterator[list[Tens
 
     names = [name for group in groups for name in group.modules]
     with hooked(after=[(layer.get_submodule(name), keep(name)) for name in names]):
-        yield found
+        yield sums
     for group in groups:
         summed = [parts[name] for name in group.modules]
-        found.append(sum(summed[1:], summed[0]) * group.factor)
+        sums.append(sum(summed[1:], summed[0]) * group.factor)
 
 
 def walk(

@@ -56,12 +56,12 @@ class Experts:
 
 @dataclass
 class Roles:
-    """What can be folded in one layer. left: what cannot be, and why."""
+    """What can be folded in one layer. rest: what cannot be, and why."""
 
     sides: list[Side] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     experts: Experts | None = None
-    left: list[str] = field(default_factory=list)
+    rest: list[str] = field(default_factory=list)
 
 
 def roles_of(layer: Any, family: Family) -> Roles:
@@ -74,10 +74,10 @@ def roles_of(layer: Any, family: Family) -> Roles:
         if readers := _places(layer, modules, folding, reads=True):
             roles.sides.append(Side(modules, readers))
         else:
-            roles.left.append(f"what {name} reads: no weight of it multiplies that alone")
+            roles.rest.append(f"what {name} reads: no weight of it multiplies that alone")
         for module, operation in folding.other_uses:
             if module in dict(layer.named_modules()) and _within(module, name):
-                roles.left.append(f"what {name} reads, where {operation} takes it")
+                roles.rest.append(f"what {name} reads, where {operation} takes it")
         is_moe = is_one_of(layer.get_submodule(name), family.moe_block)
         read_inside = mlp_reads_the_rest and name != family.moe
         if name in folding.closed or (is_moe and not family.additive) or read_inside:
@@ -88,8 +88,8 @@ def roles_of(layer: Any, family: Family) -> Roles:
         if is_moe and family.scaled_experts is None:
             roles.experts = _experts(layer, family, readers, roles.groups[-1])
     roles.groups.sort(key=lambda group: group.modules[0].count("."))
-    roles.left += [f"what {name} reads: it is not given the output of a norm" for name in folding.unread]
-    roles.left += closed
+    roles.rest += [f"what {name} reads: it is not given the output of a norm" for name in folding.unread]
+    roles.rest += closed
     return roles
 
 
@@ -168,28 +168,28 @@ def _within(module: str, branch: str) -> bool:
 def fold_map(
     layer: nn.Module,
     places: Iterable[Place],
-    found: Tensor,
-    side: Literal["reads", "writes"],
+    matrix: Tensor,
+    use: Literal["reads", "writes"],
     expert: int | None = None,
 ) -> None:
     """Change the weights of a layer in place, each in its own dtype.
 
-    places: names of parameters in the layer, and the axis of each that the map is multiplied with. found: (D, D), rows
+    places: names of parameters in the layer, and the axis of each that the map is multiplied with. matrix: (D, D), rows
     are what is mapped: x A, u B. expert: change this slice of the parameters only, whose first axis is the experts.
     """
     for name, axis in places:
         weight = layer.get_parameter(name)
         # In float32 at least: what is rounded is the product, to the weight's dtype.
-        matrix = (found.T if side == "reads" else found).to(
+        factor = (matrix.T if use == "reads" else matrix).to(
             weight.device, torch.promote_types(weight.dtype, torch.float32)
         )
         if expert is not None:
-            _fold(weight[expert], axis - 1, matrix)
+            _fold(weight[expert], axis - 1, factor)
         elif weight.ndim == 3 and axis:  # an expert at a time: copies of all of them are large
             for part in weight:
-                _fold(part, axis - 1, matrix)
+                _fold(part, axis - 1, factor)
         else:
-            _fold(weight, axis, matrix)
+            _fold(weight, axis, factor)
 
 
 def _fold(weight: Tensor, axis: int, matrix: Tensor) -> None:

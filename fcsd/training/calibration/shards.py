@@ -72,10 +72,10 @@ class Layerwise(Models):
             layer.to("meta")
 
     def fold(
-        self, index: int, places: Sequence[Place], found: Tensor, side: Any, expert: int | None = None
+        self, index: int, places: Sequence[Place], matrix: Tensor, use: Any, expert: int | None = None
     ) -> None:
         """Fold a map, and round the weights to what their files hold."""
-        super().fold(index, places, found, side, expert)
+        super().fold(index, places, matrix, use, expert)
         for name, _ in places:
             weight = self.student.layers[index].get_parameter(name).data
             weight = weight if expert is None else weight[expert]
@@ -94,8 +94,8 @@ class Layerwise(Models):
         """Take tensors to the names and shapes of the checkpoint's files, which may be those of memory."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        found = revert_weight_conversion(self.model, tensors)
-        return found if found.keys() <= self.files.keys() else tensors
+        file_tensors = revert_weight_conversion(self.model, tensors)
+        return file_tensors if file_tensors.keys() <= self.files.keys() else tensors
 
     def _load(self, names: Iterable[str]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -131,20 +131,20 @@ class Layerwise(Models):
 
     def _note_dtypes(self, names: Sequence[str], slices: dict[str, Any]) -> None:
         dtypes = {name: value[:0].dtype for name, value in slices.items() if value.get_shape()}
-        found = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
-        state = self.model.state_dict() if len(found) > 1 else {}
+        kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
+        state = self.model.state_dict() if len(kinds) > 1 else {}
         for name in names:
             # Conversions may need several weights at once, so they are asked only if it matters.
             in_files = self._in_files({name: state[name]}) if state else {}
-            self._dtypes[name] = next((dtypes[one] for one in in_files if one in dtypes), next(iter(found)))
+            self._dtypes[name] = next((dtypes[one] for one in in_files if one in dtypes), next(iter(kinds)))
 
     @torch.no_grad()
     def _fill_buffers(self, root: nn.Module, leave_out: str | None = None) -> None:
         """Compute the buffers that no file holds, as `from_pretrained` does: by the model's own initialisation."""
-        left_out = set(self.model.get_submodule(leave_out).modules()) if leave_out else set()
+        excluded = set(self.model.get_submodule(leave_out).modules()) if leave_out else set()
         for module in root.modules():
             meta = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
-            if module in left_out or not meta:
+            if module in excluded or not meta:
                 continue
             for name, buffer in meta.items():
                 module._buffers[name] = torch.empty_like(buffer, device=self.device)
@@ -154,11 +154,11 @@ class Layerwise(Models):
         """Return the innermost model of transformers that holds a module."""
         from transformers import PreTrainedModel
 
-        found: Any = self.model
+        body: Any = self.model
         for candidate in self.model.modules():
             if isinstance(candidate, PreTrainedModel) and any(m is module for m in candidate.modules()):
-                found = candidate
-        return found
+                body = candidate
+        return body
 
 
 def own_copies(folder: Path, source: Path, files: Iterable[str]) -> None:

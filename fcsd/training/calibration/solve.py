@@ -103,12 +103,12 @@ class LeastSquares:
                 f"{what}: the Gram matrix of the calibration text is singular: its tokens do not tell {size} directions"
                 f" apart with ridge {ridge:g}; give more, or more varied text, or a larger ridge (1e-3)"
             )
-        found = torch.cholesky_solve(self.xy + weight * towards, factor)
+        matrix = torch.cholesky_solve(self.xy + weight * towards, factor)
         if ranks.size > 1:
             import torch.distributed as dist
 
-            dist.broadcast(found, 0)
-        return Solution(found, before, self.residual(found))
+            dist.broadcast(matrix, 0)
+        return Solution(matrix, before, self.residual(matrix))
 
     def solve_checked(
         self,
@@ -124,22 +124,22 @@ class LeastSquares:
         """
         if towards is None:
             towards = self._identities()
-        found = self.solve(ridge, what, ranks, towards).map
+        matrix = self.solve(ridge, what, ranks, towards).map
         before = held_out.residual(towards)
-        after = before if found is None else held_out.residual(found)
-        fits = found is not None and after <= limit * before
+        after = before if matrix is None else held_out.residual(matrix)
+        fits = matrix is not None and after <= limit * before
         self.add_sums(held_out)
         if not fits:
-            left = self.residual(towards)
-            return Solution(None, left, left, (before, after))
+            residual = self.residual(towards)
+            return Solution(None, residual, residual, (before, after))
         return replace(self.solve(ridge, what, ranks, towards), held_out=(before, after))
 
     def _identities(self) -> Tensor:
         one = torch.eye(self.width, dtype=torch.float64, device=self.xx.device)
         return one.repeat(len(self.xx) // self.width, 1)
 
-    def residual(self, found: Tensor | None = None) -> float:
+    def residual(self, matrix: Tensor | None = None) -> float:
         """Return |XA - Y|² / |Y|², from the sums, of the identities without a map; 0 where Y is."""
-        found = self._identities() if found is None else found
-        squares = self.yy - 2 * (found * self.xy).sum() + (found * (self.xx @ found)).sum()
+        matrix = self._identities() if matrix is None else matrix
+        squares = self.yy - 2 * (matrix * self.xy).sum() + (matrix * (self.xx @ matrix)).sum()
         return float((squares / self.yy).clamp(min=0)) if self.yy.item() else 0.0

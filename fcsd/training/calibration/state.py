@@ -36,10 +36,10 @@ class Models:
         return contextlib.nullcontext()
 
     def fold(
-        self, index: int, places: Sequence[Place], found: Tensor, side: Any, expert: int | None = None
+        self, index: int, places: Sequence[Place], matrix: Tensor, use: Any, expert: int | None = None
     ) -> None:
         """Fold a map into weights of the student's layer, or into those of one expert."""
-        fold_map(self.student.layers[index], places, found, side, expert)
+        fold_map(self.student.layers[index], places, matrix, use, expert)
 
 
 @dataclass

@@ -48,15 +48,15 @@ def _reached(cls: type, side: str | None) -> type:
         kept: Stream | None = self._kept_stream
         if kept is None:
             raise _Reached({"o": hidden_states})
-        given: Any = kept["o"]
+        states: Any = kept["o"]
         if side:
             kwargs[side] = kept.get("side")
         if "partial" in kept:
             if side:
                 kwargs[side] = (kept["partial"], kept.get("side"))
             else:
-                given = (kept["o"], kept["partial"])
-        out = base_call(self, given, *args, **kwargs)
+                states = (kept["o"], kept["partial"])
+        out = base_call(self, states, *args, **kwargs)
         raise _Reached(_stream(out, side))
 
     return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
@@ -69,10 +69,10 @@ def _stream(out: Any, side: str | None) -> Stream:
     o, second = out[0], out[1] if len(out) > 1 else None
     if not side:
         return {"o": o, "partial": second} if isinstance(second, Tensor) else {"o": o}
-    found = {"o": o}
+    stream = {"o": o}
     if isinstance(second, tuple):
-        found["partial"], second = second
-    return found | ({"side": second} if second is not None else {})
+        stream["partial"], second = second
+    return stream | ({"side": second} if second is not None else {})
 
 
 class Steps:
@@ -89,8 +89,8 @@ class Steps:
             try:
                 body_hidden(self.model, batch["input_ids"], batch["position_ids"], None, None)
             except _Reached as reached:
-                found: Stream = reached.value
-                return found
+                output: Stream = reached.value
+                return output
         raise AssertionError(f"{type(self.model).__name__}: its forward did not call layer {index}")
 
     @contextlib.contextmanager

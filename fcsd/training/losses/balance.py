@@ -62,7 +62,7 @@ class Balance:
     """The balance of one training's student.
 
     Raises:
-        UserError: no routers that can be found; `balance_bias_rate` for a family that chooses without a bias.
+        UserError: routers that are not known; `balance_bias_rate` for a family that chooses without a bias.
     """
 
     def __init__(self, train: TrainConfig, student: nn.Module, accelerator: Any):
@@ -77,8 +77,8 @@ class Balance:
     @contextmanager
     def recorded(self, model: nn.Module) -> Iterator[Recording]:
         """Record what the routers of a forward pass do in the block."""
-        with recording(unwrapped(model), with_gradient=self.coefficient is not None) as found:
-            yield found
+        with recording(unwrapped(model), with_gradient=self.coefficient is not None) as record:
+            yield record
 
     def begin_step(self, num_tokens: int) -> None:
         """Count the loads of a step, which has as many tokens that count."""
@@ -142,7 +142,7 @@ class Balance:
 
 def _biases(student: nn.Module) -> list[Tensor]:
     """Return the tensor of each MoE layer that is added to the scores for the choice alone."""
-    owner, found = unwrapped(student), []
+    owner, tensors = unwrapped(student), []
     for router in find_routers(student):
         block = owner.get_submodule(router.name.rpartition(".")[0])
         named = [*block.named_buffers(), *block.named_parameters()]
@@ -152,5 +152,5 @@ def _biases(student: nn.Module) -> list[Tensor]:
                 f"train.balance_bias_rate: {router.name} of model type '{owner.config.model_type}' has no correction"
                 " bias that every rank holds; use train.balance_loss_coefficient"
             )
-        found.append(biases[0].view(-1))
-    return found
+        tensors.append(biases[0].view(-1))
+    return tensors

@@ -95,7 +95,7 @@ class AuxiliaryLosses:
     """The terms of `objective` for one student, which has its connectivity; `steps` is the length of the training.
 
     Raises:
-        UserError: the student has no such points, or no routers that can be found.
+        UserError: the student has no such points, or no routers that are known.
     """
 
     def __init__(self, objective: ObjectiveConfig, student: nn.Module, steps: int):
@@ -110,16 +110,16 @@ class AuxiliaryLosses:
 
         With l2_until u of S steps that of l2 falls linearly: l2_coefficient · (1 - step / (u S)).
         """
-        found = {}
+        by_term = {}
         if self.objective.l2_coefficient is not None:
-            left = 1.0
+            fraction = 1.0
             if self.objective.l2_until is not None:
-                left = 1 - step / (self.objective.l2_until * self.steps)
-            if left > 0:
-                found["l2"] = self.objective.l2_coefficient * left
+                fraction = 1 - step / (self.objective.l2_until * self.steps)
+            if fraction > 0:
+                by_term["l2"] = self.objective.l2_coefficient * fraction
         if self.objective.router_kl_coefficient is not None:
-            found["router_kl"] = self.objective.router_kl_coefficient
-        return found
+            by_term["router_kl"] = self.objective.router_kl_coefficient
+        return by_term
 
     def values(
         self, student: Captured, teacher: Captured, keep: Tensor | None, names: Sequence[str]
@@ -188,10 +188,10 @@ def _point_layers(objective: ObjectiveConfig, student: nn.Module) -> list[int]:
         return list(range(len(stack)))
     plans = [getattr(layer, "farskip_plan", None) for layer in stack]
     if points == "merges":
-        found = [k for k, plan in enumerate(plans) if plan is not None and plan.carry]
+        layers = [k for k, plan in enumerate(plans) if plan is not None and plan.carry]
     else:
-        found = [k for k, plan in enumerate(plans) if plan is not None]
-        for k in found:
+        layers = [k for k, plan in enumerate(plans) if plan is not None]
+        for k in layers:
             if not all(
                 isinstance(getattr(stack[k], name, None), nn.Module)
                 for name in (family.attention, family.moe)
@@ -200,12 +200,12 @@ def _point_layers(objective: ObjectiveConfig, student: nn.Module) -> list[int]:
                     f"objective.l2_points: sublayers: layer {k} of model type '{family.model_type}' has no"
                     f" `{family.attention}` beside `{family.moe}`; use blocks or merges"
                 )
-    if not found:
+    if not layers:
         raise UserError(
             f"objective.l2_points: {points}: connectivity.layers gives this model no such point; use blocks, or rewire"
             " layers that follow each other"
         )
-    return found
+    return layers
 
 
 def freeze_routers(model: nn.Module) -> None:

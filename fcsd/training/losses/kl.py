@@ -87,12 +87,12 @@ def sums_by_row(
     """
 
     def own_share() -> list[tuple[float, int]]:
-        found, own = [], ranks.deal(range(num_rows))
+        sums, own = [], ranks.deal(range(num_rows))
         for place, batch in enumerate(_with_bar(batches, bar, ranks)):
             with _around(around_row, own, place):
                 total = loss_sum({name: value.to(device) for name, value in batch.items()})
-            found.append((float(total), len(next_token_targets(batch["labels"], batch["position_ids"])[1])))
-        return found[: len(own)]
+            sums.append((float(total), len(next_token_targets(batch["labels"], batch["position_ids"])[1])))
+        return sums[: len(own)]
 
     by_rank = ranks.share(own_share)
     pairs = [by_rank[row % ranks.size][row // ranks.size] for row in range(num_rows)]

@@ -4,7 +4,7 @@
     folder/hidden-KEY.safetensors    one shard: rows of hidden states, their keys, a checksum; never half-written
     folder/cache.json                the list of shards; written when every row that was asked for is there
 
-A row is found by the hash of its tokens, positions and positions with loss, so neither the order of the rows, nor the
+A row is known by the hash of its tokens, positions and positions with loss, so neither the order of the rows, nor the
 batch size, nor the number of processes matters, and every run whose data give the same rows shares the folder. D
 numbers a token are exact where the top logits of a token would not be, and 40 to 80 times less than all of them.
 """
@@ -124,8 +124,8 @@ def verify_shard(path: Path) -> None:
 
 def check_teacher(folder: Path, identity: dict[str, Any]) -> None:
     """Raise UserError when the cache in `folder` was made from another teacher, with what differs."""
-    found = read_json(folder / TEACHER)
-    if changes := differences(found, json.loads(json.dumps(identity))):
+    cache_identity = read_json(folder / TEACHER)
+    if changes := differences(cache_identity, json.loads(json.dumps(identity))):
         raise UserError(
             f"{folder}: holds the hidden states of another teacher ({'; '.join(changes)}; cache -> recipe);"
             " fill a cache in another folder, or give the recipe the settings of this one"

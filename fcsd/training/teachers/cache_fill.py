@@ -172,10 +172,10 @@ def _compute(
     size, num_done = 0, 0
     with progress_bar(total=num_rows, desc="Teacher", unit="row", shown=show) as bar:
         for some in batches:
-            found = _hidden_of_rows(teacher, [row for _, row in some], launch.device)
+            states = _hidden_of_rows(teacher, [row for _, row in some], launch.device)
             if num_done == num_rows:
                 continue
-            for (key, _), hidden in zip(some, found, strict=True):
+            for (key, _), hidden in zip(some, states, strict=True):
                 held.append((key, hidden))
                 size += hidden.numel() * hidden.element_size()
             if size >= SHARD_BYTES:

@@ -173,11 +173,11 @@ def _own_or_other(source: TeacherSource) -> PreTrainedModel:
     return load_for_launch(source.model, source.launch, any_family=source.settings.path is not None)
 
 
-def _cached_teacher(source: TeacherSource, plan: CachedTeacherConfig) -> CachedTeacher:
-    rows, launch, num_checked = source.rows, source.launch, plan.spot_check_rows
+def _cached_teacher(source: TeacherSource, settings: CachedTeacherConfig) -> CachedTeacher:
+    rows, launch, num_checked = source.rows, source.launch, settings.spot_check_rows
     facts = unloaded(source.model)
     weights = launch.ranks.from_first(lambda: source.model.weights)
-    cache = HiddenCache(Path(plan.cache), identity(facts, weights))
+    cache = HiddenCache(Path(settings.cache), identity(facts, weights))
     cache.require([key for key, _ in keyed(rows[i] for i in range(len(rows)))])
     if num_checked:
         some = _some(rows, num_checked, source.seed)

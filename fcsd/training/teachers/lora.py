@@ -115,7 +115,7 @@ class AdapterOffTeacher(LiveTeacher):
 
 @contextlib.contextmanager
 def as_original(student: nn.Module) -> Iterator[None]:
-    """While the context lasts a LoRA student is the original model in evaluation mode; then all is as it was.
+    """Make a LoRA student the original model in evaluation mode within the block; then all is as it was.
 
     The training flag of every module is restored, not set: a module may have been in evaluation mode on purpose.
     """

@@ -31,7 +31,7 @@ def converted(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def said(speakers: list[Speaker], *lines: str, **options: object) -> list[str]:
-    """What a chat without a terminal answers: without the turns, which it repeats, and notes of the limit."""
+    """Return what a chat without a terminal answers: without the turns, which it repeats, and notes of the limit."""
     text = "\n" + transcript(speakers, *lines, **options)
     for line in lines[: lines.index("/exit") + 1 if "/exit" in lines else None]:
         assert not line or f"\n> {line}\n" in text
@@ -40,14 +40,14 @@ def said(speakers: list[Speaker], *lines: str, **options: object) -> list[str]:
 
 
 def transcript(speakers: list[Speaker], *lines: str, **options: object) -> str:
-    """What a chat without a terminal prints."""
+    """Return what a chat without a terminal prints."""
     sink = io.StringIO()
     chat(speakers, source=io.StringIO("\n".join(lines) + "\n"), sink=sink, **options)  # type: ignore[arg-type]
     return sink.getvalue()
 
 
 def by_hand(folder: Path, messages: list[dict[str, str]], new_tokens: int) -> str:
-    """The reply of transformers alone."""
+    """Return the reply of transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
@@ -131,8 +131,8 @@ def test_a_message_can_be_answered_again_and_a_hybrid_asked_not_to_think(
     assert said([quick], "hello", "/again", max_new_tokens=6) == [*once, *once]
     assert len(quick.messages) == 2 and said([quick], "/again") == ["There is no message yet."]
     quick.messages = speaker.messages = [{"role": "user", "content": "hello"}]
-    told = quick.tokenizer.decode(quick.prompt()["input_ids"][0])
-    assert told == speaker.tokenizer.decode(speaker.prompt()["input_ids"][0]) + "quick"
+    prompt = quick.tokenizer.decode(quick.prompt()["input_ids"][0])
+    assert prompt == speaker.tokenizer.decode(speaker.prompt()["input_ids"][0]) + "quick"
 
 
 def test_side_by_side_each_model_answers_its_own_conversation(
@@ -331,11 +331,11 @@ def test_a_model_cannot_move_the_cursor() -> None:
     ],
 )
 def test_rows_break_at_spaces_and_count_wide_characters_twice(text: str, width: int, rows: list[str]) -> None:
-    found = []
+    wrapped = []
     while text:
         row, text = first_row(text, width)
-        found.append(row)
-    assert found == rows
+        wrapped.append(row)
+    assert wrapped == rows
 
 
 def test_a_row_is_shown_as_soon_as_both_columns_have_it() -> None:

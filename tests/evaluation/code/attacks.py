@@ -29,7 +29,7 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
 
 
 def run(scorer: CodeScorer, code: str, problem: Problem = PROBLEM) -> Outcome:
-    """The outcome of a program, after which the server must still judge rightly."""
+    """Return the outcome of a program, after which the server must still judge rightly."""
     outcome = scorer.score([problem], {problem.task_id: code})[0]
     again = scorer.score([PROBLEM], {"p": PROBLEM.canonical})[0]
     assert again.passed, f"after {code!r}: {again}"
@@ -45,7 +45,7 @@ def attack(scorer: CodeScorer, body: str) -> Outcome:
 
 
 def job_bytes(number: int, code: str, tests: Sequence[str], limit_ms: int) -> bytes:
-    """A job as the scorer writes it to a server."""
+    """Return a job as the scorer writes it to a server."""
     body = json.dumps({"code": code, "tests": list(tests), "names": None}).encode()
     return f"{number:016x}{len(body):016x}{limit_ms:016x}".encode() + body
 

@@ -59,7 +59,7 @@ def {name}(*arguments):
 
 
 def changed(code: str, name: str, change: str) -> str:
-    """A program whose function `name` gives the answers of `code`, changed."""
+    """Return a program whose function `name` gives the answers of `code`, changed."""
     body = "\n".join("    " + line for line in CHANGES[change].splitlines())
     return _WRAPPER.format(code=code, name=name, body=body)
 

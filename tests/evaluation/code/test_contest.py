@@ -146,8 +146,8 @@ IN_OTHER_WAYS = [
 
 
 def test_right_programs_pass_however_they_read_and_print(scorer: CodeScorer, problems: list[Problem]) -> None:
-    found = run(scorer, problems[0], *IN_OTHER_WAYS)
-    assert [outcome for outcome in found if not outcome.passed] == []
+    outcomes = run(scorer, problems[0], *IN_OTHER_WAYS)
+    assert [outcome for outcome in outcomes if not outcome.passed] == []
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_right_programs_pass_however_they_read_and_print(scorer: CodeScorer, pro
 def test_other_programs_fail_and_say_how(
     scorer: CodeScorer, problems: list[Problem], code: str, outcome: str, message: str
 ) -> None:
-    (found,) = run(scorer, problems[0], code)
-    assert found.outcome == outcome and message in found.message, found
+    (result,) = run(scorer, problems[0], code)
+    assert result.outcome == outcome and message in result.message, result
     assert run(scorer, problems[0], RIGHT)[0].passed
 
 
@@ -183,8 +183,8 @@ def test_each_test_has_a_time_limit_and_a_process_of_its_own(scorer: CodeScorer,
     (problem,) = read_problems(write(tmp_path / "x.jsonl", SUM))
     slow = "import time, builtins\nassert not hasattr(builtins, 'seen')\nbuiltins.seen = 1\n"
     slow += "while time.process_time() < 0.4: pass\n"
-    (found,) = run(scorer, problem, slow + RIGHT)
-    assert found.passed and found.seconds > 1.0
+    (outcome,) = run(scorer, problem, slow + RIGHT)
+    assert outcome.passed and outcome.seconds > 1.0
 
 
 def test_a_method_is_called_with_json_arguments(scorer: CodeScorer, problems: list[Problem]) -> None:

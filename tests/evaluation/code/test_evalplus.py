@@ -82,9 +82,9 @@ def test_a_reference_function_may_stand_for_the_list_of_right_outputs() -> None:
 
 
 def test_base_and_plus_are_the_first_inputs_and_the_others() -> None:
-    found = grading(mbpp_row(0)["test"], 3)
-    assert found is not None and found.entry_point == "mul0"
-    for part, inputs in ((found.base, [(1, 2), (3, 3), (0, 3)]), (found.plus, [(-1, 5)])):
+    grades = grading(mbpp_row(0)["test"], 3)
+    assert grades is not None and grades.entry_point == "mul0"
+    for part, inputs in ((grades.base, [(1, 2), (3, 3), (0, 3)]), (grades.plus, [(-1, 5)])):
         seen: list[tuple[int, int]] = []
 
         def solution(a: int, b: int, seen: list[tuple[int, int]] = seen) -> int:

@@ -37,18 +37,18 @@ def rows(shared_hub: Path) -> dict[str, tuple[Problem, dict[str, Any]]]:
     """task_id -> our problem, and the data set's row."""
     import datasets
 
-    found = {}
+    by_task = {}
     for name in ("mbppplus", "humanevalplus"):
         folder = shared_hub / "evalplus" / name
         table = datasets.load_dataset(
             "parquet", data_files=str(folder / "default/test.parquet"), split="train"
         )
         by_id = {str(row["task_id"]): row for row in table}
-        found.update(
+        by_task.update(
             {p.task_id: (p, by_id[p.task_id]) for p in read_problems(folder) if p.task_id in PROBLEMS}
         )
-    assert set(found) == set(PROBLEMS)
-    return found
+    assert set(by_task) == set(PROBLEMS)
+    return by_task
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ OWN: dict[str, tuple[str, list[Any], list[Any]]] = {
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Problem, dict[str, Any]]]:
-    found = {}
+    problems = {}
     for number, (name, (code, inputs, right)) in enumerate(OWN.items(), start=5000):
         row = mbpp_row(0) | {"task_id": number, "code": code, "test_list": ["assert True"] * 3}
         row["test"] = (
@@ -124,8 +124,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Problem, di
         file = tmp_path_factory.mktemp(name) / "rows.jsonl"
         file.write_text(json.dumps(row) + "\n")
         (problem,) = read_problems(file)
-        found[name] = (problem, row)
-    return found
+        problems[name] = (problem, row)
+    return problems
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -151,10 +151,10 @@ def compared(scorer: CodeScorer, problem: Problem, row: dict[str, Any]) -> None:
     codes += list(edited(problem.canonical))[:6]
     labels = [*CHANGES, *[f"edit {n}" for n in range(len(codes) - len(CHANGES))]]
     expected = [theirs(problem, row, code) for code in codes]
-    found = ours(scorer, problem, codes)
+    actual = ours(scorer, problem, codes)
     differ = {
         label: (a, b)
-        for label, a, b in zip(labels, found, expected, strict=True)
+        for label, a, b in zip(labels, actual, expected, strict=True)
         if a != b and label != "array"
     }
     assert differ == {}
@@ -205,7 +205,7 @@ def test_the_package_itself_grades_a_file_of_samples(tmp_path: Path, monkeypatch
     samples.write_text(
         "".join(json.dumps({"task_id": 1000 + i, "solution": p}) + "\n" for i, p in enumerate(programs))
     )
-    found = [
+    results = [
         score_file(Scoring(samples=samples, dataset="mbpp_plus", data_root=root, **options))["tasks"][
             "mbpp_plus"
         ]
@@ -214,6 +214,6 @@ def test_the_package_itself_grades_a_file_of_samples(tmp_path: Path, monkeypatch
             {"scorer": "evalplus", "evalplus_data": data, "allow_weak_sandbox": True},
         )
     ]
-    for task in found:
+    for task in results:
         assert (task["value"], task["base"]["value"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
         assert task["outcomes"] == {"passed": 1, "wrong": 2}

@@ -35,7 +35,7 @@ def grade(answer: Any, right: Any, tolerance: float = 0, rule: str = "equal", in
 
 
 def raw(*frames: str) -> str:
-    """Code that writes frames of this text into every pipe that it has."""
+    """Return code that writes frames of this text into every pipe that it has."""
     return f"""
 import os
 for text in {frames!r}:
@@ -249,7 +249,7 @@ def test_a_program_that_is_ended_for_time_did_not_run_out_of_memory(tmp_path: Pa
         assert receive() == {"job": 0, "clean": True}
 
 
-def test_numpy_is_found_where_the_interpreter_alone_does_not_look(tmp_path: Path) -> None:
+def test_numpy_can_be_imported_from_where_the_interpreter_alone_does_not_look(tmp_path: Path) -> None:
     """Installed for the user alone, or by PYTHONPATH: an isolated interpreter reads neither."""
     code = "import numpy\ndef f(): return numpy.float64(1)\n"
     job = job_bytes(0, code, ["import numpy\nassert type(f()) is numpy.float64\n"], 20000)

@@ -48,7 +48,7 @@ def shielded(request: pytest.FixtureRequest) -> Iterator[CodeScorer]:
 
 
 def children() -> set[int]:
-    """All processes of the machine that descend from this one or were adopted by the first."""
+    """Return all processes of the machine that descend from this one or were adopted by the first."""
     return {int(entry) for entry in os.listdir("/proc") if entry.isdigit()}
 
 
@@ -209,7 +209,7 @@ def f():
 
 
 def server_processes(scorer: CodeScorer) -> list[int]:
-    """The supervisor and the server of the only worker, and whatever else runs the same command."""
+    """Return the supervisor and the server of the only worker, and whatever else runs the same command."""
     folder = scorer._servers[0].folder
     return [
         pid

@@ -35,10 +35,12 @@ def test_the_table_is_that_of_this_machine_s_headers(column: int, headers: tuple
     header = next((Path(name) for name in headers if Path(name).is_file()), None)
     if header is None:
         pytest.skip(f"no kernel headers at {headers[0]} (Debian: apt-get install linux-libc-dev)")
-    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\b", header.read_text(encoding="utf-8"))
+    definitions = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\b", header.read_text(encoding="utf-8"))
     table = kernel_table()
     # The generic header also has calls that aarch64 left out.
-    known = {name: int(number) for name, number in found if table.get(name, (None, None))[column] is not None}
+    known = {
+        name: int(number) for name, number in definitions if table.get(name, (None, None))[column] is not None
+    }
     assert len(known) > 250 and {name: table[name][column] for name in known} == known
 
 
@@ -87,8 +89,8 @@ def filters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         number = kernel_table()[name][COLUMNS[machine]] if isinstance(name, str) else name
         if number is None:
             pytest.skip(f"{machine} has no {name}")
-        found = [verdict(program, machine, number, *arguments, audit=audit) for program in programs]
-        return min(found, key=lambda value: (ALLOW, EPERM, ENOSYS, KILL)[::-1].index(value))
+        verdicts = [verdict(program, machine, number, *arguments, audit=audit) for program in programs]
+        return min(verdicts, key=lambda value: (ALLOW, EPERM, ENOSYS, KILL)[::-1].index(value))
 
     return ask
 

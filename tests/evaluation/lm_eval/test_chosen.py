@@ -33,8 +33,8 @@ def test_a_named_task_is_the_suites_row_or_has_lm_evals_own_settings() -> None:
     made = chosen_suite(["mmlu", "ifeval", "gpqa_diamond_cot_zeroshot", "mmlu_pro", "humaneval_plus"], suite)
     (paper,) = [row for row in suite.tasks if row.task == "mmlu"]
     assert made.tasks[0] == paper and made.tasks[4].kind == "code"
-    found: list[Any] = [(row.kind, row.metric, row.dataset) for row in made.tasks[1:4]]
-    assert found == [
+    settings: list[Any] = [(row.kind, row.metric, row.dataset) for row in made.tasks[1:4]]
+    assert settings == [
         ("generation", "prompt_level_strict_acc,none", "google/IFEval"),
         ("generation", "exact_match,flexible-extract", "Idavidrein/gpqa"),
         ("generation", "exact_match,custom-extract", "TIGER-Lab/MMLU-Pro"),
@@ -50,9 +50,9 @@ def test_a_task_that_nobody_knows_is_answered_in_one_short_line() -> None:
     """lm-eval has thousands of tasks: their names are no answer."""
     with pytest.raises(
         UserError, match=r"^task xyzzy!: lm-eval has no such task; `lm-eval ls tasks` lists them"
-    ) as told:
+    ) as error:
         chosen_suite(["xyzzy!"], load_suite("paper11"))
-    assert len(str(told.value)) < 200
+    assert len(str(error.value)) < 200
     with pytest.raises(
         UserError, match=r"^task helaswag: lm-eval has no such task; did you mean 'hellaswag'"
     ):

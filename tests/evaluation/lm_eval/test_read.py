@@ -62,9 +62,9 @@ def folders(model: Any, place: Path, tmp_path_factory: pytest.TempPathFactory) -
 
     def keep(output: Any, tracker: Any) -> None:
         tracker.general_config_tracker.model_name_sanitized = "x"
-        found = output.pop("samples")
-        tracker.save_results_aggregated(output, found)
-        for name, items in found.items():
+        by_task = output.pop("samples")
+        tracker.save_results_aggregated(output, by_task)
+        for name, items in by_task.items():
             tracker.save_results_samples(name, items)
 
     for task, shots, data in (("t_choice", 2, "o/choice"), ("t_answers", 0, "o/answers")):

@@ -73,12 +73,12 @@ def test_members_of_a_family_with_other_settings_compute_the_equations(name, ove
 
 def in_flight(model, name, module=rewire):
     """(o_k, o_k without what is in flight) of every layer that has something in flight, by index."""
-    found = {}
+    pairs = {}
 
     def keep(index):
         def hook(_, args, out):
             if isinstance(out, tuple) and (FAMILIES[name].side_output is None or len(out) == 3):
-                found[index] = out[:2]
+                pairs[index] = out[:2]
 
         return hook
 
@@ -89,11 +89,11 @@ def in_flight(model, name, module=rewire):
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return pairs
 
 
 def largest_error(module, name, layers=(0, 1, 2, 3)):
-    """Of the logits and of what the layers hand on; infinite where the rewired model does not run.
+    """Return the error of the logits and of what the layers hand on; infinite where the rewired model does not run.
 
     What is handed on is compared itself, because a norm that reads it hides a factor.
     """
@@ -252,10 +252,10 @@ def test_mutants_of_the_rewiring_of_wrappers_differ_from_the_reference(mutant, m
             expected, _ = multimodal_reference_forward(model, range(4), **inputs)
             module.rewire(model, FAMILIES[name], field(range(4)))
             try:
-                found = error(model(**inputs, use_cache=False).logits, expected)
+                distance = error(model(**inputs, use_cache=False).logits, expected)
             except (TypeError, AttributeError):
-                found = float("inf")
-        assert found > 0.05 if wrong else found < BOUND
+                distance = float("inf")
+        assert distance > 0.05 if wrong else distance < BOUND
 
 
 def test_layers_that_share_keys_and_values_compute_the_equations():

@@ -377,7 +377,7 @@ def config(**changes):
 
 
 def name_a_shard(name):
-    """The first shard under another name in the index."""
+    """Return the first shard under another name in the index."""
 
     def change(base):
         index = json.loads((base / "model.safetensors.index.json").read_text())

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def amd_forward(model, keys):
-    """Logits as `modeling_instella_moe.py` computes them, from a regular deepseek_v3.
+    """Return the logits as `modeling_instella_moe.py` computes them, from a regular deepseek_v3.
 
     Two streams: `full`, and `no_routed`, which every MoE layer leaves, regular or FarSkip, and no dense layer.
     A FarSkip layer is one with start <= k <= end; its attention reads `no_routed` if there is one, its MLP

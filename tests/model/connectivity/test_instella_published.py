@@ -78,8 +78,8 @@ def test_a_published_checkpoint_computes_amds_equations_and_uses_every_tensor(ca
     assert farskip_layers(model) == list(layers)
     assert type(model).__name__ == ("FarSkip" if layers else "") + "InstellaMoEForCausalLM"
     with torch.no_grad():
-        found = model(X, use_cache=False).logits
-    assert error(found, expected) < BOUND
+        computed = model(X, use_cache=False).logits
+    assert error(computed, expected) < BOUND
     if layers:
         assert error(logits(folder, original=True), logits_of(folder, X, False)) < BOUND
     model.save_pretrained(tmp_path / "again")

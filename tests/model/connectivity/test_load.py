@@ -90,9 +90,9 @@ def test_every_combination_of_checkpoint_and_connectivity(family, tmp_path):
 
 @pytest.mark.parametrize("spelled", ["last:2", [2, 3]])
 def test_a_connectivity_that_says_what_the_checkpoint_has_changes_nothing(saved, spelled):
-    stored, told = (load_model(saved / "far", connectivity=each) for each in (None, Connectivity(spelled)))
-    assert type(told) is type(stored) and farskip_layers(told) == [2, 3]
-    assert_same_model(told, stored, {"input_ids": X})
+    stored, named = (load_model(saved / "far", connectivity=each) for each in (None, Connectivity(spelled)))
+    assert type(named) is type(stored) and farskip_layers(named) == [2, 3]
+    assert_same_model(named, stored, {"input_ids": X})
 
 
 def test_the_auto_classes_load_a_farskip_checkpoint_after_registering(saved):

@@ -30,7 +30,7 @@ from tests.float64 import BOUND, error, logits_in_float64
 from tests.model.connectivity.test_export import run_without_fcsd
 from tests.reference.images import IMAGES, image_inputs
 from tests.reference.multimodal import ADAPTED, MULTIMODAL_MOE, multimodal_reference_forward, text_stack
-from tests.reference.parts import arguments_found_once
+from tests.reference.parts import arguments_computed_once
 from tests.reference.tiny import tiny_config, tiny_model
 from tests.reference.tiny.multimodal import IMAGE
 from tests.support import assert_same_model, few, few_and_others
@@ -55,7 +55,7 @@ def text_only(seed=1):
 
 
 def left_padded(inputs, padding=3):
-    """The first row as it is behind `padding` pads, the second with its first tokens masked."""
+    """Return the first row as it is behind `padding` pads, the second with its first tokens masked."""
     rows = inputs["input_ids"].shape[0]
     pads = torch.zeros(rows, padding, dtype=torch.long)
     mask = torch.ones(rows, padding + inputs["input_ids"].shape[1], dtype=torch.long)
@@ -96,7 +96,7 @@ def test_every_name_exists_upstream_and_on_the_layers(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_wrapper_is_found_from_config_objects_and_raw_json_of_both_kinds(name):
+def test_a_wrapper_is_recognised_from_config_objects_and_raw_json_of_both_kinds(name):
     config = tiny_config(name)
     assert family_of(config) is FAMILIES[name]
     assert family_of(json.loads(config.to_json_string())) is FAMILIES[name]
@@ -118,7 +118,7 @@ def test_a_rewired_wrapper_computes_the_equations_with_and_without_images(name):
     cases = [(selection, *SIDES[0]) for selection in ("all", "moe", {"first": 2}, [0, 2], [2, 3])]
     cases += [("all", *sides) for sides in SIDES[1:]]
     for inputs in (image_inputs(name), text_only()):
-        with arguments_found_once():
+        with arguments_computed_once():
             references = [
                 reference(model, resolve_layers(selection, mask), inputs, *sides)[0]
                 for selection, *sides in cases

@@ -37,7 +37,7 @@ class Operators(TorchDispatchMode):
 
 
 def pair(family):
-    """The original and the rewired model, which route alike, because no branch gives anything."""
+    """Return the original and the rewired model, which route alike, because no branch gives anything."""
     original = tiny_model(family)
     for name, parameter in original.named_parameters():
         if any(part in name for part in ("o_proj", "down_proj", "output_linear")):

@@ -56,7 +56,7 @@ LAST_75_PERCENT = {
 
 
 def _glm_mtp(model):
-    """An MTP layer of GLM-4.5: a decoder layer, its projection, three norms, its own embeddings and head."""
+    """Return an MTP layer of GLM-4.5: a decoder layer, its projection, three norms, its own embeddings and head."""
     width, vocabulary = model.config.hidden_size, model.config.vocab_size
     layer = sum(parameter.numel() for parameter in model.model.layers[-1].parameters())
     return layer + 2 * width**2 + 3 * width + 2 * width * vocabulary
@@ -64,7 +64,7 @@ def _glm_mtp(model):
 
 @cache
 def real_model(name):
-    """The model without storage, in bfloat16."""
+    """Return the model without storage, in bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
         family, config = real_config(name, Path(folder))
     with torch.device("meta"):

@@ -13,7 +13,7 @@ from fcsd.model.families import FAMILIES, moe_mask
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS
 from tests.reference.images import IMAGES
-from tests.reference.parts import arguments_found_once
+from tests.reference.parts import arguments_computed_once
 from tests.reference.reference import MOE, reference_forward
 from tests.reference.surgery import surgery_forward
 from tests.reference.tiny import TINY, tiny_model
@@ -112,7 +112,7 @@ def test_a_converted_model_computes_the_equations(family, implementation, padded
         selections = SELECTIONS[1:] if every_pair else SELECTIONS[-1:]
         cases = [*itertools.product(["all"], sides), *itertools.product(selections, sides[:1])]
     selected = {str(selection): resolved(model, selection) for selection, _ in cases}
-    with arguments_found_once():
+    with arguments_computed_once():
         references = [
             reference(model, x, selected[str(selection)], *sides, attention_mask=mask)[0]
             for selection, sides in cases
@@ -191,7 +191,7 @@ def test_generating_with_the_cache_gives_what_full_passes_give(family):
 
     @torch.no_grad()
     def difference(*cuts):
-        """Largest difference to the logits of one pass when the tokens come in parts."""
+        """Return the largest difference to the logits of one pass when the tokens come in parts."""
         parts, cache = [], None
         for start, end in itertools.pairwise((0, *cuts, x.shape[1])):
             out = model(x[:, start:end], past_key_values=cache, use_cache=True)
@@ -369,7 +369,7 @@ def mutated(old, new, monkeypatch):
 
 
 def largest_error(module, family):
-    """Of the logits, over two selections; infinite where the mutant does not run."""
+    """Return the largest error of the logits, over two selections; infinite where the mutant does not run."""
     x, worst = tokens(), 0.0
     for layers in ([0, 1, 2, 3], [0, 1, 2]):
         model = tiny_model(family)

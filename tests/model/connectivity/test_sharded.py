@@ -21,14 +21,14 @@ def converted(family):
 
 
 def gradients(model):
-    found = {}
+    by_name = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if gradient is not None:
-            found[name.removeprefix("module.")] = (
+            by_name[name.removeprefix("module.")] = (
                 gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
             )
-    return found
+    return by_name
 
 
 def one_step(rank, family, strategy, checkpointing):

@@ -47,11 +47,13 @@ def test_every_tensor_of_every_family_is_whole_after_a_spread_load_or_the_family
         model.save_pretrained(tmp_path / name)
         states[name] = model.state_dict()
     monkeypatch.setattr(load_module, "_check_sharded_loading", lambda *_: None)
-    found = run_ranks(spread_on_rank, 2, tmp_path, states, timeout_s=300)[0]
+    differences = run_ranks(spread_on_rank, 2, tmp_path, states, timeout_s=300)[0]
     wrong = [name for name in WRONG if name in families]
-    assert sorted(name for name, keys in found.items() if keys) == wrong  # a new transformers may mend them
+    assert (
+        sorted(name for name, keys in differences.items() if keys) == wrong
+    )  # a new transformers may mend them
     for name in wrong:
-        assert all(key.endswith(str(FAMILIES[name].fuses_rows)) for key in found[name])
+        assert all(key.endswith(str(FAMILIES[name].fuses_rows)) for key in differences[name])
 
 
 def own_on_rank(rank: int, folder: Path, state: dict[str, Any]) -> list[str]:

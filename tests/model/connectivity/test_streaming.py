@@ -18,7 +18,7 @@ TOTAL_BYTES = 1_900 * MIB
 
 
 def synthetic_checkpoint(folder, num_layers=LAYERS, shard_bytes=SHARD_BYTES):
-    """A qwen3_moe in bfloat16 whose shards have the right headers and sizes, and holes where the numbers are."""
+    """Return a qwen3_moe in bfloat16 whose shards have the right headers and sizes, and holes where the numbers are."""
     config = tiny_config(
         "qwen3_moe",
         num_hidden_layers=num_layers,

@@ -34,7 +34,7 @@ def gradients(model):
 
 
 def largest(actual, expected):
-    """The largest difference of gradients."""
+    """Return the largest difference of gradients."""
     assert actual.keys() == expected.keys()
     return max(float((actual[name] - gradient).abs().max()) for name, gradient in expected.items())
 
@@ -87,9 +87,9 @@ def zero3(rank, cases):
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             parameters = dict(engine.module.named_parameters())
-            found = {name: safe_get_full_grad(parameters[name]) for name in expected}
+            actual = {name: safe_get_full_grad(parameters[name]) for name in expected}
             error = float((mean / 2 - expected_loss).abs() / expected_loss) / torch.finfo(mean.dtype).eps
-            results[family, checkpointing, leaf] = (error, largest(found, expected) / rounding)
+            results[family, checkpointing, leaf] = (error, largest(actual, expected) / rounding)
             engine.destroy()
     return results
 

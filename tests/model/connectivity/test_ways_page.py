@@ -44,6 +44,6 @@ def test_a_section_runs(section, tmp_path, monkeypatch):
         run(0, CODE[section], str(tmp_path))
 
 
-def test_every_section_with_code_is_found():
+def test_every_section_with_code_is_listed():
     assert len(CODE) == TEXT.count("```python") >= 9
     assert set(RANKS) | set(NEEDS) <= set(CODE)

@@ -37,7 +37,7 @@ def step(model, x):
 
 
 def worst(actual, expected):
-    """Largest difference of gradients, in units of the largest gradient of the tensor, at least 1."""
+    """Return the largest difference of gradients, in units of the largest gradient of the tensor, at least 1."""
     assert actual.keys() == expected.keys()
     return max(
         float((actual[n] - gradient).abs().max() / gradient.abs().max().clamp(min=1))

@@ -71,7 +71,7 @@ def test_the_pairs_kept_are_those_of_the_articles_loop() -> None:
 
 
 def seen(model: Any) -> tuple[list[Any], list[Any]]:
-    """What each layer's experts are really called with, behind all hooks; and the handles of the hooks."""
+    """Return what each layer's experts are really called with, behind all hooks; and the handles of the hooks."""
     calls: list[Any] = []
     handles = []
     for router in find_routers(model):
@@ -150,9 +150,9 @@ def test_a_dropped_pair_adds_nothing_and_has_no_gradient(drop: Any, checkpointin
                 made = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
             else:
                 made = block(x)
-            found = torch.autograd.grad((made.view(22, 32) * direction).sum(), parameters)
+            actual = torch.autograd.grad((made.view(22, 32) * direction).sum(), parameters)
         assert torch.allclose(made.view(22, 32), wanted, rtol=0, atol=1e-14)
-        for one, other in zip(found, gradients, strict=True):
+        for one, other in zip(actual, gradients, strict=True):
             assert torch.allclose(one, other, rtol=0, atol=1e-13) and float(one.abs().max()) > 0
         taken = counts.take()
         assert taken is not None and int(taken[0]) == int((~kept).sum())
@@ -230,5 +230,5 @@ def test_dropping_twice_and_masks_that_hide_the_padding_are_refused() -> None:
     with dropping(model, 1.0):
         with pytest.raises(UserError, match="drops already"), dropping(model, 1.0):
             pass
-        with pytest.raises(UserError, match="padding is told by an attention_mask"):
+        with pytest.raises(UserError, match=r"an attention_mask \(B, T\) is needed"):
             model(tokens(), attention_mask=torch.zeros(2, 1, 11, 11))

@@ -102,7 +102,7 @@ def test_the_moe_layers_are_those_of_the_built_model(name, overrides, expected):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_family_is_found_from_a_config_object_raw_json_and_a_farskip_config(name):
+def test_a_family_is_recognised_from_a_config_object_raw_json_and_a_farskip_config(name):
     config = tiny_config(name)
     assert family_of(config) is FAMILIES[name]
     assert family_of(json.loads(config.to_json_string())) is FAMILIES[name]
@@ -131,7 +131,7 @@ def test_experts_are_counted_from_the_fields_of_the_config(name, expected):
     assert expert_counts(config) == expected
 
 
-def test_an_unknown_family_a_dense_model_and_a_dense_member_of_a_family_are_told_apart():
+def test_an_unknown_family_a_dense_model_and_a_dense_member_of_a_family_have_errors_of_their_own():
     with pytest.raises(
         UserError, match=r"'jamba9' is not supported; the nearest that are: jamba; `fcsd families`"
     ):

@@ -43,7 +43,7 @@ def logits(model):
 
 
 @pytest.fixture(scope="module")
-def found(regular):
+def rewired(regular):
     """The logits with all layers rewired."""
     model, *_ = regular
     with in_float64():
@@ -52,21 +52,21 @@ def found(regular):
 
 
 @pytest.mark.usefixtures("float64")
-def test_the_family_computes_its_equations_with_and_without_farskip(regular, found):
+def test_the_family_computes_its_equations_with_and_without_farskip(regular, rewired):
     model, tensors, config = regular
-    assert error(found, instella_logits(tensors, config, X)) < BOUND
+    assert error(rewired, instella_logits(tensors, config, X)) < BOUND
     convert_model(model, Connectivity("moe"))
     assert error(logits(model), instella_logits(tensors, config, X, range(1, LAYERS))) < BOUND
     unconvert_model(model)
     plain = logits(model)
     assert error(plain, instella_logits(tensors, config, X, False)) < BOUND
-    assert error(plain, found) > 0.1
+    assert error(plain, rewired) > 0.1
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_misreading_of_the_equations_differs(regular, found, wrong):
+def test_a_misreading_of_the_equations_differs(regular, rewired, wrong):
     _, tensors, config = regular
-    assert error(found, instella_logits(tensors, config, X, wrong=wrong)) > 0.02
+    assert error(rewired, instella_logits(tensors, config, X, wrong=wrong)) > 0.02
 
 
 def test_the_scale_of_the_published_models_has_yarns_factor_squared():

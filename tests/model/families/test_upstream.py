@@ -96,9 +96,9 @@ def test_a_changed_layer_or_loop_and_nothing_else_changes_the_fingerprint(tmp_pa
 @pytest.mark.parametrize(
     "text", ["class LlamaSparseMoeBlock(nn.Module): ...", "class LlamaMLP:\n    def f(self): self.experts(x)"]
 )
-def test_a_model_type_that_gets_experts_is_found(tmp_path, monkeypatch, text):
+def test_a_model_type_that_gets_experts_is_listed(tmp_path, monkeypatch, text):
     monkeypatch.setattr("tests.reference.upstream._MODELS", tmp_path)
     (tmp_path / "llama").mkdir()
-    for content, found in (("class LlamaMLP:\n    pass", False), (text, True)):
+    for content, listed in (("class LlamaMLP:\n    pass", False), (text, True)):
         (tmp_path / "llama" / "modeling_llama.py").write_text(content, encoding="utf-8")
-        assert ("llama" in moe_model_types()) == found
+        assert ("llama" in moe_model_types()) == listed

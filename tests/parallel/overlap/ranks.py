@@ -38,8 +38,8 @@ def step(model: Any, *batches: torch.Tensor) -> Gradients:
     for x in batches:
         loss = model(x, labels=x, use_cache=False).loss
         loss.backward()
-    found = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach()} | found
+    gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | gradients
 
 
 def local(tensor: Any) -> torch.Tensor:
@@ -62,12 +62,12 @@ def worst(actual: Gradients, expected: Gradients | None) -> float:
 
     All ranks call this, which gathers the gradients.
     """
-    found = {name: whole(gradient) for name, gradient in actual.items()}
+    gathered = {name: whole(gradient) for name, gradient in actual.items()}
     if expected is None:
         return 0.0
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    assert gathered.keys() == expected.keys(), gathered.keys() ^ expected.keys()
     errors = [
-        float((found[n] - g).abs().max() / g.abs().max())
+        float((gathered[n] - g).abs().max() / g.abs().max())
         for n, g in expected.items()
         if n != "loss" and g.any()
     ]

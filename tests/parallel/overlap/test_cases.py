@@ -72,27 +72,27 @@ def freeze(model: Any) -> None:
 def cases(rank: int, folder: Path, family: str) -> dict[str, Any]:
     everything, x = Connectivity("all"), X.chunk(2)[rank]
     turn = itertools.cycle([0, 1])
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for name, connectivity in CONNECTIVITIES.items():
         one = load_model(folder, connectivity=connectivity) if next(turn) == rank else None
-        found[name] = outcome(spread(folder, connectivity, 2), one, x)
+        outcomes[name] = outcome(spread(folder, connectivity, 2), one, x)
     if family not in ODD:
-        return found
+        return outcomes
     model = spread(folder, everything, 2, fsdp_mixed_precision=True)
-    found["bf16"] = outcome(model, None, x)
+    outcomes["bf16"] = outcome(model, None, x)
     model, one = spread(folder, everything, 2), load_model(folder, connectivity=everything)
     mine = one if next(turn) == rank else None
     with starved(model, mine):
-        found["no token for a rank"] = outcome(model, mine, x)
+        outcomes["no token for a rank"] = outcome(model, mine, x)
     mine = one if next(turn) == rank else None
     halves = (X[::2], X[1::2])
-    found["accumulated"] = outcome(model, mine, x[:1], x[1:], reference=halves)
-    found["reads"] = read(model, one, x)
+    outcomes["accumulated"] = outcome(model, mine, x[:1], x[1:], reference=halves)
+    outcomes["reads"] = read(model, one, x)
     model = spread(folder, everything, 2)
     freeze(model)
     freeze(one)
-    found["frozen"] = outcome(model, one if next(turn) == rank else None, x)
-    return found
+    outcomes["frozen"] = outcome(model, one if next(turn) == rank else None, x)
+    return outcomes
 
 
 READ = ("streams", "hook", "block", "while it is read", "regular")
@@ -141,7 +141,7 @@ def read(model: Any, one: Any, x: torch.Tensor) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=few(FAMILIES, 1))
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def by_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What became of each case, and the family under its name."""
     folder = tmp_path_factory.mktemp("model")
     tiny_model(request.param).save_pretrained(folder)
@@ -152,31 +152,31 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return {"family": request.param, **one}
 
 
-def only(families: tuple[str, ...], found: dict[str, Any]) -> None:
-    if found["family"] not in families:
+def only(families: tuple[str, ...], by_case: dict[str, Any]) -> None:
+    if by_case["family"] not in families:
         pytest.skip(f"is looked at with {', '.join(families)}")
 
 
-def test_every_connectivity_has_the_bits_of_blocking_and_the_gradients_of_one_process(found: Any) -> None:
+def test_every_connectivity_has_the_bits_of_blocking_and_the_gradients_of_one_process(by_case: Any) -> None:
     for name in CONNECTIVITIES:
-        overlapped, checkpointed, error, _ = found[name]
-        assert overlapped and checkpointed and error < 5e-6, (name, found[name])
+        overlapped, checkpointed, error, _ = by_case[name]
+        assert overlapped and checkpointed and error < 5e-6, (name, by_case[name])
 
 
 def test_layers_run_in_the_order_of_their_schedule_with_one_side_alone_and_inside_themselves(
-    found: Any,
+    by_case: Any,
 ) -> None:
     """axk1: a norm follows its experts, so that its layers wait for their own combine."""
-    only(("qwen2_moe", "axk1"), found)
+    only(("qwen2_moe", "axk1"), by_case)
 
     def steps(facts: list[LayerFacts]) -> list[tuple[int, str]]:
         return [(k, each.name) for k, layer in enumerate(facts) if layer for each in schedule(layer)]
 
     layers = range(4)
     attention = [LayerFacts(incoming=k > 0, outgoing=k < 3, outdated=False) for k in layers]
-    if found["family"] == "qwen2_moe":
-        assert found["attention alone"][3] == steps(attention)
-        assert found["MLP alone"][3] == steps([LayerFacts() for _ in layers])
+    if by_case["family"] == "qwen2_moe":
+        assert by_case["attention alone"][3] == steps(attention)
+        assert by_case["MLP alone"][3] == steps([LayerFacts() for _ in layers])
         return
     own = [
         "router",
@@ -188,19 +188,21 @@ def test_layers_run_in_the_order_of_their_schedule_with_one_side_alone_and_insid
         "attention b",
     ]
     own += ["shared expert", "finish combine"]
-    assert found["the last half"][3] == [(k, name) for k in (2, 3) for name in own]
+    assert by_case["the last half"][3] == [(k, name) for k in (2, 3) for name in own]
 
 
 @pytest.mark.parametrize("case", ["bf16", "no token for a rank", "frozen", "accumulated"])
-def test_what_is_out_of_the_ordinary_changes_no_bit(found: Any, case: str) -> None:
-    only(ODD, found)
-    overlapped, checkpointed, error, _ = found[case]
-    assert overlapped and checkpointed and error < 5e-6, found[case]
+def test_what_is_out_of_the_ordinary_changes_no_bit(by_case: Any, case: str) -> None:
+    only(ODD, by_case)
+    overlapped, checkpointed, error, _ = by_case[case]
+    assert overlapped and checkpointed and error < 5e-6, by_case[case]
 
 
-def test_who_reads_a_layer_gets_the_whole_stream_and_generation_the_tokens_of_one_process(found: Any) -> None:
-    only(ODD, found)
-    facts = found["reads"]
+def test_who_reads_a_layer_gets_the_whole_stream_and_generation_the_tokens_of_one_process(
+    by_case: Any,
+) -> None:
+    only(ODD, by_case)
+    facts = by_case["reads"]
     assert max(facts[what] for what in READ) < 1e-4, facts
     flags = ("is another model", "same afterwards", "overlaps again", "tokens")
     assert all(facts[what] for what in flags), facts

@@ -13,11 +13,11 @@ def test_of_records_what_the_host_waits_for_is_exposed() -> None:
         Record("combine", 0, True, 1, started=10, waiting=15, waited=15, done=14),
         Record("counts", 0, False, 1, started=0, waiting=0, waited=5),
     ]
-    found = from_records(records)
-    assert (found["forward"].total, found["forward"].exposed) == (8, 2)
-    assert found["forward dispatch"].overlap == pytest.approx(0.75)
-    assert found["backward"].overlap == 1
-    assert found["all"].overlap == pytest.approx(1 - 2 / 13)
+    measured = from_records(records)
+    assert (measured["forward"].total, measured["forward"].exposed) == (8, 2)
+    assert measured["forward dispatch"].overlap == pytest.approx(0.75)
+    assert measured["backward"].overlap == 1
+    assert measured["all"].overlap == pytest.approx(1 - 2 / 13)
 
 
 def event(name: str, ts: int, dur: int, cat: str, correlation: int | None = None, tid: int = 1) -> dict:
@@ -39,11 +39,11 @@ def test_of_a_gpus_trace_link_kernels_count_as_hidden_where_others_run() -> None
         event("ncclDevKernel_AllGather_RING_LL", 130, 60, "kernel", 11, tid=22),
         event("Memcpy DtoD", 100, 100, "gpu_memcpy", 12, tid=20),
     ]
-    found = from_trace(events)
-    assert found["forward dispatch"].total == pytest.approx(100e-6)
-    assert found["forward"].overlap == pytest.approx(0.6)
-    assert found["backward combine"].overlap == 1
-    assert found["all"].overlap == pytest.approx(1 - 40 / 140)
+    measured = from_trace(events)
+    assert measured["forward dispatch"].total == pytest.approx(100e-6)
+    assert measured["forward"].overlap == pytest.approx(0.6)
+    assert measured["backward combine"].overlap == 1
+    assert measured["all"].overlap == pytest.approx(1 - 40 / 140)
 
 
 def test_of_gloos_trace_what_falls_into_a_wait_is_exposed() -> None:

@@ -55,7 +55,7 @@ def counted(records: list[Any]) -> tuple[int, int]:
 
 
 def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    by_family: dict[str, Any] = {}
     for family in families:
         x = X.chunk(2)[rank]
         everything = Connectivity("all")
@@ -65,7 +65,7 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
         model = spread(folder / family, everything, 2)
         attached(model, "blocking")
         blocking = step(model, x)
-        facts = found[family] = {"error": worst(blocking, one)}
+        facts = by_family[family] = {"error": worst(blocking, one)}
         attached(model, "forward")
         facts["forward"] = same(step(model, x), blocking)
         records, steps = attached(model, "full")
@@ -91,7 +91,7 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
             step(model, x)
         with pytest.raises(UserError, match="attached already; detach it first"):
             attach(model)
-    return found
+    return by_family
 
 
 def compiled(model: Any, x: torch.Tensor, expected: Any) -> bool:
@@ -103,10 +103,10 @@ def compiled(model: Any, x: torch.Tensor, expected: Any) -> bool:
         part.compile(backend="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # dynamo's, which looks at the gradient of all that it traces
-        found = same(step(model, x), expected)
+        equal = same(step(model, x), expected)
     for part in parts:
         part._compiled_call_impl = None
-    return found
+    return equal
 
 
 class Tag(torch.autograd.Function):
@@ -161,10 +161,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for family in FAMILIES:
         tiny_model(family).save_pretrained(folder / family)
     ranks = run_ranks(trained, 2, folder, FAMILIES)
-    found: dict[str, Any] = ranks[0]
+    by_family: dict[str, Any] = ranks[0]
     for family in FAMILIES:
-        found[family]["error"] = max(each[family]["error"] for each in ranks)
-    return found
+        by_family[family]["error"] = max(each[family]["error"] for each in ranks)
+    return by_family
 
 
 def test_overlapped_exchanges_change_no_bit_and_one_process_has_the_gradients(two_ranks: Any) -> None:
@@ -232,13 +232,13 @@ def test_launches_and_waits_come_in_the_schedules_order_and_mirrored(two_ranks: 
 def test_the_steps_of_a_layer_follow_from_what_is_in_flight(facts: dict[str, Any], steps: str) -> None:
     """By hand; s, w: starts and waits for D (dispatch), C (combine), C- (that of the layer before)."""
     signs = {"dispatch": "D", "combine": "C", "before": "C-"}
-    found = []
+    words = []
     for each in schedule(LayerFacts(**facts)):
         name = each.name.removeprefix("attention ").removesuffix(" expert")
-        found.append(
+        words.append(
             f"s{signs[each.starts]}" if each.starts else f"w{signs[each.waits]}" if each.waits else name
         )
-    assert " ".join(found) == steps
+    assert " ".join(words) == steps
 
 
 def test_the_backward_pass_computes_while_gradients_travel(two_ranks: Any) -> None:

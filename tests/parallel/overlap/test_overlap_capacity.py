@@ -16,15 +16,15 @@ WAYS = ("plain", "blocking", "full", "full, checkpointing")
 
 def dropped(rank: int, folder: Path, drop: Any) -> dict[str, Any]:
     """Way -> (worst error of a gradient, pairs dropped here)."""
-    everything, parts, found = Connectivity("all"), X.chunk(2), {}
+    everything, parts, by_way = Connectivity("all"), X.chunk(2), {}
     expected, own = None, []
     if rank == 0:
         one = load_model(folder, connectivity=everything)
         with dropping(one, 1.0, drop) as counts:
             expected = {name: gradient / 2 for name, gradient in step(one, *parts).items()}
-            found["one process"] = int(counts.take()[0])  # type: ignore[index]
+            by_way["one process"] = int(counts.take()[0])  # type: ignore[index]
         without = step(one, *parts)
-        found["changes"] = max(float((without[n] / 2 - g).abs().max()) for n, g in expected.items())
+        by_way["changes"] = max(float((without[n] / 2 - g).abs().max()) for n, g in expected.items())
     for way in WAYS:
         model = spread(
             folder, everything, 2, **({"ep_implementation": "all_to_all"} if way == "plain" else {})
@@ -35,8 +35,8 @@ def dropped(rank: int, folder: Path, drop: Any) -> dict[str, Any]:
             model.activation_checkpointing_enable(CHECKPOINTING)
         with dropping(model, 1.0, drop) as counts:
             own.append(worst(step(model, parts[rank]), expected))
-            found[way] = (own[-1], int(counts.take()[0]))  # type: ignore[index]
-    return found
+            by_way[way] = (own[-1], int(counts.take()[0]))  # type: ignore[index]
+    return by_way
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A rank that fails, dies, hangs or sends other rows with rows in flight ends all, and its error is what is told."""
+"""A rank that fails, dies, hangs or sends other rows with rows in flight ends all, and its error is what is printed."""
 
 import os
 import signal

@@ -32,7 +32,7 @@ def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool,
 
     The ranks compute the references of one process by turns.
     """
-    found = {}
+    by_family = {}
     for number, name in enumerate(in_turn(names)):
         model = spread(folder / name, Connectivity("all"), 2)
         steps = []
@@ -46,8 +46,8 @@ def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool,
         if number % 2 == rank:
             one = step(load_model(folder / name, connectivity=Connectivity("all")), X)
         bits = same(steps[1], steps[0]), same(steps[2], steps[0]), in_bf16(rank, folder / name)
-        found[name] = *bits, worst(steps[0], one)
-    return found
+        by_family[name] = *bits, worst(steps[0], one)
+    return by_family
 
 
 def in_bf16(rank: int, folder: Path) -> bool:
@@ -84,7 +84,7 @@ def test_a_family_that_overlaps_has_the_bits_of_blocking_and_one_processs_gradie
 
 
 def four(rank: int, folder: Path) -> dict[Any, Any]:
-    found = {}
+    by_size = {}
     for name in ("qwen3_moe", "deepseek_v3"):
         one = None
         if rank == 0:
@@ -94,8 +94,8 @@ def four(rank: int, folder: Path) -> dict[Any, Any]:
             attached(model, "blocking")
             blocking = step(model, X[rank : rank + 1])
             attached(model, "full")
-            found[name, size] = same(step(model, X[rank : rank + 1]), blocking), worst(blocking, one)
-    return found
+            by_size[name, size] = same(step(model, X[rank : rank + 1]), blocking), worst(blocking, one)
+    return by_size
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def late_link(group: Any) -> Any:
 
 
 def errors(rank: int, world: int, store: str, transport: Any) -> list[float]:
-    """Of blocking exchanges, overlapped ones, and those with checkpointing, against the first."""
+    """Return the errors of blocking exchanges, overlapped ones, and those with checkpointing, against the first."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", store=dist.FileStore(store, world), rank=rank, world_size=world)
     try:
@@ -42,9 +42,9 @@ def errors(rank: int, world: int, store: str, transport: Any) -> list[float]:
         attached(model, "blocking")
         expected = {name: whole(gradient) for name, gradient in step(model, x).items()}
         attached(model, "full", transport=transport)
-        found = [worst(step(model, x), expected)]
+        overlapped = [worst(step(model, x), expected)]
         model.activation_checkpointing_enable({"use_reentrant": False})
-        return [*found, worst(step(model, x), expected)]
+        return [*overlapped, worst(step(model, x), expected)]
     finally:
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""What cannot overlap is told in one line, before weights are loaded."""
+"""What cannot overlap is refused in one line, before weights are loaded."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +56,7 @@ def checked(
     return capsys.readouterr().err
 
 
-def test_a_recipe_that_cannot_overlap_is_refused_or_where_nothing_was_asked_for_told(
+def test_a_recipe_that_cannot_overlap_is_refused_or_where_overlap_is_left_open_warned_of(
     bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     none = bench.recipe("none", connectivity={"layers": "none"})

@@ -67,7 +67,7 @@ def exchanged(rank: int, top_k: int, world: int) -> tuple[float, list[float]]:
     module = Scales(scales.chunk(world)[rank])
     ep = OverlappedEP(module, mesh["ep"], mesh["tp"])
     ep.open(0, (True, True), Counting)
-    found = []
+    num_bytes = []
     for way in (a_row_for_each_expert(top_k), nullcontext()):
         module.zero_grad()
         x, w = rows.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -75,7 +75,7 @@ def exchanged(rank: int, top_k: int, world: int) -> tuple[float, list[float]]:
         with way:
             out = ep(x, experts, w)
         out.backward(gradient)
-        found.append(Counting.num_bytes)
+        num_bytes.append(Counting.num_bytes)
     chosen = scales[experts]  # (N, K, D)
     expected = (
         (out, rows * (weights.unsqueeze(-1) * chosen).sum(1)),
@@ -84,7 +84,7 @@ def exchanged(rank: int, top_k: int, world: int) -> tuple[float, list[float]]:
         (module.scales.grad, own_gradient(rank, top_k, world)),
     )
     errors = [float(((one - other).abs().max() / other.abs().max()).detach()) for one, other in expected]
-    return found[1] / found[0], errors
+    return num_bytes[1] / num_bytes[0], errors
 
 
 def each_exchanged(rank: int, world: int) -> list[tuple[float, list[float]]]:
@@ -92,7 +92,7 @@ def each_exchanged(rank: int, world: int) -> list[tuple[float, list[float]]]:
 
 
 def own_gradient(rank: int, top_k: int, world: int) -> Tensor:
-    """Of the vectors of a rank's experts, from the tokens of all ranks."""
+    """Return the gradients of the vectors of a rank's experts, from the tokens of all ranks."""
     total = torch.zeros(EXPERTS, WIDTH, dtype=torch.float64)
     for other in range(world):
         rows, experts, weights, gradient, _ = routed(other, top_k)
@@ -104,8 +104,8 @@ def own_gradient(rank: int, top_k: int, world: int) -> Tensor:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bytes_fall_by_the_predicted_share_and_sums_are_those_by_hand(world: int) -> None:
     for each in run_ranks(each_exchanged, world, world):
-        for top_k, (found, errors) in zip(TOP_K, each, strict=True):
-            assert found == pytest.approx(rows_per_token(EXPERTS, top_k, world) / top_k, rel=0.01)
+        for top_k, (share, errors) in zip(TOP_K, each, strict=True):
+            assert share == pytest.approx(rows_per_token(EXPERTS, top_k, world) / top_k, rel=0.01)
             assert max(errors) < 1e-13, errors
 
 
@@ -138,8 +138,8 @@ def counted(num_experts: int, top_k: int, ranks: int, groups: tuple[int, int]) -
 def test_the_rows_of_a_token_are_the_ranks_of_its_experts(
     top_k: int, ranks: int, groups: tuple[int, int]
 ) -> None:
-    found = rows_per_token(12, top_k, ranks, groups=groups)
-    assert found == pytest.approx(counted(12, top_k, ranks, groups))
+    rows = rows_per_token(12, top_k, ranks, groups=groups)
+    assert rows == pytest.approx(counted(12, top_k, ranks, groups))
 
 
 def test_eight_experts_over_eight_ranks_send_5_25_rows_and_a_busy_rank_at_most_one_of_each_token() -> None:
@@ -158,12 +158,12 @@ def test_what_is_unpacked_is_what_was_packed(dtype: torch.dtype) -> None:
     parcels = Parcels(torch.tensor([rows, pairs]).t(), rows, pairs, words)
     assert parcels.splits == ([1 + 2, 0, 2 + 3] if words == 2 else [1 + 1, 0, 2 + 2])
     sent, weights, codes = torch.randn(3, 4).to(dtype), torch.rand(5), torch.tensor([0, 3, 1, 4, 2**31 - 1])
-    for given in (codes, None):  # forward, and gradients
-        packed = parcels.pack(sent, weights, given)
-        of_rows, found, numbers = parcels.unpack(packed)
+    for numbering in (codes, None):  # forward, and gradients
+        packed = parcels.pack(sent, weights, numbering)
+        of_rows, unpacked, numbers = parcels.unpack(packed)
         assert of_rows.tolist() == [0, *((3, 4) if words == 2 else (2, 3))]
-        assert torch.equal(packed[of_rows], sent) and torch.equal(found.float(), weights)
-        assert torch.equal(numbers, codes) if given is not None else not numbers.any()
+        assert torch.equal(packed[of_rows], sent) and torch.equal(unpacked.float(), weights)
+        assert torch.equal(numbers, codes) if numbering is not None else not numbers.any()
 
 
 def test_pairs_know_their_row_and_sums_are_those_of_float32_in_both_directions() -> None:

@@ -93,7 +93,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def kinds_of_layers(model: Any, family: Family) -> list[frozenset[str]]:
-    """Of each decoder layer, its name in the config, the classes of its modules, and what it calls them."""
+    """Return for each decoder layer its name in the config, the classes of its modules, and what it calls them."""
     names = getattr(text_config(model.config, family), "layer_types", None)
     return [
         frozenset(
@@ -173,7 +173,7 @@ def test_layers_are_chosen_once_for_all_lists_of_a_configuration() -> None:
     assert heads.qk_head_dim == heads.qk_nope_head_dim + heads.qk_rope_head_dim == 48
 
 
-def test_a_model_that_cannot_be_cut_is_told_in_one_line() -> None:
+def test_a_model_that_cannot_be_cut_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match="no family has the model type 'llama'; `fcsd families` lists them"):
         tiny_model("llama")
     with pytest.raises(UserError, match=r"dots1: the sizes of its config cannot be cut: empty\(\)"):

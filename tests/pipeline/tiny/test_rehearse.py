@@ -100,8 +100,8 @@ def test_a_rehearsal_swaps_model_data_and_steps_and_nothing_else(path: Path, tmp
     recipe = load_recipe(path)
     small = rehearse(recipe, tmp_path / "r")
     swapped = SWAPPED | {f"pretrain.{key}" for key in SWAPPED} | {"pretrain.tokenizer"}
-    found = differences(recipe.dump(), small.dump())
-    assert {key for key in found if not key.startswith(("pretrain.config", "variants"))} <= swapped
+    changes = differences(recipe.dump(), small.dump())
+    assert {key for key in changes if not key.startswith(("pretrain.config", "variants"))} <= swapped
     for variant in recipe.variants:
         assert differences(recipe.variant(variant).dump(), small.variant(variant).dump()) <= swapped
     assert load_recipe(tmp_path / "r" / "recipe.yaml") == small
@@ -154,8 +154,8 @@ def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> Non
     results = distilled(path, tmp_path / "r", *([] if looked_at else ["--set", "data.decontaminate=null"]))
     assert results["steps"] == 2
     if looked_at:
-        found = results["decontamination"]
-        assert found["num_left_out"] == 0 and found["num_items"] == 8 * (
+        record = results["decontamination"]
+        assert record["num_left_out"] == 0 and record["num_items"] == 8 * (
             11 + 57
         )  # MBPP+ twice, MMLU by subject
     scores = read_json(tmp_path / "r" / "run" / "distill" / "scores.json")["points"]
@@ -316,7 +316,7 @@ def test_a_rehearsal_is_made_once_and_never_over_something_else(own_model: str, 
         rehearse(small_recipe("no/such"), tmp_path / "other")
 
 
-def test_data_that_fcsd_makes_are_advised_with_their_command_and_found_when_they_are_there(
+def test_data_that_fcsd_makes_are_advised_with_their_command_and_used_when_they_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -424,11 +424,11 @@ def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
                 os.environ.update(environment)
                 return rehearsal()
 
-            found = in_forked_ranks(on_one, 2, tmp_path)
+            outcomes = in_forked_ranks(on_one, 2, tmp_path)
         else:
-            found = [(in_a_fork(rehearsal, tmp_path / "output"), (tmp_path / "output").read_text())]
-        assert [status for status, _ in found] == [2] * len(found), found
-        assert sum("error: has been checked" in text for _, text in found) == 1, (words, found)
+            outcomes = [(in_a_fork(rehearsal, tmp_path / "output"), (tmp_path / "output").read_text())]
+        assert [status for status, _ in outcomes] == [2] * len(outcomes), outcomes
+        assert sum("error: has been checked" in text for _, text in outcomes) == 1, (words, outcomes)
 
 
 @pytest.mark.slow
@@ -473,9 +473,9 @@ def test_an_economical_run_of_two_ranks_that_was_killed_twice_ends_with_the_same
 
         texts = []
         for death in (*deaths, ()):
-            found = in_forked_ranks(functools.partial(on_rank, death=death), 2, tmp_path)
-            assert [status for status, _ in found] == [-signal.SIGKILL if death else 0] * 2, found
-            texts.append("".join(text for _, text in found))
+            outcomes = in_forked_ranks(functools.partial(on_rank, death=death), 2, tmp_path)
+            assert [status for status, _ in outcomes] == [-signal.SIGKILL if death else 0] * 2, outcomes
+            texts.append("".join(text for _, text in outcomes))
         return texts
 
     run_whole("whole")

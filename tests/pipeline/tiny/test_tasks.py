@@ -32,10 +32,10 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def questions(path: Path) -> list[str]:
-    found = rows(path)
-    if "messages" in found[0]:
-        return [row["messages"][0]["content"] for row in found]
-    return [row.get("prompt") or row["question"] for row in found]
+    examples = rows(path)
+    if "messages" in examples[0]:
+        return [row["messages"][0]["content"] for row in examples]
+    return [row.get("prompt") or row["question"] for row in examples]
 
 
 def without_names(question: str) -> str:
@@ -61,7 +61,7 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_gives_others(folder: Pa
 def test_no_graded_question_occurs_in_training_under_any_function_name(tmp_path: Path, seed: int) -> None:
     write_tiny_data(tmp_path / "d", seed=seed, **SIZES)
     data = tmp_path / "d" / "data" / "fcsd"
-    asked = {
+    by_split = {
         "train": questions(tmp_path / "d" / "train.jsonl") + questions(tmp_path / "d" / "distill.jsonl"),
         "heldout": questions(tmp_path / "d" / "heldout.jsonl"),
         "validation": questions(data / "tiny-code" / "validation.jsonl"),
@@ -71,8 +71,8 @@ def test_no_graded_question_occurs_in_training_under_any_function_name(tmp_path:
             for question in questions(data / task / "test.jsonl")
         ],
     }
-    bare = {split: {without_names(question) for question in asked[split]} for split in asked}
-    assert len(asked["test"]) == 3 * SIZES["num_test"]
+    bare = {split: {without_names(question) for question in by_split[split]} for split in by_split}
+    assert len(by_split["test"]) == 3 * SIZES["num_test"]
     for one in bare:
         for other in bare:
             assert one == other or not bare[one] & bare[other], f"{one} and {other} share a question"
@@ -129,9 +129,9 @@ def test_code_rows_have_the_columns_of_mbpp_plus(folder: Path) -> None:
 def test_a_value_question_is_answered_by_python_itself(folder: Path) -> None:
     checked = 0
     for row in rows(folder / "data" / "fcsd" / "tiny-answers" / "test.jsonl"):
-        asked = re.fullmatch(r"(?:What is |Evaluate |Give the value of )(.*?)\??", row["question"])
-        if asked:
-            assert repr(eval(asked.group(1))) == row["answer"], row["question"]
+        match = re.fullmatch(r"(?:What is |Evaluate |Give the value of )(.*?)\??", row["question"])
+        if match:
+            assert repr(eval(match.group(1))) == row["answer"], row["question"]
             checked += 1
     assert checked > SIZES["num_test"] // 12
 
@@ -145,9 +145,9 @@ def test_careless_share_of_the_distillation_answers_is_wrong_and_no_training_ans
         right = []
         for row in rows(tmp_path / "d" / f"{name}.jsonl"):
             question, answer = (message["content"] for message in row["messages"])
-            asked = re.fullmatch(r"(?:What is |Evaluate |Give the value of )(.*?)\??", question)
-            if asked:
-                right.append(repr(eval(asked.group(1))) == answer)
+            match = re.fullmatch(r"(?:What is |Evaluate |Give the value of )(.*?)\??", question)
+            if match:
+                right.append(repr(eval(match.group(1))) == answer)
         assert len(right) > 100
         wrong[name] = 1 - sum(right) / len(right)
     assert wrong["train"] == 0
@@ -155,10 +155,10 @@ def test_careless_share_of_the_distillation_answers_is_wrong_and_no_training_ans
 
 
 def test_choices_differ_and_hold_the_answer_at_every_place(folder: Path) -> None:
-    found = rows(folder / "data" / "fcsd" / "tiny-choice" / "test.jsonl")
-    for row in found:
+    examples = rows(folder / "data" / "fcsd" / "tiny-choice" / "test.jsonl")
+    for row in examples:
         assert len(set(row["choices"])) == len(row["choices"]) >= 2
-    assert {row["answer"] for row in found} == {0, 1, 2, 3}
+    assert {row["answer"] for row in examples} == {0, 1, 2, 3}
 
 
 def test_wrong_expressions_behave_differently_from_the_right_one(folder: Path) -> None:

@@ -16,7 +16,7 @@ def test_the_operations_of_a_calibration_are_those_counted_by_hand() -> None:
         for n in (4, 8)
     )
     solved = 2 * four + eight + 5 * 2 * four
-    found = calibration_flops(
+    flops = calibration_flops(
         forward=100,
         tokens=10,
         num_layers=2,
@@ -25,4 +25,4 @@ def test_the_operations_of_a_calibration_are_those_counted_by_hand() -> None:
         num_experts=5,
         experts_per_token=3,
     )
-    assert found == pytest.approx(10 * (6 * 100 + 2 * sums) + 2 * solved + 50 * 4 * 2, rel=1e-12)
+    assert flops == pytest.approx(10 * (6 * 100 + 2 * sums) + 2 * solved + 50 * 4 * 2, rel=1e-12)

@@ -317,7 +317,7 @@ def test_a_score_that_generates_gathers_the_weights_once_where_they_fit_beside_w
     number, scoring = facts["parameters"]["total"], facts["scoring"]
     parts = facts["memory"]["parts"]
     head, context = parts["teacher head"], parts["GPU context"]
-    # Of a parameter a rank has 4 bytes, 8 of moments, and 2 of the teacher, but its head.
+    # A rank has 4 bytes of a parameter, 8 of moments, and 2 of the teacher, but its head.
     held = 12 * number // 8 + (2 * number - head) // 8 + head + context
     assert scoring["gathered_bytes"] == 2 * number and scoring["once"]
     assert scoring["free_bytes"] == pytest.approx(141e9 - held, abs=64)  # buffers
@@ -392,7 +392,7 @@ def test_gradients_are_sent_in_the_dtype_in_which_they_are_summed(recipe: Callab
 @pytest.mark.usefixtures("own_setting_only")
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_step_takes_as_long_as_fcsd_plan_says(recipe: Callable[..., Path], ranks: int) -> None:
-    """Of a pre-training: no teacher, no checkpointing, everything sharded by FSDP2; exchanges that block."""
+    """Check a pre-training: no teacher, no checkpointing, everything sharded by FSDP2; exchanges that block."""
     train = {
         "bf16": True, "gradient_checkpointing": False, "per_device_train_batch_size": 2, "max_steps": 10,
         "batch_size_tokens": 2 * 2 * 8 * 1024, "learning_rate": 1e-4, "warmup_steps": 1,
@@ -500,10 +500,10 @@ def test_a_batch_that_cannot_be_cut_comes_with_what_fits(
     train = TrainConfig(batch_size_tokens=batch, per_device_train_batch_size=rows)
     with pytest.raises(UserError, match=f"what fits: {ways}$"):
         micro_batches(train, max_length, ranks)
-    if found := re.search(r"max_length (\d+)", ways):
-        assert micro_batches(train, int(found[1]), ranks)[0] == rows
-    if found := re.search(r"(\d+) processes", ways):
-        assert micro_batches(train, max_length, int(found[1]))[0] == rows
+    if match := re.search(r"max_length (\d+)", ways):
+        assert micro_batches(train, int(match[1]), ranks)[0] == rows
+    if match := re.search(r"(\d+) processes", ways):
+        assert micro_batches(train, max_length, int(match[1]))[0] == rows
 
 
 def test_other_trainings_of_a_run_whose_batch_cannot_be_cut_are_named(recipe: Callable[..., Path]) -> None:
@@ -551,7 +551,7 @@ def test_a_small_run_fits_and_whole_copies_on_two_ranks_add_buckets(recipe: Call
 
 
 @pytest.mark.usefixtures("own_setting_only")
-def test_experts_that_run_without_being_chosen_are_told(recipe: Callable[..., Path]) -> None:
+def test_experts_that_run_without_being_chosen_are_an_assumption(recipe: Callable[..., Path]) -> None:
     path = recipe("Llama-4-Scout-17B-16E")
     file = Path(yaml.safe_load(path.read_text())["model"]["path"]) / "config.json"
     config = json.loads(file.read_text())

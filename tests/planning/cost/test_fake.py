@@ -44,9 +44,9 @@ def test_what_comes_again_has_the_form_and_the_storage_that_torchs_own_mode_give
                 runs.append([x, *operations(x, x if same else torch.empty(4, size))])
             return runs
 
-    told: list[Any] = []
+    calls: list[Any] = []
     for own, torchs in zip(
-        made(FakeTensors(lambda *call: told.append(call[0]))), made(FakeTensorMode()), strict=True
+        made(FakeTensors(lambda *call: calls.append(call[0]))), made(FakeTensorMode()), strict=True
     ):
         assert [form(tensor) for tensor in own] == [form(tensor) for tensor in torchs]
         for several in (own, torchs):
@@ -57,7 +57,7 @@ def test_what_comes_again_has_the_form_and_the_storage_that_torchs_own_mode_give
             for a in run
         ]
         assert shared[: len(own)] == shared[len(own) :]
-    assert told.count(torch.ops.aten.mm.default) == 5  # each is told of, run or remembered
+    assert calls.count(torch.ops.aten.mm.default) == 5  # each is passed on, run or remembered
 
 
 def test_a_gradient_comes_back_and_what_needs_data_is_refused_each_time() -> None:

@@ -31,28 +31,28 @@ def options() -> argparse.Namespace:
 def steps(rank: int) -> dict[str, list[dict[str, Any]]]:
     """The benchmark's rounds, the first of which warms up."""
     bench = Bench(options())
-    found: dict[str, list[dict[str, Any]]] = {"blocking": [], "full": []}
+    by_mode: dict[str, list[dict[str, Any]]] = {"blocking": [], "full": []}
     for number in range(3):
-        for mode, rounds in found.items():
+        for mode, rounds in by_mode.items():
             measured = bench.step(mode)
             if number:
                 rounds.append(measured)
-    return found
+    return by_mode
 
 
 def test_times_of_blocking_steps_predict_the_overlapped_ones_on_two_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """8 exchanges of some 90 ms: forward windows of 80, 55, 50 and 25 ms; backward ones hold all but the first (50)."""
-    found = run_ranks(steps, 2)[0]
+    by_mode = run_ranks(steps, 2)[0]
     chosen = options()
     chosen.times = tmp_path
-    write_blocking_times(chosen, found["blocking"])
+    write_blocking_times(chosen, by_mode["blocking"])
     words = ["--gpus-per-node", "2", "--batch", "2", "--length", "64", "--json"]
     assert main(["plan", str(tmp_path), "--measured", str(tmp_path / "times.json"), *words]) == 0
     facts = json.loads(capsys.readouterr().out)
     measured = statistics.median(
-        one["step"] / other["step"] for one, other in zip(found["blocking"], found["full"], strict=True)
+        one["step"] / other["step"] for one, other in zip(by_mode["blocking"], by_mode["full"], strict=True)
     )
     assert facts["times"]["speed_up"] == pytest.approx(measured, rel=0.1)
     assert 1.2 < measured < 1.75  # all hidden would be about 1.8
@@ -70,9 +70,9 @@ def test_a_window_begins_when_the_rows_are_there_and_ends_where_they_are_needed(
         counts = Record("counts", 3, False, 8, 9.0, waiting=9.0, waited=9.5)
         return exchange_times([counts, sent])
 
-    (found,) = median_times([step(1, 5), step(2, 4), step(9, 6)])
-    assert (found["layer"], found["kind"], found["backward"]) == (3, "dispatch", True)
-    assert (found["seconds"], found["window_s"]) == pytest.approx((2, 5))
+    (exchange,) = median_times([step(1, 5), step(2, 4), step(9, 6)])
+    assert (exchange["layer"], exchange["kind"], exchange["backward"]) == (3, "dispatch", True)
+    assert (exchange["seconds"], exchange["window_s"]) == pytest.approx((2, 5))
 
 
 def times(**changes: Any) -> Times:
@@ -122,9 +122,9 @@ def test_a_step_loses_of_each_exchange_what_its_window_holds() -> None:
 def test_of_a_server_the_gain_follows_from_its_exposed_share() -> None:
     one = planned("DeepSeek-V3", V3, {"length": 64, "phase": "prefill", "gpu": "mi300x"})
     served = {"phase": "prefill", "exchanges": [], "step_s": 1.0, "communication_s": 0.16, "overlap": 0.976}
-    found = measured_times(times(**served), one)
-    assert found["speed_up"] == pytest.approx(1 / (1 - 0.16 * 0.976))
-    assert found["overlapped_s"] == pytest.approx(1 - 0.16 * 0.976)
+    known = measured_times(times(**served), one)
+    assert known["speed_up"] == pytest.approx(1 / (1 - 0.16 * 0.976))
+    assert known["overlapped_s"] == pytest.approx(1 - 0.16 * 0.976)
     # Not measured: what the plan says is hidden, and what that costs computation.
     unknown = measured_times(times(**served | {"overlap": None}), one)
     planned_overlap = unknown["overlap"]["forward"]

@@ -84,8 +84,8 @@ def test_assumptions_that_were_not_fitted_give_the_papers_speed_ups_and_overlap(
     times = at(published(name, changes, settings), "assumed")
     assert times["speed_up"] == pytest.approx(speed_up, abs=0.035)
     if overlap is not None:
-        found = [100 * times["overlap"][way] for way in ("forward", "backward")]
-        assert found == pytest.approx(overlap, abs=12)
+        shares = [100 * times["overlap"][way] for way in ("forward", "backward")]
+        assert shares == pytest.approx(overlap, abs=12)
 
 
 def test_the_assumed_values_are_those_that_were_chosen_before_the_comparison() -> None:
@@ -145,7 +145,7 @@ def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
     parts = memory(short)["parts"]
     assert parts["student weights"] == short.work.num_parameters * 4 // 8
     assert parts["optimizer states"] == 2 * parts["gradients"]
-    # Of a layer that is gathered a rank has an eighth of the experts: two layers in bfloat16, and of one the gradient.
+    # A rank has an eighth of the experts of a layer that is gathered: two layers in bfloat16, and of one the gradient.
     whole = published("DeepSeek-V2-Lite", {"num_hidden_layers": 3}, {"length": 128, "expert_parallel": 1})
     head, attention = 102400 * 2048, 2048 * (3072 + 576 + 2048) + 512 * 4096
     experts = 64 * 3 * 2048 * 1408
@@ -163,7 +163,7 @@ def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token
         settings = {"length": length, "expert_parallel": 8}
         one = published("Llama-4-Scout-17B-16E", {"text_config": text}, settings)
         kept.append(memory(one)["parts"]["activations"])
-    # Of a token, layer and expert, the routed and the shared one: gate, up, activation and product, in bfloat16. Beside
+    # By token, layer and expert, the routed and the shared one: gate, up, activation and product, in bfloat16. Beside
     # it what attention keeps; 16 routed experts would be 1.1 MB.
     experts = 2 * 4 * 8192 * 2
     assert experts < (kept[1] - kept[0]) / (512 * 2) < 3 * experts
@@ -175,13 +175,13 @@ def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token
 def test_the_windows_are_written_by_layer(tmp_path: Path) -> None:
     path = tmp_path / "windows.json"
     assert main(["plan", lite(tmp_path), "--length", "512", "--windows", str(path)]) == 0
-    found = json.loads(path.read_text())
+    windows = json.loads(path.read_text())
     rows = plan_times(prepare(PlanSettings(model=str(tmp_path / "lite"), length=512)))["windows"]
     for name in ("dispatch_s", "combine_s"):
-        assert found[name] == [row[name] for row in rows]
-    assert found["layers"] == [1, 2, 3] and found["expert_parallel"] == 8
-    assert len(found["dispatch_s"]) == len(found["combine_s"]) == 3
-    assert min(found["dispatch_s"]) > 0 and found["combine_s"][-1] < found["combine_s"][0]
+        assert windows[name] == [row[name] for row in rows]
+    assert windows["layers"] == [1, 2, 3] and windows["expert_parallel"] == 8
+    assert len(windows["dispatch_s"]) == len(windows["combine_s"]) == 3
+    assert min(windows["dispatch_s"]) > 0 and windows["combine_s"][-1] < windows["combine_s"][0]
 
 
 @pytest.mark.parametrize("option", ["--windows", "--figure"])
@@ -196,7 +196,7 @@ def test_a_file_that_plan_did_not_write_stays_and_its_own_is_replaced(
     before = [path.read_bytes() for path in foreign]
     for path in foreign:
         assert main([*words, option, str(path)]) == 2
-        assert f"{path}: is there and is something else; name another file" in capsys.readouterr().err
+        assert f"{path}: exists and is another kind of file; name another file" in capsys.readouterr().err
     assert [path.read_bytes() for path in foreign] == before
     own = tmp_path / "own"
     for length in ("64", "128"):
@@ -233,11 +233,11 @@ def study(folder: Path, num_layers: int) -> Path:
         for n in (2, num_layers)
     ]
     folder.mkdir()
-    found = {
+    content = {
         "schema_version": 1, "study": {}, "num_hidden_layers": num_layers, "moe_layers": list(range(1, num_layers)),
         "metrics": [{"name": "kl", "unit": "nats per token", "better": "lower"}], "points": points,
     }  # fmt: skip
-    (folder / "layers.json").write_text(json.dumps(found))
+    (folder / "layers.json").write_text(json.dumps(content))
     (folder / "manifest.json").write_text("{}")
     return folder
 
@@ -251,7 +251,7 @@ def test_a_study_stands_beside_what_each_selection_brings(
     facts = json.loads(capsys.readouterr().out)
     rows = {(row["side"], row["num_layers"]): row for row in facts["study"]}
     assert rows["last", 4]["speed_up"] == pytest.approx(facts["times"]["speed_up"])
-    # Of the first two layers one is dense.
+    # One of the first two layers is dense.
     assert 1 < rows["first", 2]["speed_up"] < rows["last", 2]["speed_up"] < rows["last", 4]["speed_up"]
     assert rows["last", 2]["loss"] == 0.2 and rows["last", 2]["selection"] == "2-3"
     assert figure.stat().st_size > 5000
@@ -443,9 +443,9 @@ def test_amds_keys_are_read_with_its_gate_and_without(
     assert (settings["layers"], settings["attention"], settings["mlp"]) == ([0, 1, 2, 3], "full", "outdated")
 
 
-def test_the_gpus_that_are_known_are_told_once() -> None:
-    with pytest.raises(UserError) as told:
+def test_the_gpus_that_are_known_are_listed_once() -> None:
+    with pytest.raises(UserError) as refusal:
         find_gpu("none of them")
-    assert str(told.value).count("allowed:") == 1
+    assert str(refusal.value).count("allowed:") == 1
     with pytest.raises(UserError, match=r"allowed: a100, .*; did you mean 'h200'\?$"):
         find_gpu("h20")

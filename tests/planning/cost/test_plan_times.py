@@ -56,12 +56,14 @@ def test_the_step_is_what_it_computes_and_what_stays_exposed(v3: Planned) -> Non
         times["regular_s"] - 0.75 * hidden + gathers[1] - gathers[0]
     )
     exchange = times["exchange_s"]["combine"]
-    left = {"forward": 0.0, "backward": 0.0}
+    exposed_s = {"forward": 0.0, "backward": 0.0}
     for row in times["windows"]:
         for name, factor in (("forward", 1), ("backward", 2)):
             combine = 0.0 if row["layer"] == 5 else row["combine_s"]  # the paper: the last is not hidden
-            left[name] += max(0, exchange - factor * row["dispatch_s"]) + max(0, exchange - factor * combine)
-    for name, seconds in left.items():
+            exposed_s[name] += max(0, exchange - factor * row["dispatch_s"]) + max(
+                0, exchange - factor * combine
+            )
+    for name, seconds in exposed_s.items():
         assert times["overlap"][name] == pytest.approx(1 - seconds / (6 * 2 * exchange))
     steps = times["layer_s"]
     assert times["windows"][3]["dispatch_s"] == pytest.approx(steps["attention b"])
@@ -70,8 +72,8 @@ def test_the_step_is_what_it_computes_and_what_stays_exposed(v3: Planned) -> Non
 
 def test_fewer_rewired_layers_hide_less(v3: Planned) -> None:
     some = replace(v3, connectivity=Connectivity("last:50%"))
-    found = [plan_times(one)["speed_up"] for one in (v3, some)]
-    assert found[0] > found[1] > 1
+    speed_ups = [plan_times(one)["speed_up"] for one in (v3, some)]
+    assert speed_ups[0] > speed_ups[1] > 1
     none = plan_times(v3, layers=[])
     assert none["speed_up"] == pytest.approx(1) and none["exposed_s"] == pytest.approx(
         none["communication_s"]
@@ -111,7 +113,7 @@ def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_route
     lite = with_values(published("DeepSeek-V2-Lite", {}, settings), hbm=1e9)
     peak, bf16, tokens = (1978.9e12 if fp8 else 989.4e12) * 0.5, 989.4e12, 1024
     core = 2.0 * 2 * 16 * 512**2 * (128 + 64 + 128) / 2  # a mask leaves out half of the pairs
-    found = plan_times(lite)["layer_s"]
+    seconds = plan_times(lite)["layer_s"]
     per_token = {
         "attention a": 2048 * (512 + 64) + (2048 * 16 * 192 + 512 * 16 * 256) / 8,
         "attention b": 16 * 128 * 2048 / 8,
@@ -121,7 +123,7 @@ def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_route
     }
     for name, weights in per_token.items():
         more = core / (bf16 * 0.25) / 8 if name == "attention b" else 0.0
-        assert found[name] == pytest.approx(2 * tokens * weights / peak + more, rel=1e-6), name
+        assert seconds[name] == pytest.approx(2 * tokens * weights / peak + more, rel=1e-6), name
     assert lite.roofline.head(lite.work) == pytest.approx(2 * tokens * 102400 * 2048 / peak / 8)
 
 
@@ -142,8 +144,8 @@ def test_dispatched_rows_are_passed_over_around_both_exchanges(tp: int) -> None:
     some, none = (with_values(lite, row_passes=passes, imbalance=1.5) for passes in (8, 0))
     part = 2 * 64 * 6 * 2048 * 2 / (4800e9 * 0.65) * 1.5 / tp
     layer = lite.work.layers[5]
-    found, without = (one.roofline.steps(one.work, layer, 1) for one in (some, none))
-    more = {name: found[name] - without[name] for name in found}
+    steps, without = (one.roofline.steps(one.work, layer, 1) for one in (some, none))
+    more = {name: steps[name] - without[name] for name in steps}
     assert {name: value / part for name, value in more.items()} == pytest.approx(
         {"attention a": 0, "attention b": 0, "router": 1, "experts": 2, "shared expert": 0, "arrive": 1},
         abs=1e-6,
@@ -210,11 +212,11 @@ def test_a_server_takes_two_all_reduces_a_layer_and_its_head() -> None:
         {"layer": 1, "attention_s": steps[1]["experts"], "routed_s": beside[2]}
     )
     # The dense first layer takes one, with nothing beside it, the last routed one has nothing either.
-    left = 2 * each + sum(
+    exposed_s = 2 * each + sum(
         max(0, each - one["experts"]) + (max(0, each - beside[k]) if k < 27 else 0)
         for k, one in enumerate(steps[1:], 2)
     )
-    assert times["exposed_s"] == pytest.approx(left)
+    assert times["exposed_s"] == pytest.approx(exposed_s)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -242,10 +244,10 @@ def test_a_wide_server_exchanges_what_tokens_chose_and_hides_it_as_docs_overlap_
     for row in times["windows"]:
         k = row["layer"]
         assert row == pytest.approx({"layer": k, "dispatch_s": dispatch[k], "combine_s": combine[k]})
-    left = sum(max(0, each - window[k]) for window in (dispatch, combine) for k in range(1, 27))
+    rest = sum(max(0, each - window[k]) for window in (dispatch, combine) for k in range(1, 27))
     compute = sum(sum(one.values()) for one in steps) + lite.roofline.head(lite.work)
     assert times["regular_s"] == pytest.approx(compute + 52 * each)
-    assert times["overlapped_s"] == pytest.approx(compute + left + 0.25 * (52 * each - left))
+    assert times["overlapped_s"] == pytest.approx(compute + rest + 0.25 * (52 * each - rest))
     assert 0 < times["overlap"]["forward"] <= 1
 
 
@@ -379,18 +381,18 @@ def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> No
     for k, share in enumerate(({"forward": 0.0, "backward": 0.0}, assumed["overlap"])):
         beside = [32 * layers - share["forward"] * each, 2 * 32 * layers - share["backward"] * each]
         ways = (32 * sent(2), 32 * (sent(2, head) + sent(4)))
-        left = sum(max(0.0, way - 0.5 * time) for way, time in zip(ways, beside, strict=True))
-        assert assumed["sharding_s"][k] == pytest.approx(left)
+        rest = sum(max(0.0, way - 0.5 * time) for way, time in zip(ways, beside, strict=True))
+        assert assumed["sharding_s"][k] == pytest.approx(rest)
     # Megatron's ranks have their weights whole, and send once a step.
     once = plan_times(published("Qwen3-30B-A3B", {}, settings | {"sharding": "optimizer"}))
     assert once["sharding_s"] == pytest.approx([sent(2) + sent(4)] * 2)
 
 
 def test_measured_links_replace_the_published_rates(v3: Planned) -> None:
-    found = plan_times(with_links(v3, even_links(8, 1e-9)))["exchange_s"]
+    seconds = plan_times(with_links(v3, even_links(8, 1e-9)))["exchange_s"]
     rows, pairs = 4096 * rows_of_v3(8) / 8, 4096 * 8 / 8
-    assert found["combine"] == pytest.approx(1e-5 + rows * 7168 * 2 * 1e-9)
-    assert found["dispatch"] == pytest.approx(2e-5 + (rows * 7168 * 2 + pairs * 8 + 256 * 8) * 1e-9)
+    assert seconds["combine"] == pytest.approx(1e-5 + rows * 7168 * 2 * 1e-9)
+    assert seconds["dispatch"] == pytest.approx(2e-5 + (rows * 7168 * 2 + pairs * 8 + 256 * 8) * 1e-9)
 
 
 def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:
@@ -401,8 +403,8 @@ def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:
     dispatch, combine = (times["exchange_s"][name] for name in ("dispatch", "combine"))
     own = [row["dispatch_s"] for row in times["windows"]]
     assert max(own) < dispatch and combine < min(row["combine_s"] for row in times["windows"][:-1])
-    left = 6 * dispatch - sum(own) + combine
-    assert times["overlap"]["forward"] == pytest.approx(1 - left / (6 * (dispatch + combine)))
+    rest = 6 * dispatch - sum(own) + combine
+    assert times["overlap"]["forward"] == pytest.approx(1 - rest / (6 * (dispatch + combine)))
 
 
 def test_links_are_between_the_ranks_that_share_the_experts(tmp_path: Path) -> None:

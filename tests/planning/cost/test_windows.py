@@ -25,7 +25,7 @@ def serving_windows(
     return [tuple(window(each, seconds) for each in layer) for layer in computed]
 
 
-def found(
+def windows_of(
     rewired: list[bool], moe: list[bool], attention: str = "partial", mlp: str = "outdated", **changes: Any
 ) -> list[tuple[float, float]]:
     splits = changes.pop("splits", ["core"] * len(moe))
@@ -35,7 +35,7 @@ def found(
 
 def test_dispatch_has_the_core_and_combine_the_shared_expert_and_the_next_queries() -> None:
     # The first starts its dispatch before all of attention; behind the last there is only the shared expert.
-    assert found([True] * 3, [True] * 3) == [(11, 10001), (10, 10001), (10, 10000)]
+    assert windows_of([True] * 3, [True] * 3) == [(11, 10001), (10, 10001), (10, 10000)]
 
 
 def test_a_window_has_the_seconds_of_the_layer_that_computes_in_it() -> None:
@@ -50,32 +50,32 @@ def test_a_window_has_the_seconds_of_the_layer_that_computes_in_it() -> None:
 
 
 def test_a_layer_that_is_not_rewired_blocks_and_ends_a_run() -> None:
-    assert found([True, True, False, True], [True] * 4) == [(11, 10001), (10, 10000), (0, 0), (1, 10010)]
+    assert windows_of([True, True, False, True], [True] * 4) == [(11, 10001), (10, 10000), (0, 0), (1, 10010)]
 
 
 def test_behind_a_dense_layer_nothing_is_in_flight() -> None:
     # Its attention reads the stream without the routed output, its MLP all of it.
-    assert found([True] * 3, [True, False, True]) == [(11, 10011), (0, 0), (1, 10010)]
+    assert windows_of([True] * 3, [True, False, True]) == [(11, 10011), (0, 0), (1, 10010)]
 
 
 def test_each_side_alone_has_the_windows_that_its_schedule_leaves() -> None:
-    assert found([True] * 2, [True] * 2, attention="full") == [(1, 10010)] * 2
-    assert found([True] * 2, [True] * 2, mlp="full") == [(10000, 11), (10000, 0)]
+    assert windows_of([True] * 2, [True] * 2, attention="full") == [(1, 10010)] * 2
+    assert windows_of([True] * 2, [True] * 2, mlp="full") == [(10000, 11), (10000, 0)]
 
 
 def test_attention_that_cannot_be_cut_leaves_the_dispatch_the_shared_expert() -> None:
-    assert found([True] * 3, [True] * 3, splits=["end"] * 3)[1] == (10000, 11)
+    assert windows_of([True] * 3, [True] * 3, splits=["end"] * 3)[1] == (10000, 11)
 
 
 def test_layers_that_keep_their_combine_hide_both_exchanges_beside_themselves() -> None:
-    assert found([True] * 2, [True] * 2, inside=True) == [(1, 10010)] * 2
+    assert windows_of([True] * 2, [True] * 2, inside=True) == [(1, 10010)] * 2
 
 
 def test_equation_9_is_necessary_and_not_sufficient() -> None:
     # One sum would do: 10 of 10011 seconds; the windows are apart, and the dispatch's holds 10.
     dispatch, combine = 25.0, 5.0
     assert equation_9(dispatch + combine, STEPS | {"mlp": 0.0}) == pytest.approx(30 / 10011)
-    assert exposed(dispatch, found([True] * 3, [True] * 3)[1][0]) == 15
+    assert exposed(dispatch, windows_of([True] * 3, [True] * 3)[1][0]) == 15
     assert exposed(combine, 10001) == 0
 
 

@@ -158,10 +158,10 @@ def test_every_point_is_the_kl_of_the_model_loaded_with_its_layers(
     for point in study["points"]:
         convert_model(wired, Connectivity(point["layers"]))
         direct = mean_kl(read_original(original, rows), wired, rows)
-        found = point["values"]["kl"]
-        assert found["value"] == pytest.approx(direct["kl"], rel=1e-5) and direct["kl"] > 1e-3
-        assert found["stderr"] == pytest.approx(direct["stderr"], rel=1e-4)
-        assert found["num_items"] == direct["num_tokens"]
+        measured = point["values"]["kl"]
+        assert measured["value"] == pytest.approx(direct["kl"], rel=1e-5) and direct["kl"] > 1e-3
+        assert measured["stderr"] == pytest.approx(direct["stderr"], rel=1e-4)
+        assert measured["num_items"] == direct["num_tokens"]
     assert study["moe_layers"] == [1, 2, 3]
     assert (finished / "layers.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -212,9 +212,9 @@ def test_verify_measures_calibrated_weights(
         words = ["plan-layers", str(calibrated), "--budget", "2", "--verify", "--json", *more]
         assert main(words) == 0
         (last,) = (p for p in read_study(calibrated)["points"] if p["side"] == "last")
-        found = json.loads(capsys.readouterr().out)["selections"][1]
-        assert found["layers"] == [2, 3]
-        assert found["measured"]["value"] == pytest.approx(last[which]["kl"]["value"], rel=1e-4)
+        selection = json.loads(capsys.readouterr().out)["selections"][1]
+        assert selection["layers"] == [2, 3]
+        assert selection["measured"]["value"] == pytest.approx(last[which]["kl"]["value"], rel=1e-4)
 
 
 def test_one_side_of_the_connectivity_is_studied_alone(model: Path, text: Path, tmp_path: Path) -> None:
@@ -247,8 +247,8 @@ def test_task_points_are_what_evaluate_gives(tasks: Path, tmp_path: Path) -> Non
             wired, load_tokenizer(folder), suite, data_root=tasks, batch_size=16, limit=6, progress=False
         )
         row = result["tasks"]["tiny_choice"]
-        found = {"value": row["value"], "stderr": row["stderr"], "num_items": 6}
-        assert point["values"] == {"tiny_choice": found}
+        expected = {"value": row["value"], "stderr": row["stderr"], "num_items": 6}
+        assert point["values"] == {"tiny_choice": expected}
 
 
 def test_a_task_judged_again_draws_the_same_examples(tasks: Path) -> None:
@@ -420,11 +420,13 @@ def hand_made(
     def point(side: str, layers: list[int]) -> dict[str, Any]:
         def values(share: float) -> dict[str, Any]:
             kl = share * sum(sensitivities[layer] for layer in layers)
-            found = {"kl": {"value": kl, "stderr": 0.01, "num_items": 100}}
-            return found | ({"quiz": {"value": 0.9 - kl, "stderr": 0.02, "num_items": 50}} if task else {})
+            by_metric = {"kl": {"value": kl, "stderr": 0.01, "num_items": 100}}
+            return by_metric | (
+                {"quiz": {"value": 0.9 - kl, "stderr": 0.02, "num_items": 50}} if task else {}
+            )
 
-        found = {"side": side, "num_layers": len(layers), "layers": layers, "values": values(1)}
-        return found | ({} if calibrated is None else {"calibrated": values(calibrated)})
+        facts = {"side": side, "num_layers": len(layers), "layers": layers, "values": values(1)}
+        return facts | ({} if calibrated is None else {"calibrated": values(calibrated)})
 
     study = {
         "schema_version": 1,
@@ -455,7 +457,7 @@ def test_the_least_sensitive_layers_are_proposed(tmp_path: Path) -> None:
     assert proposal["sum_of_sensitivities"] == pytest.approx(0.6)
     assert last["layers"] == [2, 3, 4] and last["sum_of_sensitivities"] == pytest.approx(0.9)
     assert last["measured"]["value"] == pytest.approx(0.9) and proposal["measured"] is None
-    # Of 4 MoE layers: three dispatches each; combines of 1 (alone) and 3 -> 4, and 2 -> 3, 3 -> 4.
+    # With 4 MoE layers: three dispatches each; combines of 1 (alone) and 3 -> 4, and 2 -> 3, 3 -> 4.
     assert (proposal["overlapped_collectives"], last["overlapped_collectives"]) == (5, 5)
     assert proposal["collectives"] == 8
     assert [row["rewired"] for row in plan["sensitivities"]] == [False, True, False, True, True]
@@ -498,8 +500,8 @@ def test_the_number_of_layers_for_a_loss_is_the_largest_that_was_measured_within
 ) -> None:
     hand_made([0.5, 0.1, 0.2], tmp_path / "a", calibrated=0.25, task=True)
     assert main(["plan-layers", str(tmp_path / "a"), "--max-loss", "0.31", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    rows = {(row["side"], row["calibrated"]): row for row in found["within"]}
+    answer = json.loads(capsys.readouterr().out)
+    rows = {(row["side"], row["calibrated"]): row for row in answer["within"]}
     assert {key: row["num_layers"] for key, row in rows.items()} == {
         ("first", False): 0, ("last", False): 2, ("first", True): 3, ("last", True): 3,
     }  # fmt: skip
@@ -528,7 +530,7 @@ def test_a_study_names_the_layer_that_is_most_of_the_loss_and_prices_all_but_it(
     rows = {row["name"]: row for row in plan["selections"]}
     without = rows["all but layer 0"]
     assert without["measured"]["value"] == pytest.approx(0.06)
-    # Of 3 MoE layers: the regular one's two exchanges block, and the last combine.
+    # With 3 MoE layers: the regular one's two exchanges block, and the last combine.
     assert (without["overlapped_collectives"], without["collectives"]) == (3, 6)
     said = (
         "Layer 0 alone costs 0.9000 of the 0.9600 of all layers. All but it (--layers last:2): KL 0.06000 ± 0.01"

@@ -90,10 +90,10 @@ class Place:
         (self.folder / name / "config.json").write_text(json.dumps(CONFIG | changes))
 
     def words(self, *more: str) -> list[str]:
-        given = {"against": self.folder / "original", "output": self.out}
-        given |= {self.engine: self.bin / self.engine}
-        given |= {"prompt-tokens": 512, "requests": 4, "output-tokens": 8, "tensor-parallel": 2}
-        options = [f"--{name}={value}" for name, value in given.items()]
+        settings = {"against": self.folder / "original", "output": self.out}
+        settings |= {self.engine: self.bin / self.engine}
+        settings |= {"prompt-tokens": 512, "requests": 4, "output-tokens": 8, "tensor-parallel": 2}
+        options = [f"--{name}={value}" for name, value in settings.items()]
         return ["bench", "serve", str(self.folder / "model"), *options, *more]
 
     def calls(self) -> list[dict[str, Any]]:
@@ -162,7 +162,7 @@ def test_rows_take_turns_and_the_table_has_the_medians_over_the_rounds(
     assert point["tbt_ms"]["median"] == 16.0 and point["tbt_ms"]["speedup"]["median"] == pytest.approx(1.5)
     assert point["output_tokens_per_s"]["median"] == pytest.approx(62.5)
     assert point["output_tokens_per_s"]["speedup"]["median"] == pytest.approx(1.5)
-    # Of 2 s a measurement 0.25 s and 1 s are waited for; of the blocking ones all.
+    # 0.25 s and 1 s of the 2 s of a measurement are waited for; of the blocking ones all.
     assert point["overlap_prefill"]["median"] == pytest.approx(0.875)
     assert point["overlap_decode"]["median"] == pytest.approx(0.5)
     assert blocked["points"][0]["overlap_prefill"]["median"] == pytest.approx(0.0)
@@ -181,7 +181,7 @@ def test_rows_take_turns_and_the_table_has_the_medians_over_the_rounds(
     assert (place.out / "serving.png").stat().st_size > 5000
     assert gone(pids(place))
 
-    assert main(words) == 0  # a finished one is found
+    assert main(words) == 0  # a finished one is not run again
     assert place.calls() == calls
 
 
@@ -220,7 +220,7 @@ def test_a_trace_tells_what_gpus_overlap_and_shows_one_layer(
     (place.bin / "figures.json").write_text(json.dumps(figures))
     assert main(words) == 0
     (ours,) = place.result()["rows"]
-    # Of 100 and 60 us are 50 and 50 beside a gemm.
+    # 50 of 100 us and 50 of 60 us are beside a gemm.
     assert ours["trace"]["overlap"] == pytest.approx(100 / 160)
     assert ours["trace"]["total_s"] == pytest.approx(160e-6)
     # One layer from the first all-reduce on, at 50 us.
@@ -354,7 +354,7 @@ def test_a_speed_up_beyond_what_can_be_hidden_is_noise_and_no_gain() -> None:
     assert result["rows"][1]["points"][0]["ttft_ms"]["limit"] == 1.4
 
 
-def test_few_rounds_and_the_load_beside_them_are_told() -> None:
+def test_few_rounds_and_the_load_beside_them_are_said() -> None:
     result = summed_up({"stock": [200.0, 220.0], "farskip_overlapped": [100.0, 110.0]}, {})
     assert [each["load"] for each in result["rounds"]] == [
         {"lowest": 1.0, "highest": 2.0},
@@ -508,7 +508,7 @@ def test_a_rival_is_started_only_where_it_has_something_to_overlap() -> None:
     assert set(missing(shared, gpus, 1)) == {"dbo_prefill", "dbo_decode", "fused_allreduce"} | wide
 
 
-def test_a_plugin_that_the_environment_leaves_out_is_told(
+def test_a_plugin_that_the_environment_leaves_out_is_named(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "others")
@@ -633,9 +633,9 @@ def test_a_vllm_that_is_not_verified_is_measured_with_a_warning(
 ) -> None:
     place.distribution("vllm", "0.99.1")
     assert main(place.words("--rows=stock", "--rounds=1")) == 0
-    told = capsys.readouterr()
-    assert "warning: vLLM 0.99.1 is not verified with fcsd-serving 0.1.0 (0.32.0 is)" in told.err
-    assert "vLLM 0.99.1 is not verified" in told.out
+    output = capsys.readouterr()
+    assert "warning: vLLM 0.99.1 is not verified with fcsd-serving 0.1.0 (0.32.0 is)" in output.err
+    assert "vLLM 0.99.1 is not verified" in output.out
 
 
 def test_the_reason_is_the_error_that_the_others_follow_from() -> None:

@@ -28,8 +28,8 @@ def rounds(
     def measured(figures: dict[str, float], spent: tuple[float, float, float] | None) -> dict[str, Any]:
         if spent is None:
             return figures | {"duration": 0.5, "communication": None}
-        told = {"ranks": 2, "total_s": spent[1], "exposed_s": spent[2]}
-        return figures | {"duration": spent[0], "communication": told}
+        communication = {"ranks": 2, "total_s": spent[1], "exposed_s": spent[2]}
+        return figures | {"duration": spent[0], "communication": communication}
 
     return [
         {
@@ -51,14 +51,14 @@ def test_by_a_trace_the_regular_server_is_stock_and_only_the_prompts_that_were_t
         "farskip_blocking": rounds([450, 450, 450], None, None),
         "farskip_overlapped": rounds([320, 500, 400], None, None),
     }
-    # Of a run of 0.5 s rank 0 only communicates in 0.1 s; overlapped, three quarters of 0.12 s are hidden.
+    # Rank 0 only communicates in 0.1 s of a run of 0.5 s; overlapped, three quarters of 0.12 s are hidden.
     traces = {
         "stock": {"total_s": 0.1, "exposed_s": 0.1},
         "farskip_blocking": {"total_s": 0.2, "exposed_s": 0.2},
         "farskip_overlapped": {"total_s": 0.12, "exposed_s": 0.03},
     }
-    (found,) = served_gains(SETTINGS, CONFIG, runs, traces)
-    assert found["regular"] == "stock" and found["file"] == "times-prefill-100.json"
+    (row,) = served_gains(SETTINGS, CONFIG, runs, traces)
+    assert row["regular"] == "stock" and row["file"] == "times-prefill-100.json"
     known = {
         "phase": "prefill",
         "model_type": "llama4",
@@ -68,12 +68,12 @@ def test_by_a_trace_the_regular_server_is_stock_and_only_the_prompts_that_were_t
         "batch": 4,
         "length": 100,
     }
-    assert known.items() <= found["times"].items() and found["times"]["step_s"] == 0.44
-    assert found["times"]["communication_s"] == pytest.approx(0.44 * 0.2)
-    assert found["times"]["overlap"] == pytest.approx(0.75)
-    assert found["planned"] == pytest.approx(1 / (1 - 0.2 * 0.75))
-    assert found["measured"]["rounds"] == pytest.approx([1.25, 1.0, 1.1])
-    assert found["measured"]["median"] == pytest.approx(1.1)
+    assert known.items() <= row["times"].items() and row["times"]["step_s"] == 0.44
+    assert row["times"]["communication_s"] == pytest.approx(0.44 * 0.2)
+    assert row["times"]["overlap"] == pytest.approx(0.75)
+    assert row["planned"] == pytest.approx(1 / (1 - 0.2 * 0.75))
+    assert row["measured"]["rounds"] == pytest.approx([1.25, 1.0, 1.1])
+    assert row["measured"]["median"] == pytest.approx(1.1)
 
 
 def test_wide_rows_have_times_of_their_own_where_their_ranks_are_alike() -> None:
@@ -83,9 +83,9 @@ def test_wide_rows_have_times_of_their_own_where_their_ranks_are_alike() -> None
         "wide_blocking": rounds([300], (0.5, 0.8, 0.8), None),
         "wide_overlapped": rounds([250], (0.5, 0.8, 0.2), None),
     }
-    found = served_gains(SETTINGS, CONFIG, runs, {})
-    wide = [each for each in found if each["times"]["data_parallel"]]
-    assert len(found) == 4 + len(wide)
+    gains = served_gains(SETTINGS, CONFIG, runs, {})
+    wide = [each for each in gains if each["times"]["data_parallel"]]
+    assert len(gains) == 4 + len(wide)
     assert [each["file"] for each in wide] == ["times-wide-prefill-100.json", "times-wide-prefill-200.json"]
     assert wide[0]["regular"] == "wide_blocking" and wide[0]["times"]["ranks"] == 2
     assert wide[0]["times"]["communication_s"] == pytest.approx(0.3 * 0.4)
@@ -98,16 +98,16 @@ def test_wide_rows_have_times_of_their_own_where_their_ranks_are_alike() -> None
 
 def test_without_an_overlapped_server_the_plan_says_what_is_hidden() -> None:
     runs = {"farskip_blocking": rounds([100, 300], (0.5, 0.4, 0.4), (1.5, 2.4, 2.4))}
-    found = served_gains(SETTINGS, CONFIG, runs, {})
-    assert [(each["phase"], each["prompt_tokens"]) for each in found] == [
+    gains = served_gains(SETTINGS, CONFIG, runs, {})
+    assert [(each["phase"], each["prompt_tokens"]) for each in gains] == [
         *(("prefill", 100), ("decode", 100), ("prefill", 200), ("decode", 200))
     ]
     # Half an answer of 9 tokens is 4.
-    assert [each["times"]["length"] for each in found] == [100, 104, 200, 204]
-    assert all(each["planned"] is each["measured"] is each["times"]["overlap"] is None for each in found)
+    assert [each["times"]["length"] for each in gains] == [100, 104, 200, 204]
+    assert all(each["planned"] is each["measured"] is each["times"]["overlap"] is None for each in gains)
     # 0.1 of 0.5 s in prefill; 0.6 - 0.1 of 1.5 - 0.5 s in decoding, whose steps take 20 ms in the middle.
-    assert found[0]["times"]["communication_s"] == pytest.approx(0.2 * 0.2)
-    assert found[1]["times"]["communication_s"] == pytest.approx(0.5 * 0.020)
+    assert gains[0]["times"]["communication_s"] == pytest.approx(0.2 * 0.2)
+    assert gains[1]["times"]["communication_s"] == pytest.approx(0.5 * 0.020)
 
 
 def test_what_hiding_everything_could_give_is_known_by_the_row_that_is_set_against() -> None:
@@ -119,13 +119,13 @@ def test_what_hiding_everything_could_give_is_known_by_the_row_that_is_set_again
         "wide_overlapped": rounds([100, 300], None, None),
     }
     rows = make_rows("vllm", list(runs), CONFIG, (), 2, {}, "allgather_reducescatter")
-    found = find_limits(SETTINGS, rows, runs, {})
-    assert set(found) == set(runs)
+    limits = find_limits(SETTINGS, rows, runs, {})
+    assert set(limits) == set(runs)
     for place in range(2):
-        assert found["farskip_overlapped"][place] == pytest.approx(
+        assert limits["farskip_overlapped"][place] == pytest.approx(
             {"ttft_ms": 1.25, "tbt_ms": 2.0, "output_tokens_per_s": 2.0}
         )
-        assert found["wide_overlapped"][place] == pytest.approx(
+        assert limits["wide_overlapped"][place] == pytest.approx(
             {"ttft_ms": 2.0, "tbt_ms": 1 / 0.9, "output_tokens_per_s": 2.0}
         )
     traces = {"stock": {"total_s": 0.1, "exposed_s": 0.1}}
@@ -161,8 +161,8 @@ def test_what_hiding_everything_could_give_is_known_by_the_row_that_is_set_again
 def test_what_is_not_known_leaves_no_file(
     settings: dict[str, Any], runs: dict[str, Any], left: list[str]
 ) -> None:
-    found = served_gains(SETTINGS | {"prompt_tokens": [100]} | settings, CONFIG, runs, {})
-    assert [each["phase"] for each in found] == left
+    gains = served_gains(SETTINGS | {"prompt_tokens": [100]} | settings, CONFIG, runs, {})
+    assert [each["phase"] for each in gains] == left
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ def test_of_an_absolute_path_the_last_name_is_left_and_other_texts_stay() -> Non
         "rule": "and/or, 1/2, \\n/a",
         "numbers": [1, None, {"deep": "/var/lib/x"}],
     }
-    found = json.loads(public_text("report.json", json.dumps(record)))
-    assert found == record | {
+    public = json.loads(public_text("report.json", json.dumps(record)))
+    assert public == record | {
         "dataset": "tiny-code",
         "place": "Some Model",
         "line": "task x: cannot read a.jsonl, nor c",

@@ -174,8 +174,8 @@ def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(hub:
 
     def blocks() -> dict[str, tuple[int, int]]:
         """Finished blocks: size, and inode, which is another one where a block was sent again."""
-        found = [file for file in (tmp_path / "xet").rglob("default.*") if file.suffix != ".tagset"]
-        return {file.name: (file.stat().st_size, file.stat().st_ino) for file in found}
+        files = [file for file in (tmp_path / "xet").rglob("default.*") if file.suffix != ".tagset"]
+        return {file.name: (file.stat().st_size, file.stat().st_ino) for file in files}
 
     environment = {
         "HF_ENDPOINT": hub.url,

@@ -118,7 +118,7 @@ def test_a_mistake_is_one_line(
 def test_another_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text("{}")
     assert main(["profile-network", str(tmp_path / "rows.jsonl"), "--nccl-tests", "nowhere.txt"]) == 2
-    assert "rows.jsonl: is there and is something else; name another file" in capsys.readouterr().err
+    assert "rows.jsonl: exists and is another kind of file; name another file" in capsys.readouterr().err
 
 
 def test_a_rate_that_noise_hides_is_said_to_be_unknown() -> None:

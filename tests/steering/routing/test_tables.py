@@ -299,7 +299,7 @@ def test_a_place_that_cannot_hold_the_tables_is_refused_before_the_model_is_look
     for out, message in (
         (folder, "is a folder; name the file"),
         (folder / "none" / "tables", "is in a folder that does not exist; name the file"),
-        (folder / "rows.jsonl", "is there and is something else; name another file, or remove it"),
+        (folder / "rows.jsonl", "exists and is another kind of file; name another file, or remove it"),
     ):
         assert bias(folder, "--strength", "0.1", model="nowhere", out=out) == 2
         assert capsys.readouterr().err == f"fcsd bias: error: {out}: {message}" + (

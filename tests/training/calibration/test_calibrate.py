@@ -105,18 +105,18 @@ def by_hand(x: Tensor, y: Tensor, held_out: Tensor, ridge: float, towards: Tenso
         pull = (ridge * x.square().sum(0).mean()).sqrt() * torch.eye(x.shape[1], dtype=x.dtype)
         return torch.linalg.lstsq(torch.cat([x, pull]), torch.cat([y, pull @ towards])).solution
 
-    def left(found: Tensor) -> Tensor:
-        return (x @ found - y)[held_out].square().sum()
+    def residual(matrix: Tensor) -> Tensor:
+        return (x @ matrix - y)[held_out].square().sum()
 
-    fits = left(regression(x[~held_out], y[~held_out])) <= 1.15 * left(towards)
+    fits = residual(regression(x[~held_out], y[~held_out])) <= 1.15 * residual(towards)
     return regression(x, y) if fits else towards
 
 
 def test_every_expert_reads_by_the_ridge_regression_on_the_tokens_it_is_chosen_for() -> None:
     teacher = tiny_model("qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager")
     ids, student = text(96), converted(teacher, Connectivity({"last": 1}))
-    found = copy.deepcopy(student)
-    (result,) = calibrate_model(found, teacher, ids, progress=False)
+    calibrated = copy.deepcopy(student)
+    (result,) = calibrate_model(calibrated, teacher, ids, progress=False)
     read: list[Tensor] = []
     for model in (student, teacher):
         model.model.layers[-1].mlp.register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
@@ -125,7 +125,7 @@ def test_every_expert_reads_by_the_ridge_regression_on_the_tokens_it_is_chosen_f
     held_out, own = torch.arange(len(x)) // ids.shape[1] % 4 == 3, 0
     identity, none = torch.eye(x.shape[1], dtype=x.dtype), torch.zeros(len(x), dtype=torch.bool)
     shared = by_hand(x, y, none, 1e-3, identity)
-    old, new = (model.model.layers[-1].mlp for model in (student, found))
+    old, new = (model.model.layers[-1].mlp for model in (student, calibrated))
     gate = old.gate.weight.detach() @ shared.T
     torch.testing.assert_close(new.gate.weight.detach(), gate, rtol=1e-8, atol=1e-10)
     choices = (x @ gate.T).topk(student.config.num_experts_per_tok).indices
@@ -151,8 +151,8 @@ def test_every_expert_has_the_ridge_regression_of_what_those_before_it_left(
     only, by every fourth row, is not taken; else it is solved on all rows."""
     teacher = tiny_model("qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager")
     ids, last = text(96), Connectivity({"last": 1})
-    found, shared = converted(teacher, last), converted(teacher, last)
-    (result,) = calibrate_model(found, teacher, ids, progress=False)
+    calibrated, shared = converted(teacher, last), converted(teacher, last)
+    (result,) = calibrate_model(calibrated, teacher, ids, progress=False)
     monkeypatch.setattr(layer_module, "fold_adds", lambda *_: None)
     calibrate_model(shared, teacher, ids, progress=False)
     seen: dict[str, Tensor] = {}
@@ -176,7 +176,7 @@ def test_every_expert_has_the_ridge_regression_of_what_those_before_it_left(
         own += bool(change.any())
         missing[tokens] -= added @ change
         torch.testing.assert_close(
-            found.model.layers[-1].mlp.experts.down_proj[number].detach(),
+            calibrated.model.layers[-1].mlp.experts.down_proj[number].detach(),
             down + change.T @ down,
             rtol=1e-6,
             atol=1e-9,
@@ -255,9 +255,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_folder(base: Path, out: Path, ids: Tensor, launch: Launch = CPU) -> dict[str, Any]:
     work = out.with_name("work")
     work.mkdir(exist_ok=True)
-    found = find_model(ModelConfig(path=str(base)))
+    checkpoint = find_model(ModelConfig(path=str(base)))
     return calibrate_checkpoint(
-        found, out, work, Connectivity([1, 3]), as_rows(ids), ridge=1e-3, launch=launch
+        checkpoint, out, work, Connectivity([1, 3]), as_rows(ids), ridge=1e-3, launch=launch
     )
 
 
@@ -285,8 +285,8 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
     teacher = load_model(base, dtype=torch.float32)
     plain = load_model(base, connectivity=Connectivity([1, 3]), dtype=torch.float32)
     held_out = text(32, seed=1)
-    found = load_model(tmp_path / "whole", dtype=torch.float32)
-    assert kl(teacher, found, held_out) < kl(teacher, plain, held_out)
+    calibrated = load_model(tmp_path / "whole", dtype=torch.float32)
+    assert kl(teacher, calibrated, held_out) < kl(teacher, plain, held_out)
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -313,7 +313,7 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
     (tmp_path / "one").mkdir()
     run_folder(base, tmp_path / "one" / "out", ids)
 
-    left: list[int] = []
+    counts: list[int] = []
 
     def rank(number: int) -> list[int]:
         unlink, finish = Path.unlink, folder_module._finish
@@ -323,7 +323,7 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
             unlink(path, **options)
 
         def counted(model: Path, *args: Any) -> None:
-            left.append(len(list(model.parent.glob("streams-*"))))
+            counts.append(len(list(model.parent.glob("streams-*"))))
             finish(model, *args)
 
         Path.unlink, folder_module._finish = late, counted  # type: ignore[assignment,method-assign]
@@ -334,7 +334,7 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
             ids,
             Launch(torch.device("cpu"), engine, Ranks(number, 2, lockstep=True)),
         )
-        return left
+        return counts
 
     (tmp_path / "two").mkdir()
     # When the first rank removes the folder, a late one is no longer at work in it.
@@ -452,16 +452,18 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
         ("distill", calibrated),
         ("variants/copied", original),
     ):
-        left = tensors(run / folder / "model")
-        assert max(float((value - start[name]).abs().max()) for name, value in left.items()) < 1e-6, folder
+        weights = tensors(run / folder / "model")
+        assert max(float((value - start[name]).abs().max()) for name, value in weights.items()) < 1e-6, folder
     tokens = json.loads((run / "calibrate" / "fcsd" / "manifest.json").read_text())["results"]["tokens"]
     for name, start, results, said in (
         ("untrained", calibrated, {"steps": 0, "tokens": tokens}, "not trained. Calibrated with fcsd"),
         ("rewired", original, {"steps": 0}, "not trained: the weights are those of the original"),
     ):
         folder = run / "variants" / name
-        left = tensors(folder / "model")
-        assert left.keys() == start.keys() and all(torch.equal(left[key], start[key]) for key in left)
+        weights = tensors(folder / "model")
+        assert weights.keys() == start.keys() and all(
+            torch.equal(weights[key], start[key]) for key in weights
+        )
         assert json.loads((folder / "manifest.json").read_text())["results"] == results
         assert fcsd.load(folder / "model")[0].config.farskip["layers"] == [1, 3]
         push(folder / "model", "me/model", dry_run=tmp_path / "push" / name)
@@ -541,9 +543,9 @@ def test_text_that_was_left_out_tells_that_there_is_too_little_of_it(
     student, held_out = converted(teacher, connectivity), text(32, seed=1)
     before = kl(teacher, student, held_out)
     results = fcsd.calibrate(student, teacher, text(rows))
-    found = complaint(results)
-    assert (found[0] if found is not None else None) is is_ruled_out
-    assert capsys.readouterr().err.endswith("" if found is None else f"{found[1]}\n")
+    verdict = complaint(results)
+    assert (verdict[0] if verdict is not None else None) is is_ruled_out
+    assert capsys.readouterr().err.endswith("" if verdict is None else f"{verdict[1]}\n")
     assert (kl(teacher, student, held_out) > before) is bool(is_ruled_out)
 
 
@@ -560,8 +562,8 @@ def test_what_is_left_of_text_that_was_left_out_is_that_of_maps_solved_without_i
     x, y = (value.detach().flatten(0, 1) for value in read)
     held_out = ((torch.arange(13) % 4 == 3) | (torch.arange(13) == 12)).repeat_interleave(ids.shape[1])
     own, none = x[~held_out], torch.zeros(int((~held_out).sum()), dtype=torch.bool)
-    found = by_hand(own, y[~held_out], none, 1e-3, torch.eye(x.shape[1], dtype=x.dtype))
-    wanted = [float((z - y)[held_out].square().sum() / y[held_out].square().sum()) for z in (x, x @ found)]
+    matrix = by_hand(own, y[~held_out], none, 1e-3, torch.eye(x.shape[1], dtype=x.dtype))
+    wanted = [float((z - y)[held_out].square().sum() / y[held_out].square().sum()) for z in (x, x @ matrix)]
     (result,) = calibrate_model(student, teacher, ids, progress=False)
     assert result["held_out"]["mlp"] == pytest.approx(wanted, rel=1e-6)
 

@@ -72,7 +72,7 @@ def forward(steps: Steps, index: int, tokens: Batch, stream: Stream) -> Tensor:
 
 def layers(model: Any, family: Any) -> Iterator[tuple[Steps, int, Stream, Roles]]:
     """The first layer of each kind that a model has, with the stream before it and the roles that its family's row
-    gives, which are those that are found by following tensors through the layer."""
+    gives, which are those that following tensors through the layer gives."""
     steps, tokens, seen = Steps(model, family), batch(), set[Any]()
     stream = steps.step(0, tokens, None)
     for index, layer in enumerate(steps.layers):
@@ -115,11 +115,11 @@ def around(layer: nn.Module, reads: dict[str, Tensor], adds: dict[str, Tensor]) 
     def mapped(out: Any, matrix: Tensor) -> Any:
         return (mapped(out[0], matrix), *out[1:]) if isinstance(out, tuple) else out @ matrix
 
-    found = [
+    hooks = [
         layer.get_submodule(n).register_forward_pre_hook(before(m), with_kwargs=True)
         for n, m in reads.items()
     ]
-    return found + [
+    return hooks + [
         layer.get_submodule(n).register_forward_hook(lambda _, __, out, m=m: mapped(out, m))
         for n, m in adds.items()
     ]
@@ -131,7 +131,7 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
     model = tiny_model(model_type, dtype=torch.float64, experts_implementation="eager")
     convert_model(model, Connectivity("all"))
     generator = torch.Generator().manual_seed(1)
-    left: set[str] = set()
+    unfoldable: set[str] = set()
     one_by_one = False
     for steps, index, stream, roles in layers(model, family):
         layer, width = steps.layers[index], stream["o"].shape[-1]
@@ -142,7 +142,7 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
             return identity + 0.1 * torch.randn(identity.shape, generator=generator, dtype=torch.float64)
 
         whole = [
-            side for side in roles.sides if not (side.modules == ("self_attn",) and INDEXER in roles.left)
+            side for side in roles.sides if not (side.modules == ("self_attn",) and INDEXER in roles.rest)
         ]
         reads = {side: near() for side in whole}
         adds = {group: near() for group in roles.groups}
@@ -162,14 +162,14 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
             fold_map(layer, side.readers, matrix, "reads")
         for group, matrix in adds.items():
             fold_map(layer, group.writers, matrix, "writes")
-        found = steps.step(index, batch(), stream)
-        plain_error = (found["o"] - wanted["o"]).abs().max() / wanted["o"].abs().max()
+        folded = steps.step(index, batch(), stream)
+        plain_error = (folded["o"] - wanted["o"]).abs().max() / wanted["o"].abs().max()
         assert plain_error < 1e-5, f"layer {index}"  # some routers compute in float32
         layer.load_state_dict(before)
         assert len(roles.sides) >= 2
-        left |= set(roles.left)
+        unfoldable |= set(roles.rest)
         one_by_one = one_by_one or check_experts(steps, index, stream, roles, near)
-    assert left == LEFT.get(model_type, set())
+    assert unfoldable == LEFT.get(model_type, set())
     assert one_by_one == (model_type not in TOGETHER)
 
 

@@ -58,10 +58,10 @@ EXAMPLES = [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12, 13, 14, 15]]
 COUNTED = [place for places in EXAMPLES for place in places]
 
 
-def run(model: Any, given: dict[str, torch.Tensor], balance: Balance) -> Any:
-    with balance.recorded(model) as found:
-        model(input_ids=given["input_ids"], position_ids=given["position_ids"], use_cache=False)
-    return found.take()
+def run(model: Any, inputs: dict[str, torch.Tensor], balance: Balance) -> Any:
+    with balance.recorded(model) as record:
+        model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False)
+    return record.take()
 
 
 def test_what_counts_is_the_text_up_to_the_last_token_with_loss() -> None:
@@ -156,7 +156,7 @@ def test_the_bias_of_an_expert_with_more_than_the_mean_falls_and_that_of_others_
     assert any(name.endswith(("correction_bias", "expert_bias")) for name in names)
 
 
-def test_a_family_without_the_bias_is_told_what_it_has() -> None:
+def test_a_family_without_the_bias_is_refused_with_what_it_has() -> None:
     with pytest.raises(UserError, match=r"balance_bias_rate: .*; use train\.balance_loss_coefficient"):
         Balance(TrainConfig(balance_bias_rate=0.1), tiny_model("qwen3_moe"), ALONE)
 

@@ -275,8 +275,8 @@ def test_extreme_logits_give_the_finite_loss_that_float64_gives():
     h, w, th, tw, *_ = inputs(torch.float32)
     h, th = h * 200, th * 200
     logits = reference_logits(h, w), reference_logits(th, tw)
-    found = fused_kl(h, w, th, tw).double()
-    torch.testing.assert_close(found, reference_kl(*logits), rtol=rounding_of(*logits), atol=0)
+    loss = fused_kl(h, w, th, tw).double()
+    torch.testing.assert_close(loss, reference_kl(*logits), rtol=rounding_of(*logits), atol=0)
 
 
 def test_different_vocabularies_are_refused_with_both_sizes():
@@ -443,7 +443,7 @@ def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tok
     h, w, th, tw, b, tb = inputs()
     th, tw, tb = th[:, :D], w.clone(), tb * 0.5  # near enough for the student to agree on some tokens
     student, teacher = reference_logits(h + th, w, b), reference_logits(th, tw, tb)
-    _, found = fused_divergence(
+    _, statistics = fused_divergence(
         (h + th).requires_grad_(),
         w,
         th,
@@ -457,11 +457,11 @@ def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tok
     p = (teacher / by.temperature).softmax(-1)
     agreement = student.argmax(-1) == teacher.argmax(-1)
     assert 0 < agreement.sum() < N
-    assert torch.equal(found.top1_agreement, agreement)
-    assert_equal_equations(found.teacher_entropy, -(p * p.log()).sum(-1))
+    assert torch.equal(statistics.top1_agreement, agreement)
+    assert_equal_equations(statistics.teacher_entropy, -(p * p.log()).sum(-1))
     expected = reference_divergence(student, teacher, by.name, by.temperature, getattr(by, "jsd_beta", 0.5))
-    assert_equal_equations(found.divergence, expected)
-    assert not any(rows.requires_grad for rows in found)
+    assert_equal_equations(statistics.divergence, expected)
+    assert not any(rows.requires_grad for rows in statistics)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -582,8 +582,8 @@ def test_a_rounded_log_sum_exp_does_not_show_in_the_divergence_of_a_nearly_conve
     expected = reference_divergence(reference_logits(h, w), reference_logits(th, w), name).sum()
     assert expected / len(h) < 5e-7
     monkeypatch.setattr(losses, "_log_softmax_", rounded)
-    found, _ = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=statistics)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    loss, _ = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=statistics)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
@@ -592,10 +592,10 @@ def test_no_divergence_of_a_nearly_converged_student_is_rounding_noise(name, sta
     h, w, th = close_student(1e-2, torch.float32)
     expected = reference_divergence(reference_logits(h, w), reference_logits(th, w), name).sum()
     assert 1e-5 < expected / len(h) < 5e-5
-    found, _ = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=statistics)
+    loss, _ = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=statistics)
     # A token's figure has two sums of probabilities in it, each near 1 and rounded once; the signs are random.
     unit = torch.finfo(torch.float32).eps * (2 * len(h)) ** 0.5
-    assert abs(found.double() - expected) < ROUNDINGS * unit < 0.05 * expected
+    assert abs(loss.double() - expected) < ROUNDINGS * unit < 0.05 * expected
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -627,9 +627,9 @@ def test_float32_is_as_exact_as_it_is_on_full_logits(divergence, option):
         scaling=(student["scale"], student["softcap"]), teacher_scaling=(teacher["scale"], teacher["softcap"]),
         chunk_bytes=5 * one_token_bytes(5, 4),
     )  # fmt: skip
-    found = actual.detach(), *torch.autograd.grad(actual, leaves)
+    fused = actual.detach(), *torch.autograd.grad(actual, leaves)
     for one, plain, exact in zip(
-        found, on_full_logits(torch.float32), on_full_logits(torch.float64), strict=True
+        fused, on_full_logits(torch.float32), on_full_logits(torch.float64), strict=True
     ):
         assert_as_exact(one, plain, exact.double())
 

@@ -327,7 +327,7 @@ def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
         attach_loss_head(model)
         if name == "ce":
             expected = F.cross_entropy(logits, labels, reduction="sum")
-            found = model(**arguments, labels=labels)
+            output = model(**arguments, labels=labels)
         else:
             s, t = (logits / 2).log_softmax(-1), (teacher_logits / 2).log_softmax(-1)
             m = ((s.exp() + t.exp()) / 2).log()
@@ -335,14 +335,14 @@ def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
             expected = sum(F.kl_div(a, b, log_target=True, reduction="sum") for a, b in pairs) / len(pairs)
             hidden = final_hidden(model, others, positions, keep)
             arguments |= {"teacher_hidden": hidden, "teacher_head": output_head(model)}
-            found = model(**arguments)
+            output = model(**arguments)
             agreement = logits.argmax(-1) == teacher_logits.argmax(-1)
-            assert torch.equal(found["top1_agreement"], agreement)
+            assert torch.equal(output["top1_agreement"], agreement)
             torch.testing.assert_close(
-                found["teacher_entropy"].double(), -(t.exp() * t).sum(-1), rtol=1e-5, atol=0
+                output["teacher_entropy"].double(), -(t.exp() * t).sum(-1), rtol=1e-5, atol=0
             )
         detach_loss_head(model)
-    torch.testing.assert_close(found["loss"].double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(output["loss"].double(), expected, rtol=1e-5, atol=0)
 
 
 @functools.cache
@@ -436,7 +436,7 @@ def test_the_head_takes_the_divergences_settings_and_its_real_vocabulary():
     per_token = 0.2 * (p_t * (p_t / m).log()).sum(-1) + 0.8 * (p_s * (p_s / m).log()).sum(-1)
     clip = per_token.sort().values[3:5].mean().item()
     attach_loss_head(student, vocab_size=50)
-    found = student(
+    output = student(
         input_ids=ids,
         position_ids=positions,
         keep=keep,
@@ -444,8 +444,8 @@ def test_the_head_takes_the_divergences_settings_and_its_real_vocabulary():
         teacher_hidden=final_hidden(teacher, ids, positions, keep),
         teacher_head=teacher.lm_head,
     )
-    torch.testing.assert_close(found["divergence"], per_token, rtol=1e-10, atol=0)
-    torch.testing.assert_close(found["loss"], per_token.clamp(max=clip).sum(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(output["divergence"], per_token, rtol=1e-10, atol=0)
+    torch.testing.assert_close(output["loss"], per_token.clamp(max=clip).sum(), rtol=1e-10, atol=0)
 
 
 def test_the_class_of_the_head_is_made_once():

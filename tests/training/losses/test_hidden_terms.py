@@ -43,7 +43,7 @@ def by_hand(model: Any, ids: torch.Tensor, selected: set[int]) -> dict[str, list
     stack = model.model
     o = stack.embed_tokens(ids)
     rotary = stack.rotary_emb(o, torch.arange(T)[None])
-    found: dict[str, list[torch.Tensor]] = {"o": [], "attn": [], "moe": [], "logits": []}
+    streams: dict[str, list[torch.Tensor]] = {"o": [], "attn": [], "moe": [], "logits": []}
     partial = None
     for k, layer in enumerate(stack.layers):
         rewired = k in selected
@@ -57,8 +57,8 @@ def by_hand(model: Any, ids: torch.Tensor, selected: set[int]) -> dict[str, list
         partial = o + attn + shared if rewired else None
         o = o + attn + moe
         for name, value in (("o", o), ("attn", attn), ("moe", moe), ("logits", x @ layer.mlp.gate.weight.T)):
-            found[name].append(value)
-    return found
+            streams[name].append(value)
+    return streams
 
 
 def expected(
@@ -119,15 +119,15 @@ def test_values_and_gradients_are_those_of_the_equations(values: dict[str, Any],
     hand = expected(objective, regular, teacher, ids, keep, selected)
     if checkpointing:
         student.activation_checkpointing_enable({"use_reentrant": False})
-    found = measured(AuxiliaryLosses(objective, student, 10), student, teacher, ids, keep)
-    assert set(found) == {
+    terms = measured(AuxiliaryLosses(objective, student, 10), student, teacher, ids, keep)
+    assert set(terms) == {
         name
         for name, value in hand.items()
         if value != 0 and (name == "l2" or "router_kl_coefficient" in values)
     }
-    for name, value in found.items():
+    for name, value in terms.items():
         torch.testing.assert_close(value, hand[name], rtol=1e-9, atol=0)
-    total, same = (sum(each[name] for name in found) for each in (found, hand))
+    total, same = (sum(each[name] for name in terms) for each in (terms, hand))
     total.backward()
     same.backward()
     for name, parameter in regular.named_parameters():
@@ -160,8 +160,8 @@ def test_no_kept_token_gives_zeros_that_still_reach_the_student() -> None:
 
 def test_bfloat16_streams_are_compared_in_float32() -> None:
     x, t = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[3.0, 4.03125]]])
-    found = relative_distance([x.bfloat16()], [t.bfloat16()], None)
-    assert found.dtype == torch.float32 and found.item() == pytest.approx(0.03125**2 / (9 + 4.03125**2))
+    distance = relative_distance([x.bfloat16()], [t.bfloat16()], None)
+    assert distance.dtype == torch.float32 and distance.item() == pytest.approx(0.03125**2 / (9 + 4.03125**2))
 
 
 def test_the_coefficient_of_l2_falls_to_nothing_over_its_share_of_the_steps() -> None:
@@ -199,14 +199,14 @@ def test_router_logits_are_the_routers_inputs_times_its_weights(model_type: str)
     model = tiny_model(model_type, num_hidden_layers=3)
     convert_model(model, Connectivity("all"))
     inputs: dict[Any, torch.Tensor] = {}
-    found = [router.module for router in find_routers(model)]
-    for module in found:
+    routers = [router.module for router in find_routers(model)]
+    for module in routers:
         module.register_forward_pre_hook(lambda m, args: inputs.__setitem__(m, args[0].detach()))
     terms = AuxiliaryLosses(validate(ObjectiveConfig, OBJECTIVES[5], "objective"), model, 1)
     with torch.no_grad(), terms.captured(model) as seen:
         model(batch()[0], use_cache=False)
-    assert len(seen.routers) == len(found) >= 1
-    for module, logits in zip(found, seen.routers, strict=True):
+    assert len(seen.routers) == len(routers) >= 1
+    for module, logits in zip(routers, seen.routers, strict=True):
         linear = next(
             m for m in module.modules() if isinstance(getattr(m, "weight", None), torch.nn.Parameter)
         )
@@ -234,7 +234,7 @@ def test_streams_of_another_width_and_routers_of_more_experts_are_refused() -> N
         )
 
 
-def test_a_model_without_routers_is_told_which_keys_to_leave_out() -> None:
+def test_a_model_without_routers_is_refused_with_the_keys_to_leave_out() -> None:
     dense = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1

@@ -61,9 +61,9 @@ def test_the_kl_is_that_of_the_models_own_logits(
     original, model = (tiny_model(family, vocab_size=300, **fields) for _ in range(2))
     convert_model(model, Connectivity("all"))
     rows = rows_of(text, packing=False)
-    found = mean_kl(read_original(original, rows), model, rows)
-    assert found["kl"] == pytest.approx(by_hand(original, model, rows, vocab_size), rel=1e-4)
-    assert found["kl"] > 0.01
+    result = mean_kl(read_original(original, rows), model, rows)
+    assert result["kl"] == pytest.approx(by_hand(original, model, rows, vocab_size), rel=1e-4)
+    assert result["kl"] > 0.01
 
 
 def test_packed_rows_are_refused_where_examples_would_see_each_other(text: Path) -> None:

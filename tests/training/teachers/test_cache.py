@@ -106,11 +106,11 @@ def test_all_back_ends_give_the_same_loss_and_gradient_on_the_same_batch(tmp_pat
 
     def step(teacher: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         student.zero_grad()
-        given = [dict(row) for row in rows]
-        teacher.prepare(given)
+        batches = [dict(row) for row in rows]
+        teacher.prepare(batches)
         student.train()
         total = torch.zeros(())
-        for one in given:
+        for one in batches:
             keep, _ = cache_module.next_token_targets(one["labels"], one["position_ids"])
             total = total + student(
                 input_ids=one["input_ids"], position_ids=one["position_ids"], keep=keep, objective=objective_of("kl"),
@@ -245,16 +245,16 @@ def test_the_disk_is_asked_for_exactly_the_rows_of_a_batch(
     bench: Bench, filled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = HiddenCache(filled, read_json(filled / "teacher.json"))
-    asked: list[bytes] = []
+    reads: list[bytes] = []
 
     def advise(file: int, offset: int, length: int, advice: int) -> None:
         assert advice == os.POSIX_FADV_WILLNEED
-        asked.append(os.pread(file, length, offset))
+        reads.append(os.pread(file, length, offset))
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
     keys = list(cache.places)[::7]
     cache.will_need([*keys, b"not in the cache"])
-    assert asked == [cache.read([key]).numpy().tobytes() for key in keys]
+    assert reads == [cache.read([key]).numpy().tobytes() for key in keys]
 
 
 def test_a_killed_training_on_a_cache_goes_on_to_the_same_weights(
@@ -326,7 +326,7 @@ def test_a_cache_of_another_revision_of_the_weights_is_refused(
     assert re.search(r'another teacher \(weights: "\w+\.\.\. -> "\w+\.\.\.; cache -> recipe\)', error)
 
 
-def test_a_missing_a_cut_and_a_changed_shard_are_found_and_mended(
+def test_a_missing_a_cut_and_a_changed_shard_are_noticed_and_mended(
     bench: Bench, filled: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train, fill = ["distill", str(cached(bench))], ["cache-teacher", str(cached(bench))]
@@ -373,7 +373,7 @@ def test_another_checkpoint_may_be_the_teacher_of_any_width_if_its_tokenizer_is_
     bench: Bench, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wide = tmp_path / "wide"
-    # Of another family, whose logits are scaled
+    # Another family, whose logits are scaled
     tiny_model("granitemoe", num_hidden_layers=3, vocab_size=300, hidden_size=48, seed=5).save_pretrained(
         wide
     )
@@ -436,11 +436,11 @@ def test_the_head_is_read_from_the_files_as_the_loaded_model_has_it(
     run = ModelTeacher(loaded).head
     scaling = run.logit_scale, run.softcap
     attach_loss_head(loaded)
-    found, expected = read_head(facts), output_head(loaded)
-    assert found.weight.dtype == torch.float32 and torch.equal(found.weight, expected.weight)
-    assert (found.bias is None) == (expected.bias is None)
-    assert found.bias is None or torch.equal(found.bias, expected.bias)
-    assert (found.logit_scale, found.softcap) == scaling == (expected.logit_scale, expected.softcap)
+    head, expected = read_head(facts), output_head(loaded)
+    assert head.weight.dtype == torch.float32 and torch.equal(head.weight, expected.weight)
+    assert (head.bias is None) == (expected.bias is None)
+    assert head.bias is None or torch.equal(head.bias, expected.bias)
+    assert (head.logit_scale, head.softcap) == scaling == (expected.logit_scale, expected.softcap)
     known = identity(facts, "w")
     text = loaded.config.get_text_config()
     assert known["attn_implementation"] == text._attn_implementation

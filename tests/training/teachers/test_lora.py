@@ -69,9 +69,9 @@ def student_of(original: Any, lora: dict[str, Any], *, trained: bool = True) -> 
 
 
 def hidden(teacher: Any, rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    given = dict(rows)
-    teacher.prepare([given])
-    return given["teacher_hidden"]
+    one = dict(rows)
+    teacher.prepare([one])
+    return one["teacher_hidden"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,8 +89,8 @@ def test_with_adapters_and_connectivity_off_the_student_is_the_original_to_the_l
             return student(rows["input_ids"], rows["position_ids"], **own)["hidden"]
 
     before = of_the_student()
-    found = hidden(AdapterOffTeacher(student), rows)
-    assert torch.equal(found, hidden(ModelTeacher(original), rows))
+    states = hidden(AdapterOffTeacher(student), rows)
+    assert torch.equal(states, hidden(ModelTeacher(original), rows))
     assert torch.equal(of_the_student(), before)
     terms = AuxiliaryLosses(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
     _, seen = AdapterOffTeacher(student).hidden_and_captured(rows, terms)

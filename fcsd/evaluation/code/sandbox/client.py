@@ -68,7 +68,7 @@ class SandboxServer:
     def run(
         self, code: str, tests: Sequence[str], limit_s: float, names: Sequence[str] | None
     ) -> dict[str, Any]:
-        """Run one job; the server's reply. The tests see the program's functions in `names`, see `Problem.names`."""
+        """Run one job and return the server's reply. names: as `Problem.names`."""
         if not self._clean:  # a program left a folder that cannot be removed
             self.stop()
             self._spawn()
@@ -110,8 +110,8 @@ class SandboxServer:
         assert self._process.stdout is not None
         fd, parts = self._process.stdout.fileno(), b""
         while len(parts) < size:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([fd], [], [], left)[0]:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 or not select.select([fd], [], [], remaining_s)[0]:
                 raise self._failure("does not answer")
             part = os.read(fd, size - len(parts))
             if not part:

@@ -152,8 +152,8 @@ def readable_paths(modules: str | None) -> list[str]:
 
 
 def restrict_files(scratch: str | None, modules: str | None = None) -> int:
-    """Landlock: read the Python installation, the system libraries and `modules`, write below `scratch`. Returns
-    the ABI, 0 if none."""
+    """Restrict files by Landlock: read the Python installation, system libraries and `modules`, write below `scratch`.
+    Returns the ABI, 0 if none."""
     create, add_rule, restrict_self = 444, 445, 446
     abi = int(_libc.syscall(create, None, ctypes.c_size_t(0), 1))
     if abi < 1:

@@ -107,10 +107,10 @@ def run_job(number: int, length: int, timeout_s: float, config: dict[str, Any], 
     while True:
         now = time.monotonic()
         if now >= check:
-            left = timeout_s - _processor_s(pid) - _processor_s(judge)
-            if left <= 0 or now >= last:
+            remaining_s = timeout_s - _processor_s(pid) - _processor_s(judge)
+            if remaining_s <= 0 or now >= last:
                 break
-            check = min(now + max(left / 2, 0.02), last)
+            check = min(now + max(remaining_s / 2, 0.02), last)
         events = dict(poll.poll(None if check == math.inf else max(check - now, 0) * 1000))
         if events.get(JOBS):
             here = False

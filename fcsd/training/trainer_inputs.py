@@ -1,4 +1,4 @@
-"""Models and data that `FCSDTrainer` is given, made ready: models in memory, or paths of checkpoints; converted
+"""Models and data of `FCSDTrainer`, made ready: models in memory, or paths of checkpoints; converted
 already, or not; data sets, streams and lists.
 """
 
@@ -30,7 +30,7 @@ from fcsd.training.prepare import Ready
 from fcsd.training.python_words import python_words
 
 TAGS = ("farskip", "fcsd")
-"""Of a model on the Hub."""
+"""What a model on the Hub is tagged with."""
 
 
 def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
@@ -64,11 +64,11 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
 
 
 def _loaded_student(path: str, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
-    found = find_model(args.model_config(path))
+    checkpoint = find_model(args.model_config(path))
     connectivity = args.connectivity()
-    if connectivity is None and read_config(found.folder)[2] is None:
+    if connectivity is None and read_config(checkpoint.folder)[2] is None:
         raise _not_converted(path)
-    return load_for_launch(found, launch, connectivity, bf16=args.bf16)
+    return load_for_launch(checkpoint, launch, connectivity, bf16=args.bf16)
 
 
 def _not_converted(what: str) -> UserError:
@@ -105,7 +105,7 @@ def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
 
 
 def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch) -> Any:
-    """Return the model to compare with, or the `Teacher` that was given; of None a regular copy of the student.
+    """Return the model to compare with, or the `Teacher` of the caller; for None a regular copy of the student.
     UserError where it is the student itself.
     """
     if teacher is None:
@@ -118,12 +118,12 @@ def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch:
         )
     if not isinstance(teacher, str | Path):
         return teacher
-    found = find_model(args.model_config(str(teacher), teacher=True))
-    return load_for_launch(found, launch, any_family=True)
+    checkpoint = find_model(args.model_config(str(teacher), teacher=True))
+    return load_for_launch(checkpoint, launch, any_family=True)
 
 
-class Given:
-    """What the constructor was given. bad_rows: with `args.on_bad_row` "skip" the examples that were left out.
+class TrainerInputs:
+    """Models and data of the constructor. bad_rows: with `args.on_bad_row` "skip" the examples that were left out.
     UserError for an engine that a training in a script cannot have.
     """
 
@@ -146,7 +146,7 @@ class Given:
         args, launch = self.args, self.launch
         has_teacher = args.sections().objective.has_teacher
         check_models(model, teacher, args, launch)
-        # Of a path the data are checked before it is loaded.
+        # The data are checked before a model is loaded from a path.
         student = None if isinstance(model, str | Path) else student_of(model, args, launch)
         path: Any = model if student is None else student.config._name_or_path
         self._tokenizer = tokenizer or _tokenizer_beside(path, args)
@@ -223,5 +223,5 @@ def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
         raise UserError(
             "processing_class: is needed, the tokenizer of the model (it was not loaded from a checkpoint)"
         )
-    found = find_model(args.model_config(str(path)))
-    return load_tokenizer(found.folder, trust_remote_code=args.trust_remote_code)
+    checkpoint = find_model(args.model_config(str(path)))
+    return load_tokenizer(checkpoint.folder, trust_remote_code=args.trust_remote_code)
