@@ -1,6 +1,7 @@
 """Weights of a checkpoint in a Megatron model, and back. Each rank reads and writes its own experts."""
 
 import contextlib
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,9 @@ def save_weights(model: Any, folder: str | Path, like: str | Path) -> None:
         place = Path(ranks.from_first(lambda: str(_copy(stack, checkpoint, Path(folder)))))
         changed = False
         for turn in range(ranks.size):
-            written = _written(source, tensors, ranks) if turn == ranks.rank else {}
-            done = ranks.share(lambda own=written: bool(write_changed(place, files, own, checkpoint.folder)))
-            changed |= any(done)
+            own = _written(source, tensors, ranks) if turn == ranks.rank else {}
+            write = functools.partial(write_changed, place, files, own, checkpoint.folder)
+            changed |= any(ranks.share(write))
         if changed and checkpoint.connectivity and checkpoint.config["farskip"]["layers"]:
             ranks.from_first(
                 lambda: write_json(place / CONFIG, read_checkpoint_json(place / CONFIG) | {TRAINED: True})
