@@ -111,11 +111,13 @@ def prefill(model: Any, ids: Any, repeats: int) -> Callable[[], None]:
 
 
 def decode(model: Any, ids: Any, repeats: int) -> Callable[[], None]:
-    cache = model(ids, use_cache=True).past_key_values  # it grows, equally for all models
+    out = model(ids, use_cache=True)
+    name = "cache" if "cache" in out else "past_key_values"  # before transformers 5.24
+    cache = {name: out[name]}  # it grows, equally for all models
 
     def run() -> None:
         for _ in range(repeats):
-            model(ids[:, -1:], past_key_values=cache, use_cache=True)
+            model(ids[:, -1:], use_cache=True, **cache)
 
     return run
 

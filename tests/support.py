@@ -41,6 +41,12 @@ KINDS = {
 """Families of each kind: norms, shared experts, dense layers, latent, linear and chunked attention, images."""
 
 
+def cache_of(out: Any) -> dict[str, Any]:
+    """The cache of what a model put out, by the argument that takes it: past_key_values before transformers 5.24."""
+    name = "cache" if "cache" in out else "past_key_values"
+    return {name: out[name]}
+
+
 def few(cases: Iterable[Any], number: int | None = None) -> list[Any]:
     """The cases, of which `make test` has the first `number`, of families those of each kind; the rest is breadth."""
     sets = [

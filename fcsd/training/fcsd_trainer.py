@@ -169,7 +169,7 @@ class FCSDTrainer(DistillTrainer):
 
         Raises:
             UserError: there is no such checkpoint, or it is damaged; a loss that stays not finite; a disk that is full;
-                too little memory.
+                out of memory.
         """
         if self.train_dataset is None:
             raise UserError("train_dataset: is needed for training")

@@ -53,8 +53,8 @@ def train(run: TrainingRun) -> dict[str, Any]:
         The facts that a manifest keeps: steps, last losses, best step and score.
 
     Raises:
-        UserError: batch that cannot be cut, too few rows, a loss that stays not finite, a disk that is full, too
-            little memory.
+        UserError: batch that cannot be cut, too few rows, a loss that stays not finite, a disk that is full,
+            out of memory.
         Interrupted: a signal came, and a checkpoint is written.
     """
     engine = run.launch.engine

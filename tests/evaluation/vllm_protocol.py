@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tests.support import cache_of
+
 
 class Engine:
     """What is served, what was asked, and what is to go wrong.
@@ -91,10 +93,10 @@ class Engine:
             ends.add(self.tokenizer.eos_token_id)
         generator = torch.Generator().manual_seed(body.get("seed") or 0)
         made: list[int] = []
-        read, cache = prompt, None
+        read, cache = prompt, {}
         while len(made) < new:
-            out = self.model(input_ids=torch.tensor([read]), past_key_values=cache, use_cache=True)
-            logits, cache = out.logits[0, -1].float(), out.past_key_values
+            out = self.model(input_ids=torch.tensor([read]), use_cache=True, **cache)
+            logits, cache = out.logits[0, -1].float(), cache_of(out)
             if temperature := body.get("temperature", 1.0):
                 token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
             else:

@@ -39,7 +39,7 @@ def exact_cross_entropy(h, w, labels):
 
 
 def loss_inputs(dtype, n=700, dim=256, vocab=5003):
-    """Student and teacher close to each other, as at the end of a distillation: 0.01 nats a token."""
+    """Return student and teacher close to each other, as at the end of a distillation: 0.01 nats a token."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):

@@ -50,7 +50,7 @@ EP = ["--expert-parallel", "2"]
 
 
 def environment(config: Path) -> dict[str, str]:
-    """The variables that `accelerate launch --config_file CONFIG` starts its processes with."""
+    """Return the variables that `accelerate launch --config_file CONFIG` starts its processes with."""
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
@@ -68,7 +68,7 @@ def environment(config: Path) -> dict[str, str]:
 
 
 def bytes_on_rank(model: torch.nn.Module) -> dict[str, int]:
-    """Bytes of each parameter that this rank holds between steps."""
+    """Return bytes of each parameter that this rank holds between steps."""
     sizes = {}
     for name, parameter in model.named_parameters():
         local: Any = parameter
@@ -120,13 +120,13 @@ def launched(
 def outcomes(
     name: str, *commands: list[str], world: int = 2, ends_at: int | None = None, **variables: str
 ) -> list[list[tuple[int, str]]]:
-    """`commands` one after another under configs/NAME.yaml, on `world` forked ranks."""
+    """Run `commands` one after another under configs/NAME.yaml, on `world` forked ranks."""
     environ = environment(ROOT / "configs" / f"{name}.yaml") | {"DS_ACCELERATOR": "cpu"} | variables
     return run_ranks(launched, world, environ, list(commands), ends_at, timeout_s=240)
 
 
 def launch(name: str, *commands: list[str], **options: Any) -> list[int]:
-    """The exit statuses of `commands`, which end well on all ranks or were interrupted on all."""
+    """Return the exit statuses of `commands`, which end well on all ranks or were interrupted on all."""
     ranks = outcomes(name, *commands, **options)
     statuses = [[status for status, _ in rank] for rank in ranks]
     assert all(row == statuses[0] for row in statuses), ranks
@@ -392,7 +392,7 @@ def model_of(kind: str) -> Any:
 
 
 def on_rank(engine: str, build: Any) -> tuple[Any, Launch]:
-    """A model as this rank of a sharded run begins with it, and its launch."""
+    """Return a model as this rank of a sharded run begins with it, and its launch."""
     from accelerate.state import AcceleratorState
 
     warnings.simplefilter("ignore")  # DeepSpeed's; a fork of its own
@@ -465,7 +465,7 @@ def student_of(kind: str) -> Any:
 def student_on_rank(
     rank: int, engine: str, kind: str, rows: torch.Tensor, keep: torch.Tensor
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, int], set[str]]:
-    """(loss of this rank, gradients, bytes of each parameter, modules that are gathered as one)."""
+    """Return (loss of this rank, gradients, bytes of each parameter, modules that are gathered as one)."""
     model, own = on_rank(engine, lambda: student_of(kind))
     teacher = tiny_model("qwen2_moe", seed=1, num_hidden_layers=3, num_experts=4)
     shard_student(model, own, TrainConfig())
@@ -664,7 +664,7 @@ def test_an_expert_parallel_run_goes_on_under_other_engines_and_comes_from_them(
 
 
 def loaded_on_rank(rank: int, folder: Path, size: int) -> dict[str, Any]:
-    """Name -> where this rank's rows begin, and how many there are; they are the checkpoint's."""
+    """Return name -> where this rank's rows begin, and how many there are; they are the checkpoint's."""
     from accelerate.state import AcceleratorState
 
     os.environ.update(environment(ROOT / "configs" / "cpu_2_ep.yaml"))

@@ -35,7 +35,7 @@ OFTEN = {"every_steps": 1, "patience": 50}
 
 @pytest.fixture
 def metrics(bench: Bench) -> dict[str, dict[str, Any]]:
-    """An early_stopping section of every kind."""
+    """Return an early_stopping section of every kind."""
     folder = bench.folder.parent / "answers"
     write_rows(folder / "test.jsonl", [{"question": f"{n}+1", "answer": str(n + 1)} for n in range(5)])
     answers = {
@@ -53,7 +53,7 @@ def metrics(bench: Bench) -> dict[str, dict[str, Any]]:
 
 
 def of(stopping: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """The same section with other keys of its task."""
+    """Return the same section with other keys of its task."""
     return stopping | {"task": stopping["task"] | changes}
 
 
@@ -64,7 +64,7 @@ def recipe(bench: Bench, name: str, stopping: dict[str, Any] | None, **changes: 
 
 
 def outcome_of(bench: Bench, name: str) -> tuple[str, list[float]]:
-    """Fingerprint of the weights, and the loss of every step."""
+    """Return the fingerprint of the weights, and the loss of every step."""
     folder = bench.folder / name / "distill"
     lines = (folder / "history.jsonl").read_text().splitlines()
     return weights_fingerprint(folder / "model"), [json.loads(line)["loss"] for line in lines]
@@ -206,7 +206,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def by_code(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """What a run by code that nothing happens to leaves."""
+    """Return what a run by code that nothing happens to leaves."""
     bench = make_bench(base_checkpoint, tmp_path_factory.mktemp("whole"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", bench.folder / "cache")

@@ -93,7 +93,7 @@ def pipeline(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which `fcsd run` has gone through the whole recipe."""
+    """Return a folder in which `fcsd run` has gone through the whole recipe."""
     folder = tmp_path_factory.mktemp("stages")
     write_tiny_data(
         folder / "data",
@@ -113,13 +113,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The finished run's recipe, with a cache of its own."""
+    """Return the finished run's recipe, with a cache of its own."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     return finished / "recipe.yaml"
 
 
 def stages_of(run: Path) -> dict[str, str]:
-    """Folder below the run -> stage of its manifest."""
+    """Return folder below the run -> stage of its manifest."""
     return {
         str(path.parent.relative_to(run)): json.loads(path.read_text())["stage"]
         for path in run.rglob("manifest.json")

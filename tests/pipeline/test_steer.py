@@ -32,7 +32,8 @@ BATCH = 2
 
 
 def recipe_of(bench: Bench, **bias: Any) -> Path:
-    """A recipe that steers the base checkpoint, which has two layers of four experts, two of them for a token."""
+    """Return a recipe that steers the base checkpoint, which has two layers of four experts, two of them for a
+    token."""
     row = bench.choice["task"]
     suite = bench.folder / "suite.yaml"
     suite.write_text(yaml.safe_dump({"name": "mine", "tasks": [row]}))
@@ -50,7 +51,7 @@ def recipe_of(bench: Bench, **bias: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run whose original and steered models are evaluated, and reported on."""
+    """Yield a run whose original and steered models are evaluated, and reported on."""
     bench = make_bench(base_checkpoint, tmp_path_factory.mktemp("steer"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", bench.folder / "cache")
@@ -62,7 +63,7 @@ def finished(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def by_hand(run: Any, name: str | None) -> dict[str, Any]:
-    """Mean KL, mean time, and the experts' loads, row by row from logits: no recording, no losses of fcsd."""
+    """Return mean KL, mean time, and the experts' loads, row by row from logits: no recording, no losses of fcsd."""
     model = load_checkpoint(run.original).eval()
     tables = read_tables(run.layout.bias_tables(name or "camoe-0.2"))
     rows, links = heldout_of(run.recipe.data, run.tokenizer), read_links(LINKS)

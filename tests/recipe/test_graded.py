@@ -12,7 +12,7 @@ from fcsd.recipe.load_recipe import load_recipe
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A data root with GSM8K in hub layout."""
+    """Return a data root with GSM8K in hub layout."""
     folder = tmp_path / "hub" / "openai" / "gsm8k" / "main"
     folder.mkdir(parents=True)
     for split in ("train", "test"):

@@ -398,7 +398,7 @@ def test_a_suite_lies_beside_the_recipe_that_names_it(
 
 
 def number_keys(kind: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of all fields that hold a float, those inside lists with index 0."""
+    """Yield dotted keys of all fields that hold a float, those inside lists with index 0."""
     for name, field in kind.model_fields.items():
         leaves, is_list = set(), False
         annotations = [field.annotation]

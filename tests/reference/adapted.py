@@ -320,7 +320,7 @@ WRAPPERS: dict[str, Callable[[Any, Any, Tensor, Tensor, bool, dict[str, Any]], S
 
 
 def _decoder(model: Any) -> tuple[Any, Any]:
-    """(layers, final norm)."""
+    """Return (layers, final norm)."""
     if model.config.model_type == "dbrx":
         return model.transformer.blocks, model.transformer.norm_f
     return model.model.layers, model.model.norm
@@ -334,7 +334,7 @@ def adapted_streams(
     mlp: str = "outdated",
     **inputs: Any,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """([o_0 … o_L], [o_k without what is in flight after layer k, or None where nothing is; k from 1])."""
+    """Return ([o_0 … o_L], [o_k without what is in flight after layer k, or None where nothing is; k from 1])."""
     stack, _ = _decoder(model)
     step = LAYERS[model.config.model_type]
     o, arguments = layer_arguments(model, input_ids, stack=stack, **inputs)

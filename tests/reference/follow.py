@@ -171,7 +171,7 @@ class Follow(TorchDispatchMode):
         self.sums[storage(out)] = mark
 
     def _added(self, other: Tensor, mark: Mark) -> dict[Place, tuple[float, int]]:
-        """Terms of what is added to a sum: another sum, a bias, or the rest."""
+        """Return the terms of what is added to a sum: another sum, a bias, or the rest."""
         total = self.sums.get(storage(other))
         if total is not None and (not total.terms or is_last(other, total)):
             return total.terms

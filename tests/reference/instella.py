@@ -48,8 +48,8 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def yarn(rope: Mapping[str, Any], dim: int) -> Tensor:
-    """Angle per position of each of dim/2 pairs (arXiv 2309.00071): interpolated below beta_slow rotations over the
-    original length, as trained above beta_fast, a ramp between."""
+    """Return the angle per position of each of dim/2 pairs (arXiv 2309.00071): interpolated below beta_slow rotations
+    over the original length, as trained above beta_fast, a ramp between."""
     theta, length, factor = rope["rope_theta"], rope["original_max_position_embeddings"], rope["factor"]
 
     def pair(rotations: float) -> float:
@@ -66,7 +66,7 @@ def yarn(rope: Mapping[str, Any], dim: int) -> Tensor:
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Pairs (x_0, x_1), (x_2, x_3), … turned by their angle; x is … T x dim, angles T x dim/2."""
+    """Return pairs (x_0, x_1), (x_2, x_3), … turned by their angle; x is … T x dim, angles T x dim/2."""
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(
         torch.ones_like(angles), angles
     )
@@ -183,7 +183,8 @@ def published_config(**keys: Any) -> dict[str, Any]:
 
 
 def published_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The names of the published index with the shapes that the sizes of a config give them: 5,344 at the true ones."""
+    """Return the names of the published index with the shapes that the sizes of a config give them: 5,344 at the true
+    ones."""
     width, heads, rank = (config[name] for name in ("hidden_size", "num_attention_heads", "kv_lora_rank"))
     nope, rope, value = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     experts, thin = config["n_routed_experts"], config["moe_intermediate_size"]
@@ -223,7 +224,8 @@ def published_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def published_tensors(config: Mapping[str, Any], seed: int = 7) -> dict[str, Tensor]:
-    """Invented weights under the published names, in the published dtypes: bfloat16, biases of routers float32."""
+    """Return invented weights under the published names, in the published dtypes: bfloat16, biases of routers
+    float32."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in published_shapes(config).items():
@@ -236,7 +238,7 @@ def published_tensors(config: Mapping[str, Any], seed: int = 7) -> dict[str, Ten
 
 
 def write_published(folder: Path, tensors: Mapping[str, Tensor] | None = None, **keys: Any) -> Path:
-    """Return a checkpoint as AMD publishes it, of invented weights, or of `tensors`."""
+    """Write a checkpoint as AMD publishes it, of invented weights, or of `tensors`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = published_config(**keys)
     (folder / "config.json").write_text(json.dumps(config))
@@ -245,7 +247,7 @@ def write_published(folder: Path, tensors: Mapping[str, Tensor] | None = None, *
 
 
 def logits_of(folder: Path, input_ids: Tensor, farskip: bool | range = True, wrong: str = "") -> Tensor:
-    """`instella_logits` of a checkpoint as AMD publishes it."""
+    """Return `instella_logits` of a checkpoint as AMD publishes it."""
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] = config["rope_scaling"] | {"rope_theta": config["rope_theta"]}
     return instella_logits(load_file(folder / "model.safetensors"), config, input_ids, farskip, wrong)

@@ -48,7 +48,7 @@ def _routed(
 
 
 def _chosen(values: Tensor, by: Tensor, k: int, normalise: bool, scale: float = 1.0) -> Tensor:
-    """N x E: `values` where `by` is among the k largest, else 0; normalised to sum 1 if asked, times
+    """Return N x E: `values` where `by` is among the k largest, else 0; normalised to sum 1 if asked, times
     scale."""
     kept = torch.zeros_like(values).scatter(1, by.topk(k, dim=-1).indices, 1.0) * values
     return (kept / kept.sum(-1, keepdim=True) if normalise else kept) * scale
@@ -189,7 +189,7 @@ def _attention(layer: Any, x: Tensor, arguments: dict[str, Any]) -> Tensor:
 
 
 def text_stack(model: Any) -> tuple[Any, Any]:
-    """(module with the decoder `layers` and the final `norm`, LM head) of a wrapper."""
+    """Return (module with the decoder `layers` and the final `norm`, LM head) of a wrapper."""
     if model.config.model_type in ("llama4", "farskip_llama4"):
         return model.language_model.model, model.language_model.lm_head
     return model.model.language_model, model.lm_head
@@ -198,7 +198,8 @@ def text_stack(model: Any) -> tuple[Any, Any]:
 def _captured(
     model: Any, stack: Any, inputs: dict[str, Any]
 ) -> tuple[Tensor, list[dict[str, Any]], list[tuple[Tensor, Tensor]]]:
-    """(input of the first layer, keyword arguments of every layer, what DeepStack adds) of the model's own loop."""
+    """Return (input of the first layer, keyword arguments of every layer, what DeepStack adds) of the model's own
+    loop."""
     first: list[Tensor] = []
     arguments: list[dict[str, Any]] = []
     visual: list[tuple[Tensor, Tensor]] = []

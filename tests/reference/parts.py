@@ -48,7 +48,7 @@ _known: dict[tuple[int, ...], Any] | None = None
 
 @contextlib.contextmanager
 def arguments_computed_once() -> Iterator[None]:
-    """For several references of one model, unchanged and regular meanwhile, that are called with the same tensors."""
+    """Keep arguments for references of one model, unchanged and regular meanwhile, that get the same tensors."""
     global _known
     _known = {}
     try:
@@ -60,7 +60,7 @@ def arguments_computed_once() -> Iterator[None]:
 def layer_arguments(
     model: Any, input_ids: Tensor, *, stack: nn.ModuleList | None = None, **inputs: Any
 ) -> tuple[Tensor, list[dict[str, Any]]]:
-    """(input of the first layer, keyword arguments of every layer) of the regular model's own loop.
+    """Return (input of the first layer, keyword arguments of every layer) of the regular model's own loop.
 
     `stack` is `model.model.layers` unless given.
     """

@@ -85,7 +85,7 @@ def in_turn(items: Iterable[Item]) -> Iterator[Item]:
 
 
 def import_what_deepspeed_imports() -> None:
-    """Before forking: what its engine imports when it is made takes each rank 1.4 s else."""
+    """Import before forking what its engine imports when it is made, which takes each rank 1.4 s else."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.compile_fx")
@@ -113,7 +113,7 @@ def _collect(readers: list[Any], ranks: list[Any], timeout_s: float) -> list[Any
 
 
 def _others(waiting: dict[int, Any]) -> str:
-    """What other ranks have failed with at the same time: one of them may be the cause of the first one's failure."""
+    """Return what other ranks failed with at the same time: one of them may be the cause of the first one's failure."""
     failures = ""
     for rank, reader in waiting.items():
         if reader.poll(0.5):

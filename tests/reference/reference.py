@@ -30,6 +30,11 @@ def _qwen2_moe(layer: Any, config: Any, x: Tensor) -> Parts:
     return _routed(x, indices, weights, _fused(layer.mlp.experts)), shared
 
 
+def _lara_mini(layer: Any, config: Any, x: Tensor) -> Parts:
+    indices, weights = _softmax_router(layer, x, config.num_experts_per_tok, config.norm_topk_prob)
+    return _routed(x, indices, weights, _fused(layer.mlp.experts)), _mlp(layer.mlp.shared_expert, x)
+
+
 def _mixtral(layer: Any, config: Any, x: Tensor) -> Parts:
     indices, weights = _softmax_router(layer, x, config.num_experts_per_tok, True)
     return _routed(x, indices, weights, _fused(layer.mlp.experts)), torch.zeros_like(x)
@@ -180,6 +185,7 @@ MOE: dict[str, Callable[[Any, Any, Tensor], Parts]] = {
     "exaone_moe": _deepseek_v3,
     "glm4_moe_lite": _deepseek_v3,
     "jamba": _jamba,
+    "lara_mini": _lara_mini,
     "lfm2_moe": _lfm2,
     "mellum": _qwen3_moe,
     "mimo_v2_flash": _deepseek_v3,
@@ -194,17 +200,17 @@ def _is_moe(layer: Any) -> bool:
 
 
 def _attention(layer: Any, x: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Attention, or what a hybrid has in its place."""
+    """Return what attention gives, or what a hybrid has in its place."""
     recurrent = getattr(layer, "mamba", None) or getattr(layer, "linear_attn", None)
     if recurrent is not None:
-        return recurrent(hidden_states=x, cache_params=None, attention_mask=arguments["attention_mask"])
+        return recurrent(hidden_states=x, attention_mask=arguments["attention_mask"])
     if (conv := getattr(layer, "conv", None)) is not None:
-        return conv(hidden_states=x, past_key_values=None, attention_mask=arguments["attention_mask"])
+        return conv(hidden_states=x, attention_mask=arguments["attention_mask"])
     return layer.self_attn(hidden_states=x, **arguments)[0]
 
 
 def _norms(config: Any, layer: Any) -> tuple[nn.Module, nn.Module]:
-    """(norm before attention, norm before the MLP)."""
+    """Return (norm before attention, norm before the MLP)."""
     if config.model_type == "jamba":
         return layer.input_layernorm, layer.pre_ff_layernorm
     if config.model_type == "lfm2_moe":
@@ -230,7 +236,7 @@ def reference_forward(
     mlp: str = "outdated",
     **inputs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits and streams of a regular model as if `layers` were FarSkip layers.
+    """Return logits and streams of a regular model as if `layers` were FarSkip layers.
 
         o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m)
         a   = o_{k-1} - routed_{k-1}   layer k FarSkip, layer k-1 a FarSkip MoE layer, attention partial

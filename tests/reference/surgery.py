@@ -55,7 +55,7 @@ def _mix(layer: Any, x: Tensor, arguments: dict[str, Any]) -> Tensor:
 
 
 def _moe(layer: Any, family: Family, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(routed, shared) of an MoE layer; `x` is B x T x D."""
+    """Return (routed, shared) of an MoE layer; `x` is B x T x D."""
     block = getattr(layer, family.moe)
     out = block(x.clone())
     out = (out[0] if isinstance(out, tuple) else out).view(x.shape)

@@ -127,7 +127,7 @@ def _add_groups(
         roles.groups.append(Group(tuple(module for module, _ in parts), tuple(places), factor))
     for side in sides:
         if side not in {name for name, _ in groups}:
-            roles.left.append(f"what {side} adds: its last product does not reach the stream by sums alone")
+            roles.rest.append(f"what {side} adds: its last product does not reach the stream by sums alone")
 
 
 def _add_experts(roles: Roles, layer: nn.Module, outputs: dict[str, Mark | None], final: Mark | None) -> None:

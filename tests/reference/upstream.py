@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from packaging.version import Version
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
@@ -52,7 +53,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def moe_model_types() -> list[str]:
-    """Model types that an Auto class loads and whose modeling file has experts, sorted; also the supported
+    """Return model types that an Auto class loads and whose modeling file has experts, sorted; also the supported
     ones, which are loaded by name."""
     folders = {
         path.parent.name
@@ -112,6 +113,13 @@ def snapshot() -> dict[str, Any]:
         "model_types": moe_model_types(),
         "families": {name: fingerprint(family) for name, family in sorted(FAMILIES.items())},
     }
+
+
+def older_than_snapshot() -> bool:
+    """Whether the installed transformers may lack, or have otherwise, what the snapshot was taken of."""
+    root = Path(__file__).parents[2]
+    then = json.loads((root / SNAPSHOT).read_text(encoding="utf-8"))["transformers"]
+    return Version(transformers.__version__) < Version(then)
 
 
 def _folded(text: str) -> str:

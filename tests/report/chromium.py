@@ -75,7 +75,7 @@ class Chromium:
         os.close(self._write)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command; its result."""
+        """Send one command; return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -97,13 +97,13 @@ class Chromium:
             self._note(self._next())
 
     def value(self, expression: str) -> Any:
-        """What an expression, or the promise that it is, comes to in the page."""
+        """Return what an expression, or the promise that it is, comes to in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait(self, expression: str) -> Any:
-        """The value of an expression once it is true."""
+        """Return the value of an expression once it is true."""
         end = time.monotonic() + self.timeout_s
         while not (value := self.value(expression)):
             assert time.monotonic() < end, f"never true: {expression}; {self.errors}"
@@ -111,7 +111,7 @@ class Chromium:
         return value
 
     def press(self, key: str) -> None:
-        """One key of the keyboard, a letter or one of a few names."""
+        """Press one key of the keyboard, a letter or one of a few names."""
         code = {"windowsVirtualKeyCode": _KEYS[key]} if key in _KEYS else {"text": key}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **code)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, **code)

@@ -23,7 +23,7 @@ SUBJECTS = {"mmlu_law": ([1, 1, 0, 1], [1, 0, 0, 0]), "mmlu_art": ([0, 1], [1, 1
 
 
 def with_a_group(model: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A result with a group of two members of 4 and 2 items."""
+    """Return a result with a group of two members of 4 and 2 items."""
     whole, samples = result("original" if model == 0 else "fcsd")
     rows = [
         {

@@ -203,7 +203,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture
 def browser(chromium: Chromium) -> Iterator[Chromium]:
-    """The browser; a page that logs an error or asks for anything but itself fails."""
+    """Yield the browser; a page that logs an error or asks for anything but itself fails."""
     chromium.requests.clear()
     chromium.errors.clear()
     yield chromium
@@ -213,7 +213,7 @@ def browser(chromium: Chromium) -> Iterator[Chromium]:
 
 
 def choose(browser: Chromium, place: str, value: str) -> None:
-    """What choosing from a list, or typing, does to a page."""
+    """Return what choosing from a list, or typing, does to a page."""
     browser.value(
         f"(() => {{ const e = document.getElementById({place!r}); e.value = {json.dumps(value)};"
         " e.dispatchEvent(new Event('input', {bubbles: true})); })()"

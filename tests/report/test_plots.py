@@ -28,7 +28,7 @@ def comparison(by: float) -> dict[str, Any]:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures, which are closed when they are written."""
+    """Yield the figures, which are closed when they are written."""
     kept: list[Any] = []
     monkeypatch.setattr(plt, "close", kept.append)
     yield kept
@@ -38,7 +38,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def points(axis: Any) -> list[tuple[float, str, list[float]]]:
-    """(difference, colour of the face, bounds) of every point of a panel, a model after the other."""
+    """Return (difference, colour of the face, bounds) of every point of a panel, a model after the other."""
     shapes = []
     for container in axis.containers:
         line, _, (bars,) = container
@@ -90,7 +90,7 @@ def test_the_members_of_a_group_are_sorted_and_carry_their_number_of_items(
 
 
 def series(axis: Any) -> dict[str, tuple[list[float], list[float], str]]:
-    """Label -> places, values and colour of the lines of a panel."""
+    """Return label -> places, values and colour of the lines of a panel."""
     return {
         str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()), to_hex(line.get_color()))
         for line in axis.lines

@@ -34,7 +34,7 @@ KL = {"original": 0.0, "converted": 1.25, "fcsd": 0.0125}
 
 
 def result(name: str, limit: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A result in the format of `fcsd evaluate`, its standard errors by hand: sqrt(p (1 - p) / 3)."""
+    """Return a result in the format of `fcsd evaluate`, its standard errors by hand: sqrt(p (1 - p) / 3)."""
     tasks, samples = {}, {}
     for task, metric in (("code", "pass@1"), ("choice", "acc,none")):
         scores = SCORES[name][task]
@@ -77,7 +77,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 @pytest.fixture
 def run(recipe: Recipe) -> Path:
-    """A run's folder as the stages leave it."""
+    """Return a run's folder as the stages leave it."""
     folder = recipe.folder
     for name in SCORES:
         stage = Stage(folder / "evaluate" / name, "evaluate", {}, {})

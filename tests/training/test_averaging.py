@@ -20,7 +20,7 @@ DECAY = 0.8
 
 
 def whole(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """What the ranks have written, put together: name -> flat tensor, in float64."""
+    """Return what the ranks have written, put together: name -> flat tensor, in float64."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(checkpoint.glob("state-*.safetensors")):
         with safe_open(path, framework="pt") as file:

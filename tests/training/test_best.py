@@ -20,7 +20,7 @@ Damage = Callable[[Path], None]
 
 
 def flip(best: Path) -> None:
-    """64 bits somewhere in the weights."""
+    """Flip 64 bits somewhere in the weights."""
     (file,) = best.glob("state-*.safetensors")
     data = bytearray(file.read_bytes())
     for k in range(64):
@@ -56,7 +56,7 @@ class Watched:
         self.run = make(folder, teacher, stopper=self.stopper, score=score, **settings)
 
     def left(self) -> list[int]:
-        """The steps whose weights are those of the model that is left."""
+        """Return the steps whose weights are those of the model that is saved."""
         tensors = load_file(self.folder / "model" / "model.safetensors")
         return [
             step

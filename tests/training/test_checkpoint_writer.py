@@ -45,7 +45,8 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch, step: int, then: Callable[[Any],
 
 
 def stored(bench: Bench, name: str) -> dict[str, bytes]:
-    """What checkpoint-4 holds, but for times; safetensors writes what a header says beside tensors in any order."""
+    """Return what checkpoint-4 holds, but for times; safetensors writes what a header says beside tensors in any
+    order."""
     folder = bench.folder / name / "distill" / "checkpoints" / "checkpoint-4"
     content = {file: (folder / file).read_bytes() for file in read_json(folder / "files.json")}
     tensors = load_file(folder / "state-00001-of-00001.safetensors")

@@ -69,7 +69,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def make(original: Any, tokenizer: Any, tmp_path: Path) -> Callable[..., FCSDTrainer]:
-    """A trainer of a fresh converted copy; keywords of the trainer, all others are settings."""
+    """Return a trainer of a fresh converted copy; keywords of the trainer, all others are settings."""
 
     def trainer(folder: str = "run", **changes: Any) -> FCSDTrainer:
         names = {
@@ -154,7 +154,7 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
     for again in (model, str(tmp_path / "trained"), fcsd.load(tmp_path / "trained")[0]):
         with pytest.raises(UserError, match=message):
             make(model=again)
-    with pytest.raises(UserError, match=message):  # another wiring of the same weights
+    with pytest.raises(UserError, match=message):  # another connectivity of the same weights
         make(model=fcsd.convert(fcsd.unconvert(model), "last:1"))
     trainer = make(model=str(tmp_path / "trained"), teacher=str(tmp_path / "original"))
     teacher: Any = trainer.teacher
@@ -219,7 +219,7 @@ def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_
 
 
 def reference_kl(student: Any, teacher: Any, rows: Any) -> float:
-    """Mean over kept tokens of all rows, one example a row, from full float64 logits."""
+    """Return the mean over kept tokens of all rows, one example a row, from full float64 logits."""
     total, count = 0.0, 0
     for number in range(len(rows)):
         labels = torch.as_tensor(np.asarray(rows[number]["labels"]), dtype=torch.int64)
@@ -545,7 +545,7 @@ def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """A Hub, and a client that has a token and no cache."""
+    """Yield a Hub, and a client that has a token and no cache."""
     with running_hub() as server:
         for name, value in (
             ("HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"),
@@ -598,7 +598,7 @@ def two_ranks(rank: int, folder: str, base: str) -> tuple[list[float], float]:
 
 
 def trained(folder: str, base: str) -> tuple[list[float], float]:
-    """The curve and the held-out KL of a training of 8 rows a step."""
+    """Return the curve and the held-out KL of a training of 8 rows a step."""
     arguments = FCSDConfig(
         output_dir=folder, layers="all", max_steps=4, batch_size_tokens=256, per_device_train_batch_size=2,
         max_length=32, learning_rate=1e-3, logging_steps=1, save_steps=2, seed=0, disable_tqdm=True,

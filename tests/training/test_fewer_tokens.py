@@ -136,7 +136,7 @@ def test_held_out_text_without_a_token_to_predict_is_refused(teacher: Any) -> No
 
 
 def settings(bench: Bench) -> dict[str, Any]:
-    """Everything that a checkpoint has to remember, at once."""
+    """Return everything that a checkpoint has to remember, at once."""
     rows = {"path": str(bench.rows)}
     return {
         "objective": OBJECTIVE,

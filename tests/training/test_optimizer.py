@@ -60,7 +60,8 @@ def test_every_trained_parameter_is_in_one_group_with_its_decay_and_its_optimise
 
 
 def by_torchs_own(model: Any) -> dict[str, torch.Tensor]:
-    """The weights after three steps of `torch.optim.Muon` for each matrix by itself, and of `torch.optim.AdamW`."""
+    """Return the weights after three steps of `torch.optim.Muon` for each matrix by itself, and of
+    `torch.optim.AdamW`."""
     matrices: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, p in model.named_parameters():
@@ -95,7 +96,7 @@ def by_torchs_own(model: Any) -> dict[str, torch.Tensor]:
 
 
 def gradients(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Random ones of three steps."""
+    """Yield random gradients of three steps."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         yield {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}

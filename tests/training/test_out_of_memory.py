@@ -1,4 +1,4 @@
-"""A training with too little memory ends with one line that names the largest terms and what to change."""
+"""A training that is out of memory ends with one line that names the largest terms and what to change."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.support import end_if_it_hangs
 
 
 def in_limited_memory(folder: Path, more_bytes: int, **changes: Any) -> str:
-    """The error of a training in a fork that may have only this much address space more than it has."""
+    """Return the error of a training in a fork that may have only this much address space more than it has."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

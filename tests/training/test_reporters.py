@@ -46,8 +46,8 @@ def trained(folder: Path, reporter: str, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """What a file of wandb holds: after 7 bytes LevelDB's log, blocks of 32 KiB with checksum, length and kind (whole,
-    first, middle, last) before each piece."""
+    """Yield what a file of wandb holds: after 7 bytes LevelDB's log, blocks of 32 KiB with checksum, length and kind
+    (whole, first, middle, last) before each piece."""
     place, parts = 7, b""
     while place + 7 <= len(data):
         if (room := 32768 - place % 32768) < 7:

@@ -33,7 +33,7 @@ def recipe(bench: Bench, name: str) -> Path:
 
 
 def weights(bench: Bench, name: str) -> tuple[str, Any]:
-    """Fingerprint of what the run left, and the scores that decided about it."""
+    """Return the fingerprint of what the run left, and the scores that decided about it."""
     folder = bench.folder / name / "distill"
     return weights_fingerprint(folder / "model"), read_json(folder / "scores.json")
 
@@ -47,7 +47,7 @@ FINISHED = {"stage.json", "manifest.json", "history.jsonl", "scores.json", "mode
 
 @pytest.fixture(scope="module")
 def never_killed(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """Two runs that were left alone: `whole`, with early stopping, and `alone`, without."""
+    """Return two runs that were left alone: `whole`, with early stopping, and `alone`, without."""
     folder = tmp_path_factory.mktemp("never-killed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
@@ -152,7 +152,7 @@ def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
 def on_two_ranks(
     command: list[str], folder: Path, rank: int | None = None, place: str = ""
 ) -> list[tuple[int, str]]:
-    """How a run of two ranks ends; `rank` (-1: both) is killed, or asked to end, at `place`."""
+    """Return how a run of two ranks ends; `rank` (-1: both) is killed, or asked to end, at `place`."""
 
     def one(mine: int) -> int:
         holder = writer_module if hasattr(writer_module, place) else trainer_module.DistillTrainer

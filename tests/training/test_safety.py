@@ -47,7 +47,7 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(steps: list[int]) -> Any:
-    """Rows of these steps, four a step."""
+    """Return rows of these steps, four a step."""
     rows = Rows(80).rows
     return [rows[4 * step + k] for step in steps for k in range(4)]
 

@@ -47,7 +47,7 @@ def recipe(**sweep: object) -> Recipe:
 
 
 def swept(plan: Recipe, folder: Path, runner: Any) -> dict[str, Any]:
-    """The sweep of a recipe, as its stage runs it."""
+    """Return the sweep of a recipe, as its stage runs it."""
     assert plan.sweep is not None
     result = run_sweep(plan.sweep, plan.train, folder, runner, remove_checkpoints=runner.removed.append)
     write_ready_recipe(plan, result, folder)

@@ -106,7 +106,7 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def examples(rows: list[dict[str, np.ndarray]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(ids, labels) of every packed example, alone."""
+    """Yield (ids, labels) of every packed example, alone."""
     for row in rows:
         starts = [*np.flatnonzero(row["position_ids"] == 0), LENGTH]
         for begin, end in pairwise(starts):
@@ -117,7 +117,7 @@ def examples(rows: list[dict[str, np.ndarray]]) -> Iterator[tuple[torch.Tensor, 
 
 
 def reference(student: Any, teacher: Any, rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-    """Means over kept tokens from the full float64 logits and hidden states of each example on its own."""
+    """Return means over kept tokens from the full float64 logits and hidden states of each example on its own."""
     sums: dict[str, Any] = {"kl": 0.0, "ce": 0.0, "l2": 0.0}
     count = 0
     for ids, labels in examples(rows):
@@ -137,7 +137,7 @@ def reference(student: Any, teacher: Any, rows: list[dict[str, np.ndarray]]) -> 
 
 
 def blocks(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Residual stream after each layer: the input of the next layer, and of the final norm."""
+    """Return the residual stream after each layer: the input of the next layer, and of the final norm."""
     seen: list[torch.Tensor] = []
 
     def look(_module: Any, args: Any) -> None:
@@ -305,7 +305,7 @@ def test_bf16_autocast_trains_near_the_float32_curve(tmp_path: Path, teacher: An
 def scripted(
     scores: list[float], seen: list[dict[str, torch.Tensor]] | None = None
 ) -> Callable[[Any], Score]:
-    """A score by plan."""
+    """Return a scorer that gives these scores in turn."""
     values = iter(scores)
 
     def score(model: Any) -> Score:

@@ -9,7 +9,7 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import read_json, safetensors_header
 from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.model.connectivity.spec import Connectivity
-from fcsd.model.families import FAMILIES, PREFIX, Family, base_model_type, family_of
+from fcsd.model.families import FAMILIES, NEWER, PREFIX, Family, base_model_type, family_of
 from fcsd.model.families.refused import REFUSED
 
 CONFIG = "config.json"
@@ -118,13 +118,13 @@ def read_config(
             f" {'present' if 'farskip' in config else 'absent'};"
             " convert the original checkpoint again with `fcsd convert`"
         )
-    if any_family and base_model_type(model_type) not in FAMILIES:
+    if any_family and base_model_type(model_type) not in {*FAMILIES, *NEWER}:
         return config, None, None
     try:
         family = family_of(config)
     except UserError as error:
         hint = ""
-        if "auto_map" in config and base_model_type(model_type) not in {*FAMILIES, *REFUSED}:
+        if "auto_map" in config and base_model_type(model_type) not in {*FAMILIES, *NEWER, *REFUSED}:
             hint = (
                 "; the checkpoint brings code of its own: trust_remote_code=True (in a recipe:"
                 " model.trust_remote_code: true) loads it as it is, it cannot be converted"

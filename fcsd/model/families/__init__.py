@@ -11,6 +11,8 @@ Not covered: the families in `REFUSED`, which the equations have no meaning for.
 """
 
 import difflib
+import importlib.metadata
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +23,7 @@ from fcsd.model.families.refused import REFUSED
 
 __all__ = [
     "FAMILIES",
+    "NEWER",
     "REFUSED",
     "SERVED",
     "Family",
@@ -35,7 +38,29 @@ __all__ = [
 
 _ROWS = (*standard.ROWS, *adapted.ROWS, *multimodal.ROWS)
 
-FAMILIES: dict[str, Family] = {row.model_type: row for row in _ROWS}
+
+def _installed_transformers() -> str | None:
+    """Return the version of transformers without importing it; None: it is not there, as where the site is built."""
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+_INSTALLED = _installed_transformers()
+
+NEWER: dict[str, Family] = {
+    row.model_type: row
+    for row in _ROWS
+    if _INSTALLED is not None and _release(row.since) > _release(_INSTALLED)
+}
+"""Families that only a newer transformers than the installed one has."""
+
+FAMILIES: dict[str, Family] = {row.model_type: row for row in _ROWS if row.model_type not in NEWER}
 
 _SEE = f"`fcsd families` lists the {len(FAMILIES)} that can be converted"
 
@@ -109,7 +134,13 @@ def row_width(config: Any) -> int:
 
 
 def check_not_refused(model_type: str) -> None:
-    """Raise UserError with the reason for a model type in `REFUSED`."""
+    """Raise UserError with the reason for a model type in `REFUSED`, with the version that it needs for one in
+    `NEWER`."""
+    if (row := NEWER.get(base_model_type(model_type))) is not None:
+        raise UserError(
+            f"model type '{model_type}' needs transformers {row.since} or newer; installed is {_INSTALLED}:"
+            " pip install -U transformers"
+        )
     if (reason := REFUSED.get(base_model_type(model_type))) is not None:
         raise UserError(f"model type '{model_type}' cannot be converted: {reason}; {_SEE}")
 

@@ -105,7 +105,8 @@ class Family:
 
     fuses_rows: str | None = None
     """Tensor that transformers (5.23) concatenates from several of the checkpoint. Where it shards while it loads, each
-    rank takes its rows of every one of them: the rows of the whole are mixed up, and the model is silently wrong."""
+    rank takes its rows of every one of them: the rows of the whole are mixed up, and the model is silently wrong. Or
+    (5.24) a tensor of the checkpoint that it splits into several, which fails on a rank's rows."""
     spread_refused: str | None = None
     """Why no rank can have some of the experts only: a clause that ends "--expert-parallel: "; None: it can."""
     scaled_experts: str | None = None
@@ -115,7 +116,7 @@ class Family:
     """Why the exchanges of its experts cannot run beside computation: a clause; None: they can."""
     since: str = "5.23"
     """Lowest transformers that a FarSkip checkpoint has been loaded with, to the original's equations; older ones may
-    lack the family, or compute something else."""
+    lack the family, or compute something else. With an older one the row is in `NEWER` instead of `FAMILIES`."""
 
     def __post_init__(self) -> None:
         name = self.config.removesuffix("Config")

@@ -29,7 +29,11 @@ REFUSED: dict[str, str] = {
     "glm5_next": _HYPER,
     "glm5_next_text": _HYPER,
     "hy_v4": _HYPER,
+    "hy_v4_vl": _HYPER,
+    "hy_v4_vl_text": _HYPER,
     "inkling2": _BLOCKS,
+    "inkling2_loop": _BLOCKS,
+    "inkling2_loop_text": _BLOCKS,
     "inkling2_text": _BLOCKS,
     "longcat_flash": (
         "its layers already add the MoE output one attention and one dense MLP later (shortcut-connected MoE),"

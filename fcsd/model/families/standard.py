@@ -250,6 +250,16 @@ ROWS = (
         reference="generic",
     ),
     Family(
+        model_type="lara_mini",
+        folding=Folding(reads=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
+        fuses_rows="in_proj.weight",
+        since="5.24",
+        config="LaraMiniConfig",
+        moe_block="LaraMiniSparseMoeBlock",
+        block_shared="shared_expert",
+        packing="leaks",
+    ),
+    Family(
         model_type="lfm2_moe",
         folding=Folding(reads=("w1", "w3"), writes=("w2",)),
         since="5.5",

@@ -21,10 +21,12 @@ from fcsd.model.connectivity import (
     load_model,
     unconvert_checkpoint,
 )
+from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.connectivity.modeling import modeling_source
 from fcsd.model.families import FAMILIES
 from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
+from fcsd.training.calibration.shards import Layerwise
 from tests.float64 import logits_in_float64
 from tests.reference.tiny import tiny_model
 from tests.support import ROOT, assert_same_model, few, few_and_others
@@ -334,6 +336,35 @@ def test_a_quantised_checkpoint_is_converted_without_knowing_its_tensors(tmp_pat
     assert convert_checkpoint(base, tmp_path / "far", Connectivity("all")) == [0, 1, 2, 3]
     assert json.loads((tmp_path / "far" / "config.json").read_text())["quantization_config"] == quantisation
     assert tensor_names(tmp_path / "far") == tensor_names(base)
+
+
+@pytest.mark.skipif("lara_mini" not in FAMILIES, reason="this transformers is older than the family")
+def test_a_projection_that_is_published_fused_stays_so_there_and_back(tmp_path):
+    """Lara Mini's in_proj, rows of query, key, value, z, b and a, and its out_norm, are named otherwise in memory."""
+    base, far, trained, back = (tmp_path / name for name in ("base", "far", "trained", "back"))
+    model = tiny_model("lara_mini")
+    model.save_pretrained(base)
+    tensors = load_file(base / "model.safetensors")
+    for k in (0, 2):
+        own, published = model.model.layers[k].linear_attn, f"model.layers.{k}.linear_attn"
+        parts = (own.in_proj_qkv, own.in_proj_z, own.in_proj_b, own.in_proj_a)
+        rows = [row for part in parts for row in part.weight.tolist()]
+        assert tensors[f"{published}.in_proj.weight"].tolist() == rows
+        assert tensors[f"{published}.out_norm.weight"].tolist() == own.norm.weight.tolist()
+    assert not any("in_proj_" in name or "linear_attn.norm" in name for name in tensors)
+    convert_checkpoint(base, far, Connectivity("all"))
+    loaded = load_model(far)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+    loaded.save_pretrained(trained)
+    unconvert_checkpoint(trained, back)
+    models = Layerwise(read_checkpoint(far), Connectivity("all"), torch.device("cpu"))  # of a calibration
+    with models.layer(2):
+        layer = models.layer_tensors(2)
+    assert layer.keys() == {name for name in tensors if name.startswith("model.layers.2.")}
+    for copy in (load_file(far / "model.safetensors"), load_file(back / "model.safetensors")):
+        assert copy.keys() == tensors.keys()
+        assert all(torch.equal(copy[name], tensors[name]) for name in tensors)
+    assert all(torch.equal(value, tensors[name]) for name, value in layer.items())
 
 
 def test_weights_are_copied_where_they_cannot_be_linked(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers,
 from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.families import moe_mask, text_config
 from tests.real_configs import real_config
+from tests.support import cache_of
 
 EXACT = {  # Hub's number, and what in it is no parameter of the model's modules
     "DeepSeek-V2-Lite": (15_706_484_224, lambda model: 0),
@@ -108,7 +109,8 @@ def test_a_real_model_converts_in_a_moment_and_runs_with_cache_and_hidden_states
         assert output.logits.shape == (1, tokens, vocabulary)
         assert [state.shape for state in output.hidden_states] == [(1, tokens, width)] * (len(mask) + 1)
         assert all(state.is_meta for state in output.hidden_states)
-    assert second.past_key_values.get_seq_length(len(mask) - 1) == 4
+    (read,) = cache_of(second).values()
+    assert read.get_seq_length(len(mask) - 1) == 4
 
 
 def traced_forward(model, num_tokens):
@@ -117,4 +119,4 @@ def traced_forward(model, num_tokens):
     options = {"use_cache": True, "output_hidden_states": True}
     with torch.no_grad():
         first = model(tokens, **options)
-        return first, model(tokens[:, :1], past_key_values=first.past_key_values, **options)
+        return first, model(tokens[:, :1], **cache_of(first), **options)

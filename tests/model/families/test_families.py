@@ -2,9 +2,13 @@
 
 import importlib
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig
 
 from fcsd.base.errors import UserError
@@ -15,6 +19,7 @@ from fcsd.model.families import (
     EXPERTS,
     EXPERTS_PER_TOKEN,
     FAMILIES,
+    NEWER,
     base_model_type,
     expert_counts,
     family_of,
@@ -149,3 +154,30 @@ def test_an_unknown_family_a_dense_model_and_a_dense_member_of_a_family_have_err
 def test_registering_an_unsupported_family_is_refused():
     with pytest.raises(UserError, match="'farskip_jamba9' is not supported"):
         register("farskip_jamba9")
+
+
+OLDER = """
+import importlib.metadata, json, pathlib, sys
+importlib.metadata.version = lambda _: "5.23.1"
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity.checkpoint import read_config
+from fcsd.model.families import FAMILIES, NEWER, family_of
+assert {row.since for row in NEWER.values()} == {"5.24"} and not NEWER.keys() & FAMILIES.keys()
+folder = pathlib.Path(sys.argv[1])
+for name, keys in (("lara_mini", {}), ("farskip_lara_mini", {"farskip": {}})):
+    (folder / "config.json").write_text(json.dumps({"model_type": name, "num_experts": 8, "auto_map": {}} | keys))
+    for ask in (lambda: family_of({"model_type": name}), lambda: read_config(folder, any_family=True)):
+        try:
+            ask()
+        except UserError as error:
+            print(str(error).removeprefix(f"{folder}: "))
+"""
+
+
+def test_a_family_that_a_newer_transformers_has_is_refused_with_its_version(tmp_path):
+    done = subprocess.run([sys.executable, "-c", OLDER, tmp_path], capture_output=True, text=True, check=True)
+    needs = "needs transformers 5.24 or newer; installed is 5.23.1: pip install -U transformers"
+    assert done.stdout.splitlines() == [
+        f"model type '{name}' {needs}" for name in ("lara_mini", "farskip_lara_mini") for _ in range(2)
+    ]
+    assert not NEWER or Version(transformers.__version__) < Version("5.24")

@@ -18,6 +18,7 @@ from fcsd.model.inspect.memory import cache_bytes
 from fcsd.model.inspect.table import ranges
 from tests.real_configs import real_folder
 from tests.reference.tiny import TINY, tiny_config, tiny_model
+from tests.support import cache_of
 
 D, V, L = 32, 99, 4  # of the tiny models
 
@@ -172,7 +173,7 @@ def test_cache_bytes_are_those_that_transformers_holds(model_type):
     model = tiny_model(model_type)
     tokens = 6  # below every window
     with torch.no_grad():
-        cache = model(torch.zeros(1, tokens, dtype=torch.long), use_cache=True).past_key_values
+        (cache,) = cache_of(model(torch.zeros(1, tokens, dtype=torch.long), use_cache=True)).values()
     numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     assert cache_bytes(model.config, tokens) == 2 * numbers
 

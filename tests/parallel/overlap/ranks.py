@@ -16,7 +16,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def spread(folder: Path, connectivity: Connectivity | None, size: int, **options: Any) -> Any:
-    """The model with its experts over groups of `size` ranks, all else sharded by FSDP2 over all ranks."""
+    """Return the model with its experts over groups of `size` ranks, all else sharded by FSDP2 over all ranks."""
     from transformers.distributed import DistributedConfig
 
     world = torch.distributed.get_world_size()
@@ -32,7 +32,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def step(model: Any, *batches: torch.Tensor) -> Gradients:
-    """Name -> gradient, this rank's part of it, summed over the batches; "loss", the last one's."""
+    """Return name -> gradient, this rank's part of it, summed over the batches; "loss", the last one's."""
     model.train()
     model.zero_grad(set_to_none=True)
     for x in batches:
@@ -48,7 +48,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def same(one: Gradients, other: Gradients) -> bool:
-    """Whether all gradients are equal to the last bit, on all ranks."""
+    """Return whether all gradients are equal to the last bit, on all ranks."""
     equal = one.keys() == other.keys() and all(torch.equal(local(one[n]), local(other[n])) for n in one)
     if not torch.distributed.is_initialized():
         return equal
@@ -58,7 +58,7 @@ def same(one: Gradients, other: Gradients) -> bool:
 
 
 def worst(actual: Gradients, expected: Gradients | None) -> float:
-    """The largest error of a gradient, relative to the largest of its tensor; 0 on a rank that expects nothing.
+    """Return the largest error of a gradient, relative to the largest of its tensor; 0 on a rank that expects nothing.
 
     All ranks call this, which gathers the gradients.
     """

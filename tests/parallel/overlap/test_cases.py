@@ -35,7 +35,7 @@ CONNECTIVITIES = {
 def outcome(
     model: Any, one: Any, *batches: torch.Tensor, reference: tuple[torch.Tensor, ...] = (X,)
 ) -> tuple[bool, bool, float, list[Any]]:
-    """(bits of blocking and full, bits of full with checkpointing, error against one process, steps of full).
+    """Return (bits of blocking and full, bits of full with checkpointing, error against one process, steps of full).
 
     one: the model of one process, on the rank whose turn it is to compute with it.
     """
@@ -100,7 +100,7 @@ READ = ("streams", "hook", "block", "while it is read", "regular")
 
 @torch.no_grad()
 def read(model: Any, one: Any, x: torch.Tensor) -> dict[str, Any]:
-    """What a reader of layers sees, the original in the same model, and generation with a cache."""
+    """Return what a reader of layers sees, the original in the same model, and generation with a cache."""
     model.eval(), one.eval()
     attached(model, "full")
     before = model(x, use_cache=False).logits
@@ -142,7 +142,7 @@ def read(model: Any, one: Any, x: torch.Tensor) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=few(FAMILIES, 1))
 def by_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What became of each case, and the family under its name."""
+    """Return what became of each case, and the family under its name."""
     folder = tmp_path_factory.mktemp("model")
     tiny_model(request.param).save_pretrained(folder)
     one, other = run_ranks(cases, 2, folder, request.param, timeout_s=240)
@@ -212,7 +212,7 @@ def test_who_reads_a_layer_gets_the_whole_stream_and_generation_the_tokens_of_on
 
 
 def held(model: Any, x: torch.Tensor) -> int:
-    """Bytes of tensors that a forward pass leaves for the backward pass."""
+    """Return bytes of tensors that a forward pass leaves for the backward pass."""
 
     def tensors() -> dict[int, int]:
         gc.collect()

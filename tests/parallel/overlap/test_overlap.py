@@ -48,7 +48,7 @@ def events(records: list[Any]) -> list[tuple[str, str, int, bool]]:
 
 
 def counted(records: list[Any]) -> tuple[int, int]:
-    """(exchanges of rows, of counts); every one has been waited for."""
+    """Return (exchanges of rows, of counts); every one has been waited for."""
     assert all(record.waited is not None for _, record in records)
     started = [record.kind for event, record in records if event == "start"]
     return len(started) - started.count("counts"), started.count("counts")
@@ -95,7 +95,7 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
 
 
 def compiled(model: Any, x: torch.Tensor, expected: Any) -> bool:
-    """With compiled attention and shared expert in a layer between others; dynamo alone, whose graphs run eagerly."""
+    """Take a step with attention and shared expert of a layer compiled; by dynamo alone, whose graphs run eagerly."""
     model.activation_checkpointing_disable()
     layer = model.model.layers[2]
     parts = (layer.self_attn, layer.mlp.shared_expert)
@@ -125,8 +125,8 @@ class Tag(torch.autograd.Function):
 
 
 def tagged(model: Any, x: torch.Tensor, records: list[Any]) -> str:
-    """The backward pass in order: a, b (parts of attention), s (shared expert), g (router) with the layer's number;
-    l, w (launch, wait) with D, C (dispatch, combine)."""
+    """Return the backward pass in order: a, b (parts of attention), s (shared expert), g (router) with the layer's
+    number; l, w (launch, wait) with D, C (dispatch, combine)."""
     log: list[str] = []
     handles = []
     for k, layer in enumerate(model.model.layers):

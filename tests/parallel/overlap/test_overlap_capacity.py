@@ -15,7 +15,7 @@ WAYS = ("plain", "blocking", "full", "full, checkpointing")
 
 
 def dropped(rank: int, folder: Path, drop: Any) -> dict[str, Any]:
-    """Way -> (worst error of a gradient, pairs dropped here)."""
+    """Return way -> (worst error of a gradient, pairs dropped here)."""
     everything, parts, by_way = Connectivity("all"), X.chunk(2), {}
     expected, own = None, []
     if rank == 0:

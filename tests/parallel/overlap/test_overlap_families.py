@@ -12,7 +12,7 @@ from fcsd.parallel.overlap.support import refusal
 from tests.parallel.overlap.ranks import CHECKPOINTING, X, attached, same, spread, step, worst
 from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.tiny import tiny_model
-from tests.reference.upstream import families_lists
+from tests.reference.upstream import families_lists, older_than_snapshot
 from tests.support import ROOT, few_and_others
 
 NAMES = [name for name, family in FAMILIES.items() if refusal(family) is None]
@@ -27,7 +27,7 @@ WIDER: dict[str, dict[str, int]] = {"muse_spark": {"moe_hidden_size": 32}}
 
 
 def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool, bool, bool, float]]:
-    """Family -> whether full, full with checkpointing, and that with bfloat16 mixed precision have the bits of
+    """Return family -> whether full, full with checkpointing, and that with bfloat16 mixed precision have the bits of
     blocking; its error against one process.
 
     The ranks compute the references of one process by turns.
@@ -51,7 +51,7 @@ def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool,
 
 
 def in_bf16(rank: int, folder: Path) -> bool:
-    """Whether full with checkpointing has the bits of blocking without, the weights gathered in bfloat16."""
+    """Return whether full with checkpointing has the bits of blocking without, the weights gathered in bfloat16."""
     if folder.name in NOT_IN_BF16:
         return True
     model = spread(folder, Connectivity("all"), 2, fsdp_mixed_precision=True)
@@ -106,6 +106,7 @@ def test_four_ranks_share_the_experts_in_pairs_or_all_of_them(tmp_path: Path) ->
         assert same_bits and error < 5e-6, (case, error)
 
 
+@pytest.mark.skipif(older_than_snapshot(), reason="this transformers is older than the snapshot's")
 def test_the_page_lists_every_family_and_how_far_it_overlaps() -> None:
     page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
     assert f"<!-- families -->\n\n{families_lists()}\n\n<!-- /families -->" in page, (

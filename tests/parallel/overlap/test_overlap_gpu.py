@@ -18,7 +18,7 @@ DEVICES = torch.cuda.device_count()
 
 
 def late_link(group: Any) -> Any:
-    """The benchmark's link, slow enough that whoever does not wait reads NaN."""
+    """Return the benchmark's link, slow enough that whoever does not wait reads NaN."""
     link = CudaLink(bytes_per_second=1e6, ranks=8)
     start = link.start
 

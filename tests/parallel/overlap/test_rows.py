@@ -47,7 +47,7 @@ class Counting(AllToAll):
 
 
 def routed(rank: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, their experts, weights, the gradient of their sum, and all experts' vectors.
+    """Return tokens, their experts, weights, the gradient of their sum, and all experts' vectors.
 
     Every set of experts is chosen as often, so that what travels is what is expected to, beside the pairs' words.
     """
@@ -61,7 +61,7 @@ def routed(rank: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 def exchanged(rank: int, top_k: int, world: int) -> tuple[float, list[float]]:
-    """(bytes over those of a row for each expert, errors of output and gradients against sums by hand)."""
+    """Return (bytes over those of a row for each expert, errors of output and gradients against sums by hand)."""
     rows, experts, weights, gradient, scales = routed(rank, top_k)
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("ep", "tp"))
     module = Scales(scales.chunk(world)[rank])
@@ -110,7 +110,7 @@ def test_bytes_fall_by_the_predicted_share_and_sums_are_those_by_hand(world: int
 
 
 def counted(num_experts: int, top_k: int, ranks: int, groups: tuple[int, int]) -> float:
-    """Ranks of the experts of each set that the groups allow, each as likely, by counting."""
+    """Return ranks of the experts of each set that the groups allow, each as likely, by counting."""
     rows = sets = 0
     own = num_experts // groups[0]
     for kept in itertools.combinations(range(groups[0]), groups[1]):

@@ -60,7 +60,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def differences(one: Any, other: Any, prefix: str = "") -> set[str]:
-    """Dotted keys of the leaves that differ, numbers of list items left out."""
+    """Return dotted keys of the leaves that differ, numbers of list items left out."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = one.keys() | other.keys()
         return set().union(*(differences(one.get(key), other.get(key), f"{prefix}.{key}") for key in keys))
@@ -364,7 +364,7 @@ def test_a_suite_of_ones_own_is_rehearsed_on_its_own_data_or_refused_before_any_
 
 
 def header_commands(path: Path) -> list[list[str]]:
-    """The indented commands of a recipe's header, in words; a backslash goes on in the next line."""
+    """Return the indented commands of a recipe's header, in words; a backslash goes on in the next line."""
     header = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
     text = "\n".join(line.removeprefix("#") for line in header).replace("\\\n", " ")
     lines = (line for line in text.splitlines() if line.startswith("    "))

@@ -39,7 +39,7 @@ def questions(path: Path) -> list[str]:
 
 
 def without_names(question: str) -> str:
-    """A question with its function name blanked: a new name alone is not a new question."""
+    """Return a question with its function name blanked: a new name alone is not a new question."""
     word = f"(?:{'|'.join(WORDS)})"
     return re.sub(rf"\b{word}(?:_{word})?(?=\()", "f", question)
 

@@ -231,7 +231,7 @@ def own_setting_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def few_layers(recipe: Path, number: int = 4) -> Path:
-    """The same recipe with a config of a few layers, to be quick where the size does not matter."""
+    """Return the same recipe with a config of a few layers, to be quick where the size does not matter."""
     folder = Path(yaml.safe_load(recipe.read_text())["model"]["path"])
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": number}
     (folder / "config.json").write_text(json.dumps(config))

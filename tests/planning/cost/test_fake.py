@@ -21,7 +21,7 @@ def form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def operations(x: Tensor, y: Tensor) -> list[Tensor]:
-    """Views, in-place operations, several outputs, promotion by a number's type, outputs given."""
+    """Return views, in-place operations, several outputs, promotion by a number's type, outputs given."""
     parts = x.split(2, dim=-1)
     normed = nn.functional.layer_norm(x, (x.shape[-1],))
     out = torch.empty_like(x)

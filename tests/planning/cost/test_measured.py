@@ -29,7 +29,7 @@ def options() -> argparse.Namespace:
 
 
 def steps(rank: int) -> dict[str, list[dict[str, Any]]]:
-    """The benchmark's rounds, the first of which warms up."""
+    """Return the benchmark's rounds, the first of which warms up."""
     bench = Bench(options())
     by_mode: dict[str, list[dict[str, Any]]] = {"blocking": [], "full": []}
     for number in range(3):

@@ -258,7 +258,8 @@ def test_a_study_stands_beside_what_each_selection_brings(
 
 
 def routed(folder: Path, **changes: Any) -> Path:
-    """A routing study of the model of `lite`: in each of three layers the first eighth of 64 experts has most rows."""
+    """Return a routing study of the model of `lite`: in each of three layers the first eighth of 64 experts has most
+    rows."""
     loads = [[[hot] * 8 + [10] * 56 for _ in range(2)] for hot in (10, 30, 50)]
     facts = {"layers": [1, 2, 3], "num_experts": 64, "top_k": 6, "counts": loads} | changes
     folder.mkdir()

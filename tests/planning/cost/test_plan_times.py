@@ -23,7 +23,7 @@ def v3() -> Planned:
 
 
 def rows_of_v3(ranks: int) -> float:
-    """Rows that a token sends: 8 experts of 128, which are in 4 of 8 groups of 32."""
+    """Return rows that a token sends: 8 experts of 128, which are in 4 of 8 groups of 32."""
     here = 256 // ranks  # a group of 8 ranks or more is 1, 2, ... ranks, 4 of 8 groups are half of them
     return ranks / 2 * (1 - math.comb(128 - here, 8) / math.comb(128, 8))
 

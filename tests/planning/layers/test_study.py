@@ -58,7 +58,7 @@ ROWS = {"num_examples": 12, "max_length": 32, "packing": True, "loss_on": "respo
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random qwen2_moe of four layers, the first of them dense."""
+    """Return a random qwen2_moe of four layers, the first of them dense."""
     folder = tmp_path_factory.mktemp("study") / "model"
     fields = {"num_hidden_layers": NUM_LAYERS, "vocab_size": 300, "num_experts": 4, "mlp_only_layers": [0]}
     tiny_model("qwen2_moe", **fields).save_pretrained(folder)
@@ -79,7 +79,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data root of the tiny suite."""
+    """Return the data root of the tiny suite."""
     folder = tmp_path_factory.mktemp("tasks") / "data"
     write_tiny_data(
         folder, num_train=40, num_distill=4, num_heldout=4, num_validation=4, num_test=8, vocab_size=400
@@ -101,7 +101,7 @@ def command(model: Path, text: Path, folder: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the maps are solved on: none of the rows that the KL is measured on."""
+    """Return what the maps are solved on: none of the rows that the KL is measured on."""
     path = tmp_path_factory.mktemp("other") / "rows.jsonl"
     chooser = random.Random(0)
     lines = ({"text": "".join(chooser.choices(string.ascii_letters, k=40))} for _ in range(60))
@@ -411,7 +411,7 @@ def hand_made(
     calibrated: float | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A finished study with these KLs; the sums of them stand for the runs from either end. Layer 0 is dense.
+    """Return a finished study with these KLs; the sums of them stand for the runs from either end. Layer 0 is dense.
 
     calibrated: what share of a loss is left with calibrated weights.
     """

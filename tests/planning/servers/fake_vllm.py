@@ -85,7 +85,7 @@ def serve():
 
 
 def write_trace(kernels):
-    """A trace as torch's profiler writes it; times in microseconds."""
+    """Write a trace as torch's profiler writes it; times in microseconds."""
     events = [
         {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": end - begin, "pid": 0, "tid": 7}
         for name, begin, end in kernels

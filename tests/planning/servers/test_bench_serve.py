@@ -110,7 +110,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def gone(pids: list[int]) -> bool:
-    """Whether no process of these lives; a zombie of a container without an init does not."""
+    """Return whether no process of these lives; a zombie of a container without an init does not."""
     states = [Path(f"/proc/{pid}/stat") for pid in pids]
     return not any(
         state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z" for state in states
@@ -320,7 +320,7 @@ def test_over_an_emulated_network_farskip_is_set_against_its_own_blocking_row() 
 
 
 def summed_up(times: dict[str, list[float]], comm: Any, limits: Any = None) -> dict[str, Any]:
-    """The result of rows whose first tokens took these milliseconds, a round each."""
+    """Return the result of rows whose first tokens took these milliseconds, a round each."""
 
     def run(ttft: float) -> dict[str, Any]:
         figures = {"median_ttft_ms": ttft, "median_tpot_ms": 1.0, "output_throughput": 9.0}

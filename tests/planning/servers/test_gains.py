@@ -22,8 +22,8 @@ CONFIG = {"model_type": "farskip_llama4", "text_config": {"num_hidden_layers": 4
 def rounds(
     ttft: list[float], prefill: tuple[float, float, float] | None, decode: tuple[float, float, float] | None
 ) -> list[dict[str, Any]]:
-    """Runs with these times to the first token (ms); seconds, and total and exposed seconds of two ranks, warm-up
-    included, of both measurements."""
+    """Return runs with these times to the first token (ms); seconds, and total and exposed seconds of two ranks,
+    warm-up included, of both measurements."""
 
     def measured(figures: dict[str, float], spent: tuple[float, float, float] | None) -> dict[str, Any]:
         if spent is None:

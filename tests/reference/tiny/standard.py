@@ -187,6 +187,18 @@ TINY: dict[str, dict[str, Any]] = {
         "moe_routed_scaling_factor": 1.5,
         "num_attention_heads_per_layer": [4, 4, 2, 4],
     },
+    "lara_mini": {
+        **EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
     "lfm2_moe": {
         **EXPERTS,
         "num_dense_layers": 1,

@@ -30,7 +30,7 @@ class Repo:
     commits: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> Path:
-        """What a download would leave."""
+        """Write what a download would leave."""
         for name, content in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
@@ -61,7 +61,7 @@ class Hub(ThreadingHTTPServer):
 
 @contextmanager
 def running_hub() -> Iterator[Hub]:
-    """A Hub that answers as long as the block lasts."""
+    """Yield a Hub that answers as long as the block lasts."""
     with Hub() as hub:
         thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
         thread.start()
@@ -73,13 +73,13 @@ def running_hub() -> Iterator[Hub]:
 
 
 def large_oid(content: bytes) -> str:
-    """The sha256 of a large file."""
+    """Return the sha256 of a large file."""
     xet = content.startswith(b"xet:")
     return content[4:].decode() if xet else hashlib.sha256(content).hexdigest()
 
 
 def git_blob(content: bytes) -> str:
-    """Git's name of a file's bytes."""
+    """Return git's name of a file's bytes."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
             })  # fmt: skip
 
     def _file(self, repo: Repo, path: str) -> None:
-        """A download of one file, or its headers; the revision is not looked at."""
+        """Answer a download of one file, or its headers; the revision is not looked at."""
         if path not in repo.files:
             return self._answer(
                 404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT

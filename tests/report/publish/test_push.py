@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 @pytest.fixture(scope="module")
 def converted(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The base checkpoint, rewired, in two shards."""
+    """Return the base checkpoint, rewired, in two shards."""
     folder = tmp_path_factory.mktemp("converted")
     convert_checkpoint(base_checkpoint, folder / "one", Connectivity("all"))
     model = AutoModelForCausalLM.from_pretrained(folder / "one", trust_remote_code=True)
@@ -44,13 +44,13 @@ def converted(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def checkpoint(converted: Path, tmp_path: Path) -> Path:
-    """A copy of its own."""
+    """Return a copy of its own."""
     return Path(shutil.copytree(converted, tmp_path / "checkpoint"))
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """A Hub, and a client that has a token, no cache, and sends large files through LFS."""
+    """Yield a Hub, and a client that has a token, no cache, and sends large files through LFS."""
     with running_hub() as server:
         for name, value in (
             ("HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"),
@@ -67,7 +67,7 @@ def push(*words: str | Path) -> int:
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """The one line that a failing push prints last."""
+    """Return the one line that a failing push prints last."""
     assert push(*words) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert "Traceback" not in "\n".join(lines)
@@ -173,7 +173,7 @@ def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(hub:
     assert len(weights) > 1 and size > 4 * 64_000_000
 
     def blocks() -> dict[str, tuple[int, int]]:
-        """Finished blocks: size, and inode, which is another one where a block was sent again."""
+        """Return finished blocks: size, and inode, which is another one where a block was sent again."""
         files = [file for file in (tmp_path / "xet").rglob("default.*") if file.suffix != ".tagset"]
         return {file.name: (file.stat().st_size, file.stat().st_ino) for file in files}
 

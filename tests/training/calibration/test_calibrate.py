@@ -99,7 +99,7 @@ def test_a_calibrated_model_is_nearer_to_its_original_on_text_it_has_not_seen(
 
 
 def by_hand(x: Tensor, y: Tensor, held_out: Tensor, ridge: float, towards: Tensor) -> Tensor:
-    """The ridge regression of x A ≈ y towards another map, which is taken if A fits the sample only."""
+    """Return the ridge regression of x A ≈ y towards another map, which is taken if A fits the sample only."""
 
     def regression(x: Tensor, y: Tensor) -> Tensor:
         pull = (ridge * x.square().sum(0).mean()).sqrt() * torch.eye(x.shape[1], dtype=x.dtype)
@@ -236,7 +236,7 @@ def test_padding_is_no_text() -> None:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bfloat16 checkpoint in two files, experts one by one, as the Hub has them."""
+    """Return a bfloat16 checkpoint in two files, experts one by one, as the Hub has them."""
     folder = tmp_path_factory.mktemp("base") / "model"
     model = tiny_model("qwen3_moe", seed=1, vocab_size=300).to(torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="200KB")

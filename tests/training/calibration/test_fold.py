@@ -71,8 +71,8 @@ def forward(steps: Steps, index: int, tokens: Batch, stream: Stream) -> Tensor:
 
 
 def layers(model: Any, family: Any) -> Iterator[tuple[Steps, int, Stream, Roles]]:
-    """The first layer of each kind that a model has, with the stream before it and the roles that its family's row
-    gives, which are those that following tensors through the layer gives."""
+    """Yield the first layer of each kind that a model has, with the stream before it and the roles that its family's
+    row gives, which are those that following tensors through the layer gives."""
     steps, tokens, seen = Steps(model, family), batch(), set[Any]()
     stream = steps.step(0, tokens, None)
     for index, layer in enumerate(steps.layers):
@@ -101,7 +101,7 @@ def in_order(roles: Roles, layer: nn.Module) -> Roles:
 
 
 def around(layer: nn.Module, reads: dict[str, Tensor], adds: dict[str, Tensor]) -> list[Any]:
-    """Hooks that map what modules of a layer are called with, and what they give."""
+    """Return hooks that map what modules of a layer are called with, and what they give."""
 
     def before(matrix: Tensor) -> Any:
         def hook(_: Any, args: Any, kwargs: Any) -> Any:

@@ -38,7 +38,8 @@ def batch(rows: slice = slice(None)) -> dict[str, torch.Tensor]:
 
 
 def written_out(logits: list[torch.Tensor], top_k: int, examples: list[list[int]]) -> float:
-    """The loss times its tokens, sums over examples and layers, by counting; places of tokens in each example."""
+    """Return the loss times its tokens, sums over examples and layers, by counting; places of tokens in each
+    example."""
     total = 0.0
     for layer in logits:
         p = layer.softmax(-1)

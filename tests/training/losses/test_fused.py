@@ -37,7 +37,7 @@ def reference_kl(student, teacher):
 
 
 def inputs(dtype=torch.float64, n=N, seed=0):
-    """Numbers that float32 has, too."""
+    """Return numbers that float32 has, too."""
     g = torch.Generator().manual_seed(seed)
 
     def rand(*shape):
@@ -47,7 +47,7 @@ def inputs(dtype=torch.float64, n=N, seed=0):
 
 
 def assert_equal_equations(actual, expected):
-    """In float64, where another order of summation shows at 1e-14, on every CPU."""
+    """Compare in float64, where another order of summation shows at 1e-14, on every CPU."""
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -218,7 +218,7 @@ def test_without_gradients_only_the_loss_is_computed():
 
 
 def close_student(kl_scale, dtype=torch.bfloat16):
-    """A student near its teacher: one shared bfloat16 head, logits of standard deviation about 2.5."""
+    """Return a student near its teacher: one shared bfloat16 head, logits of standard deviation about 2.5."""
     g = torch.Generator().manual_seed(3)
     d, v, n = 64, 2000, 64
     w = (torch.randn(v, d, generator=g) / d**0.5).to(dtype)
@@ -267,7 +267,7 @@ def test_a_non_finite_hidden_state_gives_a_non_finite_loss(bad):
 
 
 def rounding_of(*logits):
-    """What float32 rounds off the largest logit; a probability, and so a loss, is relatively as inexact."""
+    """Return what float32 rounds off the largest logit; a probability, and so a loss, is relatively as inexact."""
     return torch.finfo(torch.float32).eps * max(float(z.detach().abs().max()) for z in logits)
 
 
@@ -309,7 +309,7 @@ def test_a_retained_graph_cannot_be_scaled_twice():
 
 
 def reference_divergence(student, teacher, name, temperature=1.0, beta=0.5, clip=None):
-    """Per token, from full logits: sums over the vocabulary as they stand in the papers."""
+    """Return for each token, from full logits, the sums over the vocabulary as they stand in the papers."""
     p_s, p_t = (student / temperature).softmax(-1), (teacher / temperature).softmax(-1)
 
     def kl(p, q):

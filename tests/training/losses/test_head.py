@@ -307,7 +307,7 @@ def test_an_objective_without_its_arguments_is_an_error():
 
 
 def text_ids(model, shape, seed):
-    """Token ids below those that stand for images."""
+    """Return token ids below those that stand for images."""
     size = min(model.config.get_text_config().vocab_size, 90)
     return torch.randint(10, size, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -382,7 +382,7 @@ ATTENTION = [
 
 
 def packed_and_alone(model):
-    """The losses of examples packed into rows of 24, and of each on its own; the packed batch."""
+    """Return the losses of examples packed into rows of 24, and of each on its own; the packed batch."""
     ids = text_ids(model, (54,), 0).tolist()
     examples = [ids[sum(LENGTHS[:k]) : sum(LENGTHS[: k + 1])] for k in range(len(LENGTHS))]
     rows = pack([{"input_ids": e, "loss_mask": [True] * len(e)} for e in examples], 24, pad_token_id=0)
@@ -459,7 +459,7 @@ def test_the_class_of_the_head_is_made_once():
 
 
 def kl_of_one_rank(rank, wrapper):
-    """Loss and gradients of two rows on one rank, then over two; the second row is masked throughout."""
+    """Return loss and gradients of two rows on one rank, then over two; the second row is masked throughout."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

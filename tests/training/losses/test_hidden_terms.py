@@ -25,7 +25,7 @@ B, T = 2, 9
 
 
 def make(layers: Any = "all", seed: int = 1, **overrides: Any) -> tuple[Any, Any, Any]:
-    """(rewired student, the student's weights with regular connectivity, another teacher), float64, 4 layers."""
+    """Return (rewired student, the student's weights with regular connectivity, another teacher), float64, 4 layers."""
     regular = tiny_model("qwen2_moe", seed=seed, experts_implementation="eager", **overrides).double()
     teacher = tiny_model("qwen2_moe", seed=0, experts_implementation="eager", **overrides).double()
     student = copy.deepcopy(regular)
@@ -39,7 +39,7 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_hand(model: Any, ids: torch.Tensor, selected: set[int]) -> dict[str, list[torch.Tensor]]:
-    """o_k, attention's and the MoE block's output and the router's logits of every layer, from the equations."""
+    """Return o_k, attention's and the MoE block's output and the router's logits of every layer, from the equations."""
     stack = model.model
     o = stack.embed_tokens(ids)
     rotary = stack.rotary_emb(o, torch.arange(T)[None])
@@ -64,7 +64,7 @@ def by_hand(model: Any, ids: torch.Tensor, selected: set[int]) -> dict[str, list
 def expected(
     objective: ObjectiveConfig, regular: Any, teacher: Any, ids: Any, keep: Any, selected: set[int]
 ) -> Any:
-    """The terms of the objective as sums over tokens, one token at a time."""
+    """Return the terms of the objective as sums over tokens, one token at a time."""
     own, theirs = by_hand(regular, ids, selected), by_hand(teacher, ids, set())
     num_layers = len(own["o"])
     points = {

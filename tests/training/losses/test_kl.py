@@ -38,7 +38,7 @@ def rows_of(text: Path, packing: bool) -> Any:
 
 @torch.no_grad()
 def by_hand(original: Any, model: Any, rows: Any, vocab_size: int) -> float:
-    """Mean over response tokens of sum_v p log(p / q), one row of one example at a time."""
+    """Return the mean over response tokens of sum_v p log(p / q), one row of one example at a time."""
     values = []
     for row in rows:
         ids, labels = torch.as_tensor(row["input_ids"])[None], torch.as_tensor(row["labels"])

@@ -42,19 +42,19 @@ TRAIN = {
 
 
 def live(bench: Bench, name: str = "live", **changes: Any) -> Path:
-    """A recipe of four steps whose teacher is run."""
+    """Return a recipe of four steps whose teacher is run."""
     return bench.recipe(name, **{"train": TRAIN, **changes})
 
 
 def cached(bench: Bench, name: str = "r", **changes: Any) -> Path:
-    """The same with its teacher in a cache."""
+    """Return the same with its teacher in a cache."""
     teacher = {"backend": "cache", "cache": str(bench.folder / "cache")}
     return live(bench, name, **{"teacher": teacher, **changes})
 
 
 @pytest.fixture
 def filled(bench: Bench, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Path:
-    """The folder of a whole cache of several shards for the recipe `cached`."""
+    """Return the folder of a whole cache of several shards for the recipe `cached`."""
     monkeypatch.setattr(cache_stage, "SHARD_BYTES", 20_000)
     assert main(["cache-teacher", str(cached(bench))]) == 0
     capfd.readouterr()
@@ -414,7 +414,7 @@ def test_a_farskip_checkpoint_is_distilled_further_from_its_original_and_never_f
         )
     error = error_of(["cache-teacher", str(live(bench, "itself", model=model))], capfd)
     assert "as its own teacher it would teach nothing" in error
-    regular = str(bench.folder / "regular")  # the wiring goes, the weights stay trained
+    regular = str(bench.folder / "regular")  # the connectivity goes, the weights stay trained
     assert main(["unconvert", model["path"], regular]) == 0
     error = error_of(["distill", str(live(bench, "itself", model={"path": regular}))], capfd)
     assert "was trained as a FarSkip checkpoint, and as its own teacher it would teach nothing" in error

@@ -46,7 +46,7 @@ LORA = {
 
 
 def batch(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Two packed rows of 16 tokens."""
+    """Return two packed rows of 16 tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 99, (2, 16), generator=generator)
     positions = torch.cat([torch.arange(7), torch.arange(9)]).expand(2, -1).clone()
