@@ -8,11 +8,20 @@ from typing import Any
 import pytest
 import torch
 from compare import call, loss_of, make_checkpoint, megatron_model, start, tokens_of
+from megatron.core.transformer.spec_utils import ModuleSpec
 from safetensors.torch import load_file, save_file
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import load_model
-from fcsd_megatron import build_model, load_weights, save_weights
+from fcsd_megatron import (
+    build_model,
+    load_weights,
+    local_block,
+    read_source,
+    save_weights,
+    transformer_config,
+    with_farskip,
+)
 from tests.float64 import BOUND, error, in_float64
 from tests.reference.ranks import run_ranks
 
@@ -94,6 +103,22 @@ def with_options(folder: Path, options: dict[str, Any]) -> None:
     build_model(folder, **OPTIONS, **options)
 
 
+def other_specs(folder: Path, wrong: str) -> None:
+    source = read_source(folder)
+    block, plans = local_block(transformer_config(source, **OPTIONS)), source.plans
+    if wrong == "number":
+        plans = plans[:-1]
+    else:
+        block.layer_specs[1] = ModuleSpec(torch.nn.Identity)
+    with_farskip(block, plans)
+
+
+def other_tensors(folder: Path) -> None:
+    model = build_model(folder, **OPTIONS)
+    model.decoder.layers[1].mlp.router.extra = torch.nn.Parameter(torch.zeros(2))
+    load_weights(model, folder)
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     whole, half = (make_checkpoint(tmp_path, "qwen3_moe", name) for name in ("all", "half"))
 
@@ -102,6 +127,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
     assert "another connectivity" in text(other_connectivity, whole, half)
     assert "exists and is not empty" in text(existing, whole, half)
+    assert "3 plans for a spec of 4 layers" in text(other_specs, whole, "number")
+    assert "layer 1 is a Identity; FarSkip layers replace TransformerLayer" in text(
+        other_specs, whole, "class"
+    )
+    assert "'decoder.layers.1.mlp.router.extra' (1 tensors differ)" in text(other_tensors, whole)
     assert "hidden_size is the checkpoint's, 32" in text(with_options, whole, {"hidden_size": 64})
     for options, name in (
         ({"recompute_granularity": "selective"}, "recompute_granularity='selective'"),
