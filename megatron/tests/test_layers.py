@@ -19,10 +19,12 @@ from compare import (
     start,
     tokens_of,
 )
+from megatron.core.transformer import TransformerConfig
 
 from fcsd_megatron import read_source
 from fcsd_megatron.layer import FarSkipTransformerLayer
 from fcsd_megatron.names import is_expert, own_name
+from fcsd_megatron.refusals import RULES
 from tests.float64 import BOUND, error
 from tests.reference.ranks import run_ranks
 
@@ -73,6 +75,11 @@ def test_two_expert_parallel_ranks_compute_the_same(
 ) -> None:
     folder = make_checkpoint(tmp_path, model, connectivity)
     run_ranks(check_equal, 2, folder, 2, {"moe_token_dispatcher_type": dispatcher})
+
+
+def test_every_refused_option_is_a_field_of_megatrons_config() -> None:
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert RULES.keys() - fields <= {"mlp_chunks_for_training"}  # which 0.16.1 does not have
 
 
 def mutate(rank: int, folder: Path) -> dict[str, float]:
