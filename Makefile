@@ -79,7 +79,8 @@ test-serving: $(STAMP)  ## converted models in vLLM on a CPU, against load_model
 	@test -e $(SERVING_STAMP) || $(BIN)/python serving/tests/wheels.py serving/tests/requirements.txt; \
 	case $$? in \
 	  0) $(MAKE) --no-print-directory serving-models && cd serving && VLLM_CACHE_ROOT=$(CURDIR)/$(SERVING)/cache \
-	       FCSD_SERVING_MODELS=$(CURDIR)/$(SERVING)/models $(CURDIR)/$(SERVING)/bin/python -m pytest -q ;; \
+	       FCSD_SERVING_MODELS=$(CURDIR)/$(SERVING)/models FCSD_PYTHON=$(CURDIR)/$(BIN)/python \
+	       $(CURDIR)/$(SERVING)/bin/python -m pytest -q ;; \
 	  77) echo "skipped: nothing of serving/ was run in an engine" ;; \
 	  *) exit 1 ;; \
 	esac

@@ -60,7 +60,7 @@ def layers(num_layers: int, shrink: int, tokens: int, device: str) -> dict[str, 
         before = Path("/proc/self/clear_refs")
         before.write_text("5")  # forget the peak: writing the checkpoint held all of it
         start = _peak_mib()
-        found = calibrate_checkpoint(
+        calibration = calibrate_checkpoint(
             find_model(ModelConfig(path=str(folder / "base"))),
             folder / "out",
             folder / "work",
@@ -79,7 +79,7 @@ def layers(num_layers: int, shrink: int, tokens: int, device: str) -> dict[str, 
     active = sum(number * (8 / experts if ".experts." in name else 1) for name, number in size_of.items())
     flops = calibration_flops(
         forward=2 * active,
-        tokens=found["tokens"],
+        tokens=calibration["tokens"],
         num_layers=num_layers,
         hidden_size=width,
         num_parameters=sum(size_of.values()),
@@ -87,9 +87,9 @@ def layers(num_layers: int, shrink: int, tokens: int, device: str) -> dict[str, 
         experts_per_token=8,
     )
     return {
-        "tokens": found["tokens"],
-        "operations_a_second": round(flops / found["seconds"] / 1e9) * 1e9,
-        "seconds_a_layer": round(found["seconds"] / num_layers, 2),
+        "tokens": calibration["tokens"],
+        "operations_a_second": round(flops / calibration["seconds"] / 1e9) * 1e9,
+        "seconds_a_layer": round(calibration["seconds"] / num_layers, 2),
         "checkpoint_mib": round(size),
         "grew_mib": round(_peak_mib() - start),
     }

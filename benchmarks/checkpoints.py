@@ -211,19 +211,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def report(found: dict[str, Any]) -> None:
-    print(f"a checkpoint of {size(found['checkpoint_bytes'])}, load {found['load']:.1f}")
-    for row in found["rows"]:
+def report(measured: dict[str, Any]) -> None:
+    print(f"a checkpoint of {size(measured['checkpoint_bytes'])}, load {measured['load']:.1f}")
+    for row in measured["rows"]:
         kind = "background" if row["background"] else "waiting"
         print(
             f"{kind:10}  blocked {row['blocked_s']:6.2f} s ({row['blocked_wall_s']:.2f} s of wall time),"
             f" {row['steps_beside']:2} steps beside slowed by {row['slowed_s']:6.2f} s (of {row['step_s']:.2f} s each)"
         )
     print(
-        f"blocking {found['blocking_s']:.2f} s; in the background {100 * found['first_share']:.1f} % (the first)"
+        f"blocking {measured['blocking_s']:.2f} s; in the background {100 * measured['first_share']:.1f} % (the first)"
     )
-    if found["share"] is not None:
-        print(f"later ones {100 * found['share']:.1f} %, of it blocked {100 * found['blocked_share']:.1f} %")
+    if measured["share"] is not None:
+        print(
+            f"later ones {100 * measured['share']:.1f} %, of it blocked {100 * measured['blocked_share']:.1f} %"
+        )
 
 
 # ---- kills
@@ -234,11 +236,11 @@ def worker(options: argparse.Namespace) -> None:
     checkpoint_writer.BACKGROUND_FROM = 0
     write = CheckpointWriter.write
 
-    def told(self: Any, *args: Any) -> None:
+    def announce_and_write(self: Any, *args: Any) -> None:
         print("writing", flush=True)
         write(self, *args)
 
-    CheckpointWriter.write = told  # type: ignore[method-assign]
+    CheckpointWriter.write = announce_and_write  # type: ignore[method-assign]
     model = train(Path(options.worker), options.experts, 7, 2)
     digest = hashlib.sha256()
     for parameter in model.parameters():
@@ -312,10 +314,10 @@ def main() -> None:
     elif options.kills:
         kills(options)
     else:
-        found = measure(options)
-        report(found)
+        measured = measure(options)
+        report(measured)
         if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=2) + "\n")
+            options.json.write_text(json.dumps(measured, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ GAINED = (0.0, 0.005, 0.02, 0.05, 0.2)
 
 @cache
 def _known(gained: int, lost: int, count: int) -> Interval:
-    found = interval([1.0] * gained + [-1.0] * lost + [0.0] * (count - gained - lost))
-    assert found is not None
-    return found
+    bounds = interval([1.0] * gained + [-1.0] * lost + [0.0] * (count - gained - lost))
+    assert bounds is not None
+    return bounds
 
 
 def coverage(

@@ -164,19 +164,19 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
             "--gpu",
             options.gpu,
         ]
-        told = subprocess.run(
+        process = subprocess.run(
             [*command, "--sharding", sharding, "--json"], capture_output=True, text=True, cwd=ROOT
         )
-        if told.returncode:
-            return {"case": case, "error": told.stderr[-1500:], "measured": measured}
-    estimate = json.loads(told.stdout)
+        if process.returncode:
+            return {"case": case, "error": process.stderr[-1500:], "measured": measured}
+    estimate = json.loads(process.stdout)
     return {"case": case, "measured": measured, "estimate": estimate}
 
 
-def row(found: dict[str, Any]) -> str:
-    if "error" in found:
-        return f"{found['case']:24} {found['error']}"
-    measured, estimate = found["measured"], found["estimate"]
+def row(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return f"{result['case']:24} {result['error']}"
+    measured, estimate = result["measured"], result["estimate"]
     parts = estimate["memory"]["parts"]
     expected = estimate["memory"]["total_bytes"] - parts["GPU context"]
     without_slack = expected - parts["fragmentation"]
@@ -187,7 +187,7 @@ def row(found: dict[str, Any]) -> str:
     )
     share = measured["tokens_per_second"] * per_token / (estimate["hardware"]["bf16_tflops"] * 1e12)
     return (
-        f"{found['case']:24} {without_slack / 2**30:9.1f} {measured['allocated'] / 2**30:9.1f}"
+        f"{result['case']:24} {without_slack / 2**30:9.1f} {measured['allocated'] / 2**30:9.1f}"
         f" {without_slack / measured['allocated']:6.2f} {expected / 2**30:9.1f} {measured['reserved'] / 2**30:9.1f}"
         f" {slow:8.0f} to {fast:6.0f} {measured['tokens_per_second']:8.0f} {share:6.1%}"
     )
@@ -213,12 +213,12 @@ def main() -> int:
         f"{'case':24} {'GiB told':>9} {'allocated':>9} {'ratio':>6} {'with slack':>9} {'reserved':>9}"
         f" {'tokens/s told':>18} {'measured':>8} {'share':>6}"
     )
-    found = []
+    results = []
     for case in options.cases:
-        found.append(measure(case, options))
-        print(row(found[-1]), flush=True)
+        results.append(measure(case, options))
+        print(row(results[-1]), flush=True)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2))
+        options.json.write_text(json.dumps(results, indent=2))
     return 0
 
 

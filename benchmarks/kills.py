@@ -89,19 +89,19 @@ def attempt(
 
 def newest_checkpoints(folder: Path) -> list[Path]:
     """The newest checkpoint of every training that is under way below `folder`."""
-    found = []
+    newest = []
     for place in folder.rglob("checkpoints"):
         whole = [path for path in place.iterdir() if re.fullmatch(r"checkpoint-\d+", path.name)]
         finished = any((place.parent / name).is_file() for name in ("manifest.json", "result.json"))
         if whole and not finished:
-            found.append(max(whole, key=lambda path: int(path.name.split("-")[1])))
-    return found
+            newest.append(max(whole, key=lambda path: int(path.name.split("-")[1])))
+    return newest
 
 
 def trial(
     job: Job, place: Path, expected: dict[str, str], duration_s: float, draw: random.Random
 ) -> dict[str, Any]:
-    """Kill one run, run it again, and tell what was found."""
+    """Kill one run, run it again, and return what is wrong."""
     folder, output = place / "out", place / "output"
     temporary = Path(os.environ["TMPDIR"])
     folder.mkdir(parents=True)
@@ -117,9 +117,9 @@ def trial(
     for checkpoint in newest:
         if f"continuing from {checkpoint}" not in text:
             row["faults"].append(f"work lost: did not go on from {checkpoint}")
-    found = job.digest(folder)
-    if found != expected:
-        differing = sorted(k for k in {*found, *expected} if found.get(k) != expected.get(k))
+    hashes = job.digest(folder)
+    if hashes != expected:
+        differing = sorted(k for k in {*hashes, *expected} if hashes.get(k) != expected.get(k))
         row["faults"].append(f"differs: {differing[:6]}")
     deadline = time.monotonic() + 30  # sandbox servers of a killed process end on their own
     while (left := leftovers(temporary)) and time.monotonic() < deadline:
@@ -153,7 +153,7 @@ def stable(path: Path, folder: Path) -> str:
 
 def tree(folder: Path) -> dict[str, str]:
     """Every file below `folder`, hidden ones too, and its hash; of records what is stable."""
-    found = {}
+    hashes = {}
     for path in sorted(folder.rglob("*")):
         name = re.sub(r"\d{4}-\d\d-\d\dT[\d.-]+", "TIME", str(path.relative_to(folder)))
         if path.is_file():
@@ -162,22 +162,22 @@ def tree(folder: Path) -> dict[str, str]:
                 name.endswith(("history.jsonl", "manifest.json", "scores.json", "events.jsonl"))
                 or "TIME" in name
             )
-            found[name] = "there" if timed else stable(path, folder)
+            hashes[name] = "there" if timed else stable(path, folder)
         elif not any(path.iterdir()):
-            found[f"{name}/"] = "empty folder"
-    return found
+            hashes[f"{name}/"] = "empty folder"
+    return hashes
 
 
 def scores(folder: Path) -> dict[str, str]:
     """The tree of an evaluation, with the figures of its results in place of their bytes."""
-    found = tree(folder)
+    hashes = tree(folder)
     values = json.loads((folder / "results" / "results.json").read_text())
     tasks = {
         name: [task[key] for key in ("metric", "value", "num_items")]
         for name, task in values["tasks"].items()
     }
-    found["results/results.json"] = json.dumps({"tasks": tasks, "mean": values["mean"]}, sort_keys=True)
-    return found
+    hashes["results/results.json"] = json.dumps({"tasks": tasks, "mean": values["mean"]}, sort_keys=True)
+    return hashes
 
 
 # ---- the commands
@@ -313,10 +313,10 @@ def main() -> None:
             expected = job.digest(whole / "out")
             share = range(options.kills * number // len(chosen), options.kills * (number + 1) // len(chosen))
             for index in tqdm(share, desc=f"{job.name}, {job.num_ranks}", unit="kill"):
-                found = trial(job, folder / f"trial-{index}", expected, duration_s, draw)
-                rows.append({"job": job.name, "ranks": job.num_ranks} | found)
-                for fault in found["faults"]:
-                    print(f"{job.name}, after {found['after_s']} s: {fault}", file=sys.stderr)
+                outcome = trial(job, folder / f"trial-{index}", expected, duration_s, draw)
+                rows.append({"job": job.name, "ranks": job.num_ranks} | outcome)
+                for fault in outcome["faults"]:
+                    print(f"{job.name}, after {outcome['after_s']} s: {fault}", file=sys.stderr)
                 shutil.rmtree(folder / f"trial-{index}")
     text = report(rows, time.monotonic() - begun)
     if options.output is None:

@@ -181,13 +181,13 @@ def worker(options: argparse.Namespace) -> None:
             x.grad = None
         loss, seconds, peak = measure(lambda: function(*inputs, **arguments), options.device)
         if errors is None:
-            found = [loss.detach().cpu(), *(None if x.grad is None else x.grad.cpu() for x in inputs[:2])]
+            computed = [loss.detach().cpu(), *(None if x.grad is None else x.grad.cpu() for x in inputs[:2])]
             exact = torch.load(options.reference)
             errors = [
                 None if f is None else ((f.double() - e.double()).norm() / e.double().norm()).item()
-                for f, e in zip(found, exact, strict=True)
+                for f, e in zip(computed, exact, strict=True)
             ]
-            del found, exact
+            del computed, exact
         print(
             json.dumps({"seconds": seconds, "peak_bytes": peak, "errors": errors}), file=answers, flush=True
         )

@@ -84,16 +84,16 @@ def training_rows() -> Iterator[list[str]]:
     """Yield speed-ups, and hidden communication forward and backward."""
     for title, name, changes, settings, speed_up, overlap in TRAINING:
         one = planned(name, changes, settings)
-        found = {column: at(one, column) for column in ("peaks", "assumed", "fitted")}
-        yield [title, f"{speed_up:.2f}", *(f"{each['speed_up']:.3f}" for each in found.values())]
+        times = {column: at(one, column) for column in ("peaks", "assumed", "fitted")}
+        yield [title, f"{speed_up:.2f}", *(f"{each['speed_up']:.3f}" for each in times.values())]
         if overlap is not None:
             shares = [
                 " / ".join(f"{100 * each['overlap'][name]:.1f}" for name in ("forward", "backward"))
-                for each in found.values()
+                for each in times.values()
             ]
             yield ["hidden, % forward / backward", " / ".join(map(str, overlap)), *shares]
         once = replace(one, settings=one.settings.model_copy(update={"rows_once": True}))
-        ratios = (at(once, column)["speed_up"] for column in found)
+        ratios = (at(once, column)["speed_up"] for column in times)
         yield ["the same, one row a rank", "not measured", *(f"{each:.3f}" for each in ratios)]
 
 

@@ -91,18 +91,18 @@ def overhead(options: argparse.Namespace, workers: int) -> dict[str, list[float]
         }
         if workers == 1:
             runs.pop("1 workers")
-        found: dict[str, list[float]] = {name: [] for name in runs}
+        times: dict[str, list[float]] = {name: [] for name in runs}
         names = list(runs)
         for turn in range(options.rounds + 1):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 started = time.perf_counter()
                 runs[name]()
                 if turn:  # the first is not counted
-                    found[name].append(1e3 * (time.perf_counter() - started) / options.jobs)
+                    times[name].append(1e3 * (time.perf_counter() - started) / options.jobs)
     forks.stdin.close()
     forks.stdout.close()
     forks.wait()
-    return found
+    return times
 
 
 def canonical(root: Path, name: str, workers: int) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     loads = [load_average()]
     rounds = overhead(options, workers)
     names = {"MBPP+": "mbppplus", "HumanEval+": "humanevalplus"}
-    found = {
+    results = {
         name: canonical(options.data_root, folder, workers)
         for name, folder in names.items()
         if options.data_root is not None
@@ -155,12 +155,12 @@ def main(arguments: list[str] | None = None) -> int:
         middle = statistics.median(times)
         ours = "" if name in ("two forks", "interpreter") else "   " + verdict(middle, OVERHEAD_MS, "ms")
         print(f"{name:20} {middle:11.1f} {min(times):7.1f} {middle / floor:12.1f}{ours}")
-    for name, row in found.items():
+    for name, row in results.items():
         target = "   " + verdict(row["seconds"], MBPP_S, "s on 2 cores") if name == "MBPP+" else ""
         slowest = ", ".join(f"{task} {seconds:.1f} s" for task, seconds in row["slowest"].items())
         print(f"\n{name}: {row['programs']} canonical programs passed in {row['seconds']:.1f} s{target}")
         print(f"  slowest: {slowest}")
-    if not found:
+    if not results:
         print("\ncanonical programs: left out, no --data-root")
     if options.json:
         report = {
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
             "workers": workers,
             "load": loads,
             "overhead_ms": rounds,
-            "canonical": found,
+            "canonical": results,
         }
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0

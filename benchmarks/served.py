@@ -124,10 +124,10 @@ def samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def agreement(one: Path, other: Path) -> dict[str, Any]:
     """Share of items with the same score and answer, and the largest difference of a log-likelihood."""
     same, count, worst = 0, 0, 0.0
-    found, known = samples(one), samples(other)
-    assert found.keys() == known.keys() and found
-    for task, rows in found.items():
-        for a, b in zip(rows, known[task], strict=True):
+    ours, theirs = samples(one), samples(other)
+    assert ours.keys() == theirs.keys() and ours
+    for task, rows in ours.items():
+        for a, b in zip(rows, theirs[task], strict=True):
             assert (a["doc_hash"], a["prompt_hash"]) == (b["doc_hash"], b["prompt_hash"])
             count += 1
             same += (a["score"], a.get("completion")) == (b["score"], b.get("completion"))
@@ -163,8 +163,8 @@ def compare_scores(model: Path, data: Path, folder: Path, server: Served) -> dic
     evaluation.wait()
     assert not (folder / "served" / "results.json").exists(), "killed too late to say anything"
     assert fcsd(*asked).wait() == 0
-    found = agreement(folder / "served", folder / "in_memory")
-    return found | {
+    scores = agreement(folder / "served", folder / "in_memory")
+    return scores | {
         "kept_at_the_kill": kept,
         "in_memory_s": in_memory_s,
         "served_s": time.monotonic() - began,
@@ -220,11 +220,11 @@ def _batch(model: Any, requests: list[tuple[list[int], int]]) -> list[list[int]]
     width = max(len(prompt) for prompt, _ in requests)
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in requests])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
-    found = model.generate(
+    generated = model.generate(
         input_ids=ids, attention_mask=mask, do_sample=False, eos_token_id=None, pad_token_id=0,
         max_new_tokens=max(new for _, new in requests),
     )  # fmt: skip
-    return [row[width : width + new].tolist() for row, (_, new) in zip(found, requests, strict=True)]
+    return [row[width : width + new].tolist() for row, (_, new) in zip(generated, requests, strict=True)]
 
 
 def main() -> None:

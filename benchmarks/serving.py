@@ -148,14 +148,14 @@ def launch(folder: str, compiled: bool, rounds: int) -> dict[str, Any]:
         json.loads(Path(folder, f"results-{int(compiled)}-{rank}.json").read_text()) for rank in range(2)
     ]
     for name in WORK:
-        for way, found in ranks[0][name].items():
+        for way, measured in ranks[0][name].items():
             total, exposed, behind = (
                 sum(rank[name][way][figure] for rank in ranks)
                 for figure in ("total_s", "exposed_s", "behind_s")
             )
-            found |= {
+            measured |= {
                 "hidden": max(0.0, 1 - exposed / total),
-                "collective_ms": 1e3 * total / (2 * found["collectives"]),
+                "collective_ms": 1e3 * total / (2 * measured["collectives"]),
                 "behind_ms": 1e3 * behind / (2 * rounds),
             }
     return ranks[0]

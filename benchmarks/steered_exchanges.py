@@ -36,7 +36,7 @@ from tests.steering.network.namespaces import appendix_a3, in_namespaces
 from tests.steering.network.testbed import exchange_counts
 
 EXCHANGES = 4
-"""Of the text's, one for each endpoint's batch; the first ones."""
+"""Rows of the text, one for each endpoint's batch; the first ones."""
 
 
 def traffic(recipe: str, names: list[str]) -> tuple[dict[str, np.ndarray], Payload]:
@@ -52,10 +52,10 @@ def traffic(recipe: str, names: list[str]) -> tuple[dict[str, np.ndarray], Paylo
         batches.append({"input_ids": batch["input_ids"], "attention_mask": real_tokens(batch).long()})
     calibration = Calibration(load_checkpoint(run.original).eval(), batches, 4)
     tables = {name: read_tables(run.layout.bias_tables(name)) for name in names}
-    found = {"none": calibration.counts} | {name: calibration.respond(each) for name, each in tables.items()}
+    counts = {"none": calibration.counts} | {name: calibration.respond(each) for name, each in tables.items()}
     placement = next(iter(tables.values())).placement
     payload = Payload(row_width(calibration.model.config), placement.shape[1])
-    return {name: endpoint_counts(pairs, placement) for name, pairs in found.items()}, payload
+    return {name: endpoint_counts(pairs, placement) for name, pairs in counts.items()}, payload
 
 
 def exchanged(rank: int, sent: dict[str, np.ndarray], payload: Payload) -> dict[str, tuple[float, float]]:
@@ -84,16 +84,16 @@ def main() -> None:
     parser.add_argument("--names", default="camoe-0.1,camoe-0.25,bottleneck-0.25")
     arguments = parser.parse_args()
     sent, payload = traffic(arguments.recipe, arguments.names.split(","))
-    found = in_namespaces(exchanged, appendix_a3(), sent, payload)[0]
+    seconds = in_namespaces(exchanged, appendix_a3(), sent, payload)[0]
     rows = [
         [
             name,
             *(
                 f"{1e3 * each:.2f} ms ({100 * (each / base - 1):+.1f} %)"
-                for each, base in zip(times, found["none"], strict=True)
+                for each, base in zip(times, seconds["none"], strict=True)
             ),
         ]
-        for name, times in found.items()
+        for name, times in seconds.items()
     ]
     print(markdown(["bias", "measured", "simulated"], rows))
 

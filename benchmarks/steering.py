@@ -35,19 +35,19 @@ def main() -> None:
             theirs, ours = (
                 {key: np.mean([each[k][key] for each in both]) for key in both[0][k]} for k in (0, 1)
             )
-            for kind, found in (("camoe", theirs), ("bottleneck", ours)):
+            for kind, figures in (("camoe", theirs), ("bottleneck", ours)):
                 ratio = {
-                    key: f" ({found[key] / theirs[key]:.2f})" if kind != "camoe" else "" for key in found
+                    key: f" ({figures[key] / theirs[key]:.2f})" if kind != "camoe" else "" for key in figures
                 }
                 rows.append(
                     [
                         name,
                         f"{strength:g}",
                         kind,
-                        f"{100 * (found['time'] - 1):+.1f} %",
-                        f"{found['layer_kl']:.5f}{ratio['layer_kl']}",
-                        f"{100 * found['moved']:.2f} %{ratio['moved']}",
-                        f"{100 * found['lost']:.3f} %{ratio['lost']}",
+                        f"{100 * (figures['time'] - 1):+.1f} %",
+                        f"{figures['layer_kl']:.5f}{ratio['layer_kl']}",
+                        f"{100 * figures['moved']:.2f} %{ratio['moved']}",
+                        f"{100 * figures['lost']:.3f} %{ratio['lost']}",
                     ]
                 )
     head = ["links", "strength", "kind", "time", "layer KL", "routes moved", "routing mass lost"]

@@ -134,7 +134,10 @@ def make_model(options: argparse.Namespace, rewired: bool) -> Any:
 
 
 def head_share(model: Any) -> float:
-    """Of the products of an SFT step, without attention's scores: head / (head + what a token uses of the layers)."""
+    """Return the head's share of the matmuls of an SFT step, without attention's scores.
+
+    It is head / (head + what a token uses of the layers).
+    """
     config = model.config
     head = model.lm_head.weight.numel()
     experts = {name: p for name, p in model.model.layers.named_parameters() if ".experts." in name}
@@ -376,15 +379,15 @@ def run(options: argparse.Namespace, lengths: str) -> dict[str, Any]:
 
 def ratios(results: dict[str, Any]) -> dict[str, float]:
     """What the targets are about; of tokens per second the median over rounds."""
-    found = {
+    figures = {
         "kl / sft": results["kl"]["time_ratio"],
         "kl cached / sft": results["kl cached"]["time_ratio"],
     }
     for name, result in results.items():
         if name.startswith("gkd"):
             pairs = zip(result["seconds"], results["kl"]["seconds"], strict=True)
-            found[f"tokens/s, kl / {name}"] = statistics.median(theirs / ours for theirs, ours in pairs)
-    return found
+            figures[f"tokens/s, kl / {name}"] = statistics.median(theirs / ours for theirs, ours in pairs)
+    return figures
 
 
 def largest_difference(results: dict[str, Any]) -> dict[str, float]:

@@ -71,5 +71,5 @@ def take_turns(
 
 
 def load_average() -> float:
-    """Of the last minute: with more than the processes of the benchmark, times are those of a busy machine."""
+    """Return the load of the last minute: above the benchmark's own processes, times are those of a busy machine."""
     return os.getloadavg()[0]

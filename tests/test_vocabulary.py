@@ -70,7 +70,7 @@ def test_no_docstring_comment_message_or_help_has_them_either(folder: str) -> No
 
 
 @pytest.mark.parametrize("folder", CODE)
-def test_no_name_is_found_or_told(folder: str) -> None:
+def test_nothing_is_named_by_what_was_done_to_get_it(folder: str) -> None:
     wrong = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         source = path.read_text(encoding="utf-8")

@@ -104,14 +104,14 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         if options.rank is not None:
-            found = run_rank(options.rank, options, options.store)
+            measurements = run_rank(options.rank, options, options.store)
             if options.rank == 0:
-                Path(f"{options.store}.json").write_text(json.dumps(found))
+                Path(f"{options.store}.json").write_text(json.dumps(measurements))
             return {}
         if options.link == "netns":
-            found = in_namespaces(options, arguments, store)
+            measurements = in_namespaces(options, arguments, store)
         elif options.ranks == 1:
-            found = run_rank(0, options, store)
+            measurements = run_rank(0, options, store)
         else:
             context = multiprocessing.get_context("spawn")
             receiver, sender = context.Pipe(duplex=False)
@@ -122,14 +122,14 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
             for each in ranks:
                 each.start()
             sender.close()
-            found = receiver.recv()
+            measurements = receiver.recv()
             for each in ranks:
                 each.join()
-    table = summary(found)
+    table = summary(measurements)
     print(f"load {os.getloadavg()[0]:.1f}; {vars(options)}")
     print(printed(table))
     if options.times is not None:
-        write_blocking_times(options, found["blocking"])
+        write_blocking_times(options, measurements["blocking"])
     if options.json is not None:
         options.json.write_text(json.dumps({"options": vars(options), "table": table}, indent=1, default=str))
     return table

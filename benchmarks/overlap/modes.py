@@ -141,13 +141,15 @@ class Bench:
             middle = self.passes(model, mode, began)
         self.synchronize()
         ended = time.perf_counter()
-        found: dict[str, Any] = {"step": ended - began, "forward": middle - began}
+        measured: dict[str, Any] = {"step": ended - began, "forward": middle - began}
         if self.options.device != "cuda" and mode != "batons":  # whose waits are the other half's computation
-            found |= self.hidden()
+            measured |= self.hidden()
         if mode == "blocking":
-            found["exchanges"] = exchange_times(record for event, record in self.records if event == "start")
+            measured["exchanges"] = exchange_times(
+                record for event, record in self.records if event == "start"
+            )
         torch.distributed.barrier()
-        return found
+        return measured
 
     def way(self, mode: str) -> Any:
         """What the exchanges of a mode are made of instead of the runtime's own."""
@@ -180,7 +182,7 @@ class Bench:
         return flat(measured)
 
     def traced(self, mode: str, path: Path) -> dict[str, float]:
-        """Of one step on a GPU, by the profiler's trace."""
+        """Return those of one step on a GPU, by the profiler's trace."""
         from torch.profiler import ProfilerActivity, profile
 
         from fcsd.parallel.overlap.measure import from_trace
@@ -207,23 +209,23 @@ def run_rank(number: int, options: argparse.Namespace, store: str, pipe: Any = N
     )
     bench = Bench(options)
     modes = [mode for mode in options.modes if options.device == "cpu" or mode not in ON_A_CPU]
-    found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
+    measurements: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     for number_of_round in range(options.rounds + 1):
         for mode in modes:
             measured = bench.step(mode)
             if number_of_round:  # the first warms up
-                found[mode].append(measured)
+                measurements[mode].append(measured)
     if options.device == "cuda":
         folder = Path(options.traces) if options.traces else Path(store).parent
         folder.mkdir(parents=True, exist_ok=True)
         for mode in modes:
             measured = bench.traced(mode, folder / f"{mode}.json")
-            for each in found[mode]:
+            for each in measurements[mode]:
                 each |= measured
     dist.destroy_process_group()
     if pipe is not None:
-        pipe.send(found)
-    return found
+        pipe.send(measurements)
+    return measurements
 
 
 def exchanged_bytes(options: argparse.Namespace) -> float:

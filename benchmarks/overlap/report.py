@@ -12,15 +12,15 @@ def flat(measured: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Of each mode: seconds of a step, its ratio to the first mode's, and what was hidden of what was sent."""
-    first = next(iter(found))
+def summary(measurements: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Return, for each mode, seconds of a step, its ratio to the first mode's, and what was hidden of what was sent."""
+    first = next(iter(measurements))
     table = {}
-    for mode, rounds in found.items():
+    for mode, rounds in measurements.items():
         row = {
             "step": statistics.median(each["step"] for each in rounds),
             "ratio": statistics.median(
-                base["step"] / each["step"] for base, each in zip(found[first], rounds, strict=True)
+                base["step"] / each["step"] for base, each in zip(measurements[first], rounds, strict=True)
             ),
         }
         for key in ("all", "forward", "backward", "dispatch", "combine"):

@@ -1,10 +1,12 @@
 """Run what is missing, then write the table and the figure.
 
     python -m benchmarks.recovery OUT [--models plain shared] [--seeds 0 1 2] [--methods 'kl*' …] [--text FILE …]
+    python -m benchmarks.recovery OUT --study --models plain plain-12x96 --seeds 0 --methods 'kl *ema 0.95' 'ours *'
 
-Every run is a variant of `plain.yaml` or `shared.yaml`, distilled as `fcsd distill` does it. A finished run is
-`OUT/results/MODEL/seed-N/METHOD.json` and is never run again; the teacher of a model is trained once. One core per
-process: start it twice, with different --models or --seeds, to use two.
+Every run is a variant of `recipe.yaml` with what `models.yaml` says of the model, distilled as `fcsd distill` does it.
+A finished run is `OUT/results/MODEL/seed-N/METHOD.json` and is never run again; the teacher of a model is trained once.
+`--study` measures the untrained model, too, and gives other seeds than the first only to the best of the `kl` methods
+and to the best of the rest. One core per process: start it twice, with different --models or --seeds, to use two.
 """
 
 import argparse
@@ -17,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery.corpus import write_corpus
-from benchmarks.recovery.report import write_report
+from benchmarks.recovery.depth import write_depth
+from benchmarks.recovery.report import BASELINE, write_report
+from benchmarks.recovery.untrained import measure_untrained
 from fcsd.base.artifact import versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
@@ -26,7 +30,7 @@ from fcsd.recipe.load_recipe import load_recipe
 from fcsd.recipe.recipe import Recipe
 
 HERE = Path(__file__).parent
-MODELS = ("plain", "shared")
+MODELS = read_yaml(HERE / "models.yaml")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,11 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS["models"], default=["plain", "shared"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=["*"], help="patterns of names in methods.yaml")
     parser.add_argument(
         "--text", nargs="+", type=Path, default=[], help="text and code in place of Python's own"
+    )
+    parser.add_argument(
+        "--study", action="store_true", help="untrained models, and other seeds for the best only"
     )
     parser.add_argument("--only-report", action="store_true", help="train nothing")
     parser.add_argument(
@@ -55,12 +62,18 @@ def main(arguments: list[str] | None = None) -> int:
         methods = chosen_methods(read_yaml(HERE / "methods.yaml"), options.methods)
         if not options.only_report:
             write_corpus(options.out / "corpus", options.text)
-            # Seeds outermost: after the first there is a whole table.
-            for seed in options.seeds:
+            if options.study:
                 for model in options.models:
-                    for method in methods:
-                        measure(options.out, model, seed, method, methods[method], options.set)
+                    study(options.out, model, options.seeds, methods, options.set)
+            else:
+                # Seeds outermost: after the first there is a whole table.
+                for seed in options.seeds:
+                    for model in options.models:
+                        for method in methods:
+                            measure(options.out, model, seed, method, methods[method], options.set)
         print(write_report(options.out, options.plot))
+        if any(options.out.glob("results/*/untrained.json")):
+            print(write_depth(options.out, MODELS))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -79,6 +92,29 @@ def chosen_methods(methods: dict[str, dict[str, Any]], patterns: list[str]) -> d
     return {name: methods[name] for name in methods if any(fnmatch.fnmatch(name, p) for p in patterns)}
 
 
+def study(
+    out: Path, model: str, seeds: list[int], methods: dict[str, dict[str, Any]], overrides: list[str]
+) -> None:
+    """Measure the untrained model, all methods with the first seed, and with the others the best of either kind."""
+    from fcsd.parallel.launch import join_launch
+    from fcsd.pipeline.context import Run
+    from fcsd.pipeline.pretrain import pretrain
+
+    teacher = model_recipe(out, model, overrides)
+    pretrain(Run(teacher, join_launch()))
+    measure_untrained(teacher, out / "results" / model / "untrained.json")
+    for method in methods:
+        measure(out, model, seeds[0], method, methods[method], overrides)
+    last = {
+        method: read_json(result_path(out, model, seeds[0], method))["curve"][-1][1] for method in methods
+    }
+    plain = [method for method in methods if method.startswith(BASELINE)]
+    best = [min(kind, key=last.__getitem__) for kind in (plain, [*methods.keys() - {*plain}]) if kind]
+    for seed in seeds[1:]:
+        for method in best:
+            measure(out, model, seed, method, methods[method], overrides)
+
+
 def measure(
     out: Path, model: str, seed: int, method: str, replacements: dict[str, Any], overrides: list[str]
 ) -> None:
@@ -90,13 +126,14 @@ def measure(
 
     result = result_path(out, model, seed, method)
     asked = {
+        "model_settings": MODELS["models"][model],
         "replacements": replacements,
         "overrides": overrides,
         "corpus": read_json(out / "corpus" / "corpus.json"),
     }
     if result.is_file():
-        found = read_json(result)
-        if {key: found[key] for key in asked} != asked:
+        finished = read_json(result)
+        if {key: finished[key] for key in asked} != asked:
             raise UserError(
                 f"{result}: is of other settings than asked for; remove it, or name another folder"
             )
@@ -130,7 +167,7 @@ def measure(
         [point["step"] * train.batch_size_tokens, point["score"]]
         for point in read_json(folder / "scores.json")["points"]
     ]
-    found = asked | {
+    row = asked | {
         "model": model,
         "seed": seed,
         "method": method,
@@ -142,11 +179,11 @@ def measure(
         "versions": versions(),
     }
     result.parent.mkdir(parents=True, exist_ok=True)
-    write_json(result, found)
+    write_json(result, row)
     shutil.rmtree(folder)
     shutil.rmtree(calibrated, ignore_errors=True)
     running.unlink()
-    print(f"  KL {curve[0][1]:.4f} -> {curve[-1][1]:.4f} in {found['seconds']} s", flush=True)
+    print(f"  KL {curve[0][1]:.4f} -> {curve[-1][1]:.4f} in {row['seconds']} s", flush=True)
 
 
 def result_path(out: Path, model: str, seed: int, method: str) -> Path:
@@ -158,7 +195,11 @@ def model_recipe(out: Path, model: str, overrides: list[str]) -> Recipe:
     """The recipe of a model, with the folders of this benchmark; its seed is the teacher's."""
     corpus = out / "corpus"
     columns = {"text": "text"}
+    own = MODELS["models"][model]
     places = {
+        **{f"pretrain.config.{key}": value for key, value in MODELS["kinds"][own["kind"]].items()},
+        "pretrain.config.num_hidden_layers": own["layers"],
+        **{f"pretrain.train.{key}": value for key, value in MODELS["teachers"][own["teacher"]].items()},
         "output_dir": str(out / model),
         "pretrain.tokenizer": str(corpus / "tokenizer"),
         "pretrain.data.train": [{"path": str(corpus / "train.jsonl"), "columns": columns}],
@@ -166,7 +207,7 @@ def model_recipe(out: Path, model: str, overrides: list[str]) -> Recipe:
         "data.heldout": {"path": str(corpus / "heldout.jsonl"), "columns": columns},
     }
     texts = [f"{key}={json.dumps(value)}" for key, value in places.items()]
-    return load_recipe(HERE / f"{model}.yaml", [*texts, *overrides])
+    return load_recipe(HERE / "recipe.yaml", [*texts, *overrides])
 
 
 if __name__ == "__main__":

@@ -56,11 +56,11 @@ def write_corpus(folder: Path, files: list[Path]) -> None:
     settings = {"source": source, "sha256": digest.hexdigest(), "vocabulary": VOCABULARY, "length": LENGTH}
     record = folder / "corpus.json"
     if record.is_file():
-        found = json.loads(record.read_text(encoding="utf-8"))
-        if {key: found[key] for key in settings} != settings:
+        existing = json.loads(record.read_text(encoding="utf-8"))
+        if {key: existing[key] for key in settings} != settings:
             raise UserError(
-                f"{folder}: holds the corpus of {found['source']} (sha256 {found['sha256'][:12]}), asked for is that of"
-                f" {source} ({settings['sha256'][:12]}); name another folder, or remove this one"
+                f"{folder}: holds the corpus of {existing['source']} (sha256 {existing['sha256'][:12]}), asked for is"
+                f" that of {source} ({settings['sha256'][:12]}); name another folder, or remove this one"
             )
         return
     with new_folder(folder) as made:
@@ -98,9 +98,9 @@ def _standard_library() -> Iterator[tuple[str, str, str]]:
         except (UnicodeDecodeError, SyntaxError):
             continue
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+        docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
         yield str(name), "code", code
-        yield str(name), "text", "\n\n".join(text for text in found if text)
+        yield str(name), "text", "\n\n".join(text for text in docstrings if text)
 
 
 def _given(files: list[Path]) -> Iterator[tuple[str, str, str]]:

@@ -88,13 +88,13 @@ def write_report(out: Path, shown: list[str]) -> str:
 
     shown: patterns of the methods in the figure.
     """
-    found: dict[str, list[dict[str, Any]]] = {}
+    results_of: dict[str, list[dict[str, Any]]] = {}
     for path in sorted((out / "results").glob("*/seed-*/*.json")):
         row = read_json(path)
-        found.setdefault(row["model"], []).append(row)
-    if not found:
+        results_of.setdefault(row["model"], []).append(row)
+    if not results_of:
         raise UserError(f"{out}: no results yet")
-    rows = {model: summary(results) for model, results in found.items()}
+    rows = {model: summary(results) for model, results in results_of.items()}
     parts = [
         "KL(teacher || student) on held-out text at the end, nats per token; tokens that a method needs to the KL with"
         " which the baseline ends, as a share of the baseline's budget; those of a calibration are counted."
@@ -104,19 +104,21 @@ def write_report(out: Path, shown: list[str]) -> str:
     text = "\n\n".join(parts) + "\n"
     write_text(out / "recovery.md", text)
     write_json(out / "recovery.json", rows)
-    plot(found, out / "recovery.png", shown)
+    plot(results_of, out / "recovery.png", shown)
     return text
 
 
-def plot(found: dict[str, list[dict[str, Any]]], path: Path, shown: list[str]) -> None:
+def plot(results_of: dict[str, list[dict[str, Any]]], path: Path, shown: list[str]) -> None:
     """KL against tokens, one panel a model; lines are geometric means over seeds, bands the seeds' range."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(found), figsize=(5.5 * len(found), 4), squeeze=False, sharey=True)
-    for axis, (model, results) in zip(axes[0], found.items(), strict=True):
+    figure, axes = plt.subplots(
+        1, len(results_of), figsize=(5.5 * len(results_of), 4), squeeze=False, sharey=True
+    )
+    for axis, (model, results) in zip(axes[0], results_of.items(), strict=True):
         plain = baseline(results)
         names = [row["method"] for row in summary(results)]
         for name in names:

@@ -6,11 +6,11 @@ Recipes and suites are both read through here, so that they fail in the same wor
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
 from pathlib import Path
 from types import MappingProxyType, UnionType
-from typing import Any, ClassVar, NoReturn, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -56,10 +56,9 @@ class Strict(BaseModel):
             if key not in cls.model_fields:
                 unknown = f"unknown key{did_you_mean(str(key), list(cls.model_fields))}"
                 wrong[key] = foreign.get(key) or cls.elsewhere.get(key) or unknown
-            elif isinstance(entry, bool):  # pydantic would take true for 1
-                kinds = _kinds(cls.model_fields[key].annotation)
-                if bool not in kinds and kinds & {int, float}:
-                    wrong[key] = f"a number is needed, got {entry!r}"
+            else:
+                for place, boolean in _booleans(cls.model_fields[key].annotation, entry, str(key)):
+                    wrong[place] = f"a number is needed, got {boolean!r}"
         missing = {}
         for key, field in cls.model_fields.items():
             if cls.requires(key) and key not in value:
@@ -124,11 +123,27 @@ def refuse_keys(wrong: Mapping[str, str], missing: Mapping[str, str] = MappingPr
     )
 
 
-def _kinds(annotation: Any) -> set[Any]:
-    """Return the members of a union, or the one type itself."""
-    if get_origin(annotation) in (Union, UnionType):
-        return set(get_args(annotation))
-    return {annotation}
+def _kinds(annotation: Any) -> list[Any]:
+    """Return the members of a union, or the one type itself, without their bounds."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in members]
+
+
+def _booleans(annotation: Any, value: Any, place: str) -> Iterator[tuple[str, bool]]:
+    """Yield the booleans that stand where a number is needed, also in lists and mappings: pydantic would take true for
+    1. place: dotted key of the value."""
+    kinds = _kinds(annotation)
+    if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
+        yield place, value
+    for kind in kinds:
+        if get_origin(kind) is list and isinstance(value, list):
+            items = list(enumerate(value))
+        elif get_origin(kind) is dict and isinstance(value, dict):
+            items = list(value.items())
+        else:
+            continue
+        for key, item in items:
+            yield from _booleans(get_args(kind)[-1], item, f"{place}.{key}")
 
 
 Document = TypeVar("Document", bound=Strict)

@@ -116,6 +116,7 @@ def _bias_options(parser: ArgumentParser) -> None:
     field_options(parser, BiasSettings, "kind", "strength")
     field_options(parser, BiasSettings, "windows", type=None)
     field_options(parser, BiasSettings, "placement", "selection", "scale")
+    field_options(parser, BiasSettings, "sigma_floor", default=None)
     _text_arguments(parser)
     field_options(
         parser, BiasSettings, "endpoints", help="number of endpoints; the links must be between as many"

@@ -270,7 +270,7 @@ class EvaluationConfig(Strict):
     # Untrained quality against the number of rewired layers (paper Fig. 3); true: its KL alone.
     layer_study: LayerStudyConfig | None = None
     router_bias: RouterBiasConfig | None = (
-        None  # the original again, its routers steered away from slow links
+        None  # models of the run again, their routers steered away from slow links
     )
     allow_weak_sandbox: bool = option(
         False,

@@ -54,8 +54,8 @@ class Reference:
     What the original makes of the text is read once for all evaluations that are given the same reference, and stays in
     main memory between them: each of them needs all of it until its end.
 
-    inputs: name -> fingerprint of what results depend on beside model, original and data. sweep: of a steered original,
-    gives the one model that is asked under every bias.
+    inputs: name -> fingerprint of what results depend on beside model, original and data. sweep: of a steered model,
+    gives the one that is asked under every bias.
     """
 
     original: ModelFolder
@@ -71,12 +71,7 @@ class Reference:
         rows = heldout_of(self.data, tokenizer)
         if rows is None:
             return None
-        if not any(_same_rows(rows, others) for others, _ in self._known):
-            # First, and then it goes: a device may not hold two models.
-            known = read_original(load_for_evaluation(self.original, launch), rows, ranks=launch.ranks)
-            free_memory()
-            self._known[:] = [(rows, known)]
-        known = self._known[0][1]
+        known = self.read(rows, launch)
 
         def kl(loaded: PreTrainedModel, batches: Batches | None) -> dict[str, Any]:
             divergence = mean_kl(known, loaded, rows, ranks=launch.ranks)
@@ -84,6 +79,15 @@ class Reference:
             return {"kl_to_original": divergence}
 
         return kl
+
+    def read(self, rows: Any, launch: Launch) -> Original:
+        """Return what the original makes of held-out text. All ranks call this."""
+        if not any(_same_rows(rows, others) for others, _ in self._known):
+            # First, and then it goes: a device may not hold two models.
+            known = read_original(load_for_evaluation(self.original, launch), rows, ranks=launch.ranks)
+            free_memory()
+            self._known[:] = [(rows, known)]
+        return self._known[0][1]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A router bias in an evaluation, and a sweep of biases on the original of a run: its KL to itself, its exchanges.
+"""A router bias in an evaluation, and a sweep of biases on a model of a run: its KL to the original, its exchanges.
 
 Batch j of a task belongs to endpoint j mod N, as N ranks deal them, so that one process gives the scores of N ranks,
 and so do N ranks. The batch size therefore enters the key of a finished task. KL, routes and times are measured on
@@ -102,13 +102,15 @@ Routes = dict[int, NDArray[np.int16]]
 
 @dataclass(frozen=True)
 class Sweep:
-    """The original of a run, to be asked under one bias after another; read once for all of them.
+    """A model of a run, to be asked under one bias after another; read once for all of them.
 
-    loaded: the original, as this rank holds it. rows: held-out text. placement: [L, E]. batch_size: rows of an endpoint
+    loaded: the model, as this rank holds it. original: what the original makes of the rows; None: the model is the
+    original. rows: held-out text. placement: [L, E]. batch_size: rows of an endpoint
     in one exchange, and sequences in a batch of the suite.
     """
 
     loaded: PreTrainedModel
+    original: Original | None
     rows: Sequence[Any]
     links: LinkModel
     placement: NDArray[np.integer]
@@ -119,11 +121,16 @@ class Sweep:
 
     @functools.cached_property
     def _unbiased(self) -> tuple[Original, Routes]:
+        """What the original makes of the rows, and the routes of the model without a bias."""
+        ranks = self.launch.ranks
         with self._routes() as (routes, around):
-            return read_original(self.loaded, self.rows, ranks=self.launch.ranks, around_row=around), routes
+            if self.original is None:
+                return read_original(self.loaded, self.rows, ranks=ranks, around_row=around), routes
+            mean_kl(self.original, self.loaded, self.rows, ranks=ranks, around_row=around)
+            return self.original, routes
 
     def measure(self, loaded: PreTrainedModel, batches: Batches | None) -> dict[str, Any]:
-        """Return `kl_to_original`, `exchange` and `routing` of the original, whose routers are biased now."""
+        """Return `kl_to_original`, `exchange` and `routing` of the model, whose routers are biased now."""
         assert batches is not None and batches.begin is not None
         known, _ = self._unbiased
         with self._routes(batches.begin) as (routes, around):
@@ -132,7 +139,7 @@ class Sweep:
         return {"kl_to_original": kl, **self._measured(routes)}
 
     def unbiased(self) -> dict[str, Any]:
-        """Return `exchange` and `routing` of the original itself."""
+        """Return `exchange` and `routing` of the model without a bias."""
         return self._measured(None)
 
     @contextlib.contextmanager
@@ -153,7 +160,7 @@ class Sweep:
             yield routes, around
 
     def _measured(self, routes: Routes | None) -> dict[str, Any]:
-        """Return what exchanges take, and how the routing differs from the original's. All ranks call this."""
+        """Return what exchanges take, and how the routing differs from that without a bias. All ranks call this."""
         _, before = self._unbiased
         links, size = self.links, self.batch_size
         counts = self._counts(before)

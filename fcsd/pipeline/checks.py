@@ -73,7 +73,7 @@ def check_run(run: Run) -> None:
                 raise UserError(f"{where}{error}") from None
     if run.launch.first and _unfinished(layout.convert):
         tell_first_layer(recipe.connectivity.spec(), config, family, "connectivity.layers:")
-    bias, evaluated = recipe.evaluation.router_bias, list(run.model_names)
+    bias, evaluated = recipe.evaluation.router_bias, recipe.model_names
     if bias is not None:
         num_experts, _ = expert_counts(text_config(config, family))
         links = links_of(bias)

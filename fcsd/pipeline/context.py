@@ -18,7 +18,7 @@ from fcsd.evaluation.progress import Progress
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder, find_model, load_tokenizer
 from fcsd.parallel.launch import Launch
-from fcsd.recipe.layout import MAIN, RunLayout
+from fcsd.recipe.layout import RunLayout
 from fcsd.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -108,18 +108,19 @@ class Run:
         )
 
     @property
-    def model_names(self) -> list[str]:
-        """The names in the report of all models that the run makes, the original first."""
-        calibrated = ["calibrated"] if self.recipe.calibration is not None else []
-        return ["original", "converted", *calibrated, MAIN, *self.recipe.variants]
-
-    @property
     def studies_layers(self) -> bool:
         """Whether the recipe's layer study can run in this launch: it rewires whole copies of the model."""
         return self.recipe.evaluation.layer_study is not None and not self.launch.engine.shards
 
     def models(self) -> dict[str, Path]:
         """Return every model of the run that exists, by its name in the report."""
-        original, *names = self.model_names
+        original, *names = self.recipe.model_names
         folders = {original: self.original.folder, **{name: self.layout.model(name) for name in names}}
         return {name: path for name, path in folders.items() if path.is_dir()}
+
+    def model(self, name: str) -> ModelFolder:
+        """Return a model of the run by its name in the report, loaded as the original is."""
+        if name == "original":
+            return self.original
+        folder = self.layout.model(name)
+        return ModelFolder(self.original.config.model_copy(update={"path": str(folder)}), folder)

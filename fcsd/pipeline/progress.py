@@ -10,12 +10,15 @@ from fcsd.recipe.layout import MAIN
 from fcsd.training.checkpoints import checkpoints, step_of
 
 PRETRAINING, CONVERSION, CALIBRATION, SWEEP = "pre-training", "conversion", "calibration", "sweep"
-STEERING = "tables that steer the routers"
 LAYERS, PUBLICATION = "layer study", "report and folder for the Hub"
 
 
 def distillation(name: str | None) -> str:
     return f"distillation {name or MAIN}"
+
+
+def steering(model: str) -> str:
+    return f"tables that steer the routers of {model}"
 
 
 def evaluation(name: str) -> str:
@@ -52,12 +55,13 @@ def run_progress(run: Run, **where: Any) -> Progress:
         tokens = one.train.batch_size_tokens if "train.batch_size_tokens" in changes else batch
         steps = one.train.max_steps if "train.max_steps" in changes else recipe.steps_with(round(tokens))
         add(distillation(name), folder, "tokens", _training(folder, steps, tokens, one.objective.has_teacher))
-    for name in run.model_names:
+    for name in recipe.model_names:
         add(evaluation(name), layout.evaluation(name), "evaluations", 1)
     if (bias := recipe.evaluation.router_bias) is not None:
-        add(STEERING, layout.router_bias, "evaluations", 1)
-        for name in bias.names:
-            add(evaluation(name), layout.evaluation(name), "evaluations", 1)
+        for model in bias.models:
+            add(steering(model), layout.router_bias(model), "evaluations", 1)
+            for name in bias.names_of(model):
+                add(evaluation(name), layout.evaluation(name), "evaluations", 1)
     if run.studies_layers:
         add(LAYERS, layout.layers, "studies", 1)
     add(PUBLICATION, layout.publish, "files", 0)

@@ -10,7 +10,6 @@ from fcsd.evaluation.backend import check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, load_suite
 from fcsd.evaluation.stage import Evaluation, Reference, run_evaluation
 from fcsd.model.connectivity import convert_checkpoint
-from fcsd.model.load import ModelFolder
 from fcsd.pipeline.calibrate import calibrate
 from fcsd.pipeline.checks import check_run
 from fcsd.pipeline.context import Run
@@ -120,13 +119,11 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
 
 def evaluate_models(run: Run) -> None:
     """Evaluate every model of the run that is there, on the same items."""
-    original, config = run.original, run.recipe.evaluation
-    suite, reference = load_suite(config.suite), Reference(original, run.recipe.data)
-    for name, path in run.models().items():
+    config = run.recipe.evaluation
+    suite, reference = load_suite(config.suite), Reference(run.original, run.recipe.data)
+    for name in run.models():
         run.begin(evaluation(name))
-        own = original.config.model_copy(update={"path": str(path)})
-        model = original if name == "original" else ModelFolder(own, path)
-        one = Evaluation(name, model, suite, config, reference)
+        one = Evaluation(name, run.model(name), suite, config, reference)
         run_evaluation(one, run.layout.evaluation(name), run.launch)
 
 

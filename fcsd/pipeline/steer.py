@@ -1,4 +1,4 @@
-"""Steer the original's routers away from slow links: tables from its traffic, then an evaluation under each."""
+"""Steer routers of a run's models away from slow links: tables from a model's traffic, an evaluation under each."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,10 @@ from fcsd.evaluation.stage import Evaluation, Reference, heldout_of, run_evaluat
 from fcsd.evaluation.steered import Sweep
 from fcsd.model.families import row_width
 from fcsd.model.families.routers import find_routers
+from fcsd.model.load import free_memory
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.pipeline.context import Run
-from fcsd.pipeline.progress import STEERING, evaluation
+from fcsd.pipeline.progress import evaluation, steering
 from fcsd.pipeline.rows import data_inputs, training_rows
 from fcsd.steering.config import RouterBiasConfig
 from fcsd.steering.network.links import LinkModel, read_links
@@ -28,36 +29,59 @@ from fcsd.steering.routing.bottleneck import Deployment
 from fcsd.steering.routing.placement import placed
 from fcsd.steering.routing.tables import Calibration, make_tables
 from fcsd.training.calibration.checkpoint import take_rows
+from fcsd.training.losses.kl import Original
 
 
 def steer(run: Run) -> None:
-    """Evaluate the original under every bias of the recipe's `evaluation.router_bias`; what is finished is not done
+    """Evaluate the models of the recipe's `evaluation.router_bias` under every bias; what is finished is not done
     again. All ranks call this.
 
     Raises:
         UserError: links of another number of endpoints than the recipe's; endpoints that do not divide the experts.
     """
-    steering = _Steering(run)
-    run.begin(STEERING)
-    steering.make_tables()
-    for name in steering.bias.names:
+    assert run.recipe.evaluation.router_bias is not None
+    reference = Reference(run.original, run.recipe.data)
+    for model in run.recipe.evaluation.router_bias.models:
+        _steer_model(run, model, reference)
+
+
+def _steer_model(run: Run, model: str, reference: Reference) -> None:
+    of_model = _Steering(run, model, reference)
+    run.begin(steering(model))
+    of_model.make_tables()
+    for name in of_model.names:
         run.begin(evaluation(name))
-        steering.evaluate(name)
+        of_model.evaluate(name)
 
 
 class _Steering:
-    """A recipe's `evaluation.router_bias` on its original, which is loaded once for all that is not finished."""
+    """A recipe's `evaluation.router_bias` on one of its models, which is loaded once for all that is not finished.
 
-    def __init__(self, run: Run):
+    reference: reads what the original makes of the held-out text, once for all models.
+    """
+
+    def __init__(self, run: Run, model: str, reference: Reference):
         bias, batch_size = run.recipe.evaluation.router_bias, run.recipe.evaluation.batch_size
         assert bias is not None and batch_size != "auto"  # the recipe has checked it
         self.run, self.bias, self.batch_size = run, bias, batch_size
+        self.name, self.model, self.reference = model, run.model(model), reference
+        self.names = bias.names_of(model)
         self.links, self.launch = links_of(bias), run.launch.for_evaluation()
         self.links_sha256 = file_sha256(Path(bias.links))
 
     @functools.cached_property
+    def rows(self) -> Any:
+        return heldout_of(self.run.recipe.data, self.run.tokenizer)
+
+    @functools.cached_property
+    def original(self) -> Original | None:
+        return None if self.name == "original" else self.reference.read(self.rows, self.launch)
+
+    @functools.cached_property
     def loaded(self) -> Any:
-        return load_for_evaluation(self.run.original, self.launch)
+        _ = self.original  # before: a device may not hold two models
+        free_memory()
+        return load_for_evaluation(self.model, self.launch)
 
     @functools.cached_property
     def payload(self) -> Payload:
@@ -66,18 +90,23 @@ class _Steering:
 
     @functools.cached_property
     def sweep(self) -> Sweep:
-        """What asks the original; its tables are there."""
-        rows = heldout_of(self.run.recipe.data, self.run.tokenizer)
-        placement = read_tables(self.run.layout.bias_tables(next(iter(self.bias.names)))).placement
-        top_k = find_routers(self.loaded)[0].top_k
+        """What asks the model; its tables are there."""
         return Sweep(
-            self.loaded, rows, self.links, placement, self.payload, top_k, self.batch_size, self.launch
+            self.loaded,
+            self.original,
+            self.rows,
+            links=self.links,
+            placement=read_tables(self._place(next(iter(self.names)))).placement,
+            payload=self.payload,
+            top_k=find_routers(self.loaded)[0].top_k,
+            batch_size=self.batch_size,
+            launch=self.launch,
         )
 
     def make_tables(self) -> None:
         recipe = self.run.recipe
         settings = {
-            "router_bias": self.bias.model_dump(mode="json", exclude={"links", "endpoints"}),
+            "router_bias": self.bias.model_dump(mode="json", exclude={"links", "endpoints", "models"}),
             "batch_size": self.batch_size,
             "data": recipe.data.model_dump(mode="json"),
             "seed": recipe.seed,
@@ -86,15 +115,16 @@ class _Steering:
         inputs = self.launch.ranks.from_first(
             lambda: {
                 "original": self.run.original.weights,
+                "model": self.model.weights,
                 "links": self.links_sha256,
                 **data_inputs(recipe.data, self.run),
                 **test_set_fingerprints([], None, recipe.data.heldout),
             }
         )
-        stage = Stage(self.run.layout.router_bias, "router-bias", settings, inputs)
+        stage = Stage(self.run.layout.router_bias(self.name), "router-bias", settings, inputs)
         if self.launch.begin(stage) == "finished":
             return
-        places = {name: self.run.layout.bias_tables(name) for name in self.bias.names}
+        places = {name: self._place(name) for name in self.names}
         missing = self.launch.ranks.from_first(
             lambda: [name for name in places if not places[name].is_file()]
         )
@@ -102,20 +132,23 @@ class _Steering:
             if self.launch.first:
                 write_tables(places[name], tables)
         self.launch.wait()
-        self.launch.finish(stage, {"original": self.sweep.unbiased()})
+        self.launch.finish(stage, {"unbiased": self.sweep.unbiased()})
 
     def evaluate(self, name: str) -> None:
         run, config = self.run, self.run.recipe.evaluation
         links = {"links": self.links_sha256}
         reference = Reference(run.original, run.recipe.data, links, lambda: self.sweep)
-        tables = read_tables(run.layout.bias_tables(name))
-        evaluation = Evaluation(name, run.original, load_suite(config.suite), config, reference, tables)
+        tables = read_tables(self._place(name))
+        evaluation = Evaluation(name, self.model, load_suite(config.suite), config, reference, tables)
         run_evaluation(evaluation, run.layout.evaluation(name), run.launch)
 
     # ---- tables
 
+    def _place(self, name: str) -> Path:
+        return self.run.layout.bias_tables(name, self.name)
+
     def _tables(self, names: Sequence[str]) -> Iterator[tuple[str, BiasTables]]:
-        """Count the original's traffic on training text, place the experts, and make the tables of models."""
+        """Count the model's traffic on training text, place the experts, and make its tables."""
         if not names:
             return
         calibration = Calibration(
@@ -129,15 +162,22 @@ class _Steering:
         placement = placed(self.bias.placement, calibration.counts.mean(0), *exchange)
         deployment = Deployment(*exchange, placement)
         for name in names:
-            kind, strength = self.bias.names[name]
-            scaled = self.bias.scale is not None
-            yield name, make_tables(calibration, deployment, kind, strength, scaled=scaled)[0]
+            _, kind, strength = self.names[name]
+            tables, _ = make_tables(
+                calibration,
+                deployment,
+                kind,
+                strength,
+                scaled=self.bias.scale is not None,
+                sigma_floor=self.bias.sigma_floor,
+            )
+            yield name, tables
 
     def _batches(self) -> list[dict[str, Tensor]]:
         """Return the training text that traffic is counted on, in batches."""
         data, size = self.run.recipe.data, self.batch_size
-        packed = training_rows(data, self.run.tokenizer, self.run, apart_in=self.run.original)
-        rows = take_rows(packed, self.bias.tokens)
+        training = training_rows(data, self.run.tokenizer, self.run, apart_in=self.run.original)
+        rows = take_rows(training, self.bias.tokens)
         if len(rows) < size * len(self.links.endpoints):
             raise UserError(
                 f"evaluation.router_bias.tokens: {self.bias.tokens} tokens of data.train are {len(rows)} rows, and"
@@ -149,7 +189,7 @@ class _Steering:
             text = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
             # A mask would let the examples of a row see each other; rows of one example are mostly padding.
             batches.append(
-                text if packed.layout.packing else text | {"attention_mask": real_tokens(batch).long()}
+                text if training.layout.packing else text | {"attention_mask": real_tokens(batch).long()}
             )
         return batches
 

@@ -9,7 +9,7 @@ distill/             the main distillation
 variants/NAME/       further distillations
 teacher-cache/       hidden states of the teacher (`fcsd cache-teacher`)
 evaluate/NAME/       results of every model, on the same items
-router-bias/         tables that steer the original's routers, NAME.safetensors
+router-bias/MODEL/   tables that steer the routers of a model, NAME.safetensors
 layers/              untrained KL against the rewired layers
 report/              report.md, report.json, figures
 publish/             the folder that goes to the Hub
@@ -37,7 +37,6 @@ class RunLayout:
         self.sweep = root / "sweep"
         self.teacher_cache = root / "teacher-cache"
         self.layers = root / "layers"
-        self.router_bias = root / "router-bias"
         self.report = root / "report"
         self.publish = root / "publish"
 
@@ -52,8 +51,12 @@ class RunLayout:
         """Return the folder of the calibrated weights that the distillation `name` may start from."""
         return self.root / "calibrate" / name
 
-    def bias_tables(self, name: str) -> Path:
-        return self.router_bias / f"{name}.safetensors"
+    def router_bias(self, model: str) -> Path:
+        """Return the folder of the tables that steer one of the run's models."""
+        return self.root / "router-bias" / model
+
+    def bias_tables(self, name: str, model: str = "original") -> Path:
+        return self.router_bias(model) / f"{name}.safetensors"
 
     def evaluation(self, name: str) -> Path:
         return self.root / "evaluate" / name

@@ -26,6 +26,7 @@ from fcsd.model.config import (
     ShardedTeacherConfig,
     TeacherConfig,
 )
+from fcsd.recipe.layout import MAIN
 from fcsd.training.config import CalibrationConfig, SafetyConfig, SweepConfig, TrainConfig
 from fcsd.training.losses.objectives import KLObjectiveConfig, ObjectiveConfig
 
@@ -272,6 +273,10 @@ class Recipe(Strict):
                 raise ValueError(
                     "evaluation.router_bias needs data.heldout, the text on which time and KL are measured"
                 )
+            for name in bias.models:
+                if name not in self.model_names:
+                    known = did_you_mean(name, self.model_names)
+                    raise ValueError(f"evaluation.router_bias.models: no model {name!r} in the report{known}")
             if taken := sorted(bias.names.keys() & self.variants.keys()):
                 raise ValueError(f"variants.{taken[0]}: is the name of a model of evaluation.router_bias")
         return self
@@ -312,6 +317,12 @@ class Recipe(Strict):
             for size in sweep.batch_size_tokens:
                 tokens.append(size * max(self.steps_with(size), sweep.steps_of(size, self.train)))
         return max(tokens)
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names in the report of all models that the run makes, the original first."""
+        calibrated = ["calibrated"] if self.calibration is not None else []
+        return ["original", "converted", *calibrated, MAIN, *self.variants]
 
     @property
     def with_variants(self) -> list["Recipe"]:

@@ -48,10 +48,10 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         UserError: results that were not measured on the same items, or on weights that are no longer there.
     """
     layout, bias = RunLayout(recipe.folder), recipe.evaluation.router_bias
-    steered = [] if bias is None else list(bias.names)
+    steered = {} if bias is None else {name: each.model for name, each in bias.names.items()}
     names = [*names, *steered]
     evaluated = {
-        name: _evaluated(layout, name, "original" if name in steered else name)
+        name: _evaluated(layout, name, steered.get(name, name))
         for name in sorted(names, key=lambda name: name != "original")
         if read_manifest(layout.evaluation(name))
     }
@@ -62,7 +62,7 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
     comparisons = {name: comparisons[name] for name in sorted(comparisons, key=lambda name: name != MAIN)}
     models = {
         name: {
-            "layers": "0" if name in steered else _layers(layout, name),
+            "layers": _layers(layout, steered.get(name, name)),
             "training": _training(training[name]) if name in training else _untrained(layout.stage(name)),
             "result": each["result"],
         }

@@ -21,24 +21,41 @@ Points = list[dict[str, Any]]
 
 
 def steering_points(recipe: Recipe, layout: RunLayout, models: Mapping[str, Mapping[str, Any]]) -> Points:
-    """Return a point for each steered model that is evaluated, the original first; [] where there is none.
+    """Return a point for each steered model that is evaluated, behind the same model without a bias; [] where there is
+    none.
 
-    models: name -> {"result": …}, the original among them. A point has name, kind, strength, exchange, routing, kl (of
-    the output to the original's, with stderr), mean and mean_stderr of the tasks.
+    models: name -> {"result": …}. A point has name, model (whose routers are steered), kind (None: no bias), strength,
+    exchange, routing, kl (of the output to the original's, with stderr), mean and mean_stderr of the tasks.
     """
-    bias, manifest = recipe.evaluation.router_bias, read_manifest(layout.router_bias)
-    if bias is None or not manifest or "original" not in models:
-        return []
-    unbiased = manifest["results"]["original"]
     points: Points = []
-    for name, (kind, strength) in {"original": (None, 0.0), **bias.names}.items():
-        if name in models:
-            result = models[name]["result"]
-            measured = unbiased if kind is None else {key: result[key] for key in ("exchange", "routing")}
-            kl = {"kl": 0.0, "stderr": 0.0} if kind is None else result["kl_to_original"]
-            mean = {key: result[key] for key in ("mean", "mean_stderr")}
-            points.append({"name": name, "kind": kind, "strength": strength, "kl": kl, **measured, **mean})
-    return points if len(points) > 1 else []
+    if (bias := recipe.evaluation.router_bias) is None:
+        return points
+    for model in bias.models:
+        manifest = read_manifest(layout.router_bias(model))
+        if not manifest or model not in models:
+            continue
+        own = [_point(model, model, None, 0.0, models[model]["result"] | manifest["results"]["unbiased"])]
+        own += [
+            _point(name, model, kind, strength, models[name]["result"])
+            for name, (_, kind, strength) in bias.names_of(model).items()
+            if name in models
+        ]
+        points += own if len(own) > 1 else []
+    return points
+
+
+def _point(
+    name: str, model: str, kind: str | None, strength: float, result: Mapping[str, Any]
+) -> dict[str, Any]:
+    kl = {"kl": 0.0, "stderr": 0.0} if name == "original" else result["kl_to_original"]
+    measured = {key: result[key] for key in ("exchange", "routing", "mean", "mean_stderr")}
+    return {"name": name, "model": model, "kind": kind, "strength": strength, "kl": kl, **measured}
+
+
+def _by_model(points: Points) -> list[Points]:
+    """Return the points of each model, the one without a bias first."""
+    models = dict.fromkeys(point["model"] for point in points)
+    return [[point for point in points if point["model"] == model] for model in models]
 
 
 def steering_parts(points: Points, models: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -50,9 +67,17 @@ def steering_parts(points: Points, models: Mapping[str, Mapping[str, Any]]) -> l
         f"Simulated time of one MoE layer's exchange (counts, dispatch, combine): mean and 95th percentile over"
         f" {exchange['num_exchanges']} exchanges of {exchange['tokens']:,.0f} tokens at each endpoint. Output KL is"
         " KL(original || steered) in nats per token; KL and avg_layer_kl are of the experts' loads, routes moved the"
-        " share of (token, expert) pairs that are others than the original's."
+        " share of (token, expert) pairs that are others than those of the same model without a bias."
     )
-    parts = ["## Steered routers", text, _table1(points, models), _table2(points)]
+    parts = ["## Steered routers", text]
+    for own in _by_model(points):
+        parts += [f"### `{own[0]['model']}`", _table1(own, models), _table2(own), *_equal_time(own)]
+    return parts
+
+
+def _equal_time(points: Points) -> list[str]:
+    """Write what the kinds cost at the same time; [] where they cannot be compared."""
+    parts = []
     if rows := at_equal_time(points):
         header = ["at the time of", "time", "camoe, output KL", "bottleneck, output KL", "ratio"]
         cells = [
@@ -71,7 +96,7 @@ def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
     """Format CAMoE's table 1: times and scores."""
     base = points[0]["exchange"]
     results = {point["name"]: models[point["name"]]["result"]["tasks"] for point in points}
-    header = ["kind", "strength", "mean (ms)", "p95 (ms)", *results["original"], "mean of tasks"]
+    header = ["kind", "strength", "mean (ms)", "p95 (ms)", *results[points[0]["name"]], "mean of tasks"]
     rows = [
         [
             point["kind"] or "none",
@@ -90,7 +115,7 @@ def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _table2(points: Points) -> str:
-    """Format CAMoE's table 2: how experts are used, and how far that is from the original."""
+    """Format CAMoE's table 2: how experts are used, and how far that is from the use without a bias."""
     header = ["kind", "strength", "cv", "avg_layer_cv", "KL", "avg_layer_kl", "routes moved", "output KL"]
     rows = []
     for point in points:
@@ -107,11 +132,14 @@ def _change(ratio: float) -> str:
 
 
 def at_equal_time(points: Points) -> list[dict[str, Any]]:
-    """Compare the output KL of `bottleneck` with CAMoE's at the mean time of each of CAMoE's strengths.
+    """Compare the output KL of `bottleneck` with CAMoE's at the mean time of each of CAMoE's strengths; of the original
+    only: that of another model is mostly what its conversion costs.
 
     Between two strengths the root of the KL, which is small where little moves, is taken to be linear in the time.
     A time that no strength of `bottleneck` reaches has no row.
     """
+    if points[0]["name"] != "original":
+        return []
     base = points[0]["exchange"]["mean_s"]
     curve = sorted(
         (point["exchange"]["mean_s"] / base, math.sqrt(max(0.0, point["kl"]["kl"])))
@@ -131,10 +159,13 @@ def at_equal_time(points: Points) -> list[dict[str, Any]]:
 
 def steering_figure(points: Points, folder: Path, note: str = "") -> dict[str, str]:
     """Draw quality against time; file name -> caption."""
-    if not points:
-        return {}
-    plot_steering(points, folder / "steering.png", note=note)
-    return {
-        "steering.png": "Quality against the mean time of an exchange, in per cent of the original's: KL of the output,"
-        " and the mean of the tasks with one standard error. A point is a strength."
-    }
+    figures = {}
+    for own in _by_model(points):
+        model = own[0]["model"]
+        name = "steering.png" if model == "original" else f"steering-{model}.png"
+        plot_steering(own, folder / name, note=note)
+        figures[name] = (
+            f"Quality of `{model}`, steered, against the mean time of an exchange, in per cent of that without a bias:"
+            " KL of the output, and the mean of the tasks with one standard error. A point is a strength."
+        )
+    return figures

@@ -121,13 +121,13 @@ def _finish_layers(axis: Any, metric: Mapping[str, str], title: str, grid: Liter
 def plot_steering(points: Sequence[Mapping[str, Any]], path: Path, note: str = "") -> None:
     """Draw the output's KL and the mean of the tasks against the mean time of an exchange, a curve a kind of bias.
 
-    points: of `fcsd.report.steering.steering_points`, the original first.
+    points: of one model, of `fcsd.report.steering.steering_points`, the one without a bias first.
     """
-    original, kinds = points[0], list(dict.fromkeys(point["kind"] for point in points[1:]))
+    unbiased, kinds = points[0], list(dict.fromkeys(point["kind"] for point in points[1:]))
     figure, axes = plt.subplots(1, 2, figsize=(2 * SIZE[0], SIZE[1]))
     for index, kind in enumerate(kinds):
-        curve = [original, *(point for point in points if point["kind"] == kind)]
-        times = [100 * point["exchange"]["mean_s"] / original["exchange"]["mean_s"] for point in curve]
+        curve = [unbiased, *(point for point in points if point["kind"] == kind)]
+        times = [100 * point["exchange"]["mean_s"] / unbiased["exchange"]["mean_s"] for point in curve]
         style = {"color": f"C{index}", "marker": "o", "markersize": 4, "capsize": 2, "label": kind}
         kl = [point["kl"] for point in curve]
         axes[0].errorbar(
@@ -148,7 +148,7 @@ def plot_steering(points: Sequence[Mapping[str, Any]], path: Path, note: str = "
     axes[0].set(ylabel="nats per token", ylim=(0, None))
     axes[1].set(ylabel="per cent")
     for axis in axes:
-        axis.set(xlabel="mean time of an exchange, per cent of the original's")
+        axis.set(xlabel="mean time of an exchange, per cent of that without a bias")
         axis.grid(alpha=0.3)
         axis.legend()
     save_figure(figure, path)

@@ -1,6 +1,6 @@
 """Sections of a recipe and records of `fcsd routing` and `fcsd bias`: text that is routed, biases of routers."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -14,15 +14,28 @@ Swept = Literal["camoe", "bottleneck"]
 
 PlacedBy = Literal["contiguous", "balanced", "topology_aware"]
 CAMOE_STRENGTHS = [0.0, 0.05, 0.10, 0.15, 0.20, 0.25]  # of its tables
+SIGMA_FLOOR = 0.05
+
+
+class Steered(NamedTuple):
+    """A model of the report: which model of the run, and how its routers are steered."""
+
+    model: str
+    kind: Swept
+    strength: float
 
 
 class RouterBiasConfig(Strict):
-    """Evaluate the original with its routers steered; each kind and strength is a model of the report, KIND-STRENGTH.
+    """Evaluate models of the run with their routers steered, from their own traffic.
 
-    A strength is CAMoE's lambda; for `bottleneck` the lambda of CAMoE whose time is the target. 0 is the original.
+    Each kind and strength is a model of the report: KIND-STRENGTH of the original, MODEL-KIND-STRENGTH of another. A
+    strength is CAMoE's lambda; for `bottleneck` the lambda of CAMoE whose time is the target. 0 is the model itself.
     """
 
     links: str  # file of `fcsd profile-network`
+    models: list[str] = Field(
+        default_factory=lambda: ["original"], min_length=1
+    )  # by their names in the report
     kind: Swept | list[Swept] = "camoe"
     strengths: list[float] = Field(default_factory=lambda: list(CAMOE_STRENGTHS), min_length=1)
     endpoints: PositiveInt | None = None  # that hold the experts; null: those of the links
@@ -30,6 +43,12 @@ class RouterBiasConfig(Strict):
     selection: bool = option(False, "choose experts by the bias, weigh them without it")
     scale: Literal["logit_std"] | None = option(
         None, "count the strength in standard deviations of the layer's logits"
+    )
+    sigma_floor: float = option(
+        SIGMA_FLOOR,
+        "least standard deviation of a source's times, as a part of their mean, by which they are standardised; 0: as"
+        " CAMoE prints it",
+        ge=0,
     )
     tokens: PositiveInt = 65_536  # of data.train, that the traffic is counted on
 
@@ -41,7 +60,14 @@ class RouterBiasConfig(Strict):
         if len(set(value)) != len(value):
             raise ValueError("a strength stands twice")
         if not any(value):
-            raise ValueError("needs a strength above 0; 0 is the original itself")
+            raise ValueError("needs a strength above 0; 0 is the model itself")
+        return value
+
+    @field_validator("models")
+    @classmethod
+    def _each_once(cls, value: list[str]) -> list[str]:
+        if len(set(value)) != len(value):
+            raise ValueError("a model stands twice")
         return value
 
     @property
@@ -50,9 +76,19 @@ class RouterBiasConfig(Strict):
         return [self.kind] if isinstance(self.kind, str) else list(dict.fromkeys(self.kind))
 
     @property
-    def names(self) -> dict[str, tuple[Swept, float]]:
-        """The steered models by their names in the report, with kind and strength."""
-        return {f"{kind}-{one:g}": (kind, one) for kind in self.kinds for one in self.strengths if one}
+    def names(self) -> dict[str, Steered]:
+        """The steered models by their names in the report."""
+        return {
+            f"{'' if model == 'original' else f'{model}-'}{kind}-{strength:g}": Steered(model, kind, strength)
+            for model in self.models
+            for kind in self.kinds
+            for strength in self.strengths
+            if strength
+        }
+
+    def names_of(self, model: str) -> dict[str, Steered]:
+        """Those of one model of the run."""
+        return {name: steered for name, steered in self.names.items() if steered.model == model}
 
 
 class RoutingStudy(ModelStudy):
@@ -90,6 +126,7 @@ class BiasSettings(RoutingStudy):
     placement: PlacedBy = like(RouterBiasConfig, "placement")
     selection: bool = like(RouterBiasConfig, "selection")
     scale: Literal["logit_std"] | None = like(RouterBiasConfig, "scale")
+    sigma_floor: float = like(RouterBiasConfig, "sigma_floor")
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> "BiasSettings":
@@ -101,4 +138,8 @@ class BiasSettings(RoutingStudy):
             )
         if self.kind == "windows" and self.scale is not None:
             raise ValueError("--scale: windows have no strength to scale")
+        if self.kind == "windows" and "sigma_floor" in self.model_fields_set:
+            raise ValueError(
+                "--sigma-floor: of CAMoE's standardised times, which windows do without; leave it out"
+            )
         return self

@@ -177,9 +177,9 @@ class Timed:
         self.times = Times()
         self.pending: dict[str, _Turn] = {}
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        told_in = os.environ.get(TIMES_VARIABLE)
-        self.told_in = Path(told_in) / f"rank{dist.get_rank()}.json" if told_in else None
-        self.told = Times()
+        folder = os.environ.get(TIMES_VARIABLE)
+        self.times_file = Path(folder) / f"rank{dist.get_rank()}.json" if folder else None
+        self.written = Times()
         threading.Thread(target=self._run, daemon=True, name="fcsd-communication").start()
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
@@ -218,13 +218,13 @@ class Timed:
     def _run(self) -> None:
         while True:
             try:
-                turn = self.queue.get(timeout=None if self.told_in is None else _QUIET_S)
+                turn = self.queue.get(timeout=None if self.times_file is None else _QUIET_S)
             except queue.Empty:
-                self._tell()
+                self._write_times()
                 continue
             try:
                 self._take(turn)
-            except Exception as error:  # a rank that is gone, mostly; told where it is waited for
+            except Exception as error:  # a rank that is gone, mostly; raised where it is waited for
                 turn.error = error
             turn.done.set()
 
@@ -238,14 +238,14 @@ class Timed:
         time.sleep(max(0.0, network_s - (time.perf_counter() - turn.met)))
         turn.ended = time.perf_counter()
 
-    def _tell(self) -> None:
+    def _write_times(self) -> None:
         """Write what was measured, when there is more than was written; under another name first."""
         times = dataclasses.replace(self.times)
-        if self.told_in is not None and times != self.told:
-            half = self.told_in.with_suffix(".tmp")
+        if self.times_file is not None and times != self.written:
+            half = self.times_file.with_suffix(".tmp")
             half.write_text(json.dumps({"schema_version": 1, **dataclasses.asdict(times)}), encoding="utf-8")
-            half.replace(self.told_in)
-            self.told = times
+            half.replace(self.times_file)
+            self.written = times
 
 
 class SmallAtOnce:

@@ -140,7 +140,10 @@ class Exchange:
         if self.output is None:
             raise Refused(f"{where} runs experts without the kernel that is cut; use --data-parallel-size 1")
         if self.routed.untyped_storage().data_ptr() != self.output.untyped_storage().data_ptr():
-            raise Refused(f"{where}: its block computes with the routed output, which is in flight by then")
+            raise Refused(
+                f"{where}: its block computes with the routed output, which is in flight by then; use"
+                " --data-parallel-size 1"
+            )
 
     def experts(self) -> None:
         """Wait for the dispatch, run this rank's experts, and begin the combine."""

@@ -35,7 +35,7 @@ class ExchangeSchedule(Schedule):
     exchange: Exchange | None = None
     """None for a dense layer."""
     before: Exchange | None = None
-    """Of the layer before, where that is in flight when this one begins."""
+    """That of the layer before, where that is in flight when this one begins."""
     arrived: torch.Tensor | None = None
     """The routed output of the layer before from another stage of a pipeline."""
     base: torch.Tensor | None = None

@@ -94,7 +94,7 @@ def _check_forward(layer: nn.Module, k: int) -> None:
 def _attention(layer: nn.Module, family: Family) -> Any:
     """Return the module of a layer that is its attention; None for a layer of another pipeline stage."""
     return next(
-        (found for name in family.attention if (found := getattr(layer, name, None)) is not None), None
+        (module for name in family.attention if (module := getattr(layer, name, None)) is not None), None
     )
 
 
@@ -163,7 +163,8 @@ def _row(module: nn.Module, what: str, version: str) -> Any:
 def _check_layer(schedule: Schedule) -> None:
     if getattr(schedule.layer, "layer_scale", False):
         raise Refused(
-            f"layer {schedule.index}: layer_scale multiplies the sums of this layer; FarSkip layers have none"
+            f"layer {schedule.index}: layer_scale multiplies the sums of this layer, which FarSkip layers do not do;"
+            " serve the model that it was converted from"
         )
 
 
@@ -174,16 +175,23 @@ def _check_runner(schedule: Schedule, runner: Any, version: str) -> None:
     block: Any = schedule.block
     where = f"layer {schedule.index}"
     if runner.moe_config.is_sequence_parallel:
-        raise Refused(f"{where}: sequence-parallel MoE scatters the stream; switch it off")
+        raise Refused(
+            f"{where}: sequence-parallel MoE scatters the stream; use --tensor-parallel-size 1 or"
+            " --data-parallel-size 1"
+        )
     if getattr(block, "is_fused_shared_expert_enabled", False):
-        raise Refused(f"{where}: shared experts are fused with the routed ones; switch that off")
+        raise Refused(
+            f"{where}: shared experts are fused with the routed ones; set"
+            " VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0"
+        )
     if getattr(block, "replicate_shared_expert", False):
         raise Refused(
             f"{where}: its shared expert is replicated on every rank; use a tensor parallel size that divides it"
         )
     if getattr(runner, "routed_output_transform", None) is not None:
         raise Refused(
-            f"{where}: its routed output is transformed after the sum over the ranks, which must not be delayed"
+            f"{where}: its routed output is transformed after the sum over the ranks, which must not be delayed;"
+            " serve the model that it was converted from"
         )
 
 

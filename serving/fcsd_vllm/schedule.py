@@ -44,7 +44,7 @@ class Schedule:
     carries: bool
     """So is the own."""
     begins_stage: bool
-    """Of a pipeline: what the layer before had in flight is complete."""
+    """In a pipeline, what the layer before had in flight is complete."""
     ends_stage: bool
     communication: Communication
 

@@ -22,9 +22,9 @@ class Settings:
     min_overlap_bytes: int = 0
     """Messages below this size are reduced at once by the engine's own all-reduce, which is faster for small ones."""
     latency_ms: float = 0.0
-    """Of an emulated network, a collective; only `timed`."""
+    """The delay of a collective in an emulated network; only `timed`."""
     bandwidth_gb_per_s: float = 0.0
-    """Of an emulated network, 0 for none; only `timed`."""
+    """The rate of an emulated network, 0 for none; only `timed`."""
     looked_at: str = ""
     """Digest of the changed functions of vLLM that a user has looked at; the refusal of an engine names it."""
 

@@ -37,16 +37,18 @@ def digests(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
     return {name: digest(each) for name, each in sorted(named.items()) if not name.startswith("fcsd_")}
 
 
-def changed(found: Mapping[str, str]) -> dict[str, str]:
+def changed(installed: Mapping[str, str]) -> dict[str, str]:
     """Return those digests that no verified version has."""
     return {
-        name: now for name, now in found.items() if all(now != each.get(name) for each in SOURCES.values())
+        name: now
+        for name, now in installed.items()
+        if all(now != each.get(name) for each in SOURCES.values())
     }
 
 
-def seal(found: Mapping[str, str]) -> str:
+def seal(changes: Mapping[str, str]) -> str:
     """Return one digest of several, by which a user says that these changes were looked at."""
-    return _hash(sorted(found.items()))[:12]
+    return _hash(sorted(changes.items()))[:12]
 
 
 def _hash(value: Any) -> str:

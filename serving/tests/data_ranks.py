@@ -28,9 +28,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "idle": {"comm": "c10d"},
     "few": {"comm": "c10d"},
     "abort": {"comm": "c10d"},
+    "hooks": {"comm": "c10d"},
 }
 """In `idle` the last rank has no prompt, in `few` there are fewer prompts than ranks, of a token each step; in `abort`
-the first client of each rank goes after four steps."""
+the first client of each rank goes after four steps; in `hooks` halves are waited for as those of DeepEP are."""
+
+
+def give_hooks(llm: Any) -> None:
+    """Let each half give a hook and a receiver, which is empty before the hook: as DeepEP's low-latency halves do."""
+    for schedule in engine.exchanging(llm):
+        halves = schedule.exchange.halves
+        for name in ("prepare_async", "finalize_async"):
+            begin = getattr(halves, name)
+
+            def begin_with_hook(*given: Any, begin: Any = begin) -> Any:
+                receive, arrived = begin(*given), []
+                return lambda: arrived.append(receive()), arrived.pop
+
+            setattr(halves, name, begin_with_hook)
 
 
 def wait_at_start(llm: Any) -> None:
@@ -154,8 +169,8 @@ def run(case: str, models: Path) -> dict[str, Any]:
     )
     try:
         engine.generate(llm, reference, which=[0])  # the exchange is cut in a model's first step
-        for mutant in mutants:
-            MUTANTS[mutant](llm)
+        for change in [*([give_hooks] if layout == "hooks" else []), *map(MUTANTS.get, mutants)]:
+            change(llm)
         recorder = engine.record_exchange(llm)
         if layout == "abort":
             outputs, which = generate_and_abort(llm, reference, which), which[1:]

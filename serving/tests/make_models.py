@@ -29,7 +29,7 @@ from tests.reference.tiny import tiny_model
 VOCABULARY = 512
 PROMPT_TOKENS = (5, 17, 33, 64)
 DATA_PARALLEL_TOKENS = (1, 17, 3, 64, 130, 257, 1021, 511)
-"""Of the prompts in `data_parallel.npz`, which ranks take in turn: two of them have sums of 1,155 and 849."""
+"""Lengths of the prompts in `data_parallel.npz`, which ranks take in turn: two of them have sums of 1,155 and 849."""
 NEW_TOKENS = 16
 _FIRST_TEXT = 128  # the wrapper's ids of images are below
 
@@ -103,7 +103,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 DATA_PARALLEL = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "instella_moe")
-"""Families whose checkpoints have prompts for data-parallel ranks, too."""
+"""Families whose every checkpoint has prompts for data-parallel ranks, too; of others `-all` and `-original` have."""
 
 _HALF, _GAP = [2, 3], [0, 1, 3]
 CASES: dict[str, tuple[str, Connectivity | None]] = {
@@ -143,7 +143,7 @@ def make(case: str, folder: Path) -> None:
     if connectivity is not None and not (folder / case).exists():
         convert_checkpoint(original, folder / case, connectivity)
     wanted = {"reference.npz": PROMPT_TOKENS}
-    if family in DATA_PARALLEL:
+    if family in DATA_PARALLEL or case.endswith(("-all", "-original")):
         wanted["data_parallel.npz"] = DATA_PARALLEL_TOKENS
     for name, lengths in wanted.items():
         if not (folder / case / name).exists():

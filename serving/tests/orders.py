@@ -73,5 +73,5 @@ OF_CASE = {
 
 def events(order: str, ranks: int) -> list[str]:
     """Return the events of a step; one rank has no sums of the engine's own."""
-    found = [event.strip() for line in order.strip().splitlines() for event in line.split("|")]
-    return ["all_reduce", *found] if ranks > 1 else [event for event in found if event != "all_reduce"]
+    sequence = [event.strip() for line in order.strip().splitlines() for event in line.split("|")]
+    return ["all_reduce", *sequence] if ranks > 1 else [event for event in sequence if event != "all_reduce"]

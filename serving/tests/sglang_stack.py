@@ -22,7 +22,7 @@ os.environ.update(ENVIRONMENT)
 
 
 PLACE: dict[str, int] = {}
-"""Of this process; see `start`."""
+"""Those of this process; see `start`."""
 
 
 def start(rank: int = 0, ranks: int = 1, experts: int = 1, port: int = 29531) -> None:
@@ -164,10 +164,10 @@ def compare(models: Path, case: str) -> dict[str, Any]:
     """Return how far a checkpoint is from fcsd's reference and from the original's, and the order of a step."""
     folder, original = models / case, models / f"{case.partition('-')[0]}-original"
     model = load(folder, original)
-    found = {"case": case, "worst": worst(model, folder), "original": worst(model, original)}
+    comparison = {"case": case, "worst": worst(model, folder), "original": worst(model, original)}
     events = record(model)
     logprobs(model, range(8))
-    return {**found, "events": list(events)}
+    return {**comparison, "events": list(events)}
 
 
 if __name__ == "__main__":  # one of two ranks: RANK EXPERTS PORT MODELS CASE …

@@ -17,6 +17,7 @@ from launch import ENVIRONMENT
 from test_parallel import HERE, PATIENCE_S, run_ranks
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
+OTHERS = ("instella_moe", "deepseek_v2", "llama4_text", "mixtral", "olmoe", "qwen3_next")
 CONNECTIVITIES = ("all", "half", "gap", "attention_full", "mlp_full")
 
 RIGHT = [
@@ -24,9 +25,9 @@ RIGHT = [
     *(f"{family}-all:blocking" for family in FAMILIES),
     *(
         f"qwen2_moe-all:{layout}"
-        for layout in ("timed", "no_ep", "small_at_once", "chunks", "idle", "few", "abort")
+        for layout in ("timed", "no_ep", "small_at_once", "chunks", "idle", "few", "abort", "hooks")
     ),
-    "instella_moe-all:async",
+    *(f"{family}-all:async" for family in OTHERS),
     "glm4_moe-all:chunks",
     "deepseek_v3-all:idle",
     "qwen3_moe-all:compiled",
@@ -41,7 +42,16 @@ WRONG = [
     "deepseek_v3-all:async:forget_scale",
     "deepseek_v3-all:async:leave_dense_stock",
 ]
-FOUR = ["qwen2_moe-all:async", "deepseek_v3-all:async", "gpt_oss-gap:async", "qwen2_moe-all:idle"]
+FOUR = [
+    *(f"{family}-all:async" for family in FAMILIES),
+    "gpt_oss-gap:async",
+    "deepseek_v3-half:blocking",
+    "qwen2_moe-all:idle",
+]
+if os.environ.get("FCSD_SERVING_BREADTH"):  # every family, connectivity and way, on two ranks and on four
+    every = [f"{f}-{c}:{way}" for f in FAMILIES for c in CONNECTIVITIES for way in ("async", "blocking")]
+    RIGHT += [case for case in every if case not in RIGHT]
+    FOUR += [case for case in [*every, *(f"{f}-all:idle" for f in FAMILIES)] if case not in FOUR]
 
 
 @pytest.fixture(scope="module")

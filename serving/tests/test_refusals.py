@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engine
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fcsd_vllm import registration, versions
+from fcsd_vllm.refusals import Refused
 
 
 @pytest.fixture
@@ -169,8 +171,6 @@ def test_an_engine_that_is_not_on_the_list_warns_and_one_without_an_internal_is_
     ],
 )
 def test_no_graph_ends_where_sums_are_in_flight(given: str | None, kept: str) -> None:
-    from types import SimpleNamespace
-
     from vllm.config import CUDAGraphMode
 
     config = SimpleNamespace(cudagraph_mode=given and CUDAGraphMode[given])
@@ -185,8 +185,8 @@ def test_the_functions_that_layers_replace_or_call_are_known_and_a_change_is_ref
 
     from fcsd_vllm import models, sources
 
-    found = sources.digests([*versions.needed_functions(), *models.forwards()])
-    assert sources.SOURCES["0.32.0"] == found  # written anew by `python -m fcsd_vllm.sources`
+    digests = sources.digests([*versions.needed_functions(), *models.forwards()])
+    assert sources.SOURCES["0.32.0"] == digests  # written anew by `python -m fcsd_vllm.sources`
     stock = Qwen3MoeDecoderLayer.forward
 
     def forward(self: Any, positions: Any, hidden_states: Any, residual: Any) -> Any:
@@ -212,7 +212,6 @@ def test_a_layer_in_whose_place_another_forward_stands_is_refused() -> None:
     from fcsd_vllm import rewire
     from fcsd_vllm.families import FAMILIES
     from fcsd_vllm.field import read_field
-    from fcsd_vllm.refusals import Refused
 
     stack, layer = nn.Module(), nn.Module()
     layer.self_attn, layer.mlp = nn.Identity(), nn.Identity()
@@ -228,13 +227,10 @@ def test_a_layer_in_whose_place_another_forward_stands_is_refused() -> None:
 def test_a_piecewise_graph_is_refused_where_its_capture_begins_unless_nothing_is_in_flight(
     comm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from types import SimpleNamespace
-
     from vllm.config import CUDAGraphMode
 
     from fcsd_vllm import ops
     from fcsd_vllm.communication import make_communication
-    from fcsd_vllm.refusals import Refused
     from fcsd_vllm.settings import Settings
 
     group = SimpleNamespace(world_size=2, device_group=SimpleNamespace(group_name="ranks"))
@@ -247,3 +243,77 @@ def test_a_piecewise_graph_is_refused_where_its_capture_begins_unless_nothing_is
                 ops._schedule("layer")
         else:
             assert ops._schedule("layer") is layer
+
+
+class Summing:
+    """A kernel of experts that sums over the ranks itself."""
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "runner, block, words",
+    [
+        (
+            {"moe_config": SimpleNamespace(is_sequence_parallel=True)},
+            {},
+            "use --tensor-parallel-size 1 or --data",
+        ),
+        ({}, {"is_fused_shared_expert_enabled": True}, "set VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0"),
+        ({}, {"replicate_shared_expert": True}, "use a tensor parallel size that divides it"),
+        ({"routed_output_transform": 1}, {}, "serve the model that it was converted from"),
+        (
+            {"_quant_method": SimpleNamespace(moe_kernel=Summing())},
+            {},
+            "Summing sums .* choose another MoE back end",
+        ),
+    ],
+)
+def test_experts_whose_sum_cannot_be_taken_apart_are_refused_with_what_to_do(
+    runner: dict[str, Any], block: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcsd_vllm import rewire
+    from fcsd_vllm.families import FAMILIES
+
+    usual = {
+        "moe_config": SimpleNamespace(is_sequence_parallel=False, skip_final_all_reduce=False),
+        "_quant_method": SimpleNamespace(moe_kernel=None),
+        "_shared_experts": None,
+        "_select_forward": lambda: None,
+        "_forward_entry": None,
+    }
+    monkeypatch.setattr(rewire, "_runner", lambda block: SimpleNamespace(**usual | runner))
+    monkeypatch.setattr(rewire, "_row", lambda *_: SimpleNamespace())
+    schedule: Any = SimpleNamespace(
+        index=3, dense=False, layer=SimpleNamespace(self_attn=1), block=SimpleNamespace(**block)
+    )
+    with pytest.raises(Refused, match=f"layer 3: .*{words}"):
+        rewire._give_partial_sums(schedule, FAMILIES["qwen2_moe"], "0.32.0")
+
+
+def test_experts_whose_exchange_cannot_be_cut_out_are_refused_with_what_to_do() -> None:
+    from fcsd_vllm.exchange import Exchange
+    from fcsd_vllm.settings import Settings
+
+    def refused(words: str, block: Any = None, comm: str = "c10d", **kernel: Any) -> None:
+        impl, back_end = SimpleNamespace(), SimpleNamespace(activation_format=None)
+        made = SimpleNamespace(
+            **{"is_monolithic": False, "impl": impl, "prepare_finalize": back_end, **kernel}
+        )
+        runner = SimpleNamespace(routed_scaling_factor=1.0, _quant_method=SimpleNamespace(moe_kernel=made))
+        exchange: Any = Exchange(block, runner, 3, SimpleNamespace(settings=Settings(comm=comm)))
+        exchange.block = block and (lambda read: block(exchange, read))
+        with pytest.raises(Refused, match=f"layer 3: .*{words}"):
+            exchange.start(torch.ones(2, 4))
+
+    def computing(exchange: Any, read: torch.Tensor) -> torch.Tensor:
+        exchange.output = torch.empty_like(read)
+        return 2 * exchange.output
+
+    refused("out of which no exchange can be cut; choose another --moe-backend", is_monolithic=True)
+    refused(
+        "comm: c10d cannot split SimpleNamespace; use --all2all-backend allgather_reducescatter, deepep_high"
+    )
+    refused("without the kernel that is cut; use --data-parallel-size 1", lambda _, read: read, "blocking")
+    refused("computes with the routed output, .* use --data-parallel-size 1", computing, "blocking")

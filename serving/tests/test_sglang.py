@@ -51,12 +51,12 @@ def stack() -> Iterator[Any]:
 def test_layers_compute_what_fcsd_computes_in_the_order_that_hides_sums(
     family: str, connectivity: str, models: Path, stack: Any
 ) -> None:
-    found = stack.compare(models, f"{family}-{connectivity}")
-    print(found["case"], found["worst"])
-    assert found["worst"] < BOUND
-    assert found["original"] > 0.1
-    if found["case"] in orders.OF_CASE:
-        assert found["events"] == orders.events(orders.OF_CASE[found["case"]], ranks=1)
+    comparison = stack.compare(models, f"{family}-{connectivity}")
+    print(comparison["case"], comparison["worst"])
+    assert comparison["worst"] < BOUND
+    assert comparison["original"] > 0.1
+    if comparison["case"] in orders.OF_CASE:
+        assert comparison["events"] == orders.events(orders.OF_CASE[comparison["case"]], ranks=1)
 
 
 @pytest.mark.parametrize("case", ["deepseek_v2-all", "glm4_moe-mlp_full"])
@@ -103,7 +103,7 @@ def test_two_ranks_compute_the_same_and_sum_in_the_same_order(experts: int, port
         [json.loads(line.partition(" ")[2]) for line in output.splitlines() if line.startswith("RESULT")]
         for output in outputs
     )
-    assert [found["case"] for found in first] == cases
+    assert [comparison["case"] for comparison in first] == cases
     for ours, theirs in zip(first, second, strict=True):
         assert max(ours["worst"], theirs["worst"]) < BOUND
         assert ours["original"] > 0.1
@@ -132,11 +132,11 @@ if __name__ == "__main__":
         sampling_params={"temperature": 0, "max_new_tokens": 16, "ignore_eos": True},
         return_logprob=True, logprob_start_len=0, top_logprobs_num=5,
     )
-    found = []
+    answers = []
     for output in outputs:
         rows = output["meta_info"]["input_top_logprobs"] + output["meta_info"]["output_top_logprobs"]
-        found.append({"ids": output["output_ids"], "rows": [[entry[:2] for entry in row or []] for row in rows]})
-    print("RESULT", json.dumps(found), flush=True)
+        answers.append({"ids": output["output_ids"], "rows": [[entry[:2] for entry in row or []] for row in rows]})
+    print("RESULT", json.dumps(answers), flush=True)
     engine.shutdown()
 """
 
@@ -173,9 +173,9 @@ def test_the_engine_generates_what_load_model_generates(
     assert line is not None, run.stderr[-2000:]
     reference = np.load(models / case / "reference.npz")
     worst = 0.0
-    for k, found in enumerate(json.loads(line.partition(" ")[2])):
-        assert found["ids"] == reference[f"ids{k}"].tolist()
-        for position, row in enumerate(found["rows"]):
+    for k, answer in enumerate(json.loads(line.partition(" ")[2])):
+        assert answer["ids"] == reference[f"ids{k}"].tolist()
+        for position, row in enumerate(answer["rows"]):
             for logprob, token in row:
                 worst = max(worst, abs(logprob - float(reference[f"logprobs{k}"][position - 1, token])))
     assert worst < BOUND

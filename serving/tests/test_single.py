@@ -125,7 +125,7 @@ def test_prefixes_in_the_cache_and_chunks_of_sixteen_change_nothing(
 def test_an_adapter_of_attention_and_shared_experts_is_added_to_the_rewired_layers(
     models: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of experts LoRA needs Triton; vLLM 0.32.0 chooses that on CPUs too, whatever modules the adapter may have."""
+    """LoRA of experts needs Triton; vLLM 0.32.0 chooses that on CPUs too, whatever modules the adapter may have."""
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.layers.fused_moe import layer
 

@@ -117,7 +117,7 @@ def run(case: str, models: Path) -> dict[str, Any]:
         for mutant in mutants:
             MUTANTS[mutant](llm)
         recorder = engine.record(llm)
-        # Of prompts vLLM's stages under torchrun give none: the first stage looks for logits, too.
+        # vLLM's stages under torchrun give none for prompts: the first stage looks for logits, too.
         outputs = engine.generate(llm, folder, prompt_logprobs=None if layout == "pp" else 5)
         equal, worst = engine.compare(outputs, folder)
         original, _ = engine.compare(outputs, folder.with_name(f"{checkpoint.partition('-')[0]}-original"))

@@ -57,11 +57,12 @@ def _ask(name: str, *flags: str) -> str:
 def main(file: str) -> int:
     """Print what is missing; return the exit status, of an error before a skip."""
     lines = [line.partition("#")[0].strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
-    found = [decide(line) for line in lines if line]
-    for status, reason in found:
+    decisions = [decide(line) for line in lines if line]
+    for status, reason in decisions:
         if status:
             print(f"{'skipped' if status == SKIP else 'error'}: {file}: {reason}")
-    return 1 if any(status == 1 for status, _ in found) else max((status for status, _ in found), default=0)
+    statuses = {status for status, _ in decisions}
+    return 1 if 1 in statuses else max(statuses, default=0)
 
 
 if __name__ == "__main__":

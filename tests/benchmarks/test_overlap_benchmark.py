@@ -56,9 +56,9 @@ SMALL = "--link plain --compute real --layers 3 --dim 32 --expert-dim 16 --exper
 
 
 def stepped(rank: int, model: str, modes: tuple[str, str]) -> Any:
-    """Of each mode: gradients; what was launched and waited for, and tokens of the shared expert of layer 1."""
+    """Return, for each mode, gradients, what was launched and waited for, and tokens of layer 1's shared expert."""
     bench = Bench(complete(parser().parse_args([*SMALL.split(), "--model", model])))
-    found = []
+    steps = []
     for mode in modes:
         block, hook = bench.prepare(mode).model.layers[1].mlp, None
         if model == "shared":
@@ -75,8 +75,8 @@ def stepped(rank: int, model: str, modes: tuple[str, str]) -> Any:
         ]
         named = bench.models[mode in REGULAR].named_parameters()
         gradients = {name: getattr(p.grad, "_local_tensor", p.grad).clone() for name, p in named}
-        found.append((gradients, events))
-    return found
+        steps.append((gradients, events))
+    return steps
 
 
 def check_gradients(expected: Any, actual: Any) -> None:
@@ -93,7 +93,7 @@ def test_one_node_an_exchange_has_the_gradients_of_two_and_their_order(model: st
 
 
 def test_the_exact_rivals_shared_expert_is_computed_beside_both_exchanges_in_halves() -> None:
-    """Of the 8 tokens of a rank."""
+    """Return those of the 8 tokens of a rank."""
     for (expected, _), (actual, seen) in run_ranks(stepped, 2, "shared", ("regular", "both")):
         check_gradients(expected, actual)
         layer = [event[:2] for event in seen if event[0] == "shared" or (event[2:] == (1, False))]

@@ -38,10 +38,10 @@ def test_overhead_stands_beside_two_forks_and_canonical_programs_are_counted(
         str(write_root(tmp_path / "root")),
     ]
     assert benchmark.main([*words, "--json", str(tmp_path / "out.json")]) == 0
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert list(found["overhead_ms"]) == ["two forks", "interpreter", "one worker", "2 workers"]
-    assert all(len(times) == 2 and min(times) > 0 for times in found["overhead_ms"].values())
-    assert {name: row["programs"] for name, row in found["canonical"].items()} == {
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert list(report["overhead_ms"]) == ["two forks", "interpreter", "one worker", "2 workers"]
+    assert all(len(times) == 2 and min(times) > 0 for times in report["overhead_ms"].values())
+    assert {name: row["programs"] for name, row in report["canonical"].items()} == {
         "MBPP+": 3,
         "HumanEval+": 3,
     }

@@ -24,10 +24,10 @@ def benchmark():
 
 class Losses(TrainerCallback):
     def __init__(self):
-        self.found = []
+        self.values = []
 
     def on_log(self, args, state, control, logs=None, **others):
-        self.found += [logs["loss"]] if "loss" in logs else []
+        self.values += [logs["loss"]] if "loss" in logs else []
 
 
 def losses(benchmark, variant, lengths, folder):
@@ -35,7 +35,7 @@ def losses(benchmark, variant, lengths, folder):
     torch.manual_seed(0)
     watcher = Losses()
     benchmark.train_variant(variant, options, lengths, str(folder), 3, watcher)
-    return watcher.found
+    return watcher.values
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL's, of names that transformers will drop
@@ -72,8 +72,8 @@ def test_the_heads_share_is_that_of_a_real_model(benchmark):
 
 
 def test_ratios_are_against_the_best_of_the_peer_and_differences_against_every_other(benchmark):
-    def result(seconds, ratio, *found):
-        return {"seconds": seconds, "time_ratio": ratio, "losses": list(found)}
+    def result(seconds, ratio, *losses):
+        return {"seconds": seconds, "time_ratio": ratio, "losses": list(losses)}
 
     results = {
         "sft": result([1.0, 2.0], 1.0, 5.0, 4.0),
@@ -82,10 +82,10 @@ def test_ratios_are_against_the_best_of_the_peer_and_differences_against_every_o
         "gkd": result([3.0, 6.0], 3.0, 0.50, 0.40),
         "gkd sorted": result([2.4, 4.0], 2.2, 0.55, 0.40),
     }
-    found = benchmark.ratios(results)
-    assert found["kl / sft"] == 1.4 and found["kl cached / sft"] == 1.1
-    assert found["tokens/s, kl / gkd"] == pytest.approx((2.0 + 2.4) / 2)
-    assert found["tokens/s, kl / gkd sorted"] == pytest.approx((1.6 + 1.6) / 2)
+    ratios = benchmark.ratios(results)
+    assert ratios["kl / sft"] == 1.4 and ratios["kl cached / sft"] == 1.1
+    assert ratios["tokens/s, kl / gkd"] == pytest.approx((2.0 + 2.4) / 2)
+    assert ratios["tokens/s, kl / gkd sorted"] == pytest.approx((1.6 + 1.6) / 2)
     assert benchmark.largest_difference(results) == pytest.approx(
         {"kl cached": 0.1, "gkd": 0.0, "gkd sorted": 0.1}
     )

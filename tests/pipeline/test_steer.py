@@ -1,5 +1,6 @@
 """A recipe's sweep of router biases: what it measures, that it is made once, and what it refuses."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fcsd.evaluation.stage import heldout_of
 from fcsd.model.load import load_checkpoint
 from fcsd.pipeline import steer as steer_module
 from fcsd.pipeline.checks import check_run
-from fcsd.pipeline.run import evaluate_models
+from fcsd.pipeline.run import convert, evaluate_models
 from fcsd.pipeline.steer import steer
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.report.report import write_report
@@ -27,6 +28,10 @@ from tests.reference.ranks import run_ranks
 from tests.steering.network.test_simulate import links
 from tests.support import ROOT, Bench, make_bench, run_of
 
+TABLES = {  # by the model whose routers are steered
+    "original": ("camoe-0.2", "bottleneck-0.2"),
+    "converted": ("converted-camoe-0.2", "converted-bottleneck-0.2"),
+}
 LINKS = ROOT / "recipes" / "studies" / "camoe.links.json"  # four endpoints
 BATCH = 2
 
@@ -44,35 +49,42 @@ def recipe_of(bench: Bench, **bias: Any) -> Path:
         },
         evaluation={
             "suite": str(suite), "batch_size": BATCH,
-            "router_bias": {"links": str(LINKS), "kind": ["camoe", "bottleneck"], "strengths": [0, 0.2], **bias},
+            "router_bias": {
+                "links": str(LINKS), "models": ["original", "converted"], "kind": ["camoe", "bottleneck"],
+                "strengths": [0, 0.2], **bias,
+            },
         },
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def finished(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Yield a run whose original and steered models are evaluated, and reported on."""
+    """Yield a run whose original, converted and steered models are evaluated, and reported on."""
     bench = make_bench(base_checkpoint, tmp_path_factory.mktemp("steer"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", bench.folder / "cache")
         run = run_of(recipe_of(bench))
+        convert(run)
         evaluate_models(run)
         steer(run)
         write_report(run.recipe, list(run.models()), run.layout.report)
         yield run
 
 
-def by_hand(run: Any, name: str | None) -> dict[str, Any]:
-    """Return mean KL, mean time, and the experts' loads, row by row from logits: no recording, no losses of fcsd."""
-    model = load_checkpoint(run.original).eval()
-    tables = read_tables(run.layout.bias_tables(name or "camoe-0.2"))
+def by_hand(run: Any, of: str, name: str | None) -> dict[str, Any]:
+    """Return mean KL, mean time, and the experts' loads, row by row from logits: no recording, no losses of fcsd.
+
+    of: whose routers are steered; name: by which tables, None: by none.
+    """
+    original, model = (load_checkpoint(run.model(each)).eval() for each in ("original", of))
+    tables = read_tables(run.layout.bias_tables(name or next(iter(TABLES[of])), of))
     rows, links = heldout_of(run.recipe.data, run.tokenizer), read_links(LINKS)
     kl, loads, exchanges, moved = [], torch.zeros(2, 4), [], []
     for j, row in enumerate(rows):
         ids = {key: torch.tensor(row[key])[None].long() for key in ("input_ids", "position_ids")}
         text = ids["input_ids"][0] != run.tokenizer.pad_token_id
         with torch.no_grad():
-            before = model(**ids).logits[0]
+            before = original(**ids).logits[0]
             outputs = plain = model(**ids, output_router_logits=True)
             if name is not None:
                 with router_bias(model, tables) as steering:
@@ -116,11 +128,13 @@ def by_hand(run: Any, name: str | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["camoe-0.2", "bottleneck-0.2"])
-def test_kl_time_and_routing_are_those_of_logits_looked_at_row_by_row(finished: Any, name: str) -> None:
+@pytest.mark.parametrize(("of", "name"), [(of, name) for of, names in TABLES.items() for name in names])
+def test_kl_time_and_routing_are_those_of_logits_looked_at_row_by_row(
+    finished: Any, of: str, name: str
+) -> None:
     result = read_json(finished.layout.evaluation(name) / "results.json")
-    base = read_json(finished.layout.router_bias / "manifest.json")["results"]["original"]
-    after, before = by_hand(finished, name), by_hand(finished, None)
+    base = read_json(finished.layout.router_bias(of) / "manifest.json")["results"]["unbiased"]
+    after, before = by_hand(finished, of, name), by_hand(finished, of, None)
     assert result["kl_to_original"]["kl"] == pytest.approx(after["kl"], rel=1e-4) and after["kl"] > 1e-5
     assert {key: result["exchange"][key] for key in ("mean_s", "p95_s", "tokens")} == pytest.approx(
         {key: after[key] for key in ("mean_s", "p95_s", "tokens")}
@@ -140,15 +154,23 @@ def test_kl_time_and_routing_are_those_of_logits_looked_at_row_by_row(finished: 
         assert kind["routing"]["cv"] == pytest.approx(
             float(loads.sum(0).std(correction=0) / loads.sum(0).mean())
         )
-    assert result["settings"]["router_bias"]["kind"] == name.partition("-")[0]
+    assert result["settings"]["router_bias"]["kind"] == name.split("-")[-2]
 
 
 def test_the_report_has_every_strength_beside_the_original(finished: Any) -> None:
     report = read_json(finished.layout.report / "report.json")
-    assert [point["name"] for point in report["router_bias"]] == ["original", "camoe-0.2", "bottleneck-0.2"]
-    assert set(report["comparisons"]) == {"camoe-0.2", "bottleneck-0.2"}
+    points = [(point["model"], point["name"]) for point in report["router_bias"]]
+    assert points == [(of, name) for of, names in TABLES.items() for name in (of, *names)]
+    assert set(report["comparisons"]) == {"converted", *TABLES["original"], *TABLES["converted"]}
+    layers = {name: model["layers"] for name, model in report["models"].items()}
+    assert layers["camoe-0.2"] == "0" and layers["converted-camoe-0.2"] == layers["converted"] == "2/2"
+    # The point without a bias is that model's own row.
+    own = report["models"]["converted"]["result"]["kl_to_original"]["kl"]
+    assert report["router_bias"][3]["kl"]["kl"] == own > 0
     text = (finished.layout.report / "report.md").read_text()
-    assert "## Steered routers" in text and "](steering.png)" in text
+    chapter = text[text.index("## Steered routers") : text.index("## Figures")]
+    assert chapter.index("### `original`") < chapter.index("### `converted`")
+    assert "](steering.png)" in text and "](steering-converted.png)" in text
 
 
 def test_what_is_finished_is_not_done_again_and_other_links_are_refused(
@@ -156,6 +178,7 @@ def test_what_is_finished_is_not_done_again_and_other_links_are_refused(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(steer_module, "load_for_evaluation", None)  # no model is loaded
+        patch.setattr("fcsd.evaluation.stage.load_for_evaluation", None)
         steer(finished)
     other = read_json(LINKS)
     other["dispatch"]["alpha_s"][0][1] *= 2
@@ -186,7 +209,7 @@ def test_tables_are_those_of_the_recipe_and_padding_is_not_counted(
 
     monkeypatch.setattr(steer_module, "Calibration", Noted)
     monkeypatch.setattr(steer_module, "run_evaluation", stop)
-    path = recipe_of(bench, placement="balanced", scale="logit_std", selection=True)
+    path = recipe_of(bench, placement="balanced", scale="logit_std", selection=True, sigma_floor=0.7)
     run = run_of(load_recipe(path, ["data.packing=false"]))
     with pytest.raises(Done):
         steer(run)
@@ -199,8 +222,20 @@ def test_tables_are_those_of_the_recipe_and_padding_is_not_counted(
     mean = counts.mean(0)
     np.testing.assert_array_equal(tables.placement, balanced(mean.sum(1), 4))
     payload = Payload(load_checkpoint(run.original).config.hidden_size, 4)
-    expected = camoe(mean, read_links(LINKS), payload, tables.placement, 0.2, logit_std=seen["logit_std"])
-    np.testing.assert_array_equal(tables.tables, expected)
+    expected = [
+        camoe(
+            mean,
+            read_links(LINKS),
+            payload,
+            tables.placement,
+            0.2,
+            logit_std=seen["logit_std"],
+            sigma_floor=floor,
+        )
+        for floor in (0.7, 0.0)
+    ]
+    np.testing.assert_array_equal(tables.tables, expected[0])
+    assert not np.allclose(tables.tables, expected[1])
 
 
 def test_tables_that_were_left_by_a_killed_run_are_kept_and_the_others_come_out_the_same(
@@ -209,7 +244,7 @@ def test_tables_that_were_left_by_a_killed_run_are_kept_and_the_others_come_out_
     first, second = (finished.layout.bias_tables(name) for name in ("camoe-0.2", "bottleneck-0.2"))
     kept, made = first.stat().st_mtime_ns, second.read_bytes()
     second.unlink()
-    (finished.layout.router_bias / "manifest.json").unlink()
+    (finished.layout.router_bias("original") / "manifest.json").unlink()
     steer(finished)
     assert first.stat().st_mtime_ns == kept and second.read_bytes() == made
 
@@ -223,8 +258,9 @@ def on_two_ranks(rank: int, recipe: Any) -> None:
 
 def test_two_ranks_find_what_one_process_finds(finished: Any, tmp_path: Path) -> None:
     recipe = finished.recipe.model_copy(update={"output_dir": str(tmp_path / "two")})
+    shutil.copytree(finished.layout.convert, tmp_path / "two" / "convert")
     run_ranks(on_two_ranks, 2, recipe)
-    for name in ("camoe-0.2", "bottleneck-0.2"):
+    for name in (name for names in TABLES.values() for name in names):
         one, two = finished.layout.evaluation(name), tmp_path / "two" / "evaluate" / name
         assert (one / "samples_tiny_choice.jsonl").read_bytes() == (
             two / "samples_tiny_choice.jsonl"
@@ -242,6 +278,12 @@ def test_two_ranks_find_what_one_process_finds(finished: Any, tmp_path: Path) ->
         (["data.heldout=null"], "evaluation.router_bias needs data.heldout"),
         (["evaluation.router_bias.strengths=[-0.1]"], "a strength is 0 or more, got -0.1"),
         (["evaluation.router_bias.strengths=[0]"], "needs a strength above 0"),
+        (["evaluation.router_bias.strengths=[true]"], "router_bias.strengths.0: a number is needed, got True"),
+        (["evaluation.router_bias.sigma_floor=-1"], "sigma_floor: Input should be greater than or equal to 0, got -1"),
+        (["evaluation.router_bias.models=[]"], "router_bias.models: List should have at least 1 item"),
+        (["evaluation.router_bias.models=[fcsd, fcsd]"], "router_bias.models: a model stands twice"),
+        (["evaluation.router_bias.models=[convrted]"], "models: no model 'convrted' in the report; did you mean 'conv"),
+        (["evaluation.router_bias.models=[calibrated]"], "no model 'calibrated' in the report"),
         (["evaluation.router_bias.strength=[1]"], "router_bias.strength: unknown key; did you mean 'strengths'"),
         (["variants={camoe-0.2: {objective.name: sft}}"], "variants.camoe-0.2: is the name of a model of"),
         (["evaluation.router_bias.endpoints=2"], "endpoints: 2, but .* has 4"),

@@ -453,6 +453,21 @@ def test_true_is_no_number(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ("sweep.learning_rate=[2e-5, true]", "sweep.learning_rate.1"),
+        ("evaluation.router_bias.strengths=[true]", "evaluation.router_bias.strengths.0"),
+        ("evaluation.batch_size=true", "evaluation.batch_size"),  # a number above 0, or a word
+    ],
+)
+def test_true_is_no_number_in_a_list_or_beside_a_word_either(change: str, place: str, tmp_path: Path) -> None:
+    evaluation = {"router_bias": {"links": "l.json"}}
+    path = write(tmp_path, MINIMAL | {"evaluation": evaluation, "sweep": {}})
+    with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(place)}: a number is needed, got True"):
+        load_recipe(path, [change])
+
+
+@pytest.mark.parametrize(
     "key",
     ["train.learning_rate", "sweep.learning_rate.0", "sweep.batch_size_tokens.0", "train.adam_epsilon",
      "train.max_grad_norm", "objective.clip", "objective.temperature"],

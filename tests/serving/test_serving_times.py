@@ -30,7 +30,7 @@ def measured(rank: int, folder: Path) -> list[Any]:
         if step == 2:
             time.sleep(0.2)  # computation, beside which the last one is hidden
         sums.append(timed.wait(summed, f"attention.{step}").mean().item())
-    while not (folder / f"rank{rank}.json").is_file() or timed.told != timed.times:
+    while not (folder / f"rank{rank}.json").is_file() or timed.written != timed.times:
         time.sleep(0.01)
     return sums
 
@@ -41,8 +41,8 @@ def test_the_times_of_a_server_are_read_as_they_are_written(
     monkeypatch.setenv(TIMES_VARIABLE, str(tmp_path))
     assert run_ranks(measured, 2, tmp_path) == [[1.0, 3.0, 5.0]] * 2
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rank0.json", "rank1.json"]
-    found = communication_between({}, settled_times(tmp_path))
-    assert found is not None and found["ranks"] == 2
-    assert (found["collectives"], found["bytes"]) == (6, 6 * 4 * 8 * 4)
-    assert found["total_s"] >= 6 * 0.05  # each takes the emulated latency at least
-    assert 0 < found["overlap"] < 1
+    communication = communication_between({}, settled_times(tmp_path))
+    assert communication is not None and communication["ranks"] == 2
+    assert (communication["collectives"], communication["bytes"]) == (6, 6 * 4 * 8 * 4)
+    assert communication["total_s"] >= 6 * 0.05  # each takes the emulated latency at least
+    assert 0 < communication["overlap"] < 1

@@ -1,4 +1,4 @@
-"""A view of padded memory is summed as its values are: collectives read memory, not strides."""
+"""A view of padded memory is summed and exchanged as its values are: collectives read memory, not strides."""
 
 import importlib
 import sys
@@ -19,10 +19,11 @@ VIEWS = {
 }
 
 
-def communication() -> Any:
+def plugin(name: str) -> Any:
+    """Return a module of the plugin."""
     sys.path.insert(0, str(ROOT / "serving"))
     try:
-        return importlib.import_module("fcsd_vllm.communication")
+        return importlib.import_module(f"fcsd_vllm.{name}")
     finally:
         sys.path.remove(str(ROOT / "serving"))
 
@@ -35,7 +36,7 @@ def raw_double(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_nccl_on_a_stream_and_the_engines_own_sum_get_whole_memory(view: str) -> None:
-    module = communication()
+    module = plugin("communication")
     x = VIEWS[view](torch.arange(20.0).reshape(5, 4))
     event = SimpleNamespace(record=lambda *_: None)
     stream = module.Stream.__new__(module.Stream)
@@ -49,8 +50,8 @@ def test_nccl_on_a_stream_and_the_engines_own_sum_get_whole_memory(view: str) ->
 
 
 def summed(rank: int) -> list[bool]:
-    module = communication()
-    settings = importlib.import_module("fcsd_vllm.settings").Settings(comm="timed")
+    module = plugin("communication")
+    settings = plugin("settings").Settings(comm="timed")
     group = SimpleNamespace(world_size=2, device_group=dist.group.WORLD)
     right = []
     for back_end in (module.Timed(group, settings), module.Functional(group)):
@@ -63,3 +64,53 @@ def summed(rank: int) -> list[bool]:
 
 def test_views_are_summed_between_two_ranks() -> None:
     assert run_ranks(summed, 2) == [[True] * 6] * 2
+
+
+SIZES = ([3, 2], [5, 0])
+"""Rows of the two ranks: uneven, and none of the second."""
+LAID_OUT = {
+    "padded": lambda x: torch.cat([x, x + 9], 1)[:, : x.shape[1]],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "whole": lambda x: x,
+}
+
+
+def exchanged(rank: int) -> list[bool]:
+    settings = plugin("settings").Settings
+    group = SimpleNamespace(device_group=dist.group.WORLD)
+    right = []
+    for comm in ("c10d", "timed"):
+        transport = plugin("transports").make_transport(settings(comm=comm), group)
+        for name, lay_out in LAID_OUT.items():
+            for sizes in SIZES:
+                rows, ids = torch.arange(15.0).reshape(5, 3), torch.arange(5)[:, None]
+                own = [lay_out(x.split(sizes)[rank]) for x in (rows, ids)]
+                gathered = transport.gather(own, sizes, f"dispatch.{name}{sizes}")()
+                right.append(torch.equal(gathered[0], rows) and torch.equal(gathered[1], ids))
+                output = torch.full((sizes[rank], 3), 7.0)
+                transport.scatter(lay_out(rows + 100 * rank), output, sizes, f"combine.{name}{sizes}")()
+                right.append(torch.equal(output, 2 * rows.split(sizes)[rank] + 100))
+    return right
+
+
+def test_views_of_uneven_numbers_of_rows_are_exchanged_between_two_ranks() -> None:
+    assert run_ranks(exchanged, 2) == [[True] * 24] * 2
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_nccl_on_a_stream_gathers_and_scatters_whole_memory(view: str) -> None:
+    module = plugin("transports")
+    x = VIEWS[view](torch.arange(20.0).reshape(5, 4))
+    seen = []
+    transport = module.StreamTransport.__new__(module.StreamTransport)
+    calls = SimpleNamespace(
+        group_start=lambda: None,
+        group_end=lambda: None,
+        all_gatherv=lambda rows, x, sizes, stream: seen.append(x),
+        reduce_scatterv=lambda output, x, sizes, stream: seen.append(x),
+    )
+    transport.stream = SimpleNamespace(begin=lambda run, inputs, tag: run(calls, None))
+    transport.gather([x], [len(x)], "dispatch.0")
+    transport.scatter(x, torch.empty_like(x), [len(x)], "combine.0")
+    assert len(seen) == 2
+    assert all(each.is_contiguous() and torch.equal(each, x) for each in seen)

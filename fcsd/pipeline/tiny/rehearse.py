@@ -50,7 +50,7 @@ _SIZES: dict[str, Any] = {
 }
 _NUM_STEPS = 2
 _MOST_ROWS = 64  # of a batch
-_NUM_ITEMS = 8  # of every test set
+_NUM_ITEMS = 8  # of every test set, or as many as its shots need
 _LAYERS = 4
 
 Benchmark = tuple[TaskConfig, SuiteConfig]
@@ -269,7 +269,7 @@ def _write_data(recipe: Recipe, place: Path, known: Mapping[str, Sequence[Benchm
         files = repositories.setdefault(place / "hub" / path, {})
         for row, suite in benchmarks:
             make = CODE[path] if row.kind == "code" else partial(benchmark_row, columns_of(row.task, suite))
-            rows = [make(index) for index in range(_NUM_ITEMS)]
+            rows = [make(index) for index in range(max(_NUM_ITEMS, row.num_fewshot + 1))]
             own: set[tuple[str, Any]] = {(row.dataset_name or "default", row.split)}
             splits = own if row.kind == "code" else named_splits(row, suite)
             files |= {each: rows for each in sorted(splits) if each not in files}

@@ -147,6 +147,11 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     training = _training(settings, config, source.where, spec)
     family, model_config, build = built(training)
     ep, tp = _ranks(settings, machine, links)
+    if (imbalance := machine.values["imbalance"]) > ep:
+        raise UserError(
+            f"assumptions.imbalance: {imbalance:g}: must be at most {ep}, the ranks that share the experts, one of"
+            " which then has all rows"
+        )
     length = 1 if settings.phase == "decode" else settings.length
     _check_size(settings, machine, config, length)
     rows = settings.batch // (settings.data_parallel or 1)

@@ -2,11 +2,14 @@
 
 The model is that of CAMoE (Cost-Aware Communication Optimization for Mixture-of-Experts Inference, section 3.1):
 T_uv(B) = alpha_uv + beta_uv * B, for each phase of an expert-parallel exchange: metadata (counts of tokens), dispatch
-(hidden states and routing weights), combine (hidden states on their way back).
+(hidden states and routing weights), combine (hidden states on their way back). Where only the hops of a path are known
+(a card, a switch, NVLink), a file has lists of their numbers in an edge's place, and `forwarding` (`compose`).
 """
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,16 +25,31 @@ Collective = Literal["p2p", "all_to_all_single"]
 """p2p: every irecv posted, then every isend, so that both directions of a pair run at once. all_to_all_single: the
 backend's own; gloo's serves the two directions of a pair one after another."""
 
+Forwarding = Literal["store_and_forward", "cut_through"]
+"""What a hop does with a message: it sends on what it has whole, or what has come of it so far."""
+
 _LONGEST_S = 1e6  # of a latency or a byte; beyond, sums of times are infinite sooner or later
 
 PHASES: tuple[Phase, ...] = ("metadata", "dispatch", "combine")
+
+
+def compose(
+    alphas_s: Sequence[float], betas_s_per_byte: Sequence[float], forwarding: Forwarding
+) -> tuple[float, float]:
+    """Return alpha and beta of a path from those of its hops (CAMoE, equation 7 and section 3.4).
+
+    store_and_forward: T(B) = sum_h (alpha_h + beta_h B), equation 7. cut_through: sum_h alpha_h + max_h beta_h B.
+    """
+    slowest = sum if forwarding == "store_and_forward" else max
+    return float(sum(alphas_s)), float(slowest(betas_s_per_byte))
 
 
 class PhaseLinks(Strict):
     """The fitted links of one phase; rows are sources, columns are destinations, the diagonal is 0.
 
     r2 of an edge is null where it was not fitted from measurements; refined tells that it was measured under
-    contention, too (phase 2 of the profile); without that it keeps what was measured alone.
+    contention, too (phase 2 of the profile); without that it keeps what was measured alone. In a file an edge may be a
+    list of its hops' values, with `forwarding` beside the tables; r2, refined and repeats may then be left out.
     """
 
     alpha_s: list[list[float]]
@@ -39,6 +57,11 @@ class PhaseLinks(Strict):
     r2: list[list[float | None]]
     refined: list[list[bool]]
     repeats: int = Field(ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hops_are_composed(cls, value: Any) -> Any:
+        return _composed(value) if isinstance(value, dict) else value
 
 
 class Ports(Strict):
@@ -86,8 +109,12 @@ class LinkModel(Strict):
             rates = getattr(self.ports, name)
             if len(rates) != size:
                 raise ValueError(f"ports.{name}: needs {size} values")
-            if any(rate is not None and rate < 0 for rate in rates):
-                raise ValueError(f"ports.{name}: a value is negative")
+            for u, rate in enumerate(rates):
+                if rate is not None and not 0 <= rate <= _LONGEST_S:
+                    raise ValueError(
+                        f"ports.{name}: endpoint {u}: {rate:g} seconds a byte; 0 or more is needed, at most"
+                        f" {_LONGEST_S:g}, or null where its edges share none"
+                    )
         return self
 
     @property
@@ -131,6 +158,49 @@ def read_links(path: str | Path) -> LinkModel:
 def write_links(path: str | Path, links: LinkModel) -> None:
     """Write a links file under a temporary name, then rename it."""
     write_json(Path(path), links.model_dump(mode="json"))
+
+
+def _composed(phase: dict[str, Any]) -> dict[str, Any]:
+    """Replace the edges of a phase that are given by their hops, as `compose` does; what else is wrong is left."""
+    forwarding = phase.get("forwarding")
+    phase = {name: value for name, value in phase.items() if name != "forwarding"}
+    tables = [phase.get("alpha_s"), phase.get("beta_s_per_byte")]
+    if not all(isinstance(table, list) and all(isinstance(row, list) for row in table) for table in tables):
+        return phase
+    edges = sorted({edge for table in tables for edge in _edges_of_hops(table)})
+    if (forwarding is not None) != bool(edges) or (edges and forwarding not in get_args(Forwarding)):
+        raise ValueError(
+            f"forwarding: {forwarding!r}, with {len(edges)} edges given by their hops; those need"
+            f" {' or '.join(get_args(Forwarding))}, and others none"
+        )
+    alpha, beta = ([list(row) for row in table or ()] for table in tables)
+    for u, v in edges:
+        alphas, betas = (
+            table[u][v] if u < len(table) and v < len(table[u]) else None for table in (alpha, beta)
+        )
+        _check_hops(f"edge {u} -> {v}", alphas, betas)
+        alpha[u][v], beta[u][v] = compose(alphas, betas, forwarding)  # type: ignore[arg-type]
+    unfitted = {"r2": [[None] * len(row) for row in alpha], "refined": [[False] * len(row) for row in alpha]}
+    return (unfitted | {"repeats": 1} if edges else {}) | phase | {"alpha_s": alpha, "beta_s_per_byte": beta}
+
+
+def _edges_of_hops(table: Any) -> list[tuple[int, int]]:
+    return [(u, v) for u, row in enumerate(table) for v, value in enumerate(row) if isinstance(value, list)]
+
+
+def _check_hops(edge: str, alphas: Any, betas: Any) -> None:
+    """Raise ValueError where the two lists of an edge are not one or more hops, each with its two numbers."""
+    if not (isinstance(alphas, list) and isinstance(betas, list) and len(alphas) == len(betas) > 0):
+        raise ValueError(
+            f"{edge}: alpha_s and beta_s_per_byte need a list with the same hops, one or more, got {alphas} and"
+            f" {betas}"
+        )
+    for name, values in (("alpha_s", alphas), ("beta_s_per_byte", betas)):
+        for number, hop in enumerate(values):
+            if isinstance(hop, bool) or not isinstance(hop, int | float) or not 0 <= hop < math.inf:
+                raise ValueError(
+                    f"{name}: {edge}, hop {number}: a number of 0 or more is needed, got {hop!r}"
+                )
 
 
 def _without_diagonal(rows: list[list[float]]) -> Array:

@@ -21,7 +21,7 @@ from fcsd.steering.network.profile import REPEATS, num_exchanges, profile
 from fcsd.steering.network.simulate import exchange_time
 
 LARGEST_BYTES = {"cpu": 1 << 20}
-"""Of the sizes that an edge is measured with, by kind of device; 16 MiB on any other."""
+"""The largest of the sizes that an edge is measured with, by kind of device; 16 MiB on any other."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ class Comparison:
 def patterns(size: int, largest_bytes: int, seed: int = 0) -> list[tuple[str, Array]]:
     """Return 18 patterns of bytes [N, N]: 4 balanced, 6 skewed, 4 with a hot destination, 4 random."""
     rng = np.random.default_rng(seed)
-    found = [(f"balanced {part}/4", np.full((size, size), largest_bytes * part / 4)) for part in range(1, 5)]
+    named = [(f"balanced {part}/4", np.full((size, size), largest_bytes * part / 4)) for part in range(1, 5)]
     usual = largest_bytes * 0.6
     for number in range(6):
         shares = rng.gamma(0.7, size=size) + 1e-3
         skewed = usual * size * shares / shares.sum() * rng.uniform(0.8, 1.2, (size, size))
-        found.append((f"skewed {number}", skewed))
+        named.append((f"skewed {number}", skewed))
     for number in range(4):
         hot = number % size
         total, rest = usual * size, 0.4 / (size - 1)
-        found.append((f"hot {hot}", np.tile(np.where(np.arange(size) == hot, 0.6, rest) * total, (size, 1))))
+        named.append((f"hot {hot}", np.tile(np.where(np.arange(size) == hot, 0.6, rest) * total, (size, 1))))
     for number in range(4):
-        found.append((f"random {number}", rng.integers(0, 9, (size, size)) * largest_bytes / 8))
-    return [(name, np.ceil(pattern)) for name, pattern in found]
+        named.append((f"random {number}", rng.integers(0, 9, (size, size)) * largest_bytes / 8))
+    return [(name, np.ceil(pattern)) for name, pattern in named]
 
 
 def measure_and_simulate(

@@ -48,7 +48,7 @@ def read_nccl_tests(path: Path) -> LinkModel:
 
 def _times(path: Path, text: str) -> tuple[Any, Any]:
     """Return sizes in bytes and out-of-place times in seconds."""
-    found: dict[int, float] = {}
+    times: dict[int, float] = {}
     has_root = re.search(r"#\s+size\s+count.*\broot\b", text) is not None
     for number, line in enumerate(text.splitlines(), 1):
         if (row := _ROW.search(line)) is None:
@@ -67,12 +67,12 @@ def _times(path: Path, text: str) -> tuple[Any, Any]:
             raise UserError(
                 f"{path}, line {number}: {size} bytes in {microseconds:g} us are not {gb_s:g} GB/s"
             )
-        found[size] = microseconds * 1e-6
-    if len(found) < 3:
+        times[size] = microseconds * 1e-6
+    if len(times) < 3:
         raise UserError(
-            f"{path}: has {len(found)} sizes, at least three are needed; run with -b 64K -e 64M -f 2"
+            f"{path}: has {len(times)} sizes, at least three are needed; run with -b 64K -e 64M -f 2"
         )
-    return np.array(list(found), dtype=np.float64), np.array(list(found.values()))
+    return np.array(list(times), dtype=np.float64), np.array(list(times.values()))
 
 
 def _is_number(word: str) -> bool:

@@ -153,10 +153,10 @@ def exchange_counts(counts: NDArray[np.integer], num_endpoints: int, size: int =
     """
     each = size * num_endpoints
     whole = max(1, len(counts) // each)
-    found = np.zeros((whole, counts.shape[1], num_endpoints, counts.shape[2]), dtype=np.int64)
+    exchanges = np.zeros((whole, counts.shape[1], num_endpoints, counts.shape[2]), dtype=np.int64)
     for j, batch in enumerate(counts[: whole * each]):
-        found[j // each, :, j % num_endpoints] += batch
-    return found
+        exchanges[j // each, :, j % num_endpoints] += batch
+    return exchanges
 
 
 def exchange_times(

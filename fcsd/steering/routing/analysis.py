@@ -89,10 +89,10 @@ def _placements(steps: Counts, network: Network) -> dict[str, Any]:
         return {}
     half = len(steps) // 2
     decided, timed = (steps[:half].sum(0), steps[half:]) if half else (steps.sum(0), steps)
-    found = {by: placed(by, decided, network.links, network.payload) for by in get_args(PlacedBy)}
+    placements = {by: placed(by, decided, network.links, network.payload) for by in get_args(PlacedBy)}
     return {
         by: {**network.time(timed, placement), "endpoints": placement.tolist()}
-        for by, placement in found.items()
+        for by, placement in placements.items()
     }
 
 

@@ -152,7 +152,7 @@ class Steering:
         self._tables, self._rows = tables, rows
         self._endpoint: int | None = None
         # What compiled layers ask: a graph that asked for the endpoint would be for one endpoint only.
-        self.told = False
+        self.has_endpoint = False
         self.heard: list[Tensor] | None = None
 
     @property
@@ -166,7 +166,7 @@ class Steering:
             raise UserError(
                 f"endpoint {endpoint}: the bias tables have 0 to {self._tables.num_endpoints - 1}"
             )
-        self._endpoint, self.told = endpoint, True
+        self._endpoint, self.has_endpoint = endpoint, True
         # In place: compiled layers have these tensors in their graphs.
         for row, table in zip(self._rows, self._tables.tables, strict=True):
             row.copy_(torch.from_numpy(table[endpoint]))
@@ -257,7 +257,7 @@ class _Biased:
         self.inner, self.row, self.steering, self.selection = router.module.forward, row, steering, selection
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.steering.told:
+        if not self.steering.has_endpoint:
             raise UserError("router bias: the endpoint of these tokens was not told; set `endpoint` first")
         biased = _Pass(self, self.row)
         with biased:

@@ -27,7 +27,7 @@ Respond = Callable[[NDArray[np.float32]], NDArray[Any]]
 TEMPERATURE = 0.03
 """A path 3 % below the slowest is pushed 1/e as much."""
 STEP = 0.025
-"""Of a push, in standard deviations of a layer's logits."""
+"""The size of a push, in standard deviations of a layer's logits."""
 LANDING = 4
 """Halvings of the last step, so that the goal is met and not passed."""
 MAX_STEPS = 300
@@ -89,8 +89,8 @@ def bottleneck(
         steps += 1
     for _ in range(LANDING if steps else 0):
         middle = (before + pushes) / 2
-        found = respond(for_experts(middle, deployment.placement))
-        if deployment.mean_time(found) > goal_s:
+        halfway = respond(for_experts(middle, deployment.placement))
+        if deployment.mean_time(halfway) > goal_s:
             before = middle
         else:
             pushes = middle

@@ -10,12 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fcsd.base.errors import UserError
+from fcsd.steering.config import SIGMA_FLOOR
 from fcsd.steering.network.links import Array, LinkModel
 from fcsd.steering.network.simulate import Payload, endpoint_counts
-
-SIGMA_FLOOR = 0.05
-"""Least standard deviation of a row, as a part of its mean: among many equal links the printed z-score makes large
-biases of differences that are noise."""
 
 
 def camoe(
@@ -31,7 +28,8 @@ def camoe(
     """Return the tables [L, N, E] from the pairs [L, N, E] of one exchange; 0 for experts without an endpoint.
 
     strength: lambda of equation 13, in logits; with logit_std [L], in standard deviations of a layer's logits.
-    placement: [L, E] or [E], -1: no endpoint. sigma_floor: 0 is as printed.
+    placement: [L, E] or [E], -1: no endpoint. sigma_floor: least standard deviation of a row, as a part of its mean:
+    among many equal links the printed z-score (0) makes large biases of differences that are noise.
 
     Raises:
         UserError: strength is negative; the links are between another number of endpoints.
@@ -53,5 +51,5 @@ def camoe(
 
 def for_experts(values: Array, placement: NDArray[np.integer]) -> NDArray[np.float32]:
     """Give each expert the value [L, N, N] of its endpoint: [L, N, E]; 0 to one without."""
-    found = np.take_along_axis(values, np.maximum(placement, 0)[:, None, :], axis=-1)
-    return np.where(placement[:, None, :] < 0, 0, found).astype(np.float32)
+    by_expert = np.take_along_axis(values, np.maximum(placement, 0)[:, None, :], axis=-1)
+    return np.where(placement[:, None, :] < 0, 0, by_expert).astype(np.float32)

@@ -37,7 +37,7 @@ def read_batches(
     device = input_device(model)
     own = len(ranks.deal(batches))
     with (
-        recording(model) as found,
+        recording(model) as recorded,
         progress_bar(
             total=own, desc=bar, unit="batch", shown=bar is not None and ranks.first, leave=False
         ) as shown,
@@ -48,7 +48,7 @@ def read_batches(
             inputs = {name: value.to(device) for name, value in batch.items()}
             with torch.no_grad():
                 model(**inputs, use_cache=False, **options)
-            routed = found.take()
+            routed = recorded.take()
             if (mask := inputs.get("attention_mask")) is not None:
                 kept = mask.reshape(-1).bool()
                 routed = [

@@ -59,18 +59,18 @@ def topology_aware(counts: NDArray[Any], links: LinkModel, payload: Payload) -> 
     """Return [L, E]: for each layer swap pairs of experts while that lowers the simulated time of its exchanges.
 
     counts: [L, N, E] pairs by source endpoint. Starts with contiguous or balanced, whichever is faster in a layer, and
-    is never slower than that on these counts; a local minimum. Of swaps that leave the slowest edge alone the one that
-    lowers the edges near it most is taken, so that other batches find room there.
+    is never slower than that on these counts; a local minimum. Among swaps that leave the slowest edge alone the one
+    that lowers the edges near it most is taken, so that other batches find room there.
     """
     num_layers, num_endpoints, num_experts = counts.shape
     links.require(num_endpoints)
     starts = [contiguous(num_experts, num_endpoints), balanced(counts.sum(1), num_endpoints)]
-    found = np.empty((num_layers, num_experts), dtype=np.int64)
+    placement = np.empty((num_layers, num_experts), dtype=np.int64)
     for layer, pairs in enumerate(counts.astype(np.float64)):
-        begins = [np.broadcast_to(each, found.shape)[layer] for each in starts]
+        begins = [np.broadcast_to(each, placement.shape)[layer] for each in starts]
         times = [_cost(links, endpoint_counts(pairs, each), payload)[0] for each in begins]
-        found[layer] = _swapped(pairs, begins[int(np.argmin(times))].copy(), links, payload)
-    return found
+        placement[layer] = _swapped(pairs, begins[int(np.argmin(times))].copy(), links, payload)
+    return placement
 
 
 def _swapped(

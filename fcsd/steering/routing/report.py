@@ -22,8 +22,8 @@ def report(result: Mapping[str, Any]) -> str:
         "## Loads\n\n" + _loads(result["models"]),
         "![share of each expert](loads.png)",
     ]
-    if (found := result["comparison"]) is not None:
-        parts += [_shift(result, found), "![what changed by layer](shift.png)"]
+    if (shift := result["comparison"]) is not None:
+        parts += [_shift(result, shift), "![what changed by layer](shift.png)"]
     parts += [
         "## Traffic\n\n"
         + "\n\n".join(_traffic(facts, result["num_endpoints"]) for facts in result["models"]),
@@ -56,14 +56,14 @@ def _loads(models: Sequence[Mapping[str, Any]]) -> str:
     return f"{text}\n\nThe Switch loss is 1 for an even routing."
 
 
-def _shift(result: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def _shift(result: Mapping[str, Any], shift: Mapping[str, Any]) -> str:
     model, base = (facts["name"] for facts in result["models"])
     rows = [
         [str(layer), f"{moved:.2%}", nats(kl), f"{one:.3f}", f"{other:.3f}"]
         for layer, moved, kl, one, other in zip(
             result["models"][0]["layers"],
-            found["layer_moved"],
-            found["layer_kl"],
+            shift["layer_moved"],
+            shift["layer_kl"],
             result["models"][1]["layer_cv"],
             result["models"][0]["layer_cv"],
             strict=True,
@@ -71,14 +71,14 @@ def _shift(result: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     ]
     return (
         f"## What changed against {base}\n\n"
-        f"{found['routes_moved']:.2%} of the (token, expert) pairs of {base} are not among those of {model}, on the"
-        f" same tokens. KL of the experts' loads {nats(found['kl'])}, by layer and averaged"
-        f" {nats(found['avg_layer_kl'])} nats (epsilon {result['epsilon']:g} pairs).\n\n"
+        f"{shift['routes_moved']:.2%} of the (token, expert) pairs of {base} are not among those of {model}, on the"
+        f" same tokens. KL of the experts' loads {nats(shift['kl'])}, by layer and averaged"
+        f" {nats(shift['avg_layer_kl'])} nats (epsilon {result['epsilon']:g} pairs).\n\n"
         + markdown(["layer", "routes moved", "KL", "cv before", "cv"], rows)
         + "\n\nAfter drops:\n\n"
         + markdown(
             ["capacity factor", "KL", "avg_layer_kl"],
-            [[f"{r['factor']:g}", nats(r["kl"]), nats(r["avg_layer_kl"])] for r in found["capacity"]],
+            [[f"{r['factor']:g}", nats(r["kl"]), nats(r["avg_layer_kl"])] for r in shift["capacity"]],
         )
     )
 
@@ -115,8 +115,10 @@ def _placement(models: Sequence[Mapping[str, Any]]) -> str:
     for facts in models:
         start = facts["placements"]["contiguous"]["mean_ms"]
         for name, words in _PLACEMENTS.items():
-            found = facts["placements"][name]
-            rows.append([facts["name"], words, *_times(found), f"{found['mean_ms'] / start - 1:+.1%}"])
+            placement = facts["placements"][name]
+            rows.append(
+                [facts["name"], words, *_times(placement), f"{placement['mean_ms'] / start - 1:+.1%}"]
+            )
     return markdown(
         ["model", "experts placed", *_time_heads(models[0]), "mean against in order"], rows, left=2
     )

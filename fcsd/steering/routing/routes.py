@@ -86,8 +86,8 @@ def read_routes(
 ) -> Routes:
     """Run a model on batches and keep what its routers chose for all but the padding: on all ranks, as one process."""
     routers = find_routers(model)
-    found = read_batches(model, batches, lambda routed, _: _summed(routed), ranks=ranks, bar=bar)
-    experts, probabilities = zip(*found, strict=True)
+    choices = read_batches(model, batches, lambda routed, _: _summed(routed), ranks=ranks, bar=bar)
+    experts, probabilities = zip(*choices, strict=True)
     num_tokens = np.array([batch.shape[1] for batch in experts])
     return Routes(
         [router.layer for router in routers],

@@ -67,14 +67,14 @@ def study_routing(
     if launch.begin(stage) == "finished":
         return dict(read_json(folder / "routing.json"))
     batches = batches_of(study, models, prompts, network.num_endpoints)
-    found: list[Routes] = []
+    by_model: list[Routes] = []
     for each in models:
         model = load_for_evaluation(each, launch, device_map=device_map)
-        found.append(read_routes(model, batches, ranks=launch.ranks, bar=Path(each.config.path).name))
+        by_model.append(read_routes(model, batches, ranks=launch.ranks, bar=Path(each.config.path).name))
         del model
         free_memory()
-        _check_comparable(found, models)
-    result = _result(study, models, found, network, len(batches))
+        _check_comparable(by_model, models)
+    result = _result(study, models, by_model, network, len(batches))
     if launch.first:
         write_json(folder / "routing.json", result)
         write_text(folder / "routing.md", report(result))
@@ -148,8 +148,8 @@ def _text_rows(study: RoutingStudy, tokenizer: Any) -> Rows:
     return [row["input_ids"][:length].tolist() for row, length in zip(rows, lengths, strict=True)]
 
 
-def _check_comparable(found: Sequence[Routes], models: Sequence[ModelFolder]) -> None:
-    shapes = [(routes.layers, routes.num_experts, routes.top_k) for routes in found]
+def _check_comparable(by_model: Sequence[Routes], models: Sequence[ModelFolder]) -> None:
+    shapes = [(routes.layers, routes.num_experts, routes.top_k) for routes in by_model]
     if len(shapes) == 2 and shapes[0] != shapes[1]:
         words = [f"{len(layers)} MoE layers, top {k} of {experts} experts" for layers, experts, k in shapes]
         raise UserError(
@@ -161,14 +161,14 @@ def _check_comparable(found: Sequence[Routes], models: Sequence[ModelFolder]) ->
 def _result(
     study: RoutingStudy,
     models: Sequence[ModelFolder],
-    found: Sequence[Routes],
+    by_model: Sequence[Routes],
     network: Network,
     num_batches: int,
 ) -> dict[str, Any]:
-    kept = [[routes.keep(factor) for factor in FACTORS] for routes in found]
+    kept = [[routes.keep(factor) for factor in FACTORS] for routes in by_model]
     facts = [
         {"name": each.config.path, **model_facts(routes, dropped, network)}
-        for each, routes, dropped in zip(models, found, kept, strict=True)
+        for each, routes, dropped in zip(models, by_model, kept, strict=True)
     ]
     return {
         "schema_version": SCHEMA_VERSION,
@@ -179,5 +179,5 @@ def _result(
         "num_batches": num_batches,
         "models": facts,
         # The model is compared with what it is set against: that is the base of the KL.
-        "comparison": comparison(found[1], found[0], kept[1], kept[0]) if len(found) == 2 else None,
+        "comparison": comparison(by_model[1], by_model[0], kept[1], kept[0]) if len(by_model) == 2 else None,
     }

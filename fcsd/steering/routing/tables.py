@@ -16,12 +16,11 @@ from fcsd.base.strict import Strict, validate
 from fcsd.model.families import base_model_type
 from fcsd.model.families.choices import Routed
 from fcsd.model.families.routers import find_routers
-from fcsd.model.families.structure import unwrapped
 from fcsd.model.load import find_model
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.parallel.ranks import ALONE, Ranks
-from fcsd.steering.config import BiasSettings
+from fcsd.steering.config import SIGMA_FLOOR, BiasSettings
 from fcsd.steering.network.links import Array
 from fcsd.steering.network.simulate import exchange_counts
 from fcsd.steering.routing.bias import BiasTables, Kind, read_tables, router_bias, tables_for, write_tables
@@ -49,18 +48,18 @@ class Calibration:
     ):
         self.model, self.num_endpoints, self.selection = model, num_endpoints, selection
         self._batches, self._ranks = batches, ranks
-        found = self._run(None)
-        self.counts = self._exchanges(found)
+        runs = self._run(None)
+        self.counts = self._exchanges(runs)
         """Pairs [X, L, N, E] without a bias."""
-        self.logit_std: Array = np.nanmean([spread for _, spread in found], 0)
+        self.logit_std: Array = np.nanmean([spread for _, spread in runs], 0)
         """Standard deviation over experts of a layer's logits, mean over tokens: [L]."""
 
     def respond(self, tables: BiasTables) -> NDArray[np.int64]:
         """Return the pairs [X, L, N, E] under a bias. All ranks call this."""
         return self._exchanges(self._run(tables))
 
-    def _exchanges(self, found: Sequence[tuple[NDArray[np.int64], Array]]) -> NDArray[np.int64]:
-        return exchange_counts(np.stack([counts for counts, _ in found]), self.num_endpoints)
+    def _exchanges(self, runs: Sequence[tuple[NDArray[np.int64], Array]]) -> NDArray[np.int64]:
+        return exchange_counts(np.stack([counts for counts, _ in runs]), self.num_endpoints)
 
     def _run(self, tables: BiasTables | None) -> list[tuple[NDArray[np.int64], Array]]:
         if tables is None:
@@ -106,10 +105,12 @@ def make_tables(
     *,
     scaled: bool = False,
     windows: Array | None = None,
+    sigma_floor: float = SIGMA_FLOOR,
 ) -> tuple[BiasTables, dict[str, Any]]:
     """Return the tables of a kind, and what they do to the calibration text. All ranks call this.
 
     scaled: a strength counts in standard deviations of a layer's logits. windows: [L, 2] seconds, for that kind.
+    sigma_floor: of `fcsd.steering.routing.camoe.camoe`, for the others.
     """
     logit_std = calibration.logit_std
 
@@ -131,7 +132,8 @@ def make_tables(
     else:
         mean = calibration.counts.mean(0)
         placed = deployment.links, deployment.payload, deployment.placement
-        values = camoe(mean, *placed, strength, logit_std=logit_std if scaled else None)
+        unit = logit_std if scaled else None
+        values = camoe(mean, *placed, strength, logit_std=unit, sigma_floor=sigma_floor)
         tables = wrapped(values)
         if kind == "bottleneck":
             goal = min(facts["before_s"], deployment.mean_time(respond(values)))
@@ -164,17 +166,33 @@ def read_windows_file(path: str | Path) -> Windows:
     return validate(Windows, value, str(path))
 
 
-def read_windows(path: str | Path, model: nn.Module) -> Array:
-    """Read the windows [L, 2] of dispatch and combine, in seconds, that `fcsd plan` wrote for this model."""
-    found = read_windows_file(path)
+def read_windows(path: str | Path, config: Any, num_endpoints: int) -> Windows:
+    """Read what `fcsd plan --windows` wrote; UserError where it is of another model or of other ranks.
+
+    config: of the model; its weights are not needed yet. num_endpoints: those that the links are between.
+    """
+    windows = read_windows_file(path)
+    advice = f"write them with `fcsd plan MODEL --ep {num_endpoints} --windows {path}`"
+    for what, planned, needed in (
+        ("model type", base_model_type(windows.model_type), base_model_type(config.model_type)),
+        ("decoder layers", windows.num_layers, config.get_text_config().num_hidden_layers),
+        ("expert-parallel ranks", windows.expert_parallel, num_endpoints),
+    ):
+        if planned is not None and planned != needed:
+            having = "the links have" if what == "expert-parallel ranks" else "the model has"
+            raise UserError(f"{path}: windows of {what} {planned}, but {having} {needed}; {advice}")
+    return windows
+
+
+def windows_by_layer(windows: Windows, model: nn.Module) -> Array:
+    """Return the windows [L, 2] of dispatch and combine, in seconds; UserError where its MoE layers are others."""
     layers = [router.layer for router in find_routers(model)]
-    model_type = base_model_type(unwrapped(model).config.model_type)
-    if (base_model_type(found.model_type), found.layers) != (model_type, layers):
+    if windows.layers != layers:
         raise UserError(
-            f"{path}: windows of {found.model_type} with MoE layers {found.layers}, but the model is {model_type}"
-            f" with {layers}"
+            f"--windows: of the MoE layers {windows.layers}, but the model has {layers}; write them with"
+            " `fcsd plan MODEL --windows FILE`"
         )
-    return np.array([found.dispatch_s, found.combine_s], dtype=np.float64).T
+    return np.array([windows.dispatch_s, windows.combine_s], dtype=np.float64).T
 
 
 def write_bias(
@@ -185,11 +203,14 @@ def write_bias(
     prompts: given the tokenizer, the prompts of the settings' tasks. Raises as `study_routing`.
     """
     launch.ranks.from_first(lambda: check_file_place(out, read_tables))
-    found = find_model(settings.model)
-    network = network_of(settings, [found])
-    batches = batches_of(settings, [found], prompts, network.num_endpoints)
-    model = load_for_evaluation(found, launch)
-    windows = None if settings.windows is None else read_windows(settings.windows, model)
+    folder = find_model(settings.model)
+    network = network_of(settings, [folder])
+    windows = None
+    if settings.windows is not None:
+        config = folder.load_config(any_family=settings.model.trust_remote_code)
+        windows = read_windows(settings.windows, config, network.num_endpoints)
+    batches = batches_of(settings, [folder], prompts, network.num_endpoints)
+    model = load_for_evaluation(folder, launch)
     calibration = Calibration(
         model, batches, network.num_endpoints, selection=settings.selection, ranks=launch.ranks
     )
@@ -203,7 +224,8 @@ def write_bias(
         settings.kind,
         1.0 if settings.strength is None else settings.strength,
         scaled=settings.scale is not None,
-        windows=windows,
+        windows=None if windows is None else windows_by_layer(windows, model),
+        sigma_floor=settings.sigma_floor,
     )
     if launch.first:
         write_tables(out, tables)

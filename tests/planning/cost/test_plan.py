@@ -334,6 +334,9 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     (tmp_path / "less.yaml").write_text("gpu: h100\nassumptions: {imbalance: 0.5}\n")
     (tmp_path / "more.yaml").write_text("gpu: h100\nassumptions: {slowdown: 5}\n")
     (tmp_path / "zero.yaml").write_text("gpu: h100\nassumptions: {gemm: 0}\n")
+    (tmp_path / "true.yaml").write_text("gpu: h100\nassumptions: {gemm: true}\n")
+    (tmp_path / "late.yaml").write_text("gpu: h100\nassumptions: {latency_us: 1e300}\n")
+    (tmp_path / "ranks.yaml").write_text("gpu: h100\nassumptions: {imbalance: 9}\n")
     (tmp_path / "dense").mkdir()
     (tmp_path / "dense" / "config.json").write_text('{"model_type": "llama"}')
     model = lite(tmp_path)
@@ -413,6 +416,18 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             "--global-batch: of an optimiser step, which --phase decode has not",
         ),
         "value": ([model, "--cluster", str(tmp_path / "zero.yaml")], "assumptions.gemm: 0: must be above 0"),
+        "no number": (
+            [model, "--cluster", str(tmp_path / "true.yaml")],
+            "true.yaml: assumptions.gemm: a number is needed, got True",
+        ),
+        "no time": (
+            [model, "--cluster", str(tmp_path / "late.yaml")],
+            "assumptions.latency_us: 1e+300: must be above 0, at most 100000: microseconds an exchange takes",
+        ),
+        "more than all ranks": (
+            [model, "--cluster", str(tmp_path / "ranks.yaml")],
+            "assumptions.imbalance: 9: must be at most 8, the ranks that share the experts",
+        ),
         "figure": ([model, "--figure", "x.png"], "--figure: of speed-up against quality, so it needs --study"),
         "windows": ([model, "--phase", "decode", "--windows", "x.json"], "--windows: of dispatch and combine"),
         "windows nowhere": ([model, "--windows", "none/w.json"], "none/w.json: is in a folder that does not exist"),

@@ -13,7 +13,7 @@ from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.steering.network.links import read_links, write_links
 from fcsd.steering.network.nccl_tests import read_nccl_tests
-from fcsd.steering.network.simulate import exchange_time
+from fcsd.steering.network.simulate import edge_times, exchange_time
 from tests.steering.network.test_simulate import BYTES, links
 
 # As printed, shortened (NVIDIA/nccl-tests, issue 214: two A40), under a line with its command.
@@ -62,24 +62,25 @@ def test_an_edge_of_an_all_to_all_carries_one_part_of_its_size(
     out = tmp_path / "links.json"
     assert main(["profile-network", str(out), "--nccl-tests", str(written(tmp_path, ALLTOALL))]) == 0
     assert "all have the same latency and rate here" in capsys.readouterr().out
-    found, off = read_links(out), ~np.eye(4, dtype=bool)
-    assert found.endpoints == ["Node1:0", "Node1:1", "Node1:2", "Node1:3"]
-    assert (found.collective, found.backend) == ("all_to_all_single", "nccl")
-    assert found.libraries == {"nccl-tests": "2.17.8"}
+    measured, off = read_links(out), ~np.eye(4, dtype=bool)
+    assert measured.endpoints == ["Node1:0", "Node1:1", "Node1:2", "Node1:3"]
+    assert (measured.collective, measured.backend) == ("all_to_all_single", "nccl")
+    assert measured.libraries == {"nccl-tests": "2.17.8"}
     for phase in ("metadata", "dispatch", "combine"):
-        np.testing.assert_allclose(found.alpha(phase)[off], 20e-6, rtol=1e-3)  # type: ignore[arg-type]
-        np.testing.assert_allclose(found.beta(phase)[off], 1e-10, rtol=1e-3)  # type: ignore[arg-type]
+        np.testing.assert_allclose(measured.alpha(phase)[off], 20e-6, rtol=1e-3)  # type: ignore[arg-type]
+        np.testing.assert_allclose(measured.beta(phase)[off], 1e-10, rtol=1e-3)  # type: ignore[arg-type]
     balanced = np.full((4, 4), 400_000.0)  # 1.6 MB a rank, as the first row has it
-    assert exchange_time(found, "dispatch", balanced) == pytest.approx(60e-6, rel=1e-3)
+    assert exchange_time(measured, "dispatch", balanced) == pytest.approx(60e-6, rel=1e-3)
 
 
 def test_a_ring_of_sends_carries_its_whole_size_on_an_edge_and_is_read_as_it_was_printed(
     tmp_path: Path,
 ) -> None:
-    found = read_nccl_tests(written(tmp_path, SENDRECV))
-    assert found.endpoints == ["gpu23:0", "gpu24:1"] and found.collective == "p2p"
-    assert found.alpha("dispatch")[0, 1] == pytest.approx(33.5e-6, rel=0.03)  # falls with the size: no rate
-    assert found.beta("dispatch")[0, 1] == pytest.approx(0, abs=1e-12)
+    measured = read_nccl_tests(written(tmp_path, SENDRECV))
+    assert measured.endpoints == ["gpu23:0", "gpu24:1"] and measured.collective == "p2p"
+    # The time falls with the size: no rate.
+    assert measured.alpha("dispatch")[0, 1] == pytest.approx(33.5e-6, rel=0.03)
+    assert measured.beta("dispatch")[0, 1] == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,46 @@ def test_a_ring_of_sends_carries_its_whole_size_on_an_edge_and_is_read_as_it_was
 def test_output_that_is_none_is_refused(change: Callable[[str], str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         read_nccl_tests(written(tmp_path, change(ALLTOALL)))
+
+
+def ports(direction: str, rates: list[float | None]) -> Callable[[Any], None]:
+    return lambda value: value["ports"].update({f"{direction}_s_per_byte": rates})
+
+
+def hops(alpha: Any, beta: Any, forwarding: str | None = "store_and_forward") -> Callable[[Any], None]:
+    """A change of a links file: the hops of the dispatch's edge 0 -> 1."""
+
+    def change(value: Any) -> None:
+        value["dispatch"]["alpha_s"][0][1], value["dispatch"]["beta_s_per_byte"][0][1] = alpha, beta
+        value["dispatch"] |= {} if forwarding is None else {"forwarding": forwarding}
+
+    return change
+
+
+@pytest.mark.parametrize(("forwarding", "beta"), [("store_and_forward", 0.011), ("cut_through", 0.008)])
+def test_an_edge_of_three_hops_is_the_one_composed_by_hand(
+    forwarding: str, beta: float, tmp_path: Path
+) -> None:
+    """Equation 7: NVLink, card, card; 3000 bytes take 0.5 s and, by store and forward, 3 + 24 + 6 s."""
+    value = json.loads(links().model_dump_json())
+    hops([0.1, 0.3, 0.1], [0.001, 0.008, 0.002], forwarding)(value)
+    for name in ("r2", "refined", "repeats"):  # of a measurement, which there was none of
+        del value["dispatch"][name]
+    (tmp_path / "links.json").write_text(json.dumps(value))
+    composed = read_links(tmp_path / "links.json")
+    assert composed.alpha("dispatch")[0, 1] == pytest.approx(0.5)
+    assert composed.beta("dispatch")[0, 1] == pytest.approx(beta)
+    sent = np.zeros((3, 3))
+    sent[0, 1] = 3000
+    assert edge_times(composed, "dispatch", sent)[0, 1] == pytest.approx(0.5 + 3000 * beta)
+    assert composed.dispatch.r2[0] == [None] * 3 and not any(map(any, composed.dispatch.refined))
+    for phase in ("metadata", "combine"):  # and the other edges
+        assert getattr(composed, phase) == getattr(links(), phase)
+    rest = np.ones((3, 3), dtype=bool)
+    rest[0, 1] = False
+    np.testing.assert_array_equal(composed.beta("dispatch")[rest], links().beta("dispatch")[rest])
+    write_links(tmp_path / "again.json", composed)
+    assert read_links(tmp_path / "again.json") == composed
 
 
 def test_links_are_written_and_read_as_they_were(tmp_path: Path) -> None:
@@ -117,6 +158,22 @@ def test_links_are_written_and_read_as_they_were(tmp_path: Path) -> None:
         (lambda v: v.pop("combine"), r"combine: is required"),
         (lambda v: v["dispatch"]["beta_s_per_byte"][1].__setitem__(2, 1e308), r"edge 1 -> 2 is no time \(1e\+308 s\)"),
         (lambda v: v["ports"].update(egress_s_per_byte=[None]), r"ports\.egress_s_per_byte: needs 3 values"),
+        (ports("egress", [None, -1.0, None]), r"ports\.egress_s_per_byte: endpoint 1: -1 seconds a byte; 0 or more"),
+        (ports("ingress", [1e30, None, None]), r"endpoint 0: 1e\+30 seconds a byte; 0 or more is needed, at most 1e"),
+        (ports("ingress", [float("nan"), None, None]), r"ports\.ingress_s_per_byte\.0: .*finite number, got nan"),
+        (ports("egress", [None, None, float("inf")]), r"ports\.egress_s_per_byte\.2: .*finite number, got inf"),
+        (ports("egress", [None, True, None]), r"ports\.egress_s_per_byte\.1: a number is needed, got True"),
+        (lambda v: v["dispatch"]["alpha_s"][0].__setitem__(2, False), r"dispatch\.alpha_s\.0\.2: a number is needed"),
+        (lambda v: v["dispatch"].update(forwarding="cut_through"), r"forwarding: 'cut_through', with 0 edges given"),
+        (hops([1.0], [1.0], None), r"forwarding: None, with 1 edges given by their hops; those need store_and_forw"),
+        (hops([1.0], [1.0], "cut"), r"dispatch: forwarding: 'cut', with 1 edges"),
+        (hops([1.0, 2.0], [1.0]), r"edge 0 -> 1: alpha_s and beta_.* need a list with the same hops, .* got \[1\.0, 2"),
+        (hops([1.0], 0.5), r"edge 0 -> 1: .* one or more, got \[1\.0\] and 0\.5"),
+        (hops([], []), r"edge 0 -> 1: .* one or more, got \[\] and \[\]"),
+        (hops([1.0, -2.0], [1.0, 1.0]), r"alpha_s: edge 0 -> 1, hop 1: a number of 0 or more is needed, got -2\.0"),
+        (hops([1.0], [True]), r"beta_s_per_byte: edge 0 -> 1, hop 0: a number of 0 or more is needed, got True"),
+        (hops([float("nan")], [1.0]), r"hop 0: a number of 0 or more is needed, got nan"),
+        (hops([9e5, 9e5], [1.0, 1.0]), r"dispatch\.alpha_s: edge 0 -> 1 is no time \(1\.8e\+06 s\)"),
     ],
 )  # fmt: skip
 def test_links_that_cannot_be_are_refused(
@@ -142,7 +199,7 @@ def test_links_that_cannot_be_are_refused(
     ],
     ids=["folder", "empty", "html", "binary", "nested", "list", "times"],
 )
-def test_a_file_that_holds_no_links_is_told_from_one_with_a_mistake(
+def test_a_file_without_links_is_refused_in_other_words_than_one_with_a_mistake(
     content: bytes | None, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "links.json"

@@ -40,7 +40,7 @@ STRENGTHS = (0.0, 0.5)
 
 
 @dataclass
-class Found:
+class Measurement:
     links: LinkModel
     edge: Comparison
     port: Comparison
@@ -51,7 +51,7 @@ class Found:
 
 def round_trips(rank: int, size: int, times: int = 60) -> Array:
     """Seconds of a byte there and back between two ranks over plain TCP, [N, N]: what wires and machine take."""
-    found = np.zeros((size, size))
+    floors = np.zeros((size, size))
     for first, second in combinations(range(size), 2):
         dist.barrier()
         if rank == second:
@@ -72,13 +72,13 @@ def round_trips(rank: int, size: int, times: int = 60) -> Array:
                         connection.sendall(b"x")
                         connection.recv(1)
                         each.append(time.monotonic() - began)
-                found[first, second] = found[second, first] = statistics.median(each)
-    whole = torch.from_numpy(found)
+                floors[first, second] = floors[second, first] = statistics.median(each)
+    whole = torch.from_numpy(floors)
     dist.all_reduce(whole)
     return whole.numpy()
 
 
-def measured(rank: int, collective: Collective, largest: int) -> Found:
+def measured(rank: int, collective: Collective, largest: int) -> Measurement:
     exchange = GroupExchange(None, collective, torch.device("cpu"))
     facts = {"endpoints": list("abcd"), "collective": collective, "backend": "gloo", "libraries": {}}
     floor = round_trips(rank, 4)
@@ -96,33 +96,33 @@ def measured(rank: int, collective: Collective, largest: int) -> Found:
         counts = routed_counts(strength, links.alpha("dispatch"), links.beta("dispatch"))
         falls[0].append(float(exchange_counts(exchange, counts, payload).total.mean()))
         falls[1].append(float(simulate(links, counts, payload).total.mean()))
-    return Found(links, edges, whole, *falls, floor)
+    return Measurement(links, edges, whole, *falls, floor)
 
 
-def run(wires: Wires, collective: Collective = "p2p", largest: int = LARGEST) -> Found:
-    found: Found = in_namespaces(measured, wires, collective, largest)[0]
-    links, off = found.links, OFF
+def run(wires: Wires, collective: Collective = "p2p", largest: int = LARGEST) -> Measurement:
+    measurement: Measurement = in_namespaces(measured, wires, collective, largest)[0]
+    links, off = measurement.links, OFF
     with np.printoptions(precision=3, suppress=True, linewidth=150):
         print(f"\n{collective}, load {os.getloadavg()[0]:.1f}")
         for phase in PHASES[:2]:  # alone, and under contention
             rates = 8 / np.where(off, links.beta(phase), 1)
             print(phase, "rates over the wires'", (rates / np.where(off, wires.rates, 1))[off])
             print("latency less round trip, ms", ((links.alpha(phase) - wires.round_trips) * 1e3)[off])
-        print("plain TCP less round trip, ms", ((found.floor - wires.round_trips) * 1e3)[off])
+        print("plain TCP less round trip, ms", ((measurement.floor - wires.round_trips) * 1e3)[off])
         print("R²", np.array(links.dispatch.r2)[off].astype(float))
         print("ports, Mb/s", [each and 8e-6 / each for each in links.ports.egress_s_per_byte], links.ports)
-        print("edge:", found.edge, found.edge.errors)
-        print("port or pair:", found.port, found.port.errors)
-        print("counts, s:", found.measured, "simulated:", found.predicted)
-    return found
+        print("edge:", measurement.edge, measurement.edge.errors)
+        print("port or pair:", measurement.port, measurement.port.errors)
+        print("counts, s:", measurement.measured, "simulated:", measurement.predicted)
+    return measurement
 
 
 @pytest.fixture(scope="module")
-def independent() -> Found:
+def independent() -> Measurement:
     return run(appendix_a3(), largest=2 * LARGEST)
 
 
-def test_rates_and_latencies_of_real_links_are_recovered(independent: Found) -> None:
+def test_rates_and_latencies_of_real_links_are_recovered(independent: Measurement) -> None:
     links, wires = independent.links, appendix_a3()
     rates = (
         8 / links.beta("metadata")[OFF]
@@ -139,32 +139,32 @@ def test_rates_and_latencies_of_real_links_are_recovered(independent: Found) -> 
     assert not links.port("egress").any() and not links.port("ingress").any()
 
 
-def test_simulated_times_are_those_measured_on_independent_links(independent: Found) -> None:
+def test_simulated_times_are_those_measured_on_independent_links(independent: Measurement) -> None:
     errors = np.abs(independent.edge.errors)
     assert len(errors) == 18 and errors.mean() <= 0.05 and errors.max() <= 0.15
 
 
-def test_real_exchanges_of_counts_that_a_bias_has_moved_fall_as_predicted(independent: Found) -> None:
+def test_real_exchanges_of_counts_that_a_bias_has_moved_fall_as_predicted(independent: Measurement) -> None:
     (before, after), (expected_before, expected_after) = independent.measured, independent.predicted
     assert after < 0.95 * before
     assert after / before == pytest.approx(expected_after / expected_before, abs=0.07)
 
 
-def test_a_shared_port_is_found_and_the_slowest_edge_alone_does_not_price_it() -> None:
-    found = run(appendix_a3(egress=150e6))  # a network card as fast as A.3's slow links
-    np.testing.assert_allclose(8 / found.links.port("egress"), 150e6, rtol=0.1)
-    assert not found.links.port("ingress").any()
-    errors = np.abs(found.port.errors)
+def test_the_profile_has_a_shared_port_which_the_slowest_edge_alone_does_not_price() -> None:
+    measurement = run(appendix_a3(egress=150e6))  # a network card as fast as A.3's slow links
+    np.testing.assert_allclose(8 / measurement.links.port("egress"), 150e6, rtol=0.1)
+    assert not measurement.links.port("ingress").any()
+    errors = np.abs(measurement.port.errors)
     assert errors.mean() <= 0.05 and errors.max() <= 0.15
-    assert (found.edge.errors[:4] < -0.25).all()  # balanced
+    assert (measurement.edge.errors[:4] < -0.25).all()  # balanced
 
 
 def test_gloos_all_to_all_takes_between_the_slowest_edge_and_both_directions_of_a_pair() -> None:
     """Which of both changes from run to run: whether a receiver's notice overtakes its own rows."""
-    found = run(appendix_a3(), "all_to_all_single")
-    links = found.links
+    measurement = run(appendix_a3(), "all_to_all_single")
+    links = measurement.links
     one_way = (links.alpha("dispatch") + links.beta("dispatch") * (LARGEST // 2)).max()
-    balanced, pair = found.port.measured[3], found.port.simulated[3]
+    balanced, pair = measurement.port.measured[3], measurement.port.simulated[3]
     assert pair > 1.5 * one_way
     assert 0.9 * one_way < balanced < 1.15 * pair
 
@@ -193,10 +193,10 @@ def stays(rank: int, folder: str) -> None:
 
 def networks() -> set[Any]:
     """The network namespaces of all processes."""
-    found = set()
+    namespaces = set()
     for entry in Path("/proc").glob("[0-9]*/ns/net"):
         try:
-            found.add(os.readlink(entry))
+            namespaces.add(os.readlink(entry))
         except OSError:  # it has ended
             continue
-    return found
+    return namespaces

@@ -32,8 +32,8 @@ def jitter(share: float) -> Any:
 
 
 def errors(links: LinkModel, what: str, true: Array) -> Array:
-    found: Array = getattr(links, what)("dispatch")
-    return np.abs(found / np.where(OFF, true, 1) - 1)[OFF]
+    fitted: Array = getattr(links, what)("dispatch")
+    return np.abs(fitted / np.where(OFF, true, 1) - 1)[OFF]
 
 
 def test_a_line_is_fitted_by_relative_errors_and_never_below_zero() -> None:
@@ -65,13 +65,13 @@ def test_the_minimum_of_the_repeats_is_what_a_busy_machine_does_not_hide() -> No
 
 
 @pytest.mark.parametrize("direction", ["egress", "ingress"])
-def test_a_shared_port_is_found_with_its_rate_and_no_other_is_invented(direction: str) -> None:
+def test_the_profile_has_a_shared_port_with_its_rate_and_invents_no_other(direction: str) -> None:
     testbed = Testbed(ALPHA, BETA, **{direction: SHARED}, delay=jitter(1e-4))
     links = profile(testbed, FACTS, largest_bytes=LARGEST)
     other = "ingress" if direction == "egress" else "egress"
-    found = links.port(direction)  # type: ignore[arg-type]
-    assert found[1] == pytest.approx(SHARED[1], rel=0.1)
-    assert not found[[0, 2, 3]].any() and not links.port(other).any()  # type: ignore[arg-type]
+    rates = links.port(direction)  # type: ignore[arg-type]
+    assert rates[1] == pytest.approx(SHARED[1], rel=0.1)
+    assert not rates[[0, 2, 3]].any() and not links.port(other).any()  # type: ignore[arg-type]
     phase = links.dispatch if direction == "egress" else links.combine
     edges = [(1, n) if direction == "egress" else (n, 1) for n in (0, 2, 3)]
     assert not any(phase.refined[u][v] for u, v in edges)  # what the port says is not said twice
@@ -162,16 +162,16 @@ def test_times_simulated_from_a_profile_are_those_measured_and_edges_alone_do_no
 ):
     given = patterns(4, LARGEST)
     free = Testbed(ALPHA, BETA, delay=jitter(1e-4))
-    found = measure_and_simulate(profile(free, FACTS, largest_bytes=LARGEST), free, given)
-    assert len(found.measured) == 18
-    assert np.abs(found.errors).mean() <= 0.05 and np.abs(found.errors).max() <= 0.15
+    comparison = measure_and_simulate(profile(free, FACTS, largest_bytes=LARGEST), free, given)
+    assert len(comparison.measured) == 18
+    assert np.abs(comparison.errors).mean() <= 0.05 and np.abs(comparison.errors).max() <= 0.15
     shared = Testbed(ALPHA, BETA, egress=np.full(4, 1.0e-7), delay=jitter(1e-4))
     links = profile(shared, FACTS, largest_bytes=LARGEST)
-    found = measure_and_simulate(links, shared, given)
-    assert np.abs(found.errors).mean() <= 0.05 and np.abs(found.errors).max() <= 0.15
+    comparison = measure_and_simulate(links, shared, given)
+    assert np.abs(comparison.errors).mean() <= 0.05 and np.abs(comparison.errors).max() <= 0.15
     edges = slowest_edge(links, np.stack([pattern for _, pattern in given]))
-    assert (edges[:4] < 0.75 * found.measured[:4]).all()  # balanced
-    assert str(found).startswith("simulated against measured, 18 patterns: mean error")
+    assert (edges[:4] < 0.75 * comparison.measured[:4]).all()  # balanced
+    assert str(comparison).startswith("simulated against measured, 18 patterns: mean error")
 
 
 def test_exchanges_of_counts_that_a_bias_has_moved_fall_as_predicted() -> None:

@@ -45,12 +45,12 @@ def exchanged(rank: int) -> Any:
 
 
 def test_both_collectives_bring_every_rank_its_rows_and_all_ranks_one_time() -> None:
-    found = run_ranks(exchanged, 3)
-    for rank, (received, times, total) in enumerate(found):
+    by_rank = run_ranks(exchanged, 3)
+    for rank, (received, times, total) in enumerate(by_rank):
         expected = [10.0 * source + rank for source in range(3) for _ in range(ROWS[source, rank])]
         assert received == [expected, expected]
-        assert times == found[0][1] and min(times[:2]) > 0  # and what a probe found, which may be 0
-        assert total.shape == (2,) and (total == found[0][2]).all()
+        assert times == by_rank[0][1] and min(times[:2]) > 0  # and what a probe measured, which may be 0
+        assert total.shape == (2,) and (total == by_rank[0][2]).all()
 
 
 def test_the_command_leaves_links_between_all_ranks_and_says_how_far_simulation_is_off(

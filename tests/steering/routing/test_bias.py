@@ -68,7 +68,7 @@ def run(model: Any, tables: BiasTables | None = None, endpoint: int = 1) -> torc
 @torch.no_grad()
 def logits_both(model: Any, tables: BiasTables, endpoint: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For each router what it puts out as logits, and what its class does with the same input, without a bias."""
-    found, handles = [], []
+    pairs, handles = [], []
     for router in find_routers(model):
 
         def compare(
@@ -76,13 +76,13 @@ def logits_both(model: Any, tables: BiasTables, endpoint: int) -> list[tuple[tor
         ) -> None:
             plain = type(module).forward(module, *args, **kwargs)
             both = [out[index] if isinstance(out, tuple) else out for out in (output, plain)]
-            found.append((both[0], both[1]))
+            pairs.append((both[0], both[1]))
 
         handles.append(router.module.register_forward_hook(compare, with_kwargs=True))
     run(model, tables, endpoint)
     for handle in handles:
         handle.remove()
-    return found
+    return pairs
 
 
 def check_exact(name: str, model: Any) -> None:
@@ -136,9 +136,9 @@ def test_fifty_forces_an_expert_or_leaves_it_to_its_group(name: str) -> None:
             buffer.data.zero_()
     expert, groups = 2, groups_of(model.config)
     tables = tables_for(model, 50.0 * (np.arange(find_routers(model)[0].num_experts) == expert))
-    with recording(model) as found:
+    with recording(model) as recorded:
         run(model, tables)
-        layers = found.take()
+        layers = recorded.take()
     for routed in layers:
         size = routed.logits.shape[-1] // groups
         in_group = (routed.experts // size == expert // size).any(-1)

@@ -68,7 +68,7 @@ def test_the_weakest_bias_within_the_goal_is_chosen_and_noise_changes_nothing() 
     assert cluster.probes == []
 
 
-def test_a_link_that_gets_slow_is_found_and_avoided_until_it_is_well_again() -> None:
+def test_a_link_that_gets_slow_is_avoided_until_it_is_well_again() -> None:
     cluster = Cluster()
     goal = 1.6 * cluster.seconds(cluster.rungs[0].tables)
     controller = Controller(cluster.rungs, cluster.deployment, goal, cluster.probe, patience=3)
@@ -114,9 +114,9 @@ def test_a_path_that_a_bias_avoids_is_seen_to_get_well() -> None:
 
 def avoiding(counts: np.ndarray) -> np.ndarray:
     """These pairs without any between endpoints 1 and 2, whose rows would go from 1 to 2 in dispatch or combine."""
-    found = counts.copy()
-    found[:, :, 1, 64:96] = found[:, :, 2, 32:64] = 0
-    return found
+    fewer = counts.copy()
+    fewer[:, :, 1, 64:96] = fewer[:, :, 2, 32:64] = 0
+    return fewer
 
 
 def test_one_slow_exchange_changes_nothing() -> None:
@@ -156,14 +156,17 @@ def test_a_running_model_is_steered_off_an_edge_that_gets_slow() -> None:
         rungs, deployments[0], goal, probe_by(wires, deployments[0].links, 1 << 22), patience=3
     )
     seconds, strengths = [], []
-    with router_bias(calibration.model, controller.tables) as steering, recording(calibration.model) as found:
+    with (
+        router_bias(calibration.model, controller.tables) as steering,
+        recording(calibration.model) as recorded,
+    ):
         for number in range(60):
             pairs = np.zeros((4, 4, 4))  # layer, source, endpoint
             for source in range(4):
                 steering.endpoint = source
                 with torch.no_grad():
                     calibration.model(**batches[4 * (number % 4) + source])
-                for layer, routed in enumerate(found.take()):
+                for layer, routed in enumerate(recorded.take()):
                     np.add.at(pairs[layer, source], routed.experts.flatten().numpy() // 2, 1)
             wires.beta = beta if number < 12 else slow
             seconds.append(np.mean([exchanged(wires, each, payload) for each in pairs]))
@@ -213,7 +216,7 @@ def test_the_slowest_edge_is_measured_first_and_written_down_where_it_is() -> No
     controller.observe(seconds)
     assert probes[:2] == [("dispatch", 1, 2), ("combine", 0, 3)]
     for phase, edge, was in (("dispatch", (1, 2), beta), ("combine", (0, 3), back)):
-        others = {found[1:] for found in probes if found[0] == phase} - {edge}
+        others = {probe[1:] for probe in probes if probe[0] == phase} - {edge}
         for what, old, new in (("alpha", cluster.alpha, 2e-4), ("beta", was, 7e-9)):
             expected = np.where(np.eye(4, dtype=bool), 0, old)
             expected[edge] = new

@@ -67,8 +67,8 @@ def test_what_a_swap_takes_off_other_edges_counts_where_the_slowest_cannot_be_he
     links = made_links([[0, 1e-6, 1e-6], [1e-6, 0, 1e-6], [1e-6, 1e-6, 0]])
     for phase in (links.metadata, links.dispatch, links.combine):
         phase.alpha_s[0] = [0, 1e-3, 0.1]
-    found = topology_aware(counts, links, PAYLOAD)[0]
-    assert found[[1, 4]].tolist() == [0, 0] and found[[0, 2]].tolist() == [1, 1]
+    placement = topology_aware(counts, links, PAYLOAD)[0]
+    assert placement[[1, 4]].tolist() == [0, 0] and placement[[0, 2]].tolist() == [1, 1]
 
 
 def test_a_placement_of_each_kind_is_made_for_every_layer() -> None:
@@ -93,8 +93,8 @@ def test_swaps_come_close_to_the_best_placement_and_never_behind_their_start() -
     rng = np.random.default_rng(0)
     links = made_links([[0, 8e-6, 8e-6], [8e-6, 0, 1e-6], [8e-6, 1e-6, 0]])
     counts = rng.integers(0, 200, (8, 3, 6)) * rng.gamma(1, 1, (8, 1, 6))
-    found = topology_aware(counts, links, PAYLOAD)
-    times = seconds(counts, found, links)
+    placement = topology_aware(counts, links, PAYLOAD)
+    times = seconds(counts, placement, links)
     starts = [contiguous(6, 3), balanced(counts.sum(1), 3)]
     assert (times <= np.minimum(*(seconds(counts, start, links) for start in starts)) + 1e-12).all()
     every = [np.array(p) for p in set(itertools.permutations([0, 0, 1, 1, 2, 2]))]
@@ -102,7 +102,7 @@ def test_swaps_come_close_to_the_best_placement_and_never_behind_their_start() -
     assert (times >= best - 1e-12).all()
     assert (times / best).mean() < 1.05
     assert times.mean() < 0.9 * seconds(counts, starts[1], links).mean()
-    assert all(np.bincount(layer).tolist() == [2, 2, 2] for layer in found)
+    assert all(np.bincount(layer).tolist() == [2, 2, 2] for layer in placement)
 
 
 def test_endpoints_that_do_not_divide_the_experts_and_links_of_another_world_are_refused() -> None:

@@ -27,7 +27,7 @@ def tokens(rows: int = 2, length: int = 11, vocabulary: int = 99) -> torch.Tenso
 
 def used_experts(model, input_ids) -> dict[int, torch.Tensor]:
     """(tokens, E) pairs by layer, seen at the experts: their indices, the rows that reach them, or the logits."""
-    found, handles = {}, []
+    by_layer, handles = {}, []
     for router in find_routers(model):
         beside = model.get_submodule(router.name.rpartition(".")[0])
         kind = model.config.model_type.removeprefix("farskip_")
@@ -37,11 +37,11 @@ def used_experts(model, input_ids) -> dict[int, torch.Tensor]:
                 used = args[0].abs().sum(-1).view(width, -1).T > 0
             else:
                 used = torch.zeros(len(args[1]), width).scatter_add_(1, args[1], torch.ones(args[1].shape))
-            found[layer] = used.long()
+            by_layer[layer] = used.long()
 
         def at_router(module, args, output, layer=router.layer, width=router.num_experts, top_k=router.top_k):
             chosen = output[4].topk(top_k).indices
-            found[layer] = torch.zeros(len(chosen), width).scatter_(1, chosen, 1).long()
+            by_layer[layer] = torch.zeros(len(chosen), width).scatter_(1, chosen, 1).long()
 
         if kind == "jetmoe":
             handles.append(router.module.register_forward_hook(at_router))
@@ -51,7 +51,7 @@ def used_experts(model, input_ids) -> dict[int, torch.Tensor]:
         model(input_ids, use_cache=False)
     for handle in handles:
         handle.remove()
-    return found
+    return by_layer
 
 
 def gives_its_choice(model, router) -> bool:
@@ -59,8 +59,8 @@ def gives_its_choice(model, router) -> bool:
     recorded = [
         getattr(entry, "target_class", entry)
         for module in model.modules()
-        for found in [(getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])]
-        for entry in (found if isinstance(found, list) else [found])
+        for recorder in [(getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])]
+        for entry in (recorder if isinstance(recorder, list) else [recorder])
     ]
     outputs = []
     handle = router.module.register_forward_hook(lambda module, args, output: outputs.append(output))
@@ -83,9 +83,9 @@ def test_each_moe_layer_has_one_router_and_its_choices_are_those_of_the_experts(
         routers = find_routers(model)
         assert [router.layer for router in routers] == layers
         wanted = used_experts(model, input_ids)
-        with recording(model) as found, torch.no_grad():
+        with recording(model) as recorded, torch.no_grad():
             model(input_ids, use_cache=False)
-        for router, (experts, logits) in zip(routers, found.take(), strict=True):
+        for router, (experts, logits) in zip(routers, recorded.take(), strict=True):
             assert experts.shape == (22, router.top_k), router
             assert logits.shape == (22, router.num_experts), router
             pairs = torch.zeros_like(logits).scatter_(1, experts, 1).long()
@@ -129,7 +129,7 @@ def test_a_model_without_routers_is_refused_in_one_line() -> None:
 
 def test_a_router_that_was_not_called_is_named() -> None:
     model = tiny_model("mixtral", num_hidden_layers=2)
-    with recording(model) as found:
+    with recording(model) as recorded:
         model.model.layers[0].mlp(torch.zeros(1, 3, 32))
         with pytest.raises(UserError, match=r"router model\.layers\.1\.mlp\.gate chose nothing"):
-            found.take()
+            recorded.take()

@@ -71,17 +71,17 @@ def options(folder: Path, output: Path, *more: str) -> list[str]:
 def result(folder: Path) -> dict[str, Any]:
     more = ("--against", str(folder / "original"), "--links", str(folder / "links.json"))
     assert main(options(folder, folder / "study", *more)) == 0
-    found: dict[str, Any] = json.loads((folder / "study" / "routing.json").read_text())
-    return found
+    study: dict[str, Any] = json.loads((folder / "study" / "routing.json").read_text())
+    return study
 
 
 @pytest.fixture(scope="module")
 def choices(folder: Path) -> dict[str, list[list[np.ndarray]]]:
     """Model -> batch -> layer -> experts (tokens, K), by top-k of the router logits that transformers records."""
-    tokenizer, found = tiny_tokenizer(300), {}
+    tokenizer, by_model = tiny_tokenizer(300), {}
     texts = [json.loads(line)["text"] for line in (folder / "rows.jsonl").read_text().splitlines()]
     for name in ("converted", "original"):
-        model, found[name] = load_model(folder / name), []
+        model, by_model[name] = load_model(folder / name), []
         for j in range(0, ROWS, BATCH):
             rows = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts[j : j + BATCH]]
             per_layer: list[list[np.ndarray]] = [[] for _ in range(LAYERS)]
@@ -90,8 +90,8 @@ def choices(folder: Path) -> dict[str, list[list[np.ndarray]]]:
                     logits = model(torch.tensor([row]), output_router_logits=True).router_logits
                 for layer in range(LAYERS):
                     per_layer[layer].append(logits[layer].topk(TOP_K).indices.numpy())
-            found[name].append([np.concatenate(each) for each in per_layer])
-    return found
+            by_model[name].append([np.concatenate(each) for each in per_layer])
+    return by_model
 
 
 def test_counts_and_traffic_are_those_of_the_batches_at_their_endpoints(result, choices) -> None:
@@ -142,8 +142,8 @@ def kept_loads(batches: list[list[np.ndarray]], factor: float | None) -> np.ndar
 
 
 def test_loads_are_compared_with_those_of_the_base_before_and_after_drops(result, choices) -> None:
-    found = result["comparison"]
-    for row, factor in ((found, None), (next(r for r in found["capacity"] if r["factor"] == 1.25), 1.25)):
+    shift = result["comparison"]
+    for row, factor in ((shift, None), (next(r for r in shift["capacity"] if r["factor"] == 1.25), 1.25)):
         base, now = (kept_loads(choices[name], factor) for name in ("original", "converted"))
         by_layer = [kl_by_hand(one, other) for one, other in zip(base, now, strict=True)]
         assert row["kl"] == pytest.approx(kl_by_hand(base.sum(0), now.sum(0)))
@@ -157,21 +157,21 @@ def test_loads_are_compared_with_those_of_the_base_before_and_after_drops(result
 
 
 def test_placements_are_decided_on_the_first_half_and_timed_on_the_second(folder, result, choices) -> None:
-    found, links_found = result["models"][0]["placements"], read_links(folder / "links.json")
+    placements, links = result["models"][0]["placements"], read_links(folder / "links.json")
     first, second = (choices["converted"][k : k + WORLD] for k in (0, WORLD))
     endpoints = balanced(kept_loads(first, None), WORLD)
-    assert found["balanced"]["endpoints"] == endpoints.tolist()
+    assert placements["balanced"]["endpoints"] == endpoints.tolist()
     times = []
     for layer in range(LAYERS):
         traffic = np.zeros((WORLD, WORLD))
         for source, batch in enumerate(second):
             np.add.at(traffic[source], endpoints[layer][batch[layer].ravel()], 1)
-        times.append(1e3 * simulate(links_found, traffic, Payload(row_width=32, num_experts=EXPERTS)).total)
-    assert found["balanced"]["mean_ms"] == pytest.approx(np.mean(times))
+        times.append(1e3 * simulate(links, traffic, Payload(row_width=32, num_experts=EXPERTS)).total)
+    assert placements["balanced"]["mean_ms"] == pytest.approx(np.mean(times))
 
 
 def test_capacity_drops_per_batch_and_times_are_of_what_is_left(folder, result, choices) -> None:
-    found = read_links(folder / "links.json")
+    links = read_links(folder / "links.json")
     row = next(row for row in result["models"][0]["capacity"] if row["factor"] == 1.25)
     dropped = total = alone = room = 0
     steps = np.zeros((2, LAYERS, WORLD, WORLD))
@@ -196,13 +196,13 @@ def test_capacity_drops_per_batch_and_times_are_of_what_is_left(folder, result, 
     assert row["without_expert"] == pytest.approx(alone / (total / TOP_K))
     assert row["padding"] == pytest.approx(1 - (total - dropped) / room)
     payload = Payload(row_width=32, num_experts=EXPERTS)
-    times = [1e3 * simulate(found, step, payload).total for layers in steps for step in layers]
+    times = [1e3 * simulate(links, step, payload).total for layers in steps for step in layers]
     assert row["mean_ms"] == pytest.approx(np.mean(times))
     assert row["p95_ms"] == pytest.approx(np.percentile(times, 95))
     assert row["mean_ms"] < result["models"][0]["mean_ms"]
 
 
-def test_the_report_says_what_conversion_did_and_a_finished_study_is_found(
+def test_the_report_says_what_conversion_did_and_a_finished_study_is_not_run_again(
     folder, result, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(study_module, "load_for_evaluation", None)
@@ -264,8 +264,8 @@ def _batches() -> list[dict[str, torch.Tensor]]:
 def _routes_of_a_rank(rank: int, folder: Path) -> tuple[np.ndarray, np.ndarray]:
     model = spread(folder, None, 2)
     attach(model, "full")
-    found = read_routes(model, _batches(), ranks=Ranks(rank, 2, lockstep=True))
-    return found.experts, found.probabilities
+    routes = read_routes(model, _batches(), ranks=Ranks(rank, 2, lockstep=True))
+    return routes.experts, routes.probabilities
 
 
 def test_expert_parallel_ranks_find_what_one_process_finds(folder) -> None:

@@ -23,7 +23,7 @@ from fcsd.steering.routing.bias import read_tables, router_bias
 from fcsd.steering.routing.bottleneck import Deployment
 from fcsd.steering.routing.camoe import camoe
 from fcsd.steering.routing.placement import contiguous
-from fcsd.steering.routing.tables import Calibration, make_tables, read_windows
+from fcsd.steering.routing.tables import Calibration, make_tables, read_windows, windows_by_layer
 from tests.parallel.overlap.ranks import spread
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
@@ -49,17 +49,17 @@ def deployment(calibration: Calibration) -> Deployment:
 
 def test_counts_are_those_of_the_models_own_choices_by_endpoint(calibration: Calibration) -> None:
     assert calibration.counts.shape == (4, 4, 4, 8)
-    with recording(calibration.model) as found, torch.no_grad():
+    with recording(calibration.model) as recorded, torch.no_grad():
         calibration.model(BATCHES[6]["input_ids"])
-        routed = found.take()[1]
+        routed = recorded.take()[1]
     np.testing.assert_array_equal(
         calibration.counts[1, 1, 2], torch.bincount(routed.experts.flatten(), minlength=8)
     )
-    with recording(calibration.model) as found, torch.no_grad():
+    with recording(calibration.model) as recorded, torch.no_grad():
         spreads = []
         for batch in BATCHES:
             calibration.model(batch["input_ids"])
-            spreads.append(found.take()[3].logits.std(-1).mean())
+            spreads.append(recorded.take()[3].logits.std(-1).mean())
     assert calibration.logit_std[3] == pytest.approx(float(torch.stack(spreads).mean()), rel=1e-5)
 
 
@@ -67,7 +67,7 @@ def test_counts_are_those_of_the_models_own_choices_by_endpoint(calibration: Cal
 def test_the_spread_is_that_of_the_logits_that_the_bias_is_added_to(family: str) -> None:
     """One scales them afterwards, the other records what a softmax makes of them."""
     model = tiny_model(family)
-    found = Calibration(model, BATCHES[:4], 2).logit_std
+    deviations = Calibration(model, BATCHES[:4], 2).logit_std
     linears: list[float] = []
     plain = torch.nn.functional.linear
 
@@ -82,16 +82,16 @@ def test_the_spread_is_that_of_the_logits_that_the_bias_is_added_to(family: str)
         for batch in BATCHES[:4]:
             model(**batch, use_cache=False)
     expected = np.reshape(linears, (4, -1)).mean(0)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(deviations, expected, rtol=1e-6)
 
 
 def test_a_batch_that_is_all_padding_counts_for_nothing(calibration: Calibration) -> None:
     masks = [torch.full((2, 40), float(number != 5)).long() for number in range(len(BATCHES))]
     padded = [{**batch, "attention_mask": mask} for batch, mask in zip(BATCHES, masks, strict=True)]
-    found = Calibration(calibration.model, padded, 4)
-    assert found.counts[1, :, 1].sum() == 0 and found.counts[1, :, 2].sum() > 0
+    short = Calibration(calibration.model, padded, 4)
+    assert short.counts[1, :, 1].sum() == 0 and short.counts[1, :, 2].sum() > 0
     rest = Calibration(calibration.model, BATCHES[:5] + BATCHES[6:], 4)
-    np.testing.assert_allclose(found.logit_std, rest.logit_std, rtol=1e-6)
+    np.testing.assert_allclose(short.logit_std, rest.logit_std, rtol=1e-6)
 
 
 def test_tables_of_each_kind_lower_the_time_of_the_models_own_exchanges(
@@ -115,7 +115,7 @@ def test_tables_of_each_kind_lower_the_time_of_the_models_own_exchanges(
 
 def ranks(rank: int, folder: Path) -> dict[str, Any]:
     """Choices and logits of each rank's batch, endpoint = rank: spread, and for rank 0's sake alone."""
-    found = {}
+    by_name = {}
     for name, connectivity, overlap in (
         ("regular", None, None),
         ("farskip", Connectivity("all"), None),
@@ -125,7 +125,7 @@ def ranks(rank: int, folder: Path) -> dict[str, Any]:
         if overlap:
             attach(model, overlap)
         alone = load_model(folder, connectivity=connectivity).eval()
-        found[name] = []
+        by_name[name] = []
         for each in (model, alone):
             with (
                 router_bias(each, random_tables(alone)) as steering,
@@ -134,22 +134,22 @@ def ranks(rank: int, folder: Path) -> dict[str, Any]:
             ):
                 steering.endpoint = rank + 1
                 logits = each(BATCHES[rank]["input_ids"], use_cache=False).logits
-                found[name].append((torch.stack([routed.experts for routed in seen.take()]), logits))
+                by_name[name].append((torch.stack([routed.experts for routed in seen.take()]), logits))
         with torch.no_grad():
-            found[name].append(alone(BATCHES[rank]["input_ids"], use_cache=False).logits)
+            by_name[name].append(alone(BATCHES[rank]["input_ids"], use_cache=False).logits)
         if name == "regular":
             both = Calibration(model, BATCHES[:9], 2, ranks=Ranks(rank, 2, lockstep=True))
             one = Calibration(alone, BATCHES[:9], 2)
             assert np.array_equal(both.counts, one.counts)
             tables = random_tables(alone)
             assert np.array_equal(both.respond(tables), one.respond(tables))
-    return found
+    return by_name
 
 
 def test_ranks_that_share_the_experts_have_biases_of_their_own(tmp_path: Path) -> None:
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
-    for found in run_ranks(ranks, 2, tmp_path):
-        for name, ((experts, logits), (alone_experts, alone_logits), unbiased) in found.items():
+    for by_name in run_ranks(ranks, 2, tmp_path):
+        for name, ((experts, logits), (alone_experts, alone_logits), unbiased) in by_name.items():
             assert torch.equal(experts, alone_experts), name
             torch.testing.assert_close(logits, alone_logits, rtol=1e-4, atol=1e-4)
             assert not torch.allclose(logits, unbiased, atol=0.1)
@@ -239,9 +239,32 @@ def test_the_command_writes_tables_that_fit_the_model(
         pass
 
 
+def test_the_floor_of_the_deviation_reaches_the_tables_of_the_command(folder: Path) -> None:
+    """At ten times the mean it is the deviation of every row: the bias falls as it rises."""
+    pushed = []
+    for options in ([], ["--sigma-floor", "0.05"], ["--sigma-floor", "10"], ["--sigma-floor", "20"]):
+        assert bias(folder, "--strength", "0.5", *options) == 0
+        pushed.append(read_tables(folder / "tables").tables)
+    np.testing.assert_array_equal(pushed[0], pushed[1])
+    assert pushed[2].any() and not np.allclose(pushed[1], pushed[2])
+    np.testing.assert_allclose(pushed[2], 2 * pushed[3], rtol=1e-6)
+
+
+def test_windows_of_other_ranks_are_refused_before_the_model_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fcsd.steering.routing.tables.load_for_evaluation", None)
+    assert bias(folder, "--kind", "windows", "--windows", windows(folder, expert_parallel=2)) == 2
+    assert "windows of expert-parallel ranks 2, but the links have 4; write them" in capsys.readouterr().err
+
+
 def test_windows_are_read_by_layer_with_the_dispatch_first(folder: Path) -> None:
-    path = windows(folder, dispatch_s=[1.0, 2.0, 3.0, 4.0], combine_s=[5.0, 6.0, 7.0, 8.0])
-    assert read_windows(path, tiny_model("qwen3_moe")).tolist() == [[1, 5], [2, 6], [3, 7], [4, 8]]
+    path, model = (
+        windows(folder, dispatch_s=[1.0, 2.0, 3.0, 4.0], combine_s=[5.0, 6.0, 7.0, 8.0]),
+        tiny_model("qwen3_moe"),
+    )
+    rows = windows_by_layer(read_windows(path, model.config, 4), model)
+    assert rows.tolist() == [[1, 5], [2, 6], [3, 7], [4, 8]]
 
 
 def windows(folder: Path, **changes: Any) -> str:
@@ -269,8 +292,17 @@ def test_bad_input_of_the_command_is_one_line(folder: Path, capsys: pytest.Captu
         (["--kind", "windows"], "--windows FILE and --kind windows go together"),
         (
             ["--kind", "windows", "--windows", wrong],
-            "MoE layers [0, 1], but the model is qwen3_moe with [0, 1, 2, 3]",
+            "--windows: of the MoE layers [0, 1], but the model has [0, 1, 2, 3]; write them with `fcsd plan MODEL",
         ),
+        (
+            ["--kind", "windows", "--windows", wrong, "--sigma-floor", "0.05"],
+            "--sigma-floor: of CAMoE's standardised times, which windows do without; leave it out",
+        ),
+        (
+            ["--strength", "0.1", "--sigma-floor", "-1"],
+            "--sigma-floor: Input should be greater than or equal to 0",
+        ),
+        (["--strength", "0.1", "--sigma-floor", "nan"], "--sigma-floor: Input should be a finite number"),
         (["--strength", "0.1", "--endpoints", "2"], "endpoints"),
         (["--strength", "0.1", "--links", str(folder / "none.json")], "no such file"),
     ):
@@ -278,18 +310,30 @@ def test_bad_input_of_the_command_is_one_line(folder: Path, capsys: pytest.Captu
         error = capsys.readouterr().err.rpartition("fcsd bias: error: ")[2].strip()
         assert message in error and "\n" not in error, error
         assert "the bias" not in error and not error.startswith("strength"), error
-    model = tiny_model("qwen3_moe")
+    config = tiny_model("qwen3_moe").config
     for changes, message in (
-        ({"model_type": "mixtral"}, "windows of mixtral"),
+        (
+            {"model_type": "mixtral"},
+            "windows of model type mixtral, but the model has qwen3_moe; write them with `fcsd",
+        ),
+        (
+            {"num_layers": 5},
+            "windows of decoder layers 5, but the model has 4; write them with `fcsd plan MODEL --ep 4",
+        ),
+        (
+            {"expert_parallel": 8},
+            "windows of expert-parallel ranks 8, but the links have 4; write them with `fcsd plan",
+        ),
+        ({"dispatch_s": [True, 1.0, 1.0, 1.0]}, r"dispatch_s\.0: a number is needed, got True"),
         ({"dispatch_s": [1.0] * 3}, "dispatch_s and combine_s need a number for each of `layers`"),
         ({"combine_s": [1.0, 1.0, 1.0, -1.0]}, r"combine_s\.3: .* got -1"),
         ({"combine_s": [1.0, 1.0, 1.0, float("nan")]}, r"combine_s\.3: .* got nan"),
         ({"version": 2}, "version: .* got 2"),
     ):
         with pytest.raises(UserError, match=message):
-            read_windows(windows(folder, **changes), model)
+            read_windows(windows(folder, **changes), config, 4)
     with pytest.raises(UserError, match=r"holds something else \(no dispatch_s or combine_s\); `fcsd plan"):
-        read_windows(folder / "links.json", model)
+        read_windows(folder / "links.json", config, 4)
 
 
 def test_a_place_that_cannot_hold_the_tables_is_refused_before_the_model_is_looked_for(
