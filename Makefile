@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 3
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo test test-breadth test-cpus test-extras test-network test-serving serving-models test-sglang test-transformers check bench bench-serving docs clean
+.PHONY: setup demo test test-breadth test-cpus test-extras test-network test-serving serving-models test-sglang test-megatron test-transformers check bench bench-serving docs clean
 
 setup: $(STAMP)
 
@@ -27,7 +27,7 @@ demo: $(STAMP)  ## a small MoE from pre-training to an evaluated FarSkip checkpo
 test: $(STAMP)  ## what needs no GPU, for families, engines, recipes and benchmarks of each kind
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang megatron/fcsd_megatron
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not breadth"
 
 test-breadth: $(STAMP)  ## the same for all the others
@@ -118,10 +118,22 @@ $(SGLANG_STAMP): serving/pyproject.toml serving/tests/requirements-sglang.txt
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e serving
 	touch $@
 
+MEGATRON := .megatron
+
+test-megatron: $(STAMP) $(MEGATRON)  ## FarSkip layers and weights in Megatron-Core on CPU ranks, against load_model
+	cd megatron && PYTHONPATH=$(CURDIR)/megatron:$(CURDIR):$(CURDIR)/$(MEGATRON) $(TEST_ENV) \
+	  $(CURDIR)/$(BIN)/python -m pytest -q
+
+$(MEGATRON): megatron/tests/requirements.txt  # beside the environment, never in it
+	rm -rf $@ $@.new
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.new \
+	  -r megatron/tests/requirements.txt
+	mv $@.new $@
+
 check: $(STAMP)  ## the fast part, in under two minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang megatron/fcsd_megatron
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not breadth'
 
 BENCH_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 PYTHONWARNINGS=ignore

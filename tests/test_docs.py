@@ -146,7 +146,7 @@ def test_an_install_command_of_the_readme_has_no_placeholder() -> None:
 
 def test_every_page_that_code_names_exists() -> None:
     """In messages, help texts, comments and recipes: `docs/scale.md`, with its anchor where it has one."""
-    folders = ("fcsd", "serving", "benchmarks", "tests", "recipes", "eval", "configs", "examples")
+    folders = ("fcsd", "serving", "megatron", "benchmarks", "tests", "recipes", "eval", "configs", "examples")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
     named = {
         (str(path.relative_to(ROOT)), page)

@@ -7,7 +7,8 @@
 f is the regular row's: stock by a trace, or FarSkip blocking, whose ranks say what they communicate (`--comm timed`;
 those of stock do not, and an emulated network is not theirs); for the wide rows the wide one's. Prefill is the run of
 one token each, decoding the run of whole answers less that one, which it begins with. Ranks count the warm-up too,
-which is the same work once more.
+which is the same work once more. Data-parallel ranks of vLLM also count the empty steps that they run behind the
+answers, until every sixteenth says that all are idle (`--dp-sync-interval`): beside long answers these are few.
 
 A file has the time to the first token, or between tokens, and f of that as communication. So it does not matter in how
 many steps a server takes its requests, as long as each step communicates the same share.

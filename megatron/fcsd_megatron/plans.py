@@ -1,0 +1,35 @@
+"""What each layer of a checkpoint reads: its connectivity, layer by layer. No Megatron in here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fcsd.model.connectivity import Connectivity, resolve_layers
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one rewired layer does; `fcsd.model.connectivity.spec.Connectivity` has the equations."""
+
+    outdated: bool
+    """The MLP side reads the stream without this layer's attention; otherwise with it."""
+    carry: bool
+    """The next layer's attention reads the stream without this layer's routed output, so both are handed on."""
+
+
+def layer_plans(connectivity: Connectivity | None, mask: Sequence[bool]) -> list[LayerPlan | None]:
+    """Return a plan a layer, None for one that stays Megatron's own.
+
+    Args:
+        connectivity: of the checkpoint; None for a regular one.
+        mask: one entry a layer, True for an MoE layer.
+    """
+    selected = set(resolve_layers(connectivity.layers, mask)) if connectivity else set()
+    return [
+        LayerPlan(
+            outdated=connectivity.mlp == "outdated",
+            carry=connectivity.attention == "partial" and mask[k] and k + 1 in selected,
+        )
+        if connectivity and k in selected
+        else None
+        for k in range(len(mask))
+    ]
