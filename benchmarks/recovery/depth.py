@@ -122,7 +122,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     ):
         right.plot([], [], style, color="black", label=label)
     left.set(
-        title="tokens to plain FCSD's end", xlabel="layers", ylabel="share of plain FCSD's", ylim=(0, None)
+        title="tokens to plain FCSD's end", xlabel="layers", ylabel="share of plain FCSD's", ylim=(0, 0.6)
     )
     right.set(title="untrained", xlabel="layers", ylabel="KL to the teacher, held out (nats)", yscale="log")
     for axis in (left, right):
