@@ -45,9 +45,9 @@ def read_field(value: Any, num_layers: int | None = None, where: str = "config.j
     layers = _indices(value["layers"], num_layers)
     attention, mlp = value["attention"], value["mlp"]
     if attention not in ("partial", "full"):
-        raise FieldError(f"connectivity.attention: must be 'partial' or 'full', got {attention!r}")
+        raise FieldError(f"attention: must be 'partial' or 'full', got {attention!r}")
     if mlp not in ("outdated", "full"):
-        raise FieldError(f"connectivity.mlp: must be 'outdated' or 'full', got {mlp!r}")
+        raise FieldError(f"mlp: must be 'outdated' or 'full', got {mlp!r}")
     if attention == mlp == "full" and layers:
         raise FieldError(
             "connectivity: attention: full with mlp: full is the regular connectivity, nothing would be"

@@ -258,7 +258,7 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
             PLAIN_TEMPLATE,
             {"m": "hello"},
             {"messages": "m"},
-            "column 'm': a list of messages .* found 'hello'",
+            "column 'm': a list of messages .* got 'hello'",
         ),
         (
             PLAIN_TEMPLATE,

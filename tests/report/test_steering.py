@@ -11,7 +11,7 @@ from fcsd.report.steering import at_equal_time, steering_figure, steering_parts
 
 def point(name: str, kind: str | None, strength: float, mean_ms: float, kl: float) -> dict[str, Any]:
     return {
-        "name": name, "kind": kind, "strength": strength, "kl": {"kl": kl, "stderr": 0.001},
+        "name": name, "model": "original", "kind": kind, "strength": strength, "kl": {"kl": kl, "stderr": 0.001},
         "exchange": {"mean_s": mean_ms / 1e3, "p95_s": 1.5 * mean_ms / 1e3, "num_exchanges": 8, "tokens": 2048.0},
         "routing": {"cv": 0.25, "avg_layer_cv": 0.5}
         | ({"kl": 0.01, "avg_layer_kl": 0.02, "routes_moved": 0.125} if kind else {}),
