@@ -172,8 +172,8 @@ def test_a_killed_client_changes_nothing_for_the_others_and_a_killed_rank_ends_t
 
 
 def test_the_times_of_wide_servers_are_read_by_a_plan(models: Path, tmp_path: Path) -> None:
-    if "FCSD_PYTHON" not in os.environ:
-        pytest.skip("FCSD_PYTHON names no Python that has fcsd; run `make test-serving`")
+    if "FCSD_PYTHON" not in os.environ or "FCSD_SERVING_BREADTH" not in os.environ:
+        pytest.skip("starts four servers; run `FCSD_SERVING_BREADTH=1 make test-serving`")
     fcsd, out = [os.environ["FCSD_PYTHON"], "-m", "fcsd"], tmp_path / "served"
     comm = {"comm": "timed", "latency_ms": 2, "bandwidth_gb_per_s": 0.5}
     words = [
