@@ -223,6 +223,7 @@ SHARED_BY_ALL = {"train": {
 
 
 @pytest.mark.slow
+@pytest.mark.breadth
 def test_a_run_goes_on_under_another_engine_and_number_of_ranks_with_the_same_data(bench: Bench) -> None:
     """Two copies, four shards (in two replicas), ZeRO-3 on two ranks, one process: ten steps in four launches."""
     command = ["distill", str(bench.recipe("many", **SHARED_BY_ALL))]

@@ -112,6 +112,7 @@ def test_a_bug_on_the_second_process_of_a_launch_ends_it_with_its_error_printed_
 
 
 @pytest.mark.slow
+@pytest.mark.breadth
 def test_a_launcher_that_gets_sigterm_ends_as_the_docs_say_and_the_run_with_a_checkpoint(
     bench: Bench,
 ) -> None:

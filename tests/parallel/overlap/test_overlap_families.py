@@ -99,6 +99,7 @@ def four(rank: int, folder: Path) -> dict[Any, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.breadth
 def test_four_ranks_share_the_experts_in_pairs_or_all_of_them(tmp_path: Path) -> None:
     for name in ("qwen3_moe", "deepseek_v3"):
         tiny_model(name).save_pretrained(tmp_path / name)

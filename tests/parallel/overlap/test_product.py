@@ -12,6 +12,7 @@ from tests.support import Bench
 
 
 @pytest.mark.slow
+@pytest.mark.breadth
 def test_llama_4_trains_spread_over_ranks_what_one_process_trains(bench: Bench) -> None:
     folder = bench.folder / "llama4"
     vocabulary = read_json(bench.base / "config.json")["vocab_size"]

@@ -149,7 +149,7 @@ def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", few(DISTILLED, 2), ids=name)
+@pytest.mark.parametrize("path", few(DISTILLED, 1), ids=name)
 def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
     # Reading the items of eleven benchmarks takes ten seconds: once is enough.
     looked_at = name(path) == "qwen3-30b-a3b/distill"

@@ -95,7 +95,7 @@ def measured(request: pytest.FixtureRequest) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few(MEASURED, 2))
+@pytest.mark.parametrize("name", few(MEASURED, 1))
 def test_memory_is_that_of_a_real_training(name: str, measured: dict[str, int]) -> None:
     trace = traced(MEASURED[name])
     peak = sum(trace.peak.values())
