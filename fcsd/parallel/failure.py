@@ -216,7 +216,7 @@ class Watch:
         try:
             while time.monotonic() - begun < _GRACE_S and not self.store.check(keys):
                 self._stopped.wait(_PERIOD_S / 5)
-        except Exception:  # the store's host has ended: who was to know knows it by that
+        except Exception:  # the store's host has ended, which the other ranks see by themselves
             return
 
 
