@@ -51,7 +51,7 @@ def run_ranks(
         stderr=subprocess.PIPE,
     )
     try:
-        _, said = run.communicate(timeout=PATIENCE_S)
+        _, said = run.communicate(timeout=PATIENCE_S + 60 * len(cases))
     finally:
         run.terminate()  # and torchrun its ranks, of which one may wait for ever for the other
         run.wait()

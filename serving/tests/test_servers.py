@@ -180,7 +180,7 @@ def test_the_times_of_wide_servers_are_read_by_a_plan(models: Path, tmp_path: Pa
         *("bench", "serve", str(models / "qwen2_moe-all"), "--against", str(models / "qwen2_moe-original")),
         *("--output", str(out), "--vllm", str(VLLM), "--tensor-parallel", "2", "--comm", json.dumps(comm)),
         *("--rows", "wide_blocking,wide_overlapped", "--rounds", "1", "--prompt-tokens", "64"),
-        *("--requests", "4", "--output-tokens", "64", f"--serve-args={shlex.join(FLAGS)}"),
+        *("--requests", "4", "--output-tokens", "128", f"--serve-args={shlex.join(FLAGS)}"),
     ]
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run([*fcsd, *words], env=environment, capture_output=True, text=True, check=False)
