@@ -85,6 +85,7 @@ def test_one_process_finds_item_for_item_what_ranks_find_that_are_the_endpoints(
         assert items != alone[task]
 
 
+@pytest.mark.breadth
 def test_the_number_of_ranks_changes_nothing_when_it_is_not_the_number_of_endpoints(place: Path) -> None:
     first, second = run_ranks(steered, 2, place, 3)
     assert first == second == steered(0, place, 3)

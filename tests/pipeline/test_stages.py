@@ -242,6 +242,7 @@ def test_a_second_run_trains_and_evaluates_nothing(
     assert "FCSD" in captured.out or "fcsd" in captured.out
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 def test_the_published_checkpoint_loads_where_fcsd_does_not_exist(finished: Path, tmp_path: Path) -> None:
     code = (

@@ -206,6 +206,7 @@ def of_a_rank(rank: int, command: list[str]) -> int:
     return main(command)
 
 
+@pytest.mark.breadth
 def test_two_ranks_train_adapters_on_bfloat16_weights_as_one_does(bench: Bench) -> None:
     sections = {
         "model": {"path": str(bench.base), "dtype": "bfloat16"},
