@@ -97,7 +97,7 @@ SWAPPED = {
 }
 
 
-@pytest.mark.parametrize("path", REAL, ids=name)
+@pytest.mark.parametrize("path", few(REAL, 5), ids=name)
 def test_a_rehearsal_swaps_model_data_and_steps_and_nothing_else(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     small = rehearse(recipe, tmp_path / "r")
