@@ -47,7 +47,7 @@ def cache_of(out: Any) -> dict[str, Any]:
     return {name: out[name]}
 
 
-def few(cases: Iterable[Any], number: int | None = None) -> list[Any]:
+def few(cases: Iterable[Any], number: int | None = None, kinds: Container[str] = KINDS) -> list[Any]:
     """The cases, of which `make test` has the first `number`, of families those of each kind; the rest is breadth."""
     sets = [
         each if hasattr(each, "marks") else pytest.param(*(each if isinstance(each, tuple) else [each]))
@@ -55,7 +55,7 @@ def few(cases: Iterable[Any], number: int | None = None) -> list[Any]:
     ]
     return [
         each
-        if (each.values[0] in KINDS if number is None else k < number)
+        if (each.values[0] in kinds if number is None else k < number)
         else each._replace(marks=(*each.marks, pytest.mark.breadth))
         for k, each in enumerate(sets)
     ]

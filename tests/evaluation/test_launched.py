@@ -38,6 +38,7 @@ def comparable(folder: Path) -> Any:
     return {key: value for key, value in result.items() if key != "wall_s"}, samples
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 def test_an_evaluation_whose_process_was_killed_goes_on_with_the_next_task(
     place: Path, tmp_path: Path

@@ -518,6 +518,7 @@ torch.save(result, sys.argv[2])
 """
 
 
+@pytest.mark.breadth
 def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
     make: Callable[..., FCSDTrainer], original: Any, tmp_path: Path
 ) -> None:
