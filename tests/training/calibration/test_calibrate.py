@@ -310,6 +310,7 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
     assert all(torch.equal(value, old[name]) for name, value in tensors(base).items())
 
 
+@pytest.mark.breadth
 def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
     base: Path, tmp_path: Path
 ) -> None:
