@@ -155,6 +155,7 @@ def test_a_layer_study_of_two_copies_leaves_the_bytes_of_one_process_and_is_refu
     assert sum("rewires whole copies of the model" in text for _, text in endings) == 1
 
 
+@pytest.mark.breadth
 def test_a_model_whose_weights_are_brought_to_the_device_layer_by_layer_is_judged_the_same(
     place: Path, tmp_path: Path
 ) -> None:

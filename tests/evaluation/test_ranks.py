@@ -124,6 +124,7 @@ def alone(place: Path) -> dict[str, Any]:
     return judged(0, place, {})
 
 
+@pytest.mark.breadth
 def test_copies_share_the_work_and_find_what_one_process_finds_to_the_last_bit(
     place: Path, alone: dict[str, Any]
 ) -> None:

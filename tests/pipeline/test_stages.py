@@ -292,6 +292,7 @@ def test_a_changed_recipe_is_refused_with_the_difference(
     assert "choose another output folder, or remove this folder" in error
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 def test_a_stage_whose_folder_was_removed_is_run_again_alone(
     finished: Path, recipe: Path, capsys: pytest.CaptureFixture[str]

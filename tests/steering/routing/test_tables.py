@@ -147,6 +147,7 @@ def ranks(rank: int, folder: Path) -> dict[str, Any]:
     return by_name
 
 
+@pytest.mark.breadth
 def test_ranks_that_share_the_experts_have_biases_of_their_own(tmp_path: Path) -> None:
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
     for by_name in run_ranks(ranks, 2, tmp_path):
