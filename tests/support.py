@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ def cache_of(out: Any) -> dict[str, Any]:
     return {name: out[name]}
 
 
-def few(cases: Iterable[Any], number: int | None = None) -> list[Any]:
+def few(cases: Iterable[Any], number: int | None = None, kinds: Container[str] = KINDS) -> list[Any]:
     """The cases, of which `make test` has the first `number`, of families those of each kind; the rest is breadth."""
     sets = [
         each if hasattr(each, "marks") else pytest.param(*(each if isinstance(each, tuple) else [each]))
@@ -55,18 +55,22 @@ def few(cases: Iterable[Any], number: int | None = None) -> list[Any]:
     ]
     return [
         each
-        if (each.values[0] in KINDS if number is None else k < number)
+        if (each.values[0] in kinds if number is None else k < number)
         else each._replace(marks=(*each.marks, pytest.mark.breadth))
         for k, each in enumerate(sets)
     ]
 
 
-def few_and_others(families: Iterable[str], parts: int = 1) -> list[Any]:
+UNLIKE = KINDS - {"axk1", "glm4_moe", "mixtral"}
+"""Those of `KINDS` that are least like each other, for what takes seconds a family."""
+
+
+def few_and_others(families: Iterable[str], parts: int = 1, kinds: Container[str] = KINDS) -> list[Any]:
     """The families of each kind as one case, where one process looks at many, and the others in so many parts."""
     families = list(families)
-    others = [name for name in families if name not in KINDS]
+    others = [name for name in families if name not in kinds]
     return [
-        pytest.param([name for name in families if name in KINDS], id="few"),
+        pytest.param([name for name in families if name in kinds], id="few"),
         *(pytest.param(others[k::parts], id=f"others {k}", marks=pytest.mark.breadth) for k in range(parts)),
     ]
 

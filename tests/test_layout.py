@@ -1,6 +1,7 @@
 """What may import what: the folders of the package, and the one direction in which they know of each other."""
 
 import ast
+import functools
 import importlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -47,19 +48,27 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imported_names(path: Path) -> Iterator[str]:
     """The full names of what a file imports, inside functions and for type checking too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> list[str]:
     """The modules that a file imports, those of others by the names that are taken from them."""
-    for name in imported_names(path):
-        yield name if name in MODULES or not name.startswith("fcsd.") else name.rpartition(".")[0]
+    return [
+        name if name in MODULES or not name.startswith("fcsd.") else name.rpartition(".")[0]
+        for name in imported_names(path)
+    ]
 
 
 def folder(module: str) -> str:
@@ -126,7 +135,7 @@ def test_a_private_name_stays_in_its_module() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}: {alias.name} of {node.module}"
         for path in MODULES.values()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fcsd")
         for alias in node.names
         if alias.name.startswith("_") and alias.name != "__version__"
@@ -143,7 +152,7 @@ MORE_PARAMETERS = {"FCSDTrainer.__init__", "evaluate_model"}
 def definitions() -> Iterator[tuple[str, Definition]]:
     """Every function and class of the package, methods with the name of their class."""
     for path in MODULES.values():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         inside = {
             method: f"{node.name}."
             for node in ast.walk(tree)
@@ -206,7 +215,7 @@ def options_by_hand(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def test_no_option_is_declared_twice() -> None:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in COMMAND_LINE]
+    trees = [parsed(path) for path in COMMAND_LINE]
     declared = [option for tree in trees for option in options_by_hand(tree)]
     assert [option for option in set(declared) if declared.count(option) > 1] == []
 
@@ -214,7 +223,7 @@ def test_no_option_is_declared_twice() -> None:
 @pytest.mark.parametrize("path", COMMAND_LINE, ids=lambda path: path.stem)
 def test_an_option_that_a_record_has_is_declared_in_the_record_alone(path: Path) -> None:
     places = {name.rpartition(".")[2]: name.rpartition(".")[0] for name in imported_names(path)}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in parsed(path).body:
         by_hand = {flag for flag, _ in options_by_hand(node)}
         for name in {
             call.args[1].id for call in calls(node, "field_options") if isinstance(call.args[1], ast.Name)

@@ -6,7 +6,7 @@ Recipes and suites are both read through here, so that they fail in the same wor
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -57,7 +57,7 @@ class Strict(BaseModel):
                 unknown = f"unknown key{did_you_mean(str(key), list(cls.model_fields))}"
                 wrong[key] = foreign.get(key) or cls.elsewhere.get(key) or unknown
             else:
-                for place, boolean in _booleans(cls.model_fields[key].annotation, entry, str(key)):
+                for place, boolean in _booleans(cls.model_fields[key].annotation, [(key, entry)]):
                     wrong[place] = f"a number is needed, got {boolean!r}"
         missing = {}
         for key, field in cls.model_fields.items():
@@ -129,21 +129,26 @@ def _kinds(annotation: Any) -> list[Any]:
     return [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in members]
 
 
-def _booleans(annotation: Any, value: Any, place: str) -> Iterator[tuple[str, bool]]:
+def _booleans(
+    annotation: Any, values: Iterable[tuple[Any, Any]], before: str = ""
+) -> Iterator[tuple[str, bool]]:
     """Yield the booleans that stand where a number is needed, also in lists and mappings: pydantic would take true for
-    1. place: dotted key of the value."""
+    1. values: (key, value) of this annotation; before: dotted key of what they are in, with a dot.
+
+    The annotation is read once for all items of a list: the links of a thousand endpoints are twelve million numbers.
+    """
     kinds = _kinds(annotation)
-    if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
-        yield place, value
-    for kind in kinds:
-        if get_origin(kind) is list and isinstance(value, list):
-            items = list(enumerate(value))
-        elif get_origin(kind) is dict and isinstance(value, dict):
-            items = list(value.items())
-        else:
-            continue
-        for key, item in items:
-            yield from _booleans(get_args(kind)[-1], item, f"{place}.{key}")
+    are_numbers = bool not in kinds and (int in kinds or float in kinds)
+    inner = [(get_origin(kind), get_args(kind)[-1]) for kind in kinds if get_origin(kind) in (list, dict)]
+    if not (are_numbers or inner):
+        return
+    for key, value in values:
+        if are_numbers and isinstance(value, bool):
+            yield f"{before}{key}", value
+        for container, item in inner:
+            if isinstance(value, container):
+                items = value.items() if container is dict else enumerate(value)
+                yield from _booleans(item, items, f"{before}{key}.")
 
 
 Document = TypeVar("Document", bound=Strict)

@@ -109,6 +109,7 @@ def test_a_finished_run_is_not_run_again_and_other_settings_are_refused(
     assert "of other settings than asked for" in capsys.readouterr().err
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 def test_a_killed_study_continues_and_other_seeds_have_the_best_methods_only(
     tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

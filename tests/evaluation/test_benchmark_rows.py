@@ -16,6 +16,7 @@ from fcsd.evaluation.lm_eval.tasks import load_task, work
 from fcsd.evaluation.progress import Work
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import mmlu_subjects, rows_of, write_repository, write_root
+from tests.evaluation.test_instruct import ONE_HEAD
 from tests.reference.tiny import tiny_model
 from tests.support import evaluate, start
 
@@ -27,7 +28,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=8192, num_hidden_layers=2)
+    return tiny_model("qwen3_moe", **ONE_HEAD, max_position_embeddings=8192, num_hidden_layers=2)
 
 
 def short(row: TaskConfig) -> TaskConfig:

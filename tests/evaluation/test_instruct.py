@@ -17,6 +17,8 @@ from tests.evaluation.test_ready import lines
 from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 
+# Shots are thousands of tokens of bytes, and attention is most of the time.
+ONE_HEAD = {"vocab_size": 512, "num_attention_heads": 1, "num_key_value_heads": 1}
 SUBJECTS = (
     "biology", "business", "chemistry", "computer science", "economics", "engineering", "health", "history", "law",
     "math", "other", "philosophy", "physics", "psychology",
@@ -73,7 +75,7 @@ def asked(root: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     (row,) = [row for row in load_suite("instruct").tasks if row.task == name]
     own = row.model_dump(mode="json", exclude_unset=True) | {"max_new_tokens": 3}
     result, samples = evaluate(
-        tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=8192, num_hidden_layers=1),
+        tiny_model("qwen3_moe", **ONE_HEAD, max_position_embeddings=8192, num_hidden_layers=1),
         tiny_tokenizer(), SuiteConfig.model_validate({"name": "own", "tasks": [own]}),
         data_root=root, batch_size=16, progress=False,
     )  # fmt: skip

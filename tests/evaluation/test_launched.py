@@ -1,6 +1,5 @@
 """`fcsd evaluate`, `layers` and `run` in a launch of two processes: what one process leaves, also after a kill."""
 
-import itertools
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from fcsd.parallel.ranks import input_device
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.test_ranks import place
 from tests.parallel.test_engines import launch, outcomes
-from tests.support import Bench, evaluate, in_forked_ranks
+from tests.support import Bench, evaluate, few, in_forked_ranks
 
 __all__ = ["place"]  # a fixture
 
@@ -39,6 +38,7 @@ def comparable(folder: Path) -> Any:
     return {key: value for key, value in result.items() if key != "wall_s"}, samples
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 def test_an_evaluation_whose_process_was_killed_goes_on_with_the_next_task(
     place: Path, tmp_path: Path
@@ -97,8 +97,12 @@ def test_a_wrong_argument_is_refused_by_all_processes_and_printed_by_one(
 
 
 @pytest.mark.slow
-def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(bench: Bench, place: Path) -> None:
+@pytest.mark.parametrize("engine", few(["fsdp2", "ep"], 1))
+def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(
+    bench: Bench, place: Path, engine: str
+) -> None:
     """All stages, the KL to the original too, under FSDP2 and expert parallelism."""
+    parallel = ["--expert-parallel", "2"] if engine == "ep" else []
     rows = yaml.safe_load((place / "suite.yaml").read_text())["tasks"][:2]
     (place / "short.yaml").write_text(yaml.safe_dump({"name": "short", "tasks": rows}))
     changes: dict[str, Any] = {
@@ -114,11 +118,10 @@ def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(bench: Be
         return [*recipe, "--set", "evaluation.layer_study=true", *more]
 
     assert main(whole("one")) == 0
-    assert launch("cpu_2_fsdp2", whole("fsdp2")) == [0]
-    assert launch("cpu_2_ep", whole("ep", "--expert-parallel", "2")) == [0]
-    for run, name in itertools.product(("fsdp2", "ep"), ("original", "converted", "fcsd")):
+    assert launch(f"cpu_2_{engine}", whole(engine, *parallel)) == [0]
+    for name in ("original", "converted", "fcsd"):
         (a, samples), (b, others) = (
-            read_result(bench.folder / each / "evaluate" / name) for each in ("one", run)
+            read_result(bench.folder / each / "evaluate" / name) for each in ("one", engine)
         )
         assert a["kl_to_original"]["kl"] == pytest.approx(b["kl_to_original"]["kl"], rel=0.01, abs=1e-6)
         for task, items in samples.items():
@@ -127,13 +130,13 @@ def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(bench: Be
             assert [task["value"] for task in a["tasks"].values()] == [
                 task["value"] for task in b["tasks"].values()
             ]
-        assert (bench.folder / run / "report" / "report.md").is_file()
-        assert (bench.folder / run / "publish" / "README.md").is_file()
+        assert (bench.folder / engine / "report" / "report.md").is_file()
+        assert (bench.folder / engine / "publish" / "README.md").is_file()
     # A layer study rewires whole copies: it is left for later, and made up by the same recipe in one process.
     points = read_json(bench.folder / "one" / "layers" / "layers.json")["points"]
-    assert not (bench.folder / "fsdp2" / "layers").exists()
-    assert main(whole("fsdp2")) == 0
-    assert read_json(bench.folder / "fsdp2" / "report" / "report.json")["layers"]["points"] == points
+    assert not (bench.folder / engine / "layers").exists()
+    assert main(whole(engine)) == 0
+    assert read_json(bench.folder / engine / "report" / "report.json")["layers"]["points"] == points
 
 
 def test_a_layer_study_of_two_copies_leaves_the_bytes_of_one_process_and_is_refused_for_parts(
@@ -152,6 +155,7 @@ def test_a_layer_study_of_two_copies_leaves_the_bytes_of_one_process_and_is_refu
     assert sum("rewires whole copies of the model" in text for _, text in endings) == 1
 
 
+@pytest.mark.breadth
 def test_a_model_whose_weights_are_brought_to_the_device_layer_by_layer_is_judged_the_same(
     place: Path, tmp_path: Path
 ) -> None:

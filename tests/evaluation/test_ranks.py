@@ -29,7 +29,7 @@ from tests.evaluation.test_runner import TASKS, write_rows
 from tests.parallel.test_engines import environment
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import ROOT, evaluate
+from tests.support import ROOT, evaluate, few
 
 ROWS: list[dict[str, Any]] = [
     {"task": "t_group", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "o/choice", "num_fewshot": 1},
@@ -124,6 +124,7 @@ def alone(place: Path) -> dict[str, Any]:
     return judged(0, place, {})
 
 
+@pytest.mark.breadth
 def test_copies_share_the_work_and_find_what_one_process_finds_to_the_last_bit(
     place: Path, alone: dict[str, Any]
 ) -> None:
@@ -138,7 +139,7 @@ def test_copies_share_the_work_and_find_what_one_process_finds_to_the_last_bit(
     )  # what one ends at, the other does not
 
 
-@pytest.mark.parametrize(("config", "experts"), [("cpu_2_fsdp2", 1), ("cpu_2_ep", 2)])
+@pytest.mark.parametrize(("config", "experts"), few([("cpu_2_fsdp2", 1), ("cpu_2_ep", 2)], 1))
 def test_ranks_that_spread_the_weights_go_in_step_and_find_what_one_process_finds(
     place: Path, alone: dict[str, Any], config: str, experts: int
 ) -> None:

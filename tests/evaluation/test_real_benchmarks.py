@@ -47,13 +47,14 @@ def returns_none(program: str) -> str:
     return "".join(f"def {name}(*args, **named):\n    return None\n" for name in names)
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tests", "count"),
     [
         ("mbppplus", "visible", 378),
-        pytest.param("mbppplus", "all", 378, marks=pytest.mark.breadth),
-        pytest.param("humanevalplus", "all", 164, marks=pytest.mark.breadth),
+        ("mbppplus", "all", 378),
+        ("humanevalplus", "all", 164),
     ],
 )
 def test_all_canonical_programs_pass_and_programs_that_return_none_do_not(

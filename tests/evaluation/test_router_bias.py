@@ -75,6 +75,7 @@ def steered(rank: int, folder: Path, endpoints: int) -> Any:
         return samples_of(model, folder, launch, batches)
 
 
+@pytest.mark.breadth
 def test_one_process_finds_item_for_item_what_ranks_find_that_are_the_endpoints(place: Path) -> None:
     alone = steered(0, place, 2)
     first, second = run_ranks(of_one_endpoint, 2, place, 2)
@@ -85,6 +86,7 @@ def test_one_process_finds_item_for_item_what_ranks_find_that_are_the_endpoints(
         assert items != alone[task]
 
 
+@pytest.mark.breadth
 def test_the_number_of_ranks_changes_nothing_when_it_is_not_the_number_of_endpoints(place: Path) -> None:
     first, second = run_ranks(steered, 2, place, 3)
     assert first == second == steered(0, place, 3)

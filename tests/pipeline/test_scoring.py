@@ -23,7 +23,7 @@ from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.scoring import early_stopping
 from fcsd.training import trainer as trainer_module
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, evaluate, make_bench, run_of, write_rows
+from tests.support import Bench, evaluate, few, make_bench, run_of, write_rows
 from tests.training.test_parallel import ranks
 
 TRAIN = {
@@ -98,6 +98,7 @@ def test_scores_of_no_kind_change_a_bit_of_the_weights(
         assert 0 < share < 1 and results["share_of_time"] == pytest.approx(share, abs=0.01)
 
 
+@pytest.mark.breadth
 def test_on_two_ranks_they_change_none_either_and_are_those_of_one_process(bench: Bench) -> None:
     """Rows that do not divide by two; a task on spread weights is among the tests of engines."""
     train = TRAIN | {"max_steps": 2}
@@ -222,7 +223,7 @@ def test_a_scorer_that_fails_once_is_asked_again(
     assert len(made) == 6 and (outcome_of(bench, "r"), scores(bench, "r")) == by_code
 
 
-@pytest.mark.parametrize("step", [3, 4])
+@pytest.mark.parametrize("step", few([3, 4], 1))
 def test_one_that_fails_twice_leaves_a_checkpoint_from_which_the_run_goes_on_with_that_score(
     bench: Bench, metrics: dict[str, dict[str, Any]], by_code: Any, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

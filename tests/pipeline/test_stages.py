@@ -242,6 +242,7 @@ def test_a_second_run_trains_and_evaluates_nothing(
     assert "FCSD" in captured.out or "fcsd" in captured.out
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 def test_the_published_checkpoint_loads_where_fcsd_does_not_exist(finished: Path, tmp_path: Path) -> None:
     code = (
@@ -291,6 +292,7 @@ def test_a_changed_recipe_is_refused_with_the_difference(
     assert "choose another output folder, or remove this folder" in error
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 def test_a_stage_whose_folder_was_removed_is_run_again_alone(
     finished: Path, recipe: Path, capsys: pytest.CaptureFixture[str]

@@ -45,7 +45,7 @@ def recipe_of(bench: Bench, **bias: Any) -> Path:
     return bench.recipe(
         data={
             "train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "max_length": 32,
-            "loss_on": "all",
+            "heldout_examples": 30, "loss_on": "all",
         },
         evaluation={
             "suite": str(suite), "batch_size": BATCH,

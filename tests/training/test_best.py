@@ -14,6 +14,7 @@ from fcsd.base.files import read_json
 from fcsd.training import run as run_module
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.run import train
+from tests.support import few
 from tests.training.test_trainer import make, teacher, weights  # noqa: F401
 
 Damage = Callable[[Path], None]
@@ -65,7 +66,7 @@ class Watched:
         ]
 
 
-@pytest.mark.parametrize("harm", [flip, cut_off, take_away])
+@pytest.mark.parametrize("harm", few([flip, cut_off, take_away], 1))
 @pytest.mark.parametrize(
     ("scores", "lost", "left"),
     [

@@ -28,7 +28,7 @@ from fcsd.training.fcsd_trainer import FCSDTrainer
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 from tests.report.publish.hub_server import TOKEN, Hub, running_hub
-from tests.support import ROOT, Bench
+from tests.support import ROOT, Bench, few
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 6,
@@ -518,6 +518,7 @@ torch.save(result, sys.argv[2])
 """
 
 
+@pytest.mark.breadth
 def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
     make: Callable[..., FCSDTrainer], original: Any, tmp_path: Path
 ) -> None:
@@ -610,7 +611,7 @@ def trained(folder: str, base: str) -> tuple[list[float], float]:
     return curve(trainer), trainer.evaluate()["eval_kl"]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", few(["fsdp2", "ddp"], 1))
 def test_two_ranks_train_what_one_process_trains(
     base_checkpoint: Path, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

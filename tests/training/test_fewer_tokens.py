@@ -28,7 +28,7 @@ from fcsd.training.teachers.base import ModelTeacher
 from tests.parallel.test_engines import compare as compare_spread
 from tests.parallel.test_engines import launch
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, few, in_a_fork
+from tests.support import Bench, in_a_fork
 from tests.training.test_parallel import compare, history, ranks
 from tests.training.test_trainer import Rows, make, reference, teacher, weights  # noqa: F401
 
@@ -149,6 +149,7 @@ def settings(bench: Bench) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.breadth
 def test_a_run_with_all_of_them_that_is_killed_goes_on_to_the_same_weights(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +194,8 @@ def test_a_lora_student_is_its_own_teacher_for_all_of_them(bench: Bench) -> None
     assert weights_fingerprint(one / "model") == weights_fingerprint(other / "model")
 
 
-@pytest.mark.parametrize(("engine", "options"), few([("fsdp2", []), ("ep", ["--expert-parallel", "2"])], 1))
+@pytest.mark.breadth
+@pytest.mark.parametrize(("engine", "options"), [("fsdp2", []), ("ep", ["--expert-parallel", "2"])])
 def test_two_ranks_with_spread_weights_train_with_them_what_one_trains(
     bench: Bench, engine: str, options: list[str]
 ) -> None:

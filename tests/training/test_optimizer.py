@@ -11,6 +11,7 @@ from fcsd.training.config import TrainConfig
 from fcsd.training.optimizer import MuonWithAdamW, learning_rate_scales, parameter_groups
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
+from tests.support import few
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
 
@@ -132,7 +133,7 @@ def sharded(rank: int, world: int, replicas: int) -> dict[str, torch.Tensor]:
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "replicas"), few([(2, 1), (4, 2)], 1))
 def test_muon_moves_what_fsdp2_has_cut_as_it_moves_whole_matrices(world: int, replicas: int) -> None:
     wanted = by_torchs_own(tiny_model("qwen3_moe", num_hidden_layers=2, num_experts=5))  # 3 on a rank and 2
     for weights in run_ranks(sharded, world, world, replicas):

@@ -132,6 +132,7 @@ def test_ranks_whose_launcher_sets_no_number_of_threads_share_the_cores_without_
     assert run_ranks(threads_of_a_rank, 2) == [(2, share)] * 2  # a warning is an error here
 
 
+@pytest.mark.breadth
 def test_two_forked_ranks_train_what_one_trains(bench: Bench) -> None:
     changes = {"early_stopping": bench.early_stopping | {"every_steps": 4}}
     command = ["distill", str(bench.recipe("two", **changes))]

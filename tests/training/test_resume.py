@@ -25,7 +25,7 @@ from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training import run as run_module
 from fcsd.training import trainer as trainer_module
 from fcsd.training.sweep import read_history
-from tests.support import Bench, forked, in_a_fork, in_forked_ranks, make_bench, status_of
+from tests.support import Bench, few, forked, in_a_fork, in_forked_ranks, make_bench, status_of
 
 
 def recipe(bench: Bench, name: str) -> Path:
@@ -89,14 +89,17 @@ def die(*args: Any, **kwargs: Any) -> None:
 
 @pytest.mark.parametrize(
     ("module", "place"),
-    [
-        (writer_module, "replace_folder"),  # a whole checkpoint, not yet renamed
-        (writer_module, "write_json"),  # weights and optimiser written, the stopper's state not
-        (trainer_module.DistillTrainer, "_save_rng_state"),
-        (best_module, "drop_others"),
-        (run_module, "_leave_model"),  # after the last step
-        (run_module, "write_text"),
-    ],
+    few(
+        [
+            (writer_module, "replace_folder"),  # a whole checkpoint, not yet renamed
+            (best_module, "drop_others"),
+            (run_module, "_leave_model"),  # after the last step
+            (writer_module, "write_json"),  # weights and optimiser written, the stopper's state not
+            (trainer_module.DistillTrainer, "_save_rng_state"),
+            (run_module, "write_text"),
+        ],
+        3,
+    ),
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_wherever_a_run_is_killed_it_goes_on_to_the_same_weights(
@@ -121,7 +124,9 @@ def test_wherever_a_run_is_killed_it_goes_on_to_the_same_weights(
     assert weights(bench, "killed") == whole
 
 
-@pytest.mark.parametrize(("module", "place"), [(best_module, "drop_others"), (run_module, "_leave_model")])
+@pytest.mark.parametrize(
+    ("module", "place"), few([(run_module, "_leave_model"), (best_module, "drop_others")], 1)
+)
 def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
     bench: Bench, tmp_path: Path, module: Any, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +176,7 @@ def on_two_ranks(
     return in_forked_ranks(one, 2, folder)
 
 
+@pytest.mark.breadth
 def test_two_ranks_of_which_one_or_both_were_killed_go_on_to_the_same_weights(
     bench: Bench, tmp_path: Path
 ) -> None:
@@ -210,7 +216,7 @@ def curve(bench: Bench, name: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("case", ["one source", "a mixture", "a large source"])
+@pytest.mark.parametrize("case", few(["a mixture", "a large source", "one source"], 1))
 def test_a_run_goes_on_at_its_row_and_reads_nothing_before_it(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -427,7 +433,7 @@ def test_a_disk_that_is_full_while_the_model_is_written_is_one_line_and_the_run_
 
 
 @pytest.mark.parametrize(
-    "moment", ["the model is hashed", "the manifest is written", "best is removed", "checkpoints are"]
+    "moment", few(["the model is hashed", "checkpoints are", "the manifest is written", "best is removed"], 2)
 )
 def test_a_run_that_is_killed_when_its_model_is_written_has_nothing_left_to_train(
     bench: Bench, whole: tuple[str, Any], tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,7 @@ def test_a_recipe_and_python_have_the_rates_by_hand(
     assert [point["learning_rate"] for point in points] == expected
 
 
+@pytest.mark.breadth
 def test_a_run_with_steps_that_was_killed_goes_on_to_the_same_weights(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

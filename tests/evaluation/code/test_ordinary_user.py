@@ -65,7 +65,11 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("disable", [(), ("namespaces",)], ids=["all layers", "no namespaces"])
+@pytest.mark.parametrize(
+    "disable",
+    [(), pytest.param(("namespaces",), marks=pytest.mark.breadth)],
+    ids=["all layers", "no namespaces"],
+)
 def test_hostile_programs_fail_for_an_ordinary_user_too(home: Path, disable: tuple[str, ...]) -> None:
     python = shutil.which("python3", path="/usr/bin:/bin")
     check = "import sys; assert sys.version_info >= (3, 11)"

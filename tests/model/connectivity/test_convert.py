@@ -208,7 +208,7 @@ def test_a_selection_that_the_model_does_not_have_changes_nothing():
     assert torch.equal(logits(model), before)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "instella_moe"])
+@pytest.mark.parametrize("family", few(["deepseek_v2", "qwen3_moe", "instella_moe"], 1))
 def test_a_converted_model_compiles_to_one_graph(family):
     model = tiny_model(family, experts_implementation="batched_mm")
     convert_model(model, Connectivity("all"))

@@ -29,7 +29,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.calibration.shards import Layerwise
 from tests.float64 import logits_in_float64
 from tests.reference.tiny import tiny_model
-from tests.support import ROOT, assert_same_model, few, few_and_others
+from tests.support import ROOT, UNLIKE, assert_same_model, few, few_and_others
 
 FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -87,7 +87,7 @@ def run_without_fcsd(code, tmp_path, *arguments, path=""):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("families", few_and_others(FAMILY_NAMES))
+@pytest.mark.parametrize("families", few_and_others(FAMILY_NAMES, kinds=UNLIKE))
 def test_an_export_loads_without_fcsd_for_every_family_and_never_silently(families, tmp_path):
     expected = {}
     for family in families:

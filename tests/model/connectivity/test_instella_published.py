@@ -195,6 +195,7 @@ print("DONE")
 """
 
 
+@pytest.mark.breadth
 def test_both_wirings_load_without_fcsd_and_stock_transformers_refuses_both(tmp_path):
     folder = write_published(tmp_path / "amd")
     convert_checkpoint(folder, tmp_path / "ours")

@@ -81,7 +81,7 @@ def test_a_real_model_has_the_published_number_of_parameters(name):
 
 def _cases():
     for number, name in enumerate(EXACT):
-        yield pytest.param(name, "all", marks=[pytest.mark.breadth] if number > 4 else [])
+        yield pytest.param(name, "all", marks=[pytest.mark.breadth] if number > 1 else [])
         if MOE_LAYERS[name][0] > 0:  # else moe is all
             yield pytest.param(name, "moe", marks=pytest.mark.breadth)
         yield pytest.param(name, "last:75%", marks=pytest.mark.breadth)

@@ -14,7 +14,7 @@ from fcsd.parallel.shard import shard_teacher
 from tests.parallel.test_engines import on_rank
 from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import few_and_others
+from tests.support import UNLIKE, few_and_others
 
 FAMILY_NAMES = [name for name, family in FAMILIES.items() if not family.multimodal or family.fuses_rows]
 WRONG = sorted(name for name, family in FAMILIES.items() if family.fuses_rows)
@@ -41,7 +41,7 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("families", few_and_others(FAMILY_NAMES))
+@pytest.mark.parametrize("families", few_and_others(FAMILY_NAMES, kinds=UNLIKE))
 def test_every_tensor_of_every_family_is_whole_after_a_spread_load_or_the_family_is_refused(
     families: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

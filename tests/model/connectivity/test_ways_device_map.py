@@ -5,7 +5,9 @@ import torch
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers, load_model, unconvert_model
+from tests.model.connectivity.test_ways_parallel import FEW
 from tests.reference.tiny import tiny_model
+from tests.support import few
 
 FAMILY_NAMES = (
     "qwen3_moe",
@@ -48,7 +50,7 @@ def places(tmp_path):
     return options
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
 def test_a_model_loaded_with_half_of_its_weights_on_disk_is_rewired(family, places, tmp_path):
     tiny_model(family).save_pretrained(tmp_path)
     whole = load_model(tmp_path, connectivity=FAR)
@@ -65,7 +67,7 @@ def test_a_model_loaded_with_half_of_its_weights_on_disk_is_rewired(family, plac
         assert torch.equal(logits(model), logits(whole))
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
 def test_converting_a_model_that_has_hooks_is_refused_and_changes_nothing(family, places, tmp_path):
     tiny_model(family).save_pretrained(tmp_path)
     original = load_model(tmp_path)

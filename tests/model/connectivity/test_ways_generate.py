@@ -8,9 +8,10 @@ import torch
 
 from fcsd.model.connectivity import Connectivity, convert_model
 from tests.float64 import BOUND
+from tests.model.connectivity.test_ways_parallel import FEW
 from tests.reference.reference import reference_forward
 from tests.reference.tiny import tiny_model
-from tests.support import cache_of
+from tests.support import cache_of, few
 
 FAMILY_NAMES = (
     "qwen3_moe",
@@ -46,7 +47,7 @@ def reference_logits(family, sequences):
     return reference_forward(tiny_model(family), sequences, range(4))[0]
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
 def test_greedy_generation_with_a_dynamic_and_a_static_cache_follows_the_equations(family):
     model = converted(family)
     dynamic = model.generate(X, **SETTINGS)
@@ -58,7 +59,7 @@ def test_greedy_generation_with_a_dynamic_and_a_static_cache_follows_the_equatio
     assert torch.equal(static.sequences, dynamic)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
 def test_beam_search_gives_sequences_with_the_scores_of_the_equations(family):
     model = converted(family)
     beams = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 1.0} | SETTINGS
@@ -77,7 +78,7 @@ def test_beam_search_gives_sequences_with_the_scores_of_the_equations(family):
     assert (cached.sequences_scores[::2] >= greedy_scores - BOUND).all()
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
 def test_right_padding_changes_nothing(family):
     model = converted(family)
     mask = torch.ones_like(X)
@@ -90,7 +91,7 @@ def test_right_padding_changes_nothing(family):
     assert (padded[1:] - whole).abs().max() < BOUND
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
 @pytest.mark.parametrize("draft", ["small", "same"])
 def test_assisted_generation_gives_the_greedy_tokens(family, draft):
     model = converted(family)
@@ -108,7 +109,7 @@ def test_assisted_generation_gives_the_greedy_tokens(family, draft):
     assert len(passes) < 9 if draft == "same" else len(passes) > 5
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
 def test_hidden_states_recorded_while_generating_are_the_full_streams(family):
     model = converted(family)
     out = model.generate(X, output_hidden_states=True, return_dict_in_generate=True, **SETTINGS)

@@ -10,10 +10,12 @@ import torch
 
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import ROOT
+from tests.support import ROOT, few
 
 TEXT = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
 CODE = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## )[^\n]*\n)*?```python\n(.*?)```", TEXT, flags=re.M | re.S))
+SLOW = ("Compile and export",)
+"""Sections of which every step is a test of `test_ways_compile`."""
 RANKS = ("FSDP2", "Tensor and expert parallelism", "DeepSpeed ZeRO-3", "Pipelines")
 NEEDS = {"LoRA": "peft", "DeepSpeed ZeRO-3": "deepspeed", "int8 weights": "torchao"}
 
@@ -31,7 +33,7 @@ def run(rank, code, path):
         exec(code, {"path": path, "input_ids": input_ids})
 
 
-@pytest.mark.parametrize("section", CODE)
+@pytest.mark.parametrize("section", few(sorted(CODE, key=SLOW.__contains__), len(CODE) - len(SLOW)))
 def test_a_section_runs(section, tmp_path, monkeypatch):
     if (package := NEEDS.get(section)) and importlib.util.find_spec(package) is None:
         pytest.skip(f"needs {package}")

@@ -24,6 +24,14 @@ FAMILY_NAMES = (
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
 
 
+FEW = ("qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text")
+"""A shared expert; a dense layer and latent attention; experts with biases; chunked attention."""
+PARTS = [
+    FEW,
+    pytest.param(tuple(name for name in FAMILY_NAMES if name not in FEW), marks=pytest.mark.breadth),
+]
+
+
 def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -77,9 +85,10 @@ def fsdp2(rank, families):
 
 
 @pytest.mark.usefixtures("float64")
-def test_fsdp2_has_the_loss_and_gradients_of_one_process():
-    for results in run_ranks(fsdp2, 2, FAMILY_NAMES):
-        assert len(results) == 3 * len(FAMILY_NAMES)
+@pytest.mark.parametrize("families", PARTS, ids=["few", "others"])
+def test_fsdp2_has_the_loss_and_gradients_of_one_process(families):
+    for results in run_ranks(fsdp2, 2, families):
+        assert len(results) == 3 * len(families)
         for case, (loss, gradients) in results.items():
             assert loss < BOUND and gradients < BOUND, (case, loss, gradients)
 
@@ -140,7 +149,8 @@ def test_converting_after_fsdp2_is_right_for_sharded_layers_and_refused_for_a_sh
 
 
 def plans(rank, folder, families, ways):
-    """(family, way, rewired) -> (logits error, gradient error, number of sharded tensors), or what was raised.
+    """(family, way, rewired) -> (logits error, gradient error, number of sharded tensors), of the original the last
+    alone, or what was raised.
 
     In float32: the mode of float64 and the collectives of "ep all_to_all" do not go together. Errors are in units of
     the rounding of one process, its distance from float64.
@@ -162,11 +172,6 @@ def plans(rank, folder, families, ways):
         model = load_model(folder / family, connectivity=connectivity, **options[way]())
         one = load_model(folder / family, connectivity=connectivity)
         rows = X.chunk(2)[rank] if way == "ep all_to_all" else X
-        with torch.no_grad():
-            logits = full(model(rows, use_cache=False).logits)
-            expected = one(rows, use_cache=False).logits
-        rounding = (expected - logits_in_float64(one, {"input_ids": rows})).abs().max()
-        error = float((logits - expected).abs().max() / rounding)
         assert farskip_layers(model) == ([0, 1, 2, 3] if rewired else [])
         if way != "ep all_to_all":
             settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -174,6 +179,14 @@ def plans(rank, folder, families, ways):
             made = [m.generate(X, attention_mask=mask, **settings) for m in (model, one)]
             assert torch.equal(*made)
         sharded = sum(hasattr(p, "full_tensor") for p in model.parameters())
+        if not rewired:  # that it runs is all that is asked of it
+            step(model, rows)
+            return sharded
+        with torch.no_grad():
+            logits = full(model(rows, use_cache=False).logits)
+            expected = one(rows, use_cache=False).logits
+        rounding = (expected - logits_in_float64(one, {"input_ids": rows})).abs().max()
+        error = float((logits - expected).abs().max() / rounding)
         gradients = step(one, X)[1]
         one.double().zero_grad()
         with in_float64():
@@ -201,11 +214,14 @@ UPSTREAM = {
 
 
 @pytest.mark.parametrize("way", few(["ep all_to_all", "tp", "ep all_reduce"], 2))
-def test_tensor_and_expert_parallel_plans_give_the_logits_and_gradients_of_one_process(way, tmp_path):
-    for family in FAMILY_NAMES:
+@pytest.mark.parametrize("families", PARTS, ids=["few", "others"])
+def test_tensor_and_expert_parallel_plans_give_the_logits_and_gradients_of_one_process(
+    families, way, tmp_path
+):
+    for family in families:
         tiny_model(family).save_pretrained(tmp_path / family)
-    for results in run_ranks(plans, 2, tmp_path, FAMILY_NAMES, [way], timeout_s=240):
-        for family in FAMILY_NAMES:
+    for results in run_ranks(plans, 2, tmp_path, families, [way], timeout_s=240):
+        for family in families:
             original, rewired = (results[family, way, r] for r in (False, True))
             if (family, way) in UPSTREAM:
                 assert UPSTREAM[family, way] in original, f"{family}: the original can do it now"
@@ -213,4 +229,4 @@ def test_tensor_and_expert_parallel_plans_give_the_logits_and_gradients_of_one_p
                 continue
             assert not isinstance(original, str) and not isinstance(rewired, str), (family, original, rewired)
             assert rewired[0] < ROUNDINGS and rewired[1] < ROUNDINGS, (family, rewired)
-            assert rewired[2] == original[2] > 0, (family, "another number of sharded tensors")
+            assert rewired[2] == original > 0, (family, "another number of sharded tensors")

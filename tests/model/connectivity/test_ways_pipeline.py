@@ -17,19 +17,11 @@ from fcsd.model.connectivity import (
     rewire,
 )
 from tests.float64 import BOUND
+from tests.model.connectivity.test_ways_parallel import PARTS
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
+from tests.support import few
 
-FAMILY_NAMES = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "instella_moe",
-    "gpt_oss",
-    "mixtral",
-    "llama4_text",
-)
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
 
 
@@ -107,11 +99,12 @@ def transformers_pipeline(rank, folder, families):
 
 
 @pytest.mark.usefixtures("float64")
-def test_transformers_pipelines_are_cut_before_a_regular_layer_and_refused_elsewhere(tmp_path):
-    for family in FAMILY_NAMES:
+@pytest.mark.parametrize("families", PARTS, ids=["few", "others"])
+def test_transformers_pipelines_are_cut_before_a_regular_layer_and_refused_elsewhere(families, tmp_path):
+    for family in families:
         tiny_model(family).save_pretrained(tmp_path / family)
-    for results in run_ranks(transformers_pipeline, 2, tmp_path, FAMILY_NAMES):
-        for family in FAMILY_NAMES:
+    for results in run_ranks(transformers_pipeline, 2, tmp_path, families):
+        for family in families:
             original, rewired = results[family, "original"], results[family, "rewired"]
             if family == "llama4_text":
                 assert "has no attribute 'language_model'" in original, "the original can do it now"
@@ -172,15 +165,16 @@ def torch_pipeline(rank, families):
 
 
 @pytest.mark.usefixtures("float64")
-def test_a_stage_cut_by_hand_hands_on_the_pair():
-    first, second = run_ranks(torch_pipeline, 2, FAMILY_NAMES)
-    for family in FAMILY_NAMES:
+@pytest.mark.parametrize("families", PARTS, ids=["few", "others"])
+def test_a_stage_cut_by_hand_hands_on_the_pair(families):
+    first, second = run_ranks(torch_pipeline, 2, families)
+    for family in families:
         for error, worst, _, _ in (first[family], second[family]):
             assert error < BOUND and worst < BOUND, (family, error, worst)
         assert first[family][2] | second[family][2] == first[family][3], family
 
 
-@pytest.mark.parametrize("rewired", [False, True])
+@pytest.mark.parametrize("rewired", few([True, False], 1))
 def test_the_tracing_front_end_of_torch_hands_on_the_pair_since_transformers_5_24(rewired):
     from torch.distributed.pipelining import SplitPoint, pipeline
 

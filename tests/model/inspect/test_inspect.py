@@ -18,7 +18,7 @@ from fcsd.model.inspect.memory import cache_bytes
 from fcsd.model.inspect.table import ranges
 from tests.real_configs import real_folder
 from tests.reference.tiny import TINY, tiny_config, tiny_model
-from tests.support import cache_of
+from tests.support import cache_of, few
 
 D, V, L = 32, 99, 4  # of the tiny models
 
@@ -96,7 +96,7 @@ def test_a_tied_head_is_counted_once(tmp_path):
     assert tied["total"] == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() & TINY.keys()))
+@pytest.mark.parametrize("model_type", few(sorted(FAMILIES.keys() & TINY.keys())))
 def test_every_family_is_described_to_the_last_parameter(model_type, tmp_path):
     facts = inspect_model(config_only(tmp_path, model_type))
     parameters, parts = facts["parameters"], facts["parameters"]["parts"]
@@ -305,7 +305,7 @@ def test_a_model_that_cannot_be_converted_is_still_described(config, reason, kno
         assert "no remote code is run" in text and facts["parameters"] is None
 
 
-@pytest.mark.parametrize("model_type", sorted(REFUSED))
+@pytest.mark.parametrize("model_type", few(sorted(REFUSED), 8))
 def test_a_refused_family_is_described_with_the_reason(model_type, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     facts = inspect_model(tmp_path)

@@ -13,7 +13,7 @@ from tests.parallel.overlap.ranks import CHECKPOINTING, X, attached, same, sprea
 from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.tiny import tiny_model
 from tests.reference.upstream import families_lists, older_than_snapshot
-from tests.support import ROOT, few_and_others
+from tests.support import ROOT, UNLIKE, few_and_others
 
 NAMES = [name for name, family in FAMILIES.items() if refusal(family) is None]
 TIGHT = [
@@ -73,7 +73,7 @@ def outcomes(folder: Path, names: list[str]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of heads that upstream's forward views
-@pytest.mark.parametrize("names", few_and_others(NAMES, 2))
+@pytest.mark.parametrize("names", few_and_others(NAMES, 2, UNLIKE))
 def test_a_family_that_overlaps_has_the_bits_of_blocking_and_one_processs_gradients(
     names: list[str], tmp_path: Path
 ) -> None:

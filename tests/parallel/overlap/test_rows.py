@@ -18,6 +18,7 @@ from fcsd.parallel.overlap.rows import Parcels, gathered, pairs_of, summed
 from fcsd.parallel.overlap.transport import AllToAll
 from fcsd.steering.network.simulate import rows_per_token
 from tests.reference.ranks import run_ranks
+from tests.support import few
 
 EXPERTS, TOKENS, WIDTH = 8, 280, 512
 TOP_K = (2, 4, 8)
@@ -101,7 +102,7 @@ def own_gradient(rank: int, top_k: int, world: int) -> Tensor:
     return total.chunk(world)[rank]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", few([2, pytest.param(4, marks=pytest.mark.slow)], 1))
 def test_bytes_fall_by_the_predicted_share_and_sums_are_those_by_hand(world: int) -> None:
     for each in run_ranks(each_exchanged, world, world):
         for top_k, (share, errors) in zip(TOP_K, each, strict=True):

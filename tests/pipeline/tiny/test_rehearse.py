@@ -97,7 +97,7 @@ SWAPPED = {
 }
 
 
-@pytest.mark.parametrize("path", REAL, ids=name)
+@pytest.mark.parametrize("path", few(REAL, 5), ids=name)
 def test_a_rehearsal_swaps_model_data_and_steps_and_nothing_else(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     small = rehearse(recipe, tmp_path / "r")
@@ -139,6 +139,13 @@ def test_the_model_is_of_the_recipes_family_and_the_rows_have_the_columns_of_the
 FEW_MICRO_BATCHES = ["--set", "train.per_device_train_batch_size=8"]
 
 
+def one_task(folder: Path) -> list[str]:
+    """Options for a suite of one task; eleven benchmarks take ten seconds to read and more to answer."""
+    row = {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"}
+    (folder / "suite.yaml").write_text(json.dumps({"name": "one", "tasks": [row]}))
+    return ["--set", f"evaluation.suite={folder / 'suite.yaml'}"]
+
+
 def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
     """Distil a rehearsal; the results in its manifest."""
     # The sweep, which the distillation would wait for, is trained in a test of its own.
@@ -165,7 +172,8 @@ def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", few([path for path in DISTILLED if load_recipe(path).variants], 1), ids=name)
+@pytest.mark.breadth
+@pytest.mark.parametrize("path", [path for path in DISTILLED if load_recipe(path).variants], ids=name)
 def test_every_variant_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
     seen = set()
     for variant, changes in load_recipe(path).variants.items():
@@ -181,7 +189,7 @@ def test_every_variant_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
 def test_the_sweep_runs_at_tiny_size_and_the_distillation_follows_its_choice(tmp_path: Path) -> None:
     path, folder = data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml", tmp_path / "r"
     small = ["--rehearse", str(folder), "--set", "data.decontaminate=null", "--set", "early_stopping=null"]
-    small += FEW_MICRO_BATCHES
+    small += ["--set", "train.per_device_train_batch_size=32"]
     assert main(["sweep", str(path), *small]) == 0
     choice = read_json(folder / "run" / "sweep" / "manifest.json")["results"]
     assert len(choice["candidates"]) == 6
@@ -251,13 +259,9 @@ def test_camoes_setting_steers_a_rehearsal_by_its_headers_command(
 
 @pytest.mark.slow
 def test_a_multimodal_model_comes_from_its_conversion_to_the_folder_for_the_hub(tmp_path: Path) -> None:
-    row = {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"}
-    suite = tmp_path / "suite.yaml"
-    suite.write_text(json.dumps({"name": "one", "tasks": [row]}))
     changes = ["sweep=null", "variants={}", "data.decontaminate=null", "early_stopping=null"]
-    changes.append(f"evaluation.suite={suite}")
     path = data_dir("recipes") / "llama-4-scout" / "distill.yaml"
-    options = [word for change in changes for word in ("--set", change)]
+    options = [*one_task(tmp_path), *(word for change in changes for word in ("--set", change))]
     assert main(["run", str(path), "--rehearse", str(tmp_path / "r"), *options]) == 0
     run = tmp_path / "r" / "run"
     models = read_json(run / "report" / "report.json")["models"]
@@ -429,7 +433,7 @@ def up_to_the_first_stage(command: list[str]) -> int:
     return main(command)
 
 
-@pytest.mark.parametrize("path", few(REAL, 3), ids=name)
+@pytest.mark.parametrize("path", few(sorted(REAL, key=lambda path: path.stem == "distill"), 1), ids=name)
 def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,6 +472,7 @@ def test_a_recipes_header_runs_on_two_ranks_to_its_end(tmp_path: Path) -> None:
     path = data_dir("recipes") / "studies" / "pretrain-farskip.yaml"
     words = next(words for words in header_commands(path) if words[0] == "accelerate")
     command = [*words[words.index("fcsd") + 1 :], "--rehearse", str(tmp_path / "r")]
+    command += ["--set", "pretrain.train.per_device_train_batch_size=8"]
     assert launch("cpu_2_fsdp2", command) == [0]
     assert read_json(tmp_path / "r" / "run" / "pretrain" / "manifest.json")["results"]["steps"] == 2
 
@@ -478,15 +483,12 @@ def test_an_economical_run_of_two_ranks_that_was_killed_twice_ends_with_the_same
     tmp_path: Path,
 ) -> None:
     """FSDP2, with the average of weights; killed in the second of two steps, then before the second evaluation."""
-    row = {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"}
-    suite = tmp_path / "suite.yaml"
-    suite.write_text(json.dumps({"name": "one", "tasks": [row]}))
     path = data_dir("recipes") / "qwen3-30b-a3b" / "economical.yaml"
     assert load_recipe(path).train.ema_decay is not None
     variables = launch_environment(ROOT / "configs" / "cpu_2_fsdp2.yaml")
 
     def run_whole(name: str, *deaths: tuple[Any, str]) -> list[str]:
-        options = ["--set", "data.decontaminate=null", "--set", f"evaluation.suite={suite}"]
+        options = ["--set", "data.decontaminate=null", *one_task(tmp_path)]
         command = ["run", str(path), "--rehearse", str(tmp_path / name), *options]
 
         def on_rank(rank: int, death: tuple[Any, ...]) -> int:

@@ -106,6 +106,7 @@ def test_memory_is_that_of_a_real_training(name: str, measured: dict[str, int]) 
     assert moving == pytest.approx(measured[name] - persistent, rel=0.15, abs=6 << 20)
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_memory_of_a_rank_is_that_of_a_real_training_in_shards(name: str, measured: dict[str, int]) -> None:
@@ -434,7 +435,7 @@ SHIPPED = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_setting_only")
-@pytest.mark.parametrize("name", few(SHIPPED, 2))
+@pytest.mark.parametrize("name", few(SHIPPED, 1))
 def test_the_figures_in_the_shipped_recipes_are_those_of_the_estimate_without_network(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

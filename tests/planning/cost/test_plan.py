@@ -344,7 +344,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "gpu": ([model, "--gpu", "h1000"], "--gpu h1000: unknown GPU; allowed: a100"),
         "experts": ([model, "--nodes", "3", "--ep", "24"], "--ep 24: does not divide the 64 experts"),
         "ranks": ([model, "--ep", "3"], "--ep 3: does not divide the 8 GPUs (1 x 8)"),
-        "memory": ([model, "--gpu", "h100", "--batch", "256"], "--batch 256 --length 4096: a rank needs"),
+        "memory": ([model, "--gpu", "h100", "--batch", "64"], "--batch 64 --length 4096: a rank needs"),
         "far beyond memory": (
             [model, "--batch", str(10**20)],
             f"--batch {10**20} --length 4096: the stream of these tokens alone takes",

@@ -19,7 +19,7 @@ from fcsd.planning.servers.rows import RowName, make_rows
 from fcsd.planning.servers.server import reason_of
 from fcsd.planning.servers.summary import summarise, table
 from tests.reference.tiny import tiny_config
-from tests.support import ROOT
+from tests.support import ROOT, few
 
 FIGURES = {
     "stock": {"ttft": 120.0, "itl": 12.0, "exposed": {"1": 0.0, "8": 0.0}},
@@ -232,7 +232,7 @@ def test_a_trace_tells_what_gpus_overlap_and_shows_one_layer(
 
 
 @pytest.mark.parametrize(
-    ("kind", "title", "file"), [("farskip", "FarSkip", ""), ("wide", "wide, FarSkip", "wide-")]
+    ("kind", "title", "file"), few([("farskip", "FarSkip", ""), ("wide", "wide, FarSkip", "wide-")], 1)
 )
 def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
     kind: str,

@@ -126,7 +126,7 @@ def groups_of(config: Any) -> int:
     return getattr(config.get_text_config(), "n_group", None) or 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few(FAMILIES))
 def test_fifty_forces_an_expert_or_leaves_it_to_its_group(name: str) -> None:
     """Sigmoid scores saturate at 1: a correction bias decides between such experts, so it is 0 here; and a group is
     chosen by its two best experts, so that one of them can be left with the rest of its group."""

@@ -8,9 +8,10 @@ from fcsd.steering.network.simulate import Payload, endpoint_counts
 from fcsd.steering.routing.bottleneck import Deployment, bottleneck, fit_windows
 from fcsd.steering.routing.camoe import camoe
 from tests.steering.routing.simulated import EQUAL, UNEQUAL, Routers, at_equal_time, deployment_of, links_of
+from tests.support import few
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", few(range(3), 1))
 def test_at_camoes_time_ours_changes_loads_and_routes_far_less(seed: int) -> None:
     theirs, ours = at_equal_time(UNEQUAL, seed, 0.25)
     assert ours["time"] <= theirs["time"] < 0.9
@@ -18,7 +19,7 @@ def test_at_camoes_time_ours_changes_loads_and_routes_far_less(seed: int) -> Non
     assert ours["moved"] <= 0.65 * theirs["moved"] and ours["lost"] <= 0.5 * theirs["lost"]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", few(range(3), 1))
 def test_on_equal_links_ours_moves_no_more_routes(seed: int) -> None:
     theirs, ours = at_equal_time(EQUAL, seed, 0.25)
     assert ours["time"] <= theirs["time"] < 0.95

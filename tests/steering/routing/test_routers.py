@@ -10,6 +10,7 @@ from fcsd.model.families.choices import recording
 from fcsd.model.families.routers import find_routers
 from fcsd.steering.routing.routes import read_routes
 from tests.reference.tiny import tiny_model
+from tests.support import few
 
 SECOND_LOOK = {
     "dbrx": "its router gives logits only; the block chooses, and hands the choice to the experts",
@@ -72,7 +73,7 @@ def gives_its_choice(model, router) -> bool:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", few(sorted(FAMILIES)))
 def test_each_moe_layer_has_one_router_and_its_choices_are_those_of_the_experts(family: str) -> None:
     model = tiny_model(family)
     layers = [k for k, is_moe in enumerate(moe_mask(model.config, FAMILIES[family])) if is_moe]

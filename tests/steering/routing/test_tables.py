@@ -29,6 +29,7 @@ from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 from tests.steering.routing.simulated import UNEQUAL
 from tests.steering.routing.test_bias import random_tables
+from tests.support import few
 
 BATCHES = [
     {"input_ids": torch.randint(3, 99, (2, 40), generator=torch.Generator().manual_seed(k))}
@@ -146,6 +147,7 @@ def ranks(rank: int, folder: Path) -> dict[str, Any]:
     return by_name
 
 
+@pytest.mark.breadth
 def test_ranks_that_share_the_experts_have_biases_of_their_own(tmp_path: Path) -> None:
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
     for by_name in run_ranks(ranks, 2, tmp_path):
@@ -180,7 +182,7 @@ def test_tables_for_experts_in_other_places_are_refused_on_as_many_ranks() -> No
         pass
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", few(["deepseek_v3", "qwen3_moe"], 1))
 def test_a_compiled_model_is_biased_without_a_graph_for_each_endpoint(name: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 

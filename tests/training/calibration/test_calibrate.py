@@ -39,6 +39,7 @@ from fcsd.training.calibration.shards import Layerwise
 from tests.examples import pack
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
+from tests.support import few
 
 CPU = Launch(torch.device("cpu"), Engine("one"))
 ALL = Connectivity("all")
@@ -68,15 +69,18 @@ def converted(model: Any, connectivity: Connectivity = ALL) -> Any:
 
 @pytest.mark.parametrize(
     ("model_type", "connectivity"),
-    [
-        ("qwen3_moe", Connectivity("all")),
-        ("deepseek_v2", Connectivity({"last": 2})),
-        ("gpt_oss", Connectivity("all", attention="full")),
-        ("qwen2_moe", Connectivity("all", mlp="full")),
-        ("cohere2_moe", Connectivity("all")),
-        ("minimax", Connectivity("all")),
-        ("glm_moe_dsa", Connectivity([1, 2])),
-    ],
+    few(
+        [
+            ("qwen3_moe", Connectivity("all")),
+            ("deepseek_v2", Connectivity({"last": 2})),
+            ("gpt_oss", Connectivity("all", attention="full")),
+            ("qwen2_moe", Connectivity("all", mlp="full")),
+            ("cohere2_moe", Connectivity("all")),
+            ("minimax", Connectivity("all")),
+            ("glm_moe_dsa", Connectivity([1, 2])),
+        ],
+        4,
+    ),
 )
 def test_a_calibrated_model_is_nearer_to_its_original_on_text_it_has_not_seen(
     model_type: str, connectivity: Connectivity
@@ -306,6 +310,7 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
     assert all(torch.equal(value, old[name]) for name, value in tensors(base).items())
 
 
+@pytest.mark.breadth
 def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
     base: Path, tmp_path: Path
 ) -> None:

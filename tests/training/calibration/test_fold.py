@@ -20,6 +20,7 @@ from fcsd.training.calibration.solve import LeastSquares
 from fcsd.training.calibration.steps import Steps, Stream
 from tests.reference.tiny import tiny_model
 from tests.reference.trace import trace_layer
+from tests.support import few
 
 TOKENS = 24
 
@@ -125,7 +126,7 @@ def around(layer: nn.Module, reads: dict[str, Tensor], adds: dict[str, Tensor]) 
     ]
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", few(FAMILIES))
 def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type: str) -> None:
     family = FAMILIES[model_type]
     model = tiny_model(model_type, dtype=torch.float64, experts_implementation="eager")

@@ -191,6 +191,7 @@ def of_a_rank(rank: int, *commands: list[str]) -> list[int]:
     return [main(command) for command in commands]
 
 
+@pytest.mark.breadth
 def test_two_ranks_fill_one_cache_and_train_on_it_as_one_does(bench: Bench) -> None:
     path = str(cached(bench))
     assert run_ranks(of_a_rank, 2, ["cache-teacher", path], ["distill", path]) == [[0, 0], [0, 0]]
@@ -257,6 +258,7 @@ def test_the_disk_is_asked_for_exactly_the_rows_of_a_batch(
     assert reads == [cache.read([key]).numpy().tobytes() for key in keys]
 
 
+@pytest.mark.breadth
 def test_a_killed_training_on_a_cache_goes_on_to_the_same_weights(
     bench: Bench, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,6 +180,7 @@ def test_a_run_leaves_the_adapter_and_the_model_with_the_adapter_merged(bench: B
     assert changed == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+@pytest.mark.breadth
 def test_a_killed_lora_run_goes_on_to_the_same_weights_from_checkpoints_of_adapters_only(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +207,7 @@ def of_a_rank(rank: int, command: list[str]) -> int:
     return main(command)
 
 
+@pytest.mark.breadth
 def test_two_ranks_train_adapters_on_bfloat16_weights_as_one_does(bench: Bench) -> None:
     sections = {
         "model": {"path": str(bench.base), "dtype": "bfloat16"},
