@@ -20,6 +20,7 @@ from fcsd.evaluation.lm_eval import chosen
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.lm_eval.tasks import load_task, tasks_folder
 from tests.evaluation.test_bad_input import PIQA, error_of, model, root, words
+from tests.support import few
 
 __all__ = ["model", "root"]  # fixtures
 
@@ -48,14 +49,16 @@ def test_a_named_task_is_the_suites_row_or_has_lm_evals_own_settings() -> None:
         chosen_suite(["humaneval_64"], suite)
 
 
+@pytest.mark.parametrize("tasks", few(["a hundred", "all"], 1))
 def test_a_task_that_nobody_knows_is_answered_in_one_short_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """lm-eval has thousands of tasks: their names are no answer. Here are a hundred; all take ten seconds to read."""
-    for name in ("hellaswag", "mmlu"):
-        shutil.copytree(tasks_folder() / name, tmp_path / name)
-    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(tmp_path / "manager.py"))
-    monkeypatch.setattr(chosen, "_every", chosen._every.__wrapped__)  # which is kept for the next test
+    """lm-eval has thousands of tasks, which take ten seconds to read: their names are no answer."""
+    if tasks == "a hundred":
+        for name in ("hellaswag", "mmlu"):
+            shutil.copytree(tasks_folder() / name, tmp_path / name)
+        monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(tmp_path / "manager.py"))
+        monkeypatch.setattr(chosen, "_every", chosen._every.__wrapped__)  # which is kept for the next test
     with pytest.raises(
         UserError, match=r"^task xyzzy!: lm-eval has no such task; `lm-eval ls tasks` lists them"
     ) as error:
