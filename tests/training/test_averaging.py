@@ -14,7 +14,7 @@ from fcsd.cli.main import main
 from fcsd.model.connectivity import load_model
 from fcsd.training import checkpoint_writer
 from tests.parallel.test_engines import ENGINES, EP, compare, launch
-from tests.support import Bench
+from tests.support import Bench, few
 
 DECAY = 0.8
 
@@ -44,9 +44,8 @@ def recipe(bench: Bench, name: str) -> list[str]:
     return ["distill", str(bench.recipe(name, **changes))]
 
 
-@pytest.mark.breadth
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [*ENGINES, "ep"])
+@pytest.mark.parametrize("engine", few([*ENGINES, "ep"], 1))
 def test_ranks_average_their_parts_and_go_on_and_leave_the_average_to_the_last_bit(
     bench: Bench, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.losses import objective_of
 from tests.memory import PLAIN, measured_by, peak_of_two_steps, selected
+from tests.support import few
 
 TOKENS = {"few": 2, "many": 16}  # rows of 128
 VOCABULARIES = {"small": 4096, "large": 16384}
@@ -27,9 +28,8 @@ def measured(request: pytest.FixtureRequest) -> dict[str, int]:
     return measured_by("tests.training.test_memory", names)
 
 
-@pytest.mark.breadth
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", few(OBJECTIVES, 1))
 def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(
     objective: str, measured: dict[str, int]
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fcsd.training.run import train
 from tests.parallel.test_engines import ENGINES, environment
 from tests.reference.ranks import run_ranks
-from tests.support import ROOT
+from tests.support import ROOT, few
 from tests.training.test_safety import events, in_order, run, same, spoil, teacher
 
 __all__ = ["in_order", "teacher"]  # the fixtures
@@ -33,8 +33,7 @@ def trained(rank: int, variables: dict[str, str], folder: Path, model: Any) -> A
         return train(run(folder / "guarded", model, list(range(15)), SAFETY, max_steps=12, **PLAN))
 
 
-@pytest.mark.breadth
-@pytest.mark.parametrize("engine", [*ENGINES, "copies"])
+@pytest.mark.parametrize("engine", few([*ENGINES, "copies"], 1))
 def test_what_goes_wrong_on_the_second_rank_is_skipped_and_rewound_on_both(
     tmp_path: Path, teacher: Any, engine: str
 ) -> None:
