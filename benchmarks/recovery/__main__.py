@@ -43,7 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--models", nargs="+", choices=MODELS["models"], default=["plain", "shared"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--methods", nargs="+", default=["*"], help="patterns of names in methods.yaml")
+    parser.add_argument(
+        "--methods",
+        nargs="*",
+        default=["*"],
+        help="patterns of names in methods.yaml; none: untrained models only",
+    )
     parser.add_argument(
         "--text", nargs="+", type=Path, default=[], help="text and code in place of Python's own"
     )
@@ -71,7 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
                     for model in options.models:
                         for method in methods:
                             measure(options.out, model, seed, method, methods[method], options.set)
-        print(write_report(options.out, options.plot))
+        if not options.study or any(options.out.glob("results/*/seed-*/*.json")):
+            print(write_report(options.out, options.plot))
         if any(options.out.glob("results/*/untrained.json")):
             print(write_depth(options.out, MODELS))
     except UserError as error:

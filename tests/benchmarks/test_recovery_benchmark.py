@@ -116,8 +116,9 @@ def test_a_killed_study_continues_and_other_seeds_have_the_best_methods_only(
 ) -> None:
     out, calls = tmp_path / "out", []
     methods = ["kl 5e-4", "kl 2e-3", "rel l2 10", "rel l2 30"]
-    command = [str(out), "--study", "--models", "plain", "--seeds", "0", "1", "--methods", *methods]
-    command += ["--text", *texts, *(word for text in QUICK for word in ("--set", text))]
+    options = ["--text", *texts, *(word for text in QUICK for word in ("--set", text))]
+    study = [str(out), "--study", "--models", "plain", "--seeds", "0", "1"]
+    command = [*study, "--methods", *methods, *options]
 
     def killed_in_the_third(*arguments: Any) -> None:
         calls.append(arguments)
@@ -127,6 +128,7 @@ def test_a_killed_study_continues_and_other_seeds_have_the_best_methods_only(
 
     monkeypatch.setattr("fcsd.pipeline.distill.distill", killed_in_the_third)
     monkeypatch.setattr("benchmarks.recovery.untrained.TOKENS", 512)
+    assert benchmark.main([*study, "--methods", *options]) == 0 and not calls  # untrained alone
     with pytest.raises(KeyboardInterrupt):
         benchmark.main(command)
     untrained = out / "results" / "plain" / "untrained.json"
