@@ -10,8 +10,13 @@ from fcsd.base.files import read_json, write_text
 from fcsd.base.text import markdown
 
 UNTRAINED = [
-    "model", "teacher", "all, copied", "calibrated", "first alone", "but 1, copied", "calibrated", "but 2", "but 3",
-]  # fmt: skip
+    "model",
+    "teacher",
+    "all, copied; calibrated",
+    "first alone",
+    "but 1, copied",
+    "but 1, 2, 3, calibrated",
+]
 TRAINED = ["model", "plain FCSD's batch, rate", "its last KL", "ours, half of the tokens", "share"]
 KINDS = {
     "plain": "width 96",
@@ -61,12 +66,14 @@ def _best(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _untrained(row: dict[str, Any]) -> list[str]:
-    """KL of rewired selections, nats; the last two are calibrated."""
+    """KL of rewired selections, nats."""
     kl = row["kl"]
-    wanted = [("all", "copied"), ("all", "calibrated"), ("first", "copied"), ("but-1", "copied")]
-    wanted += [(f"but-{count}", "calibrated") for count in (1, 2, 3)]
-    values = [nats(kl[name][which]) if name in kl else "" for name, which in wanted]
-    return [row["model"], f"{row['teacher_ce']:.2f}", *values]
+    both = "; ".join(nats(kl["all"][which]) for which in ("copied", "calibrated"))
+    calibrated = ", ".join(
+        nats(kl[f"but-{count}"]["calibrated"]) for count in (1, 2, 3) if f"but-{count}" in kl
+    )
+    copied = [nats(kl[name]["copied"]) for name in ("first", "but-1")]
+    return [row["model"], f"{row['teacher_ce']:.2f}", both, *copied, calibrated]
 
 
 def _trained(row: dict[str, Any]) -> list[str]:
