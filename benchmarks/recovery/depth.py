@@ -132,6 +132,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         title="tokens to plain FCSD's end", xlabel="layers", ylabel="share of plain FCSD's", ylim=(0, 0.6)
     )
     right.set(title="untrained", xlabel="layers", ylabel="KL to the teacher, held out (nats)", yscale="log")
+    right.set_ylim(top=10)  # room for the legend
     for axis in (left, right):
         axis.set_xticks([6, 12, 24])
         axis.legend(fontsize=8)
