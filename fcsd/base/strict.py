@@ -135,7 +135,7 @@ def _booleans(
     """Yield the booleans that stand where a number is needed, also in lists and mappings: pydantic would take true for
     1. values: (key, value) of this annotation; before: dotted key of what they are in, with a dot.
 
-    The annotation is read once for all items of a list: the links of a thousand endpoints are twelve million numbers.
+    The annotation is read once for all items of a list: the links of a thousand endpoints are millions of numbers.
     """
     kinds = _kinds(annotation)
     are_numbers = bool not in kinds and (int in kinds or float in kinds)
