@@ -28,20 +28,6 @@ if TYPE_CHECKING:
     from fcsd.model.config import ModelConfig
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype of a recipe's word."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def to_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Convert all parameters and buffers of real numbers to `dtype`, in place.
-
-    `Module.to` would take the imaginary part out of complex buffers (the rotary embedding of Llama 4's images).
-    """
-    model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
 @dataclass(frozen=True)
 class ModelFolder:
     """The folder of a checkpoint, and how a model is loaded from it.

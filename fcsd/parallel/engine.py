@@ -249,6 +249,19 @@ def engine_environment(engine: Engine, device: torch.device) -> Iterator[None]:
             unset_hf_deepspeed_config()
 
 
+@contextlib.contextmanager
+def without_deepspeed() -> Iterator[None]:
+    """Keep transformers from partitioning what is loaded in the block on one rank alone."""
+    from transformers.integrations import deepspeed
+
+    config = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = config
+
+
 def _set_environment(values: dict[str, str | None]) -> None:
     for name, value in values.items():
         if value is None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,24 +124,26 @@ def whole_head(model: PreTrainedModel, device: torch.device) -> nn.Linear:
     return whole
 
 
-def whole_model(model: PreTrainedModel, dtype: torch.dtype, launch: Launch) -> PreTrainedModel | None:
+def whole_model(
+    model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], launch: Launch
+) -> PreTrainedModel | None:
     """Gather a sharded model into a whole one on the CPU of the first rank; return None on the others.
 
     All ranks call this; one parameter at a time is whole on their devices.
+
+    dtypes: of the gathered tensors, by name, the same on all ranks; those without one stay as they are.
     """
     reshard(model)
     first = launch.first
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        with _gathered(parameter, launch.device) as tensor:
+        with _gathered(parameter, launch.device, dtypes.get(name)) as tensor:
             if first:
-                tensors[name] = tensor.detach().to(dtype).to("cpu", copy=True)
+                tensors[name] = tensor.detach().to(dtypes.get(name)).to("cpu", copy=True)
     if not first:
         return None
     for name, buffer in model.named_buffers():
-        tensors[name] = buffer.detach().to("cpu", copy=True)
-        if buffer.is_floating_point():
-            tensors[name] = tensors[name].to(dtype)
+        tensors[name] = buffer.detach().to(dtypes.get(name)).to("cpu", copy=True)
     config = copy.deepcopy(model.config)
     config.__dict__.pop("distributed_config", None)
     own: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
@@ -219,9 +221,18 @@ def _decoder_layers(model: PreTrainedModel, engine: Engine) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def _gathered(parameter: Any, device: torch.device) -> Iterator[Tensor]:
-    """Give a parameter's whole value; all ranks enter the context."""
-    if hasattr(parameter, "ds_id"):
+def _gathered(
+    parameter: Any, device: torch.device, dtype: torch.dtype | None = None
+) -> Iterator[Tensor]:
+    """Give a parameter's whole value; all ranks enter the context.
+
+    dtype: in which it is wanted. ZeRO-3 computes in bfloat16, and trains a copy in float32.
+    """
+    if dtype == torch.float32 and hasattr(parameter, "_z3_optimizer"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        yield safe_get_full_fp32_param(parameter)
+    elif hasattr(parameter, "ds_id"):
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter]):

@@ -14,7 +14,8 @@ from fcsd.base.files import new_folder, write_text
 from fcsd.base.strict import validate
 from fcsd.model.connectivity import convert_checkpoint
 from fcsd.model.connectivity.export import link_or_copy
-from fcsd.model.load import ModelFolder, dtype_of
+from fcsd.model.dtypes import dtype_of
+from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.pipeline.calibrate import calibrated_start

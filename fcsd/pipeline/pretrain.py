@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.model.load import dtype_of, load_tokenizer, to_dtype
+from fcsd.model.dtypes import dtype_of, to_dtype
+from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.checks import check_rows_fit, check_settings, model_config
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, pretraining_rows

@@ -8,7 +8,7 @@ from torch import nn
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import size
-from fcsd.model.load import dtype_of
+from fcsd.model.dtypes import dtype_of
 from fcsd.training.config import TrainConfig
 
 

@@ -1,35 +1,60 @@
 """Leave a trained model as a checkpoint folder that `from_pretrained` reads, without changing the model."""
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
+from fcsd.base.memory import available_memory
 from fcsd.model.connectivity.checkpoint import CONFIG
+from fcsd.model.connectivity.load import load_model
+from fcsd.model.dtypes import loaded_dtypes, real_tensors
+from fcsd.parallel.engine import without_deepspeed
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import whole_model
 
 
 def write_model(
-    model: PreTrainedModel, folder: Path, *, tokenizer: Any, dtype: torch.dtype, launch: Launch
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    tokenizer: Any,
+    dtype: torch.dtype,
+    launch: Launch,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Write config, code, weights in `dtype` and tokenizer into `folder`. All ranks call this; the first one writes.
+    """Write config, code, weights and tokenizer into `folder`. All ranks call this; the first one writes.
 
-    Weights in shards are gathered on the first rank's CPU.
+    Weights in shards are gathered on the first rank's CPU. What was written is loaded once, where
+    there is room for it, and compared with the model.
+
+    Args:
+        dtype: what the config declares.
+        dtypes: of single tensors, by their names in the model (`saved_dtypes`); the same on all
+            ranks. None: those that the model has when it is loaded in `dtype`.
+
+    Raises:
+        UserError: what is loaded differs from the model.
     """
-    whole = whole_model(model, dtype, launch) if launch.engine.shards else model
+    if dtypes is None:
+        dtypes = loaded_dtypes(model, dtype)
+    whole = whole_model(model, dtypes, launch) if launch.engine.shards else model
     if not launch.first or whole is None:
         return
-    use_cache = whole.config.use_cache
-    whole.config.use_cache = True
+    config = whole.config
+    use_cache, declared = config.use_cache, config.dtype
+    config.use_cache = True
     try:
-        with _in_host_memory(whole, dtype):
+        with _in_host_memory(whole, dtypes):
             whole.save_pretrained(folder)
+            _declare_dtype(folder, dtype)
             # safetensors 0.8 makes its files 0600, whatever the umask
             mode = (folder / CONFIG).stat().st_mode
             for file in folder.glob("*.safetensors"):
@@ -37,8 +62,17 @@ def write_model(
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
                 _keep_tokenizer_class(Path(str(tokenizer.name_or_path)), folder)
+            _compare_with_saved(whole, folder)
     finally:
-        whole.config.use_cache = use_cache
+        config.use_cache, config.dtype = use_cache, declared
+
+
+def _declare_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Name the model's dtype in the config: transformers takes that of the first tensor for it."""
+    config = read_json(folder / CONFIG)
+    name = str(dtype).removeprefix("torch.")
+    if config.get("dtype") != name:
+        write_json(folder / CONFIG, config | {"dtype": name})
 
 
 def _keep_tokenizer_class(source: Path, folder: Path) -> None:
@@ -52,21 +86,57 @@ def _keep_tokenizer_class(source: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _in_host_memory(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Give the model its weights and buffers in `dtype` within the block, and behind it the very tensors that it had.
+def _in_host_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Give the model its weights and buffers in `dtypes` within the block, and behind it the very tensors that it had.
+
     The copies are in host memory: the device may have no room for both.
     """
-    tensors = [
-        t
-        for t in (*model.parameters(), *model.buffers())
-        # One that was gathered from shards is in `dtype`; buffers that no checkpoint has are without storage there.
-        if t.is_floating_point() and t.dtype != dtype and not t.is_meta
-    ]
-    held = [tensor.data for tensor in tensors]
+    # Buffers that no checkpoint has are without storage in a model that was gathered from shards.
+    tensors = {id(tensor): (name, tensor) for name, tensor in real_tensors(model) if not tensor.is_meta}
+    held = [(tensor, tensor.data) for _, tensor in tensors.values()]
     try:
-        for tensor in tensors:
-            tensor.data = tensor.data.to("cpu", dtype)
+        for name, tensor in tensors.values():
+            if (dtype := dtypes.get(name, tensor.dtype)) != tensor.dtype:
+                tensor.data = tensor.data.to("cpu", dtype)
         yield
     finally:
-        for tensor, data in zip(tensors, held, strict=True):
+        for tensor, data in held:
             tensor.data = data
+
+
+def _compare_with_saved(model: PreTrainedModel, folder: Path) -> None:
+    """Load what was written, and compare each tensor with the model's.
+
+    Raises:
+        UserError: a tensor has other numbers, or is not there.
+    """
+    trained = model.state_dict()
+    needed = sum(tensor.nbytes for tensor in trained.values())
+    if (free := available_memory()) < needed * _ROOM_TO_LOAD:
+        print(
+            f"{folder.name}: was not loaded to compare it with the trained model, which takes"
+            f" {needed / 1e9:.0f} GB of main memory ({free / 1e9:.0f} GB are free)",
+            file=sys.stderr,
+        )
+        return
+    with without_deepspeed():
+        loaded = load_model(folder).state_dict()
+    for name, tensor in trained.items():
+        if name not in loaded or not _same_numbers(tensor.detach().to("cpu"), loaded[name]):
+            raise UserError(
+                f"{folder}: '{name}' is not what was trained when the model is loaded again; nothing was left, the"
+                " training goes on from its last checkpoint. Is the disk well? If so, this is a fault of fcsd: report"
+                " it with the model's config.json"
+            )
+
+
+_ROOM_TO_LOAD = 1.2
+"""Free main memory over the bytes of a model from which on it is loaded to be compared."""
+
+
+def _same_numbers(trained: Tensor, loaded: Tensor) -> bool:
+    """Compare bits, since a model whose training failed has NaN. Families round some tensors when they load them."""
+    trained = trained.to(loaded.dtype).contiguous()
+    return trained.shape == loaded.shape and torch.equal(
+        trained.flatten().view(torch.uint8), loaded.contiguous().flatten().view(torch.uint8)
+    )

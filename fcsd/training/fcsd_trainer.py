@@ -19,6 +19,8 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import writing
+from fcsd.model.connectivity.checkpoint import source_folder
+from fcsd.model.dtypes import saved_dtypes
 from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.launch import Launch, join_launch
@@ -110,6 +112,9 @@ class FCSDTrainer(DistillTrainer):
             student, compared = model.student, place_teacher(model.teacher, launch)
             check_vocabularies(student, compared, model.tokenizer, objective)
             self.save_dtype = student.dtype
+            self.save_dtypes = launch.ranks.from_first(
+                lambda: saved_dtypes(student, source_folder(student.config))
+            )
             prepare_student(student, objective, train, launch)
             rows = whole_steps(model.rows, args.rows_of_a_step(launch), args.max_length)
             collate = collator(args, compared)
@@ -250,7 +255,7 @@ class FCSDTrainer(DistillTrainer):
     # ---- what is saved
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Leave config, code, weights and tokenizer in a folder, in the dtype that the model came in.
+        """Leave config, code, weights and tokenizer in a folder, each tensor in the dtype that it came in.
 
         The folder loads with `AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True)`, without fcsd.
         """
@@ -263,6 +268,7 @@ class FCSDTrainer(DistillTrainer):
                 folder,
                 tokenizer=self.processing_class,
                 dtype=self.save_dtype,
+                dtypes=self.save_dtypes,
                 launch=self.launch,
             )
         self.launch.wait()

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import Collator
-from fcsd.model.load import dtype_of, to_dtype
+from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import shard_student, shard_teacher
 from fcsd.training.config import TrainConfig

@@ -29,7 +29,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from fcsd.base.errors import Interrupted, ScorerError, UserError
 from fcsd.base.files import new_folder, write_json, write_text
 from fcsd.base.text import nats, progress_bar
-from fcsd.model.load import to_dtype
+from fcsd.model.dtypes import cast
 from fcsd.parallel.engine import checkpoints_activations, engine_environment
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import read_state
@@ -226,9 +226,16 @@ def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
         with new_folder(run.folder / "adapter") as folder:
             leave_adapters(run.adapters, folder)
     if not engine.shards:
-        to_dtype(run.student, trainer.save_dtype)  # in place, for a device that has no room for both
+        cast(run.student, trainer.save_dtypes)  # in place, for a device that has no room for both
     with new_folder(run.folder / "model") if first else nullcontext(run.folder) as folder:
-        write_model(run.student, folder, tokenizer=run.tokenizer, dtype=trainer.save_dtype, launch=run.launch)
+        write_model(
+            run.student,
+            folder,
+            tokenizer=run.tokenizer,
+            dtype=trainer.save_dtype,
+            dtypes=trainer.save_dtypes,
+            launch=run.launch,
+        )
 
 
 _SHOWN = (*MEASURES, "l2", "router_kl", "top1_agreement")

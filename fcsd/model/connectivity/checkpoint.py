@@ -37,6 +37,8 @@ class Checkpoint:
     weight_files: tuple[str, ...]
     """Names of the safetensors files, without the index."""
     shapes: Shapes
+    dtypes: dict[str, str]
+    """Of each tensor, in the words of safetensors: "BF16", "F32", …"""
 
 
 def find_folder(path: str | Path, revision: str | None = None) -> Path:
@@ -57,6 +59,21 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
         raise UserError(
             f"{path}: no such folder, and the Hub did not give a repository of this name: {reason}"
         ) from None
+
+
+def source_folder(config: Any) -> Path | None:
+    """Return the folder that a model with this config was loaded from, where it is still on this machine."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    name = str(getattr(config, "_name_or_path", "") or "")
+    if not name or (folder := Path(name)).is_dir():
+        return folder if name and (folder / CONFIG).is_file() else None
+    try:
+        revision = getattr(config, "_commit_hash", None)
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError, ValueError):
+        return None
 
 
 def local_folder(path: str | Path, revision: str | None, contents: str) -> Path | None:
@@ -164,8 +181,9 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
         hint = f"; {pickled[0]} is a pickle, convert it to safetensors first" if pickled else ""
         raise UserError(f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists{hint}")
     shapes: Shapes = {}
+    dtypes: dict[str, str] = {}
     for name in files:
-        in_file = {key: tuple(each["shape"]) for key, each in read_header(folder / name)[0].items()}
+        in_file = read_header(folder / name)[0]
         wanted = (
             in_file.keys()
             if weight_map is None
@@ -176,8 +194,9 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
                 f"{folder / name}: tensor '{absent[0]}' is not in this file, but {INDEX} says so;"
                 " fetch both again"
             )
-        shapes |= {key: in_file[key] for key in wanted}
-    return Checkpoint(folder, config, family, connectivity, foreign, tuple(files), shapes)
+        shapes |= {key: tuple(in_file[key]["shape"]) for key in in_file if key in wanted}
+        dtypes |= {key: in_file[key]["dtype"] for key in in_file if key in wanted}
+    return Checkpoint(folder, config, family, connectivity, foreign, tuple(files), shapes, dtypes)
 
 
 def _is_shard_name(name: Any) -> bool:

@@ -21,7 +21,8 @@ from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint, read
 from fcsd.model.connectivity.load import config_and_class
 from fcsd.model.connectivity.spec import changed_by
 from fcsd.model.families.structure import head_scaling, output_head
-from fcsd.model.load import ModelFolder, dtype_of, free_memory, load_tokenizer
+from fcsd.model.dtypes import declared_dtype, dtype_of
+from fcsd.model.load import ModelFolder, free_memory, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.training.prepare import place_teacher
@@ -51,24 +52,11 @@ def unloaded(source: ModelFolder) -> Unloaded:
     model = source.config
     checkpoint = read_checkpoint(source.folder)
     config, cls = config_and_class(checkpoint, None, False)
-    dtype = _dtype(checkpoint, config, model)
+    dtype = declared_dtype(checkpoint) if model.dtype == "auto" else dtype_of(model.dtype)
+    dtype = dtype or torch.float32
     options = model.model_dump(include={"attn_implementation", "experts_implementation"}, exclude_none=True)
     with torch.device("meta"):
         return Unloaded(checkpoint, cls._from_config(config, dtype=dtype, **options), dtype)
-
-
-def _dtype(checkpoint: Checkpoint, config: Any, model: ModelConfig) -> torch.dtype:
-    """Return what `from_pretrained` would choose."""
-    if model.dtype != "auto":
-        return dtype_of(model.dtype)
-    if isinstance(config.dtype, torch.dtype):
-        return config.dtype
-    with safe_open(checkpoint.folder / checkpoint.weight_files[0], framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            tensor = file.get_slice(name)
-            if (dtype := tensor[:0].dtype if tensor.get_shape() else None) and dtype.is_floating_point:
-                return dtype
-    return torch.float32
 
 
 def identity(teacher: Unloaded, weights: str) -> dict[str, Any]:

@@ -1,0 +1,140 @@
+"""The dtype of each tensor: in memory as transformers loads it, in files as the checkpoint has it.
+
+A model in bfloat16 is not bfloat16 throughout. Families list tensors that stay in float32
+(`_keep_in_fp32_modules_strict`: the weight or the correction bias of a router), and modules
+create tensors in float32 (rotary frequencies). Rounding these sends tokens to other experts.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ADAPTED = ".base_layer"  # what peft adds to the name of a tensor that has adapters
+_UNQUANTISED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the torch dtype of a recipe's word."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of real numbers, buffers too, and a tied tensor under each of its names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in (*parameters, *model.named_buffers(remove_duplicate=False)):
+        if tensor.is_floating_point():
+            yield name, tensor
+
+
+# ---- in memory
+
+
+def loaded_dtypes(model: "PreTrainedModel", dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtype of each real tensor of a model that `from_pretrained` would load in `dtype`."""
+    fresh = without_storage(model, dtype)
+    dtypes = {name: tensor.dtype for name, tensor in real_tensors(fresh)}
+    for pattern, kept in fresh._get_dtype_plan(dtype).items():
+        # transformers reads the patterns so (`build_glob_alternation`).
+        expression = re.compile(pattern.replace("*", ".*"))
+        dtypes |= dict.fromkeys(filter(expression.search, dtypes), kept)
+    return dtypes
+
+
+def without_storage(model: "PreTrainedModel", dtype: torch.dtype | None = None) -> Any:
+    """Build the same model on the meta device, as it would be built before weights are read in `dtype`."""
+    built: Any = type(model)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(model.dtype if dtype is None else dtype)
+        with torch.device("meta"):
+            fresh = built(copy.deepcopy(model.config))
+    finally:
+        torch.set_default_dtype(before)
+    if "_weight_conversions" in model.__dict__:
+        fresh._weight_conversions = model._weight_conversions
+    return fresh
+
+
+def cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Take the tensors that are named to their dtypes, in place.
+
+    `Module.to` knows one dtype for all, and takes the imaginary part out of complex buffers (the
+    rotary embedding of Llama 4's images).
+    """
+    for name, tensor in real_tensors(model):
+        tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
+
+
+def to_dtype(model: "PreTrainedModel", dtype: torch.dtype) -> None:
+    """Take a model to `dtype`, in place, to the dtypes that it would have if it had been loaded so."""
+    cast(model, loaded_dtypes(model, dtype))
+
+
+# ---- in files
+
+
+def saved_dtypes(model: "PreTrainedModel", source: Path | None) -> dict[str, torch.dtype]:
+    """Return the dtype in which each real tensor of a model's state dict is to be saved.
+
+    It is that of the checkpoint's files. It is that of the tensor in memory where there is no
+    checkpoint, where it is quantised, or where the model was loaded in another dtype than its
+    checkpoint declares.
+
+    Args:
+        model: as it was loaded, before a training takes it to a dtype; it may carry adapters.
+        source: the folder of the checkpoint that it was loaded from; None where there is none.
+    """
+    state = {name.replace(_ADAPTED, ""): tensor for name, tensor in model.state_dict().items()}
+    dtypes = {name: tensor.dtype for name, tensor in state.items() if tensor.is_floating_point()}
+    try:
+        checkpoint = read_checkpoint(source, any_family=True) if source is not None else None
+    except UserError:  # it was changed since it was loaded
+        return dtypes
+    if checkpoint is None or declared_dtype(checkpoint) != model.dtype:
+        return dtypes
+    in_files = {
+        name: _UNQUANTISED[dtype] for name, dtype in checkpoint.dtypes.items() if dtype in _UNQUANTISED
+    }
+    for name, names in names_in_files(model).items():
+        # One tensor in memory is several in files (an expert's each): the widest keeps them all.
+        found = [in_files[known] for known in (*names, name) if known in in_files]
+        if name in dtypes and found:
+            dtypes[name] = max(found, key=lambda dtype: dtype.itemsize)
+    return dtypes
+
+
+def declared_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """Return the dtype that `from_pretrained(dtype="auto")` chooses; None where it has no real numbers."""
+    declared = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    if declared is not None:
+        return getattr(torch, str(declared).removeprefix("torch."), None)
+    first = (_UNQUANTISED[dtype] for dtype in checkpoint.dtypes.values() if dtype in _UNQUANTISED)
+    return next(first, None)
+
+
+def names_in_files(model: "PreTrainedModel") -> dict[str, list[str]]:
+    """Return, for each tensor of a model's state dict, its names in checkpoint files, by transformers' conversions."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    fresh = without_storage(model)
+    names: dict[str, list[str]] = {}
+    together = {}
+    for name, tensor in fresh.state_dict().items():
+        try:
+            names[name] = list(revert_weight_conversion(fresh, {name: tensor}))
+        except ValueError:  # a conversion of several tensors at once
+            together[name] = tensor
+    of_all = list(revert_weight_conversion(fresh, together)) if together else []
+    return names | dict.fromkeys(together, of_all)
