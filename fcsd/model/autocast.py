@@ -1,11 +1,16 @@
-"""Experts under autocast: their grouped matmul in half precision, which torch leaves in the dtype of the weights."""
+"""What a MoE needs under autocast: experts in half precision, routers in float32, a teacher that computes alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from fcsd.base.errors import UserError
+from fcsd.model.families.routers import find_routers
 
 # transformers' loop for where torch's kernel cannot be had is an operator of its own.
 _OPERATORS = (("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback"))
@@ -46,3 +51,93 @@ def _rule(operator: Callable[..., Tensor], device: str, key: str) -> Callable[..
             return operator(*map(cast, tensors), **{name: cast(x) for name, x in others.items()})
 
     return grouped
+
+
+@contextlib.contextmanager
+def float32_routers(model: nn.Module) -> Iterator[None]:
+    """Keep autocast out of a model's routers within the block.
+
+    Families compute their routers in float32, in a bfloat16 model too. Autocast would round the
+    operands of that matmul, and send tokens to other experts.
+    """
+    entered: list[torch.autocast] = []
+
+    def leave_autocast(router: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        weight = next(router.parameters())
+        entered.append(torch.autocast(weight.device.type, enabled=False))
+        entered[-1].__enter__()
+
+        def widened(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            return value.to(torch.promote_types(value.dtype, weight.dtype))
+
+        return tuple(map(widened, args)), {name: widened(value) for name, value in kwargs.items()}
+
+    def enter_again(*_: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    with contextlib.ExitStack() as stack:
+        for router in _routers(model):
+            stack.callback(router.register_forward_pre_hook(leave_autocast, with_kwargs=True).remove)
+            stack.callback(router.register_forward_hook(enter_again, always_call=True).remove)
+        yield
+
+
+def _routers(model: nn.Module) -> list[nn.Module]:
+    try:
+        return [router.module for router in find_routers(model)]
+    except UserError:  # a teacher may be dense, or of a family that fcsd does not know
+        return []
+
+
+class UnderAutocast:
+    """A frozen model that computes as the student does that is trained from its weights under autocast.
+
+    Autocast rounds the weights of matmuls alone. Where the student's weights are in float32 and the
+    model's in bfloat16, the model's matrices stay as they are, and all else (embeddings, norms,
+    routers) is in float32 while it computes. Without this the two differ by the rounding of every
+    layer, and so do the experts that tokens go to.
+    """
+
+    def __init__(self, model: nn.Module, *, student_dtype: torch.dtype):
+        self.model = model
+        narrow = _beside_matmuls(model) if student_dtype == torch.float32 else []
+        self.narrow = [(tensor, tensor.data) for tensor in narrow]
+        self.wide = [tensor.data.float() for tensor in narrow]
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Compute so within the block."""
+        device = next(self.model.parameters()).device.type
+        try:
+            for (tensor, _), wide in zip(self.narrow, self.wide, strict=True):
+                tensor.data = wide
+            with float32_routers(self.model), torch.autocast(device, torch.bfloat16):
+                yield
+        finally:
+            for tensor, narrow in self.narrow:
+                tensor.data = narrow
+
+
+def _beside_matmuls(model: nn.Module) -> list[Tensor]:
+    """Return the tensors in half precision that autocast does not round, and those of routers."""
+    rounded = {
+        id(parameter)
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+        if _in_matmul(module, parameter)
+    }
+    for router in _routers(model):
+        rounded -= {id(parameter) for parameter in router.parameters()}
+    return [
+        tensor
+        for tensor in (*model.parameters(), *model.buffers())
+        if tensor.dtype in (torch.bfloat16, torch.float16) and id(tensor) not in rounded
+    ]
+
+
+def _in_matmul(module: nn.Module, parameter: Tensor) -> bool:
+    """Tell whether autocast rounds a parameter of a module: weights of linear layers, and of all experts in one."""
+    is_convolution = isinstance(module, nn.modules.conv._ConvNd)
+    return isinstance(module, nn.Linear) or (parameter.ndim == 3 and not is_convolution)

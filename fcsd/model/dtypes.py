@@ -55,16 +55,26 @@ def loaded_dtypes(model: "PreTrainedModel", dtype: torch.dtype) -> dict[str, tor
 def without_storage(model: "PreTrainedModel", dtype: torch.dtype | None = None) -> Any:
     """Build the same model on the meta device, as it would be built before weights are read in `dtype`."""
     built: Any = type(model)
+    config, dtype = copy.deepcopy(model.config), model.dtype if dtype is None else dtype
+    _set_dtype(config, dtype)
     before = torch.get_default_dtype()
     try:
-        torch.set_default_dtype(model.dtype if dtype is None else dtype)
+        torch.set_default_dtype(dtype)
         with torch.device("meta"):
-            fresh = built(copy.deepcopy(model.config))
+            fresh = built(config)
     finally:
         torch.set_default_dtype(before)
     if "_weight_conversions" in model.__dict__:
         fresh._weight_conversions = model._weight_conversions
     return fresh
+
+
+def _set_dtype(config: Any, dtype: torch.dtype) -> None:
+    """Write a dtype into a config and those inside it, which the parts of a multimodal model are built by."""
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            _set_dtype(part, dtype)
 
 
 def cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -10,8 +10,10 @@ This is done here, and not by accelerate, because
 - it shards no frozen model: `prepare_model(evaluation_mode=True)` would leave the teacher whole on every rank;
 - between the micro-batches of a step it leaves FSDP2's gradients whole on every rank.
 
-Not covered: parameters that transformers keeps in float32 in a bfloat16 model are computed with in bfloat16 where
-train.bf16 is set; the vision tower of a multimodal model is one unit with the final norm.
+Routers that a family keeps in float32 are units of their own, which stay in float32.
+
+Not covered: other parameters that transformers keeps in float32 in a bfloat16 model (convolutions, decays) are computed
+with in bfloat16 where train.bf16 is set; the vision tower of a multimodal model is one unit with the final norm.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +41,9 @@ from transformers import PreTrainedModel
 from fcsd.base.errors import UserError
 from fcsd.base.memory import available_memory
 from fcsd.model.connectivity.rewire import decoder_layers, is_one_of
+from fcsd.model.dtypes import loaded_dtypes
 from fcsd.model.families import family_of
+from fcsd.model.families.routers import find_routers
 from fcsd.model.families.structure import head_and_body
 from fcsd.model.load import free_memory
 from fcsd.parallel.engine import Engine, Precision
@@ -75,7 +79,23 @@ def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> N
     if train.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     dtype = torch.float32 if train.dtype == "float32" else torch.bfloat16
-    _fully_shard(model, units, sender, launch, dtype, policy, trained=True)
+    apart = _float32_routers(model) if torch.bfloat16 in (dtype, policy.param_dtype) else []
+    _fully_shard(model, units, sender, launch, dtype, policy, trained=True, apart=apart)
+
+
+def _float32_routers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the routers whose parameters the family keeps in float32 in a bfloat16 model."""
+    dtypes = loaded_dtypes(model, torch.bfloat16)
+    try:
+        routers = find_routers(model)
+    except UserError:
+        return []
+    return [
+        router.module
+        for router in routers
+        if (names := [f"{router.name}.{name}" for name, _ in router.module.named_parameters()])
+        and all(dtypes.get(name) == torch.float32 for name in names)
+    ]
 
 
 def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
@@ -221,9 +241,7 @@ def _decoder_layers(model: PreTrainedModel, engine: Engine) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def _gathered(
-    parameter: Any, device: torch.device, dtype: torch.dtype | None = None
-) -> Iterator[Tensor]:
+def _gathered(parameter: Any, device: torch.device, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
     """Give a parameter's whole value; all ranks enter the context.
 
     dtype: in which it is wanted. ZeRO-3 computes in bfloat16, and trains a copy in float32.
@@ -322,8 +340,13 @@ def _fully_shard(
     policy: Any,
     *,
     trained: bool,
+    apart: Sequence[nn.Module] = (),
 ) -> None:
-    """Shard a model. units: what is gathered as one, the head last in a model that is trained."""
+    """Shard a model.
+
+    units: what is gathered as one, the head last in a model that is trained. apart: modules in them
+    that are gathered alone, in float32.
+    """
     engine, world, kind = launch.engine, launch.ranks.size, launch.device.type
     if engine.replicas > 1:
         shape, names = (engine.replicas, world // engine.replicas), ("replicate", "shard")
@@ -336,6 +359,10 @@ def _fully_shard(
         "offload_policy": CPUOffloadPolicy() if engine.offload else OffloadPolicy(),
     }
     gathered: list[tuple[Any, bool]] = []
+    for module in apart:
+        sender.send(module, torch.float32)
+        fully_shard(module, reshard_after_forward=True, **(options | {"mp_policy": MixedPrecisionPolicy()}))
+        gathered.append((module, True))
     for unit in units:
         for module in unit:
             sender.send(module, dtype)

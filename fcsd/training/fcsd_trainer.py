@@ -19,6 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import writing
+from fcsd.model.autocast import float32_routers
 from fcsd.model.connectivity.checkpoint import source_folder
 from fcsd.model.dtypes import saved_dtypes
 from fcsd.parallel.engine import finish_zero_settings
@@ -40,7 +41,7 @@ from fcsd.training.prepare import (
     whole_steps,
 )
 from fcsd.training.python_words import with_known_names
-from fcsd.training.teachers.base import Teacher
+from fcsd.training.teachers.base import LiveTeacher, Teacher
 from fcsd.training.trainer import DistillTrainer
 from fcsd.training.trainer_inputs import TAGS, TrainerInputs
 
@@ -116,6 +117,8 @@ class FCSDTrainer(DistillTrainer):
                 lambda: saved_dtypes(student, source_folder(student.config))
             )
             prepare_student(student, objective, train, launch)
+            if args.bf16 and not launch.engine.shards and isinstance(compared, LiveTeacher):
+                compared.compute_as(student)
             rows = whole_steps(model.rows, args.rows_of_a_step(launch), args.max_length)
             collate = collator(args, compared)
             if launch.engine.uses_deepspeed:
@@ -158,7 +161,9 @@ class FCSDTrainer(DistillTrainer):
 
     @contextlib.contextmanager
     def _with_loss_head(self) -> Iterator[None]:
-        with self._at_work(), loss_head(self.plain_model, self.step_loss.objective.vocab_size):
+        model = self.plain_model
+        routers = float32_routers(model) if self.args.bf16 else contextlib.nullcontext()
+        with self._at_work(), loss_head(model, self.step_loss.objective.vocab_size), routers:
             yield
 
     def train(

@@ -85,12 +85,16 @@ class HeldoutKL(HeldoutCE):
         super().__init__(rows, launch)
         self.original = original
         self.teacher: Teacher | None = None
+        self.under_autocast = False
         self.head: nn.Module | None = None
 
-    def set_teacher(self, teacher: Teacher | None, *, sharded: bool) -> None:
+    def set_teacher(self, teacher: Teacher | None, *, sharded: bool, under_autocast: bool = False) -> None:
         """Use the teacher of the run, where it can be run; UserError where it cannot, and the weights of another copy
         would have to be sharded over the ranks.
+
+        under_autocast: the student is trained so, and a copy that is loaded has to compute alike.
         """
+        self.under_autocast = under_autocast
         if isinstance(teacher, LiveTeacher):
             self.teacher = teacher
         elif sharded:
@@ -103,6 +107,8 @@ class HeldoutKL(HeldoutCE):
         own = self.teacher
         if own is None:
             self.teacher = ModelTeacher(nn.Module.to(self.original(), self.launch.device))
+            if self.under_autocast:
+                self.teacher.compute_as(student)
         batches = super()._prepare(student)
         assert self.teacher is not None
         self.head, self.teacher = self.teacher.head, own  # one that was loaded for this does not stay

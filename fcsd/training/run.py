@@ -75,7 +75,9 @@ def _train(run: TrainingRun) -> dict[str, Any]:
         )
         trainer.guarded.events_folder, trainer.stopper = run.folder, run.stopper
         if isinstance(run.score, HeldoutKL):
-            run.score.set_teacher(trainer.teacher, sharded=run.launch.engine.shards)
+            sharded = run.launch.engine.shards
+            under_autocast = trainer.args.bf16 and not sharded
+            run.score.set_teacher(trainer.teacher, sharded=sharded, under_autocast=under_autocast)
         run.launch.ranks.from_first(lambda: _check_disk(run, trainer.save_dtype))
         replace_output(trainer, bar)
         if run.stopper is not None and run.score is not None:

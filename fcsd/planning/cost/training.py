@@ -16,10 +16,10 @@ from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.connectivity.rewire import decoder_layers
+from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import EXPERTS, Family, family_of
 from fcsd.model.inspect import inspect_model
 from fcsd.model.inspect.checkpoint import checkpoint_dtype, config_object, find_source
-from fcsd.model.dtypes import dtype_of
 from fcsd.model.load import load_tokenizer
 from fcsd.parallel.engine import checkpoints_activations
 from fcsd.planning.cost.memory import Layout

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import Batch, trim_padding
+from fcsd.model.autocast import UnderAutocast
 from fcsd.model.families.structure import head_scaling, output_head
 from fcsd.parallel.failure import further_in_step
 from fcsd.training.losses.head import LossHead, batch_hidden
@@ -50,12 +51,21 @@ class Teacher(ABC):
 
 
 class LiveTeacher(Teacher):
-    """A teacher whose `model` is run on the batches of the student, as it is within `as_teacher`."""
+    """A teacher whose `model` is run on the batches of the student, as it is within `as_teacher`.
+
+    arithmetic: gives the context that the model computes in, so that a student with the teacher's
+    weights has a KL of 0 to it.
+    """
 
     model: Any
+    arithmetic: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def as_teacher(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def compute_as(self, student: PreTrainedModel) -> None:
+        """Compute from now on as a student that is trained under autocast."""
+        self.arithmetic = UnderAutocast(self.model, student_dtype=student.dtype).computing
 
     def hidden(self, batch: Batch) -> Tensor:
         """Compute (N, D') of the kept positions of a batch, within `as_teacher`."""
@@ -63,14 +73,14 @@ class LiveTeacher(Teacher):
 
     @torch.no_grad()
     def prepare(self, batches: list[Batch]) -> None:
-        with self.as_teacher():
+        with self.as_teacher(), self.arithmetic():
             for batch in batches:
                 further_in_step()  # a step may have many
                 batch["teacher_hidden"] = self.hidden(trim_padding(batch))
 
     @torch.no_grad()
     def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
-        with self.as_teacher(), terms.captured(self.model) as captured:
+        with self.as_teacher(), self.arithmetic(), terms.captured(self.model) as captured:
             return self.hidden(batch), captured
 
 

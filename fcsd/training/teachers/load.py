@@ -16,12 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
-from fcsd.model.config import CachedTeacherConfig, ModelConfig, TeacherConfig
+from fcsd.model.config import CachedTeacherConfig, TeacherConfig
 from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint, read_config
 from fcsd.model.connectivity.load import config_and_class
 from fcsd.model.connectivity.spec import changed_by
-from fcsd.model.families.structure import head_scaling, output_head
 from fcsd.model.dtypes import declared_dtype, dtype_of
+from fcsd.model.families.structure import head_scaling, output_head
 from fcsd.model.load import ModelFolder, free_memory, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch

@@ -108,7 +108,7 @@ class AdapterOffTeacher(LiveTeacher):
         return as_original(self.model)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Compute it past the model's own forward, around which the Trainer has put its autocast."""
+        """Compute it past the model's own forward, which the Trainer has wrapped."""
         keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
         return body_hidden(self.model, batch["input_ids"], batch["position_ids"], None, keep)
 
