@@ -77,7 +77,10 @@ def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> N
         return
     policy = MixedPrecisionPolicy()
     if train.bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # What a layer is given stays as it is: a bfloat16 model has rotary embeddings in float32.
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     dtype = torch.float32 if train.dtype == "float32" else torch.bfloat16
     apart = _float32_routers(model) if torch.bfloat16 in (dtype, policy.param_dtype) else []
     _fully_shard(model, units, sender, launch, dtype, policy, trained=True, apart=apart)

@@ -1,6 +1,7 @@
 """Leave a trained model as a checkpoint folder that `from_pretrained` reads, without changing the model."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,6 +66,17 @@ def write_model(
             _compare_with_saved(whole, folder)
     finally:
         config.use_cache, config.dtype = use_cache, declared
+
+
+def move_model(written: Path, folder: Path) -> None:
+    """Move a model that was written into a folder that may hold others' files; weights of an earlier model go."""
+    files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
+    earlier = [file for file in folder.glob("model*.safetensors*") if file.relative_to(folder) not in files]
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(written / file, folder / file)
+    for file in earlier:
+        file.unlink()
 
 
 def _declare_dtype(folder: Path, dtype: torch.dtype) -> None:

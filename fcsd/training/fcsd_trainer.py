@@ -18,7 +18,8 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, se
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import writing
+from fcsd.base.files import make_folder, writing
+from fcsd.base.temporary import beside
 from fcsd.model.autocast import float32_routers
 from fcsd.model.connectivity.checkpoint import source_folder
 from fcsd.model.dtypes import saved_dtypes
@@ -26,7 +27,7 @@ from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.launch import Launch, join_launch
 from fcsd.training.checkpoints import chosen_checkpoint, restore_if_complete
-from fcsd.training.export import write_model
+from fcsd.training.export import move_model, write_model
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.heldout import HeldoutLosses
 from fcsd.training.losses.head import detach_loss_head, head_logits, loss_head
@@ -267,15 +268,20 @@ class FCSDTrainer(DistillTrainer):
         if self.checkpoint_writer.is_saving:
             return  # weights and optimiser are written together
         folder = Path(output_dir or str(self.args.output_dir))
-        with self.scored_weights(), writing(folder):
+        place = beside(folder) if self.launch.first else contextlib.nullcontext(folder)
+        if self.launch.first:
+            make_folder(folder)
+        with self.scored_weights(), writing(folder), place as written:
             write_model(
                 self.plain_model,
-                folder,
+                written,
                 tokenizer=self.processing_class,
                 dtype=self.save_dtype,
                 dtypes=self.save_dtypes,
                 launch=self.launch,
             )
+            if self.launch.first:
+                move_model(written, folder)
         self.launch.wait()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

@@ -1,0 +1,346 @@
+"""A training leaves each tensor in the dtype that its checkpoint had it in, and computes as the original does."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import fcsd
+from fcsd.base.errors import UserError
+from fcsd.cli.main import main
+from fcsd.model.connectivity import Connectivity
+from fcsd.model.connectivity.load import load_model
+from fcsd.model.dtypes import loaded_dtypes, real_tensors, saved_dtypes, to_dtype
+from fcsd.model.families import FAMILIES
+from fcsd.parallel.launch import join_launch
+from fcsd.parallel.shard import shard_student
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from fcsd.training.config import TrainConfig
+from fcsd.training.export import write_model
+from fcsd.training.losses.head import attach_loss_head
+from tests.reference.ranks import run_ranks
+from tests.reference.tiny import TINY, tiny_model
+from tests.support import Bench, few
+
+KEPT_IN_FLOAT32 = {
+    "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note", "dots3_note_text",
+    "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe", "flint", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa",
+    "hunyuan_v1_moe", "hy_v3", "inkling_mm_model", "inkling_text", "instella_moe", "kolibri1", "lfm2_moe",
+    "mimo_v2_flash", "mistral_large4", "muse_spark", "solar_open",
+}  # fmt: skip
+"""Families of which some tensor is float32 in a bfloat16 model: by transformers' lists, or by how it is created."""
+
+# A bias, two weights, a parameter that is created in float32, and a model inside a multimodal one.
+UNLIKE = {"deepseek_v3", "ernie4_5_moe", "hunyuan_v1_moe", "mistral_large4"}
+
+# torch multiplies experts of these sizes in bfloat16 on no CPU: "strides should be multiple of 16 bytes".
+TOO_SMALL = {"muse_spark"}
+
+
+def checkpoint(model_type: str, folder: Path, **overrides: Any) -> Path:
+    """Write a random bfloat16 checkpoint as transformers has it in memory, with its float32 tensors."""
+    model = tiny_model(model_type, **overrides)
+    model.save_pretrained(folder / "wide")
+    narrow = type(model).from_pretrained(folder / "wide", dtype=torch.bfloat16)
+    narrow.save_pretrained(folder / "original")
+    tiny_tokenizer(120).save_pretrained(folder / "original")
+    return folder / "original"
+
+
+def trainer(path: Path, folder: Path, **changes: Any) -> Any:
+    settings = {
+        "layers": "all", "max_steps": 1, "max_length": 24, "batch_size_tokens": 48, "learning_rate": 1e-30,
+        "packing": False, "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "report_to": "none",
+        "warmup_steps": 0,
+    } | changes  # fmt: skip
+    args = fcsd.FCSDConfig(str(folder / "run"), **settings)
+    return fcsd.FCSDTrainer(str(path), args, train_dataset=[{"input_ids": list(range(3, 27))}] * 2)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def assert_equal_files(left: Path, original: Path) -> None:
+    saved, loaded = tensors(left), tensors(original)
+    assert saved.keys() == loaded.keys()
+    assert {name: saved[name].dtype for name in loaded} == {name: loaded[name].dtype for name in loaded}
+    assert [name for name in loaded if not torch.equal(saved[name], loaded[name])] == []
+
+
+def test_the_families_that_keep_tensors_in_float32_are_those_of_transformers() -> None:
+    """Asked of transformers' own loading, so that a new family is not left out of the tests below."""
+    found = set()
+    for name in TINY:
+        model = tiny_model(name)
+        dtypes = loaded_dtypes(model, torch.bfloat16)
+        if any(dtypes[key] == torch.float32 for key in model.state_dict() if key in dtypes):
+            found.add(name)
+    assert found == KEPT_IN_FLOAT32
+
+
+@pytest.mark.parametrize("model_type", few(sorted(FAMILIES.keys() & TINY.keys()), kinds=UNLIKE))
+def test_a_step_at_rate_zero_leaves_the_checkpoint_that_was_loaded(model_type: str, tmp_path: Path) -> None:
+    """Tensor by tensor, dtype by dtype, key by key; trained in float32 and in bfloat16."""
+    path = checkpoint(model_type, tmp_path, vocab_size=120)
+    kept = {value.dtype for value in tensors(path).values()} == {torch.bfloat16, torch.float32}
+    assert kept == (model_type in KEPT_IN_FLOAT32)
+    for dtype in ("float32", "bfloat16"):
+        if model_type in TOO_SMALL and dtype == "bfloat16":
+            continue
+        trained = trainer(path, tmp_path / dtype, dtype=dtype)
+        trained.train()
+        trained.save_model(str(tmp_path / dtype / "left"))
+        assert_equal_files(tmp_path / dtype / "left", path)
+        config = json.loads((tmp_path / dtype / "left" / "config.json").read_text())
+        assert config["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("model_type", few(sorted(FAMILIES.keys() & TINY.keys()), kinds=UNLIKE))
+def test_a_model_taken_to_bfloat16_has_the_dtypes_and_numbers_of_one_that_is_loaded_so(
+    model_type: str, tmp_path: Path
+) -> None:
+    """Rotary frequencies too, which no checkpoint has, against transformers' `from_pretrained`."""
+    model = tiny_model(model_type)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    to_dtype(model, torch.bfloat16)
+    theirs = dict(real_tensors(loaded))
+    in_files = model.state_dict().keys()
+    for name, tensor in real_tensors(model):
+        assert tensor.dtype == theirs[name].dtype, name
+        # What no checkpoint has is computed: in bfloat16 by a model that is built so, and rounded here.
+        if name in in_files or tensor.dtype == torch.float32:
+            assert torch.equal(tensor, theirs[name]), name
+
+
+def kl(logits: torch.Tensor, others: torch.Tensor) -> float:
+    p, q = logits.double().log_softmax(-1), others.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def chosen(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Return the experts of each token by layer, from the routers' own outputs."""
+    experts: list[torch.Tensor] = []
+    hooks = [
+        module.register_forward_hook(lambda _, args, output: experts.append(output[-1].sort(-1).values))
+        for name, module in model.named_modules()
+        if name.endswith("mlp.gate")
+    ]
+    with torch.no_grad():
+        model(input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+    return experts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_biases_that_differ_by_less_than_bfloat16_resolves_go_on_choosing_the_experts(
+    dtype: str, tmp_path: Path
+) -> None:
+    """Those of GLM-5.2 lie between 6.82 and 7.06, where bfloat16 has steps of 0.03."""
+    path = checkpoint("deepseek_v3", tmp_path, vocab_size=120)
+    state = tensors(path)
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in state if name.endswith("e_score_correction_bias")]:
+        state[name] = 6.82 + 0.24 * torch.rand(state[name].shape, generator=generator)
+    save_file(state, path / "model.safetensors", {"format": "pt"})
+    trained = trainer(path, tmp_path, layers="none", dtype=dtype, learning_rate=1e-12)
+    trained.train()
+    trained.save_model(str(tmp_path / "left"))
+    original = AutoModelForCausalLM.from_pretrained(path)
+    left = load_model(tmp_path / "left")
+    ids = torch.arange(3, 90)[None]
+    for one, other in zip(chosen(original, ids), chosen(left, ids), strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        assert kl(original(input_ids=ids).logits, left(input_ids=ids).logits) == 0
+
+
+# Random routes in training; a position bias whose gradient makes torch choose another attention kernel.
+NOT_DETERMINED = {"phimoe", "inkling_text", "inkling_mm_model"}
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"bf16": True}], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize(
+    "model_type",
+    few(
+        sorted((FAMILIES.keys() & TINY.keys()) - NOT_DETERMINED - TOO_SMALL),
+        kinds={"deepseek_v3", "ernie4_5_moe", "mixtral", "minimax"},
+    ),
+)
+def test_a_student_that_is_its_teacher_has_a_kl_of_zero_in_bfloat16(
+    model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    path = checkpoint(model_type, tmp_path, vocab_size=120)
+    same = trainer(path, tmp_path, layers="none", **settings)
+    same.train()
+    assert abs(same.state.log_history[0]["kl"]) < 1e-7  # sums of float32
+    assert same.state.log_history[0]["teacher_entropy"] > 1
+
+
+def test_the_teacher_keeps_its_own_tensors_outside_of_a_step(tmp_path: Path) -> None:
+    path = checkpoint("deepseek_v3", tmp_path, vocab_size=120)
+    same = trainer(path, tmp_path, layers="none", bf16=True)
+    before = {name: (tensor.dtype, tensor.data_ptr()) for name, tensor in real_tensors(same.teacher.model)}
+    same.train()
+    after = {name: (tensor.dtype, tensor.data_ptr()) for name, tensor in real_tensors(same.teacher.model)}
+    assert before == after
+
+
+# ---- what the files had
+
+
+def rewritten(path: Path, ending: str, dtype: torch.dtype) -> list[str]:
+    """Write tensors of a checkpoint in another dtype, and return their names."""
+    state = tensors(path)
+    names = [name for name in state if name.endswith(ending)]
+    state |= {name: state[name].to(dtype) for name in names}
+    save_file(state, path / "model.safetensors", {"format": "pt"})
+    return names
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ending", "dtype"),
+    [
+        ("deepseek_v3", "e_score_correction_bias", torch.bfloat16),  # transformers makes float32 of it
+        ("mixtral", "layernorm.weight", torch.float32),  # transformers makes bfloat16 of it
+        ("qwen3_moe", "experts.1.up_proj.weight", torch.float32),  # one of the tensors that are one in memory
+        ("mixtral", "embed_tokens.weight", torch.float32),  # the first of all
+    ],
+)
+def test_a_tensor_leaves_in_the_dtype_of_its_file_whatever_it_is_in_memory(
+    model_type: str, ending: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = checkpoint(model_type, tmp_path, vocab_size=120)
+    names = rewritten(path, ending, dtype)
+    trained = trainer(path, tmp_path)
+    trained.train()
+    trained.save_model(str(tmp_path / "left"))
+    saved, original = tensors(tmp_path / "left"), tensors(path)
+    assert names and saved.keys() == original.keys()
+    for name in names:
+        assert saved[name].dtype == dtype
+    for name in saved:
+        assert torch.equal(saved[name].float(), original[name].bfloat16().float()), name
+    assert json.loads((tmp_path / "left" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_model_that_was_loaded_in_another_dtype_is_saved_in_that(tmp_path: Path) -> None:
+    path = checkpoint("deepseek_v3", tmp_path, vocab_size=120)
+    model, _ = fcsd.load(str(path), layers="all", dtype="float32")
+    assert set(saved_dtypes(model, path).values()) == {torch.float32}
+
+
+def test_a_recipe_leaves_what_its_checkpoint_had(bench: Bench, tmp_path: Path) -> None:
+    """The same as in Python, through `fcsd distill`."""
+    path = checkpoint("deepseek_v3", tmp_path, vocab_size=300, bos_token_id=None)
+    tiny_tokenizer(300).save_pretrained(path)
+    recipe = bench.recipe(
+        model={"path": str(path)},
+        train={
+            "max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 128, "learning_rate": 1e-30, "dtype": "bfloat16",
+        },
+    )  # fmt: skip
+    assert main(["distill", str(recipe)]) == 0
+    assert_equal_files(bench.folder / "r" / "distill" / "model", path)
+
+
+# ---- what is written is what was trained
+
+
+def test_a_model_that_does_not_load_as_it_was_trained_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint("mixtral", tmp_path, vocab_size=120)
+    trained = trainer(path, tmp_path)
+    save = type(trained.model).save_pretrained
+
+    def damaged(self: Any, folder: Path, *args: Any, **more: Any) -> None:
+        save(self, folder, *args, **more)
+        state = tensors(Path(folder))
+        state["model.norm.weight"][3] += 1
+        save_file(state, Path(folder) / "model.safetensors", {"format": "pt"})
+
+    monkeypatch.setattr(type(trained.model), "save_pretrained", damaged)
+    with pytest.raises(UserError, match=r"'model\.norm\.weight' is not what was trained"):
+        trained.save_model(str(tmp_path / "left"))
+    assert not list((tmp_path / "left").iterdir())
+
+
+def test_a_model_that_is_saved_again_leaves_the_other_files_of_its_folder(tmp_path: Path) -> None:
+    path = checkpoint("mixtral", tmp_path, vocab_size=120)
+    trained = trainer(path, tmp_path)
+    left = tmp_path / "left"
+    trained.save_model(str(left))
+    (left / "model-00001-of-00002.safetensors").write_bytes(b"of an earlier model")
+    (left / "notes.txt").write_text("mine")
+    trained.save_model(str(left))
+    assert (left / "notes.txt").read_text() == "mine"
+    assert [file.name for file in left.glob("*.safetensors")] == ["model.safetensors"]
+    assert not list(tmp_path.glob(".left*"))
+
+
+def test_weights_that_are_no_numbers_are_compared_too(tmp_path: Path) -> None:
+    model = tiny_model("mixtral")
+    model.model.norm.weight.data[0] = math.nan
+    write_model(model, tmp_path, tokenizer=None, dtype=torch.float32, launch=join_launch())
+    assert tensors(tmp_path)["model.norm.weight"][0].isnan()
+
+
+def test_where_memory_is_short_the_model_is_not_loaded_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fcsd.training.export.available_memory", lambda: 1000)
+    model = tiny_model("mixtral")
+    write_model(model, tmp_path, tokenizer=None, dtype=torch.float32, launch=join_launch())
+    assert "was not loaded to compare it with the trained model" in capsys.readouterr().err
+
+
+# ---- on shards
+
+
+def ernie() -> Any:
+    model = tiny_model("ernie4_5_moe", num_hidden_layers=2)
+    to_dtype(model, torch.bfloat16)
+    return model
+
+
+def spread_on_rank(rank: int, folder: Path, dtype: str, bf16: bool) -> Any:
+    from tests.parallel.test_engines import on_rank
+
+    model, own = on_rank("fsdp2", ernie)
+    attach_loss_head(model, None)
+    shard_student(model, own, TrainConfig(dtype=dtype, bf16=bf16))
+    gate = model.model.layers[1].mlp.gate
+    dtypes = {name: parameter.dtype for name, parameter in gate.named_parameters()}
+    seen = []
+    gate.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))
+    ids = torch.arange(3, 27)[None]
+    with torch.no_grad():
+        hidden = model(input_ids=ids, position_ids=torch.arange(24)[None], objective="hidden")["hidden"]
+    write_model(model, folder, tokenizer=None, dtype=torch.bfloat16, launch=own)
+    return dtypes, seen, hidden
+
+
+@pytest.mark.parametrize(("dtype", "bf16"), [("bfloat16", False), ("float32", True)])
+def test_fsdp2_keeps_routers_in_float32_and_computes_as_one_process(
+    dtype: str, bf16: bool, tmp_path: Path
+) -> None:
+    """The router of ERNIE 4.5 is a weight and a bias, both in float32; against the bfloat16 model itself."""
+    whole = ernie()
+    with torch.no_grad():
+        expected = whole.model(input_ids=torch.arange(3, 27)[None], use_cache=False).last_hidden_state[0]
+    for dtypes, seen, hidden in run_ranks(spread_on_rank, 2, tmp_path, dtype, bf16):
+        assert set(dtypes.values()) == {torch.float32}
+        assert set(seen) == {torch.float32}
+        assert torch.equal(hidden, expected)
+    saved = tensors(tmp_path)
+    kept = {name for name, value in saved.items() if value.dtype == torch.float32}
+    assert kept == {"model.layers.1.mlp.gate.weight", "model.layers.1.mlp.moe_statics.e_score_correction_bias"}
+    assert {saved[name].dtype for name in saved.keys() - kept} == {torch.bfloat16}
