@@ -13,7 +13,7 @@ This is done here, and not by accelerate, because
 Routers that a family keeps in float32 are units of their own, which stay in float32.
 
 Not covered: other parameters that transformers keeps in float32 in a bfloat16 model (convolutions, decays) are computed
-with in bfloat16 where train.bf16 is set; the vision tower of a multimodal model is one unit with the final norm.
+with in bfloat16 where train.bf16 is set, and all of them under ZeRO-3, whose parts have one dtype; the vision tower of a multimodal model is one unit with the final norm.
 """
 
 from __future__ import annotations
@@ -73,7 +73,11 @@ def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> N
     sender = _Sender(model, launch)
     if engine.uses_deepspeed:
         moe_leaves(model)
-        _partition(model, units, sender, torch.bfloat16 if train.bf16 else torch.float32)
+        dtype = torch.bfloat16 if train.bf16 else torch.float32
+        if launch.first and train.bf16:
+            # DeepSpeed has a float32 copy of what is trained; what is not is saved from here.
+            model.__dict__[_FROZEN] = _frozen_in_float32(model)
+        _partition(model, units, sender, dtype)
         return
     policy = MixedPrecisionPolicy()
     if train.bf16:
@@ -84,6 +88,17 @@ def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> N
     dtype = torch.float32 if train.dtype == "float32" else torch.bfloat16
     apart = _float32_routers(model) if torch.bfloat16 in (dtype, policy.param_dtype) else []
     _fully_shard(model, units, sender, launch, dtype, policy, trained=True, apart=apart)
+
+
+_FROZEN = "_frozen_in_float32"
+
+
+def _frozen_in_float32(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and parameter.dtype == torch.float32
+    }
 
 
 def _float32_routers(model: PreTrainedModel) -> list[nn.Module]:
@@ -159,9 +174,11 @@ def whole_model(
     reshard(model)
     first = launch.first
     tensors: dict[str, Tensor] = {}
+    frozen = model.__dict__.get(_FROZEN, {})
     for name, parameter in model.named_parameters():
-        with _gathered(parameter, launch.device, dtypes.get(name)) as tensor:
+        with _gathered(parameter, launch.device, dtypes.get(name)) as gathered:
             if first:
+                tensor = frozen.get(name, gathered)
                 tensors[name] = tensor.detach().to(dtypes.get(name)).to("cpu", copy=True)
     if not first:
         return None
@@ -249,7 +266,7 @@ def _gathered(parameter: Any, device: torch.device, dtype: torch.dtype | None = 
 
     dtype: in which it is wanted. ZeRO-3 computes in bfloat16, and trains a copy in float32.
     """
-    if dtype == torch.float32 and hasattr(parameter, "_z3_optimizer"):
+    if dtype == torch.float32 and parameter.requires_grad and hasattr(parameter, "_z3_optimizer"):
         from deepspeed.utils import safe_get_full_fp32_param
 
         yield safe_get_full_fp32_param(parameter)
@@ -277,11 +294,12 @@ class _Sender:
                 if parameter is not None:
                     self.places.setdefault(id(parameter), (parameter, []))[1].append((module, name))
         self.sent: set[tuple[int, str]] = set()  # buffers
-        own = _dtypes(model)
-        dtypes = [own]
-        dist.broadcast_object_list(dtypes, src=0)
-        self.dtypes = dtypes[0]
-        if own.keys() != self.dtypes.keys():
+        kinds = _kinds(model)
+        of_first = [kinds]
+        dist.broadcast_object_list(of_first, src=0)
+        # A model without storage may have other dtypes, and others of its parameters may be frozen.
+        self.kinds = of_first[0]
+        if kinds.keys() != self.kinds.keys():
             raise RuntimeError(f"{type(model).__name__}: the ranks built different models")
         self.names = {
             (id(module), name): f"{prefix}.{name}" if prefix else name
@@ -296,10 +314,11 @@ class _Sender:
                 if parameter is None or id(parameter) not in self.places:
                     continue  # sent before, and sharded perhaps
                 old, places = self.places.pop(id(parameter))
-                value = self._sent(old.data, self.dtypes[self.names[id(part), name]])
+                own_dtype, requires_grad = self.kinds[self.names[id(part), name]]
+                value = self._sent(old.data, own_dtype)
                 if dtype is not None and value.is_floating_point():
                     value = value.to(dtype)
-                new = nn.Parameter(value, requires_grad=old.requires_grad)
+                new = nn.Parameter(value, requires_grad=requires_grad)
                 if not old.is_meta:
                     old.data = torch.empty(0)
                 self.kept.append(old)
@@ -308,7 +327,7 @@ class _Sender:
             for name, buffer in part._buffers.items():
                 if buffer is not None and (id(part), name) not in self.sent:
                     self.sent.add((id(part), name))
-                    part._buffers[name] = self._sent(buffer, self.dtypes[self.names[id(part), name]])
+                    part._buffers[name] = self._sent(buffer, self.kinds[self.names[id(part), name]][0])
 
     def _sent(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         if self.first:
@@ -320,9 +339,10 @@ class _Sender:
         return value
 
 
-def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+def _kinds(model: nn.Module) -> dict[str, tuple[torch.dtype, bool]]:
+    """Return the dtype of each parameter and buffer, and whether it is trained."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: tensor.dtype for name, tensor in tensors}
+    return {name: (tensor.dtype, tensor.requires_grad) for name, tensor in tensors}
 
 
 @dataclass(frozen=True)

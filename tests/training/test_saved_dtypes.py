@@ -23,6 +23,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.config import TrainConfig
 from fcsd.training.export import write_model
 from fcsd.training.losses.head import attach_loss_head
+from tests.parallel.test_engines import NEEDS_DEEPSPEED, launch, on_rank
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import TINY, tiny_model
 from tests.support import Bench, few
@@ -237,17 +238,27 @@ def test_a_model_that_was_loaded_in_another_dtype_is_saved_in_that(tmp_path: Pat
     assert set(saved_dtypes(model, path).values()) == {torch.float32}
 
 
-def test_a_recipe_leaves_what_its_checkpoint_had(bench: Bench, tmp_path: Path) -> None:
-    """The same as in Python, through `fcsd distill`."""
-    path = checkpoint("deepseek_v3", tmp_path, vocab_size=300, bos_token_id=None)
+@pytest.mark.parametrize(
+    ("configuration", "settings"),
+    [
+        (None, {"dtype": "bfloat16"}),
+        ("cpu_2", {"bf16": True}),
+        ("cpu_2_fsdp2", {"bf16": True}),
+        pytest.param("cpu_2_fsdp2", {"dtype": "bfloat16"}, marks=pytest.mark.breadth),
+        pytest.param("cpu_2_zero3", {"bf16": True}, marks=NEEDS_DEEPSPEED),
+    ],
+    ids=["alone", "ddp", "fsdp2", "fsdp2-bfloat16", "zero3"],
+)
+def test_a_recipe_leaves_what_its_checkpoint_had_under_every_engine(
+    configuration: str | None, settings: dict[str, Any], bench: Bench, tmp_path: Path
+) -> None:
+    """The router's weight and bias of ERNIE 4.5 are parameters; ZeRO-3 computes with them in bfloat16."""
+    path = checkpoint("ernie4_5_moe", tmp_path, vocab_size=300)
     tiny_tokenizer(300).save_pretrained(path)
-    recipe = bench.recipe(
-        model={"path": str(path)},
-        train={
-            "max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 128, "learning_rate": 1e-30, "dtype": "bfloat16",
-        },
-    )  # fmt: skip
-    assert main(["distill", str(recipe)]) == 0
+    train = {"max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 128, "learning_rate": 1e-30}
+    recipe = bench.recipe(model={"path": str(path)}, train=train | settings)
+    command = ["distill", str(recipe)]
+    assert (main(command) if configuration is None else launch(configuration, command)) in (0, [0])
     assert_equal_files(bench.folder / "r" / "distill" / "model", path)
 
 
@@ -312,8 +323,6 @@ def ernie() -> Any:
 
 
 def spread_on_rank(rank: int, folder: Path, dtype: str, bf16: bool) -> Any:
-    from tests.parallel.test_engines import on_rank
-
     model, own = on_rank("fsdp2", ernie)
     attach_loss_head(model, None)
     shard_student(model, own, TrainConfig(dtype=dtype, bf16=bf16))
@@ -342,5 +351,8 @@ def test_fsdp2_keeps_routers_in_float32_and_computes_as_one_process(
         assert torch.equal(hidden, expected)
     saved = tensors(tmp_path)
     kept = {name for name, value in saved.items() if value.dtype == torch.float32}
-    assert kept == {"model.layers.1.mlp.gate.weight", "model.layers.1.mlp.moe_statics.e_score_correction_bias"}
+    assert kept == {
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.moe_statics.e_score_correction_bias",
+    }
     assert {saved[name].dtype for name in saved.keys() - kept} == {torch.bfloat16}
