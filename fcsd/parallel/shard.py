@@ -13,7 +13,8 @@ This is done here, and not by accelerate, because
 Routers that a family keeps in float32 are units of their own, which stay in float32.
 
 Not covered: other parameters that transformers keeps in float32 in a bfloat16 model (convolutions, decays) are computed
-with in bfloat16 where train.bf16 is set, and all of them under ZeRO-3, whose parts have one dtype; the vision tower of a multimodal model is one unit with the final norm.
+with in bfloat16 where train.bf16 is set, and all of them under ZeRO-3, whose parts have one dtype; the vision tower of
+a multimodal model is one unit with the final norm.
 """
 
 from __future__ import annotations

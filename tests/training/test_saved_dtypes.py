@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 import fcsd
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
-from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.load import load_model
 from fcsd.model.dtypes import loaded_dtypes, real_tensors, saved_dtypes, to_dtype
 from fcsd.model.families import FAMILIES
