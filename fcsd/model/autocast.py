@@ -121,15 +121,14 @@ class UnderAutocast:
 
 
 def _beside_matmuls(model: nn.Module) -> list[Tensor]:
-    """Return the tensors in half precision that autocast does not round, and those of routers."""
-    rounded = {
-        id(parameter)
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-        if _in_matmul(module, parameter)
-    }
-    for router in _routers(model):
-        rounded -= {id(parameter) for parameter in router.parameters()}
+    """Return the tensors in half precision that autocast does not round everywhere, and those of routers."""
+    routers = {part for router in _routers(model) for part in router.modules()}
+    rounded = {id(parameter) for module in model.modules() for parameter in _of_matmul(module)}
+    for module in model.modules():
+        in_matmul = () if module in routers else _of_matmul(module)
+        rounded_here = {id(parameter) for parameter in in_matmul}
+        here = {id(parameter) for parameter in module.parameters(recurse=False)}
+        rounded -= here - rounded_here  # the head may share its weight with the embeddings
     return [
         tensor
         for tensor in (*model.parameters(), *model.buffers())
@@ -137,7 +136,10 @@ def _beside_matmuls(model: nn.Module) -> list[Tensor]:
     ]
 
 
-def _in_matmul(module: nn.Module, parameter: Tensor) -> bool:
-    """Tell whether autocast rounds a parameter of a module: weights of linear layers, and of all experts in one."""
+def _of_matmul(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module that autocast rounds: of linear layers, and of all experts in one."""
+    parameters = list(module.parameters(recurse=False))
+    if isinstance(module, nn.Linear):
+        return parameters
     is_convolution = isinstance(module, nn.modules.conv._ConvNd)
-    return isinstance(module, nn.Linear) or (parameter.ndim == 3 and not is_convolution)
+    return [] if is_convolution else [parameter for parameter in parameters if parameter.ndim == 3]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fcsd.parallel.ranks import Ranks
-from fcsd.parallel.shard import reshard
+from fcsd.parallel.shard import KEPT, reshard
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,14 @@ def first_row(parameter: Any) -> int:
     else:
         ranks = mesh.size(mesh.ndim - 1)
     return first + min(index * -(-rows // ranks), rows)
+
+
+def begin_in_float32(model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
+    """Give ZeRO-3's float32 copy the parameters that a family keeps in float32: they were rounded to be parted."""
+    values = model.__dict__.get(KEPT, {})
+    for part in parts_of(model, optimizer, ranks) if values else ():
+        if part.name in values:
+            part.of(part.slot).copy_(values[part.name].flatten()[part.start : part.stop])
 
 
 def compute_with(parts: list[Part], optimizer: Any | None) -> None:

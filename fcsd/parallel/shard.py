@@ -74,11 +74,11 @@ def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> N
     sender = _Sender(model, launch)
     if engine.uses_deepspeed:
         moe_leaves(model)
-        dtype = torch.bfloat16 if train.bf16 else torch.float32
-        if launch.first and train.bf16:
-            # DeepSpeed has a float32 copy of what is trained; what is not is saved from here.
-            model.__dict__[_FROZEN] = _frozen_in_float32(model)
-        _partition(model, units, sender, dtype)
+        if train.bf16:
+            kept = loaded_dtypes(model, torch.bfloat16)
+            sender.kept_names = {name for name in kept if kept[name] == torch.float32}
+        model.__dict__[KEPT] = sender.float32
+        _partition(model, units, sender, torch.bfloat16 if train.bf16 else torch.float32)
         return
     policy = MixedPrecisionPolicy()
     if train.bf16:
@@ -89,17 +89,6 @@ def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> N
     dtype = torch.float32 if train.dtype == "float32" else torch.bfloat16
     apart = _float32_routers(model) if torch.bfloat16 in (dtype, policy.param_dtype) else []
     _fully_shard(model, units, sender, launch, dtype, policy, trained=True, apart=apart)
-
-
-_FROZEN = "_frozen_in_float32"
-
-
-def _frozen_in_float32(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: parameter.detach().clone()
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and parameter.dtype == torch.float32
-    }
 
 
 def _float32_routers(model: PreTrainedModel) -> list[nn.Module]:
@@ -115,6 +104,10 @@ def _float32_routers(model: PreTrainedModel) -> list[nn.Module]:
         if (names := [f"{router.name}.{name}" for name, _ in router.module.named_parameters()])
         and all(dtypes.get(name) == torch.float32 for name in names)
     ]
+
+
+KEPT = "_kept_in_float32"
+"""Attribute of a model under ZeRO-3: the parameters that its family keeps in float32, as they were, by name."""
 
 
 def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
@@ -175,11 +168,11 @@ def whole_model(
     reshard(model)
     first = launch.first
     tensors: dict[str, Tensor] = {}
-    frozen = model.__dict__.get(_FROZEN, {})
+    kept = model.__dict__.get(KEPT, {})
     for name, parameter in model.named_parameters():
         with _gathered(parameter, launch.device, dtypes.get(name)) as gathered:
             if first:
-                tensor = frozen.get(name, gathered)
+                tensor = gathered if parameter.requires_grad else kept.get(name, gathered)
                 tensors[name] = tensor.detach().to(dtypes.get(name)).to("cpu", copy=True)
     if not first:
         return None
@@ -295,6 +288,9 @@ class _Sender:
                 if parameter is not None:
                     self.places.setdefault(id(parameter), (parameter, []))[1].append((module, name))
         self.sent: set[tuple[int, str]] = set()  # buffers
+        # Of parameters with these names, the values before they were taken to another dtype.
+        self.kept_names: set[str] = set()
+        self.float32: dict[str, Tensor] = {}
         kinds = _kinds(model)
         of_first = [kinds]
         dist.broadcast_object_list(of_first, src=0)
@@ -315,8 +311,11 @@ class _Sender:
                 if parameter is None or id(parameter) not in self.places:
                     continue  # sent before, and sharded perhaps
                 old, places = self.places.pop(id(parameter))
-                own_dtype, requires_grad = self.kinds[self.names[id(part), name]]
+                full_name = self.names[id(part), name]
+                own_dtype, requires_grad = self.kinds[full_name]
                 value = self._sent(old.data, own_dtype)
+                if full_name in self.kept_names:
+                    self.float32[full_name] = value.float()
                 if dtype is not None and value.is_floating_point():
                     value = value.to(dtype)
                 new = nn.Parameter(value, requires_grad=requires_grad)

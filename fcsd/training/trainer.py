@@ -18,6 +18,7 @@ from fcsd.model.autocast import autocast_experts
 from fcsd.model.connectivity.spec import TRAINED
 from fcsd.parallel.failure import in_step
 from fcsd.parallel.launch import Launch
+from fcsd.parallel.parts import begin_in_float32
 from fcsd.parallel.state import load_schedule, read_state
 from fcsd.training.averaging import WeightAverage
 from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter, restore_beside
@@ -161,7 +162,9 @@ class DistillTrainer(Trainer):
         self.note_training()
         # What `Trainer` would load, and when, depends on the engine; `restore` is the same for all.
         prepared: tuple[nn.Module, Any] = super()._prepare_for_training(max_steps, train_dataloader, None)
-        if not self.is_deepspeed_enabled:
+        if self.is_deepspeed_enabled:
+            begin_in_float32(self.plain_model, self.optimizer, self.launch.ranks)
+        else:
             self.guarded.let_steps_be_skipped(self.optimizer)
         if self.step_loss.terms is not None:
             self.step_loss.terms.steps = max_steps
