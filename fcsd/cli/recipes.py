@@ -24,6 +24,7 @@ from fcsd.cli.options import (
 )
 
 with lazy_imports():
+    from fcsd.data.counts import tell_examples
     from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.context import Run
     from fcsd.pipeline.distill import cache_teacher, distill, sweep
@@ -70,6 +71,7 @@ def _estimate(arguments: Namespace) -> None:
 def _tokenize(arguments: Namespace) -> None:
     for key, rows in tokenize(_run(arguments)).items():
         print(f"{key}: {len(rows):,} rows of {rows.layout.max_length} tokens, in {rows.path.parent}")
+        tell_examples(rows, key)
 
 
 def _cache_teacher(arguments: Namespace) -> None:

@@ -30,6 +30,7 @@ from fcsd.base.files import read_json, write_json
 from fcsd.base.stats import ratio, standard_error
 from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows
+from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import build_dataset, heldout_rows
 from fcsd.data.local import data_fingerprint
 from fcsd.evaluation.config import EvaluationConfig
@@ -215,8 +216,10 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
     packing = study.packing and packing_of(model.config) != "leaks"
     calibrations = None
     if study.calibrated is not None:
-        calibrations = Calibrations(model, _calibration_rows(study, tokenizer, packing), ranks)
+        calibrations = Calibrations(model, _calibration_rows(study, tokenizer, packing, ranks), ranks)
     rows = _kl_rows(study, tokenizer, model, packing) if study.text is not None else None
+    if ranks.first:
+        tell_examples(rows, "--text", always=False)
     with contextlib.ExitStack() as stack:
         evaluate = None
         if suite is not None:
@@ -282,7 +285,7 @@ def _kl_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> Any:
     )
 
 
-def _calibration_rows(study: Study, tokenizer: Any, packing: bool) -> list[Any]:
+def _calibration_rows(study: Study, tokenizer: Any, packing: bool, ranks: Ranks) -> list[Any]:
     """Return the rows of the text that selections are calibrated on."""
     assert study.calibrated is not None
     rows = build_dataset(
@@ -290,6 +293,8 @@ def _calibration_rows(study: Study, tokenizer: Any, packing: bool) -> list[Any]:
         loss_on=study.loss_on, bad_rows=BadRows(setting=None),
         num_rows=4 * study.calibration_tokens // study.max_length + 1,  # rows of one example are not full
     )  # fmt: skip
+    if ranks.first:
+        tell_examples(rows, "--calibrated", always=False)
     return take_rows(rows, study.calibration_tokens)
 
 
