@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_two_epochs_read_every_row_and_no_epoch_one_twice(num_rows: int, step: i
         assert set(rows) <= set(range(num_rows))
         seen.append(set(rows))
     assert seen[0] == set(range(num_rows // step * step))
-    for before, after in zip(seen, seen[1:], strict=False):
+    for before, after in pairwise(seen):
         assert before | after == set(range(num_rows))
 
 
