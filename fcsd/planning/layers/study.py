@@ -19,6 +19,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ SCHEMA_VERSION = 1
 
 
 Value = dict[str, Any]
-"""One metric of one selection: `value`, nats per token of the KL or the mean score of a task, its `stderr`, and
-`num_items`: tokens of the KL, items of a task."""
+"""One metric of one selection: `value`, nats per token of the KL or the mean score of a task, its `stderr`, None of a
+single row or item, and `num_items`: tokens of the KL, items of a task."""
 
 
 @dataclass(frozen=True)
@@ -268,21 +269,23 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
 
 
 def _kl_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> Any:
-    """Return the rows of the text that the KL is measured on."""
+    """Return the rows of the text that the KL is measured on, the units of its standard error.
+
+    Where all examples fit into one row, each gets a row of its own, no longer than the longest.
+    """
     if not hasattr(model, "lm_head"):
         raise UserError(
             f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of its"
             " own; study the text model of this family"
         )
     assert study.text is not None
-    return heldout_rows(
-        study.text,
-        tokenizer,
-        num_examples=study.text_examples,
-        max_length=study.max_length,
-        packing=packing,
-        loss_on=study.loss_on,
+    build = partial(
+        heldout_rows, study.text, tokenizer, num_examples=study.text_examples, loss_on=study.loss_on
     )
+    rows = build(max_length=study.max_length, packing=packing)
+    if len(rows) > 1 or rows.num_examples() == 1:
+        return rows
+    return build(max_length=max(len(ids) for ids, _ in rows.examples_of(0)), packing=False)
 
 
 def _calibration_rows(study: Study, tokenizer: Any, packing: bool, ranks: Ranks) -> list[Any]:
@@ -299,7 +302,7 @@ def _calibration_rows(study: Study, tokenizer: Any, packing: bool, ranks: Ranks)
 
 
 def _value(value: float, stderr: float | None, num_items: int) -> Value:
-    return {"value": value, "stderr": stderr or 0.0, "num_items": num_items}
+    return {"value": value, "stderr": stderr, "num_items": num_items}
 
 
 def _kl(items: Sequence[tuple[float, int]]) -> Value:
