@@ -14,6 +14,7 @@ from torch.utils.data import RandomSampler, Sampler, Subset
 from fcsd.base.errors import UserError
 from fcsd.data.counts import ExampleCounts
 from fcsd.data.rows import PackedRows
+from fcsd.data.show import check_number, print_rows
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -110,6 +111,18 @@ class ReadsWholeSteps(Trainer):
 
     row_order: EpochRows | None = None
     guarded: Any
+
+    def show_rows(self, number: int = 3) -> None:
+        """Print the text of the first `number` rows to train on: what carries loss is in [[double brackets]], or in
+        reverse video on a terminal; special tokens are written out, padding is left out.
+
+        Raises UserError: nothing to train on; a number below 1.
+        """
+        check_number(number, "show_rows")
+        if self.train_dataset is None:
+            raise UserError("train_dataset: is needed for show_rows")
+        if self.is_world_process_zero():
+            print_rows(self.train_dataset, self.processing_class, number)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         rows = self.train_dataset if train_dataset is None else train_dataset

@@ -1,6 +1,7 @@
 """Every epoch is whole steps, and other rows are left out of each; what data lose is told before the first step."""
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -326,3 +327,19 @@ def test_a_recipe_tells_it_also_of_rows_that_were_there(
     assert main(["distill", recipe, *train]) == 0
     lines = told(capsys.readouterr().err)
     assert lines[0] == f"data: {sentence}, 52 never used (the training ends before them)"
+
+
+def test_a_trainer_shows_the_rows_that_it_trains_on(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trained(examples(12), max_steps=1)
+    capsys.readouterr()
+    trainer.show_rows(2)
+    shown = capsys.readouterr().out
+    assert shown.count("\n-- example") >= 2 and shown.count("row ") == 2
+    assert len(re.findall(r"\[\[\d+ is it", shown)) == shown.count("-- example")
+    with pytest.raises(UserError, match="show_rows: 0: a number of rows from 1 is needed"):
+        trainer.show_rows(0)
+    trainer.train_dataset = None
+    with pytest.raises(UserError, match="train_dataset: is needed for show_rows"):
+        trainer.show_rows()
