@@ -55,8 +55,8 @@ class ExampleCounts:
             "left out": self.left_out,
             "never used": num_never_used,
         }
-        told = ", ".join(f"{number:,} {name}" for name, number in parts.items() if number is not None)
-        return f"{self.read:,} example{'' if self.read == 1 else 's'} read: {told}"
+        text = ", ".join(f"{number:,} {name}" for name, number in parts.items() if number is not None)
+        return f"{self.read:,} example{'' if self.read == 1 else 's'} read: {text}"
 
     def warnings(self, max_length: int) -> Iterator[str]:
         """Yield what becomes of more than 5 % of the examples, and what to do about it."""

@@ -83,7 +83,7 @@ class EpochRows(Sampler[int]):
         return are_read
 
 
-def told(rows: Any, order: EpochRows, num_steps: int) -> list[str]:
+def data_lines(rows: Any, order: EpochRows, num_steps: int) -> list[str]:
     """Return one line of what becomes of the examples of rows in a training of so many steps, and warnings."""
     are_read, unit = order.are_read(num_steps), "examples"
     if isinstance(rows, PackedRows):
@@ -134,7 +134,7 @@ class ReadsWholeSteps(Trainer):
     def _prepare_for_training(self, max_steps: int, *more: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, *more)
         if self.row_order is not None:
-            for line in told(self.train_dataset, self.row_order, max_steps):
+            for line in data_lines(self.train_dataset, self.row_order, max_steps):
                 self.guarded.say(f"data: {line}")
         return prepared
 

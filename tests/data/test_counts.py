@@ -88,7 +88,7 @@ def test_what_more_than_a_twentieth_of_the_examples_lose_is_a_warning() -> None:
         assert text in texts
 
 
-def test_held_out_text_is_told_of_where_it_loses_something(capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_text_has_a_line_where_it_loses_something(capsys: pytest.CaptureFixture[str]) -> None:
     whole = given([tokens(*NO, *YES)])
     cut = given([tokens(*NO, *YES)] * 30 + [tokens(*NO, *YES * 20)])
     capsys.readouterr()
@@ -115,7 +115,7 @@ def test_held_out_text_is_told_of_where_it_loses_something(capsys: pytest.Captur
         ({"input_ids": [3]}, "column 'input_ids' has no example of two tokens"),
     ],
 )
-def test_data_without_an_answer_are_not_told_to_have_longer_rows(
+def test_data_without_an_answer_do_not_get_the_advice_of_longer_rows(
     example: dict[str, Any], missing: str
 ) -> None:
     with pytest.raises(UserError, match="not one of 4 examples has a token with loss") as caught:
@@ -124,7 +124,7 @@ def test_data_without_an_answer_are_not_told_to_have_longer_rows(
     assert "name other columns under `columns`" in str(caught.value)
 
 
-def test_data_whose_answers_are_all_cut_away_are_told_to_have_longer_rows() -> None:
+def test_data_whose_answers_are_all_cut_away_get_the_advice_of_longer_rows() -> None:
     with pytest.raises(
         UserError, match="not one of 2 examples has a response token within max_length: 8; raise"
     ):

@@ -237,15 +237,15 @@ def test_a_strategy_that_looks_at_the_lengths_of_rows_is_refused() -> None:
 # ---- what is told
 
 
-def told(text: str) -> list[str]:
+def data_lines(text: str) -> list[str]:
     return [line for line in text.replace("\r", "\n").splitlines() if line.startswith("data: ")]
 
 
-def test_the_examples_that_are_cut_or_vanish_are_told_before_the_first_step(
+def test_the_examples_that_are_cut_or_vanish_are_counted_before_the_first_step(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(examples(100, cut=45, gone=45), num_train_epochs=2, per_device_train_batch_size=16)
-    count, *warnings = told(capsys.readouterr().err)
+    count, *warnings = data_lines(capsys.readouterr().err)
     assert count == "data: 100 examples read: 45 cut, 45 without loss, 0 left out, 0 never used"
     assert warnings == [
         "data: warning: 45 of 100 examples (45 %) are cut: some of their tokens with loss lie behind max_length 64;"
@@ -255,18 +255,18 @@ def test_the_examples_that_are_cut_or_vanish_are_told_before_the_first_step(
     ]
 
 
-def test_what_is_never_used_is_told_and_that_two_epochs_would(
+def test_what_is_never_used_is_counted_and_two_epochs_use_it(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"packing": False, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 2}
     trained(examples(100), num_train_epochs=1, **settings)
-    assert told(capsys.readouterr().err) == [
+    assert data_lines(capsys.readouterr().err) == [
         "data: 100 examples read: 0 cut, 0 without loss, 0 left out, 36 never used",
         "data: warning: 36 of 100 examples (36 %) are never used: 36 of 100 rows do not fill a step of 64; train for"
         " two epochs, or with a smaller batch",
     ]
     trained(examples(100), num_train_epochs=3, **settings)
-    assert told(capsys.readouterr().err) == [
+    assert data_lines(capsys.readouterr().err) == [
         "data: 100 examples read: 0 cut, 0 without loss, 0 left out, 0 never used"
     ]
 
@@ -277,7 +277,7 @@ def test_a_training_that_ends_before_its_data_says_so_and_warns_of_nothing(
     trainer = trained(examples(40), max_steps=1, max_length=32)
     used = trainer.train_dataset.num_examples(np.isin(np.arange(len(trainer.train_dataset)), read[:4]))
     assert 4 <= used < 40
-    (line,) = told(capsys.readouterr().err)
+    (line,) = data_lines(capsys.readouterr().err)
     assert line == (
         f"data: 40 examples read: 0 cut, 0 without loss, 0 left out, {40 - used} never used (the training ends before"
         " them)"
@@ -289,7 +289,7 @@ def test_examples_that_cannot_be_tokenized_are_left_out_of_the_count(
 ) -> None:
     data: list[dict[str, Any]] = [*examples(20), {"messages": []}, {"messages": []}]
     trained(data, num_train_epochs=2, on_bad_row="skip", max_length=32)
-    count, warning = told(capsys.readouterr().err)
+    count, warning = data_lines(capsys.readouterr().err)
     assert count == "data: 22 examples read: 0 cut, 0 without loss, 2 left out, 0 never used"
     assert "2 of 22 examples (9 %) are left out: they cannot be tokenized" in warning
 
@@ -301,12 +301,12 @@ def test_rows_that_came_packed_are_counted_as_rows(
         datasets.Dataset.from_list(examples(7)), TOKENIZER, name="x", max_length=16, packing=False
     )
     trained(datasets.Dataset.from_list([dict(row) for row in rows]), max_length=16, num_train_epochs=1)
-    count, warning = told(capsys.readouterr().err)
+    count, warning = data_lines(capsys.readouterr().err)
     assert count == "data: 7 rows that were packed already: 3 never used"
     assert "3 of 7 rows (43 %) are never used" in warning
 
 
-def test_a_recipe_tells_it_also_of_rows_that_were_there(
+def test_a_recipe_counts_also_the_examples_of_rows_that_were_there(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = str(bench.recipe("r", data={"train": [{"path": str(bench.rows)}], "max_length": 16}))
@@ -325,7 +325,7 @@ def test_a_recipe_tells_it_also_of_rows_that_were_there(
         "train.batch_size_tokens=64",
     ]
     assert main(["distill", recipe, *train]) == 0
-    lines = told(capsys.readouterr().err)
+    lines = data_lines(capsys.readouterr().err)
     assert lines[0] == f"data: {sentence}, 52 never used (the training ends before them)"
 
 

@@ -467,7 +467,7 @@ def test_a_single_item_of_a_task_has_no_standard_error_and_verify_is_refused(
     )
 
 
-def test_a_difference_of_single_rows_cannot_be_told(tmp_path: Path) -> None:
+def test_a_difference_of_single_rows_has_no_standard_error(tmp_path: Path) -> None:
     one, two = (Measured({}, {"kl": [(value, 2)], "t": [value]}) for value in (3.0, 1.0))
     assert difference(one, two, "kl") == {"value": 1.0, "stderr": None, "num_items": 2}
     assert difference(one, two, "t") == {"value": 2.0, "stderr": None, "num_items": 1}
