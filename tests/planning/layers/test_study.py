@@ -434,9 +434,10 @@ def test_a_single_example_has_no_standard_error_and_verify_is_refused(
     model: Path, text: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "s"
-    words = ["--text-examples", "1", "--max-length", "512", "--sides", "single,last", "--counts", "2"]
+    words = ["--text-examples", "1", "--max-length", "12", "--sides", "single,last", "--counts", "2"]
     assert main([*command(model, text, folder), *words]) == 0
-    table = capsys.readouterr().out
+    table, error = capsys.readouterr()
+    assert "--text: 1 example read: 1 cut, 0 without loss, 0 left out\n--text: warning: 1 of 1" in error
     assert len(re.findall(r"^\|.*\d ± – ", table, flags=re.M)) == 1 + NUM_LAYERS and "± 0" not in table
     assert {p["values"]["kl"]["stderr"] for p in read_study(folder)["points"]} == {None}
     assert main(["plan-layers", str(folder), "--budget", "2"]) == 0
