@@ -131,9 +131,15 @@ class ReadsWholeSteps(Trainer):
         sampler = super()._get_train_sampler(self.row_order.part(rows))
         return self.row_order.ordered_by(sampler, self.args.data_seed)
 
+    def num_examples(self, dataloader: Any) -> int:
+        """Count the rows of an epoch, or those of another data set."""
+        if self.row_order is not None and dataloader.dataset is self.train_dataset:
+            return len(self.row_order)
+        return super().num_examples(dataloader)
+
     def _prepare_for_training(self, max_steps: int, *more: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, *more)
-        if self.row_order is not None:
+        if self.row_order is not None and self.is_world_process_zero():
             for line in data_lines(self.train_dataset, self.row_order, max_steps):
                 self.guarded.say(f"data: {line}")
         return prepared

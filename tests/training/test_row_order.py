@@ -181,6 +181,7 @@ def test_three_epochs_of_100_rows_in_steps_of_64_use_all_of_them(trained: Traine
     trainer = trained(data, packing=False, per_device_train_batch_size=32, gradient_accumulation_steps=2,
                       num_train_epochs=3)  # fmt: skip
     assert trainer.state.global_step == 3 and len(read) == 3 * 64
+    assert trainer.num_examples(trainer.get_train_dataloader()) == 64
     assert set(read) == set(range(100))
     assert all(len(set(read[64 * epoch : 64 * (epoch + 1)])) == 64 for epoch in range(3))
 
