@@ -190,9 +190,9 @@ COMMANDS = {
         "Tokenize the training data of a recipe, once for all its trainings; needs no GPU.",
         _tokenize_options,
         _tokenize,
-        "It says how many examples were read, cut, and left out; look at a few with `--show 3` before a training. Every"
-        " other stage does it when it needs the tokens. One process runs on each core, eight at most; the same"
-        " command continues where it was cut off. `fcsd estimate` says how long it takes and which disk it needs.",
+        "Every other stage does it when it needs the tokens. One process runs on each core, eight at most; the same"
+        " command continues where it was cut off. `fcsd estimate` says how long it takes and which disk it needs."
+        " The command counts the examples that were read, cut and left out; `--show 3` prints the text of three rows.",
     ),
     "pretrain": Command(
         "Train a model from scratch, regular or FarSkip (paper App. A).",
