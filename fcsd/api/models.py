@@ -122,6 +122,7 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
 
     from fcsd.data.bad_rows import BadRows
     from fcsd.data.batches import ROW_FEATURES
+    from fcsd.data.counts import tell_examples
     from fcsd.data.dataset import given_rows
 
     first = next(iter(rows), None) if hasattr(rows, "__iter__") or hasattr(rows, "__getitem__") else None
@@ -140,7 +141,9 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
             " of it: fcsd.calibrate(student, teacher, rows, tokenizer=tokenizer)"
         )
     options: dict[str, Any] = {"shuffle": False, "loss_on": "all", "bad_rows": BadRows(setting=None)}
-    return given_rows(rows, tokenizer, name="rows", max_length=max_length, **options)
+    packed = given_rows(rows, tokenizer, name="rows", max_length=max_length, **options)
+    tell_examples(packed, "rows", always=False)
+    return packed
 
 
 def convert_checkpoint(

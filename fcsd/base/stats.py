@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 def ratio(sums: list[float], counts: list[int]) -> dict[str, float | None]:
     """Compute the ratio estimate and its standard error (Cochran, Sampling Techniques, 6.4): residuals s_i - r c_i over
-    rows."""
+    rows; None where a single row has tokens."""
     num_tokens = sum(counts)
     if num_tokens == 0:
         return {"kl": None, "stderr": None, "num_tokens": 0}
     ratio = math.fsum(sums) / num_tokens
     n = len(sums)
-    if n < 2:
+    if sum(count > 0 for count in counts) < 2:
         return {"kl": ratio, "stderr": None, "num_tokens": num_tokens}
     residuals = math.fsum((total - ratio * count) ** 2 for total, count in zip(sums, counts, strict=True))
     return {"kl": ratio, "stderr": math.sqrt(n / (n - 1) * residuals) / num_tokens, "num_tokens": num_tokens}

@@ -24,6 +24,8 @@ from fcsd.cli.options import (
 )
 
 with lazy_imports():
+    from fcsd.data.counts import tell_examples
+    from fcsd.data.show import check_number, print_rows
     from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.context import Run
     from fcsd.pipeline.distill import cache_teacher, distill, sweep
@@ -68,8 +70,13 @@ def _estimate(arguments: Namespace) -> None:
 
 
 def _tokenize(arguments: Namespace) -> None:
-    for key, rows in tokenize(_run(arguments)).items():
+    if arguments.show is not None:
+        check_number(arguments.show, "--show")
+    for key, (rows, tokenizer) in tokenize(_run(arguments)).items():
         print(f"{key}: {len(rows):,} rows of {rows.layout.max_length} tokens, in {rows.path.parent}")
+        tell_examples(rows, key)
+        if arguments.show is not None:
+            print_rows(rows, tokenizer, arguments.show)
 
 
 def _cache_teacher(arguments: Namespace) -> None:
@@ -105,6 +112,17 @@ def _estimate_options(parser: ArgumentParser) -> None:
     )
     field_options(parser, Hardware)
     json_argument(parser)
+
+
+def _tokenize_options(parser: ArgumentParser) -> None:
+    recipe_arguments(parser)
+    parser.add_argument(
+        "--show",
+        metavar="N",
+        type=int,
+        help="print the text of the first N rows: special tokens written out, padding left out, what carries loss in"
+        " [[double brackets]], or in reverse video on a terminal",
+    )
 
 
 def _sweep_options(parser: ArgumentParser, *, with_variant: bool = False) -> None:
@@ -170,10 +188,11 @@ COMMANDS = {
     ),
     "tokenize": Command(
         "Tokenize the training data of a recipe, once for all its trainings; needs no GPU.",
-        recipe_arguments,
+        _tokenize_options,
         _tokenize,
         "Every other stage does it when it needs the tokens. One process runs on each core, eight at most; the same"
-        " command continues where it was cut off. `fcsd estimate` says how long it takes and which disk it needs.",
+        " command continues where it was cut off. `fcsd estimate` says how long it takes and which disk it needs."
+        " The command counts the examples that were read, cut and left out; `--show 3` prints the text of three rows.",
     ),
     "pretrain": Command(
         "Train a model from scratch, regular or FarSkip (paper App. A).",

@@ -6,7 +6,7 @@ rows are filled in this order, and a training permutes the rows by its own seed 
 
     FOLDER/SOURCE/00000.safetensors …   tokens (`fcsd.data.shards`); end.json once the source has been read to its end
     FOLDER/rows-KEY.safetensors         first: (rows + 1,) where in `examples` a row begins; examples: their numbers,
-                                        counted through all shards; what was left out
+                                        counted through all shards; how many were read, cut, and left out
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fcsd.base.files import read_json, write_json
 from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import NO_LOSS
+from fcsd.data.counts import ExampleCounts, count_shard, no_rows
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.reading import Piece, read_pieces
 from fcsd.data.shards import BAD, Shard, Tokenizing, Tokens, write_arrays
@@ -34,7 +35,7 @@ from fcsd.data.sources import Opened, Source, open_source
 from fcsd.data.workers import default_workers, in_order
 
 _DRAWN = 1000  # random numbers at a time
-_FORMAT = 1  # of what is written
+_FORMAT = 2  # of what is written
 _OPEN_ROWS = 64
 
 
@@ -108,7 +109,7 @@ class _SourceTokens:
 
     num_read: examples of the shards that were handed out; shards: those that are written, in order; lengths: of their
     examples as they are in a row, 0: no token of it would be predicted; num_kept: their tokens, or examples where
-    rows are not packed.
+    rows are not packed; counts: what became of them.
     """
 
     def __init__(self, index: int, source: Source, folder: Path):
@@ -122,6 +123,7 @@ class _SourceTokens:
             self.source, self.whole = self.opened.settings, self.opened.whole
         self.num_read, self._total = 0, read_json(self._end)["shards"] if self.ended else None
         self.num_kept = 0
+        self.counts = ExampleCounts()
         self.shards: list[Shard] = []
         self.lengths: list[np.ndarray] = []
         self.is_bad: list[np.ndarray] = []
@@ -152,6 +154,7 @@ class _SourceTokens:
         self.lengths.append(lengths)
         self.is_bad.append(first == BAD)
         self.num_kept += int(lengths.sum() if layout.packing else np.count_nonzero(lengths))
+        self.counts += count_shard(shard, layout.max_length)
 
     def note_end(self) -> None:
         """Leave word in the folder where all shards of the source are there."""
@@ -191,22 +194,20 @@ def write_rows(
     tokens = [_SourceTokens(index, source, folder / name) for index, (source, name) in enumerate(sources)]
     order = _Order(tokens, layout)
     rows = _complete(order, tokenizing, bad_rows, default_workers() if num_workers is None else num_workers)
+    counts = sum((one.counts for one in tokens), ExampleCounts())
     if not rows:
-        raise UserError(
-            f"data set {', '.join(one.source.path for one in tokens)}: not one of {len(order.numbers())} "
-            f"examples has a response token within max_length: {layout.max_length}; "
-            "raise max_length or check `columns`"
-        )
+        raise no_rows([one.source for one in tokens], counts, layout.max_length)
     shards = [shard for one in tokens for shard in one.shards]
-    counts = [len(lengths) for one in tokens for lengths in one.lengths]
+    sizes = [len(lengths) for one in tokens for lengths in one.lengths]
     arrays = {
         "first": np.cumsum([0, *map(len, rows)], dtype=np.int64),
         "examples": np.concatenate(rows, dtype=np.int64),
-        "shard_ends": np.cumsum(counts, dtype=np.int64),
+        "shard_ends": np.cumsum(sizes, dtype=np.int64),
     }
     record: dict[str, Any] = {
         "layout": asdict(layout),
         "shards": [str(shard.path.relative_to(folder)) for shard in shards],
+        "examples": asdict(counts),
         "bad_rows": bad_rows.summary() | {"left_out": bad_rows.listed()},
         "decontamination": None,
     }
@@ -346,10 +347,26 @@ class PackedRows(torch.utils.data.Dataset):
         return len(self._first) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return row_of(self.examples_of(index), self.layout.max_length, self.layout.pad_token_id)
+
+    @property
+    def counts(self) -> ExampleCounts:
+        """What became of the examples that were read."""
+        return ExampleCounts(**self.record["examples"])
+
+    def examples_of(self, index: int) -> list[Tokens]:
+        """Return the examples of a row, token ids and loss masks; the last one may be longer than the row."""
         row = range(len(self))[index]
         numbers = self._examples[self._first[row] : self._first[row + 1]]
-        parts = [self._example(int(number)) for number in numbers]
-        return row_of(parts, self.layout.max_length, self.layout.pad_token_id)
+        return [self._example(int(number)) for number in numbers]
+
+    def num_examples(self, chosen: np.ndarray | None = None) -> int:
+        """Count the examples in rows; chosen: (rows,) bool, which rows; None: all of them."""
+        is_there = np.zeros(int(self._shard_ends[-1]), bool)
+        is_there[
+            self._examples if chosen is None else self._examples[np.repeat(chosen, np.diff(self._first))]
+        ] = True
+        return int(is_there.sum())
 
     def _example(self, number: int) -> Tokens:
         shard = int(np.searchsorted(self._shard_ends, number, "right"))

@@ -20,6 +20,7 @@ from fcsd.base.artifact import Stage, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json
 from fcsd.data.config import DataConfig, SourceConfig
+from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import heldout_rows
 from fcsd.data.local import data_fingerprint
 from fcsd.data.rows import PackedRows
@@ -83,6 +84,8 @@ class Reference:
     def read(self, rows: Any, launch: Launch) -> Original:
         """Return what the original makes of held-out text. All ranks call this."""
         if not any(_same_rows(rows, others) for others, _ in self._known):
+            if launch.first:
+                tell_examples(rows, "held-out text", always=False)
             # First, and then it goes: a device may not hold two models.
             known = read_original(load_for_evaluation(self.original, launch), rows, ranks=launch.ranks)
             free_memory()

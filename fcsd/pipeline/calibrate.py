@@ -9,6 +9,7 @@ from typing import Any
 from fcsd.base.artifact import Stage, read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_folder_place, write_json
+from fcsd.data.counts import tell_examples
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
@@ -37,6 +38,8 @@ def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = 
     if launch.begin(stage) == "finished":
         return stage
     rows = training_rows(data, one.tokenizer, one, on_bad_row=on_bad_row, apart_in=one.original)
+    if launch.first:
+        tell_examples(rows, "text")
     results = calibrate_checkpoint(
         one.original,
         folder / "model",

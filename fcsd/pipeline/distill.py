@@ -12,6 +12,7 @@ from fcsd.base.artifact import Stage, read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, write_text
 from fcsd.base.strict import validate
+from fcsd.data.counts import tell_examples
 from fcsd.model.connectivity import convert_checkpoint
 from fcsd.model.connectivity.export import link_or_copy
 from fcsd.model.dtypes import dtype_of
@@ -140,6 +141,8 @@ def cache_teacher(run: Run, variant: str | None, output: Path | None, *, verify:
         )
     folder = output or Path(recipe.teacher.cache or run.layout.teacher_cache)
     rows = training_rows(recipe.data, run.tokenizer, run)
+    if run.launch.first:
+        tell_examples(rows, "data")
     fill_teacher_cache(_teacher_source(run, rows), folder, verify=verify)
     return folder
 

@@ -87,18 +87,19 @@ def _folder_names(data: DataConfig, tokenizer: PreTrainedTokenizerBase, inputs: 
     return names
 
 
-def tokenize(run: Run) -> dict[str, PackedRows]:
-    """Write the tokens of all trainings of a recipe; return the rows of its pre-training, its data and variants."""
+def tokenize(run: Run) -> dict[str, tuple[PackedRows, PreTrainedTokenizerBase]]:
+    """Write the tokens of all trainings of a recipe; return the rows of its pre-training, its data and variants, each
+    with its tokenizer."""
     recipe, rows = run.recipe, {}
-    if (pretraining := recipe.pretrain) is not None:
-        rows["pretrain.data"] = pretraining_rows(run)
     made = recipe.pretrain is None or Path(recipe.model_path).is_dir()
+    if (pretraining := recipe.pretrain) is not None:
+        rows["pretrain.data"] = pretraining_rows(run), load_tokenizer(pretraining.tokenizer)
     tokenizer = run.tokenizer if made or pretraining is None else load_tokenizer(pretraining.tokenizer)
-    rows["data"] = training_rows(recipe.data, tokenizer, run)
+    rows["data"] = training_rows(recipe.data, tokenizer, run), tokenizer
     for name in recipe.variants:
         one = run.variant(name)
         if (one.recipe.data, one.recipe.seed) != (recipe.data, recipe.seed):
-            rows[f"variants.{name}: data"] = training_rows(one.recipe.data, tokenizer, one)
+            rows[f"variants.{name}: data"] = training_rows(one.recipe.data, tokenizer, one), tokenizer
     return rows
 
 

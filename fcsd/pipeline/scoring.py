@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from fcsd.data.counts import tell_examples
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.stage import heldout_of, test_set_fingerprints
@@ -38,6 +39,8 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
     if isinstance(rule, HeldoutKLStoppingConfig):
         with stopper.time.scoring():
             rows = heldout_of(recipe.data, run.tokenizer)  # the recipe has checked that it has some
+        if run.launch.first:
+            tell_examples(rows, "held-out text", always=False)
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
     row, own = rule.task, {"batch_size": rule.batch_size, "limit": rule.limit}

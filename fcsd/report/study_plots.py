@@ -103,7 +103,9 @@ def _values(
         [point[weights][metric["name"]] for point in points],
         100 if metric["better"] == "higher" else 1,
     )
-    return [scale * value["value"] for value in values], [scale * value["stderr"] for value in values]
+    return [scale * value["value"] for value in values], [
+        scale * (value["stderr"] or 0.0) for value in values
+    ]
 
 
 def _finish_layers(axis: Any, metric: Mapping[str, str], title: str, grid: Literal["both", "y"]) -> None:
@@ -267,7 +269,7 @@ def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             if points:
                 speed = [row["speed_up"] for row in points]
                 loss = [row["loss"] for row in points]
-                errors = [row["stderr"] for row in points]
+                errors = [row["stderr"] or 0.0 for row in points]
                 style: Any = {
                     "marker": marker, "markersize": 4, "color": colour, "linestyle": line, "capsize": 2
                 }  # fmt: skip

@@ -35,6 +35,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "save_only_model": ((False,), "a checkpoint is for an exact continuation; save_model() leaves the model alone"),
     "use_liger_kernel": ((False,), "head and loss are fused already"),
     "bf16_full_eval": ((False,), "bf16=True holds for the evaluation too"),
+    "train_sampling_strategy": (("random", "sequential"), "all rows have the same length"),
     "fp16_full_eval": ((False,), "bf16=True holds for the evaluation too"),
     "fsdp": ((None, "", [], False), "launch with accelerate and configs/fsdp2_8.yaml"),
     "deepspeed": ((None,), "launch with accelerate and configs/fsdp2_8.yaml"),

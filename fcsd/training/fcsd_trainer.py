@@ -39,16 +39,16 @@ from fcsd.training.prepare import (
     collator,
     place_teacher,
     prepare_student,
-    whole_steps,
 )
 from fcsd.training.python_words import with_known_names
+from fcsd.training.row_order import EpochRows, ReadsWholeSteps
 from fcsd.training.teachers.base import LiveTeacher, Teacher
 from fcsd.training.trainer import DistillTrainer
 from fcsd.training.trainer_inputs import TAGS, TrainerInputs
 
 
 @with_known_names
-class FCSDTrainer(DistillTrainer):
+class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
     """A `transformers.Trainer` that distils a model with FarSkip connectivity back to its original.
 
     Args:
@@ -120,7 +120,8 @@ class FCSDTrainer(DistillTrainer):
             prepare_student(student, objective, train, launch)
             if args.bf16 and not launch.engine.shards and isinstance(compared, LiveTeacher):
                 compared.compute_as(student)
-            rows = whole_steps(model.rows, args.rows_of_a_step(launch), args.max_length)
+            if model.rows is not None:
+                self.row_order = EpochRows(len(model.rows), args.rows_of_a_step(launch), args.max_length)
             collate = collator(args, compared)
             if launch.engine.uses_deepspeed:
                 finish_zero_settings(args, train)
@@ -131,7 +132,7 @@ class FCSDTrainer(DistillTrainer):
                 sections=sections,
                 teacher=compared if objective.has_teacher else None,
                 launch=launch,
-                train_dataset=rows,
+                train_dataset=model.rows,
                 eval_dataset=model.heldout,
                 data_collator=collate,
                 processing_class=processing_class,

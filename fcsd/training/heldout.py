@@ -55,7 +55,7 @@ class HeldoutCE:
             )
         if not sum(counts):
             raise UserError(
-                "data.heldout: no row has a token to predict; use other text or a larger max_length"
+                "data.heldout: no row has a token to predict; use other text, or rows with other labels"
             )
         return Score(sums, counts, higher_is_better=False)
 

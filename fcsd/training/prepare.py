@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from fcsd.base.errors import UserError
@@ -107,19 +106,3 @@ def check_vocabularies(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {size};"
             " use the tokenizer that belongs to the model"
         )
-
-
-def whole_steps(rows: Any, needed: int, max_length: int) -> Any:
-    """Leave out the rows behind the last whole step of an epoch, so that every optimiser step has the same batch.
-
-    needed: rows of one batch, over all ranks and accumulation steps; UserError where there are fewer.
-    """
-    if rows is None:
-        return None
-    if len(rows) < needed:
-        raise UserError(
-            f"data.train: gives {len(rows)} rows of {max_length} tokens, one batch of"
-            f" train.batch_size_tokens {needed * max_length} needs {needed};"
-            " use more data or a smaller batch"
-        )
-    return Subset(rows, range(len(rows) // needed * needed))

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
 from fcsd.data.bad_rows import BadRows
+from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import given_rows
 from fcsd.data.workers import default_workers
 from fcsd.model.connectivity import convert_model, unconvert_model
@@ -175,7 +176,7 @@ class TrainerInputs:
             if args.max_steps <= 0:
                 raise UserError("train_dataset: a stream does not say where it ends; set max_steps")
             num_rows = args.max_steps * args.rows_of_a_step(self.launch)
-        return given_rows(
+        rows = given_rows(
             data,
             self._tokenizer,
             name=name,
@@ -189,6 +190,9 @@ class TrainerInputs:
             num_proc=args.dataset_num_proc or max(1, default_workers() // self.launch.ranks.size),
             bad_rows=bad_rows,
         )
+        if not shuffle and self.launch.first:  # of those to train on it is told which are never used, too
+            tell_examples(rows, name, always=False)
+        return rows
 
 
 @python_words()

@@ -34,8 +34,9 @@ def values_of(point: dict[str, Any], calibrated: bool) -> dict[str, Any]:
 
 def point_loss(
     study: dict[str, Any], point: dict[str, Any], metric: str, calibrated: bool
-) -> tuple[float, float]:
-    """Return what a selection costs: its KL, or what the task's score loses against the original."""
+) -> tuple[float, float | None]:
+    """Return what a selection costs, its KL, or what the task's score loses against the original, and its standard
+    error."""
     row = values_of(point, calibrated)[metric]
     if metric == KL:
         return row["value"], row["stderr"]
@@ -86,5 +87,9 @@ def selection_facts(study: dict[str, Any], layers: Sequence[int]) -> dict[str, A
 
 
 def number_text(row: dict[str, Any]) -> str:
-    """Format a value and its standard error."""
-    return f"{nats(row['value'])} ± {row['stderr']:.1g}"  # KLs span orders of magnitude
+    """Format a value and its standard error; `0.5122 ± –` of a single row or item, which has none."""
+    return f"{nats(row['value'])} ± {error_text(row['stderr'])}"
+
+
+def error_text(stderr: float | None) -> str:
+    return "–" if stderr is None else f"{stderr:.1g}"  # KLs span orders of magnitude

@@ -26,6 +26,7 @@ from fcsd.model.load import find_model
 from fcsd.parallel.launch import Launch
 from fcsd.planning.layers.first import worst_layer, worst_text
 from fcsd.planning.layers.points import (
+    error_text,
     has_calibrated,
     number_text,
     point_loss,
@@ -213,6 +214,7 @@ def _verify(
         raise UserError(
             f"{folder}: {', '.join(changed)}: is not what the study was measured on; run `fcsd layers` again"
         )
+    _refuse_without_error(folder, spec, study, metric)
     if not result["calibrated"]:
         spec = spec.model_copy(update={"calibrated": None})
     with measuring(spec, source, launch) as measure:
@@ -220,6 +222,20 @@ def _verify(
     for row, each in zip(result["selections"], measured, strict=True):
         row["measured"] = each.values[metric]
     return difference(measured[0], measured[1], metric)
+
+
+def _refuse_without_error(folder: Path, spec: Study, study: dict[str, Any], metric: str) -> None:
+    """Raise UserError where the study measured a single row or item: no difference on it would have an error."""
+    if all(point["values"][metric]["stderr"] is not None for point in study["points"]):
+        return
+    unit, more = "item", "--limit, or tasks of more items"
+    if metric == KL:
+        assert spec.text is not None
+        unit, more = "example", f"--text-examples, or a text with more examples than {spec.text.path}"
+    raise UserError(
+        f"{folder}: --verify: the study measured {metric} on a single {unit}, which has no standard error, so that no"
+        f" difference can be told from chance; run `fcsd layers` again into another folder with a larger {more}"
+    )
 
 
 def plan_text(proposal: dict[str, Any]) -> str:
@@ -273,13 +289,13 @@ def _verdict(proposal: dict[str, Any]) -> str:
         return "Untrained, and one layer at a time: --verify measures the proposal against the last layers."
     sign = 1 if proposal["metric"]["better"] == "lower" else -1
     distance = sign * margin["value"]
-    if abs(distance) <= 2 * margin["stderr"]:
+    if margin["stderr"] is None or abs(distance) <= 2 * margin["stderr"]:
         word = "cannot be told from"
     else:
         word = "is better than" if distance < 0 else "is WORSE than"
     return (
         f"Measured, untrained: the proposal {word} the {second['name']} layers"
-        f" (paired difference {margin['value']:+.2g} ± {margin['stderr']:.1g})."
+        f" (paired difference {margin['value']:+.2g} ± {error_text(margin['stderr'])})."
     )
 
 

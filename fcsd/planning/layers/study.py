@@ -19,6 +19,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from fcsd.base.files import read_json, write_json
 from fcsd.base.stats import ratio, standard_error
 from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows
+from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import build_dataset, heldout_rows
 from fcsd.data.local import data_fingerprint
 from fcsd.evaluation.config import EvaluationConfig
@@ -55,8 +57,8 @@ SCHEMA_VERSION = 1
 
 
 Value = dict[str, Any]
-"""One metric of one selection: `value`, nats per token of the KL or the mean score of a task, its `stderr`, and
-`num_items`: tokens of the KL, items of a task."""
+"""One metric of one selection: `value`, nats per token of the KL or the mean score of a task, its `stderr`, None of a
+single row or item, and `num_items`: tokens of the KL, items of a task."""
 
 
 @dataclass(frozen=True)
@@ -215,8 +217,10 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
     packing = study.packing and packing_of(model.config) != "leaks"
     calibrations = None
     if study.calibrated is not None:
-        calibrations = Calibrations(model, _calibration_rows(study, tokenizer, packing), ranks)
+        calibrations = Calibrations(model, _calibration_rows(study, tokenizer, packing, ranks), ranks)
     rows = _kl_rows(study, tokenizer, model, packing) if study.text is not None else None
+    if ranks.first:
+        tell_examples(rows, "--text", always=False)
     with contextlib.ExitStack() as stack:
         evaluate = None
         if suite is not None:
@@ -265,24 +269,26 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
 
 
 def _kl_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> Any:
-    """Return the rows of the text that the KL is measured on."""
+    """Return the rows of the text that the KL is measured on, the units of its standard error.
+
+    Where all examples fit into one row, each gets a row of its own, no longer than the longest.
+    """
     if not hasattr(model, "lm_head"):
         raise UserError(
             f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of its"
             " own; study the text model of this family"
         )
     assert study.text is not None
-    return heldout_rows(
-        study.text,
-        tokenizer,
-        num_examples=study.text_examples,
-        max_length=study.max_length,
-        packing=packing,
-        loss_on=study.loss_on,
+    build = partial(
+        heldout_rows, study.text, tokenizer, num_examples=study.text_examples, loss_on=study.loss_on
     )
+    rows = build(max_length=study.max_length, packing=packing)
+    if len(rows) > 1 or rows.num_examples() == 1:
+        return rows
+    return build(max_length=max(len(ids) for ids, _ in rows.examples_of(0)), packing=False)
 
 
-def _calibration_rows(study: Study, tokenizer: Any, packing: bool) -> list[Any]:
+def _calibration_rows(study: Study, tokenizer: Any, packing: bool, ranks: Ranks) -> list[Any]:
     """Return the rows of the text that selections are calibrated on."""
     assert study.calibrated is not None
     rows = build_dataset(
@@ -290,11 +296,13 @@ def _calibration_rows(study: Study, tokenizer: Any, packing: bool) -> list[Any]:
         loss_on=study.loss_on, bad_rows=BadRows(setting=None),
         num_rows=4 * study.calibration_tokens // study.max_length + 1,  # rows of one example are not full
     )  # fmt: skip
+    if ranks.first:
+        tell_examples(rows, "--calibrated", always=False)
     return take_rows(rows, study.calibration_tokens)
 
 
 def _value(value: float, stderr: float | None, num_items: int) -> Value:
-    return {"value": value, "stderr": stderr or 0.0, "num_items": num_items}
+    return {"value": value, "stderr": stderr, "num_items": num_items}
 
 
 def _kl(items: Sequence[tuple[float, int]]) -> Value:

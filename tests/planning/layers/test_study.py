@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from matplotlib.axes import Axes
 
@@ -17,6 +18,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.stats import ratio, standard_error
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
+from fcsd.data.chat import tokenize_examples
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, heldout_rows
 from fcsd.evaluation.config import EvaluationConfig, load_suite
@@ -398,6 +400,82 @@ def test_the_figure_has_a_second_curve_for_calibrated_weights(
     assert drawn["first N layers, copied"] == pytest.approx([0.5, 0.6, 0.8])
     assert drawn["first N layers, calibrated"] == pytest.approx([0.05, 0.06, 0.08])
     assert drawn["MoE layer, calibrated"] == pytest.approx([0.01, 0.02])
+
+
+def test_text_that_fits_into_one_row_has_the_standard_error_of_its_examples(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "s"
+    words = ["--max-length", "512", "--text-examples", "6", "--sides", "single,last", "--counts", "1"]
+    assert main([*command(model, text, folder), *words]) == 0
+    assert "± –" not in capsys.readouterr().out
+    tokenizer, original, wired = load_tokenizer(model), load_model(model), load_model(model)
+    sums, counts = [], []
+    convert_model(wired, Connectivity([2]))
+    for line in text.read_text().splitlines()[:6]:
+        (encoded,) = tokenize_examples([json.loads(line)], {"messages": "messages"}, tokenizer)
+        ids = torch.tensor([encoded["input_ids"]])
+        with torch.no_grad():
+            p, q = (one(ids).logits[0, :-1].double().log_softmax(-1) for one in (original, wired))
+        kl = (p.exp() * (p - q)).sum(-1)[torch.tensor(encoded["loss_mask"][1:])]
+        sums.append(float(kl.sum()))
+        counts.append(len(kl))
+    mean = sum(sums) / sum(counts)
+    squares = [(total - mean * count) ** 2 for total, count in zip(sums, counts, strict=True)]
+    (point,) = (p for p in read_study(folder)["points"] if p["side"] == "single" and p["layers"] == [2])
+    measured = point["values"]["kl"]
+    assert measured["value"] == pytest.approx(mean, rel=1e-4) and measured["num_items"] == sum(counts)
+    assert measured["stderr"] == pytest.approx((6 / 5 * sum(squares)) ** 0.5 / sum(counts), rel=1e-3)
+    assert main(["plan-layers", str(folder), "--budget", "1", "--verify", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["difference"]["stderr"] is not None
+
+
+def test_a_single_example_has_no_standard_error_and_verify_is_refused(
+    model: Path, text: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "s"
+    words = ["--text-examples", "1", "--max-length", "12", "--sides", "single,last", "--counts", "2"]
+    assert main([*command(model, text, folder), *words]) == 0
+    table, error = capsys.readouterr()
+    assert "--text: 1 example read: 1 cut, 0 without loss, 0 left out\n--text: warning: 1 of 1" in error
+    assert len(re.findall(r"^\|.*\d ± – ", table, flags=re.M)) == 1 + NUM_LAYERS and "± 0" not in table
+    assert {p["values"]["kl"]["stderr"] for p in read_study(folder)["points"]} == {None}
+    assert main(["plan-layers", str(folder), "--budget", "2"]) == 0
+    assert "± –" in (plan := capsys.readouterr().out) and "± 0" not in plan
+    assert main(["plan-layers", str(folder), "--max-loss", "100"]) == 0
+    assert "± –" in capsys.readouterr().out
+    refused(
+        ["plan-layers", str(folder), "--budget", "2", "--verify"],
+        r"--verify: the study measured kl on a single example, .*run `fcsd layers` again into another folder with a"
+        r" larger --text-examples, or a text with more examples than",
+    )
+
+
+def test_a_single_item_of_a_task_has_no_standard_error_and_verify_is_refused(
+    tasks: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=400, max_position_embeddings=512).save_pretrained(
+        folder
+    )
+    load_tokenizer(tasks.parent / "tokenizer").save_pretrained(folder)
+    words = ["--task", "tiny_choice", "--data-root", str(tasks), "--sides", "single", "--limit", "1"]
+    assert main(["layers", str(folder), *words, "--output", str(tmp_path / "s")]) == 0
+    assert "± 0" not in capsys.readouterr().out
+    refused(
+        ["plan-layers", str(tmp_path / "s"), "--budget", "1", "--verify"],
+        r"measured tiny_choice on a single item, .*with a larger --limit",
+    )
+
+
+def test_a_difference_of_single_rows_has_no_standard_error(tmp_path: Path) -> None:
+    one, two = (Measured({}, {"kl": [(value, 2)], "t": [value]}) for value in (3.0, 1.0))
+    assert difference(one, two, "kl") == {"value": 1.0, "stderr": None, "num_items": 2}
+    assert difference(one, two, "t") == {"value": 2.0, "stderr": None, "num_items": 1}
+    assert ratio([3.0, 0.0, 0.0], [2, 0, 0])["stderr"] is None  # rows without a token say nothing
+    hand_made([0.9, 0.1, 0.4], tmp_path)
+    plan = plan_layers(tmp_path, "1") | {"difference": difference(one, two, "kl")}
+    assert "cannot be told from the last 1 layers (paired difference +1 ± –)" in plan_text(plan)
 
 
 # ---- the plan

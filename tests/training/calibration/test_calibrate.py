@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -386,6 +387,7 @@ def test_the_command_calibrates_and_tells_what_it_did(
     assert main([*words, "--tokens", "2000", "--max-length", "64"]) == 0
     said = capsys.readouterr()
     assert said.out == f"{out}\n" and "layer 0" not in said.err
+    assert re.search(r"\btext: \d+ examples read: \d+ cut, 0 without loss, 0 left out$", said.err, flags=re.M)
     every = [*words[:2], str(tmp_path / "all"), "--layers", "all", "--text", str(tmp_path / "gone.jsonl")]
     assert main(every) == 2
     assert "layer 0 alone is likely to be most of the loss; --layers last:3 leaves" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""Count the examples of a data set that reach the rows, whole or cut, and tell people of those that do not.
+
+Not covered: which examples were left out, and why (`fcsd.data.bad_rows`, `fcsd.data.decontaminate`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+
+from fcsd.base.errors import UserError
+from fcsd.data.batches import NO_LOSS
+from fcsd.data.shards import BAD, Shard
+from fcsd.data.sources import Source
+
+WARNED = 0.05  # share of the examples that were read
+
+
+@dataclass(frozen=True)
+class ExampleCounts:
+    """What became of the examples of sources; each is counted in one of these, or is whole.
+
+    read: all that were read; cut: tokens with loss lie behind `max_length`, others before it; without_loss: no token
+    has loss; cut_away: all tokens with loss lie behind `max_length`; bad: cannot be tokenized; overlapping: share words
+    with a test item.
+    """
+
+    read: int = 0
+    cut: int = 0
+    without_loss: int = 0
+    cut_away: int = 0
+    bad: int = 0
+    overlapping: int = 0
+
+    def __add__(self, other: ExampleCounts) -> ExampleCounts:
+        return ExampleCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def left_out(self) -> int:
+        return self.bad + self.overlapping
+
+    @property
+    def usable(self) -> int:
+        return self.read - self.left_out - self.without_loss - self.cut_away
+
+    def sentence(self, num_never_used: int | None = None) -> str:
+        """Say `100 examples read: 45 cut, 45 without loss, 0 left out, 36 never used`."""
+        parts = {
+            "cut": self.cut,
+            "without loss": self.without_loss + self.cut_away,
+            "left out": self.left_out,
+            "never used": num_never_used,
+        }
+        text = ", ".join(f"{number:,} {name}" for name, number in parts.items() if number is not None)
+        return f"{self.read:,} example{'' if self.read == 1 else 's'} read: {text}"
+
+    def warnings(self, max_length: int) -> Iterator[str]:
+        """Yield what becomes of more than 5 % of the examples, and what to do about it."""
+        behind = f"tokens with loss lie behind max_length {max_length}; raise it"
+        for number, reason in (
+            (self.cut, f"are cut: some of their {behind}"),
+            (self.cut_away, f"are without loss: all of their {behind}"),
+            (self.without_loss, "are without loss: they have no answer; check the data, or `columns`"),
+            (self.bad, "are left out: they cannot be tokenized"),
+            (self.overlapping, "are left out: they overlap with test items"),
+        ):
+            if warning := self.warning(number, reason):
+                yield warning
+
+    def warning(self, number: int, reason: str, unit: str = "examples") -> str:
+        """Return a warning where so many are more than 5 % of the examples read, else ""."""
+        if number <= WARNED * self.read:
+            return ""
+        share = f"{number:,} of {self.read:,} {unit} ({100 * number / self.read:.0f} %)"
+        return f"warning: {share} {reason}"
+
+
+def count_shard(shard: Shard, max_length: int) -> ExampleCounts:
+    """Count the examples of a shard by what rows of `max_length` tokens hold of them."""
+    first, ends = shard.array("first_loss"), shard.array("ends")
+    lengths = np.diff(ends, prepend=0)
+    longer = np.flatnonzero((first >= 0) & (first < max_length) & (lengths > max_length))
+    num_cut = 0
+    if len(longer):
+        before = np.concatenate([[0], np.cumsum(shard.array("loss"))])  # tokens with loss before each token
+        num_cut = int((before[ends[longer]] > before[ends[longer] - lengths[longer] + max_length]).sum())
+    return ExampleCounts(
+        read=shard.record["num_rows"],
+        cut=num_cut,
+        without_loss=int(((first < 0) & (first != BAD)).sum()),
+        cut_away=int((first >= max_length).sum()),
+        bad=len(shard.record["bad"]),
+        overlapping=len(shard.record["overlaps"]),
+    )
+
+
+def no_rows(sources: Sequence[Source], counts: ExampleCounts, max_length: int) -> UserError:
+    """Return the error where examples make no row: none has an answer, every answer is cut away, or none is left."""
+    names = ", ".join(source.path for source in sources)
+    if counts.cut_away:
+        reason = (
+            f"not one of {counts.read} examples has a response token within max_length: {max_length}; raise max_length"
+            " or check `columns`"
+        )
+    elif counts.without_loss:
+        missing = ", or ".join(dict.fromkeys(_answer_of(source.columns or {}) for source in sources))
+        reason = (
+            f"not one of {counts.read} examples has a token with loss: {missing}; check the data, or name other columns"
+            " under `columns`"
+        )
+    else:
+        reason = (
+            f"none of {counts.read} examples is left: {counts.bad} cannot be tokenized, {counts.overlapping} overlap"
+            " with test items; use other data"
+        )
+    return UserError(f"data set {names}: {reason}")
+
+
+def _answer_of(columns: Mapping[Any, str]) -> str:
+    """Say what examples with these columns do not have."""
+    if "messages" in columns:
+        return f"column {columns['messages']!r} has no message of an assistant with text"
+    if "response" in columns:
+        return f"column {columns['response']!r} has no response with text"
+    if "text" in columns:
+        return f"column {columns['text']!r} has no text of two tokens"
+    if "labels" in columns:
+        return f"column {columns['labels']!r} has no label but {NO_LOSS} behind an example's first token"
+    if "input_ids" in columns:
+        return f"column {columns['input_ids']!r} has no example of two tokens"
+    return "there is no answer in it"
+
+
+def tell_examples(rows: Any, name: str, *, always: bool = True) -> None:
+    """Print on stderr what became of the examples of rows, and warnings; nothing of rows that were packed elsewhere.
+
+    name: what the data are called. always: also where all examples are in the rows, and whole.
+    """
+    counts = getattr(rows, "counts", None)
+    if counts is not None and (always or counts.cut or counts.usable < counts.read):
+        for text in (counts.sentence(), *counts.warnings(rows.layout.max_length)):
+            print(f"{name}: {text}", file=sys.stderr)
