@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from fcsd.base.files import read_json, write_json
 from fcsd.model.connectivity.checkpoint import CONFIG
+from fcsd.model.connectivity.extra_tensors import keeping_extra_tensors
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import whole_model
 
@@ -20,7 +21,8 @@ def write_model(
 ) -> None:
     """Write config, code, weights in `dtype` and tokenizer into `folder`. All ranks call this; the first one writes.
 
-    Weights in shards are gathered on the first rank's CPU.
+    Weights in shards are gathered on the first rank's CPU. What the checkpoint of the model holds beside the model (MTP
+    layers) is added as it is there.
     """
     whole = whole_model(model, dtype, launch) if launch.engine.shards else model
     if not launch.first or whole is None:
@@ -29,7 +31,8 @@ def write_model(
     whole.config.use_cache = True
     try:
         with _in_host_memory(whole, dtype):
-            whole.save_pretrained(folder)
+            with keeping_extra_tensors(whole, folder):
+                whole.save_pretrained(folder)
             # safetensors 0.8 makes its files 0600, whatever the umask
             mode = (folder / CONFIG).stat().st_mode
             for file in folder.glob("*.safetensors"):
