@@ -59,6 +59,21 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
         ) from None
 
 
+def source_folder(config: Any) -> Path | None:
+    """Return the folder that a model with this config was loaded from, where it is still on this machine."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    name = str(getattr(config, "_name_or_path", "") or "")
+    if not name or (folder := Path(name)).is_dir():
+        return folder if name and (folder / CONFIG).is_file() else None
+    try:
+        revision = getattr(config, "_commit_hash", None)
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError, ValueError):
+        return None
+
+
 def local_folder(path: str | Path, revision: str | None, contents: str) -> Path | None:
     """Return `path` where it is a folder; None where it can only be `owner/name` on the Hub.
 

@@ -26,6 +26,7 @@ from fcsd.model.connectivity.checkpoint import (
     Checkpoint,
     read_checkpoint,
     read_header,
+    source_folder,
 )
 from fcsd.model.families import Family, family_of
 from fcsd.model.families.family import text_config
@@ -161,18 +162,11 @@ def _source(model: Any) -> Checkpoint:
         UserError: there is none, or another model's.
     """
     config = model.config
-    path = str(getattr(model, "name_or_path", "") or config._name_or_path or "")
-    if not path:
-        raise UserError("the model was not loaded from a checkpoint")
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            revision = getattr(config, "_commit_hash", None)
-            folder = Path(snapshot_download(path, revision=revision, local_files_only=True))
-        except Exception:  # no such repository, not a name of one: each of them means that it is not here
-            raise UserError(f"the checkpoint that the model was loaded from is gone: {path}") from None
+    folder = source_folder(config)
+    if folder is None:
+        path = config._name_or_path
+        gone = f"the checkpoint that the model was loaded from is gone: {path}"
+        raise UserError(gone if path else "the model was not loaded from a checkpoint")
     checkpoint = read_checkpoint(folder)
     before = checkpoint.config.get("text_config") or checkpoint.config
     now = config.get_text_config()
@@ -186,7 +180,7 @@ def _source(model: Any) -> Checkpoint:
     elif checkpoint.config.get("quantization_config") and not getattr(config, "quantization_config", None):
         differing = ["quantization_config"]
     if differing:
-        raise UserError(f"{path} is of another model by now ({differing[0]} differs)")
+        raise UserError(f"{folder} is of another model by now ({differing[0]} differs)")
     return checkpoint
 
 
