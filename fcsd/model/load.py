@@ -62,6 +62,12 @@ class ModelFolder:
         """Its files, which are complete, of a family that can be converted."""
         return read_checkpoint(self.folder)
 
+    @cached_property
+    def vocab_size(self) -> int:
+        """The number of tokens that its embeddings have a row for; a tokenizer may have fewer."""
+        config = self.load_config(any_family=True).get_text_config()
+        return int(config.vocab_size)
+
     def load_config(self, any_family: bool = False) -> Any:
         """Return its config object, with upstream's defaults filled in; that of a family that is not known is
         transformers' own. Raises UserError as `read_checkpoint` and the loading of configs.

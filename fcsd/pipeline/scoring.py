@@ -37,7 +37,9 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
     )
     if isinstance(rule, HeldoutKLStoppingConfig):
         with stopper.time.scoring():
-            rows = heldout_of(recipe.data, run.tokenizer)  # the recipe has checked that it has some
+            rows = heldout_of(
+                recipe.data, run.tokenizer, run.original
+            )  # the recipe has checked that it has some
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
     row, own = rule.task, {"batch_size": rule.batch_size, "limit": rule.limit}

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from datasets import IterableDataset
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from fcsd.base.errors import UserError
+from fcsd.base.text import kind_of
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.dataset import given_rows
 from fcsd.data.workers import default_workers
@@ -28,6 +30,7 @@ from fcsd.training.arguments import refuse_what_cannot_be_sharded
 from fcsd.training.fcsd_config import FCSDConfig, is_loss
 from fcsd.training.prepare import Ready
 from fcsd.training.python_words import python_words
+from fcsd.training.teachers.base import Teacher
 
 TAGS = ("farskip", "fcsd")
 """What a model on the Hub is tagged with."""
@@ -42,10 +45,11 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
     if isinstance(model, str | Path):
         return _loaded_student(str(model), args, launch)
     if not isinstance(model, PreTrainedModel):
-        adapted = type(model).__name__.startswith("Peft")
+        hint = "; adapters are a recipe's `lora` section" if type(model).__name__.startswith("Peft") else ""
+        if isinstance(model, tuple):
+            hint = "; fcsd.load gives a model and its tokenizer"
         raise UserError(
-            f"model: a {type(model).__name__}; a transformers model or the path of a checkpoint is needed"
-            + ("; adapters are a recipe's `lora` section" if adapted else "")
+            f"model: {kind_of(model)}; a transformers model or the path of a checkpoint is needed{hint}"
         )
     connectivity = args.connectivity()
     own = getattr(model.config, "farskip", None)
@@ -132,6 +136,7 @@ class TrainerInputs:
         self.args, self.launch = args, launch
         self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
         self._tokenizer: Any = None
+        self._vocab_size: int | None = None
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -149,7 +154,11 @@ class TrainerInputs:
         # The data are checked before a model is loaded from a path.
         student = None if isinstance(model, str | Path) else student_of(model, args, launch)
         path: Any = model if student is None else student.config._name_or_path
-        self._tokenizer = tokenizer or _tokenizer_beside(path, args)
+        if student is None:
+            self._vocab_size = find_model(args.model_config(str(model))).vocab_size
+        else:
+            self._vocab_size = student.config.get_text_config().vocab_size
+        self._tokenizer = _tokenizer_of(tokenizer, path, args)
         rows = self._rows(data[0], "train_dataset", self.bad_rows, shuffle=True)
         heldout = self.heldout_rows(data[1])
         if not knows_metrics:
@@ -165,6 +174,13 @@ class TrainerInputs:
         if isinstance(data, Mapping):
             return {key: self.heldout_rows(value, f"{name} {key!r}") for key, value in data.items()}
         return self._rows(data, name, BadRows(setting=None), shuffle=False)
+
+    def rows_of_call(self, data: Any, name: str, held: Any = None) -> Any:
+        """Return rows of what `evaluate` or `predict` is given; held: the constructor's data, for None or a name."""
+        if data is None and held is None:
+            raise UserError(f"{name}: None; the data to measure are needed")
+        is_name = isinstance(data, str) and isinstance(held, Mapping) and data in held
+        return data if data is None or is_name else self.heldout_rows(data, name)
 
     def _rows(self, data: Any, name: str, bad_rows: BadRows, *, shuffle: bool) -> Any:
         if data is None:
@@ -183,6 +199,7 @@ class TrainerInputs:
             packing=args.packing,
             loss_on=args.loss_on,
             columns=args.columns,  # type: ignore[arg-type]
+            vocab_size=self._vocab_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=shuffle,
             num_rows=num_rows,
@@ -218,10 +235,40 @@ def _check_metric(args: FCSDConfig, heldout: Any, teacher: Any) -> None:
         )
 
 
-def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
-    if not path:
+def _tokenizer_of(given: Any, model: str | Path, args: FCSDConfig) -> Any:
+    """Return the tokenizer that was given, as itself or by its path; None: the one that lies beside the model."""
+    if isinstance(given, PreTrainedTokenizerBase):
+        return given
+    if isinstance(given, str | Path):
+        return load_tokenizer(given, trust_remote_code=args.trust_remote_code)
+    if given is not None:
+        hint = "; give its `.tokenizer`" if hasattr(given, "tokenizer") else ""
+        raise UserError(f"processing_class: {kind_of(given)}; a tokenizer, or its path, is needed{hint}")
+    if not model:
         raise UserError(
             "processing_class: is needed, the tokenizer of the model (it was not loaded from a checkpoint)"
         )
-    checkpoint = find_model(args.model_config(str(path)))
+    checkpoint = find_model(args.model_config(str(model)))
     return load_tokenizer(checkpoint.folder, trust_remote_code=args.trust_remote_code)
+
+
+def check_kinds(teacher: Any, callbacks: Any, optimizers: Any, compute_metrics: Any, launch: Any) -> None:
+    """Raise UserError where an argument of the constructor is something else than it takes."""
+    needed = {}
+    if not isinstance(teacher, str | Path | nn.Module | Teacher | None):
+        hint = " (fcsd.load gives a model and its tokenizer)" if isinstance(teacher, tuple) else ""
+        needed["teacher"] = teacher, f"a transformers model, the path of one, or a Teacher{hint}"
+    if not isinstance(callbacks, list | tuple | None):
+        needed["callbacks"] = callbacks, "a list of callbacks"
+    for callback in callbacks if isinstance(callbacks, list | tuple) else ():
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not issubclass(kind, TrainerCallback):
+            needed["callbacks"] = callback, "a TrainerCallback of transformers"
+    if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
+        needed["optimizers"] = optimizers, "a pair (optimizer, scheduler), None for one that is to be made,"
+    if compute_metrics is not None and not callable(compute_metrics):
+        needed["compute_metrics"] = compute_metrics, "a function of logits and labels"
+    if not isinstance(launch, Launch | None):
+        needed["launch"] = launch, "what fcsd.parallel.launch.join_launch gives"
+    for name, (value, what) in needed.items():
+        raise UserError(f"{name}: {kind_of(value)}; {what} is needed")

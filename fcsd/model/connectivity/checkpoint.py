@@ -81,6 +81,8 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
         UserError: a file, a revision for a folder, or neither a folder nor a name; `contents` is what the
             message says of a checkpoint's folder.
     """
+    if path == "":
+        raise UserError(f"'': is no path; a checkpoint is a folder with {contents}, or owner/name on the Hub")
     folder = Path(path).expanduser()
     try:
         is_folder, exists = folder.is_dir(), folder.exists()

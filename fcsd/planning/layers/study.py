@@ -215,7 +215,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
     packing = study.packing and packing_of(model.config) != "leaks"
     calibrations = None
     if study.calibrated is not None:
-        calibrations = Calibrations(model, _calibration_rows(study, tokenizer, packing), ranks)
+        calibrations = Calibrations(model, _calibration_rows(study, tokenizer, model, packing), ranks)
     rows = _kl_rows(study, tokenizer, model, packing) if study.text is not None else None
     with contextlib.ExitStack() as stack:
         evaluate = None
@@ -279,15 +279,17 @@ def _kl_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> Any:
         max_length=study.max_length,
         packing=packing,
         loss_on=study.loss_on,
+        vocab_size=model.config.get_text_config().vocab_size,
     )
 
 
-def _calibration_rows(study: Study, tokenizer: Any, packing: bool) -> list[Any]:
+def _calibration_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> list[Any]:
     """Return the rows of the text that selections are calibrated on."""
     assert study.calibrated is not None
     rows = build_dataset(
         [study.calibrated], tokenizer, max_length=study.max_length, packing=packing, shuffle=False,
         loss_on=study.loss_on, bad_rows=BadRows(setting=None),
+        vocab_size=model.config.get_text_config().vocab_size,
         num_rows=4 * study.calibration_tokens // study.max_length + 1,  # rows of one example are not full
     )  # fmt: skip
     return take_rows(rows, study.calibration_tokens)

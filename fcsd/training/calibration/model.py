@@ -124,11 +124,12 @@ def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
             packed examples that it would let see each other.
     """
     text, config = Text.of(batches_of(rows), ranks), model.config.get_text_config()
-    largest = max((int(batch["input_ids"].max()) for batch in text.batches), default=0)
-    if largest >= config.vocab_size:
+    ids = torch.cat([batch["input_ids"].flatten() for batch in text.batches] or [torch.zeros(1)])
+    outside = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if len(outside):
         raise UserError(
-            f"calibration text: has the token id {largest}, and the model {config.vocab_size} tokens; the rows were"
-            " made with another tokenizer, make them with the model's own"
+            f"calibration text: has the token id {int(outside[0])}, and the model {config.vocab_size} tokens; the rows"
+            " were made with another tokenizer, make them with the model's own"
         )
     counts = ranks.share(lambda: sum(int(real_tokens(batch).sum()) for batch in text.batches))
     if text.num_distinct < 4 * config.hidden_size or not all(counts):
