@@ -6,18 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
-def kind_of(value: Any) -> str:
-    """Say what a value is that should be something else: "a tuple", "an int", "None", "the class TrainerCallback"."""
-    if value is None:
-        return "None"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    name = type(value).__name__
-    letters = "AEFHILMNORSX" if name[:2].isupper() else "AEIOaeio"  # an SFTConfig, a Path
-    return f"{'an' if name[0] in letters else 'a'} {name}"
-
-
 RELATIVE = ("heldout_kl",)  # metrics whose min_delta is a share of the score
 
 

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 
-from fcsd.base.errors import UserError, one_line
-from fcsd.base.text import kind_of
+from fcsd.base.errors import UserError, kind_of, one_line
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.chat import BadExample, tokenizer_name

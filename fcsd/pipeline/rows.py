@@ -73,15 +73,15 @@ def training_rows(
     return PackedRows(Path(run.launch.ranks.from_first(write)))
 
 
-def _vocab_size(run: Run, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many tokens the run's models know, which may not be trained yet."""
+def _vocab_size(run: Run, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return how many tokens the run's models know, which may not be trained yet; None: not known."""
     if (pretraining := run.recipe.pretrain) is not None:
         return int(pretraining.config.get("vocab_size", len(tokenizer)))
     return run.original.vocab_size
 
 
 def _folder_names(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, inputs: dict[str, str]
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, inputs: dict[str, str]
 ) -> list[str]:
     """Name the folder of each source's tokens by what they depend on."""
     test_items = {name: value for name, value in inputs.items() if not name.startswith("data.train.")}

@@ -13,9 +13,8 @@ from pydantic import create_model
 from pydantic.fields import FieldInfo
 from transformers import TrainingArguments
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, kind_of
 from fcsd.base.strict import Strict, validate
-from fcsd.base.text import kind_of
 from fcsd.data.config import DataConfig
 from fcsd.model.config import ConnectivityConfig, ModelConfig
 from fcsd.model.connectivity import Connectivity

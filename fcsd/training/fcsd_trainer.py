@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, se
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import writing
+from fcsd.base.files import make_folder, writing
 from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.launch import Launch, join_launch
@@ -257,7 +257,8 @@ class FCSDTrainer(DistillTrainer):
         """
         if self.checkpoint_writer.is_saving:
             return  # weights and optimiser are written together
-        folder = Path(output_dir or str(self.args.output_dir))
+        folder = Path(str(output_dir or self.args.output_dir))
+        self.launch.ranks.from_first(lambda: make_folder(folder))
         with self.scored_weights(), writing(folder):
             write_model(
                 self.plain_model,

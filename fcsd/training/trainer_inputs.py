@@ -4,16 +4,16 @@ already, or not; data sets, streams and lists.
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from datasets import IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
-from fcsd.base.errors import UserError
-from fcsd.base.text import kind_of
+from fcsd.base.errors import UserError, check_kind, kind_of
+from fcsd.base.files import check_folder_place
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.dataset import given_rows
 from fcsd.data.workers import default_workers
@@ -21,7 +21,7 @@ from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.connectivity.spec import changed_by, field_text
 from fcsd.model.families import family_of, moe_mask
-from fcsd.model.load import find_model, load_tokenizer
+from fcsd.model.load import find_model, load_tokenizer, tokenizer_of
 from fcsd.model.positions import check_positions
 from fcsd.parallel.engine import check_precision, engine_environment
 from fcsd.parallel.launch import Launch
@@ -133,6 +133,7 @@ class TrainerInputs:
 
     def __init__(self, args: FCSDConfig, launch: Launch):
         _check_launch(args, launch)
+        check_folder_place(Path(str(args.output_dir)))
         self.args, self.launch = args, launch
         self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
         self._tokenizer: Any = None
@@ -158,7 +159,11 @@ class TrainerInputs:
             self._vocab_size = find_model(args.model_config(str(model))).vocab_size
         else:
             self._vocab_size = student.config.get_text_config().vocab_size
-        self._tokenizer = _tokenizer_of(tokenizer, path, args)
+        if tokenizer is None:
+            self._tokenizer = _tokenizer_beside(path, args)
+        else:
+            trusts = args.trust_remote_code
+            self._tokenizer = tokenizer_of(tokenizer, "processing_class", trust_remote_code=trusts)
         rows = self._rows(data[0], "train_dataset", self.bad_rows, shuffle=True)
         heldout = self.heldout_rows(data[1])
         if not knows_metrics:
@@ -235,40 +240,28 @@ def _check_metric(args: FCSDConfig, heldout: Any, teacher: Any) -> None:
         )
 
 
-def _tokenizer_of(given: Any, model: str | Path, args: FCSDConfig) -> Any:
-    """Return the tokenizer that was given, as itself or by its path; None: the one that lies beside the model."""
-    if isinstance(given, PreTrainedTokenizerBase):
-        return given
-    if isinstance(given, str | Path):
-        return load_tokenizer(given, trust_remote_code=args.trust_remote_code)
-    if given is not None:
-        hint = "; give its `.tokenizer`" if hasattr(given, "tokenizer") else ""
-        raise UserError(f"processing_class: {kind_of(given)}; a tokenizer, or its path, is needed{hint}")
-    if not model:
+def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
+    if not path:
         raise UserError(
             "processing_class: is needed, the tokenizer of the model (it was not loaded from a checkpoint)"
         )
-    checkpoint = find_model(args.model_config(str(model)))
+    checkpoint = find_model(args.model_config(str(path)))
     return load_tokenizer(checkpoint.folder, trust_remote_code=args.trust_remote_code)
 
 
 def check_kinds(teacher: Any, callbacks: Any, optimizers: Any, compute_metrics: Any, launch: Any) -> None:
     """Raise UserError where an argument of the constructor is something else than it takes."""
-    needed = {}
-    if not isinstance(teacher, str | Path | nn.Module | Teacher | None):
-        hint = " (fcsd.load gives a model and its tokenizer)" if isinstance(teacher, tuple) else ""
-        needed["teacher"] = teacher, f"a transformers model, the path of one, or a Teacher{hint}"
-    if not isinstance(callbacks, list | tuple | None):
-        needed["callbacks"] = callbacks, "a list of callbacks"
-    for callback in callbacks if isinstance(callbacks, list | tuple) else ():
-        kind = callback if isinstance(callback, type) else type(callback)
-        if not issubclass(kind, TrainerCallback):
-            needed["callbacks"] = callback, "a TrainerCallback of transformers"
+    hint = " (fcsd.load gives a model and its tokenizer)" if isinstance(teacher, tuple) else ""
+    models = f"a transformers model{hint}, the path of one, or a Teacher"
+    check_kind("teacher", teacher, str | Path | nn.Module | Teacher | None, models)
+    check_kind("callbacks", callbacks, list | tuple | None, "a list of callbacks")
+    for callback in callbacks or []:
+        if not (isinstance(callback, type) and issubclass(callback, TrainerCallback)):
+            check_kind("callbacks", callback, TrainerCallback, "a TrainerCallback of transformers")
     if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
-        needed["optimizers"] = optimizers, "a pair (optimizer, scheduler), None for one that is to be made,"
-    if compute_metrics is not None and not callable(compute_metrics):
-        needed["compute_metrics"] = compute_metrics, "a function of logits and labels"
-    if not isinstance(launch, Launch | None):
-        needed["launch"] = launch, "what fcsd.parallel.launch.join_launch gives"
-    for name, (value, what) in needed.items():
-        raise UserError(f"{name}: {kind_of(value)}; {what} is needed")
+        raise UserError(
+            f"optimizers: {kind_of(optimizers)}; a pair (optimizer, scheduler) is needed, None for one that is to be"
+            " made"
+        )
+    check_kind("compute_metrics", compute_metrics, Callable | None, "a function of logits and labels")
+    check_kind("launch", launch, Launch | None, "what fcsd.parallel.launch.join_launch gives")

@@ -664,13 +664,13 @@ def test_two_ranks_train_what_one_process_trains(
         ({"model": ""}, "'': is no path; a checkpoint is a folder with"),
         ({"model": (1, 2)}, "model: a tuple; .*; fcsd.load gives a model and its tokenizer"),
         ({"teacher": 3}, "teacher: an int; a transformers model, the path of one, or a Teacher is needed"),
-        ({"teacher": (1, 2)}, "teacher: a tuple; .*fcsd.load gives a model and its tokenizer"),
-        ({"processing_class": 3}, "processing_class: an int; a tokenizer, or its path, is needed"),
+        ({"teacher": (1, 2)}, r"teacher: a tuple; a transformers model \(fcsd.load gives a model and its"),
+        ({"processing_class": 3}, "processing_class: an int; a tokenizer or its path is needed"),
         ({"processing_class": "nowhere"}, "nowhere: no such folder"),
-        ({"processing_class": SimpleNamespace(tokenizer=1)}, "a SimpleNamespace; .*; give its `.tokenizer`"),
+        ({"processing_class": SimpleNamespace(tokenizer=1)}, r"a SimpleNamespace; a tokenizer \(its `.tok"),
         ({"callbacks": TrainerCallback()}, "callbacks: a TrainerCallback; a list of callbacks is needed"),
         ({"callbacks": [3]}, "callbacks: an int; a TrainerCallback of transformers is needed"),
-        ({"optimizers": 3}, r"optimizers: an int; a pair \(optimizer, scheduler\), None for one that is to be made"),
+        ({"optimizers": 3}, r"optimizers: an int; a pair \(optimizer, scheduler\) is needed, None for one that"),
         ({"compute_metrics": "acc"}, "compute_metrics: a str; a function of logits and labels is needed"),
         ({"train_dataset": ["a", "b"]}, "data set train_dataset, row 1: a str; an example is a mapping"),
         ({"train_dataset": [{"input_ids": [5, 999]}]}, "train_dataset, row 1: token id 999 at position 1 is not in"),
@@ -731,6 +731,19 @@ def test_data_of_an_evaluation_are_checked_as_those_of_the_constructor(
         trainer.predict(None)
     with pytest.raises(UserError, match="eval_dataset: None; the data to measure are needed"):
         make().evaluate()
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"), [("afile", "afile is no folder"), ("/proc/x", "/proc may not be")]
+)
+def test_a_folder_that_cannot_be_made_is_refused_before_the_training_and_when_it_is_saved(
+    make: Callable[..., FCSDTrainer], place: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "afile").write_text("x")
+    with pytest.raises(UserError, match=f"{place}: cannot be made, .*{reason}"):
+        make(place)
+    with pytest.raises(UserError, match=f"{place}: cannot be made, .*{reason}"):
+        make().save_model(str(tmp_path / place))
 
 
 def test_the_tokenizer_may_be_a_path(

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, check_kind
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import Batch, in_batches, real_tokens
 from fcsd.model.connectivity.convert import farskip_layers
@@ -86,6 +86,8 @@ def first_stream(steps: Steps, batch: Batch, device: torch.device) -> Stream:
 
 
 def _check_pair(student: Any, teacher: Any) -> list[int]:
+    for name, model in (("student", student), ("teacher", teacher)):
+        check_kind(name, model, nn.Module, "a model in memory (the first of what fcsd.load gives)")
     if getattr(getattr(student, "config", None), "farskip", None) is None:
         raise UserError(
             f"{type(student).__name__}: is not converted; convert the student first (fcsd.convert)"
@@ -128,7 +130,7 @@ def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
     outside = ids[(ids < 0) | (ids >= config.vocab_size)]
     if len(outside):
         raise UserError(
-            f"calibration text: has the token id {int(outside[0])}, and the model {config.vocab_size} tokens; the rows"
+            f"calibration text: has the token id {int(outside[outside.abs().argmax()])}, and the model {config.vocab_size} tokens; the rows"
             " were made with another tokenizer, make them with the model's own"
         )
     counts = ranks.share(lambda: sum(int(real_tokens(batch).sum()) for batch in text.batches))
