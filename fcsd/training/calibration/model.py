@@ -129,8 +129,9 @@ def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
     ids = torch.cat([batch["input_ids"].flatten() for batch in text.batches] or [torch.zeros(1)])
     outside = ids[(ids < 0) | (ids >= config.vocab_size)]
     if len(outside):
+        farthest = int(outside[outside.abs().argmax()])
         raise UserError(
-            f"calibration text: has the token id {int(outside[outside.abs().argmax()])}, and the model {config.vocab_size} tokens; the rows"
+            f"calibration text: has the token id {farthest}, and the model {config.vocab_size} tokens; the rows"
             " were made with another tokenizer, make them with the model's own"
         )
     counts = ranks.share(lambda: sum(int(real_tokens(batch).sum()) for batch in text.batches))
