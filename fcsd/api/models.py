@@ -135,7 +135,7 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
     from fcsd.data.dataset import given_rows
 
     several = hasattr(rows, "__iter__") or hasattr(rows, "__getitem__")
-    first = next(iter(rows), None) if several and getattr(rows, "ndim", 1) else None
+    first = next(iter(rows), None) if several and getattr(rows, "ndim", None) != 0 else None
     if isinstance(first, torch.Tensor) and all(row.shape == first.shape and row.dim() == 1 for row in rows):
         if first.is_floating_point() or first.dtype == torch.bool:
             raise UserError(f"rows: a tensor of {first.dtype}; token ids are whole numbers")
