@@ -74,7 +74,7 @@ class Tokenizing:
                     ids.append(ids[0])
                     loss.append(loss[0])
                 else:
-                    ids.append(one["input_ids"])
+                    ids.append(np.array(one["input_ids"], np.int32))
                     loss.append(np.array(one["loss_mask"], bool))
                     first_loss.append(_first_loss(loss[-1]))
                 row += 1
@@ -93,8 +93,12 @@ class Tokenizing:
         """Return for each example its tokens, or the `Overlap` that it has, or why it is a `BadExample`."""
         overlaps: list[Any] = [self._overlap(source, example) for example in examples]
         clean = [example for example, overlap in zip(examples, overlaps, strict=True) if overlap is None]
-        outputs = tokenize_examples(clean, columns_of(source), self.tokenizer, self.loss_on)
-        tokens = map(self._checked, outputs)
+        columns = columns_of(source)
+        tokens = iter(tokenize_examples(clean, columns, self.tokenizer, self.loss_on))
+        if (
+            "input_ids" in columns
+        ):  # any others are the tokenizer's, which is compared with the model as a whole
+            tokens = map(self._checked, tokens)
         return [next(tokens) if overlap is None else overlap for overlap in overlaps]
 
     def _checked(self, output: Any) -> Any:
