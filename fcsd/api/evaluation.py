@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fcsd.base.errors import UserError
+from torch import nn
+
+from fcsd.base.errors import UserError, check_kind, kind_of
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, load_suite
 from fcsd.evaluation.results import Samples, read_result, write_result
 from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.model.load import tokenizer_of
 from fcsd.model.preserve import preserved
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.launch import Launch, join_launch
@@ -80,10 +83,13 @@ def evaluate_model(
         name = str(model) if name == "model" else name
         model, own = load(model)
         tokenizer = tokenizer or own
+    check_kind("model", model, nn.Module, "a model in memory (the first of what fcsd.load gives) or its path")
     if tokenizer is None:
         raise UserError(
             "tokenizer: is needed for a model in memory; give the tokenizer that it was trained with"
         )
+    tokenizer = tokenizer_of(tokenizer, "tokenizer")
+    _check_kinds(suite, limit, launch)
     if launch is None:
         launch = join_launch()
         stop_watching()  # a script may have more to do after the evaluation
@@ -101,6 +107,12 @@ def evaluate_model(
         result, samples = evaluate(model, name)
     result["wall_s"] = launch.ranks.from_first(lambda: time.monotonic() - start)
     return Evaluation(result, samples)
+
+
+def _check_kinds(suite: Any, limit: Any, launch: Any) -> None:
+    check_kind("suite", suite, str | Path | SuiteConfig, "the name or path of a suite, or a SuiteConfig(…),")
+    check_kind("limit", limit, int | None, "a whole number or None")
+    check_kind("launch", launch, Launch | None, "what fcsd.parallel.launch.join_launch gives")
 
 
 def compare(
@@ -132,7 +144,7 @@ def _evaluated(evaluation: Evaluation | str | Path) -> dict[str, Any]:
         result, samples = read_result(Path(evaluation))
     else:
         raise UserError(
-            f"compare: a {type(evaluation).__name__}; what evaluate_model gave, or the folder of an evaluation is"
+            f"compare: {kind_of(evaluation)}; what evaluate_model gave, or the folder of an evaluation is"
             " needed"
         )
     return {"result": result, "samples": samples, "training": None}

@@ -8,14 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from fcsd.base.errors import UserError
+from torch import nn
+
+from fcsd.base.errors import UserError, check_kind, kind_of, one_line
 from fcsd.model.connectivity import Connectivity, Selection
 from fcsd.model.connectivity.convert import convert_model, unconvert_model
 from fcsd.model.connectivity.export import convert_checkpoint as convert_folder
 from fcsd.model.connectivity.load import load_model
 from fcsd.model.connectivity.spec import connectivity_of
 from fcsd.model.families import family_of, moe_mask
-from fcsd.model.load import find_model, load_tokenizer
+from fcsd.model.load import find_model, load_tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +49,12 @@ def convert(
         UserError: unsupported family or class, a dense model, a selection that the model does not have, a model that is
             converted with this connectivity already.
     """
+    hint = (
+        "a model in memory (fcsd.load gives one and its tokenizer, fcsd.convert_checkpoint converts a folder)"
+    )
+    check_kind("model", model, nn.Module, hint)
+    if layers is None:
+        raise UserError("layers: None; leave it out for all of them, or give 'none' for no layer")
     connectivity: Any = connectivity_of(layers, attention, mlp)
     own = getattr(getattr(model, "config", None), "farskip", None)
     if own is not None:
@@ -65,6 +73,7 @@ def unconvert(model: Model) -> Model:
     Raises:
         UserError: it is not converted.
     """
+    check_kind("model", model, nn.Module, "a model in memory (`fcsd unconvert` undoes that of a folder)")
     if getattr(getattr(model, "config", None), "farskip", None) is None:
         raise UserError(f"{type(model).__name__}: is not converted, nothing to undo")
     unconvert_model(model)
@@ -111,6 +120,7 @@ def calibrate(
     from fcsd.training.calibration.model import calibrate_model, complaint
 
     rows = _token_rows(rows, tokenizer, max_length)
+    check_kind("ridge", ridge, int | float, "a number")
     results = calibrate_model(student, teacher, rows, ridge=ridge)
     if (said := complaint(results)) is not None:
         print(said[1], file=sys.stderr)
@@ -125,12 +135,16 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
     from fcsd.data.counts import tell_examples
     from fcsd.data.dataset import given_rows
 
-    first = next(iter(rows), None) if hasattr(rows, "__iter__") or hasattr(rows, "__getitem__") else None
+    several = hasattr(rows, "__iter__") or hasattr(rows, "__getitem__")
+    first = next(iter(rows), None) if several and getattr(rows, "ndim", None) != 0 else None
     if isinstance(first, torch.Tensor) and all(row.shape == first.shape and row.dim() == 1 for row in rows):
+        if first.is_floating_point() or first.dtype == torch.bool:
+            raise UserError(f"rows: a tensor of {first.dtype}; token ids are whole numbers")
         return rows if isinstance(rows, torch.Tensor) else torch.stack(list(rows))
     if not isinstance(first, Mapping):
+        of = "" if first is None else f" of {type(first).__name__}"
         raise UserError(
-            f"rows: {type(rows).__name__} of {type(first).__name__}; token ids (N, T), tensors (T,) of one length,"
+            f"rows: {kind_of(rows)}{of}; token ids (N, T), tensors (T,) of one length,"
             f" packed rows with {', '.join(ROW_FEATURES)}, or a data set with its tokenizer are needed"
         )
     if set(ROW_FEATURES) <= set(first):
@@ -140,6 +154,8 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
             f"rows: a data set with {', '.join(map(repr, first))}; give the model's tokenizer, too, which makes tokens"
             " of it: fcsd.calibrate(student, teacher, rows, tokenizer=tokenizer)"
         )
+    tokenizer = tokenizer_of(tokenizer, "tokenizer")
+    check_kind("max_length", max_length, int, "a whole number")
     options: dict[str, Any] = {"shuffle": False, "loss_on": "all", "bad_rows": BadRows(setting=None)}
     packed = given_rows(rows, tokenizer, name="rows", max_length=max_length, **options)
     tell_examples(packed, "rows", always=False)
@@ -170,6 +186,8 @@ def convert_checkpoint(
     Raises:
         UserError: as `fcsd convert`.
     """
+    check_kind("model", model, str | Path, "the path of a checkpoint (fcsd.convert takes a model in memory)")
+    check_kind("out", out, str | Path, "the path of a new folder")
     nothing_said = layers is None and (attention, mlp) == ("partial", "outdated")
     wanted = None if nothing_said else connectivity_of("all" if layers is None else layers, attention, mlp)
     convert_folder(model, out, wanted, revision=revision)
@@ -200,16 +218,23 @@ def load(
     """
     from fcsd.model.config import ModelConfig
 
+    check_kind("path", path, str | Path, "the path of a checkpoint, or owner/name on the Hub,")
     if "torch_dtype" in options:
         raise UserError("fcsd.load: torch_dtype: is here dtype=…, for example dtype='bfloat16'")
     checkpoint = find_model(ModelConfig(path=str(path), revision=revision))
     tokenizer = load_tokenizer(checkpoint.folder, trust_remote_code=trust_remote_code)
     wanted = connectivity_of(layers, attention, mlp)
-    model = load_model(
-        checkpoint.folder,
-        connectivity=wanted,
-        original=original,
-        trust_remote_code=trust_remote_code,
-        **options,
-    )
+    try:
+        model = load_model(
+            checkpoint.folder,
+            connectivity=wanted,
+            original=original,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
+    except (ValueError, TypeError) as error:  # transformers' for an option that it does not know
+        if not options:
+            raise
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise UserError(f"fcsd.load: transformers refuses {given}: {one_line(error)}") from error
     return model, tokenizer

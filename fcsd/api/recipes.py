@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, check_kind, kind_of
 from fcsd.base.files import release_folders
 from fcsd.parallel.engine import Overlap
 from fcsd.parallel.failure import stop_watching
@@ -30,9 +30,24 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | list[str] | Non
     Raises:
         UserError: no such recipe, unknown keys, values out of range.
     """
+    check_kind("path", path, str | Path, "the path of a recipe, or the name of one that ships with fcsd,")
+    check_kind(
+        "overrides", overrides, Mapping | list | None, "a dict of keys to values, or a list of KEY=VALUE,"
+    )
     if isinstance(overrides, Mapping):
-        overrides = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+        overrides = [f"{key}={_json(key, value)}" for key, value in overrides.items()]
+    for override in overrides or []:
+        check_kind("overrides", override, str, "KEY=VALUE in a list")
     return load_file(path, overrides)
+
+
+def _json(key: str, value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError:
+        raise UserError(
+            f"overrides: {key}: {kind_of(value)}; a value that a recipe can hold is needed"
+        ) from None
 
 
 def run_stage(
@@ -64,9 +79,11 @@ def run_stage(
         raise UserError(f"run_stage: no stage {stage!r}; allowed: {', '.join(STAGES)}")
     if variant is not None and stage != "distill":
         raise UserError(f"run_stage: stage {stage!r} has no variants; leave variant out")
+    check_kind("expert_parallel", expert_parallel, int, "a number of ranks")
     if isinstance(recipe, Mapping):
         recipe = check_recipe(dict(recipe), "recipe")
     elif not isinstance(recipe, Recipe):
+        check_kind("recipe", recipe, str | Path, "a recipe, its path or name, or a dict of its keys")
         recipe = load_recipe(recipe)
     from fcsd.pipeline.context import Run
 

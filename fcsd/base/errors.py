@@ -1,6 +1,7 @@
 """Errors that a user is meant to see when a command does not end well."""
 
 import re
+from typing import Any
 
 
 class UserError(Exception):
@@ -33,6 +34,23 @@ def one_line(error: BaseException) -> str:
     """Return a library's error as one line of a message, its first 500 characters; its kind where it has no text."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 500 else f"{text[:499]}…"
+
+
+def kind_of(value: Any) -> str:
+    """Say what a value is that should be something else: "a tuple", "an int", "None", "the class TrainerCallback"."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    letters = "AEFHILMNORSX" if name[:2].isupper() else "AEIOaeio"  # an SFTConfig, a Path
+    return f"{'an' if name[0] in letters else 'a'} {name}"
+
+
+def check_kind(name: str, value: Any, kinds: Any, needed: str) -> None:
+    """Raise UserError where an argument is none of these kinds; needed: what it is instead, with its article."""
+    if not isinstance(value, kinds):
+        raise UserError(f"{name}: {kind_of(value)}; {needed} is needed")
 
 
 _NO_MEMORY = "out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc"

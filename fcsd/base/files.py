@@ -88,8 +88,8 @@ def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
     if path.is_dir() or not parent.is_dir():
         what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise UserError(f"{path}: {what}; name the file that is to be written")
-    if not os.access(parent, os.W_OK):
-        raise UserError(f"{path}: the folder may not be written; name another place")
+    if reason := _why_not_writable(parent):
+        raise UserError(f"{path}: the folder may not be written ({reason}); name another place")
     if path.exists():
         try:
             read(path)
@@ -115,8 +115,19 @@ def check_folder_place(folder: Path, mark: str | None = None, what: str = "") ->
     above = next(part for part in (folder, *folder.absolute().parents) if os.path.lexists(part))
     if not above.is_dir():
         raise UserError(f"{folder}: cannot be made, {above} is no folder; choose another output folder")
-    if above != folder and not os.access(above, os.W_OK):
-        raise UserError(f"{folder}: cannot be made, {above} may not be written; choose another output folder")
+    if above != folder and (reason := _why_not_writable(above)):
+        raise UserError(
+            f"{folder}: cannot be made, {above} may not be written ({reason}); choose another output folder"
+        )
+
+
+def _why_not_writable(folder: Path) -> str:
+    """Return why nothing can be made in a folder; "": it can. File systems say it only when something is made."""
+    try:
+        with beside(folder / "fcsd"):
+            return ""
+    except OSError as error:
+        return error.strerror or type(error).__name__
 
 
 def make_folder(folder: Path) -> None:

@@ -8,6 +8,7 @@ from fcsd.base.errors import UserError
 CAP = 0.01  # share of the examples read that may be left out
 _ALWAYS_ALLOWED = 10
 _LISTED = 10_000
+_SHOWN = 10
 
 Policy = Literal["error", "skip"]
 
@@ -24,6 +25,11 @@ class BadRows:
         self.num_examples = 0
         self.num_bad = 0
         self._listed: dict[str, str] = {}  # where -> what is wrong
+
+    def __repr__(self) -> str:
+        listed = [f"{where}: {reason}" for where, reason in list(self._listed.items())[:_SHOWN]]
+        more = [f"and {self.num_bad - len(listed)} more"] if self.num_bad > len(listed) else []
+        return "\n".join([f"{self.num_bad} of {self.num_examples} examples left out", *listed, *more])
 
     def add(self, examples: Sequence[tuple[str, str]], num_read: int = 0) -> None:
         """Record bad examples, where each is and what is wrong with it, among `num_read` more that were read; UserError

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, kind_of, one_line
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import ROW_FEATURES
-from fcsd.data.chat import tokenizer_name
+from fcsd.data.chat import BadExample, tokenizer_name
 from fcsd.data.config import SourceConfig, check_meanings
 from fcsd.data.local import scratch
 from fcsd.data.rows import Layout, PackedRows, write_rows
-from fcsd.data.shards import Tokenizing
+from fcsd.data.shards import Tokenizing, token_ids
 from fcsd.data.sources import GivenSource, Source, column_meanings
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def build_dataset(
     decontaminator: Decontaminator | Callable[[], Decontaminator | None] | None = None,
     bad_rows: BadRows | None = None,
     place: tuple[Path, Sequence[str]] | None = None,
+    vocab_size: int | None = None,
     **layout: Any,
 ) -> PackedRows:
     """Build the rows of all sources, mixed, shuffled and packed; the same seed gives the same rows in the same order.
@@ -61,6 +62,7 @@ def build_dataset(
         num_proc: processes that tokenize; None: one a core, eight at most.
         place: where the tokens are kept, and a folder's name for each source, which says all that they depend on; None:
             until this process ends.
+        vocab_size: tokens that the model knows, so that the examples with others are found; None: not known.
         layout: `max_length`, and what else a `Layout` has.
 
     Raises: UserError as `load_source` and `tokenize_examples`; also when no example has a token to predict.
@@ -72,7 +74,7 @@ def build_dataset(
     path = write_rows(
         [*zip(sources, names, strict=True)],
         folder,
-        Tokenizing(tokenizer, loss_on, decontaminator),
+        Tokenizing(tokenizer, loss_on, decontaminator, vocab_size),
         Layout(pad_token_id=pad_token_id, **layout),
         bad_rows or BadRows(),
         num_proc,
@@ -114,22 +116,22 @@ def given_rows(
     Raises:
         UserError: no such columns, no examples, what `tokenize_examples` refuses, packed rows of another length.
     """
-    if isinstance(data, Mapping):  # a DatasetDict, too
-        splits = ", ".join(map(repr, data))
-        raise UserError(f"data set {name}: holds several ({splits}); give one of them")
-    if isinstance(data, Sequence) and not isinstance(data, str):
-        data = datasets.Dataset.from_list([dict(example) for example in data])
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
+        data = _of_list(data, name)
     names = _column_names(data, name)
     if set(ROW_FEATURES) <= set(names) and columns is None:
-        return _packed(data, name, max_length, options.get("num_rows"))
+        return _packed(data, name, max_length, options.get("num_rows"), options.get("vocab_size"))
     if not isinstance(data, datasets.Dataset | datasets.IterableDataset):
-        raise UserError(
-            f"data set {name}: a {type(data).__name__}; a datasets.Dataset or IterableDataset, or a list of examples is"
-            f" needed, or packed rows with {', '.join(ROW_FEATURES)}"
-        )
+        raise _no_data(data, name)
     # Tensors of a format that was set would not tokenize.
     plain = data.with_format(None) if isinstance(data, datasets.Dataset) else data
     if columns is not None:
+        if not isinstance(columns, Mapping):
+            column = columns if isinstance(columns, str) else "body"
+            raise UserError(
+                f"columns: {kind_of(columns)}, {columns!r}; what a column means and its name are needed, for example"
+                f" columns={{'text': {column!r}}}"
+            )
         try:
             check_meanings(columns)
         except ValueError as error:
@@ -138,28 +140,88 @@ def given_rows(
     return build_dataset([source], tokenizer, max_length=max_length, **options)
 
 
+def _of_list(examples: Sequence[Any], name: str) -> datasets.Dataset:
+    """Return a data set of a list of examples; a column that an example lacks is None in it."""
+    names: dict[str, None] = {}
+    for number, example in enumerate(examples, 1):
+        if not isinstance(example, Mapping):
+            raise UserError(
+                f"data set {name}, row {number}: {kind_of(example)}; an example is a mapping of columns to values:"
+                " {'text': …}, {'messages': […]}, or {'input_ids': […]}"
+            )
+        names |= dict.fromkeys(example)
+    columns = {column: [example.get(column) for example in examples] for column in names}
+    try:
+        return datasets.Dataset.from_dict(columns)
+    except (ValueError, TypeError, OverflowError) as error:  # pyarrow's are of the first two
+        raise UserError(
+            f"data set {name}: its examples have no common columns ({one_line(error)}); values of one column must be of"
+            " one kind"
+        ) from None
+
+
+def _no_data(data: Any, name: str) -> UserError:
+    needed = (
+        "a datasets.Dataset or IterableDataset, or a list of examples is needed, or packed rows with"
+        f" {', '.join(ROW_FEATURES)}"
+    )
+    hint = ""
+    if isinstance(data, str | Path):
+        hint = "; datasets.load_dataset reads files and the Hub: load_dataset('json', data_files=PATH, split='train')"
+    elif type(data).__name__ == "DataFrame":
+        hint = "; datasets.Dataset.from_pandas makes one of it"
+    return UserError(f"data set {name}: {kind_of(data)}; {needed}{hint}")
+
+
 def _column_names(data: Any, name: str) -> list[str]:
+    if isinstance(data, Mapping):  # a DatasetDict, too
+        if any(
+            isinstance(each, list) and each and not isinstance(each[0], Mapping) for each in data.values()
+        ):
+            raise UserError(
+                f"data set {name}: columns {', '.join(map(repr, data))} in a dict; datasets.Dataset.from_dict makes a"
+                " data set of them"
+            )
+        raise UserError(f"data set {name}: holds several ({', '.join(map(repr, data))}); give one of them")
     if isinstance(data, datasets.Dataset):
         if len(data) == 0:
             raise UserError(f"data set {name}: it is empty")
         return data.column_names
     if isinstance(data, datasets.IterableDataset) and data.column_names is not None:
         return data.column_names
-    iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
-    first = next(iter(data), None) if iterable else None
+    if isinstance(data, str | Path) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
+        raise _no_data(data, name)
+    first = next(iter(data), None)
     if first is None:
-        raise UserError(f"data set {name}: {'it is empty' if iterable else repr(data)}")
+        raise UserError(f"data set {name}: it is empty")
     return list(first) if isinstance(first, Mapping) else []
 
 
-def _packed(data: Any, name: str, max_length: int, num_rows: int | None) -> Any:
+def _packed(data: Any, name: str, max_length: int, num_rows: int | None, vocab_size: int | None) -> Any:
     row = data[0] if hasattr(data, "__len__") else next(iter(data))
     if (length := len(row["input_ids"])) != max_length:
         raise UserError(
             f"data set {name}: its rows are packed already, with {length} tokens, and max_length is {max_length}; set"
             f" max_length to {length}"
         )
+    if isinstance(data, datasets.Dataset):
+        _check_packed(data, name, vocab_size)
     if hasattr(data, "__len__"):
         return data
     rows = partial(itertools.islice, data, num_rows)
     return datasets.Dataset.from_generator(rows, cache_dir=str(scratch()), fingerprint="rows")
+
+
+def _check_packed(data: datasets.Dataset, name: str, vocab_size: int | None) -> None:
+    """Raise UserError where a row has a token that the model does not know."""
+    start = 0
+    for block in data.with_format("numpy").select_columns("input_ids").iter(batch_size=_ROWS_AT_A_TIME):
+        for number, ids in enumerate(block["input_ids"], start + 1):
+            try:
+                token_ids(ids, vocab_size)
+            except BadExample as error:
+                raise UserError(f"data set {name}, row {number}: {error}") from None
+        start += len(block["input_ids"])
+
+
+_ROWS_AT_A_TIME = 1024

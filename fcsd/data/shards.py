@@ -29,6 +29,7 @@ from fcsd.data.reading import Piece
 from fcsd.data.sources import Source, columns_of
 
 NONE, BAD = -1, -2
+_MOST_TOKENS = 1 << 31
 _RECORD = "record"
 
 Tokens = tuple[np.ndarray, np.ndarray]
@@ -36,11 +37,15 @@ Tokens = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """How examples become tokens: the tokenizer, where loss is, and the test items that are kept out."""
+    """How examples become tokens: the tokenizer, where loss is, and the test items that are kept out.
+
+    vocab_size: tokens that the model knows; None: not known.
+    """
 
     tokenizer: Any
     loss_on: str
     decontaminator: Decontaminator | Callable[[], Decontaminator | None] | None = None
+    vocab_size: int | None = None
 
     def write(self, source: Source, piece: Piece, path: Path) -> None:
         """Tokenize a piece into a file, which is there when it is whole.
@@ -88,8 +93,23 @@ class Tokenizing:
         """Return for each example its tokens, or the `Overlap` that it has, or why it is a `BadExample`."""
         overlaps: list[Any] = [self._overlap(source, example) for example in examples]
         clean = [example for example, overlap in zip(examples, overlaps, strict=True) if overlap is None]
-        tokens = iter(tokenize_examples(clean, columns_of(source), self.tokenizer, self.loss_on))
+        columns = columns_of(source)
+        tokens = iter(tokenize_examples(clean, columns, self.tokenizer, self.loss_on))
+        if (
+            "input_ids" in columns
+        ):  # any others are the tokenizer's, which is compared with the model as a whole
+            tokens = map(self._checked, tokens)
         return [next(tokens) if overlap is None else overlap for overlap in overlaps]
+
+    def _checked(self, output: Any) -> Any:
+        """Return tokens with their ids as they are stored, or why they are none of the model's."""
+        if isinstance(output, BadExample):
+            return output
+        try:
+            ids = token_ids(output["input_ids"], self.vocab_size)
+        except BadExample as error:
+            return error
+        return {**output, "input_ids": ids}
 
     def _overlap(self, source: Source, example: Mapping[str, Any]) -> Overlap | None:
         try:
@@ -99,6 +119,32 @@ class Tokenizing:
             )
         except BadExample:  # reported when it is tokenized
             return None
+
+
+def token_ids(values: Any, vocab_size: int | None) -> np.ndarray:
+    """Return token ids as they are stored; BadExample where they are no whole numbers, or none of the vocabulary's."""
+    try:
+        ids = np.asarray(values)
+    except ValueError:  # lists of several lengths
+        ids = np.asarray(values, object)
+    if ids.size == 0:
+        return np.zeros(0, np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise BadExample(f"token ids: a list of whole numbers is needed, got {_short(values)}")
+    outside = (ids < 0) | (ids >= (_MOST_TOKENS if vocab_size is None else vocab_size))
+    if outside.any():
+        position = int(outside.argmax())
+        has = "" if vocab_size is None else f", which has {vocab_size} tokens"
+        raise BadExample(
+            f"token id {ids[position]} at position {position} is not in the model's vocabulary{has}; use the tokenizer"
+            " that belongs to the model"
+        )
+    return ids.astype(np.int32)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def _first_loss(mask: np.ndarray) -> int:

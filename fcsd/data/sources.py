@@ -49,6 +49,15 @@ _BESIDE = {
 _PART_OF_SPLIT = r"[\[+]"  # begins what cannot be read file by file: train[:90%], train+test
 WHOLE_BYTES = 4 << 30
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+# Files that are not read, by their last ending -> how one that is read is made of them.
+_CONVERTED = "datasets.load_dataset({!r}, data_files=PATH, split='train').to_json('rows.jsonl') writes one"
+_OTHER_FORMATS = {
+    ".csv": _CONVERTED.format("csv"),
+    ".tsv": _CONVERTED.format("csv").replace("=PATH", "=PATH, sep='\\t'"),
+    ".txt": _CONVERTED.format("text"),
+    ".arrow": _CONVERTED.format("arrow"),
+    **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip"), "unpack it first"),
+}
 
 
 def columns_of(source: Source) -> Mapping[Any, str]:
@@ -58,7 +67,9 @@ def columns_of(source: Source) -> Mapping[Any, str]:
 
 
 def check_place(source: SourceConfig) -> None:
-    """Refuse, before anything is read, a file or folder that is not there, and a split that a file does not have."""
+    """Refuse, before anything is read, a file or folder that is not there, a kind of file that is not read, and a split
+    that a file does not have.
+    """
     path = Path(source.path).expanduser()
     if path.is_dir():
         return
@@ -69,6 +80,12 @@ def check_place(source: SourceConfig) -> None:
             raise UserError(
                 f"data set {source.path}: no split {source.split!r}; a file has the split 'train' only"
             )
+    elif path.exists() or path.suffix in _OTHER_FORMATS:
+        what = "a file of this kind is not read" if path.exists() else "no such file, nor is this kind read"
+        hint = _OTHER_FORMATS.get(path.suffix, "a .jsonl file has one JSON object a line")
+        raise UserError(
+            f"data set {source.path}: {what}; {', '.join(_FILE_FORMATS)} files are, and folders in hub layout; {hint}"
+        )
     elif path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") > 1:
         raise UserError(f"data set {source.path}: no such folder, and not the name of a data set on the Hub")
 

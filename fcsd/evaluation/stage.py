@@ -69,7 +69,7 @@ class Reference:
         """Return what measures a model; None without held-out text. Before the model is loaded, and on all ranks."""
         if self.sweep is not None:
             return self.sweep().measure
-        rows = heldout_of(self.data, tokenizer)
+        rows = heldout_of(self.data, tokenizer, self.original)
         if rows is None:
             return None
         known = self.read(rows, launch)
@@ -239,7 +239,7 @@ def _check_overlap(model: ModelFolder, launch: Launch) -> None:
         raise UserError(f"--overlap {overlap}: {model.config.path} cannot: {reason}; leave --overlap out")
 
 
-def heldout_of(data: DataConfig, tokenizer: Any) -> Any:
+def heldout_of(data: DataConfig, tokenizer: Any, original: ModelFolder) -> Any:
     """Return the rows (`PackedRows`) that the KL to the original is measured on; None where there are none."""
     if data.heldout is None:
         return None
@@ -250,6 +250,7 @@ def heldout_of(data: DataConfig, tokenizer: Any) -> Any:
         max_length=data.max_length,
         packing=data.packing,
         loss_on=data.loss_on,
+        vocab_size=original.vocab_size,
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, check_kind
 from fcsd.base.files import weights_fingerprint
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
@@ -47,6 +47,14 @@ class ModelFolder:
     def checkpoint(self) -> Checkpoint:
         """Its files, which are complete, of a family that can be converted."""
         return read_checkpoint(self.folder)
+
+    @cached_property
+    def vocab_size(self) -> int | None:
+        """The number of tokens that its embeddings have a row for, a tokenizer may have fewer; None: not said."""
+        config = read_checkpoint_json(self.folder / CONFIG)
+        text = config.get("text_config")
+        size = (text if isinstance(text, dict) else config).get("vocab_size")
+        return size if isinstance(size, int) else None
 
     def load_config(self, any_family: bool = False) -> Any:
         """Return its config object, with upstream's defaults filled in; that of a family that is not known is
@@ -114,6 +122,18 @@ def free_memory() -> None:
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()
+
+
+def tokenizer_of(given: Any, name: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer that an argument of this name is, or that lies in the folder that it names."""
+    from transformers import PreTrainedTokenizerBase
+
+    if isinstance(given, str | Path):
+        return load_tokenizer(given, trust_remote_code=trust_remote_code)
+    hint = " (its `.tokenizer`)" if hasattr(given, "tokenizer") else ""
+    check_kind(name, given, PreTrainedTokenizerBase, f"a tokenizer{hint} or its path")
+    tokenizer: PreTrainedTokenizerBase = given
+    return tokenizer
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":

@@ -47,7 +47,7 @@ def training_rows(
     tokens = run.whole.training_tokens if num_tokens is None else num_tokens
     if apart_in is not None and data.packing and packing_of(apart_in.load_config()) == "leaks":
         data = data.model_copy(update={"packing": False})
-    folder = run.layout.tokens
+    folder, vocab_size = run.layout.tokens, _vocab_size(run, tokenizer)
 
     def write() -> str:
         make_folder(folder)
@@ -63,7 +63,8 @@ def training_rows(
                 num_rows=math.ceil(tokens / data.max_length),
                 decontaminator=lambda: _decontaminator(data.decontaminate, tokenizer, run.data_root),
                 bad_rows=BadRows(data.on_bad_row, on_bad_row),
-                place=(folder, _folder_names(data, tokenizer, data_inputs(data, run))),
+                place=(folder, _folder_names(data, tokenizer, vocab_size, data_inputs(data, run))),
+                vocab_size=vocab_size,
             )
         finally:
             release_folder(folder)
@@ -72,12 +73,22 @@ def training_rows(
     return PackedRows(Path(run.launch.ranks.from_first(write)))
 
 
-def _folder_names(data: DataConfig, tokenizer: PreTrainedTokenizerBase, inputs: dict[str, str]) -> list[str]:
+def _vocab_size(run: Run, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return how many tokens the run's models know, which may not be trained yet; None: not known."""
+    if (pretraining := run.recipe.pretrain) is not None:
+        return int(pretraining.config.get("vocab_size", len(tokenizer)))
+    return run.original.vocab_size
+
+
+def _folder_names(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, inputs: dict[str, str]
+) -> list[str]:
     """Name the folder of each source's tokens by what they depend on."""
     test_items = {name: value for name, value in inputs.items() if not name.startswith("data.train.")}
     decontaminate = data.decontaminate.model_dump() if data.decontaminate is not None else None
     # Two stages of one run may find the same tokenizer in different folders; its vocabulary comes in any order.
     shared = [data.loss_on, decontaminate, test_items, tokenizer.chat_template, tokenizer.get_vocab()]
+    shared.append(vocab_size)
     digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode())
     names = []
     for index, source in enumerate(data.train):

@@ -38,7 +38,8 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
     )
     if isinstance(rule, HeldoutKLStoppingConfig):
         with stopper.time.scoring():
-            rows = heldout_of(recipe.data, run.tokenizer)  # the recipe has checked that it has some
+            # The recipe has checked that it has some.
+            rows = heldout_of(recipe.data, run.tokenizer, run.original)
         if run.launch.first:
             tell_examples(rows, "held-out text", always=False)
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)

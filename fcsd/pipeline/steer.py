@@ -71,7 +71,7 @@ class _Steering:
 
     @functools.cached_property
     def rows(self) -> Any:
-        return heldout_of(self.run.recipe.data, self.run.tokenizer)
+        return heldout_of(self.run.recipe.data, self.run.tokenizer, self.run.original)
 
     @functools.cached_property
     def original(self) -> Original | None:

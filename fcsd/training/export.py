@@ -15,6 +15,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
 from fcsd.base.memory import available_memory
 from fcsd.model.connectivity.checkpoint import CONFIG
+from fcsd.model.connectivity.extra_tensors import keeping_extra_tensors
 from fcsd.model.connectivity.load import load_model
 from fcsd.model.dtypes import loaded_dtypes, real_tensors
 from fcsd.parallel.engine import without_deepspeed
@@ -33,7 +34,8 @@ def write_model(
 ) -> None:
     """Write config, code, weights and tokenizer into `folder`. All ranks call this; the first one writes.
 
-    Weights in shards are gathered on the first rank's CPU. What was written is loaded once, where
+    Weights in shards are gathered on the first rank's CPU. What the checkpoint of the model holds
+    beside the model (MTP layers) is added as it is there. What was written is loaded once, where
     there is room for it, and compared with the model.
 
     Args:
@@ -54,7 +56,8 @@ def write_model(
     config.use_cache = True
     try:
         with _in_host_memory(whole, dtypes):
-            whole.save_pretrained(folder)
+            with keeping_extra_tensors(whole, folder):
+                whole.save_pretrained(folder)
             _declare_dtype(folder, dtype)
             # safetensors 0.8 makes its files 0600, whatever the umask
             mode = (folder / CONFIG).stat().st_mode

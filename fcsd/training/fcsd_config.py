@@ -3,6 +3,7 @@
 # ruff: noqa: RUF009 - `_argument` gives a `field`, not one value that all share
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_args
 
@@ -12,7 +13,7 @@ from pydantic import create_model
 from pydantic.fields import FieldInfo
 from transformers import TrainingArguments
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, kind_of
 from fcsd.base.strict import Strict, validate
 from fcsd.data.config import DataConfig
 from fcsd.model.config import ConnectivityConfig, ModelConfig
@@ -106,6 +107,20 @@ def _objective_argument(key: str, info: FieldInfo) -> tuple[str, Any, Any]:
 _ObjectiveArguments: Any = make_dataclass(
     "_ObjectiveArguments", [_objective_argument(key, info) for key, info in _OBJECTIVE_KEYS.items()]
 )
+
+
+def _check_arguments(args: Any) -> None:
+    """Raise UserError where `args` are no `TrainingArguments`, or another trainer's."""
+    if not isinstance(args, TrainingArguments):
+        hint = "; write FCSDConfig(**args)" if isinstance(args, Mapping) else ""
+        raise UserError(f"args: {kind_of(args)}; an FCSDConfig is needed{hint}")
+    known = {argument.name for argument in fields(FCSDConfig)}
+    if foreign := [argument.name for argument in fields(args) if argument.name not in known]:
+        raise UserError(
+            f"args: {kind_of(args)}, with arguments that FCSDTrainer does not have ({', '.join(foreign[:3])}"
+            f"{', …' if len(foreign) > 3 else ''}); give an FCSDConfig, or a TrainingArguments of transformers"
+            " (docs/python.md says what TRL's arguments are called here)"
+        )
 
 
 @with_known_names
@@ -212,6 +227,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             return cls()
         if isinstance(args, FCSDConfig):
             return args
+        _check_arguments(args)
         settings = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
         if is_loss(args.metric_for_best_model or ""):
             settings["greater_is_better"] = None  # what is there is transformers' guess

@@ -44,7 +44,7 @@ from fcsd.training.python_words import with_known_names
 from fcsd.training.row_order import EpochRows, ReadsWholeSteps
 from fcsd.training.teachers.base import LiveTeacher, Teacher
 from fcsd.training.trainer import DistillTrainer
-from fcsd.training.trainer_inputs import TAGS, TrainerInputs
+from fcsd.training.trainer_inputs import TAGS, TrainerInputs, check_kinds
 
 
 @with_known_names
@@ -59,7 +59,7 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         train_dataset: a `datasets.Dataset`, a stream or a list of examples with the column messages, text, prompt and
             response, or input_ids (and labels); or rows that are packed already.
         eval_dataset: the same, or a dict of several.
-        processing_class: the tokenizer; None: the one that lies beside the model's checkpoint.
+        processing_class: the tokenizer, or its path; None: the one that lies beside the model's checkpoint.
         teacher: what the student is compared with: a model, the path of one, or a `fcsd` Teacher. None: a copy of the
             student with the original connectivity, made before anything is trained; it needs the memory of one more
             model, in the dtype that the model came in. Objectives sft and ce have none.
@@ -96,6 +96,7 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         launch: Launch | None = None,
     ):
         self.args = args = FCSDConfig.of(args)
+        check_kinds(teacher, callbacks, optimizers, compute_metrics, launch)
         if launch is None:
             launch = join_launch()
             stop_watching()  # a launcher ends the others when one fails; a script may go on after the training
@@ -150,13 +151,13 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Load rows of a data set, packed first if need be, or of one of those of the constructor."""
-        if self.inputs is not None and eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self.inputs.heldout_rows(eval_dataset)
+        if self.inputs is not None:
+            eval_dataset = self.inputs.rows_of_call(eval_dataset, "eval_dataset", self.eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         if self.inputs is not None:
-            test_dataset = self.inputs.heldout_rows(test_dataset, "test_dataset")
+            test_dataset = self.inputs.rows_of_call(test_dataset, "test_dataset")
         return super().get_test_dataloader(test_dataset)
 
     # ---- training
@@ -268,10 +269,9 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         """
         if self.checkpoint_writer.is_saving:
             return  # weights and optimiser are written together
-        folder = Path(output_dir or str(self.args.output_dir))
+        folder = Path(str(output_dir or self.args.output_dir))
+        self.launch.ranks.from_first(lambda: make_folder(folder))
         place = beside(folder) if self.launch.first else contextlib.nullcontext(folder)
-        if self.launch.first:
-            make_folder(folder)
         with self.scored_weights(), writing(folder), place as written:
             write_model(
                 self.plain_model,

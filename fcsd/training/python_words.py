@@ -119,6 +119,10 @@ def with_known_names(cls: Class) -> Class:
             if name not in known:
                 near = did_you_mean(name, known)
                 raise UserError(f"{cls.__name__}: {name}: no such argument{near if 'mean' in near else ''}")
+        try:
+            inspect.signature(construct).bind(self, *args, **arguments)
+        except TypeError as error:  # a required one is missing, or there are too many without a name
+            raise UserError(f"{cls.__name__}: {error}; give arguments by their names") from None
         construct(self, *args, **arguments)
 
     cls.__init__ = construct_or_say  # type: ignore[misc]

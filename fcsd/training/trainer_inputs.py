@@ -4,14 +4,16 @@ already, or not; data sets, streams and lists.
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from datasets import IterableDataset
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, check_kind, kind_of
+from fcsd.base.files import check_folder_place
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import given_rows
@@ -20,7 +22,7 @@ from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.connectivity.spec import changed_by, field_text
 from fcsd.model.families import family_of, moe_mask
-from fcsd.model.load import find_model, load_tokenizer
+from fcsd.model.load import find_model, load_tokenizer, tokenizer_of
 from fcsd.model.positions import check_positions
 from fcsd.parallel.engine import check_precision, engine_environment
 from fcsd.parallel.launch import Launch
@@ -29,6 +31,7 @@ from fcsd.training.arguments import refuse_what_cannot_be_sharded
 from fcsd.training.fcsd_config import FCSDConfig, is_loss
 from fcsd.training.prepare import Ready
 from fcsd.training.python_words import python_words
+from fcsd.training.teachers.base import Teacher
 
 TAGS = ("farskip", "fcsd")
 """What a model on the Hub is tagged with."""
@@ -43,10 +46,11 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
     if isinstance(model, str | Path):
         return _loaded_student(str(model), args, launch)
     if not isinstance(model, PreTrainedModel):
-        adapted = type(model).__name__.startswith("Peft")
+        hint = "; adapters are a recipe's `lora` section" if type(model).__name__.startswith("Peft") else ""
+        if isinstance(model, tuple):
+            hint = "; fcsd.load gives a model and its tokenizer"
         raise UserError(
-            f"model: a {type(model).__name__}; a transformers model or the path of a checkpoint is needed"
-            + ("; adapters are a recipe's `lora` section" if adapted else "")
+            f"model: {kind_of(model)}; a transformers model or the path of a checkpoint is needed{hint}"
         )
     connectivity = args.connectivity()
     own = getattr(model.config, "farskip", None)
@@ -130,9 +134,11 @@ class TrainerInputs:
 
     def __init__(self, args: FCSDConfig, launch: Launch):
         _check_launch(args, launch)
+        check_folder_place(Path(str(args.output_dir)))
         self.args, self.launch = args, launch
         self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
         self._tokenizer: Any = None
+        self._vocab_size: int | None = None
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -150,7 +156,15 @@ class TrainerInputs:
         # The data are checked before a model is loaded from a path.
         student = None if isinstance(model, str | Path) else student_of(model, args, launch)
         path: Any = model if student is None else student.config._name_or_path
-        self._tokenizer = tokenizer or _tokenizer_beside(path, args)
+        if student is None:
+            self._vocab_size = find_model(args.model_config(str(model))).vocab_size
+        else:
+            self._vocab_size = student.config.get_text_config().vocab_size
+        if tokenizer is None:
+            self._tokenizer = _tokenizer_beside(path, args)
+        else:
+            trusts = args.trust_remote_code
+            self._tokenizer = tokenizer_of(tokenizer, "processing_class", trust_remote_code=trusts)
         rows = self._rows(data[0], "train_dataset", self.bad_rows, shuffle=True)
         heldout = self.heldout_rows(data[1])
         if not knows_metrics:
@@ -166,6 +180,13 @@ class TrainerInputs:
         if isinstance(data, Mapping):
             return {key: self.heldout_rows(value, f"{name} {key!r}") for key, value in data.items()}
         return self._rows(data, name, BadRows(setting=None), shuffle=False)
+
+    def rows_of_call(self, data: Any, name: str, held: Any = None) -> Any:
+        """Return rows of what `evaluate` or `predict` is given; held: the constructor's data, for None or a name."""
+        if data is None and held is None:
+            raise UserError(f"{name}: None; the data to measure are needed")
+        is_name = isinstance(data, str) and isinstance(held, Mapping) and data in held
+        return data if data is None or is_name else self.heldout_rows(data, name)
 
     def _rows(self, data: Any, name: str, bad_rows: BadRows, *, shuffle: bool) -> Any:
         if data is None:
@@ -184,6 +205,7 @@ class TrainerInputs:
             packing=args.packing,
             loss_on=args.loss_on,
             columns=args.columns,  # type: ignore[arg-type]
+            vocab_size=self._vocab_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=shuffle,
             num_rows=num_rows,
@@ -229,3 +251,21 @@ def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
         )
     checkpoint = find_model(args.model_config(str(path)))
     return load_tokenizer(checkpoint.folder, trust_remote_code=args.trust_remote_code)
+
+
+def check_kinds(teacher: Any, callbacks: Any, optimizers: Any, compute_metrics: Any, launch: Any) -> None:
+    """Raise UserError where an argument of the constructor is something else than it takes."""
+    hint = " (fcsd.load gives a model and its tokenizer)" if isinstance(teacher, tuple) else ""
+    models = f"a transformers model{hint}, the path of one, or a Teacher"
+    check_kind("teacher", teacher, str | Path | nn.Module | Teacher | None, models)
+    check_kind("callbacks", callbacks, list | tuple | None, "a list of callbacks")
+    for callback in callbacks or []:
+        if not (isinstance(callback, type) and issubclass(callback, TrainerCallback)):
+            check_kind("callbacks", callback, TrainerCallback, "a TrainerCallback of transformers")
+    if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
+        raise UserError(
+            f"optimizers: {kind_of(optimizers)}; a pair (optimizer, scheduler) is needed, None for one that is to be"
+            " made"
+        )
+    check_kind("compute_metrics", compute_metrics, Callable | None, "a function of logits and labels")
+    check_kind("launch", launch, Launch | None, "what fcsd.parallel.launch.join_launch gives")

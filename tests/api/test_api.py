@@ -213,3 +213,139 @@ def test_recipes_are_loaded_by_name_and_run_from_a_path_and_from_plain_data(benc
         fcsd.run_stage("convert", path, variant="sft")
     with pytest.raises(UserError, match=r"recipe: train.max_step: unknown key; did you mean 'max_steps'"):
         fcsd.run_stage("distill", plain | {"train": {"max_step": 3}})
+
+
+MODEL: Any = object()  # stands for a converted model in memory
+WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
+    ("convert", {"model": "path"}, "model: a str; a model in memory (fcsd.load gives one and its tokenizer,"),
+    (
+        "convert",
+        {"model": (1, 2)},
+        "model: a tuple; a model in memory (fcsd.load gives one and its tokenizer,",
+    ),
+    (
+        "convert",
+        {"model": MODEL, "layers": None},
+        "layers: None; leave it out for all of them, or give 'none'",
+    ),
+    ("unconvert", {"model": "path"}, "model: a str; a model in memory"),
+    (
+        "convert_checkpoint",
+        {"model": MODEL, "out": "x"},
+        "; the path of a checkpoint (fcsd.convert takes a model in",
+    ),
+    ("convert_checkpoint", {"model": "x", "out": None}, "out: None; the path of a new folder is needed"),
+    (
+        "convert_checkpoint",
+        {"model": "BASE", "out": "/proc/x"},
+        "/proc/x: cannot be made, /proc may not be written",
+    ),
+    ("load", {"path": MODEL}, "; the path of a checkpoint, or owner/name on the Hub, is needed"),
+    ("load", {"path": "BASE", "dtype": "bf"}, "fcsd.load: transformers refuses dtype='bf': "),
+    ("load", {"path": "BASE", "attn_implementation": "x"}, "transformers refuses attn_implementation='x': "),
+    ("load", {"path": "BASE", "nonsense": 3}, "transformers refuses nonsense=3: "),
+    ("calibrate", {"student": "x", "teacher": MODEL, "rows": X}, "student: a str; a model in memory"),
+    ("calibrate", {"student": MODEL, "teacher": None, "rows": X}, "teacher: None; a model in memory"),
+    ("calibrate", {"student": MODEL, "teacher": MODEL, "rows": None}, "rows: None; token ids (N, T)"),
+    (
+        "calibrate",
+        {"student": MODEL, "teacher": MODEL, "rows": ["a"]},
+        "rows: a list of str; token ids (N, T)",
+    ),
+    ("calibrate", {"student": MODEL, "teacher": MODEL, "rows": torch.tensor(3)}, "rows: a Tensor; token ids"),
+    (
+        "calibrate",
+        {"student": MODEL, "teacher": MODEL, "rows": X / 2},
+        "rows: a tensor of torch.float32; token ids",
+    ),
+    (
+        "calibrate",
+        {"student": MODEL, "teacher": MODEL, "rows": X, "ridge": "x"},
+        "ridge: a str; a number is needed",
+    ),
+    (
+        "calibrate",
+        {"student": MODEL, "teacher": MODEL, "rows": [{"text": "a"}], "tokenizer": 3},
+        "tokenizer: an int; a tokenizer or its path is needed",
+    ),
+    (
+        "evaluate_model",
+        {"model": (1, 2)},
+        "model: a tuple; a model in memory (the first of what fcsd.load gives)",
+    ),
+    (
+        "evaluate_model",
+        {"model": MODEL, "tokenizer": 3},
+        "tokenizer: an int; a tokenizer or its path is needed",
+    ),
+    (
+        "evaluate_model",
+        {"model": "BASE", "suite": {}},
+        "suite: a dict; the name or path of a suite, or a SuiteConfig",
+    ),
+    ("evaluate_model", {"model": "BASE", "limit": "3"}, "limit: a str; a whole number or None is needed"),
+    (
+        "evaluate_model",
+        {"model": "BASE", "launch": 3},
+        "launch: an int; what fcsd.parallel.launch.join_launch",
+    ),
+    (
+        "compare",
+        {"original": None, "converted": None},
+        "compare: None; what evaluate_model gave, or the folder",
+    ),
+    (
+        "load_recipe",
+        {"path": {}},
+        "path: a dict; the path of a recipe, or the name of one that ships with fcsd",
+    ),
+    ("load_recipe", {"path": "tiny/demo", "overrides": "a=1"}, "overrides: a str; a dict of keys to values"),
+    (
+        "load_recipe",
+        {"path": "tiny/demo", "overrides": [{}]},
+        "overrides: a dict; KEY=VALUE in a list is needed",
+    ),
+    (
+        "load_recipe",
+        {"path": "tiny/demo", "overrides": {"a": X}},
+        "overrides: a: a Tensor; a value that a recipe",
+    ),
+    (
+        "run_stage",
+        {"stage": "convert", "recipe": None},
+        "recipe: None; a recipe, its path or name, or a dict",
+    ),
+    (
+        "run_stage",
+        {"stage": "convert", "recipe": {}, "expert_parallel": "2"},
+        "expert_parallel: a str; a number of",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "message"), WRONG_KINDS)
+def test_an_argument_of_the_wrong_kind_is_one_line(
+    function: str, arguments: dict[str, Any], message: str, original: Any, base_checkpoint: Path
+) -> None:
+    """Values of other kinds, paths in the place of models, what `fcsd.load` gives as a whole."""
+    model = fcsd.convert(copy.deepcopy(original))
+    given = {
+        name: model
+        if value is MODEL
+        else base_checkpoint
+        if isinstance(value, str) and value == "BASE"
+        else value
+        for name, value in arguments.items()
+    }
+    with pytest.raises(UserError) as caught:
+        getattr(fcsd, function)(**given)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_may_be_a_path(original: Any, base_checkpoint: Path) -> None:
+    student = fcsd.convert(copy.deepcopy(original))
+    rows = [{"text": f"{n} and {n * n % 97}, then {n * 31 % 89}"} for n in range(200)]
+    by_path = fcsd.calibrate(student, original, rows, tokenizer=base_checkpoint, max_length=32)
+    student = fcsd.convert(copy.deepcopy(original))
+    tokenizer = fcsd.load(base_checkpoint)[1]
+    assert fcsd.calibrate(student, original, rows, tokenizer=tokenizer, max_length=32) == by_path

@@ -358,6 +358,11 @@ def test_an_output_folder_that_cannot_be_made_is_refused_with_what_is_in_its_way
         refused(
             *command, message=r"afile/x\S*: cannot be made, \S*/afile is no folder; choose another output"
         )
+        # What nobody may write in, and root learns only by trying.
+        command = [word.replace(out, "/proc/x") for word in command]
+        refused(
+            *command, message=r"/proc/x\S*: cannot be made, /proc may not be written \(.+\); choose another"
+        )
 
 
 def test_a_mistake_in_a_command_line_is_argparse_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import fcsd
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
@@ -182,3 +183,25 @@ def test_a_run_that_met_a_bad_row_goes_on_without_it_and_says_so_in_its_report(
     from fcsd.report.report import _training
 
     assert _training(folder) == "kl, 12 steps, 1 bad row left out"
+
+
+@pytest.mark.parametrize("stage", ["calibrate", "distill", "tokenize"])
+def test_a_recipe_names_the_row_whose_token_the_model_does_not_know(
+    bench: Bench, stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"input_ids": [5, 6, 7, 8]}] * 40 + [{"input_ids": [5, 300]}]
+    file = bench.folder / "tokens.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": [{"path": str(file), "columns": None}], "max_length": 32}
+    recipe = bench.recipe("ids", data=data, calibration={"tokens": 512} if stage == "calibrate" else None)
+    if stage == "calibrate":
+        with pytest.raises(UserError) as caught:
+            fcsd.run_stage(stage, recipe)
+        error = str(caught.value)
+    else:
+        assert main([stage, str(recipe)]) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+    said = (
+        f"data set {file}, row 41: token id 300 at position 1 is not in the model's vocabulary, which has 300"
+    )
+    assert said in error

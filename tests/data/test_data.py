@@ -18,7 +18,7 @@ from fcsd.data.batches import NO_LOSS, Collator, next_token_targets, trim_paddin
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.rows import PackedRows
-from fcsd.data.sources import load_source
+from fcsd.data.sources import check_source, load_source
 from tests.examples import pack, tokenize_example
 
 TURN = "{{ '<|' + message['role'] + '|>' }}"
@@ -679,3 +679,33 @@ def test_trim_padding_cuts_behind_the_last_loss_of_any_row_and_keeps_the_targets
     assert trim_padding(batch | {"labels": torch.full((3, 200), NO_LOSS)})["labels"].shape == (3, 64)
     short = {name: value[:, :30] for name, value in batch.items() if name != "teacher_hidden"}
     assert trim_padding(short)["labels"].shape == (3, 30)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        (
+            "rows.csv",
+            r"load_dataset\('csv', data_files=PATH, split='train'\)\.to_json\('rows\.jsonl'\) writes one",
+        ),
+        ("rows.tsv", r"load_dataset\('csv', data_files=PATH, sep='\\t', split='train'\)\.to_json"),
+        ("rows.txt", r"load_dataset\('text', data_files=PATH"),
+        ("rows.arrow", r"load_dataset\('arrow', data_files=PATH"),
+        ("rows.jsonl.gz", "unpack it first"),
+        ("rows", "a .jsonl file has one JSON object a line"),
+    ],
+)
+def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(
+    name: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("a,b")
+    read = r"\.jsonl, \.json, \.parquet files are, and folders in hub layout; "
+    for path in (name, str(tmp_path / name)):
+        with pytest.raises(UserError, match=f"{name}: a file of this kind is not read; {read}.*{hint}"):
+            check_source(SourceConfig(path=path))
+    if "." in name:
+        with pytest.raises(
+            UserError, match=f"missing{name}: no such file, nor is this kind read; {read}.*{hint}"
+        ):
+            check_source(SourceConfig(path=f"missing{name}"))

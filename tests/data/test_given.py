@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fcsd.base.errors import UserError
+from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.pipeline.tiny.models import tiny_tokenizer
@@ -132,10 +133,60 @@ TEXTS_ROWS = [{"text": text} for text in TEXTS]
         ([{"messages": "hello"}], {}, "column 'messages': a list of messages"),
         ([{"input_ids": [5, 6], "labels": [6, 7]}], {}, "each label must be the token of its own position, or -100"),
         (datasets.DatasetDict(train=datasets.Dataset.from_list(TEXTS_ROWS)), {}, "holds several \\('train'\\)"),
-        (5, {}, "data set train_dataset: 5"),
-        ("a/name", {}, "data set train_dataset: a str; a datasets.Dataset"),
+        (5, {}, "data set train_dataset: an int; a datasets.Dataset"),
+        ("a/name", {}, "data set train_dataset: a str; a datasets.Dataset.*; datasets.load_dataset reads files"),
+        (Path("rows.jsonl"), {}, "data set train_dataset: a PosixPath; .*; datasets.load_dataset reads files"),
+        (["a b"], {}, "data set train_dataset, row 1: a str; an example is a mapping of columns to values"),
+        ([{"text": "a"}, ["b"]], {}, "data set train_dataset, row 2: a list; an example is a mapping"),
+        ([None], {}, "data set train_dataset, row 1: None; an example is a mapping"),
+        ({"text": ["a", "b"]}, {}, "columns 'text' in a dict; datasets.Dataset.from_dict makes a data set of them"),
+        ([{"text": "a"}, {"text": 3}], {}, "its examples have no common columns .*; values of one column must be"),
+        (TEXTS_ROWS, {"columns": "body"}, r"columns: a str, 'body'; .*, for example columns=\{'text': 'body'\}"),
+        (TEXTS_ROWS, {"columns": ["body"]}, r"columns: a list, \['body'\]; what a column means and its name"),
+        (TEXTS_ROWS, {"columns": 3}, "columns: an int, 3; what a column means and its name are needed"),
     ],
 )  # fmt: skip
 def test_what_is_no_data_is_refused(data: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         given(data, **options)
+
+
+def test_a_column_that_only_later_examples_have_is_not_left_out() -> None:
+    with pytest.raises(UserError, match="row 1: column 'labels': a list of token ids is needed, got None"):
+        given([{"input_ids": [5, 6]}, {"input_ids": [5, 6], "labels": [-100, 6]}], max_length=4)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([5, 300, 6], "token id 300 at position 1 is not in the model's vocabulary, which has 300 tokens; use the"),
+        ([5, -3, 6], "token id -3 at position 1 is not in the model's vocabulary"),
+        ([5, 1 << 40], f"token id {1 << 40} at position 1 is not in the model's vocabulary"),
+        ([1.5, 2.0], "token ids: a list of whole numbers is needed, got"),
+        ([True, False], "token ids: a list of whole numbers is needed, got"),
+        (["a", "b"], "token ids: a list of whole numbers is needed, got"),
+        ([5, None], "token ids: a list of whole numbers is needed, got"),
+        ([[5, 6], [7]], "token ids: a list of whole numbers is needed, got"),
+    ],
+)  # fmt: skip
+def test_ids_that_the_model_does_not_know_are_named_with_their_example(ids: list[Any], message: str) -> None:
+    good = {"input_ids": [5, 299]}
+    with pytest.raises(UserError, match=f"data set train_dataset, row 1: {message}"):
+        given([{"input_ids": ids}], vocab_size=300)
+    if all(type(number) is int for number in ids):
+        examples = [good] * 20 + [{"input_ids": ids}]
+        record = BadRows("skip")
+        rows = given(examples, vocab_size=300, bad_rows=record, packing=False)
+        assert len(rows) == 20 and record.listed()[0]["where"] == "data set train_dataset, row 21"
+
+
+def test_ids_of_rows_that_are_packed_are_checked_as_well() -> None:
+    rows = [
+        {"input_ids": [token] * 4, "position_ids": [0, 1, 2, 3], "labels": [token] * 4}
+        for token in (299, 300)
+    ]
+    with pytest.raises(
+        UserError, match="data set train_dataset, row 2: token id 300 at position 0 is not in"
+    ):
+        given(rows, max_length=4, vocab_size=300)
+    assert len(given(rows, max_length=4, vocab_size=301)) == 2

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fcsd.base.errors import UserError
@@ -588,6 +588,24 @@ def test_a_spread_student_is_left_whole_in_the_dtype_that_it_came_in(tmp_path: P
     assert loaded.dtype == torch.bfloat16
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, state[name].to(torch.bfloat16)), name
+
+
+def with_mtp_written_on_rank(rank: int, original: Path, folder: Path) -> None:
+    model, own = on_rank("fsdp2", lambda: load_model(original, weights=rank == 0))
+    shard_student(model, own, TrainConfig())
+    write_model(model, folder, tokenizer=None, dtype=torch.float32, launch=own)
+
+
+def test_a_spread_student_keeps_the_mtp_layers_of_its_checkpoint(tmp_path: Path) -> None:
+    tiny_model("deepseek_v3", num_hidden_layers=2).save_pretrained(tmp_path / "original")
+    tensors = load_file(tmp_path / "original" / "model.safetensors")
+    tensors["model.layers.2.eh_proj.weight"] = torch.randn(3, 5).to(torch.float16)
+    save_file(tensors, tmp_path / "original" / "model.safetensors", {"format": "pt"})
+    run_ranks(with_mtp_written_on_rank, 2, tmp_path / "original", tmp_path / "left")
+    files = (tmp_path / "left").glob("*.safetensors")
+    left = {name: value for file in files for name, value in load_file(file).items()}
+    assert left.keys() == tensors.keys()
+    assert all(torch.equal(left[name], value) for name, value in tensors.items())
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -16,7 +17,12 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+)
 
 import fcsd
 from fcsd.base.errors import UserError
@@ -654,7 +660,25 @@ def test_two_ranks_train_what_one_process_trains(
         ({"safety": {"max_rewind": 1}}, "safety.max_rewind: unknown key; did you mean 'max_rewinds'"),
         ({"model_init_kwargs": {"dtipe": "bfloat16"}, "model": "BASE"}, "dtipe: unknown key; did you mean 'dtype'"),
         ({"model": "BASE"}, "is not converted; set layers in FCSDConfig"),
-        ({"model": object()}, "model: a object; a transformers model or the path of a checkpoint is needed"),
+        ({"model": None}, "model: None; a transformers model or the path of a checkpoint is needed"),
+        ({"model": ""}, "'': is no path; a checkpoint is a folder with"),
+        ({"model": (1, 2)}, "model: a tuple; .*; fcsd.load gives a model and its tokenizer"),
+        ({"teacher": 3}, "teacher: an int; a transformers model, the path of one, or a Teacher is needed"),
+        ({"teacher": (1, 2)}, r"teacher: a tuple; a transformers model \(fcsd.load gives a model and its"),
+        ({"processing_class": 3}, "processing_class: an int; a tokenizer or its path is needed"),
+        ({"processing_class": "nowhere"}, "nowhere: no such folder"),
+        ({"processing_class": SimpleNamespace(tokenizer=1)}, r"a SimpleNamespace; a tokenizer \(its `.tok"),
+        ({"callbacks": TrainerCallback()}, "callbacks: a TrainerCallback; a list of callbacks is needed"),
+        ({"callbacks": [3]}, "callbacks: an int; a TrainerCallback of transformers is needed"),
+        ({"optimizers": 3}, r"optimizers: an int; a pair \(optimizer, scheduler\) is needed, None for one that"),
+        ({"compute_metrics": "acc"}, "compute_metrics: a str; a function of logits and labels is needed"),
+        ({"train_dataset": ["a", "b"]}, "data set train_dataset, row 1: a str; an example is a mapping"),
+        ({"train_dataset": [{"input_ids": [5, 999]}]}, "train_dataset, row 1: token id 999 at position 1 is not in"),
+        ({"eval_dataset": ["a", "b"]}, "data set eval_dataset, row 1: a str; an example is a mapping"),
+        ({"eval_dataset": {"one": "a"}}, "data set eval_dataset 'one': a str; a datasets.Dataset"),
+        ({"eval_dataset": [{"input_ids": [5, 999]}]}, "eval_dataset, row 1: token id 999 at position 1 is not in"),
+        ({"columns": "body"}, "columns: a str, 'body'; what a column means and its name are needed, for example"),
+        ({"model": object()}, "model: an object; a transformers model or the path of a checkpoint is needed"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(
@@ -665,6 +689,77 @@ def test_a_mistake_is_one_line(
     with pytest.raises(UserError, match=message) as caught:
         make(**changes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"max_steps": 1}, r"args: a dict; an FCSDConfig is needed; write FCSDConfig\(\*\*args\)"),
+        ("settings.yaml", "args: a str; an FCSDConfig is needed"),
+        (FCSDConfig, "args: the class FCSDConfig; an FCSDConfig is needed"),
+        (
+            Seq2SeqTrainingArguments(use_cpu=True),
+            r"args: a Seq2SeqTrainingArguments, with arguments that FCSDTrainer does not have \(sortish_sampler, .*, "
+            r"…\); give an FCSDConfig, or a TrainingArguments of transformers",
+        ),
+    ],
+    ids=["dict", "text", "class", "other"],
+)
+def test_arguments_of_another_trainer_are_refused_with_what_is_needed(args: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        FCSDTrainer("model", args)
+
+
+def test_what_is_missing_or_given_without_a_name_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="FCSDTrainer: missing a required argument: 'model'"):
+        FCSDTrainer()  # type: ignore[call-arg]
+    with pytest.raises(UserError, match="too many positional arguments; give arguments by their names"):
+        FCSDTrainer("model", FCSDConfig(str(tmp_path), use_cpu=True), None, [])  # type: ignore[misc]
+
+
+def test_data_of_an_evaluation_are_checked_as_those_of_the_constructor(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    trainer = make(eval_dataset={"one": examples(8)})
+    assert trainer.evaluate("one")["eval_kl"] > 0
+    for measure, name in ((trainer.evaluate, "eval_dataset"), (trainer.predict, "test_dataset")):
+        with pytest.raises(UserError, match=f"data set {name}: a str; a datasets.Dataset"):
+            measure("rows.jsonl")
+        with pytest.raises(UserError, match=f"data set {name}, row 1: a str; an example is a mapping"):
+            measure(["a"])
+    with pytest.raises(UserError, match="test_dataset: None; the data to measure are needed"):
+        trainer.predict(None)
+    with pytest.raises(UserError, match="eval_dataset: None; the data to measure are needed"):
+        make().evaluate()
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"), [("afile", "afile is no folder"), ("/proc/x", "/proc may not be")]
+)
+def test_a_folder_that_cannot_be_made_is_refused_before_the_training_and_when_it_is_saved(
+    make: Callable[..., FCSDTrainer], place: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "afile").write_text("x")
+    with pytest.raises(UserError, match=f"{place}: cannot be made, .*{reason}"):
+        make(place)
+    with pytest.raises(UserError, match=f"{place}: cannot be made, .*{reason}"):
+        make().save_model(str(tmp_path / place))
+
+
+def test_the_tokenizer_may_be_a_path(
+    make: Callable[..., FCSDTrainer], base_checkpoint: Path, tokenizer: Any
+) -> None:
+    for path in (base_checkpoint, str(base_checkpoint)):
+        trainer = make(processing_class=path)
+        assert trainer.processing_class.get_vocab() == tokenizer.get_vocab()
+
+
+def test_the_examples_that_were_left_out_are_printed(make: Callable[..., FCSDTrainer]) -> None:
+    bad = {"messages": [{"role": "user", "content": None}]}
+    trainer = make(on_bad_row="skip", train_dataset=[*examples(40), bad])
+    first, second = repr(trainer.bad_rows).splitlines()
+    assert first == "1 of 41 examples left out"
+    assert second.startswith("data set train_dataset, row 41: column 'messages': a message with")
 
 
 def test_mistakes_of_models_tokenizers_and_checkpoints_are_refused(

@@ -45,8 +45,8 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
     """Return the local folder of a checkpoint: `path` itself, or the snapshot of a Hub repository `owner/name`.
 
     Raises:
-        UserError: no such folder and not found on the Hub, a file instead of a folder, or a revision for a
-            local folder.
+        UserError: no such folder and not found on the Hub, a file instead of a folder, a revision for a
+            local folder, or the state of a training.
     """
     if (folder := local_folder(path, revision, f"{CONFIG} and {WEIGHTS}")) is not None:
         return folder
@@ -59,6 +59,23 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
         raise UserError(
             f"{path}: no such folder, and the Hub did not give a repository of this name: {reason}"
         ) from None
+
+
+def _check_no_state(folder: Path) -> None:
+    """Raise UserError where a training has left its states in a folder, or its model in a folder below."""
+    if any((folder / name).is_file() for name in (CONFIG, "tokenizer.json")):
+        return
+    if (folder / "model" / CONFIG).is_file():
+        raise UserError(f"{folder}: is no checkpoint, but holds one; give {folder / 'model'}")
+    below = sorted(folder.glob("checkpoint-*/trainer_state.json"))
+    if below or (folder / "trainer_state.json").is_file():
+        what = (
+            f"holds states of a training ({below[-1].parent.name})" if below else "is the state of a training"
+        )
+        raise UserError(
+            f"{folder}: {what}, to continue from, and no model; FCSDTrainer.train(resume_from_checkpoint=…), or the"
+            " command that began it, continues; save_model, or the end of a recipe's stage, leaves a model"
+        )
 
 
 def source_folder(config: Any) -> Path | None:
@@ -83,6 +100,8 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
         UserError: a file, a revision for a folder, or neither a folder nor a name; `contents` is what the
             message says of a checkpoint's folder.
     """
+    if path == "":
+        raise UserError(f"'': is no path; a checkpoint is a folder with {contents}, or owner/name on the Hub")
     folder = Path(path).expanduser()
     try:
         is_folder, exists = folder.is_dir(), folder.exists()
@@ -93,6 +112,7 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
             raise UserError(
                 f"{path}: revision '{revision}' applies to a Hub repository, but this is a local folder"
             )
+        _check_no_state(folder)
         return folder
     if exists:
         raise UserError(f"{path}: is a file; a checkpoint is a folder with {contents}")

@@ -22,6 +22,7 @@ from fcsd.model.connectivity.checkpoint import (
     read_checkpoint,
     read_checkpoint_json,
 )
+from fcsd.model.connectivity.extra_tensors import promised_layers
 from fcsd.model.connectivity.load import check_tensors, config_and_class, load_config
 from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.model.connectivity.spec import Connectivity
@@ -67,7 +68,7 @@ def convert_checkpoint(
         UserError: as `load_model`; `destination` exists and is not an empty folder, or cannot be written;
             `source` is already converted with this connectivity.
     """
-    checkpoint, family = _checked(source, revision)
+    checkpoint, family, _ = _checked(source, revision)
     mask = moe_mask(load_config(checkpoint), family)
     own = checkpoint.connectivity
     if connectivity is None:
@@ -98,7 +99,7 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
     Raises:
         UserError: as `convert_checkpoint`; `source` is not a FarSkip checkpoint.
     """
-    checkpoint, family = _checked(source, revision)
+    checkpoint, family, _ = _checked(source, revision)
     if checkpoint.connectivity is None:
         raise UserError(
             f"{source}: is not a FarSkip checkpoint (model_type '{family.model_type}'), nothing to undo"
@@ -122,19 +123,22 @@ def export_checkpoint(source: str | Path, destination: str | Path, *, revision: 
     Raises:
         UserError: as `convert_checkpoint`; what the keys cannot say (`to_instella`).
     """
-    checkpoint, family = _checked(source, revision)
+    checkpoint, family, extra = _checked(source, revision)
     own = checkpoint.connectivity or Connectivity("none")
     mask = moe_mask(load_config(checkpoint), family)
     config = to_instella(checkpoint.config, own.field(mask), mask, str(source))
+    if extra:
+        config["num_nextn_predict_layers"] = promised_layers(checkpoint.config)
     with new_folder(Path(destination), replaces=False) as folder:
         _write(source, checkpoint, folder, config)
 
 
-def _checked(source: str | Path, revision: str | None) -> tuple[Checkpoint, Family]:
+def _checked(source: str | Path, revision: str | None) -> tuple[Checkpoint, Family, set[str]]:
+    """Return a checkpoint whose files are whole, its family, and the names of tensors that no model loads."""
     checkpoint = read_checkpoint(find_folder(source, revision))
-    check_tensors(checkpoint, *config_and_class(checkpoint))
+    extra = check_tensors(checkpoint, *config_and_class(checkpoint))
     assert checkpoint.family is not None
-    return checkpoint, checkpoint.family
+    return checkpoint, checkpoint.family, extra
 
 
 def _write(source: str | Path, checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) -> None:

@@ -4,13 +4,13 @@ weights."""
 import copy
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.model.connectivity.checkpoint import CONFIG, Checkpoint, Shapes, find_folder, read_checkpoint
+from fcsd.model.connectivity.extra_tensors import not_loaded
 from fcsd.model.connectivity.modeling import (
     base_model_class,
     farskip_config_class,
@@ -83,7 +83,7 @@ def load_model(
         except modeling_module(checkpoint.family).StageError as error:  # each family's file has its own
             raise UserError(f"{folder}: {error}") from None
     model, info = loaded
-    if problem := _loading_problem(info):
+    if problem := _loading_problem(checkpoint, model, info):
         raise UserError(f"{folder}: {problem}")
     return model.eval()
 
@@ -200,18 +200,23 @@ def load_config(checkpoint: Checkpoint) -> Any:
     return config
 
 
-def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
+def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
     """Compare the checkpoint's tensor names and shapes with what the config needs, without reading weights.
 
     The model is built without storage, and its tensors are taken back to the names and shapes of checkpoint
     files by transformers' own conversions. Checkpoints in the in-memory layout (fused experts) are accepted
     too.
 
+    Returns:
+        The names of tensors that the model leaves out: MTP layers, say.
+
     Raises:
         UserError: a tensor has another shape than the config says, is missing, or is none of the model's.
     """
     if checkpoint.config.get("quantization_config"):
-        return  # the quantisation method names and shapes tensors as it likes; transformers' own report follows
+        return (
+            set()
+        )  # the quantisation method names and shapes tensors as it likes; transformers' own report follows
     try:
         with torch.device("meta"):
             model = cls(config)
@@ -241,14 +246,15 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
             f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is '{missing[0]}';"
             " the checkpoint is incomplete or of another model"
         )
-    report = SimpleNamespace(missing_keys=set(), unexpected_keys={*have} - {*in_files, *in_memory, *tied})
-    # Takes out what the family does not load, MTP layers say.
-    model._adjust_missing_and_unexpected_keys(report)
-    if extra := sorted(report.unexpected_keys):
+    unexpected = {*have} - {*in_files, *in_memory, *tied}
+    assert checkpoint.family is not None
+    left_out = not_loaded(model, unexpected, checkpoint.family, checkpoint.folder)
+    if unknown := sorted(unexpected - left_out):
         raise UserError(
-            f"{checkpoint.folder}: {len(extra)} tensors belong to no parameter, the first is '{extra[0]}';"
+            f"{checkpoint.folder}: {len(unknown)} tensors belong to no parameter, the first is '{unknown[0]}';"
             f" weights and {CONFIG} belong to different models, or the model was changed after {CONFIG} was written"
         )
+    return left_out
 
 
 def _expected_shapes(model: Any) -> tuple[Shapes, Shapes, set[str]]:
@@ -260,8 +266,13 @@ def _expected_shapes(model: Any) -> tuple[Shapes, Shapes, set[str]]:
     return in_files, in_memory, set(getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def _loading_problem(info: dict[str, Any]) -> str | None:
+def _loading_problem(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> str | None:
     """Return the first thing that transformers' loading report finds wrong, or None."""
+    if checkpoint.family is not None:
+        # By the names that transformers has given them, of experts that it has put together, say.
+        unexpected = {*info["unexpected_keys"]}
+        left_out = not_loaded(model, unexpected, checkpoint.family, checkpoint.folder)
+        info = info | {"unexpected_keys": unexpected - left_out}
     for key, text in (
         ("missing_keys", "tensors are missing"),
         ("unexpected_keys", "tensors belong to no parameter"),

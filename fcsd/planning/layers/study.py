@@ -217,7 +217,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
     packing = study.packing and packing_of(model.config) != "leaks"
     calibrations = None
     if study.calibrated is not None:
-        calibrations = Calibrations(model, _calibration_rows(study, tokenizer, packing, ranks), ranks)
+        calibrations = Calibrations(model, _calibration_rows(study, tokenizer, model, packing, ranks), ranks)
     rows = _kl_rows(study, tokenizer, model, packing) if study.text is not None else None
     if ranks.first:
         tell_examples(rows, "--text", always=False)
@@ -280,7 +280,12 @@ def _kl_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> Any:
         )
     assert study.text is not None
     build = partial(
-        heldout_rows, study.text, tokenizer, num_examples=study.text_examples, loss_on=study.loss_on
+        heldout_rows,
+        study.text,
+        tokenizer,
+        num_examples=study.text_examples,
+        loss_on=study.loss_on,
+        vocab_size=model.config.get_text_config().vocab_size,
     )
     rows = build(max_length=study.max_length, packing=packing)
     if len(rows) > 1 or rows.num_examples() == 1:
@@ -288,12 +293,13 @@ def _kl_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> Any:
     return build(max_length=max(len(ids) for ids, _ in rows.examples_of(0)), packing=False)
 
 
-def _calibration_rows(study: Study, tokenizer: Any, packing: bool, ranks: Ranks) -> list[Any]:
+def _calibration_rows(study: Study, tokenizer: Any, model: Any, packing: bool, ranks: Ranks) -> list[Any]:
     """Return the rows of the text that selections are calibrated on."""
     assert study.calibrated is not None
     rows = build_dataset(
         [study.calibrated], tokenizer, max_length=study.max_length, packing=packing, shuffle=False,
         loss_on=study.loss_on, bad_rows=BadRows(setting=None),
+        vocab_size=model.config.get_text_config().vocab_size,
         num_rows=4 * study.calibration_tokens // study.max_length + 1,  # rows of one example are not full
     )  # fmt: skip
     if ranks.first:

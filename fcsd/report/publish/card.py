@@ -15,6 +15,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardDat
 from fcsd.base.files import new_folder, read_json, write_text
 from fcsd.base.text import items_text, metric_words, nats, plus_minus, scored_row, stopping_text
 from fcsd.model.connectivity.export import link_or_copy
+from fcsd.model.connectivity.extra_tensors import promised_layers
 from fcsd.model.connectivity.modeling import supported_transformers
 from fcsd.model.connectivity.spec import CALIBRATED
 from fcsd.model.families import FAMILIES, base_model_type, serve_command
@@ -91,6 +92,7 @@ def model_card(facts: Facts) -> ModelCard:
         serve=serve_command(model_type, facts.where),
         result=_result(facts),
         training=_training(facts),
+        mtp_layers=promised_layers(facts.config),
     )
 
 

@@ -113,7 +113,7 @@ def batches_of(
             f"{models[1].config.path}: its tokenizer is not that of {models[0].config.path}; routes are compared token"
             " by token, so the models must share one"
         )
-    rows = _text_rows(study, tokenizer) + ([] if prompts is None else prompts(tokenizer))
+    rows = _text_rows(study, tokenizer, models[0]) + ([] if prompts is None else prompts(tokenizer))
     rows = [row[: study.max_length] for row in rows if row]
     batches = []
     for start in range(0, len(rows), study.batch_size):
@@ -132,7 +132,7 @@ def batches_of(
     return batches
 
 
-def _text_rows(study: RoutingStudy, tokenizer: Any) -> Rows:
+def _text_rows(study: RoutingStudy, tokenizer: Any, model: ModelFolder) -> Rows:
     if study.text is None:
         return []
     rows = heldout_rows(
@@ -142,6 +142,7 @@ def _text_rows(study: RoutingStudy, tokenizer: Any) -> Rows:
         max_length=study.max_length,
         packing=False,
         loss_on="all",
+        vocab_size=model.vocab_size,
     )
     # The last label is the last token of the example; padding follows.
     lengths = [int((row["labels"] != NO_LOSS).nonzero()[0].max()) + 1 for row in rows]

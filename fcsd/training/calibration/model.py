@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, check_kind
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import Batch, in_batches, real_tokens
 from fcsd.model.connectivity.convert import farskip_layers
@@ -86,6 +86,8 @@ def first_stream(steps: Steps, batch: Batch, device: torch.device) -> Stream:
 
 
 def _check_pair(student: Any, teacher: Any) -> list[int]:
+    for name, model in (("student", student), ("teacher", teacher)):
+        check_kind(name, model, nn.Module, "a model in memory (the first of what fcsd.load gives)")
     if getattr(getattr(student, "config", None), "farskip", None) is None:
         raise UserError(
             f"{type(student).__name__}: is not converted; convert the student first (fcsd.convert)"
@@ -124,11 +126,13 @@ def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
             packed examples that it would let see each other.
     """
     text, config = Text.of(batches_of(rows), ranks), model.config.get_text_config()
-    largest = max((int(batch["input_ids"].max()) for batch in text.batches), default=0)
-    if largest >= config.vocab_size:
+    ids = torch.cat([batch["input_ids"].flatten() for batch in text.batches] or [torch.zeros(1)])
+    outside = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if len(outside):
+        farthest = int(outside[outside.abs().argmax()])
         raise UserError(
-            f"calibration text: has the token id {largest}, and the model {config.vocab_size} tokens; the rows were"
-            " made with another tokenizer, make them with the model's own"
+            f"calibration text: has the token id {farthest}, and the model {config.vocab_size} tokens; the rows"
+            " were made with another tokenizer, make them with the model's own"
         )
     counts = ranks.share(lambda: sum(int(real_tokens(batch).sum()) for batch in text.batches))
     if text.num_distinct < 4 * config.hidden_size or not all(counts):

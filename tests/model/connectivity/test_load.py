@@ -14,6 +14,8 @@ from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, farskip_layers, load_model
 from fcsd.model.connectivity import load as load_module
 from fcsd.model.families import FAMILIES
+from fcsd.model.inspect import inspect_model
+from fcsd.model.load import load_tokenizer
 from tests.reference.tiny import tiny_config, tiny_model
 from tests.support import assert_same_model, few
 
@@ -151,6 +153,30 @@ def test_missing_and_wrong_paths(tmp_path, saved, no_weights_read):
         load_model(tmp_path)
     with pytest.raises(UserError, match="revision 'main' applies to a Hub repository"):
         load_model(saved / "base", revision="main")
+
+
+def test_the_state_of_a_training_is_no_model_and_the_error_says_how_to_get_one(tmp_path):
+    state = tmp_path / "out" / "checkpoint-4"
+    state.mkdir(parents=True)
+    (state / "trainer_state.json").write_text("{}")
+    for load in (
+        load_model,
+        load_tokenizer,
+        lambda path: convert_checkpoint(path, tmp_path / "new"),
+        inspect_model,
+    ):
+        with pytest.raises(
+            UserError, match=r"checkpoint-4: is the state of a training, .* save_model, or the end of"
+        ):
+            load(state)
+        with pytest.raises(
+            UserError, match=r"out: holds states of a training \(checkpoint-4\), to continue from"
+        ):
+            load(state.parent)
+    (tmp_path / "out" / "model").mkdir()
+    (tmp_path / "out" / "model" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"out: is no checkpoint, but holds one; give \S*out/model$"):
+        load_model(state.parent)
 
 
 def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch, no_weights_read):

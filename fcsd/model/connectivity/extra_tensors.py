@@ -1,0 +1,259 @@
+"""Tensors of a checkpoint that its model does not load, layers for multi-token prediction (MTP) above all: which they
+are, and how a model that is written from memory keeps them.
+
+transformers leaves them out of the model and keeps their number in the config. An engine that finds the number and no
+tensors drafts from random ones, so that both are written, or neither.
+
+Not covered: `save_pretrained` of transformers, called by a user; it writes what is in memory.
+"""
+
+import contextlib
+import json
+import math
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NamedTuple
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_json
+from fcsd.model.connectivity.checkpoint import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    Checkpoint,
+    read_checkpoint,
+    read_header,
+    source_folder,
+)
+from fcsd.model.families import Family, family_of
+from fcsd.model.families.family import text_config
+
+_PROMISE = re.compile(r"num_(nextn|mtp)_\w+|mtp_num_\w*layers|(use|enable)_mtp")
+"""Keys of a config that say how many MTP layers a checkpoint has: `num_nextn_predict_layers`, `num_mtp_modules`, …"""
+_NAMED = re.compile(r"(^|\.)(mtp|nextn)\w*\.")
+_LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<index>\d+)\.(?P<rest>.+)")
+_OF_MTP_ONLY = ("eh_proj.", "enorm.", "hnorm.")
+_BUFFERS = re.compile(
+    r"rotary_emb\.inv_freq$|(^|\.)position_ids$"
+)  # computed by the model, once kept in files
+
+
+def promised_layers(config: Mapping[str, Any]) -> int:
+    """Return how many MTP layers a config says that its checkpoint has; 0: none, or it does not say."""
+    counts = (place[key] for place, key in _promises(config))
+    return max((int(count) for count in counts), default=0)
+
+
+def _promises(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each key that promises MTP layers, and the part of the config that it is in."""
+    for key, value in list(config.items()):
+        if isinstance(value, dict):
+            yield from _promises(value)
+        elif _PROMISE.fullmatch(str(key)) and isinstance(value, int) and value:
+            yield config, key
+
+
+def not_loaded(model: Any, names: Collection[str], family: Family, where: Path) -> set[str]:
+    """Return those of `names`, none of which is a parameter's, that the family's model leaves out when it is loaded.
+
+    MTP layers are known by their names, and behind the decoder layers by their place, wherever transformers' patterns
+    of the family expect them: these are the places of the released sizes.
+
+    Raises:
+        UserError: an MTP layer in a place where the config promises none.
+    """
+    report = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
+    model._adjust_missing_and_unexpected_keys(report)
+    unknown: set[str] = {name for name in report.unexpected_keys if not _NAMED.search(name)}
+    num_layers = text_config(model.config, family).num_hidden_layers
+    promised = promised_layers(model.config.to_dict())
+    mtp: set[tuple[str, int]] = set()
+    for name in sorted(unknown):
+        match = _LAYER.fullmatch(name)
+        if match is None or not match["rest"].startswith(_OF_MTP_ONLY):
+            continue
+        index = int(match["index"])
+        if not num_layers <= index < num_layers + promised:
+            says = f"{promised} MTP layers" if promised else "no MTP layer"
+            raise UserError(
+                f"{where}: '{name}' belongs to an MTP layer with index {index}, but {where / CONFIG} says"
+                f" num_hidden_layers {num_layers} and {says}; correct the config (num_nextn_predict_layers, say), or"
+                " take the layer's tensors out"
+            )
+        mtp.add((match["stack"], index))
+    of_mtp = {
+        name
+        for name in unknown
+        if (match := _LAYER.fullmatch(name)) and (match["stack"], int(match["index"])) in mtp
+    }
+    return {*names} - unknown | of_mtp
+
+
+class _Piece(NamedTuple):
+    """A tensor in an open file: what its header says, and where its bytes are."""
+
+    header: dict[str, Any]
+    stream: BinaryIO
+    begin: int
+    num_bytes: int
+
+
+@contextlib.contextmanager
+def keeping_extra_tensors(model: Any, folder: Path) -> Iterator[None]:
+    """Let the block write `model` into `folder`, and add what the checkpoint that it was loaded from holds beside it.
+
+    Tensors keep their names, dtypes and bytes, in a shard for each file that they come from. They are opened before the
+    block, which may write over the very checkpoint. Where that is not here, or is of another model by now, the written
+    config promises no MTP layers, and a line on stderr says so.
+    """
+    with contextlib.ExitStack() as opened:
+        try:
+            shards, reason = _pieces(model, opened), ""
+        except UserError as error:
+            shards, reason = [], str(error)
+        yield
+        written = set(_weight_map(folder)) | set(model.state_dict())
+        shards = [
+            rest
+            for shard in shards
+            if (rest := {name: piece for name, piece in shard.items() if name not in written})
+        ]
+        if shards:
+            _append(folder, shards)
+        elif (folder / WEIGHTS).is_file():
+            (folder / INDEX).unlink(missing_ok=True)  # of an earlier model, which had more files
+    if reason:
+        _take_promises_back(folder, reason)
+
+
+def _pieces(model: Any, opened: contextlib.ExitStack) -> list[dict[str, _Piece]]:
+    """Open what the model's checkpoint holds and the model does not load: for each file its tensors by name.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is not this model's.
+    """
+    checkpoint = _source(model)
+    family = checkpoint.family
+    assert family is not None
+    own = model.state_dict().keys()
+    names = {name for name in checkpoint.shapes if name not in own and not _BUFFERS.search(name)}
+    extra = not_loaded(model, names, family, checkpoint.folder)
+    shards = []
+    for file in checkpoint.weight_files if extra else ():
+        header, begin = read_header(checkpoint.folder / file)
+        if not (held := extra & header.keys()):
+            continue
+        stream = opened.enter_context((checkpoint.folder / file).open("rb"))
+        shard = {}
+        for name in held:
+            start, end = header[name]["data_offsets"]
+            shard[name] = _Piece(header[name], stream, begin + start, end - start)
+        shards.append(shard)
+    return shards
+
+
+def _source(model: Any) -> Checkpoint:
+    """Return the checkpoint that a model was loaded from: a folder, or what is here of a Hub repository.
+
+    Raises:
+        UserError: there is none, or another model's.
+    """
+    config = model.config
+    folder = source_folder(config)
+    if folder is None:
+        path = config._name_or_path
+        gone = f"the checkpoint that the model was loaded from is gone: {path}"
+        raise UserError(gone if path else "the model was not loaded from a checkpoint")
+    checkpoint = read_checkpoint(folder)
+    before = checkpoint.config.get("text_config") or checkpoint.config
+    now = config.get_text_config()
+    differing = [
+        key
+        for key in ("num_hidden_layers", "hidden_size", "vocab_size")
+        if key in before and before[key] != getattr(now, key, None)
+    ]
+    if checkpoint.family is None or checkpoint.family.model_type != family_of(config).model_type:
+        differing = ["model_type"]
+    elif checkpoint.config.get("quantization_config") and not getattr(config, "quantization_config", None):
+        differing = ["quantization_config"]
+    if differing:
+        raise UserError(f"{folder} is of another model by now ({differing[0]} differs)")
+    return checkpoint
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor of a checkpoint that was just written."""
+    if not (folder / WEIGHTS).is_file():
+        weight_map: dict[str, str] = read_json(folder / INDEX)["weight_map"]
+        return weight_map
+    return dict.fromkeys(read_header(folder / WEIGHTS)[0], WEIGHTS)
+
+
+def _append(folder: Path, shards: list[dict[str, _Piece]]) -> None:
+    """Add shards to a checkpoint, whose files are then counted anew: model-00002-of-00003.safetensors."""
+    weight_map = _weight_map(folder)
+    files = sorted(set(weight_map.values()))
+    total = len(files) + len(shards)
+    names = [f"model-{number:05}-of-{total:05}.safetensors" for number in range(1, total + 1)]
+    renamed = dict(zip(files, names, strict=False))
+    for file, name in renamed.items():
+        (folder / file).rename(folder / name)
+    weight_map = {tensor: renamed[file] for tensor, file in weight_map.items()}
+    for name, shard in zip(names[len(files) :], shards, strict=True):
+        _write_shard(folder / name, shard)
+        weight_map |= dict.fromkeys(shard, name)
+    sizes = {"total_size": 0, "total_parameters": 0}
+    for file in names:
+        for header in read_header(folder / file)[0].values():
+            start, end = header["data_offsets"]
+            sizes["total_size"] += end - start
+            sizes["total_parameters"] += math.prod(header["shape"])
+    write_json(folder / INDEX, {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def _write_shard(path: Path, shard: Mapping[str, _Piece]) -> None:
+    """Write a safetensors file of pieces of others, byte for byte, without reading a tensor into memory."""
+
+    def element_bytes(name: str) -> float:
+        piece = shard[name]
+        return piece.num_bytes / max(1, math.prod(piece.header["shape"]))
+
+    # The largest elements first, so that all are aligned.
+    names = sorted(shard, key=lambda name: (-element_bytes(name), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + shard[name].num_bytes
+        header[name] = shard[name].header | {"data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as target:
+        target.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            piece = shard[name]
+            piece.stream.seek(piece.begin)
+            _copy(piece.stream, target, piece.num_bytes)
+
+
+def _copy(source: BinaryIO, target: BinaryIO, num_bytes: int) -> None:
+    while num_bytes:
+        block = source.read(min(num_bytes, 1 << 24))
+        if not block:
+            raise AssertionError("a file ends before its header says so")
+        target.write(block)
+        num_bytes -= len(block)
+
+
+def _take_promises_back(folder: Path, reason: str) -> None:
+    config = read_json(folder / CONFIG)
+    promises = [*_promises(config)]
+    if not promises:
+        return
+    for place, key in promises:
+        place[key] = type(place[key])(0)
+    write_json(folder / CONFIG, config)
+    keys = ", ".join(dict.fromkeys(f"{key}: {json.dumps(place[key])}" for place, key in promises))
+    print(f"{folder}: has no MTP layers, {reason}; its {CONFIG} says {keys}", file=sys.stderr)
