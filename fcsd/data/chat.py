@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,18 +11,9 @@ from typing import Any
 import numpy as np
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.data.batches import NO_LOSS
-
-_SHAREGPT_ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
-}  # fmt: skip
-
+from fcsd.data.examples import BadExample, conversation_of, given_tokens, text_of, tools_of
 
 _OPEN, _MASK = "add_generation_prompt", "return_assistant_tokens_mask"  # options of a chat template
-
-
-class BadExample(UserError):
-    """An example that cannot be tokenized, while others of its data set can."""
 
 
 def tokenizer_name(tokenizer: Any) -> str:
@@ -76,17 +66,17 @@ def _or_bad(make: Callable[[], Any]) -> Any:
 
 def _read(example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any) -> dict | str | _Chat:
     if "input_ids" in columns:
-        return _tokenized(example, columns)
+        return given_tokens(example, columns)
     if "text" in columns:
-        return _string(example, columns["text"])
+        return text_of(example, columns["text"])
     if not tokenizer.chat_template:
         raise UserError(
             f"{tokenizer_name(tokenizer)}: no chat template, needed for prompts and messages; use the "
             "tokenizer of an instruct model, add a chat_template.jinja, or give plain text under "
             "`columns: {text: …}`"
         )
-    messages, answered = _messages(example, columns)
-    return _Chat(tokenizer, _tools(example, columns), messages, answered)
+    messages, answered = conversation_of(example, columns)
+    return _Chat(tokenizer, tools_of(example, columns), messages, answered)
 
 
 def _encode_ahead(chats: Sequence[_Chat], loss_on: str) -> None:
@@ -196,21 +186,6 @@ class _Chat:
             ) from error
 
 
-def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:
-    ids = _list(example, columns["input_ids"])
-    labels = _list(example, columns["labels"]) if "labels" in columns else ids
-    seen = _list(example, columns["attention_mask"]) if "attention_mask" in columns else [1] * len(ids)
-    if not len(ids) == len(labels) == len(seen) or any(
-        label not in (token, NO_LOSS) for token, label in zip(ids, labels, strict=True)
-    ):
-        raise BadExample(
-            f"column {columns.get('labels', columns['input_ids'])!r}: each label must be the token of its own position,"
-            f" or {NO_LOSS} where there is no loss (they are shifted later), got {_short(labels)} for {_short(ids)}"
-        )
-    kept = [(token, label != NO_LOSS) for token, label, here in zip(ids, labels, seen, strict=True) if here]
-    return {"input_ids": [token for token, _ in kept], "loss_mask": [mask for _, mask in kept]}
-
-
 def _mask_by_prefix(chat: _Chat) -> dict[str, list]:
     """Mask by prefixes: the assistant says what a conversation has more than the one before it, opened for it."""
     ids = chat.prefix(len(chat.messages))["input_ids"]
@@ -267,104 +242,3 @@ def _common(one: str, other: str) -> int:
     """Count the characters with which both texts begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _messages(example: Mapping[str, Any], columns: Mapping[Any, str]) -> tuple[list[dict], int]:
-    """Return the conversation, and the number of its first message that the loss may be on."""
-    if "messages" in columns:
-        return _turns(example, columns["messages"]), 0
-    prompt, response = (
-        _turns(example, columns[name]) if isinstance(example[columns[name]], list) else None
-        for name in ("prompt", "response")
-    )
-    extra = example.get(columns["input"]) if "input" in columns else None
-    if prompt is None:
-        question = _string(example, columns["prompt"])
-        more = f"\n\n{_string(example, columns['input'])}" if extra else ""
-        prompt = [{"role": "user", "content": question + more}]
-    elif extra:
-        raise BadExample(f"column {columns['input']!r}: goes with a prompt that is text, not with messages")
-    if response is None:
-        response = [{"role": "assistant", "content": _string(example, columns["response"])}]
-    return [*prompt, *response], len(prompt)
-
-
-def _turns(example: Mapping[str, Any], column: str) -> list[dict]:
-    messages = example[column]
-    if not isinstance(messages, list) or not messages:
-        raise BadExample(
-            f"column {column!r}: a list of messages with 'role' and 'content', or 'from' and 'value', is needed, got"
-            f" {_short(messages)}"
-        )
-    return [_message(message, column) for message in messages]
-
-
-def _message(message: Any, column: str) -> dict:
-    """Read one turn, as {"role", "content"} or in the words of ShareGPT, {"from", "value"}."""
-    if isinstance(message, Mapping):
-        message = _without_none(message)
-        content = message.get("content", "" if message.get("tool_calls") else None)
-        if isinstance(message.get("role"), str) and isinstance(content, str | list):
-            return message | {"content": content}
-        if isinstance(message.get("from"), str) and isinstance(message.get("value"), str):
-            if message["from"] not in _SHAREGPT_ROLES:
-                raise BadExample(
-                    f"column {column!r}: a message from {message['from']!r}; allowed: {', '.join(_SHAREGPT_ROLES)}"
-                )
-            return {"role": _SHAREGPT_ROLES[message["from"]], "content": message["value"]}
-    raise BadExample(
-        f"column {column!r}: a message with 'role' and 'content', both text, or 'from' and 'value', is needed, got"
-        f" {_short(message)}"
-    )
-
-
-def _tools(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[Any] | None:
-    """Return the tools of an example, for its chat template; None where it has none."""
-    value = tools = example.get(columns["tools"]) if "tools" in columns else None
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools else None
-        except ValueError:
-            tools = value
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
-        raise BadExample(
-            f"column {columns['tools']!r}: a list of tools, or JSON text of one, is needed, got {_short(value)}"
-        )
-    return _without_none(tools) or None
-
-
-def _without_none(value: Any) -> Any:
-    """Take out the keys without a value, with which `datasets` fills up mappings of different keys."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
-
-
-def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[str]:
-    """Return what an example says, one text a message or column.
-
-    Raises: BadExample when a column does not hold what it should.
-    """
-    if "text" in columns:
-        return [_string(example, columns["text"])]
-    messages, _ = _messages(example, columns)
-    return [message["content"] for message in messages if isinstance(message["content"], str)]
-
-
-def _string(example: Mapping[str, Any], column: str) -> str:
-    value = example.get(column)
-    if not isinstance(value, str):
-        raise BadExample(f"column {column!r}: text is needed, got {_short(value)}")
-    return value
-
-
-def _list(example: Mapping[str, Any], column: str) -> list:
-    value = example[column]
-    if not hasattr(value, "__iter__") or isinstance(value, str | Mapping):
-        raise BadExample(f"column {column!r}: a list of token ids is needed, got {_short(value)}")
-    return list(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"

@@ -23,8 +23,9 @@ from safetensors.numpy import save_file
 
 from fcsd.base.files import writing
 from fcsd.base.temporary import file_beside
-from fcsd.data.chat import BadExample, tokenize_examples
+from fcsd.data.chat import tokenize_examples
 from fcsd.data.decontaminate import Decontaminator, Overlap
+from fcsd.data.examples import BadExample
 from fcsd.data.reading import Piece
 from fcsd.data.sources import Source, columns_of
 
