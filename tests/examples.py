@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fcsd.data.chat import tokenize_examples
-from fcsd.data.examples import BadExample
+from fcsd.data.messages import BadExample
 from fcsd.data.rows import first_fit, row_of
 
 

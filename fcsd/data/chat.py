@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.data.examples import BadExample, conversation_of, given_tokens, text_of, tools_of
+from fcsd.data.examples import Completion, Conversation, read_example
+from fcsd.data.messages import BadExample
+from fcsd.data.template import Form, form_of
 
 _OPEN, _MASK = "add_generation_prompt", "return_assistant_tokens_mask"  # options of a chat template
 
@@ -29,28 +31,37 @@ def tokenize_examples(
 ) -> list[dict[str, Any] | BadExample]:
     """Tokenize examples as {"input_ids": […], "loss_mask": […]}; the mask says which tokens are to be predicted.
 
-    columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …} | {"input_ids": …,
-    "labels": … (optional), "attention_mask": … (optional)}, names of columns; "tools": … may stand beside messages and
-    prompts. Messages, and prompt (with `input` in a paragraph of its own) and response, go through the chat template,
-    which is given the tools (a list, or JSON text of one), and loss is on what the assistant says, its end of turn
-    included, or on all tokens for loss_on="all". A message is {"role", "content"} or {"from", "value"} (ShareGPT).
-    Prompt and response may be lists of messages; the response's alone carry loss. Text gets an end-of-sequence token,
-    and loss is on all of it. Tokens are taken as they are, without those that the attention mask leaves out; loss is on
-    those whose label is not -100. The tokenizer is called as seldom as can be: each call has its price.
+    columns: {"messages": …} | {"prompt": …, "response": …} | {"prompt": …, "completion": …} | {"text": …} |
+    {"input_ids": …}, names of columns, and what stands beside them (`fcsd.data.columns`). Messages, and prompt (with
+    `input` in a paragraph of its own, after `history`) and response, go through the chat template, which is given tools
+    and options, and loss is on what the assistant says, its end of turn included, or on all tokens for loss_on="all".
+    Prompt and response may be lists of messages; the response's alone carry loss. Prompt and completion that are text
+    are taken as they are written, as TRL does, and loss is on what the completion adds to the tokens, and on the
+    end-of-sequence token. Text gets an end-of-sequence token, and loss is on all of it. Tokens are taken as they are,
+    without those that the attention mask leaves out; loss is where labels and masks say so. The tokenizer is called as
+    seldom as can be: each call has its price.
 
     Returns: one entry an example; a BadExample where the template refuses it or a column holds something else.
 
     Raises: UserError when the tokenizer has no chat template where one is needed, or one that writes no tools where
     there are some.
     """
-    read = [_or_bad(partial(_read, example, columns, tokenizer)) for example in examples]
+    read = [_or_bad(partial(_read, example, columns, tokenizer, loss_on)) for example in examples]
     texts = iter(_tokenized_texts([one for one in read if isinstance(one, str)], tokenizer))
+    completions = iter(
+        _tokenized_completions([one for one in read if isinstance(one, Completion)], tokenizer)
+    )
     _encode_ahead([one for one in read if isinstance(one, _Chat)], loss_on)
     outputs: list[Any] = []
     for one in read:
         if isinstance(one, str):
             ids = next(texts)
             outputs.append({"input_ids": ids, "loss_mask": np.ones(len(ids), bool)})
+        elif isinstance(one, Completion):
+            ids, begin = next(completions)
+            outputs.append(
+                {"input_ids": ids, "loss_mask": np.arange(len(ids)) >= (0 if loss_on == "all" else begin)}
+            )
         else:
             outputs.append(_or_bad(partial(_masked, one, loss_on)) if isinstance(one, _Chat) else one)
     return outputs
@@ -64,29 +75,34 @@ def _or_bad(make: Callable[[], Any]) -> Any:
         return error
 
 
-def _read(example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any) -> dict | str | _Chat:
-    if "input_ids" in columns:
-        return given_tokens(example, columns)
-    if "text" in columns:
-        return text_of(example, columns["text"])
+def _read(
+    example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any, loss_on: str
+) -> dict | str | Completion | _Chat:
+    read = read_example(example, columns)
+    if not isinstance(read, Conversation):
+        return read
     if not tokenizer.chat_template:
         raise UserError(
             f"{tokenizer_name(tokenizer)}: no chat template, needed for prompts and messages; use the "
             "tokenizer of an instruct model, add a chat_template.jinja, or give plain text under "
             "`columns: {text: …}`"
         )
-    messages, answered = conversation_of(example, columns)
-    return _Chat(tokenizer, tools_of(example, columns), messages, answered)
+    silent = read.silent(loss_on)
+    chat = _Chat(tokenizer, read.tools, read.messages, read.answered, silent, read.options)
+    form = form_of(tokenizer, chat.template, read)
+    if isinstance(form, str):
+        raise BadExample(f"{tokenizer_name(tokenizer)}: its chat template {form}")
+    return replace(chat, form=form)
 
 
 def _encode_ahead(chats: Sequence[_Chat], loss_on: str) -> None:
     """Encode what the masks of conversations without tools will ask for; what a template refuses is left to them."""
-    wanted: dict[str, list[tuple[_Chat, int]]] = {}
+    wanted: dict[tuple[str, Form], list[tuple[_Chat, int]]] = {}
     for chat in chats:
-        if chat.tools is None:
+        if chat.tools is None and not chat.options:
             for option, number in chat.requests(loss_on):
-                wanted.setdefault(option, []).append((chat, number))
-    for option, each in wanted.items():
+                wanted.setdefault((option, chat.form), []).append((chat, number))
+    for (option, _), each in wanted.items():
         conversations = [chat.messages[:number] for chat, number in each]
         try:
             encoded = each[0][0].encoded(conversations, option)
@@ -106,6 +122,18 @@ def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
     return [ids if ids and ids[-1] == end else [*ids, end] for ids in encoded]
 
 
+def _tokenized_completions(texts: list[Completion], tokenizer: Any) -> list[tuple[list[int], int]]:
+    """Return token ids, and where the completion begins: where they differ from those of the prompt alone (TRL)."""
+    whole = _tokenized_texts([text.prompt + text.completion for text in texts], tokenizer)
+    prompts = _tokenized_texts([text.prompt for text in texts], tokenizer)
+    end, begins = tokenizer.eos_token_id, []
+    for text, ids, prompt in zip(texts, whole, prompts, strict=True):
+        # Without the end that a text gets.
+        own = prompt if text.prompt.endswith(tokenizer.eos_token) or prompt[-1] != end else prompt[:-1]
+        begins.append(_common(own, ids))
+    return list(zip(whole, begins, strict=True))
+
+
 def _masked(chat: _Chat, loss_on: str) -> dict[str, list]:
     if loss_on == "all":
         ids = chat.prefix(len(chat.messages))["input_ids"]
@@ -121,7 +149,8 @@ class _Chat:
     """A conversation, and the tokenizer's chat template and the tools that write it, which raise UserError where it
     writes none.
 
-    answered: the message from which on there is loss. ahead: what was encoded before it is asked for, by option and
+    answered: the message from which on there is loss. silent: messages of the assistant without loss. options: of the
+    template, beside ours. form: how it takes messages. ahead: what was encoded before it is asked for, by option and
     number of messages.
     """
 
@@ -129,6 +158,9 @@ class _Chat:
     tools: list[Any] | None
     messages: list[dict]
     answered: int
+    silent: frozenset[int] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    form: Form = field(default_factory=Form)
     ahead: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -150,13 +182,17 @@ class _Chat:
     def is_marked(self) -> bool:
         """Whether the template says which tokens are the assistant's, and loss is on all of them."""
         earlier = any(message["role"] == "assistant" for message in self.messages[: self.answered])
-        return not earlier and re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
+        return (
+            not earlier
+            and not self.silent
+            and re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
+        )
 
     @property
     def answers(self) -> list[int]:
         """The messages that loss is on, when the template does not say where they are."""
         roles = enumerate(message["role"] for message in self.messages)
-        return [i for i, role in roles if role == "assistant" and i >= self.answered]
+        return [i for i, role in roles if role == "assistant" and i >= self.answered and i not in self.silent]
 
     def requests(self, loss_on: str) -> list[tuple[str, int]]:
         """Return the options and numbers of messages of the prefixes that `_masked` asks for."""
@@ -178,8 +214,10 @@ class _Chat:
     def _applied(self, messages: list[Any], **options: Any) -> Any:
         from jinja2 import TemplateError
 
+        apply = self.form.applied
+        messages = [apply(turns) for turns in messages] if isinstance(messages[0], list) else apply(messages)
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options)
+            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **self.options, **options)
         except (TemplateError, TypeError, AttributeError, LookupError) as error:  # of expressions
             raise BadExample(
                 f"{tokenizer_name(self.tokenizer)}: its chat template refuses an example: {one_line(error)}"
@@ -238,7 +276,7 @@ def _content_span(chat: _Chat, messages: list[dict], index: int, text: str) -> t
     return begin, max(begin, len(text) - _common(text[::-1], changed[::-1]))
 
 
-def _common(one: str, other: str) -> int:
-    """Count the characters with which both texts begin."""
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Count the characters, or tokens, with which both begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -25,11 +25,12 @@ from fcsd.base.errors import UserError
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.chat import tokenizer_name
-from fcsd.data.config import SourceConfig, check_meanings
+from fcsd.data.columns import check_meanings, column_meanings
+from fcsd.data.config import SourceConfig
 from fcsd.data.local import scratch
 from fcsd.data.rows import Layout, PackedRows, write_rows
 from fcsd.data.shards import Tokenizing
-from fcsd.data.sources import GivenSource, Source, column_meanings
+from fcsd.data.sources import GivenSource, Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,8 +109,9 @@ def given_rows(
     as `num_rows` on disk.
 
     name: what errors call the data, for example "train_dataset". columns: {"messages": …} | {"prompt": …, "response":
-    …, "input": … (optional)} | {"text": …}, names of columns, and "tools" beside messages and prompts; None: seen from
-    the names. input_ids (and labels) are tokens, and are packed as they are. options: as `build_dataset`.
+    …} | {"prompt": …, "completion": …} | {"text": …}, names of columns, and what stands beside them
+    (`fcsd.data.columns`); None: seen from the names. input_ids (and labels, or masks of the loss) are tokens, and are
+    packed as they are. options: as `build_dataset`.
 
     Raises:
         UserError: no such columns, no examples, what `tokenize_examples` refuses, packed rows of another length.
@@ -118,7 +120,7 @@ def given_rows(
         splits = ", ".join(map(repr, data))
         raise UserError(f"data set {name}: holds several ({splits}); give one of them")
     if isinstance(data, Sequence) and not isinstance(data, str):
-        data = datasets.Dataset.from_list([dict(example) for example in data])
+        data = _from_list(data)
     names = _column_names(data, name)
     if set(ROW_FEATURES) <= set(names) and columns is None:
         return _packed(data, name, max_length, options.get("num_rows"))
@@ -136,6 +138,20 @@ def given_rows(
             raise UserError(str(error)) from None
     source = GivenSource(name, column_meanings(name, names, columns, form="columns={1}"), plain)
     return build_dataset([source], tokenizer, max_length=max_length, **options)
+
+
+def _from_list(examples: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
+    """Return a data set of examples whose keys differ; lists of messages keep each value as it is written."""
+    names = dict.fromkeys(name for example in examples for name in example)
+    columns = {name: [example.get(name) for example in examples] for name in names}
+    is_chat = {name: any(map(_is_chat, values)) for name, values in columns.items()}
+    plain = datasets.Dataset.from_dict({name: columns[name] for name in names if not is_chat[name]})
+    types = {name: datasets.Json() if is_chat[name] else plain.features[name] for name in names}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(types))
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def _column_names(data: Any, name: str) -> list[str]:

@@ -1,0 +1,216 @@
+"""Find the form in which a chat template takes a conversation, and what of it the template would leave out.
+
+Templates differ in what they read: arguments of a call as an object or as JSON text, contents as text or as parts,
+thoughts under one key or another, a developer's message or none. What a template does not read it leaves out without a
+word, so it is tried, with marks in place of all contents, once for each kind of conversation.
+
+Not covered: contents on whose words a template decides; text that an assistant says beside a call, and thoughts of
+earlier turns, which some templates leave out on purpose.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fcsd.data.examples import Conversation
+from fcsd.data.messages import ROLES
+
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# Options of `apply_chat_template` that are not for the template.
+_TAKEN = (
+    "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "looks",
+        "parameters": {
+            "type": "object",
+            "properties": {"at": {"type": "string", "description": "what"}},
+            "required": ["at"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a chat template takes messages.
+
+    developer: the role that a developer's message has. arguments: of a call, "object" or "text". no_words: the content
+    of a call without one. parts: contents are lists of parts. thoughts: the key of thoughts; None: as given.
+    """
+
+    developer: str = "developer"
+    arguments: str = "object"
+    no_words: str | None = ""
+    parts: bool = False
+    thoughts: str | None = None
+
+    def applied(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages in this form."""
+        return [self._message(message) for message in messages]
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        message = dict(message)
+        if message["role"] == "developer":
+            message["role"] = self.developer
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [self._call(call) for call in calls]
+            message["content"] = message["content"] or self.no_words
+        if self.parts and isinstance(message["content"], str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        if self.thoughts is not None:
+            for key in _THOUGHTS:
+                if key in message:
+                    message[self.thoughts] = message.pop(key)
+        return message
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if self.arguments == "object" and isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        elif self.arguments == "text" and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def form_of(tokenizer: Any, template: str, conversation: Conversation) -> Form | str:
+    """Return the form in which a template takes a conversation, or, after "its chat template", why there is none.
+
+    template: the tokenizer's for such a conversation. Where the template refuses the conversation in every
+    form, the first one: its own error says why.
+    """
+    messages, options = conversation.messages, conversation.options
+    for name in options:
+        if name in _TAKEN:
+            return f"is given {name!r} by fcsd; take it out of chat_template_kwargs"
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            return f"reads no {name!r}; take it out of chat_template_kwargs"
+    for message in messages:
+        role = message["role"]
+        if role not in ROLES and not re.search(rf"""['"]{re.escape(role)}['"]""", template):
+            allowed = ", ".join(ROLES)
+            return f"knows no role like that of a message from {role!r}; allowed: {allowed}, and what it names itself"
+    thoughts = _thoughts_key(template, messages)
+    if thoughts == "":
+        return "writes no thoughts, which a message has; put them into its content as the model does, or take them out"
+    probe = json.dumps(_probe(messages))
+    form = _tried(
+        tokenizer, template, probe, bool(conversation.tools), json.dumps(options, sort_keys=True), thoughts
+    )
+    return form or Form(thoughts=thoughts)
+
+
+def _thoughts_key(template: str, messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the key that thoughts are to have; None: the one that they have; "": the template reads none."""
+    given = {key for message in messages for key in _THOUGHTS if message.get(key)}
+    known = [key for key in _THOUGHTS if re.search(rf"""[.'"]{key}\b""", template)]
+    if given <= {*known}:
+        return None
+    return known[0] if known else ""
+
+
+def _probe(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Put marks in place of contents, calls, and ids: what is the same for conversations of one kind."""
+    ids: dict[str, str] = {}
+    probe = []
+    for index, message in enumerate(messages):
+        marked = {key: "x" if isinstance(value, str) else value for key, value in message.items()}
+        marked["role"], marked["content"] = message["role"], f"Qcontent{index}Q" if message["content"] else ""
+        if isinstance(call_id := message.get("tool_call_id"), str):
+            marked["tool_call_id"] = ids.setdefault(call_id, f"call{len(ids):05}")
+        if "tool_calls" in message:
+            marked["tool_calls"] = [
+                _marked_call(call, f"{index}x{number}", ids)
+                for number, call in enumerate(message["tool_calls"])
+            ]
+        marked |= {key: f"Qthought{index}Q" for key in _THOUGHTS if message.get(key)}
+        probe.append(marked)
+    return probe
+
+
+def _marked_call(call: Mapping[str, Any], number: str, ids: dict[str, str]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    has_some = bool(json.loads(arguments) if isinstance(arguments, str) else arguments)
+    given = {f"Qkey{number}Q": f"Qvalue{number}Q"} if has_some else {}
+    marked = {"type": call["type"], "function": {"name": f"Qname{number}Q", "arguments": given}}
+    if isinstance(call_id := call.get("id"), str):
+        marked["id"] = ids.setdefault(call_id, f"call{len(ids):05}")
+    return marked
+
+
+@functools.lru_cache(maxsize=4096)
+def _tried(
+    tokenizer: Any, template: str, probe: str, has_tools: bool, options: str, thoughts: str | None
+) -> Form | str | None:
+    """Return the first form in which everything of the probe is written, else what is missing in the best one; None
+    where the template refuses all of them.
+    """
+    from jinja2 import TemplateError
+
+    messages = json.loads(probe)
+    said = [message["content"] for message in messages if message["role"] == "assistant"]
+    best: tuple[Any, ...] | None = None
+    for form in _candidates(messages, thoughts):
+        try:
+            tools = [_TOOL] if has_tools else None
+            text = tokenizer.apply_chat_template(
+                form.applied(messages), tools=tools, tokenize=False, **json.loads(options)
+            )
+        except (TemplateError, TypeError, AttributeError, LookupError, ValueError):
+            continue
+        missing = _missing(messages, text, form)
+        rank = len(missing), sum(content not in text for content in said)
+        if best is None or rank < best[0]:
+            best = rank, form, missing
+        if rank == (0, 0):
+            break
+    if best is None:
+        return None
+    _, form, missing = best
+    if missing:
+        return f"{missing[0]}; take such examples out of the data, or use a template that does"
+    return form
+
+
+def _candidates(messages: Sequence[Mapping[str, Any]], thoughts: str | None) -> list[Form]:
+    calls = [message for message in messages if message.get("tool_calls")]
+    choices = itertools.product(
+        ("developer", "system")
+        if any(message["role"] == "developer" for message in messages)
+        else ("developer",),
+        ("object", "text") if calls else ("object",),
+        ("", None) if any(not message["content"] for message in calls) else ("",),
+        (False, True),
+    )
+    return [Form(*choice, thoughts) for choice in choices]
+
+
+def _missing(messages: Sequence[Mapping[str, Any]], text: str, form: Form) -> list[str]:
+    """List what the text of a probe does not have, or has in the wrong way."""
+    missing = []
+    for message in messages:
+        content = message["content"]
+        is_printed = form.parts and (f"'text': '{content}" in text or f'"text": "{content}' in text)
+        if message["role"] != "assistant" and (content not in text or is_printed):
+            missing.append(f"does not write what a message of role {message['role']!r} says at its place")
+        for call in message.get("tool_calls", ()):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if name not in text or (form.no_words is None and "None" in text):
+                number = "every call" if len(message["tool_calls"]) > 1 else "the call"
+                missing.append(f"does not write {number} of a message")
+            for key, value in arguments.items():
+                if key not in text or value not in text or f"'{key}'" in text or f'\\"{key}' in text:
+                    missing.append("writes the arguments of a call neither from an object nor from JSON text")
+    if not all(messages[-1].get(key, "") in text for key in _THOUGHTS):
+        missing.append("does not write the thoughts of a last message")
+    return missing
