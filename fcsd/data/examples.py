@@ -21,7 +21,7 @@ from fcsd.data.messages import LOSS_KEYS, BadExample, decoded_json, messages_of,
 class Conversation:
     """Messages for a chat template, and the tools and options that it is given.
 
-    answered: the message from which on there is loss on what the assistant says. told: messages whose own keys say
+    answered: the message from which on there is loss on what the assistant says. loss_keys: messages whose own keys say
     whether there is loss on them.
     """
 
@@ -29,7 +29,7 @@ class Conversation:
     answered: int = 0
     tools: list[Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    told: dict[int, bool] = field(default_factory=dict)
+    loss_keys: dict[int, bool] = field(default_factory=dict)
 
     def silent(self, loss_on: str) -> frozenset[int]:
         """Return the messages of the assistant that are to have no loss.
@@ -37,7 +37,7 @@ class Conversation:
         Raises: BadExample where a message asks for what `loss_on` does not give.
         """
         silent = set()
-        for index, learned in self.told.items():
+        for index, learned in self.loss_keys.items():
             role = self.messages[index]["role"]
             is_answer = role == "assistant" and index >= self.answered
             if learned if loss_on != "all" and not is_answer else not learned and loss_on == "all":
@@ -76,15 +76,15 @@ def read_example(
     messages, answered = _conversation(example, columns)
     system = _system(example, columns, messages)
     messages = [*system, *messages]
-    told = {}
+    loss_keys = {}
     for index, message in enumerate(messages):
         said = {bool(message.pop(key)) for key in LOSS_KEYS if key in message}
         if len(said) > 1:
             raise BadExample(f"message {index + 1}: its keys {', '.join(LOSS_KEYS)} say different things")
-        told |= dict.fromkeys([index] if said else [], True in said)
+        loss_keys |= dict.fromkeys([index] if said else [], True in said)
     options = _options(example, columns)
     return Conversation(
-        messages, answered + len(system) if answered else 0, _tools(example, columns), options, told
+        messages, answered + len(system) if answered else 0, _tools(example, columns), options, loss_keys
     )
 
 
