@@ -51,7 +51,8 @@ _PACKED = "the rows are packed already; give one example a row, or 'position_ids
 _REFUSED: dict[tuple[str, ...], tuple[Collection[str], str]] = {
     ("image", "images", "video", "videos", "audio", "audios"): (_CHATS, _NOT_TEXT),
     ("pixel_values", "pixel_values_videos", "input_features"): ((*_CHATS, "input_ids"), _NOT_TEXT),
-    ("rejected", "rejected_response", "rejected_messages", "label", "kto_tag"): (_CHATS, _A_PREFERENCE),
+    ("rejected", "rejected_response", "rejected_messages", "kto_tag"): (_CHATS, _A_PREFERENCE),
+    ("label",): (("completion",), _A_PREFERENCE),  # TRL's; beside messages it says anything
     ("weight", "weights", "sample_weight", "loss_weight", "loss_scale", "advantage", "advantages"): (
         _BESIDE, _A_WEIGHT,
     ),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, one_line
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.chat import tokenizer_name
@@ -120,7 +120,7 @@ def given_rows(
         splits = ", ".join(map(repr, data))
         raise UserError(f"data set {name}: holds several ({splits}); give one of them")
     if isinstance(data, Sequence) and not isinstance(data, str):
-        data = _from_list(data)
+        data = _from_list(data, name)
     names = _column_names(data, name)
     if set(ROW_FEATURES) <= set(names) and columns is None:
         return _packed(data, name, max_length, options.get("num_rows"))
@@ -140,14 +140,17 @@ def given_rows(
     return build_dataset([source], tokenizer, max_length=max_length, **options)
 
 
-def _from_list(examples: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
+def _from_list(examples: Sequence[Mapping[str, Any]], name: str) -> datasets.Dataset:
     """Return a data set of examples whose keys differ; lists of messages keep each value as it is written."""
-    names = dict.fromkeys(name for example in examples for name in example)
-    columns = {name: [example.get(name) for example in examples] for name in names}
-    is_chat = {name: any(map(_is_chat, values)) for name, values in columns.items()}
-    plain = datasets.Dataset.from_dict({name: columns[name] for name in names if not is_chat[name]})
-    types = {name: datasets.Json() if is_chat[name] else plain.features[name] for name in names}
-    return datasets.Dataset.from_dict(columns, features=datasets.Features(types))
+    keys = dict.fromkeys(key for example in examples for key in example)
+    columns = {key: [example.get(key) for example in examples] for key in keys}
+    plain = {key: values for key, values in columns.items() if not any(map(_is_chat, values))}
+    try:
+        types = datasets.Dataset.from_dict(plain, on_mixed_types="use_json").features
+        features = datasets.Features({key: types.get(key, datasets.Json()) for key in keys})
+        return datasets.Dataset.from_dict(columns, features=features)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"data set {name}: {one_line(error)}") from error
 
 
 def _is_chat(value: Any) -> bool:

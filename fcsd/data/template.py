@@ -1,7 +1,7 @@
 """Find the form in which a chat template takes a conversation, and what of it the template would leave out.
 
-Templates differ in what they read: arguments of a call as an object or as JSON text, contents as text or as parts,
-thoughts under one key or another, a developer's message or none. What a template does not read it leaves out without a
+Templates differ in what they read: arguments of a call as an object or as JSON text, contents as text or as parts, a
+developer's message or none. What a template does not read it leaves out without a
 word, so it is tried, with marks in place of all contents, once for each kind of conversation.
 
 Not covered: contents on whose words a template decides; text that an assistant says beside a call, and thoughts of
@@ -11,6 +11,7 @@ earlier turns, which some templates leave out on purpose.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import json
 import re
@@ -22,11 +23,6 @@ from fcsd.data.examples import Conversation
 from fcsd.data.messages import ROLES
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# Options of `apply_chat_template` that are not for the template.
-_TAKEN = (
-    "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
-    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-)  # fmt: skip
 _TOOL = {
     "type": "function",
     "function": {
@@ -45,15 +41,13 @@ _TOOL = {
 class Form:
     """How a chat template takes messages.
 
-    developer: the role that a developer's message has. arguments: of a call, "object" or "text". no_words: the content
-    of a call without one. parts: contents are lists of parts. thoughts: the key of thoughts; None: as given.
+    developer: the role that a developer's message has. arguments: of a call, "object" or "text". parts: contents are
+    lists of parts.
     """
 
     developer: str = "developer"
     arguments: str = "object"
-    no_words: str | None = ""
     parts: bool = False
-    thoughts: str | None = None
 
     def applied(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages in this form."""
@@ -65,13 +59,8 @@ class Form:
             message["role"] = self.developer
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [self._call(call) for call in calls]
-            message["content"] = message["content"] or self.no_words
         if self.parts and isinstance(message["content"], str):
             message["content"] = [{"type": "text", "text": message["content"]}]
-        if self.thoughts is not None:
-            for key in _THOUGHTS:
-                if key in message:
-                    message[self.thoughts] = message.pop(key)
         return message
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,12 +75,12 @@ class Form:
 def form_of(tokenizer: Any, template: str, conversation: Conversation) -> Form | str:
     """Return the form in which a template takes a conversation, or, after "its chat template", why there is none.
 
-    template: the tokenizer's for such a conversation. Where the template refuses the conversation in every
-    form, the first one: its own error says why.
+    template: the tokenizer's for such a conversation. Where the template refuses the conversation in every form, the
+    first one: its own error says why.
     """
     messages, options = conversation.messages, conversation.options
     for name in options:
-        if name in _TAKEN:
+        if name in {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents", "kwargs"}:
             return f"is given {name!r} by fcsd; take it out of chat_template_kwargs"
         if not re.search(rf"\b{re.escape(name)}\b", template):
             return f"reads no {name!r}; take it out of chat_template_kwargs"
@@ -100,23 +89,13 @@ def form_of(tokenizer: Any, template: str, conversation: Conversation) -> Form |
         if role not in ROLES and not re.search(rf"""['"]{re.escape(role)}['"]""", template):
             allowed = ", ".join(ROLES)
             return f"knows no role like that of a message from {role!r}; allowed: {allowed}, and what it names itself"
-    thoughts = _thoughts_key(template, messages)
-    if thoughts == "":
+    has_thoughts = any(message.get(key) for message in messages for key in _THOUGHTS)
+    # transformers (5.23) fills one key from the others.
+    if has_thoughts and not re.search(rf"""[.'"]({"|".join(_THOUGHTS)})\b""", template):
         return "writes no thoughts, which a message has; put them into its content as the model does, or take them out"
     probe = json.dumps(_probe(messages))
-    form = _tried(
-        tokenizer, template, probe, bool(conversation.tools), json.dumps(options, sort_keys=True), thoughts
-    )
-    return form or Form(thoughts=thoughts)
-
-
-def _thoughts_key(template: str, messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the key that thoughts are to have; None: the one that they have; "": the template reads none."""
-    given = {key for message in messages for key in _THOUGHTS if message.get(key)}
-    known = [key for key in _THOUGHTS if re.search(rf"""[.'"]{key}\b""", template)]
-    if given <= {*known}:
-        return None
-    return known[0] if known else ""
+    form = _tried(tokenizer, template, probe, bool(conversation.tools), json.dumps(options, sort_keys=True))
+    return form or Form()
 
 
 def _probe(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -149,9 +128,7 @@ def _marked_call(call: Mapping[str, Any], number: str, ids: dict[str, str]) -> d
 
 
 @functools.lru_cache(maxsize=4096)
-def _tried(
-    tokenizer: Any, template: str, probe: str, has_tools: bool, options: str, thoughts: str | None
-) -> Form | str | None:
+def _tried(tokenizer: Any, template: str, probe: str, has_tools: bool, options: str) -> Form | str | None:
     """Return the first form in which everything of the probe is written, else what is missing in the best one; None
     where the template refuses all of them.
     """
@@ -160,7 +137,7 @@ def _tried(
     messages = json.loads(probe)
     said = [message["content"] for message in messages if message["role"] == "assistant"]
     best: tuple[Any, ...] | None = None
-    for form in _candidates(messages, thoughts):
+    for form in _candidates(messages):
         try:
             tools = [_TOOL] if has_tools else None
             text = tokenizer.apply_chat_template(
@@ -182,17 +159,16 @@ def _tried(
     return form
 
 
-def _candidates(messages: Sequence[Mapping[str, Any]], thoughts: str | None) -> list[Form]:
-    calls = [message for message in messages if message.get("tool_calls")]
+def _candidates(messages: Sequence[Mapping[str, Any]]) -> list[Form]:
+    has_calls = any(message.get("tool_calls") for message in messages)
     choices = itertools.product(
         ("developer", "system")
         if any(message["role"] == "developer" for message in messages)
         else ("developer",),
-        ("object", "text") if calls else ("object",),
-        ("", None) if any(not message["content"] for message in calls) else ("",),
+        ("object", "text") if has_calls else ("object",),
         (False, True),
     )
-    return [Form(*choice, thoughts) for choice in choices]
+    return [Form(*choice) for choice in choices]
 
 
 def _missing(messages: Sequence[Mapping[str, Any]], text: str, form: Form) -> list[str]:
@@ -205,7 +181,7 @@ def _missing(messages: Sequence[Mapping[str, Any]], text: str, form: Form) -> li
             missing.append(f"does not write what a message of role {message['role']!r} says at its place")
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
-            if name not in text or (form.no_words is None and "None" in text):
+            if name not in text:
                 number = "every call" if len(message["tool_calls"]) > 1 else "the call"
                 missing.append(f"does not write {number} of a message")
             for key, value in arguments.items():
