@@ -76,7 +76,7 @@ def read_example(
     messages, answered = _conversation(example, columns)
     system = _system(example, columns, messages)
     messages = [*system, *messages]
-    loss_keys = {}
+    loss_keys: dict[int, bool] = {}
     for index, message in enumerate(messages):
         said = {bool(message.pop(key)) for key in LOSS_KEYS if key in message}
         if len(said) > 1:
@@ -174,23 +174,21 @@ def _conversation(example: Mapping[str, Any], columns: Mapping[Any, str]) -> tup
     if "completion" in columns:
         prompt = messages_of(example, columns["prompt"])
         return [*prompt, *messages_of(example, columns["completion"])], len(prompt)
-    prompt, response = (
+    given, response = (
         messages_of(example, columns[name]) if isinstance(example[columns[name]], list) else None
         for name in ("prompt", "response")
     )
     extra = example.get(columns["input"]) if "input" in columns else None
     history = _history(example, columns["history"]) if "history" in columns else []
-    answered = 0
-    if prompt is None:
+    if given is not None:
+        if extra or history:
+            name = columns["input" if extra else "history"]
+            raise BadExample(f"column {name!r}: goes with a prompt that is text, not with messages")
+        prompt, answered = given, len(given)
+    else:
         question = _text(example, columns["prompt"])
         more = f"\n\n{_text(example, columns['input'])}" if extra else ""
-        prompt = [{"role": "user", "content": question + more}]
-        answered = 0 if history else 1
-    elif extra or history:
-        name = columns["input" if extra else "history"]
-        raise BadExample(f"column {name!r}: goes with a prompt that is text, not with messages")
-    else:
-        answered = len(prompt)
+        prompt, answered = [{"role": "user", "content": question + more}], 0 if history else 1
     if response is None:
         response = [{"role": "assistant", "content": _text(example, columns["response"])}]
     return [*history, *prompt, *response], answered

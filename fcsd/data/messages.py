@@ -44,6 +44,7 @@ class BadExample(UserError):
 
 
 def messages_of(example: Mapping[str, Any], column: str) -> list[dict]:
+    """Read the messages in a column."""
     messages = example[column]
     if not isinstance(messages, list) or not messages:
         raise BadExample(
@@ -55,34 +56,29 @@ def messages_of(example: Mapping[str, Any], column: str) -> list[dict]:
 
 def _message(message: Any, column: str) -> dict:
     """Read one turn, as {"role", "content"} or in the words of ShareGPT, {"from", "value"}."""
-    if isinstance(message, Mapping):
-        rest = without_none(message)
-        role = rest.pop("role" if "role" in rest else "from", None)
-        content = rest.pop("content" if "content" in rest else "value", None)
-        if content is None and (rest.get("tool_calls") or rest.get(_CALL)):
-            content = ""
-        if isinstance(role, str) and isinstance(content, str | list):
-            _check_keys(rest, column)
-            if role.lower() == "function" and "role" not in message:
-                raise BadExample(
-                    f"column {column!r}: a message from 'function', which is a call in some data and the answer to one"
-                    f" in others; write {_CALL!r} or 'observation'"
-                )
-            role = ROLES.get(role.lower(), role)
-            content = _joined(content, column)
-            if role == _CALL:
-                role, content, calls = (
-                    "assistant",
-                    "",
-                    _calls(decoded_json(content, column, "a call"), column),
-                )
-            else:
-                calls = _calls([rest.pop(key, None) for key in ("tool_calls", _CALL)], column)
-            return {"role": role, "content": content, **rest, **({"tool_calls": calls} if calls else {})}
-    raise BadExample(
-        f"column {column!r}: a message with 'role' and 'content', both text, or 'from' and 'value', is needed, got"
-        f" {short(message)}"
-    )
+    rest = without_none(message) if isinstance(message, Mapping) else {}
+    is_sharegpt = "role" not in rest
+    role = rest.pop("from" if is_sharegpt else "role", None)
+    content = rest.pop("content" if "content" in rest else "value", None)
+    if content is None and (rest.get("tool_calls") or rest.get(_CALL)):
+        content = ""
+    if not isinstance(role, str) or not isinstance(content, str | list):
+        raise BadExample(
+            f"column {column!r}: a message with 'role' and 'content', both text, or 'from' and 'value', is needed, got"
+            f" {short(message)}"
+        )
+    if is_sharegpt and role.lower() == "function":
+        raise BadExample(
+            f"column {column!r}: a message from 'function', which is a call in some data and the answer to one in"
+            f" others; write {_CALL!r} or 'observation'"
+        )
+    _check_keys(rest, column)
+    role, content = ROLES.get(role.lower(), role), _joined(content, column)
+    calls = _calls([rest.pop(key, None) for key in ("tool_calls", _CALL)], column)
+    if role == _CALL:
+        calls += _calls(decoded_json(content, column, "a call"), column)
+        role, content = "assistant", ""
+    return {"role": role, "content": content, **rest, **({"tool_calls": calls} if calls else {})}
 
 
 def _check_keys(message: Mapping[str, Any], column: str) -> None:
@@ -146,6 +142,7 @@ def _calls(given: Any, column: str) -> list[dict]:
 
 
 def decoded_json(text: str, column: str, place: str) -> Any:
+    """Decode JSON text that stands at a place in a column."""
     try:
         return json.loads(text)
     except ValueError:
@@ -160,5 +157,6 @@ def without_none(value: Any) -> Any:
 
 
 def short(value: Any) -> str:
+    """Write a value into an error."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "…"

@@ -79,10 +79,10 @@ def form_of(tokenizer: Any, template: str, conversation: Conversation) -> Form |
     first one: its own error says why.
     """
     messages, options = conversation.messages, conversation.options
-    for name in options:
+    for name, value in options.items():
         if name in {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents", "kwargs"}:
             return f"is given {name!r} by fcsd; take it out of chat_template_kwargs"
-        if not re.search(rf"\b{re.escape(name)}\b", template):
+        if value not in ("", [], {}) and not re.search(rf"\b{re.escape(name)}\b", template):
             return f"reads no {name!r}; take it out of chat_template_kwargs"
     for message in messages:
         role = message["role"]

@@ -40,7 +40,9 @@ CALLING_TEMPLATE = (
 # Puts texts together, as DeepSeek's does.
 TEXT_CALLING_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
-    "{% for call in message.tool_calls %}{{ '[' + call.function.name + ' ' + call.function.arguments + ']' }}{% endfor %}<|eos|>{% endfor %}"
+    "{% for call in message.tool_calls %}"
+    "{{ '[' + call.function.name + ' ' + call.function.arguments + ']' }}"
+    "{% endfor %}<|eos|>{% endfor %}"
 )
 PARTS_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}"
@@ -66,6 +68,12 @@ def stock(name: str) -> str:
     if spec is None or spec.origin is None:
         pytest.skip("trl, which has the templates, is not installed")
     return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+def stock_names() -> list[str]:
+    spec = importlib.util.find_spec("trl")
+    folder = Path(spec.origin).parent / "chat_templates" if spec and spec.origin else None
+    return sorted(path.stem for path in folder.glob("*.jinja")) if folder else []
 
 
 def tokens_of(messages: list[Any], template: str, **columns: Any) -> tuple[str, str]:
@@ -294,6 +302,33 @@ def test_what_a_template_would_leave_out_is_refused(template: str, messages: lis
     error = refusal(messages, template)
     assert f"its chat template {reason}" in error or reason in error
     assert "take such examples out of the data, or use a template that does" in error
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", stock_names())
+def test_every_stock_template_writes_all_that_an_example_says_or_refuses_it(name: str) -> None:
+    template = stock(name)
+    result = {"role": "tool", "name": "look", "content": "it rains"}
+    chats = [
+        [{"role": "developer", "content": "be brief"}, *CHAT[1:]],
+        [CHAT[0], parts(CHAT[1]), *CHAT[2:]],
+        [*CHAT[1:4], *calling('{"city": "Bonn"}')[1:], result, CHAT[4]],
+        [*CHAT[1:4], *calling({"city": "Bonn"})[1:], result, CHAT[4]],
+        [CHAT[0], *CHAT[3:], CHAT[0] | {"content": "be long"}, *CHAT[1:3]],
+        [CHAT[1], CHAT[2] | {"thinking": "a sum"}],
+        [parts(message) for message in CHAT[1:]],
+    ]
+    for chat in chats:
+        says = [text for message in chat if isinstance(text := message["content"], str)]
+        says += ["2+2?"] + ["Bonn"] * any("tool_calls" in message for message in chat)
+        says += ["a sum"] * any("thinking" in message for message in chat)
+        try:
+            text, _ = tokens_of(chat, template)
+        except BadExample:
+            assert chat != chats[-1]
+            continue
+        assert [word for word in says if word not in text] == []
+        assert [wrong for wrong in ("'city'", '\\"city', "'text'", '"text"') if wrong in text] == []
 
 
 # ---- roles
