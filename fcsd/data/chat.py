@@ -216,8 +216,9 @@ class _Chat:
 
         apply = self.form.applied
         messages = [apply(turns) for turns in messages] if isinstance(messages[0], list) else apply(messages)
+        options = {"tools": self.form.tools(self.tools), **self.options, **options}
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **self.options, **options)
+            return self.tokenizer.apply_chat_template(messages, **options)
         except (TemplateError, TypeError, AttributeError, LookupError) as error:  # of expressions
             raise BadExample(
                 f"{tokenizer_name(self.tokenizer)}: its chat template refuses an example: {one_line(error)}"

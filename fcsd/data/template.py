@@ -26,7 +26,7 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _TOOL = {
     "type": "function",
     "function": {
-        "name": "look",
+        "name": "Qtool",
         "description": "looks",
         "parameters": {
             "type": "object",
@@ -42,12 +42,19 @@ class Form:
     """How a chat template takes messages.
 
     developer: the role that a developer's message has. arguments: of a call, "object" or "text". parts: contents are
-    lists of parts.
+    lists of parts. wrapped: tools are {"type": "function", "function": …}, also where the data have the latter alone.
     """
 
     developer: str = "developer"
     arguments: str = "object"
     parts: bool = False
+    wrapped: bool = False
+
+    def tools(self, tools: list[Any] | None) -> list[Any] | None:
+        """Return tools in this form."""
+        if tools is None or not self.wrapped:
+            return tools
+        return [tool if _is_wrapped(tool) else _wrapped(tool) for tool in tools]
 
     def applied(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages in this form."""
@@ -72,6 +79,17 @@ class Form:
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
+def _is_wrapped(tool: Mapping[str, Any]) -> bool:
+    return isinstance(tool.get("function"), Mapping)
+
+
+def _wrapped(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {key: value for key, value in tool.items() if (key, value) != ("type", "function")},
+    }
+
+
 def form_of(tokenizer: Any, template: str, conversation: Conversation) -> Form | str:
     """Return the form in which a template takes a conversation, or, after "its chat template", why there is none.
 
@@ -94,7 +112,9 @@ def form_of(tokenizer: Any, template: str, conversation: Conversation) -> Form |
     if has_thoughts and not re.search(rf"""[.'"]({"|".join(_THOUGHTS)})\b""", template):
         return "writes no thoughts, which a message has; put them into its content as the model does, or take them out"
     probe = json.dumps(_probe(messages))
-    form = _tried(tokenizer, template, probe, bool(conversation.tools), json.dumps(options, sort_keys=True))
+    kinds = {_is_wrapped(tool) for tool in conversation.tools or ()}
+    tools = json.dumps([_TOOL if wrapped else _TOOL["function"] for wrapped in sorted(kinds)])
+    form = _tried(tokenizer, template, probe, tools, json.dumps(options, sort_keys=True))
     return form or Form()
 
 
@@ -128,24 +148,25 @@ def _marked_call(call: Mapping[str, Any], number: str, ids: dict[str, str]) -> d
 
 
 @functools.lru_cache(maxsize=4096)
-def _tried(tokenizer: Any, template: str, probe: str, has_tools: bool, options: str) -> Form | str | None:
+def _tried(tokenizer: Any, template: str, probe: str, given_tools: str, options: str) -> Form | str | None:
     """Return the first form in which everything of the probe is written, else what is missing in the best one; None
     where the template refuses all of them.
     """
     from jinja2 import TemplateError
 
-    messages = json.loads(probe)
+    messages, tools = json.loads(probe), json.loads(given_tools) or None
     said = [message["content"] for message in messages if message["role"] == "assistant"]
     best: tuple[Any, ...] | None = None
-    for form in _candidates(messages):
+    for form in _candidates(messages, tools or ()):
         try:
-            tools = [_TOOL] if has_tools else None
             text = tokenizer.apply_chat_template(
-                form.applied(messages), tools=tools, tokenize=False, **json.loads(options)
+                form.applied(messages), tools=form.tools(tools), tokenize=False, **json.loads(options)
             )
         except (TemplateError, TypeError, AttributeError, LookupError, ValueError):
             continue
         missing = _missing(messages, text, form)
+        if tools and text.count("Qtool") < len(tools):
+            missing.append("does not write every tool")
         rank = len(missing), sum(content not in text for content in said)
         if best is None or rank < best[0]:
             best = rank, form, missing
@@ -159,7 +180,7 @@ def _tried(tokenizer: Any, template: str, probe: str, has_tools: bool, options: 
     return form
 
 
-def _candidates(messages: Sequence[Mapping[str, Any]]) -> list[Form]:
+def _candidates(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[Form]:
     has_calls = any(message.get("tool_calls") for message in messages)
     choices = itertools.product(
         ("developer", "system")
@@ -167,6 +188,7 @@ def _candidates(messages: Sequence[Mapping[str, Any]]) -> list[Form]:
         else ("developer",),
         ("object", "text") if has_calls else ("object",),
         (False, True),
+        (False,) if all(map(_is_wrapped, tools)) else (False, True),
     )
     return [Form(*choice) for choice in choices]
 

@@ -287,6 +287,16 @@ def test_parameters_of_a_tool_that_are_json_text_are_written_once() -> None:
     assert tokens_of(CHAT, template, tools=[text]) == tokens_of(CHAT, template, tools=[tool])
 
 
+def test_tools_without_a_wrapper_are_given_one_where_the_template_would_not_write_them() -> None:
+    function = {"name": "look", "description": "looks", "parameters": {"type": "object", "properties": {}}}
+    wrapped = [{"type": "function", "function": function}]
+    text = tokens_of(CHAT, stock("gptoss"), tools=wrapped)
+    assert "look" in text[0]
+    for bare in ([function], json.dumps([function]), [{"type": "function", **function}]):
+        assert tokens_of(CHAT, stock("gptoss"), tools=bare) == text
+    assert f"<tools>\n{json.dumps(function)}\n" in tokens_of(CHAT, stock("qwen3"), tools=[function])[0]
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
