@@ -13,7 +13,7 @@ import numpy as np
 from fcsd.base.errors import UserError, one_line
 from fcsd.data.examples import Completion, Conversation, read_example
 from fcsd.data.messages import BadExample
-from fcsd.data.template import Form, form_of
+from fcsd.data.template import MessageForm, message_form_of
 
 _OPEN, _MASK = "add_generation_prompt", "return_assistant_tokens_mask"  # options of a chat template
 
@@ -89,19 +89,19 @@ def _read(
         )
     silent = read.silent(loss_on)
     chat = _Chat(tokenizer, read.tools, read.messages, read.answered, silent, read.options)
-    form = form_of(tokenizer, chat.template, read)
+    form = message_form_of(tokenizer, chat.template, read)
     if isinstance(form, str):
         raise BadExample(f"{tokenizer_name(tokenizer)}: its chat template {form}")
-    return replace(chat, form=form)
+    return replace(chat, message_form=form)
 
 
 def _encode_ahead(chats: Sequence[_Chat], loss_on: str) -> None:
     """Encode what the masks of conversations without tools will ask for; what a template refuses is left to them."""
-    wanted: dict[tuple[str, Form], list[tuple[_Chat, int]]] = {}
+    wanted: dict[tuple[str, MessageForm], list[tuple[_Chat, int]]] = {}
     for chat in chats:
         if chat.tools is None and not chat.options:
             for option, number in chat.requests(loss_on):
-                wanted.setdefault((option, chat.form), []).append((chat, number))
+                wanted.setdefault((option, chat.message_form), []).append((chat, number))
     for (option, _), each in wanted.items():
         conversations = [chat.messages[:number] for chat, number in each]
         try:
@@ -150,7 +150,7 @@ class _Chat:
     writes none.
 
     answered: the message from which on there is loss. silent: messages of the assistant without loss. options: of the
-    template, beside ours. form: how it takes messages. ahead: what was encoded before it is asked for, by option and
+    template, beside ours. message_form: how it takes messages. ahead: what was encoded before it is asked for, by option and
     number of messages.
     """
 
@@ -160,7 +160,7 @@ class _Chat:
     answered: int
     silent: frozenset[int] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
-    form: Form = field(default_factory=Form)
+    message_form: MessageForm = field(default_factory=MessageForm)
     ahead: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -214,9 +214,9 @@ class _Chat:
     def _applied(self, messages: list[Any], **options: Any) -> Any:
         from jinja2 import TemplateError
 
-        apply = self.form.applied
+        apply = self.message_form.applied
         messages = [apply(turns) for turns in messages] if isinstance(messages[0], list) else apply(messages)
-        options = {"tools": self.form.tools(self.tools), **self.options, **options}
+        options = {"tools": self.message_form.tools(self.tools), **self.options, **options}
         try:
             return self.tokenizer.apply_chat_template(messages, **options)
         except (TemplateError, TypeError, AttributeError, LookupError) as error:  # of expressions

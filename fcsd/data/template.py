@@ -38,7 +38,7 @@ _TOOL = {
 
 
 @dataclass(frozen=True)
-class Form:
+class MessageForm:
     """How a chat template takes messages.
 
     developer: the role that a developer's message has. arguments: of a call, "object" or "text". parts: contents are
@@ -90,7 +90,7 @@ def _wrapped(tool: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def form_of(tokenizer: Any, template: str, conversation: Conversation) -> Form | str:
+def message_form_of(tokenizer: Any, template: str, conversation: Conversation) -> MessageForm | str:
     """Return the form in which a template takes a conversation, or, after "its chat template", why there is none.
 
     template: the tokenizer's for such a conversation. Where the template refuses the conversation in every form, the
@@ -115,7 +115,7 @@ def form_of(tokenizer: Any, template: str, conversation: Conversation) -> Form |
     kinds = {_is_wrapped(tool) for tool in conversation.tools or ()}
     tools = json.dumps([_TOOL if wrapped else _TOOL["function"] for wrapped in sorted(kinds)])
     form = _tried(tokenizer, template, probe, tools, json.dumps(options, sort_keys=True))
-    return form or Form()
+    return form or MessageForm()
 
 
 def _probe(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -148,7 +148,9 @@ def _marked_call(call: Mapping[str, Any], number: str, ids: dict[str, str]) -> d
 
 
 @functools.lru_cache(maxsize=4096)
-def _tried(tokenizer: Any, template: str, probe: str, given_tools: str, options: str) -> Form | str | None:
+def _tried(
+    tokenizer: Any, template: str, probe: str, given_tools: str, options: str
+) -> MessageForm | str | None:
     """Return the first form in which everything of the probe is written, else what is missing in the best one; None
     where the template refuses all of them.
     """
@@ -180,7 +182,7 @@ def _tried(tokenizer: Any, template: str, probe: str, given_tools: str, options:
     return form
 
 
-def _candidates(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[Form]:
+def _candidates(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[MessageForm]:
     has_calls = any(message.get("tool_calls") for message in messages)
     choices = itertools.product(
         ("developer", "system")
@@ -190,10 +192,10 @@ def _candidates(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> 
         (False, True),
         (False,) if all(map(_is_wrapped, tools)) else (False, True),
     )
-    return [Form(*choice) for choice in choices]
+    return [MessageForm(*choice) for choice in choices]
 
 
-def _missing(messages: Sequence[Mapping[str, Any]], text: str, form: Form) -> list[str]:
+def _missing(messages: Sequence[Mapping[str, Any]], text: str, form: MessageForm) -> list[str]:
     """List what the text of a probe does not have, or has in the wrong way."""
     missing = []
     for message in messages:

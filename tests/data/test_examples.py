@@ -742,7 +742,7 @@ def test_a_completion_that_only_a_template_could_write_is_refused(
 
 def test_test_items_are_looked_for_in_every_form_of_an_example() -> None:
     words = "one two three four five six seven eight"
-    found = Decontaminator(ItemIndex([Item("task", "1", (words,))]))
+    decontaminator = Decontaminator(ItemIndex([Item("task", "1", (words,))]))
     examples = [
         {"prompt": "say", "completion": words},
         {"messages": [parts({"role": "user", "content": words}), CHAT[2]]},
@@ -752,6 +752,6 @@ def test_test_items_are_looked_for_in_every_form_of_an_example() -> None:
     for example in examples:
         clean = json.loads(json.dumps(example).replace("three", "3").replace('"t"', '"u"'))
         record = BadRows()
-        options: dict[str, Any] = {"max_length": 256, "decontaminator": found, "bad_rows": record}
+        options: dict[str, Any] = {"max_length": 256, "decontaminator": decontaminator, "bad_rows": record}
         rows = given_rows([example, clean], make_tokenizer(PLAIN_TEMPLATE), name="x", **options)
         assert len(rows) == 1 and record.summary() == {"num_examples": 1, "num_left_out": 0}
