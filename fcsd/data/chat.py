@@ -150,8 +150,8 @@ class _Chat:
     writes none.
 
     answered: the message from which on there is loss. silent: messages of the assistant without loss. options: of the
-    template, beside ours. message_form: how it takes messages. ahead: what was encoded before it is asked for, by option and
-    number of messages.
+    template, beside ours. message_form: how it takes messages. ahead: what was encoded before it is asked for, by
+    option and number of messages.
     """
 
     tokenizer: Any
