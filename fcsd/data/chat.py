@@ -13,7 +13,7 @@ import numpy as np
 from fcsd.base.errors import UserError, one_line
 from fcsd.data.examples import Completion, Conversation, read_example
 from fcsd.data.messages import BadExample
-from fcsd.data.template import MessageForm, message_form_of
+from fcsd.data.template import message_form_of
 
 _OPEN, _MASK = "add_generation_prompt", "return_assistant_tokens_mask"  # options of a chat template
 
@@ -87,22 +87,21 @@ def _read(
             "tokenizer of an instruct model, add a chat_template.jinja, or give plain text under "
             "`columns: {text: …}`"
         )
-    silent = read.silent(loss_on)
-    chat = _Chat(tokenizer, read.tools, read.messages, read.answered, silent, read.options)
+    chat = _Chat(tokenizer, read.tools, read.messages, read.answered, read.silent(loss_on), read.options)
     form = message_form_of(tokenizer, chat.template, read)
     if isinstance(form, str):
         raise BadExample(f"{tokenizer_name(tokenizer)}: its chat template {form}")
-    return replace(chat, message_form=form)
+    return replace(chat, messages=form.applied(read.messages), tools=form.tools(read.tools))
 
 
 def _encode_ahead(chats: Sequence[_Chat], loss_on: str) -> None:
     """Encode what the masks of conversations without tools will ask for; what a template refuses is left to them."""
-    wanted: dict[tuple[str, MessageForm], list[tuple[_Chat, int]]] = {}
+    wanted: dict[str, list[tuple[_Chat, int]]] = {}
     for chat in chats:
         if chat.tools is None and not chat.options:
             for option, number in chat.requests(loss_on):
-                wanted.setdefault((option, chat.message_form), []).append((chat, number))
-    for (option, _), each in wanted.items():
+                wanted.setdefault(option, []).append((chat, number))
+    for option, each in wanted.items():
         conversations = [chat.messages[:number] for chat, number in each]
         try:
             encoded = each[0][0].encoded(conversations, option)
@@ -150,8 +149,7 @@ class _Chat:
     writes none.
 
     answered: the message from which on there is loss. silent: messages of the assistant without loss. options: of the
-    template, beside ours. message_form: how it takes messages. ahead: what was encoded before it is asked for, by
-    option and number of messages.
+    template, beside ours. ahead: what was encoded before it is asked for, by option and number of messages.
     """
 
     tokenizer: Any
@@ -160,7 +158,6 @@ class _Chat:
     answered: int
     silent: frozenset[int] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
-    message_form: MessageForm = field(default_factory=MessageForm)
     ahead: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -214,11 +211,8 @@ class _Chat:
     def _applied(self, messages: list[Any], **options: Any) -> Any:
         from jinja2 import TemplateError
 
-        apply = self.message_form.applied
-        messages = [apply(turns) for turns in messages] if isinstance(messages[0], list) else apply(messages)
-        options = {"tools": self.message_form.tools(self.tools), **self.options, **options}
         try:
-            return self.tokenizer.apply_chat_template(messages, **options)
+            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **self.options, **options)
         except (TemplateError, TypeError, AttributeError, LookupError) as error:  # of expressions
             raise BadExample(
                 f"{tokenizer_name(self.tokenizer)}: its chat template refuses an example: {one_line(error)}"

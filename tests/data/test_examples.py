@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fcsd.base.errors import UserError
+from fcsd.data import template as template_module
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import NO_LOSS
 from fcsd.data.config import SourceConfig
@@ -59,6 +60,7 @@ CHAT = [
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template_module._tell_once.cache_clear()
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -325,13 +327,11 @@ def test_every_stock_template_writes_all_that_an_example_says_or_refuses_it(name
         [*CHAT[1:4], *calling('{"city": "Bonn"}')[1:], result, CHAT[4]],
         [*CHAT[1:4], *calling({"city": "Bonn"})[1:], result, CHAT[4]],
         [CHAT[0], *CHAT[3:], CHAT[0] | {"content": "be long"}, *CHAT[1:3]],
-        [CHAT[1], CHAT[2] | {"thinking": "a sum"}],
         [parts(message) for message in CHAT[1:]],
     ]
     for chat in chats:
         says = [text for message in chat if isinstance(text := message["content"], str)]
         says += ["2+2?"] + ["Bonn"] * any("tool_calls" in message for message in chat)
-        says += ["a sum"] * any("thinking" in message for message in chat)
         try:
             text, _ = tokens_of(chat, template)
         except BadExample:
@@ -562,14 +562,16 @@ def test_options_that_a_template_does_not_read_are_refused(options: Any, reason:
     assert reason in refusal(CHAT, chat_template_kwargs=options)
 
 
-def test_thoughts_are_given_under_the_key_that_the_template_reads() -> None:
+def test_thoughts_reach_the_template_under_any_key_and_a_template_without_them_says_so_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for key in ("reasoning_content", "thinking", "reasoning"):
         chat = [CHAT[1], CHAT[2] | {key: "let me see"}]
         assert "<think>\nlet me see\n</think>" in tokens_of(chat, stock("qwen3"))[1]
         assert "analysis<|message|>let me see" in tokens_of(chat, stock("gptoss"))[1]
-    assert "writes no thoughts, which a message has; put them into its content" in refusal(
-        chat, stock("llama3")
-    )
+        assert tokens_of(chat, PLAIN_TEMPLATE) == tokens_of(CHAT[1:3], PLAIN_TEMPLATE)
+    sentence = "the chat template writes no thoughts, which messages of the data have: they are not learned"
+    assert capsys.readouterr().err.count(sentence) == 1
 
 
 @pytest.mark.parametrize(
