@@ -9,6 +9,8 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from fcsd.base.errors import UserError
 from fcsd.data import template as template_module
@@ -223,7 +225,7 @@ def test_arguments_that_are_json_text_are_written_once(template: str) -> None:
         [CHAT[1], {"role": "assistant", "content": "", "tool_calls": calls}], tokenize=False
     )
     text, learned = tokens_of(calling(json.dumps(ARGUMENTS)), template)
-    assert text == reference and "Köln" in text and '\\"' not in text
+    assert text.startswith(reference) and "Köln" in text and '\\"' not in text
     assert "look" in learned
 
 
@@ -682,6 +684,21 @@ def test_prompts_and_completions_that_are_text_become_the_tokens_and_labels_of_t
     tokenizer = make_tokenizer(template)
     assert given(examples, tokenizer) == by_trl(examples, tokenizer)
     assert tokenizer.decode(given(examples, tokenizer)[0][0]) == "2+2=4<|eos|>"
+
+
+def test_a_token_across_the_end_of_the_prompt_is_the_completions_as_in_trl(by_trl: Any) -> None:
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "<|bos|>", "<|eos|>", "<|pad|>"]
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, [("a", "b")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bos = alphabet.index("<|bos|>")
+    backend.post_processor = processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", bos)])
+    special = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    examples = [{"prompt": "xa", "completion": "by"}, {"prompt": "", "completion": "ab"}]
+    pairs = given(examples, tokenizer)
+    assert pairs == by_trl(examples, tokenizer)
+    assert tokenizer.convert_ids_to_tokens(pairs[0][0]) == ["<|bos|>", "x", "ab", "y", "<|eos|>"]
+    assert pairs[0][1][:2] == [NO_LOSS, NO_LOSS] and NO_LOSS not in pairs[0][1][2:]
 
 
 def test_completions_that_are_conversations_become_the_tokens_and_labels_of_trl(by_trl: Any) -> None:
