@@ -127,5 +127,5 @@ def _refuse(path: str, kind: str, names: Sequence[str], said: Mapping[Any, str])
                 continue
             raise UserError(
                 f"data set {path}: a column {name!r} beside {', '.join(map(repr, said.values()))} is not read:"
-                f" {reason.format(name=name)}; or remove the column"
+                f" {reason.format(name=name)}; remove the column to train without it"
             )

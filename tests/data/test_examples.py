@@ -603,7 +603,7 @@ def test_a_column_that_would_set_prompt_or_loss_and_is_not_read_is_refused_by_na
             given_rows([plain | {more: [1]}], make_tokenizer(PLAIN_TEMPLATE), name="x", max_length=64)
     error = str(caught.value)
     assert f": a column '{more}' beside " in error and f"is not read: {reason}" in error
-    assert error.endswith("; or remove the column")
+    assert error.endswith("; remove the column to train without it")
 
 
 def test_a_column_that_is_named_is_read_and_plain_metadata_are_not() -> None:
