@@ -16,7 +16,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,12 @@ _TOOL = {
 class MessageForm:
     """How a chat template takes messages.
 
-    developer: the role that a developer's message has. arguments: of a call, "object" or "text". parts: contents are
+    developer, tool: the roles that such messages have. arguments: of a call, "object" or "text". parts: contents are
     lists of parts. wrapped: tools are {"type": "function", "function": …}, also where the data have the latter alone.
     """
 
     developer: str = "developer"
+    tool: str = "tool"
     arguments: str = "object"
     parts: bool = False
     wrapped: bool = False
@@ -63,8 +64,8 @@ class MessageForm:
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         message = dict(message)
-        if message["role"] == "developer":
-            message["role"] = self.developer
+        if message["role"] in ("developer", "tool"):
+            message["role"] = getattr(self, message["role"])
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [self._call(call) for call in calls]
         if self.parts and isinstance(message["content"], str):
@@ -105,7 +106,7 @@ def message_form_of(tokenizer: Any, template: str, conversation: Conversation) -
             return f"reads no {name!r}; take it out of chat_template_kwargs"
     for message in messages:
         role = message["role"]
-        if role not in ROLES and not re.search(rf"""['"]{re.escape(role)}['"]""", template):
+        if role not in ROLES and not _names(template, role):
             allowed = ", ".join(ROLES)
             return f"knows no role like that of a message from {role!r}; allowed: {allowed}, and what it names itself"
     has_thoughts = any(message.get(key) for message in messages for key in _THOUGHTS)
@@ -114,10 +115,10 @@ def message_form_of(tokenizer: Any, template: str, conversation: Conversation) -
         _tell_once(
             "data: the chat template writes no thoughts, which messages of the data have: they are not learned"
         )
-    probe = json.dumps(_probe(messages))
+    probe = json.dumps(_probe(messages), default=str)
     kinds = {_is_wrapped(tool) for tool in conversation.tools or ()}
     tools = json.dumps([_TOOL if wrapped else _TOOL["function"] for wrapped in sorted(kinds)])
-    form = _tried(tokenizer, template, probe, tools, json.dumps(options, sort_keys=True))
+    form = _tried(tokenizer, template, probe, tools, json.dumps(options, sort_keys=True, default=str))
     return form or MessageForm()
 
 
@@ -166,7 +167,7 @@ def _tried(
     messages, tools = json.loads(probe), json.loads(given_tools) or None
     said = [message["content"] for message in messages if message["role"] == "assistant"]
     best: tuple[Any, ...] | None = None
-    for form in _candidates(messages, tools or ()):
+    for form in _candidates(template, messages, tools or ()):
         try:
             text = tokenizer.apply_chat_template(
                 form.applied(messages), tools=form.tools(tools), tokenize=False, **json.loads(options)
@@ -189,17 +190,24 @@ def _tried(
     return form
 
 
-def _candidates(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[MessageForm]:
-    has_calls = any(message.get("tool_calls") for message in messages)
+def _candidates(
+    template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+) -> Iterator[MessageForm]:
+    """Yield the forms to try, that of the data first."""
+    roles = {message["role"] for message in messages}
+    others = [role for role in ROLES if ROLES[role] == "tool" and role != "tool" and _names(template, role)]
     choices = itertools.product(
-        ("developer", "system")
-        if any(message["role"] == "developer" for message in messages)
-        else ("developer",),
-        ("object", "text") if has_calls else ("object",),
+        ("developer", "system") if "developer" in roles else ("developer",),
+        ("tool", *others) if "tool" in roles else ("tool",),
+        ("object", "text") if any(message.get("tool_calls") for message in messages) else ("object",),
         (False, True),
         (False,) if all(map(_is_wrapped, tools)) else (False, True),
     )
-    return [MessageForm(*choice) for choice in choices]
+    return (MessageForm(*choice) for choice in choices)
+
+
+def _names(template: str, role: str) -> bool:
+    return re.search(rf"""['"]{re.escape(role)}['"]""", template) is not None
 
 
 def _missing(messages: Sequence[Mapping[str, Any]], text: str, form: MessageForm) -> list[str]:

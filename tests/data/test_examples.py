@@ -1,5 +1,6 @@
 """Examples in the forms in which data come: what is trained is what they say, or they are refused by name."""
 
+import datetime
 import importlib.util
 import json
 from pathlib import Path
@@ -186,6 +187,13 @@ def test_a_text_that_is_json_is_the_same_text_from_a_file(tmp_path: Path) -> Non
     assert learned == [f"{answer}<|eos|>" for answer in answers]
 
 
+def test_metadata_of_a_message_are_not_read() -> None:
+    noted = [
+        message | {"time": datetime.datetime(2026, 1, 1), "id": index} for index, message in enumerate(CHAT)
+    ]
+    assert tokens_of(noted, PLAIN_TEMPLATE) == tokens_of(CHAT, PLAIN_TEMPLATE)
+
+
 def test_a_key_that_not_every_example_of_a_list_has_is_read() -> None:
     examples = [{"messages": CHAT[1:3]}, {"messages": CHAT[1:3], "system": "be kind"}]
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
@@ -367,6 +375,12 @@ def test_a_message_of_a_function_is_its_result_in_openais_data_and_unclear_in_ot
     assert tokens_of([*CHAT[:3], result], PLAIN_TEMPLATE)[0].endswith("<|tool|>4<|eos|>")
     error = refusal([{"from": "human", "value": "a"}, {"from": "function", "value": "4"}])
     assert "write 'function_call' or 'observation'" in error
+
+
+def test_a_result_of_a_tool_is_an_observation_where_the_template_knows_that_name_alone() -> None:
+    template = NAMING_TEMPLATE.replace("'user',", "'user', 'observation',")
+    for result in ({"role": "tool", "content": "4"}, {"from": "observation", "value": "4"}):
+        assert tokens_of([*CHAT[:3], result], template)[0].endswith("<|observation|>4<|eos|>")
 
 
 def test_an_unknown_role_is_refused_unless_the_template_names_it() -> None:
