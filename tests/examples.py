@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from fcsd.data.chat import BadExample, tokenize_examples
+from fcsd.data.chat import tokenize_examples
+from fcsd.data.messages import BadExample
 from fcsd.data.rows import first_fit, row_of
 
 

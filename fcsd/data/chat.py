@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.data.batches import NO_LOSS
-
-_SHAREGPT_ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
-}  # fmt: skip
-
+from fcsd.data.examples import Completion, Conversation, read_example
+from fcsd.data.messages import BadExample
+from fcsd.data.template import message_form_of
 
 _OPEN, _MASK = "add_generation_prompt", "return_assistant_tokens_mask"  # options of a chat template
-
-
-class BadExample(UserError):
-    """An example that cannot be tokenized, while others of its data set can."""
 
 
 def tokenizer_name(tokenizer: Any) -> str:
@@ -39,28 +31,37 @@ def tokenize_examples(
 ) -> list[dict[str, Any] | BadExample]:
     """Tokenize examples as {"input_ids": […], "loss_mask": […]}; the mask says which tokens are to be predicted.
 
-    columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …} | {"input_ids": …,
-    "labels": … (optional), "attention_mask": … (optional)}, names of columns; "tools": … may stand beside messages and
-    prompts. Messages, and prompt (with `input` in a paragraph of its own) and response, go through the chat template,
-    which is given the tools (a list, or JSON text of one), and loss is on what the assistant says, its end of turn
-    included, or on all tokens for loss_on="all". A message is {"role", "content"} or {"from", "value"} (ShareGPT).
-    Prompt and response may be lists of messages; the response's alone carry loss. Text gets an end-of-sequence token,
-    and loss is on all of it. Tokens are taken as they are, without those that the attention mask leaves out; loss is on
-    those whose label is not -100. The tokenizer is called as seldom as can be: each call has its price.
+    columns: {"messages": …} | {"prompt": …, "response": …} | {"prompt": …, "completion": …} | {"text": …} |
+    {"input_ids": …}, names of columns, and what stands beside them (`fcsd.data.columns`). Messages, and prompt (with
+    `input` in a paragraph of its own, after `history`) and response, go through the chat template, which is given tools
+    and options, and loss is on what the assistant says, its end of turn included, or on all tokens for loss_on="all".
+    Prompt and response may be lists of messages; the response's alone carry loss. Prompt and completion that are text
+    are taken as they are written, as TRL does, and loss is on what the completion adds to the tokens, and on the
+    end-of-sequence token. Text gets an end-of-sequence token, and loss is on all of it. Tokens are taken as they are,
+    without those that the attention mask leaves out; loss is where labels and masks say so. The tokenizer is called as
+    seldom as can be: each call has its price.
 
     Returns: one entry an example; a BadExample where the template refuses it or a column holds something else.
 
     Raises: UserError when the tokenizer has no chat template where one is needed, or one that writes no tools where
     there are some.
     """
-    read = [_or_bad(partial(_read, example, columns, tokenizer)) for example in examples]
+    read = [_or_bad(partial(_read, example, columns, tokenizer, loss_on)) for example in examples]
     texts = iter(_tokenized_texts([one for one in read if isinstance(one, str)], tokenizer))
+    completions = iter(
+        _tokenized_completions([one for one in read if isinstance(one, Completion)], tokenizer)
+    )
     _encode_ahead([one for one in read if isinstance(one, _Chat)], loss_on)
     outputs: list[Any] = []
     for one in read:
         if isinstance(one, str):
             ids = next(texts)
             outputs.append({"input_ids": ids, "loss_mask": np.ones(len(ids), bool)})
+        elif isinstance(one, Completion):
+            ids, begin = next(completions)
+            outputs.append(
+                {"input_ids": ids, "loss_mask": np.arange(len(ids)) >= (0 if loss_on == "all" else begin)}
+            )
         else:
             outputs.append(_or_bad(partial(_masked, one, loss_on)) if isinstance(one, _Chat) else one)
     return outputs
@@ -74,26 +75,30 @@ def _or_bad(make: Callable[[], Any]) -> Any:
         return error
 
 
-def _read(example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any) -> dict | str | _Chat:
-    if "input_ids" in columns:
-        return _tokenized(example, columns)
-    if "text" in columns:
-        return _string(example, columns["text"])
+def _read(
+    example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any, loss_on: str
+) -> dict | str | Completion | _Chat:
+    read = read_example(example, columns)
+    if not isinstance(read, Conversation):
+        return read
     if not tokenizer.chat_template:
         raise UserError(
             f"{tokenizer_name(tokenizer)}: no chat template, needed for prompts and messages; use the "
             "tokenizer of an instruct model, add a chat_template.jinja, or give plain text under "
             "`columns: {text: …}`"
         )
-    messages, answered = _messages(example, columns)
-    return _Chat(tokenizer, _tools(example, columns), messages, answered)
+    chat = _Chat(tokenizer, read.tools, read.messages, read.answered, read.silent(loss_on), read.options)
+    form = message_form_of(tokenizer, chat.template, read)
+    if isinstance(form, str):
+        raise BadExample(f"{tokenizer_name(tokenizer)}: its chat template {form}")
+    return replace(chat, messages=form.applied(read.messages), tools=form.tools(read.tools))
 
 
 def _encode_ahead(chats: Sequence[_Chat], loss_on: str) -> None:
     """Encode what the masks of conversations without tools will ask for; what a template refuses is left to them."""
     wanted: dict[str, list[tuple[_Chat, int]]] = {}
     for chat in chats:
-        if chat.tools is None:
+        if chat.tools is None and not chat.options:
             for option, number in chat.requests(loss_on):
                 wanted.setdefault(option, []).append((chat, number))
     for option, each in wanted.items():
@@ -116,6 +121,18 @@ def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
     return [ids if ids and ids[-1] == end else [*ids, end] for ids in encoded]
 
 
+def _tokenized_completions(texts: list[Completion], tokenizer: Any) -> list[tuple[list[int], int]]:
+    """Return token ids, and where the completion begins: where they differ from those of the prompt alone (TRL)."""
+    whole = _tokenized_texts([text.prompt + text.completion for text in texts], tokenizer)
+    prompts = _tokenized_texts([text.prompt for text in texts], tokenizer)
+    end, begins = tokenizer.eos_token_id, []
+    for text, ids, prompt in zip(texts, whole, prompts, strict=True):
+        # Without the end that a text gets.
+        own = prompt if text.prompt.endswith(tokenizer.eos_token) or prompt[-1] != end else prompt[:-1]
+        begins.append(_common(own, ids))
+    return list(zip(whole, begins, strict=True))
+
+
 def _masked(chat: _Chat, loss_on: str) -> dict[str, list]:
     if loss_on == "all":
         ids = chat.prefix(len(chat.messages))["input_ids"]
@@ -131,14 +148,16 @@ class _Chat:
     """A conversation, and the tokenizer's chat template and the tools that write it, which raise UserError where it
     writes none.
 
-    answered: the message from which on there is loss. ahead: what was encoded before it is asked for, by option and
-    number of messages.
+    answered: the message from which on there is loss. silent: messages of the assistant without loss. options: of the
+    template, beside ours. ahead: what was encoded before it is asked for, by option and number of messages.
     """
 
     tokenizer: Any
     tools: list[Any] | None
     messages: list[dict]
     answered: int
+    silent: frozenset[int] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
     ahead: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -160,13 +179,17 @@ class _Chat:
     def is_marked(self) -> bool:
         """Whether the template says which tokens are the assistant's, and loss is on all of them."""
         earlier = any(message["role"] == "assistant" for message in self.messages[: self.answered])
-        return not earlier and re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
+        return (
+            not earlier
+            and not self.silent
+            and re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
+        )
 
     @property
     def answers(self) -> list[int]:
         """The messages that loss is on, when the template does not say where they are."""
         roles = enumerate(message["role"] for message in self.messages)
-        return [i for i, role in roles if role == "assistant" and i >= self.answered]
+        return [i for i, role in roles if role == "assistant" and i >= self.answered and i not in self.silent]
 
     def requests(self, loss_on: str) -> list[tuple[str, int]]:
         """Return the options and numbers of messages of the prefixes that `_masked` asks for."""
@@ -189,26 +212,11 @@ class _Chat:
         from jinja2 import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options)
+            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **self.options, **options)
         except (TemplateError, TypeError, AttributeError, LookupError) as error:  # of expressions
             raise BadExample(
                 f"{tokenizer_name(self.tokenizer)}: its chat template refuses an example: {one_line(error)}"
             ) from error
-
-
-def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:
-    ids = _list(example, columns["input_ids"])
-    labels = _list(example, columns["labels"]) if "labels" in columns else ids
-    seen = _list(example, columns["attention_mask"]) if "attention_mask" in columns else [1] * len(ids)
-    if not len(ids) == len(labels) == len(seen) or any(
-        label not in (token, NO_LOSS) for token, label in zip(ids, labels, strict=True)
-    ):
-        raise BadExample(
-            f"column {columns.get('labels', columns['input_ids'])!r}: each label must be the token of its own position,"
-            f" or {NO_LOSS} where there is no loss (they are shifted later), got {_short(labels)} for {_short(ids)}"
-        )
-    kept = [(token, label != NO_LOSS) for token, label, here in zip(ids, labels, seen, strict=True) if here]
-    return {"input_ids": [token for token, _ in kept], "loss_mask": [mask for _, mask in kept]}
 
 
 def _mask_by_prefix(chat: _Chat) -> dict[str, list]:
@@ -263,108 +271,7 @@ def _content_span(chat: _Chat, messages: list[dict], index: int, text: str) -> t
     return begin, max(begin, len(text) - _common(text[::-1], changed[::-1]))
 
 
-def _common(one: str, other: str) -> int:
-    """Count the characters with which both texts begin."""
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Count the characters, or tokens, with which both begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _messages(example: Mapping[str, Any], columns: Mapping[Any, str]) -> tuple[list[dict], int]:
-    """Return the conversation, and the number of its first message that the loss may be on."""
-    if "messages" in columns:
-        return _turns(example, columns["messages"]), 0
-    prompt, response = (
-        _turns(example, columns[name]) if isinstance(example[columns[name]], list) else None
-        for name in ("prompt", "response")
-    )
-    extra = example.get(columns["input"]) if "input" in columns else None
-    if prompt is None:
-        question = _string(example, columns["prompt"])
-        more = f"\n\n{_string(example, columns['input'])}" if extra else ""
-        prompt = [{"role": "user", "content": question + more}]
-    elif extra:
-        raise BadExample(f"column {columns['input']!r}: goes with a prompt that is text, not with messages")
-    if response is None:
-        response = [{"role": "assistant", "content": _string(example, columns["response"])}]
-    return [*prompt, *response], len(prompt)
-
-
-def _turns(example: Mapping[str, Any], column: str) -> list[dict]:
-    messages = example[column]
-    if not isinstance(messages, list) or not messages:
-        raise BadExample(
-            f"column {column!r}: a list of messages with 'role' and 'content', or 'from' and 'value', is needed, got"
-            f" {_short(messages)}"
-        )
-    return [_message(message, column) for message in messages]
-
-
-def _message(message: Any, column: str) -> dict:
-    """Read one turn, as {"role", "content"} or in the words of ShareGPT, {"from", "value"}."""
-    if isinstance(message, Mapping):
-        message = _without_none(message)
-        content = message.get("content", "" if message.get("tool_calls") else None)
-        if isinstance(message.get("role"), str) and isinstance(content, str | list):
-            return message | {"content": content}
-        if isinstance(message.get("from"), str) and isinstance(message.get("value"), str):
-            if message["from"] not in _SHAREGPT_ROLES:
-                raise BadExample(
-                    f"column {column!r}: a message from {message['from']!r}; allowed: {', '.join(_SHAREGPT_ROLES)}"
-                )
-            return {"role": _SHAREGPT_ROLES[message["from"]], "content": message["value"]}
-    raise BadExample(
-        f"column {column!r}: a message with 'role' and 'content', both text, or 'from' and 'value', is needed, got"
-        f" {_short(message)}"
-    )
-
-
-def _tools(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[Any] | None:
-    """Return the tools of an example, for its chat template; None where it has none."""
-    value = tools = example.get(columns["tools"]) if "tools" in columns else None
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools else None
-        except ValueError:
-            tools = value
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
-        raise BadExample(
-            f"column {columns['tools']!r}: a list of tools, or JSON text of one, is needed, got {_short(value)}"
-        )
-    return _without_none(tools) or None
-
-
-def _without_none(value: Any) -> Any:
-    """Take out the keys without a value, with which `datasets` fills up mappings of different keys."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
-
-
-def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[str]:
-    """Return what an example says, one text a message or column.
-
-    Raises: BadExample when a column does not hold what it should.
-    """
-    if "text" in columns:
-        return [_string(example, columns["text"])]
-    messages, _ = _messages(example, columns)
-    return [message["content"] for message in messages if isinstance(message["content"], str)]
-
-
-def _string(example: Mapping[str, Any], column: str) -> str:
-    value = example.get(column)
-    if not isinstance(value, str):
-        raise BadExample(f"column {column!r}: text is needed, got {_short(value)}")
-    return value
-
-
-def _list(example: Mapping[str, Any], column: str) -> list:
-    value = example[column]
-    if not hasattr(value, "__iter__") or isinstance(value, str | Mapping):
-        raise BadExample(f"column {column!r}: a list of token ids is needed, got {_short(value)}")
-    return list(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"

@@ -1,26 +1,16 @@
 """Schema of training data, held-out text and the test items that are kept out of them."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from fcsd.base.strict import Strict, like, option, parse_yaml, validate
+from fcsd.data.columns import Column, check_meanings
 from fcsd.model.config import ModelConfig
 
-Column = Literal["messages", "prompt", "input", "response", "text", "tools"]
 _MESSAGES: dict[Column, str] = {"messages": "messages"}
-_KINDS = ({"messages"}, {"text"}, {"prompt", "response"}, {"prompt", "input", "response"})
-
-
-def check_meanings(columns: Collection[str]) -> None:
-    """Raise ValueError where columns of these meanings make no example."""
-    if set(columns) - {"tools"} not in _KINDS or {"text", "tools"} <= set(columns):
-        raise ValueError(
-            "columns must name 'messages', or 'text', or 'prompt' and 'response' (and optionally 'input'), with 'tools'"
-            f" beside messages and prompts where there are any, got {', '.join(sorted(columns)) or 'nothing'}"
-        )
 
 
 class SourceConfig(Strict):

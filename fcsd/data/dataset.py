@@ -24,12 +24,14 @@ import datasets
 from fcsd.base.errors import UserError, kind_of, one_line
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import ROW_FEATURES
-from fcsd.data.chat import BadExample, tokenizer_name
-from fcsd.data.config import SourceConfig, check_meanings
+from fcsd.data.chat import tokenizer_name
+from fcsd.data.columns import check_meanings, column_meanings
+from fcsd.data.config import SourceConfig
 from fcsd.data.local import scratch
+from fcsd.data.messages import BadExample
 from fcsd.data.rows import Layout, PackedRows, write_rows
 from fcsd.data.shards import Tokenizing, token_ids
-from fcsd.data.sources import GivenSource, Source, column_meanings
+from fcsd.data.sources import GivenSource, Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,8 +112,9 @@ def given_rows(
     as `num_rows` on disk.
 
     name: what errors call the data, for example "train_dataset". columns: {"messages": …} | {"prompt": …, "response":
-    …, "input": … (optional)} | {"text": …}, names of columns, and "tools" beside messages and prompts; None: seen from
-    the names. input_ids (and labels) are tokens, and are packed as they are. options: as `build_dataset`.
+    …} | {"prompt": …, "completion": …} | {"text": …}, names of columns, and what stands beside them
+    (`fcsd.data.columns`); None: seen from the names. input_ids (and labels, or masks of the loss) are tokens, and are
+    packed as they are. options: as `build_dataset`.
 
     Raises:
         UserError: no such columns, no examples, what `tokenize_examples` refuses, packed rows of another length.
@@ -141,7 +144,10 @@ def given_rows(
 
 
 def _of_list(examples: Sequence[Any], name: str) -> datasets.Dataset:
-    """Return a data set of a list of examples; a column that an example lacks is None in it."""
+    """Return a data set of a list of examples; a column that an example lacks is None in it.
+
+    Lists of messages keep each value as it is written.
+    """
     names: dict[str, None] = {}
     for number, example in enumerate(examples, 1):
         if not isinstance(example, Mapping):
@@ -151,8 +157,11 @@ def _of_list(examples: Sequence[Any], name: str) -> datasets.Dataset:
             )
         names |= dict.fromkeys(example)
     columns = {column: [example.get(column) for example in examples] for column in names}
+    plain = {column: values for column, values in columns.items() if not any(map(_is_chat, values))}
     try:
-        return datasets.Dataset.from_dict(columns)
+        types = datasets.Dataset.from_dict(plain, on_mixed_types="use_json").features
+        features = datasets.Features({column: types.get(column, datasets.Json()) for column in columns})
+        return datasets.Dataset.from_dict(columns, features=features)
     except (ValueError, TypeError, OverflowError) as error:  # pyarrow's are of the first two
         raise UserError(
             f"data set {name}: its examples have no common columns ({one_line(error)}); values of one column must be of"
@@ -171,6 +180,10 @@ def _no_data(data: Any, name: str) -> UserError:
     elif type(data).__name__ == "DataFrame":
         hint = "; datasets.Dataset.from_pandas makes one of it"
     return UserError(f"data set {name}: {kind_of(data)}; {needed}{hint}")
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def _column_names(data: Any, name: str) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fcsd.data.chat import example_texts
+from fcsd.data.examples import example_texts
 from fcsd.data.sources import Source, columns_of
 
 SHORTEST = 8

@@ -23,11 +23,13 @@ from safetensors.numpy import save_file
 
 from fcsd.base.files import writing
 from fcsd.base.temporary import file_beside
-from fcsd.data.chat import BadExample, tokenize_examples
+from fcsd.data.chat import tokenize_examples
 from fcsd.data.decontaminate import Decontaminator, Overlap
+from fcsd.data.messages import BadExample
 from fcsd.data.reading import Piece
 from fcsd.data.sources import Source, columns_of
 
+MEANING = 2  # of examples: tokens that were written under an earlier one are not read
 NONE, BAD = -1, -2
 _MOST_TOKENS = 1 << 31
 _RECORD = "record"

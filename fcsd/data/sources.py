@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import datasets
 
 from fcsd.base.errors import UserError, one_line
+from fcsd.data.columns import column_meanings
 from fcsd.data.config import SourceConfig, making_of
 from fcsd.data.local import fresh_cache
 
@@ -30,22 +31,6 @@ class GivenSource:
 
 Source = SourceConfig | GivenSource
 
-# The first of these whose columns are all there is what a data set holds: what each column means, by its name.
-_KNOWN: tuple[dict[Any, str], ...] = (
-    {"input_ids": "input_ids"},
-    {"messages": "messages"},
-    {"messages": "conversations"},
-    {"prompt": "prompt", "response": "response"},
-    {"prompt": "prompt", "response": "completion"},
-    {"prompt": "instruction", "response": "output"},  # Alpaca
-    {"text": "text"},
-)
-# Taken where they are there.
-_BESIDE = {
-    "input_ids": ("labels", "attention_mask"),
-    "messages": ("tools",),
-    "prompt": ("input", "tools"),
-}
 _PART_OF_SPLIT = r"[\[+]"  # begins what cannot be read file by file: train[:90%], train+test
 WHOLE_BYTES = 4 << 30
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -88,37 +73,6 @@ def check_place(source: SourceConfig) -> None:
         )
     elif path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") > 1:
         raise UserError(f"data set {source.path}: no such folder, and not the name of a data set on the Hub")
-
-
-def column_meanings(
-    path: str,
-    names: Sequence[str],
-    columns: Mapping[Any, str] | None,
-    form: str = "{{path: {}, columns: {}}}",
-) -> dict[Any, str]:
-    """Return what each column that is read means: meaning -> its name.
-
-    A column of tools is read beside messages and prompts, said or not: chat templates write it into the prompt.
-
-    columns: what was said of them; None: seen from the names. form: how a caller writes path and columns, for the
-    advice of an error, which is a UserError: one is not there, or the names say nothing.
-    """
-    known = next((kind for kind in _KNOWN if set(kind.values()) <= set(names)), None)
-    if known is not None:
-        known = known | {name: name for key in known for name in _BESIDE.get(key, ()) if name in names}
-    if columns is None and known is not None:
-        return known
-    missing = [column for column in (columns or {}).values() if column not in names]
-    if missing or columns is None:
-        kinds = "'messages', 'text', 'prompt' with 'response', 'instruction' with 'output', or 'input_ids'"
-        example = known or ({"text": "content"} if columns is None else None)
-        raise UserError(
-            f"data set {path}: no column {', '.join(map(repr, missing)) or kinds}; it has"
-            f" {', '.join(map(repr, names))}; name the right ones under `columns`"
-            + (f", for example {form.format(path, example)}" if example else "")
-        )
-    tools = {"tools": "tools"} if "tools" in names and {"messages", "prompt"} & set(columns) else {}
-    return tools | dict(columns)
 
 
 def check_source(source: SourceConfig) -> None:
@@ -164,8 +118,9 @@ def open_source(source: Any) -> Opened:
     try:
         with fresh_cache(Path(source.path).expanduser()):
             opened = _open(source, None)
-            columns = column_meanings(source.path, _column_names(opened.examples, source), source.columns)
-            if features := _as_written(opened.examples, columns.values()):
+            first = _first_example(opened.examples, source)
+            columns = column_meanings(source.path, list(first), source.columns)
+            if columns and (features := _as_written(opened.examples, columns.values(), first)):
                 opened = _open(source, features)
     except StopIteration:  # `datasets` 5.2 looks for the first line of an empty file
         raise _empty(source) from None
@@ -179,6 +134,8 @@ def open_source(source: Any) -> Opened:
 def _open(source: SourceConfig, features: datasets.Features | None) -> Opened:
     """Open files one by one; a part of a split, and a data set of the Hub that is small or here, as a whole."""
     path, options = Path(source.path).expanduser(), {"features": features}
+    if features is not None:
+        options["on_mixed_types"] = None  # of JSON files: an error, not texts in quotes
     if path.suffix in _FILE_FORMATS and not path.is_dir():
         options |= {"path": _FILE_FORMATS[path.suffix], "data_files": {"train": str(path)}}
     else:
@@ -202,25 +159,34 @@ def _says_small(builder: Any, source: SourceConfig) -> bool:
     return split is not None and 0 < split.num_bytes <= WHOLE_BYTES
 
 
-def _column_names(examples: Any, source: SourceConfig) -> list[str]:
-    """Return the names of all columns; files fail, or turn out to be empty, when they are read."""
-    first = next(iter(examples), None)
+def _first_example(examples: Any, source: SourceConfig) -> dict[str, Any]:
+    """Return the first example, with all columns; files fail, or turn out to be empty, when they are read."""
+    first: dict[str, Any] | None = next(iter(examples), None)
     if first is None:
         raise _empty(source)
-    return list(first)
+    return first
 
 
 def _empty(source: SourceConfig) -> UserError:
     return UserError(f"data set {source.path}, split {source.split!r}: it is empty")
 
 
-def _as_written(examples: Any, columns: Collection[str]) -> datasets.Features | None:
+def _as_written(
+    examples: Any, columns: Collection[str], first: Mapping[str, Any]
+) -> datasets.Features | None:
     """Return features that keep each value of these columns of JSON files as it is written; None: for other files.
 
     `datasets` (5.2) gives a column the type of its values in the first 10 MB. Where one further on has another type,
-    all of that stretch becomes text: the number, and quotes around every text beside it.
+    all of that stretch becomes text: the number, and quotes around every text beside it. As `Json` each value is kept,
+    but for a text that is JSON itself, such as "5"; so texts stay texts, and a number among them cannot be read.
+
+    first: the first example, which tells the types where the whole of a file has to be read for them.
     """
-    if examples.info.builder_name != "json" or examples.features is None:
+    if examples.info.builder_name != "json":
         return None
-    types = examples.features
-    return datasets.Features({name: datasets.Json() if name in columns else types[name] for name in types})
+    text, types = datasets.Value("string"), examples.features
+    names = first if types is None else types
+    is_text = {name: isinstance(first[name], str) if types is None else types[name] == text for name in names}
+    return datasets.Features(
+        {name: text if name in columns and is_text[name] else datasets.Json() for name in names}
+    )

@@ -60,7 +60,7 @@ def _load(
     """Read a split; the revision is one of the Hub, and holds for no folder."""
     revision = None if Path(location).exists() else test_set.revision
     # Not validated: the columns of a test set are any, those of a training source make an example.
-    wanted: Any = {column: column for column in columns}
+    wanted: Any = {f"item's {column}": column for column in columns}
     options = {
         "path": location,
         "name": name,

@@ -17,6 +17,7 @@ from fcsd.data.dataset import build_dataset
 from fcsd.data.decontaminate import Decontaminator, ItemIndex
 from fcsd.data.local import data_fingerprint
 from fcsd.data.rows import PackedRows
+from fcsd.data.shards import MEANING
 from fcsd.evaluation.config import load_suite
 from fcsd.evaluation.items import dataset_items, suite_items, test_set_location
 from fcsd.evaluation.stage import test_set_fingerprints
@@ -87,8 +88,15 @@ def _folder_names(
     test_items = {name: value for name, value in inputs.items() if not name.startswith("data.train.")}
     decontaminate = data.decontaminate.model_dump() if data.decontaminate is not None else None
     # Two stages of one run may find the same tokenizer in different folders; its vocabulary comes in any order.
-    shared = [data.loss_on, decontaminate, test_items, tokenizer.chat_template, tokenizer.get_vocab()]
-    shared.append(vocab_size)
+    shared = [
+        MEANING,
+        data.loss_on,
+        decontaminate,
+        test_items,
+        tokenizer.chat_template,
+        tokenizer.get_vocab(),
+        vocab_size,
+    ]
     digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode())
     names = []
     for index, source in enumerate(data.train):

@@ -143,7 +143,8 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         on_bad_row: what an example that cannot be tokenized does: "error" ends the run, "skip" leaves it out, up to 1 %
             of the examples, and ten in any case.
         columns: what the data set's columns mean, as in a recipe: {"messages": NAME}, {"text": NAME} or
-            {"prompt": NAME, "response": NAME}; None: seen from their names.
+            {"prompt": NAME, "response": NAME}, where the response is what an assistant says, or {"prompt": NAME,
+            "completion": NAME}, which are taken as they are written (TRL); None: seen from their names.
         dataset_num_proc: processes that tokenize; by default one for each core, eight at most.
         batch_size_tokens: of one optimiser step, over all ranks; sets gradient_accumulation_steps.
         dtype: of the trained weights, "float32" or "bfloat16". They are saved in the dtype that the model came in.

@@ -14,10 +14,10 @@ from fcsd.model.config import ConnectivityConfig
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.objectives import OBJECTIVES
 
-_RESPONSE = "`FCSDConfig(loss_on='response')`, which is the default"
-_PACKING = "`FCSDConfig(packing=…)`, of all data sets"
-_TEACHER = "`FCSDTrainer(teacher=…)`, a model or its path"
-_OWN_ANSWERS = "nothing: the student learns from the data, not from its own answers"
+_RESPONSE = "`FCSDConfig(loss_on='response')`, the default"
+_PACKING = "`FCSDConfig(packing=…)`"
+_TEACHER = "`FCSDTrainer(teacher=…)`, a model or path"
+_OWN_ANSWERS = "nothing: answers are the data's"
 _LORA = "the `lora` section of a recipe (`fcsd.run_stage`)"
 
 OTHER_NAMES = {
@@ -29,7 +29,7 @@ OTHER_NAMES = {
     "eval_packing": _PACKING,
     "padding_free": _PACKING,
     "packing_strategy": _PACKING,
-    "formatting_func": "a data set with `messages`, `prompt` and `response`, or `text`: map it before",
+    "formatting_func": "nothing: map the data set before",
     "data_collator": "nothing: rows are packed and collated by fcsd",
     "tokenizer": "`FCSDTrainer(processing_class=…)`",
     "chat_template_path": "the `chat_template` of `processing_class`",
@@ -42,17 +42,17 @@ OTHER_NAMES = {
     "seq_kd": _OWN_ANSWERS,
     "max_new_tokens": _OWN_ANSWERS,
     # axolotl
-    "base_model": "`FCSDTrainer(model=…)`, a model or its path",
+    "base_model": "`FCSDTrainer(model=…)`, a model or path",
     "sequence_len": "`FCSDConfig(max_length=…)`",
     "sample_packing": _PACKING,
     "eval_sample_packing": _PACKING,
-    "train_on_inputs": "`FCSDConfig(loss_on='all')`; of its false `loss_on='response'`, which is the default",
+    "train_on_inputs": "`FCSDConfig(loss_on='all')`; false is the default",
     "micro_batch_size": "`FCSDConfig(per_device_train_batch_size=…)`",
     "num_epochs": "`FCSDConfig(num_train_epochs=…)`",
     "lr_scheduler": "`FCSDConfig(lr_scheduler_type=…)`",
     "datasets": "`FCSDTrainer(train_dataset=…)`",
     "test_datasets": "`FCSDTrainer(eval_dataset=…)`",
-    "val_set_size": "`FCSDTrainer(eval_dataset=…)`, a part of the data (`datasets.Dataset.train_test_split`)",
+    "val_set_size": "`FCSDTrainer(eval_dataset=…)`: `datasets.Dataset.train_test_split`",
     "chat_template": "the `chat_template` of `processing_class`",
     "adapter": _LORA,
     "lora_r": _LORA,

@@ -134,11 +134,14 @@ def test_a_conversation_may_begin_with_the_assistant(template: str) -> None:
     ("messages", "reason"),
     [
         (CONVERSATION, "a user speaks first"),
-        ([{"role": "user", "content": ["2+2?"]}], "TypeError|concatenate|can only"),
+        (
+            [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "name": 4}],
+            "concatenate|can only",
+        ),
     ],
 )
 def test_a_conversation_that_the_template_cannot_write_is_a_bad_row(messages: Any, reason: str) -> None:
-    tokenizer = make_tokenizer(REFUSING_TEMPLATE)
+    tokenizer = make_tokenizer("{{ 'of ' + messages[1].get('name', '') }}" + REFUSING_TEMPLATE)
     with pytest.raises(UserError, match=f"row 1: .*its chat template refuses an example: .*({reason})"):
         given_rows([{"messages": messages}], tokenizer, name="train_dataset", max_length=8)
 

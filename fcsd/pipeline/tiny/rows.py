@@ -132,7 +132,11 @@ def training_row(path: str, columns: Mapping[Any, str], index: int) -> Row:
         "prompt": question,
         "input": "",
         "tools": [],
+        "system": "",
+        "history": [],
+        "chat_template_kwargs": {},
         "response": answer,
+        "completion": answer,
         "text": f"{question} {answer}, and so on to the end of the line.",
     }
     return {name: said[kind] for kind, name in columns.items()}

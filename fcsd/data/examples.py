@@ -1,0 +1,281 @@
+"""Read an example: its conversation, its text or its tokens, as its columns say.
+
+What its columns would set and cannot be followed is a `BadExample`.
+
+Not covered: what the messages hold (`fcsd.data.messages`), and what the chat template takes (`fcsd.data.template`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.data.batches import NO_LOSS
+from fcsd.data.messages import LOSS_KEYS, BadExample, decoded_json, messages_of, short, without_none
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for a chat template, and the tools and options that it is given.
+
+    answered: the message from which on there is loss on what the assistant says. loss_keys: messages whose own keys say
+    whether there is loss on them.
+    """
+
+    messages: list[dict]
+    answered: int = 0
+    tools: list[Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    loss_keys: dict[int, bool] = field(default_factory=dict)
+
+    def silent(self, loss_on: str) -> frozenset[int]:
+        """Return the messages of the assistant that are to have no loss.
+
+        Raises: BadExample where a message asks for what `loss_on` does not give.
+        """
+        silent = set()
+        for index, learned in self.loss_keys.items():
+            role = self.messages[index]["role"]
+            is_answer = role == "assistant" and index >= self.answered
+            if learned if loss_on != "all" and not is_answer else not learned and loss_on == "all":
+                raise BadExample(
+                    f"message {index + 1}, of role {role!r}, says that {'loss' if learned else 'no loss'} is on it, and"
+                    f" `loss_on: {loss_on}` puts loss on "
+                    + ("all tokens" if loss_on == "all" else "what the assistant says in answer")
+                    + f"; take the key ({', '.join(LOSS_KEYS)}) out of it, or change loss_on"
+                )
+            if not learned and is_answer:
+                silent.add(index)
+        return frozenset(silent)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt and the text that follows it, both as they are written."""
+
+    prompt: str
+    completion: str
+
+
+def read_example(
+    example: Mapping[str, Any], columns: Mapping[Any, str]
+) -> dict[str, list] | str | Completion | Conversation:
+    """Return tokens with their loss mask, a text, a completion or a conversation.
+
+    Raises: BadExample when a column does not hold what it should.
+    """
+    if "input_ids" in columns:
+        return _tokens(example, columns)
+    if "text" in columns:
+        return _text(example, columns["text"])
+    if "completion" in columns and isinstance(example[columns["prompt"]], str):
+        return _completion(example, columns)
+    messages, answered = _conversation(example, columns)
+    system = _system(example, columns, messages)
+    messages = [*system, *messages]
+    loss_keys: dict[int, bool] = {}
+    for index, message in enumerate(messages):
+        said = {bool(message.pop(key)) for key in LOSS_KEYS if key in message}
+        if len(said) > 1:
+            raise BadExample(f"message {index + 1}: its keys {', '.join(LOSS_KEYS)} say different things")
+        loss_keys |= dict.fromkeys([index] if said else [], True in said)
+    options = _options(example, columns)
+    return Conversation(
+        messages, answered + len(system) if answered else 0, _tools(example, columns), options, loss_keys
+    )
+
+
+def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[str]:
+    """Return what an example says, one text a message or column.
+
+    Raises: BadExample when a column does not hold what it should; UserError for token ids, which say nothing.
+    """
+    read = read_example(example, columns)
+    if isinstance(read, str):
+        return [read]
+    if isinstance(read, Completion):
+        return [read.prompt, read.completion]
+    if isinstance(read, Conversation):
+        return [message["content"] for message in read.messages]
+    raise UserError(
+        "token ids cannot be compared with test items; give messages or text, or set decontaminate: null"
+    )
+
+
+# ---- tokens
+
+
+def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:
+    """Return the tokens that are attended to; loss is where the labels and all masks say so."""
+    ids = _list(example, columns["input_ids"])
+    seen = _list(example, columns["attention_mask"]) if "attention_mask" in columns else [1] * len(ids)
+    masks = {
+        columns[name]: _list(example, columns[name])
+        for name in ("completion_mask", "assistant_masks", "loss_mask")
+        if name in columns and example[columns[name]] is not None
+    }
+    for name, mask in masks.items():
+        if len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
+            raise BadExample(
+                f"column {name!r}: 0 or 1 is needed for each of the {len(ids)} tokens, got {len(mask)}: {short(mask)}"
+            )
+    learned = [all(values) for values in zip(*masks.values(), strict=True)] if masks else [True] * len(ids)
+    labels = _list(example, columns["labels"]) if "labels" in columns else ids
+    if not len(ids) == len(labels) == len(seen) or any(
+        label not in (token, NO_LOSS) for token, label in zip(ids, labels, strict=True)
+    ):
+        raise BadExample(
+            f"column {columns.get('labels', columns['input_ids'])!r}: each label must be the token of its own position,"
+            f" or {NO_LOSS} where there is no loss (they are shifted later), got {short(labels)} for {short(ids)}"
+        )
+    labelled = [label != NO_LOSS for label in labels]
+    differ = [
+        at
+        for at, here in enumerate(seen)
+        if here and masks and "labels" in columns and labelled[at] != learned[at]
+    ]
+    if differ:
+        raise BadExample(
+            f"columns {columns['labels']!r} and {', '.join(map(repr, masks))}: they differ on where loss is, first at"
+            f" token {differ[0] + 1}; remove one of them"
+        )
+    loss = [label and mask for label, mask in zip(labelled, learned, strict=True)]
+    kept = [at for at, here in enumerate(seen) if here]
+    return {"input_ids": [ids[at] for at in kept], "loss_mask": [loss[at] for at in kept]}
+
+
+# ---- prompts and answers
+
+
+def _completion(example: Mapping[str, Any], columns: Mapping[Any, str]) -> Completion:
+    """Read prompt and completion that are text; what only a chat template could write is refused."""
+    prompt, completion = (example[columns[name]] for name in ("prompt", "completion"))
+    if not isinstance(completion, str):
+        raise BadExample(
+            f"columns {columns['prompt']!r} and {columns['completion']!r}: both must be text or both lists of messages,"
+            f" got {short(completion)}; as `response` such a list is the answer to a prompt that is text"
+        )
+    for name in ("tools", "system", "chat_template_kwargs"):
+        if name in columns and example.get(columns[name]):
+            raise BadExample(
+                f"column {columns[name]!r}: goes with messages, and not with a prompt and a completion that are taken"
+                " as they are written; say `response` instead of `completion` under `columns`, or give messages"
+            )
+    return Completion(prompt, completion)
+
+
+def _conversation(example: Mapping[str, Any], columns: Mapping[Any, str]) -> tuple[list[dict], int]:
+    """Return the conversation, and the number of its first message that the loss may be on."""
+    if "messages" in columns:
+        return messages_of(example, columns["messages"]), 0
+    if "completion" in columns:
+        prompt = messages_of(example, columns["prompt"])
+        return [*prompt, *messages_of(example, columns["completion"])], len(prompt)
+    given, response = (
+        messages_of(example, columns[name]) if isinstance(example[columns[name]], list) else None
+        for name in ("prompt", "response")
+    )
+    extra = example.get(columns["input"]) if "input" in columns else None
+    history = _history(example, columns["history"]) if "history" in columns else []
+    if given is not None:
+        if extra or history:
+            name = columns["input" if extra else "history"]
+            raise BadExample(f"column {name!r}: goes with a prompt that is text, not with messages")
+        prompt, answered = given, len(given)
+    else:
+        question = _text(example, columns["prompt"])
+        more = f"\n\n{_text(example, columns['input'])}" if extra else ""
+        prompt, answered = [{"role": "user", "content": question + more}], 0 if history else 1
+    if response is None:
+        response = [{"role": "assistant", "content": _text(example, columns["response"])}]
+    return [*history, *prompt, *response], answered
+
+
+def _history(example: Mapping[str, Any], column: str) -> list[dict]:
+    """Read the earlier turns of a prompt: pairs of prompt and response, which are learned, too (LLaMA-Factory)."""
+    turns = example.get(column) or []
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
+        for turn in turns
+    ):
+        raise BadExample(
+            f"column {column!r}: a list of pairs of texts, prompt and response, is needed, got {short(turns)}"
+        )
+    return [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+
+
+def _system(example: Mapping[str, Any], columns: Mapping[Any, str], messages: list[dict]) -> list[dict]:
+    """Return the system message that a column of its own gives, which a conversation does not have already."""
+    if "system" not in columns or not example.get(columns["system"]):
+        return []
+    text = _text(example, columns["system"])
+    first = messages[0]
+    if first["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": text}]
+    if first["content"] != text:
+        raise BadExample(
+            f"column {columns['system']!r}: the conversation begins with another system message,"
+            f" {short(first['content'])}; remove one of them"
+        )
+    return []
+
+
+# ---- what stands beside messages
+
+
+def _tools(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[Any] | None:
+    """Return the tools of an example, for its chat template; None where it has none."""
+    value = tools = example.get(columns["tools"]) if "tools" in columns else None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools else None
+        except ValueError:
+            tools = value
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadExample(
+            f"column {columns['tools']!r}: a list of tools, or JSON text of one, is needed, got {short(value)}"
+        )
+    return [_tool(tool, columns["tools"]) for tool in without_none(tools)] if tools else None
+
+
+def _tool(tool: dict[str, Any], column: str) -> dict[str, Any]:
+    """Decode the parameters of a tool that are JSON text, which a template would encode again."""
+    function = tool.get("function")
+    if isinstance(function, dict) and isinstance(function.get("parameters"), str):
+        parameters = decoded_json(function["parameters"], column, "the parameters of a tool")
+        return tool | {"function": function | {"parameters": parameters}}
+    return tool
+
+
+def _options(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, Any]:
+    """Return the options that an example gives its chat template."""
+    if "chat_template_kwargs" not in columns or not (value := example.get(columns["chat_template_kwargs"])):
+        return {}
+    column = columns["chat_template_kwargs"]
+    options = decoded_json(value, column, "options of the chat template") if isinstance(value, str) else value
+    if not isinstance(options, Mapping):
+        raise BadExample(
+            f"column {column!r}: options of the chat template are needed, name and value, got {short(value)}"
+        )
+    return dict(without_none(options))
+
+
+def _text(example: Mapping[str, Any], column: str) -> str:
+    value = example.get(column)
+    if not isinstance(value, str):
+        raise BadExample(f"column {column!r}: text is needed, got {short(value)}")
+    return value
+
+
+def _list(example: Mapping[str, Any], column: str) -> list:
+    value = example[column]
+    if not hasattr(value, "__iter__") or isinstance(value, str | Mapping):
+        raise BadExample(f"column {column!r}: a list of token ids is needed, got {short(value)}")
+    return list(value)
