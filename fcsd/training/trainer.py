@@ -32,8 +32,14 @@ from fcsd.training.step_loss import StepLoss
 from fcsd.training.teachers.base import Teacher
 
 
-class _InStep(TrainerCallback):
-    """Notes when this rank is in a step, so that one that hangs is noticed; comes before callbacks that take hours."""
+class _Steps(TrainerCallback):
+    """Notes when this rank is in a step, so that one that hangs is noticed, and lets the trainer end each step once.
+
+    It comes before callbacks that take hours, or that look at the model.
+    """
+
+    def __init__(self, trainer: "DistillTrainer"):
+        self.trainer = trainer
 
     def on_step_begin(self, *args: Any, **more: Any) -> None:
         in_step()
@@ -42,6 +48,7 @@ class _InStep(TrainerCallback):
 
     def on_step_end(self, *args: Any, **more: Any) -> None:
         in_step(False)  # weights are updated
+        self.trainer.end_step()
 
 
 class DistillTrainer(Trainer):
@@ -72,7 +79,7 @@ class DistillTrainer(Trainer):
             autocast_experts()
         # Else the Trainer refuses to write checkpoints; ours are not its.
         args.save_only_model = self.engine.spreads_experts
-        kwargs["callbacks"] = [_InStep(), *(kwargs.get("callbacks") or [])]
+        kwargs["callbacks"] = [_Steps(self), *(kwargs.get("callbacks") or [])]
         super().__init__(model, args, **kwargs)
         args.save_only_model = False
         # The name is `Trainer`'s for a model that came sharded: accelerate wraps the optimiser only.
@@ -129,15 +136,20 @@ class DistillTrainer(Trainer):
         self.guarded.decide(norm)
         return norm
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+    def end_step(self) -> None:
+        """Do what is done once a step, behind the optimiser and before anything is logged, scored or saved of it."""
         if self.guarded.verdict == "go":
             self.step_loss.end_step()
+        if self.guarded.is_written:
+            self.checkpoint_writer.finish()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # transformers calls this behind a step, and once more behind the last one of an epoch: what may not be done
+        # twice belongs into `end_step`.
         if self.control.should_training_stop:
             self.control.should_log = True  # the last step is on record whatever logging_steps is
         if self.guarded.rewind():
             return
-        if self.guarded.is_written:
-            self.checkpoint_writer.finish()
         self.guarded.heed_signals()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
