@@ -248,7 +248,7 @@ def test_the_biases_move_once_a_step_and_a_checkpoint_holds_them_as_they_are_beh
 def test_a_training_that_goes_on_at_the_end_of_an_epoch_ends_as_one_that_was_not_interrupted(
     tmp_path: Path,
 ) -> None:
-    whole, _ = biased_trainer(tmp_path / "whole", 4, max_steps=8, save_strategy="epoch")
+    whole, _ = biased_trainer(tmp_path / "whole", 4, max_steps=8, save_steps=4)
     whole.train()
     rest, _ = biased_trainer(tmp_path / "rest", 4, max_steps=8, save_strategy="no")
     rest.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
