@@ -16,7 +16,7 @@ from fcsd.cli.main import main
 from fcsd.data.batches import NO_LOSS
 from fcsd.model.families.routers import find_routers
 from fcsd.pipeline.tiny.models import tiny_tokenizer
-from fcsd.training.config import TrainConfig
+from fcsd.training.config import TrainConfig, may_change
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.fcsd_trainer import FCSDTrainer
 from fcsd.training.losses.balance import Balance, counted_tokens
@@ -304,3 +304,20 @@ def test_a_run_that_was_ended_goes_on_with_its_biases(
     stopping = bench.recipe("stops", train=train, early_stopping=bench.choice)
     assert main(["distill", str(stopping)]) == 2
     assert "train.balance_bias_rate does not work with early_stopping" in capsys.readouterr().err
+
+
+def test_the_loss_over_the_batch_is_of_the_micro_batches_so_far_and_its_cut_is_fixed() -> None:
+    train = TrainConfig(balance_loss_coefficient=1.0, balance_loss_over="batch")
+    with in_float64(), torch.no_grad():
+        model = tiny_model("qwen3_moe").double()
+        balance, parts = Balance(train, model, ALONE), [slice(0, 1), slice(1, 2)]
+        whole = float(balance.add(run(model, batch(), balance), batch()))
+        balance.begin_step(1)
+        cut = [float(balance.add(run(model, batch(part), balance), batch(part))) for part in parts]
+        first = Balance(train, model, ALONE)
+        alone = float(first.add(run(model, batch(parts[0]), first), batch(parts[0])))
+    assert cut[0] == pytest.approx(alone, rel=1e-12)  # knows nothing of what comes behind it
+    assert sum(cut) != pytest.approx(whole, rel=1e-3)
+    rows = "train.per_device_train_batch_size"
+    assert rows not in may_change(train)
+    assert rows in may_change(train.model_copy(update={"balance_loss_over": "sequence"}))
