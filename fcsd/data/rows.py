@@ -26,7 +26,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
 from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows
-from fcsd.data.batches import NO_LOSS
+from fcsd.data.batches import NO_LOSS, ROW_FEATURES
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.reading import Piece, read_pieces
 from fcsd.data.shards import BAD, Shard, Tokenizing, Tokens, write_arrays
@@ -351,7 +351,30 @@ class PackedRows(torch.utils.data.Dataset):
         parts = [self._example(int(number)) for number in numbers]
         return row_of(parts, self.layout.max_length, self.layout.pad_token_id)
 
+    def add_to(self, digest: Any) -> None:
+        """Add all that the rows are made of to a hash, without putting them together."""
+        layout = [self.layout.max_length, self.layout.pad_token_id]
+        digest.update(json.dumps(layout).encode())
+        for array in (self._first, self._examples, self._shard_ends):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        for shard in self._shards:
+            for name in ("ids", "loss", "ends"):
+                digest.update(np.ascontiguousarray(shard.array(name)).tobytes())
+
     def _example(self, number: int) -> Tokens:
         shard = int(np.searchsorted(self._shard_ends, number, "right"))
         begin = int(self._shard_ends[shard - 1]) if shard else 0
         return self._shards[shard].example(number - begin)
+
+
+def rows_fingerprint(rows: Any) -> str:
+    """Return a hash of all tokens, positions and labels of rows, in their order, wherever they lie."""
+    digest = hashlib.sha256()
+    if isinstance(rows, PackedRows):
+        rows.add_to(digest)
+        return digest.hexdigest()
+    for number in range(len(rows)):
+        row = rows[number]
+        for name in sorted(ROW_FEATURES):
+            digest.update(np.asarray(row[name], np.int64).tobytes())
+    return digest.hexdigest()

@@ -9,6 +9,7 @@ the training (a recipe's `early_stopping` section).
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fcsd.base.files import writing
 from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.launch import Launch, join_launch
+from fcsd.training.argument_rules import refuse_another_optimizer
 from fcsd.training.checkpoints import chosen_checkpoint, restore_if_complete
 from fcsd.training.export import write_model
 from fcsd.training.fcsd_config import FCSDConfig
@@ -38,9 +40,10 @@ from fcsd.training.prepare import (
     whole_steps,
 )
 from fcsd.training.python_words import with_known_names
+from fcsd.training.record import TrainingRecord
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.trainer import DistillTrainer
-from fcsd.training.trainer_inputs import TAGS, TrainerInputs
+from fcsd.training.trainer_inputs import TAGS, TrainerInputs, fingerprints
 
 
 @with_known_names
@@ -101,6 +104,8 @@ class FCSDTrainer(DistillTrainer):
             sections = args.sections()
             objective, train = sections.objective, sections.train
             set_seed(args.seed)
+            refuse_another_optimizer(args, optimizers, optimizer_cls_and_kwargs)
+            record = TrainingRecord(args, train, launch)
             args.fit_to_engine(train, launch)
             if self.inputs is not None:
                 data, measures = (train_dataset, eval_dataset), compute_metrics is not None
@@ -110,6 +115,7 @@ class FCSDTrainer(DistillTrainer):
             student, compared = model.student, place_teacher(model.teacher, launch)
             check_vocabularies(student, compared, model.tokenizer, objective)
             self.save_dtype = student.dtype
+            record.complete(student, partial(fingerprints, self.inputs, model.rows))
             prepare_student(student, objective, train, launch)
             rows = whole_steps(model.rows, args.rows_of_a_step(launch), args.max_length)
             collate = collator(args, compared)
@@ -122,6 +128,7 @@ class FCSDTrainer(DistillTrainer):
                 sections=sections,
                 teacher=compared if objective.has_teacher else None,
                 launch=launch,
+                record=record,
                 train_dataset=rows,
                 eval_dataset=model.heldout,
                 data_collator=collate,
@@ -168,8 +175,8 @@ class FCSDTrainer(DistillTrainer):
             resume_from_checkpoint: a folder, or True for the newest one in `args.output_dir` that is whole.
 
         Raises:
-            UserError: there is no such checkpoint, or it is damaged; a loss that stays not finite; a disk that is full;
-                out of memory.
+            UserError: there is no such checkpoint, it is damaged, or one of other settings or data; a loss that stays
+                not finite; a disk that is full; out of memory.
         """
         if self.train_dataset is None:
             raise UserError("train_dataset: is needed for training")
@@ -179,6 +186,8 @@ class FCSDTrainer(DistillTrainer):
 
     def train_from(self, checkpoint: Path | None, *more: Any) -> TrainOutput:
         """Train from a checkpoint that is known to be whole; None: from the beginning."""
+        if checkpoint is not None:
+            self.record.refuse_another(checkpoint)
         length, device = self.args.max_length, self.launch.device
         explained = explain_oom(self.plain_model, self.teacher, self.settings, length, device)
         with self._with_loss_head(), explained:

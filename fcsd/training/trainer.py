@@ -27,6 +27,7 @@ from fcsd.training.fcsd_config import Sections
 from fcsd.training.guarded import GuardedSteps, shield_workers
 from fcsd.training.losses.balance import Balance
 from fcsd.training.optimizer import learning_rate_schedule, note_parts, own_optimizer
+from fcsd.training.record import TrainingRecord
 from fcsd.training.safety import Guard
 from fcsd.training.step_loss import StepLoss
 from fcsd.training.teachers.base import Teacher
@@ -56,7 +57,8 @@ class DistillTrainer(Trainer):
 
     The model must carry a loss head (`fcsd.training.losses.head.attach_loss_head`). `teacher` is needed for the
     objectives that compare with one. `sections` say beyond what `args` can say what is minimised, what moves the
-    weights, and what becomes of a step that goes wrong. What is logged is in `fcsd.training.meters`.
+    weights, and what becomes of a step that goes wrong; `record` what a checkpoint says that it was made from. What is
+    logged is in `fcsd.training.meters`.
     """
 
     # `compute_loss` divides by the number of kept tokens of the whole step, see the module's docstring.
@@ -70,9 +72,10 @@ class DistillTrainer(Trainer):
         sections: Sections,
         teacher: Teacher | None,
         launch: Launch,
+        record: TrainingRecord,
         **kwargs: Any,
     ):
-        self.launch, self.engine = launch, launch.engine
+        self.launch, self.engine, self.record = launch, launch.engine, record
         self.checkpoint_writer = CheckpointWriter(self)
         _use_one_device(args)
         if args.bf16:
