@@ -8,6 +8,7 @@ the training (a recipe's `early_stopping` section).
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.launch import Launch, join_launch
 from fcsd.training.argument_rules import refuse_another_optimizer
+from fcsd.training.card.trainer import TAGS, write_trainer_card
 from fcsd.training.checkpoints import chosen_checkpoint, restore_if_complete
 from fcsd.training.export import write_model
 from fcsd.training.fcsd_config import FCSDConfig
@@ -43,7 +45,7 @@ from fcsd.training.python_words import with_known_names
 from fcsd.training.record import TrainingRecord
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.trainer import DistillTrainer
-from fcsd.training.trainer_inputs import TAGS, TrainerInputs, fingerprints
+from fcsd.training.trainer_inputs import TrainerInputs, fingerprints
 
 
 @with_known_names
@@ -95,17 +97,14 @@ class FCSDTrainer(DistillTrainer):
         launch: Launch | None = None,
     ):
         self.args = args = FCSDConfig.of(args)
-        if launch is None:
-            launch = join_launch()
-            stop_watching()  # a launcher ends the others when one fails; a script may go on after the training
-        self.launch = launch  # here already: rows are made before there is a Trainer
+        self.launch = launch = launch or _own_launch()  # rows are made before there is a Trainer
         self.inputs = None if isinstance(model, Ready) else TrainerInputs(args, launch)
         with self._at_work():
             sections = args.sections()
             objective, train = sections.objective, sections.train
             set_seed(args.seed)
             refuse_another_optimizer(args, optimizers, optimizer_cls_and_kwargs)
-            record = TrainingRecord(args, train, launch)
+            record = TrainingRecord(args, train, launch, of_recipe=self.inputs is None)
             args.fit_to_engine(train, launch)
             if self.inputs is not None:
                 data, measures = (train_dataset, eval_dataset), compute_metrics is not None
@@ -118,7 +117,6 @@ class FCSDTrainer(DistillTrainer):
             record.complete(student, partial(fingerprints, self.inputs, model.rows))
             prepare_student(student, objective, train, launch)
             rows = whole_steps(model.rows, args.rows_of_a_step(launch), args.max_length)
-            collate = collator(args, compared)
             if launch.engine.uses_deepspeed:
                 finish_zero_settings(args, train)
             self._heldout = HeldoutLosses(compared, launch, of_teacher=objective.has_teacher)
@@ -131,7 +129,7 @@ class FCSDTrainer(DistillTrainer):
                 record=record,
                 train_dataset=rows,
                 eval_dataset=model.heldout,
-                data_collator=collate,
+                data_collator=collator(args, compared),
                 processing_class=processing_class,
                 compute_metrics=compute_metrics,
                 callbacks=callbacks,
@@ -294,24 +292,14 @@ class FCSDTrainer(DistillTrainer):
             self._push_from_checkpoint(str(folder))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the Trainer's card, and how the model is loaded."""
-        super().create_model_card(*args, **kwargs)
+        """Write the card that `fcsd push` writes, into `args.output_dir`; arguments are the Trainer's."""
         if self.is_world_process_zero():
-            card = Path(str(self.args.output_dir)) / "README.md"
-            name = self.hub_model_id or self.args.hub_model_id or self.args.output_dir
-            text = card.read_text(encoding="utf-8") + _LOADING.format(name=name)
-            card.write_text(text, encoding="utf-8")
+            said = inspect.signature(super().create_model_card).bind(*args, **kwargs)
+            write_trainer_card(self, said.arguments)
 
 
-_LOADING = """
-## How to load it
-
-The model has FarSkip connectivity, whose code is in this repository:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
-```
-"""
+def _own_launch() -> Launch:
+    """Join what a launcher has started, which ends the other processes when one fails; a script may go on after it."""
+    launch = join_launch()
+    stop_watching()
+    return launch

@@ -57,11 +57,12 @@ def _cut_settings(args: FCSDConfig, train: TrainConfig, launch: Launch) -> dict[
 class TrainingRecord:
     """What the weights of a training depend on: settings, and what identifies data and models by name (`inputs`).
 
-    It is made of the arguments as they are given, before an engine changes them.
+    It is made of the arguments as they are given, before an engine changes them. of_recipe: its stage has noted and
+    compared them, but for how a launch cuts the batch.
     """
 
-    def __init__(self, args: FCSDConfig, train: TrainConfig, launch: Launch):
-        self.args, self.train, self.launch = args, train, launch
+    def __init__(self, args: FCSDConfig, train: TrainConfig, launch: Launch, *, of_recipe: bool):
+        self.args, self.train, self.launch, self.of_recipe = args, train, launch, of_recipe
         self._given = self._fit = _given_settings(args)
         self._connectivity: dict[str, Any] | None = None
         self._fingerprints: Callable[[], dict[str, str]] = dict
@@ -74,9 +75,11 @@ class TrainingRecord:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings with which the training runs; arguments may have been set since the trainer was made."""
+        cut = _cut_settings(self.args, self.train, self.launch)
+        if self.of_recipe:
+            return cut
         now = _given_settings(self.args)
         changed = {name for name in {*now, *self._fit} if now.get(name) != self._fit.get(name)}
-        cut = _cut_settings(self.args, self.train, self.launch)
         later = {name: now.get(name) for name in changed}
         return self._given | later | cut | {"connectivity": self._connectivity}
 

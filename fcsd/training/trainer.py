@@ -34,9 +34,8 @@ from fcsd.training.teachers.base import Teacher
 
 
 class _Steps(TrainerCallback):
-    """Notes when this rank is in a step, so that one that hangs is noticed, and lets the trainer end each step once.
-
-    It comes before callbacks that take hours, or that look at the model.
+    """Notes when this rank is in a step, so that one that hangs is noticed, and does what is done once a step, behind
+    the optimiser and before anything is logged, scored or saved of it; comes before callbacks that take hours.
     """
 
     def __init__(self, trainer: "DistillTrainer"):
@@ -49,7 +48,11 @@ class _Steps(TrainerCallback):
 
     def on_step_end(self, *args: Any, **more: Any) -> None:
         in_step(False)  # weights are updated
-        self.trainer.end_step()
+        guarded = self.trainer.guarded
+        if guarded.verdict == "go":
+            self.trainer.step_loss.end_step()
+        if guarded.is_written:
+            self.trainer.checkpoint_writer.finish()
 
 
 class DistillTrainer(Trainer):
@@ -139,16 +142,8 @@ class DistillTrainer(Trainer):
         self.guarded.decide(norm)
         return norm
 
-    def end_step(self) -> None:
-        """Do what is done once a step, behind the optimiser and before anything is logged, scored or saved of it."""
-        if self.guarded.verdict == "go":
-            self.step_loss.end_step()
-        if self.guarded.is_written:
-            self.checkpoint_writer.finish()
-
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # transformers calls this behind a step, and once more behind the last one of an epoch: what may not be done
-        # twice belongs into `end_step`.
+        # Called behind a step, and once more behind the last one of an epoch: what is done once is in `_Steps`.
         if self.control.should_training_stop:
             self.control.should_log = True  # the last step is on record whatever logging_steps is
         if self.guarded.rewind():

@@ -27,12 +27,10 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.training.argument_rules import refuse_another_cut
 from fcsd.training.arguments import micro_batches, refuse_what_cannot_be_sharded
+from fcsd.training.card.trainer import TAGS, Given, given
 from fcsd.training.fcsd_config import FCSDConfig, is_loss
 from fcsd.training.prepare import Ready
 from fcsd.training.python_words import python_words
-
-TAGS = ("farskip", "fcsd")
-"""What a model on the Hub is tagged with."""
 
 
 def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
@@ -138,14 +136,15 @@ def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch:
 
 class TrainerInputs:
     """Models and data of the constructor. bad_rows: with `args.on_bad_row` "skip" the examples that were left out.
-    checkpoints: those of models that are given by their paths, "model" and "teacher". UserError for an engine that a
-    training in a script cannot have.
+    checkpoints: those of models that are given by their paths, "model" and "teacher". given: what a card says of them.
+    UserError for an engine that a training in a script cannot have.
     """
 
     def __init__(self, args: FCSDConfig, launch: Launch):
         _check_launch(args, launch)
         self.args, self.launch = args, launch
         self.checkpoints: dict[str, ModelFolder] = {}
+        self.given = Given()
         self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
         self._tokenizer: Any = None
 
@@ -162,9 +161,10 @@ class TrainerInputs:
         args, launch = self.args, self.launch
         has_teacher = args.sections().objective.has_teacher
         check_models(model, teacher, args, launch)
-        for name, given in (("model", model), ("teacher", teacher)):
-            if isinstance(given, str | Path):
-                source = args.model_config(str(given), teacher=name == "teacher")
+        self.given = given(model, teacher, data[0])
+        for name, place in (("model", model), ("teacher", teacher)):
+            if isinstance(place, str | Path):
+                source = args.model_config(str(place), teacher=name == "teacher")
                 self.checkpoints[name] = find_model(source)
         # The data are checked before a model is loaded from a path.
         student = None if isinstance(model, str | Path) else student_of(model, args, launch)

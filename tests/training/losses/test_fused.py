@@ -682,7 +682,7 @@ def test_a_student_that_prefers_no_token_agrees_with_nobody(name, chunk_tokens):
         assert torch.equal(statistics.top1_agreement, best == 0)
 
 
-def test_logits_that_rounding_makes_equally_probable_are_told_apart():
+def test_logits_that_rounding_makes_equally_probable_are_different():
     # A sum of exponentials far above the two largest, which differ in their last bits.
     w = torch.cat([torch.tensor([[0.0], [1.0], [1.0 + 2**-20]]), torch.full((4096, 1), 0.5)])
     h, th = torch.full((2, 1), 0.25), torch.full((2, 1), 8.0)
