@@ -33,7 +33,7 @@ from fcsd.data.shards import BAD, Shard, Tokenizing, Tokens, write_arrays
 from fcsd.data.sources import Opened, Source, open_source
 from fcsd.data.workers import default_workers, in_order
 
-_DRAWN = 1000  # random numbers at a time
+_DRAWN = 1000  # random numbers, and rows, at a time
 _FORMAT = 1  # of what is written
 _OPEN_ROWS = 64
 
@@ -373,8 +373,16 @@ def rows_fingerprint(rows: Any) -> str:
     if isinstance(rows, PackedRows):
         rows.add_to(digest)
         return digest.hexdigest()
-    for number in range(len(rows)):
-        row = rows[number]
+    for row in _in_order(rows):
         for name in sorted(ROW_FEATURES):
             digest.update(np.asarray(row[name], np.int64).tobytes())
     return digest.hexdigest()
+
+
+def _in_order(rows: Any) -> Iterator[Any]:
+    if hasattr(rows, "with_format"):  # of `datasets`, which reads many at once faster than one by one
+        for block in rows.with_format("numpy").iter(_DRAWN):
+            for number in range(len(block["input_ids"])):
+                yield {name: block[name][number] for name in ROW_FEATURES}
+    else:
+        yield from (rows[number] for number in range(len(rows)))
