@@ -260,7 +260,7 @@ class _Sums:
         s = self.student.of(begin, end, tiles[0])
         slope = self.student.slope(s) if any(self.wants) else None
         # Of the logits: rounding may make their logarithms of probabilities equal.
-        best = s.argmax(-1) if self.task.statistics else None
+        best = s.max(-1).indices if self.task.statistics else None
         _log_softmax_(s, tiles[-1])
         d = self._compare(begin, end, s, best, tiles)
         if slope is not None:
@@ -279,7 +279,7 @@ class _Sums:
             d, value, _ = self.measure.compare(objective, s, self.task.target[begin:end, None], [], False)
         else:
             t = self.teacher.of(begin, end, tiles[1])
-            agreement = t.argmax(-1) == best if best is not None else None
+            agreement = t.max(-1).indices == best if best is not None else None
             _log_softmax_(t, tiles[-1])
             torch.exp(t, out=tiles[2])
             d, value, entropy = self.measure.compare(objective, s, t, tiles[2:], statistics)
