@@ -45,7 +45,7 @@ from fcsd.training.python_words import with_known_names
 from fcsd.training.record import TrainingRecord
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.trainer import DistillTrainer
-from fcsd.training.trainer_inputs import TrainerInputs, fingerprints
+from fcsd.training.trainer_inputs import TrainerInputs
 
 
 @with_known_names
@@ -114,7 +114,8 @@ class FCSDTrainer(DistillTrainer):
             student, compared = model.student, place_teacher(model.teacher, launch)
             check_vocabularies(student, compared, model.tokenizer, objective)
             self.save_dtype = student.dtype
-            record.complete(student, partial(fingerprints, self.inputs, model.rows))
+            if self.inputs is not None:
+                record.complete(student, partial(self.inputs.fingerprints, model.rows))
             prepare_student(student, objective, train, launch)
             rows = whole_steps(model.rows, args.rows_of_a_step(launch), args.max_length)
             if launch.engine.uses_deepspeed:

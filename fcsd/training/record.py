@@ -3,14 +3,17 @@
 A recipe's stage compares settings and inputs before anything is loaded (`fcsd.base.artifact`); this is the same rule
 for what no recipe says: arguments of `FCSDTrainer`, the rows that it was given, and how a launch cuts a batch.
 
-Not covered: the weights of models that were given in memory.
+Not covered: the weights of a student that was given in memory, which are those of the checkpoint from there on.
 """
 
+import hashlib
 import json
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from fcsd.base.artifact import changed_settings, differences
 from fcsd.base.errors import UserError
@@ -21,6 +24,7 @@ from fcsd.training.config import TrainConfig
 from fcsd.training.fcsd_config import FCSDConfig
 
 RECORD_FILE = "record.json"  # in each checkpoint
+_SAMPLED = 1024  # values of a parameter
 
 # Arguments of ours that the weights do not depend on, or that stand here in other words.
 _LEFT_OUT = {
@@ -52,6 +56,17 @@ def _cut_settings(args: FCSDConfig, train: TrainConfig, launch: Launch) -> dict[
         name = "micro-batches of a step, which balance_loss_over 'batch' depends on"
         settings[name] = args.gradient_accumulation_steps
     return settings
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Return a hash of names, shapes and some values of each parameter, in seconds for a model of any size."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        if not parameter.is_meta:
+            values = parameter.detach().flatten()[:: max(1, parameter.numel() // _SAMPLED)]
+            digest.update(values.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class TrainingRecord:

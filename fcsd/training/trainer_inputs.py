@@ -31,6 +31,7 @@ from fcsd.training.card.trainer import TAGS, Given, given
 from fcsd.training.fcsd_config import FCSDConfig, is_loss
 from fcsd.training.prepare import Ready
 from fcsd.training.python_words import python_words
+from fcsd.training.record import model_fingerprint
 
 
 def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
@@ -136,15 +137,15 @@ def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch:
 
 class TrainerInputs:
     """Models and data of the constructor. bad_rows: with `args.on_bad_row` "skip" the examples that were left out.
-    checkpoints: those of models that are given by their paths, "model" and "teacher". given: what a card says of them.
-    UserError for an engine that a training in a script cannot have.
+    given: what a card says of them. UserError for an engine that a training in a script cannot have.
     """
 
     def __init__(self, args: FCSDConfig, launch: Launch):
         _check_launch(args, launch)
         self.args, self.launch = args, launch
-        self.checkpoints: dict[str, ModelFolder] = {}
         self.given = Given()
+        self._checkpoint: ModelFolder | None = None  # of a model that is given by its path
+        self._teacher: str | None = None
         self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
         self._tokenizer: Any = None
 
@@ -162,10 +163,8 @@ class TrainerInputs:
         has_teacher = args.sections().objective.has_teacher
         check_models(model, teacher, args, launch)
         self.given = given(model, teacher, data[0])
-        for name, place in (("model", model), ("teacher", teacher)):
-            if isinstance(place, str | Path):
-                source = args.model_config(str(place), teacher=name == "teacher")
-                self.checkpoints[name] = find_model(source)
+        if isinstance(model, str | Path):
+            self._checkpoint = find_model(args.model_config(str(model)))
         # The data are checked before a model is loaded from a path.
         student = None if isinstance(model, str | Path) else student_of(model, args, launch)
         path: Any = model if student is None else student.config._name_or_path
@@ -178,7 +177,16 @@ class TrainerInputs:
         student.add_model_tags([*TAGS])
         if has_teacher or teacher is not None:
             teacher = teacher_of(teacher, student, args, launch)
+            if launch.first and isinstance(teacher, PreTrainedModel):
+                self._teacher = model_fingerprint(teacher)
         return Ready(student, teacher, self._tokenizer, rows, heldout)
+
+    def fingerprints(self, rows: Any) -> dict[str, str]:
+        """Identify rows and models, as far as they are known, on the first rank."""
+        known = {"train_dataset": rows_fingerprint(rows)}
+        if self._checkpoint is not None:
+            known["model"] = self._checkpoint.weights
+        return known | ({"teacher": self._teacher} if self._teacher is not None else {})
 
     def heldout_rows(self, data: Any, name: str = "eval_dataset") -> Any:
         """Return rows in order; of a dict of data sets a dict of them."""
@@ -209,15 +217,6 @@ class TrainerInputs:
             num_proc=args.dataset_num_proc or max(1, default_workers() // self.launch.ranks.size),
             bad_rows=bad_rows,
         )
-
-
-def fingerprints(inputs: TrainerInputs | None, rows: Any) -> dict[str, str]:
-    """Identify the rows and checkpoints of a training in a script; of a recipe's run the stage has done that."""
-    if inputs is None:
-        return {}
-    return {"train_dataset": rows_fingerprint(rows)} | {
-        name: checkpoint.weights for name, checkpoint in inputs.checkpoints.items()
-    }
 
 
 @python_words()

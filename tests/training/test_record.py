@@ -50,8 +50,11 @@ def first(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) 
     def make(**changes: Any) -> FCSDTrainer:
         data = changes.pop("train_dataset", texts(40))
         student = changes.pop("model", None) or copy.deepcopy(model)
+        teacher = changes.pop("teacher", None)
         arguments = FCSDConfig(str(changes.pop("folder", folder)), **SETTINGS | changes)
-        return FCSDTrainer(student, arguments, train_dataset=data, processing_class=tokenizer)
+        return FCSDTrainer(
+            student, arguments, train_dataset=data, processing_class=tokenizer, teacher=teacher
+        )
 
     make().train()
     return make
@@ -176,6 +179,21 @@ def test_models_that_are_given_by_their_paths_are_known_by_their_weights(
     first(model=copy.deepcopy(model), **again).train(resume_from_checkpoint=True)
     with pytest.raises(UserError, match=r'was made with other settings \(model: "[0-9a-f]{16}'):
         first(model=str(tmp_path / "other"), **again).train(resume_from_checkpoint=True)
+
+
+def test_a_teacher_is_known_by_its_weights_wherever_it_comes_from(
+    first: Callable[..., FCSDTrainer], model: Any, tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path / "same")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight[0, 0] += 1
+    again: dict[str, Any] = {"folder": tmp_path / "run", "objective": "kl", "max_steps": 2}
+    first(teacher=copy.deepcopy(model), **again).train()
+    for same in (None, str(tmp_path / "same")):
+        first(teacher=same, **again).train(resume_from_checkpoint=True)
+    with pytest.raises(UserError, match=r'was made with other settings \(teacher: "[0-9a-f]{16}'):
+        first(teacher=other, **again).train(resume_from_checkpoint=True)
 
 
 def test_rows_are_known_by_their_tokens_wherever_they_lie(tokenizer: Any) -> None:
