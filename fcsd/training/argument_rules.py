@@ -5,6 +5,9 @@ Every field of `transformers.TrainingArguments` is in one of three tables: `REFU
 and free to be another when a training is continued; `DECIDES`, honoured, and the same for as long as it lasts. What is
 refused only beside others is in the functions.
 
+`per_device_eval_batch_size` is that of logits, for `compute_metrics` and `predict`; a held-out loss is measured row by
+row.
+
 Not covered: what transformers itself ignores (`eval_steps` without `eval_strategy`), and what its own scripts read
 (`do_train`, `resume_from_checkpoint`).
 """
