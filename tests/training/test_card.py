@@ -77,6 +77,7 @@ def test_the_card_names_original_connectivity_objective_data_and_how_it_is_loade
     assert (
         expected in text and "Data: `owner/sums`." in text and "KL(teacher || this model) on held-out" in text
     )
+    assert "Nothing is known about what it kept of the original." in text  # it was not evaluated
     assert "not trained" not in text and str(tmp_path) not in card.content
     # The code of the card, run: without a repository it names the folder that it stands for.
     (code,) = re.findall(r"```python\n(.*?)```", card.text, flags=re.S)
