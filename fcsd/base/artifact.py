@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import platform
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -101,11 +102,7 @@ class Stage:
             )
         # What JSON does to tuples and integer keys must not count as a change.
         mine = json.loads(json.dumps(self._record()))
-        changes = [
-            change
-            for change in differences(record["settings"], mine["settings"])
-            if change.split(":")[0] not in self.may_change and not change.endswith(_SAYS_NOTHING)
-        ]
+        changes = changed_settings(record["settings"], mine["settings"], self.may_change)
         if changes and (version := record.get("schema_version")) != SCHEMA_VERSION:
             more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
             raise UserError(
@@ -126,6 +123,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Return what the finished stage in a folder says of itself; {} where none has finished."""
     path = folder / "manifest.json"
     return dict(read_json(path)) if path.is_file() else {}
+
+
+def changed_settings(old: Any, new: Any, may_change: Collection[str] = ()) -> list[str]:
+    """List as `differences` the settings that are others than they were, and may not be."""
+    return [
+        change
+        for change in differences(old, new)
+        if change.split(":")[0] not in may_change and not change.endswith(_SAYS_NOTHING)
+    ]
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:

@@ -197,11 +197,14 @@ class CheckpointWriter:
 
 
 def _write_progress(trainer: Any, beside: Path) -> None:
-    """Write what guard, stopper and balance go on from; the best checkpoint gets the name that it is renamed to."""
+    """Write what guard, stopper and balance go on from, and with which settings; the best checkpoint gets the name that
+    it is renamed to.
+    """
     state = trainer.state
     if state.best_global_step == state.global_step:
         state.best_model_checkpoint = str(Path(trainer.args.output_dir) / beside.name)
         state.save_to_json(str(beside / "trainer_state.json"))
+    trainer.record.write(beside)
     write_json(beside / GUARD_FILE, trainer.guard.state())
     if (balance := trainer.step_loss.balance) is not None:
         write_json(beside / BALANCE_FILE, balance.state())

@@ -70,7 +70,8 @@ class TrainConfig(Strict):
     max_grad_norm: float = Field(1.0, gt=0)
     # The loss that balances the experts' loads (`fcsd.training.losses.balance`); DeepSeek-V2 has 0.001 to 0.003.
     balance_loss_coefficient: float | None = Field(None, gt=0)
-    balance_loss_over: Literal["sequence", "batch"] = "sequence"  # batch: of all ranks
+    # batch: of all ranks, and of the micro-batches of the step so far
+    balance_loss_over: Literal["sequence", "batch"] = "sequence"
     # Step of a balance without a loss, by the routers' correction bias; DeepSeek-V3 has 0.001.
     balance_bias_rate: float | None = Field(None, gt=0)
     # Pairs of token and expert above factor x K x tokens / experts of a forward pass of a rank are dropped
@@ -111,6 +112,14 @@ class TrainConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _what_is_balanced_has_a_loss(self) -> "TrainConfig":
+        if self.balance_loss_over == "batch" and self.balance_loss_coefficient is None:
+            raise ValueError(
+                "balance_loss_over: 'batch' has no meaning without balance_loss_coefficient; set it, or leave both out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _the_schedule_has_room(self) -> "TrainConfig":
         if not self.max_steps:
             return self
@@ -126,6 +135,11 @@ class TrainConfig(Strict):
     @property
     def balances(self) -> bool:
         return self.balance_loss_coefficient is not None or self.balance_bias_rate is not None
+
+    @property
+    def depends_on_micro_batches(self) -> bool:
+        """Whether the loss of a step depends on how its batch is cut into micro-batches."""
+        return self.balance_loss_coefficient is not None and self.balance_loss_over == "batch"
 
     def num_decay_steps(self, max_steps: int) -> int:
         """Return the last steps of as many, in which `warmup_stable_decay` lets the rate fall; 0 of other schedules."""
@@ -144,8 +158,10 @@ and for what becomes of an example that would end the run.
 
 
 def may_change(train: TrainConfig) -> tuple[str, ...]:
-    """Return the settings of `MAY_CHANGE`; with a capacity, which is one of a forward pass, not the rows of one."""
-    if train.capacity_factor is None:
+    """Return the settings of `MAY_CHANGE`; without the rows of a forward pass, where these count: with a capacity,
+    which is one of a pass, and with a balance over the batch.
+    """
+    if train.capacity_factor is None and not train.depends_on_micro_batches:
         return MAY_CHANGE
     return tuple(key for key in MAY_CHANGE if key != "train.per_device_train_batch_size")
 

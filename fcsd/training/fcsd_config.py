@@ -20,6 +20,7 @@ from fcsd.model.config import ConnectivityConfig, ModelConfig
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.spec import connectivity_of
 from fcsd.parallel.launch import Launch
+from fcsd.training.argument_rules import refuse_conflicts, refuse_meaningless
 from fcsd.training.arguments import micro_batches
 from fcsd.training.config import SafetyConfig, TrainConfig
 from fcsd.training.losses.objectives import OBJECTIVES, KLObjectiveConfig, ObjectiveConfig
@@ -27,21 +28,6 @@ from fcsd.training.python_words import python_words, with_known_names
 
 # Keys of a recipe's `train` section that are no arguments here, or of another meaning.
 _NOT_ARGUMENTS = {"gradient_checkpointing", "report_to"}
-
-# What would change nothing, or something else than it says: argument -> (its neutral values, what to do instead).
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "fp16": ((False,), "use bf16=True"),
-    "label_smoothing_factor": ((0, 0.0), "use temperature, or the objective jsd, for a softer target"),
-    "auto_find_batch_size": ((False,), "set per_device_train_batch_size; the batch of a step stays what it is"),
-    "save_only_model": ((False,), "a checkpoint is for an exact continuation; save_model() leaves the model alone"),
-    "use_liger_kernel": ((False,), "head and loss are fused already"),
-    "bf16_full_eval": ((False,), "bf16=True holds for the evaluation too"),
-    "train_sampling_strategy": (("random", "sequential"), "all rows have the same length"),
-    "fp16_full_eval": ((False,), "bf16=True holds for the evaluation too"),
-    "fsdp": ((None, "", [], False), "launch with accelerate and configs/fsdp2_8.yaml"),
-    "deepspeed": ((None,), "launch with accelerate and configs/fsdp2_8.yaml"),
-}  # fmt: skip
-
 
 LOSSES = ("loss", "kl", "ce")
 """The last words of the metrics that `FCSDTrainer.evaluate` gives: eval_kl, or eval_NAME_kl of a dict of data sets."""
@@ -146,16 +132,17 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             {"prompt": NAME, "response": NAME}, where the response is what an assistant says, or {"prompt": NAME,
             "completion": NAME}, which are taken as they are written (TRL); None: seen from their names.
         dataset_num_proc: processes that tokenize; by default one for each core, eight at most.
-        batch_size_tokens: of one optimiser step, over all ranks; sets gradient_accumulation_steps.
+        batch_size_tokens: of one optimiser step, over all ranks; sets gradient_accumulation_steps, and is refused
+            beside one that says otherwise.
         dtype: of the trained weights, "float32" or "bfloat16". They are saved in the dtype that the model came in.
         optimizer: "adamw", or "muon" for the matrices of the layers.
         lr_scheduler_type: any of transformers', and "step", whose `lr_scheduler_kwargs` are `milestones`, shares of the
             steps at which the rate is multiplied by `gamma`.
         layer_lr_ratio: the last layer's learning rate over the first one's.
         ema_decay: the moving average of the weights is what is evaluated and saved.
-        balance_loss_coefficient: of the loss that balances the experts' loads, over each "sequence" or the whole
-            "batch" (`balance_loss_over`); balance_bias_rate: balances by the routers' correction bias instead
-            (`fcsd.training.losses.balance`).
+        balance_loss_coefficient: of the loss that balances the experts' loads, over each "sequence" or the "batch" of
+            all ranks and the micro-batches of the step so far (`balance_loss_over`); balance_bias_rate: balances by
+            the routers' correction bias instead (`fcsd.training.losses.balance`).
         capacity_factor: pairs of token and expert above a capacity are dropped; capacity_drop: by "order" or "weight"
             (`fcsd.model.families.capacity`).
         safety: the `safety` section of a recipe: what happens when a step goes wrong.
@@ -166,7 +153,8 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     Defaults that differ from transformers' are a recipe's; remove_unused_columns is False.
 
     Raises:
-        UserError: a value that a recipe would refuse, or an argument that FCSDTrainer has no use for.
+        UserError: a value that a recipe would refuse, or an argument that FCSDTrainer has no use for
+            (`fcsd.training.argument_rules`).
     """
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012
@@ -246,6 +234,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
 
     @python_words()
     def __post_init__(self) -> None:
+        refuse_meaningless(self)
         bf16, by_deepspeed = self.bf16, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
         if not torch.accelerator.is_available():
             # accelerate knows DeepSpeed on devices only
@@ -261,12 +250,11 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         self.bf16 = bf16
         if schedule == "step":
             self.lr_scheduler_type = schedule
-        for name, (neutral, instead) in _REFUSED.items():
-            if getattr(self, name) not in neutral:
-                raise UserError(f"FCSDConfig: {name}: has no meaning here; {instead}")
         validate(_Rows, {key: getattr(self, key) for key in _ROW_KEYS}, "FCSDConfig")
-        if (settings := self.sections().train.lr_scheduler_kwargs) is not None:
-            self.lr_scheduler_kwargs = settings  # with its defaults
+        train = self.sections().train
+        if train.lr_scheduler_kwargs is not None:
+            self.lr_scheduler_kwargs = train.lr_scheduler_kwargs  # with its defaults
+        refuse_conflicts(self, train)
         self.connectivity()
 
     def sections(self) -> Sections:
@@ -275,7 +263,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         max_steps = self.max_steps if self.max_steps > 0 else sys.maxsize  # epochs: known when the data are
         train: dict[str, Any] = {
             "max_steps": max_steps,
-            "warmup_steps": 0,
+            "warmup_steps": self.get_warmup_steps(max_steps),
             "batch_size_tokens": self.batch_size_tokens or 1,
             "per_device_train_batch_size": self.per_device_train_batch_size,
             "gradient_checkpointing": bool(self.activation_checkpointing),
@@ -284,7 +272,6 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             train |= {
                 "lr_scheduler_type": str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)),
                 "lr_scheduler_kwargs": self.lr_scheduler_kwargs,
-                "warmup_steps": self.get_warmup_steps(max_steps),
             }
         same = [
             *("learning_rate", "weight_decay", "optimizer", "layer_lr_ratio", "ema_decay", "dtype", "bf16"),

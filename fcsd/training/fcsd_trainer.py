@@ -8,7 +8,9 @@ the training (a recipe's `early_stopping` section).
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from fcsd.model.dtypes import saved_dtypes
 from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.launch import Launch, join_launch
+from fcsd.training.argument_rules import refuse_another_optimizer
+from fcsd.training.card.trainer import TAGS, write_trainer_card
 from fcsd.training.checkpoints import chosen_checkpoint, restore_if_complete
 from fcsd.training.export import move_model, write_model
 from fcsd.training.fcsd_config import FCSDConfig
@@ -41,10 +45,11 @@ from fcsd.training.prepare import (
     prepare_student,
 )
 from fcsd.training.python_words import with_known_names
+from fcsd.training.record import TrainingRecord
 from fcsd.training.row_order import EpochRows, ReadsWholeSteps
 from fcsd.training.teachers.base import LiveTeacher, Teacher
 from fcsd.training.trainer import DistillTrainer
-from fcsd.training.trainer_inputs import TAGS, TrainerInputs, check_kinds
+from fcsd.training.trainer_inputs import TrainerInputs, check_kinds
 
 
 @with_known_names
@@ -97,15 +102,14 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
     ):
         self.args = args = FCSDConfig.of(args)
         check_kinds(teacher, callbacks, optimizers, compute_metrics, launch)
-        if launch is None:
-            launch = join_launch()
-            stop_watching()  # a launcher ends the others when one fails; a script may go on after the training
-        self.launch = launch  # here already: rows are made before there is a Trainer
+        self.launch = launch = launch or _own_launch()  # rows are made before there is a Trainer
         self.inputs = None if isinstance(model, Ready) else TrainerInputs(args, launch)
         with self._at_work():
             sections = args.sections()
             objective, train = sections.objective, sections.train
             set_seed(args.seed)
+            refuse_another_optimizer(args, optimizers, optimizer_cls_and_kwargs)
+            record = TrainingRecord(args, train, launch, of_recipe=self.inputs is None)
             args.fit_to_engine(train, launch)
             if self.inputs is not None:
                 data, measures = (train_dataset, eval_dataset), compute_metrics is not None
@@ -118,12 +122,13 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
             self.save_dtypes = launch.ranks.from_first(
                 lambda: saved_dtypes(student, source_folder(student.config))
             )
+            if self.inputs is not None:
+                record.complete(student, partial(self.inputs.fingerprints, model.rows))
             prepare_student(student, objective, train, launch)
             if args.bf16 and not launch.engine.shards and isinstance(compared, LiveTeacher):
                 compared.compute_as(student)
             if model.rows is not None:
                 self.row_order = EpochRows(len(model.rows), args.rows_of_a_step(launch), args.max_length)
-            collate = collator(args, compared)
             if launch.engine.uses_deepspeed:
                 finish_zero_settings(args, train)
             self._heldout = HeldoutLosses(compared, launch, of_teacher=objective.has_teacher)
@@ -133,9 +138,10 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
                 sections=sections,
                 teacher=compared if objective.has_teacher else None,
                 launch=launch,
+                record=record,
                 train_dataset=model.rows,
                 eval_dataset=model.heldout,
-                data_collator=collate,
+                data_collator=collator(args, compared),
                 processing_class=processing_class,
                 compute_metrics=compute_metrics,
                 callbacks=callbacks,
@@ -181,8 +187,8 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
             resume_from_checkpoint: a folder, or True for the newest one in `args.output_dir` that is whole.
 
         Raises:
-            UserError: there is no such checkpoint, or it is damaged; a loss that stays not finite; a disk that is full;
-                out of memory.
+            UserError: there is no such checkpoint, it is damaged, or one of other settings or data; a loss that stays
+                not finite; a disk that is full; out of memory.
         """
         if self.train_dataset is None:
             raise UserError("train_dataset: is needed for training")
@@ -192,6 +198,8 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
 
     def train_from(self, checkpoint: Path | None, *more: Any) -> TrainOutput:
         """Train from a checkpoint that is known to be whole; None: from the beginning."""
+        if checkpoint is not None:
+            self.record.refuse_another(checkpoint)
         length, device = self.args.max_length, self.launch.device
         explained = explain_oom(self.plain_model, self.teacher, self.settings, length, device)
         with self._with_loss_head(), explained:
@@ -303,24 +311,14 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
             self._push_from_checkpoint(str(folder))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the Trainer's card, and how the model is loaded."""
-        super().create_model_card(*args, **kwargs)
+        """Write the card that `fcsd push` writes, into `args.output_dir`; arguments are the Trainer's."""
         if self.is_world_process_zero():
-            card = Path(str(self.args.output_dir)) / "README.md"
-            name = self.hub_model_id or self.args.hub_model_id or self.args.output_dir
-            text = card.read_text(encoding="utf-8") + _LOADING.format(name=name)
-            card.write_text(text, encoding="utf-8")
+            said = inspect.signature(super().create_model_card).bind(*args, **kwargs)
+            write_trainer_card(self, said.arguments)
 
 
-_LOADING = """
-## How to load it
-
-The model has FarSkip connectivity, whose code is in this repository:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
-```
-"""
+def _own_launch() -> Launch:
+    """Join what a launcher has started, which ends the other processes when one fails; a script may go on after it."""
+    launch = join_launch()
+    stop_watching()
+    return launch

@@ -54,7 +54,7 @@ class Meters:
         ce                          cross-entropy, nats, of the objectives sft and ce
         kl | reverse_kl | jsd       the divergence, nats, before clipping
         kl_p50, kl_p90, kl_p99      its quantiles over all tokens of these steps, within 1 % (likewise for the others)
-        top1_agreement              share of tokens whose most probable continuation is the teacher's
+        top1_agreement              share of tokens whose most probable continuation is the teacher's; of ties the first
         teacher_entropy             nats
         clipped_share               of tokens, with objective.clip
         l2, router_kl               before their coefficients, see `fcsd.training.losses.hidden_terms`

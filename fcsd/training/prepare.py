@@ -13,6 +13,7 @@ from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import shard_student, shard_teacher
 from fcsd.training.config import TrainConfig
+from fcsd.training.losses.balance import refuse_loss_of_the_model
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.losses.hidden_terms import freeze_routers
 from fcsd.training.losses.objectives import ObjectiveConfig
@@ -48,7 +49,8 @@ def prepare_student(
     student: PreTrainedModel, objective: ObjectiveConfig, train: TrainConfig, launch: Launch
 ) -> None:
     """Take it to the dtype of the training, freeze what the objective leaves as it is, attach the loss head, and shard
-    it where the engine shards."""
+    it where the engine shards. UserError where its config asks for a loss that no training of ours has."""
+    refuse_loss_of_the_model(student.config, train)
     if not launch.engine.shards_when_placed and not has_adapters(student):
         to_dtype(student, dtype_of(train.dtype))
     student.config.use_cache = False

@@ -28,13 +28,19 @@ from fcsd.training.fcsd_config import Sections
 from fcsd.training.guarded import GuardedSteps, shield_workers
 from fcsd.training.losses.balance import Balance
 from fcsd.training.optimizer import learning_rate_schedule, note_parts, own_optimizer
+from fcsd.training.record import TrainingRecord
 from fcsd.training.safety import Guard
 from fcsd.training.step_loss import StepLoss
 from fcsd.training.teachers.base import Teacher
 
 
-class _InStep(TrainerCallback):
-    """Notes when this rank is in a step, so that one that hangs is noticed; comes before callbacks that take hours."""
+class _Steps(TrainerCallback):
+    """Notes when this rank is in a step, so that one that hangs is noticed, and does what is done once a step, behind
+    the optimiser and before anything is logged, scored or saved of it; comes before callbacks that take hours.
+    """
+
+    def __init__(self, trainer: "DistillTrainer"):
+        self.trainer = trainer
 
     def on_step_begin(self, *args: Any, **more: Any) -> None:
         in_step()
@@ -43,6 +49,11 @@ class _InStep(TrainerCallback):
 
     def on_step_end(self, *args: Any, **more: Any) -> None:
         in_step(False)  # weights are updated
+        guarded = self.trainer.guarded
+        if guarded.verdict == "go":
+            self.trainer.step_loss.end_step()
+        if guarded.is_written:
+            self.trainer.checkpoint_writer.finish()
 
 
 class DistillTrainer(Trainer):
@@ -50,7 +61,8 @@ class DistillTrainer(Trainer):
 
     The model must carry a loss head (`fcsd.training.losses.head.attach_loss_head`). `teacher` is needed for the
     objectives that compare with one. `sections` say beyond what `args` can say what is minimised, what moves the
-    weights, and what becomes of a step that goes wrong. What is logged is in `fcsd.training.meters`.
+    weights, and what becomes of a step that goes wrong; `record` what a checkpoint says that it was made from. What is
+    logged is in `fcsd.training.meters`.
     """
 
     # `compute_loss` divides by the number of kept tokens of the whole step, see the module's docstring.
@@ -64,16 +76,17 @@ class DistillTrainer(Trainer):
         sections: Sections,
         teacher: Teacher | None,
         launch: Launch,
+        record: TrainingRecord,
         **kwargs: Any,
     ):
-        self.launch, self.engine = launch, launch.engine
+        self.launch, self.engine, self.record = launch, launch.engine, record
         self.checkpoint_writer = CheckpointWriter(self)
         _use_one_device(args)
         if args.bf16:
             autocast_experts()
         # Else the Trainer refuses to write checkpoints; ours are not its.
         args.save_only_model = self.engine.spreads_experts
-        kwargs["callbacks"] = [_InStep(), *(kwargs.get("callbacks") or [])]
+        kwargs["callbacks"] = [_Steps(self), *(kwargs.get("callbacks") or [])]
         super().__init__(model, args, **kwargs)
         args.save_only_model = False
         # The name is `Trainer`'s for a model that came sharded: accelerate wraps the optimiser only.
@@ -131,14 +144,11 @@ class DistillTrainer(Trainer):
         return norm
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.guarded.verdict == "go":
-            self.step_loss.end_step()
+        # Called behind a step, and once more behind the last one of an epoch: what is done once is in `_Steps`.
         if self.control.should_training_stop:
             self.control.should_log = True  # the last step is on record whatever logging_steps is
         if self.guarded.rewind():
             return
-        if self.guarded.is_written:
-            self.checkpoint_writer.finish()
         self.guarded.heed_signals()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 

@@ -17,24 +17,25 @@ from fcsd.base.files import check_folder_place
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import given_rows
+from fcsd.data.rows import rows_fingerprint
 from fcsd.data.workers import default_workers
 from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.connectivity.spec import changed_by, field_text
 from fcsd.model.families import family_of, moe_mask
-from fcsd.model.load import find_model, load_tokenizer, tokenizer_of
+from fcsd.model.load import ModelFolder, find_model, load_tokenizer, tokenizer_of
 from fcsd.model.positions import check_positions
 from fcsd.parallel.engine import check_precision, engine_environment
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
-from fcsd.training.arguments import refuse_what_cannot_be_sharded
+from fcsd.training.argument_rules import refuse_another_cut
+from fcsd.training.arguments import micro_batches, refuse_what_cannot_be_sharded
+from fcsd.training.card.trainer import TAGS, Given, given
 from fcsd.training.fcsd_config import FCSDConfig, is_loss
 from fcsd.training.prepare import Ready
 from fcsd.training.python_words import python_words
+from fcsd.training.record import model_fingerprint
 from fcsd.training.teachers.base import Teacher
-
-TAGS = ("farskip", "fcsd")
-"""What a model on the Hub is tagged with."""
 
 
 def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
@@ -86,9 +87,11 @@ def _not_converted(what: str) -> UserError:
 def check_models(model: Any, teacher: Any, args: FCSDConfig, launch: Launch) -> None:
     """Check, before anything is loaded or tokenized, what models and arguments say; the student may be its own teacher.
 
-    Raises UserError: rows do not fit the positions of a model; a copy of the student would not be the original.
+    Raises UserError: rows do not fit the positions of a model; a copy of the student would not be the original; it is
+    said how to load a model that is not loaded.
     """
     for each, is_teacher in ((model, False), (teacher, True)):
+        _check_loading(each, args, "teacher" if is_teacher else "model")
         if isinstance(each, str | Path):
             source = find_model(args.model_config(str(each), teacher=is_teacher))
             check_positions(source, args.max_length, tell=launch.first)
@@ -96,6 +99,16 @@ def check_models(model: Any, teacher: Any, args: FCSDConfig, launch: Launch) -> 
             check_positions(each, args.max_length, tell=launch.first)
     if teacher is None and args.sections().objective.has_teacher:
         _check_own_teacher(model, args)
+
+
+def _check_loading(model: Any, args: FCSDConfig, name: str) -> None:
+    argument = "teacher_model_init_kwargs" if name == "teacher" else "model_init_kwargs"
+    if getattr(args, argument) and not isinstance(model, str | Path):
+        given = "was left out" if model is None else f"is a {type(model).__name__}"
+        raise UserError(
+            f"FCSDConfig: {argument}: is for a {name} that is given by its path, and {name} {given}; leave it out, or"
+            " give the path"
+        )
 
 
 def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
@@ -129,13 +142,16 @@ def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch:
 
 class TrainerInputs:
     """Models and data of the constructor. bad_rows: with `args.on_bad_row` "skip" the examples that were left out.
-    UserError for an engine that a training in a script cannot have.
+    given: what a card says of them. UserError for an engine that a training in a script cannot have.
     """
 
     def __init__(self, args: FCSDConfig, launch: Launch):
         _check_launch(args, launch)
         check_folder_place(Path(str(args.output_dir)))
         self.args, self.launch = args, launch
+        self.given = Given()
+        self._checkpoint: ModelFolder | None = None  # of a model that is given by its path
+        self._teacher: str | None = None
         self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
         self._tokenizer: Any = None
         self._vocab_size: int | None = None
@@ -153,6 +169,9 @@ class TrainerInputs:
         args, launch = self.args, self.launch
         has_teacher = args.sections().objective.has_teacher
         check_models(model, teacher, args, launch)
+        self.given = given(model, teacher, data[0])
+        if isinstance(model, str | Path):
+            self._checkpoint = find_model(args.model_config(str(model)))
         # The data are checked before a model is loaded from a path.
         student = None if isinstance(model, str | Path) else student_of(model, args, launch)
         path: Any = model if student is None else student.config._name_or_path
@@ -173,7 +192,16 @@ class TrainerInputs:
         student.add_model_tags([*TAGS])
         if has_teacher or teacher is not None:
             teacher = teacher_of(teacher, student, args, launch)
+            if launch.first and isinstance(teacher, PreTrainedModel):
+                self._teacher = model_fingerprint(teacher)
         return Ready(student, teacher, self._tokenizer, rows, heldout)
+
+    def fingerprints(self, rows: Any) -> dict[str, str]:
+        """Identify rows and models, as far as they are known, on the first rank."""
+        known = {"train_dataset": rows_fingerprint(rows)}
+        if self._checkpoint is not None:
+            known["model"] = self._checkpoint.weights
+        return known | ({"teacher": self._teacher} if self._teacher is not None else {})
 
     def heldout_rows(self, data: Any, name: str = "eval_dataset") -> Any:
         """Return rows in order; of a dict of data sets a dict of them."""
@@ -226,6 +254,9 @@ def _check_launch(args: FCSDConfig, launch: Launch) -> None:
             "FCSDTrainer: DeepSpeed is not supported; launch configs/fsdp2_8.yaml, or use a recipe"
         )
     refuse_what_cannot_be_sharded(sections.train, sections.objective, launch.engine)
+    if args.batch_size_tokens is not None:
+        cut = micro_batches(sections.train, args.max_length, launch.ranks.size)
+        refuse_another_cut(args, *cut, launch.ranks.size)
 
 
 def _check_metric(args: FCSDConfig, heldout: Any, teacher: Any) -> None:

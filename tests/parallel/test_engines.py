@@ -772,7 +772,9 @@ def test_sizes_and_launches_that_expert_parallelism_cannot_have_are_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", few(["fsdp2", "", pytest.param("zero3", marks=NEEDS_DEEPSPEED), "ep"], 1))
-def test_loads_are_balanced_over_all_ranks(bench: Bench, engine: str) -> None:
+def test_loads_are_balanced_over_all_ranks(
+    bench: Bench, engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Over the whole step, of which each of two ranks has a half: the same loss as in one process, to rounding."""
     train = {
         "max_steps": 4, "batch_size_tokens": 128, "learning_rate": 1e-3, "warmup_steps": 1, "logging_steps": 1,
@@ -787,3 +789,7 @@ def test_loads_are_balanced_over_all_ranks(bench: Bench, engine: str) -> None:
         for key in ("loss", "ce", "balance", "load_max_over_mean", "dead_experts"):
             assert a[key] == pytest.approx(b[key], rel=1e-4), (key, a, b)
         assert a["loss"] == pytest.approx(a["ce"] + 0.1 * a["balance"] * 2, rel=1e-4)  # two MoE layers
+    cut = bench.recipe("one", train=train | {"per_device_train_batch_size": 2}, objective={"name": "sft"})
+    capsys.readouterr()
+    assert main(["distill", str(cut)]) == 2
+    assert "train.per_device_train_batch_size: 4 -> 2" in capsys.readouterr().err

@@ -19,10 +19,10 @@ from fcsd.recipe.recipe import Recipe
 from fcsd.report import comparison as comparison_module
 from fcsd.report import report as report_module
 from fcsd.report.publish.card import model_card, write_card, write_publication
-from fcsd.report.publish.facts import Facts
 from fcsd.report.report import write_report
 from fcsd.report.table import models_table, percent, result_table, with_error
 from fcsd.report.training import _last_loss
+from fcsd.training.card.facts import Facts
 from tests.support import documented_keys
 
 SCORES = {

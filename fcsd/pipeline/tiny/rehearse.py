@@ -39,7 +39,7 @@ from fcsd.pipeline.tiny.models import small_model, tiny_tokenizer
 from fcsd.pipeline.tiny.rows import CODE, benchmark_row, training_row, write_data_set, write_rows
 from fcsd.recipe.load_recipe import graded_splits, split_names
 from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, router_loss_keys, set_dotted, to_yaml
-from fcsd.report.publish.facts import hub_id
+from fcsd.training.card.facts import hub_id
 from fcsd.training.config import TrainConfig
 
 _MAX_LENGTH = 64

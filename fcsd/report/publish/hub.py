@@ -14,7 +14,7 @@ from fcsd.base.files import read_json
 from fcsd.base.temporary import scratch_folder
 from fcsd.model.connectivity.checkpoint import CONFIG, INDEX
 from fcsd.report.publish.card import RESULTS
-from fcsd.report.publish.facts import CARD
+from fcsd.training.card.facts import CARD
 
 _STALE = ["*.safetensors", INDEX, f"{RESULTS}/*.yaml", "modeling_farskip.py", "report.*", "comparison.*"]
 """What an earlier push may have left in the repository and this one no longer has."""

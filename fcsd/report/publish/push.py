@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
@@ -29,18 +29,19 @@ from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, read_c
 from fcsd.model.connectivity.export import CARRIED
 from fcsd.model.connectivity.load import check_tensors, config_and_class
 from fcsd.report.publish.card import RESULTS, place, write_card
-from fcsd.report.publish.facts import (
+from fcsd.report.publish.hub import upload
+from fcsd.report.publish.public import PLACE, public_text, refuse_secrets
+from fcsd.training.card.facts import (
     CARD,
     HERE,
     Facts,
     front_matter,
     has_chat_template,
     hub_id,
-    inherited_from,
+    inherited_by,
     licence_of,
+    origin_of,
 )
-from fcsd.report.publish.hub import upload
-from fcsd.report.publish.public import PLACE, public_text, refuse_secrets
 
 _REPORT = ("report.md", "report.json", "comparison.md", "comparison.json", "*.png")
 _OTHER = ("NOTICE*", "USE_POLICY*", f"{RESULTS}/*.yaml", *_REPORT)
@@ -207,7 +208,7 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
     stage = source.name == "model"
     manifest = (source.parent if stage else source) / "manifest.json"
     record = read_manifest(manifest.parent)
-    origin = record.get("settings", {}).get("model") or record.get("results", {}).get("model") or {}
+    origin = origin_of(record)
     # What the user names and what the record names may be one model, on the Hub and on this machine.
     named = [(card.base, None), (origin.get("path"), origin.get("revision"))]
     places: list[tuple[str, str | None]] = [(path, revision) for path, revision in named if path is not None]
@@ -221,7 +222,7 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
         )
     # `fcsd convert` left its record among the weights, which may have been trained there since.
     training = record if record and (stage or record["stage"] != "convert") else None
-    inherited: dict[str, Any] = next((terms for place in places if (terms := _inherited(*place))), {})
+    inherited: dict[str, Any] = next((terms for place in places if (terms := inherited_by(*place))), {})
     result = comparison = None
     if card.results is not None:
         result, comparison = _results(source, *card.results)
@@ -238,22 +239,6 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
         result=result,
         comparison=comparison,
     )
-
-
-def _inherited(base: str, revision: str | None) -> dict[str, Any]:
-    """Read licence and languages of the original: from the card in its folder, or in its repository."""
-    if Path(base).is_dir():
-        return inherited_from(Path(base))
-    if hub_id(base) is None:
-        return {}
-    try:
-        return inherited_from(Path(hf_hub_download(base, CARD, revision=revision)).parent)
-    except UserError:
-        raise
-    except Exception as error:  # offline, no such repository, no card: said below, with what to do
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        print(f"fcsd push: note: the card of {base} cannot be read: {reason}", file=sys.stderr)
-        return {}
 
 
 def _same_weights(source: Path, base: str, revision: str | None) -> bool:

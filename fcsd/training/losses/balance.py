@@ -8,7 +8,9 @@ summed over the MoE layers (Switch Transformers, arXiv 2101.03961, Eq. 4; for K 
 Eq. 23 to 25). Gradients flow through P alone. The tokens are those of one example (`sequence`, the mean over examples
 weighted by their tokens, so that it does not depend on how a batch is cut) or of the whole step (`batch`): f is then
 counted over all ranks and over the micro-batches of the step so far (Qiu et al., arXiv 2501.11873), and is that of the
-whole step where it has one micro-batch. Padding, and text behind the last token with loss of a row, does not count.
+whole step where it has one micro-batch. With more it depends on how the batch is cut, by rows of a forward pass and by
+ranks: the choices of all are known behind the last pass, and to know them before the first gradient takes one more
+forward pass of the student. Padding, and text behind the last token with loss of a row, does not count.
 
 Without a loss (DeepSeek-V3, arXiv 2412.19437, 2.1.2): behind each step the bias of an expert that had more than the
 mean of its layer falls by the rate, that of one that had less rises.
@@ -56,6 +58,20 @@ def counted_tokens(batch: Batch) -> Tensor:
     """Tell which tokens (B, T) count: all up to the last one with loss of their row."""
     with_loss = batch["labels"] != NO_LOSS
     return with_loss.flip(1).cumsum(1).flip(1) > 0
+
+
+def refuse_loss_of_the_model(config: Any, train: TrainConfig) -> None:
+    """Raise UserError where a model's config asks for transformers' own loss of the routers, which no training of ours
+    has, and `train` for none in its place.
+    """
+    asked = any(
+        getattr(each, "output_router_logits", False) is True for each in (config, config.get_text_config())
+    )
+    if asked and train.balance_loss_coefficient is None:
+        raise UserError(
+            "output_router_logits: true in the model's config adds no loss of the routers here; set"
+            " train.balance_loss_coefficient to balance the experts, or output_router_logits to false in the config"
+        )
 
 
 class Balance:

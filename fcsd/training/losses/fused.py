@@ -80,7 +80,7 @@ class TokenStatistics(NamedTuple):
     """Figures of each of N tokens, at the temperature of the objective; none of them has a gradient.
 
     divergence: (N,) nats, before clipping. teacher_entropy: (N,) nats. top1_agreement: (N,) bool, whether the
-    student's most probable token is the teacher's (a tie agrees).
+    student's most probable token is the teacher's; of several that are equally probable the first one counts, in both.
     """
 
     divergence: Tensor
@@ -259,29 +259,32 @@ class _Sums:
         tiles = [tile[: end - begin] for tile in self.tiles]
         s = self.student.of(begin, end, tiles[0])
         slope = self.student.slope(s) if any(self.wants) else None
+        # Of the logits: rounding may make their logarithms of probabilities equal.
+        best = s.max(-1).indices if self.task.statistics else None
         _log_softmax_(s, tiles[-1])
-        d = self._compare(begin, end, s, tiles)
+        d = self._compare(begin, end, s, best, tiles)
         if slope is not None:
             d.mul_(slope)
             del slope
         self._add_gradient(begin, end, d)
 
-    def _compare(self, begin: int, end: int, s: Tensor, tiles: list[Tensor]) -> Tensor:
-        """Add the loss of (n, V) log p_s, which is overwritten, and return the gradient of the logits."""
+    def _compare(self, begin: int, end: int, s: Tensor, best: Tensor | None, tiles: list[Tensor]) -> Tensor:
+        """Add the loss of (n, V) log p_s, which is overwritten, and return the gradient of the logits.
+
+        best: (n,) the student's most probable tokens, for statistics.
+        """
         objective, statistics = self.task.objective, self.task.statistics
         if self.teacher is None:
             assert isinstance(self.task.target, Tensor)
             d, value, _ = self.measure.compare(objective, s, self.task.target[begin:end, None], [], False)
         else:
             t = self.teacher.of(begin, end, tiles[1])
+            agreement = t.max(-1).indices == best if best is not None else None
             _log_softmax_(t, tiles[-1])
-            if statistics:
-                best = t.argmax(-1, keepdim=True)
-                agreement = s.gather(1, best).squeeze(1) >= s.amax(-1)
             torch.exp(t, out=tiles[2])
             d, value, entropy = self.measure.compare(objective, s, t, tiles[2:], statistics)
             if statistics:
-                assert entropy is not None
+                assert entropy is not None and agreement is not None
                 for whole, part in zip(self.per_token, (value, entropy, agreement), strict=True):
                     whole[begin:end] = part
         if objective.clip is None:

@@ -1,10 +1,14 @@
 """The balance of experts' loads against sums written out token by token, and the bias that moves instead."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import weights_fingerprint
@@ -12,7 +16,9 @@ from fcsd.cli.main import main
 from fcsd.data.batches import NO_LOSS
 from fcsd.model.families.routers import find_routers
 from fcsd.pipeline.tiny.models import tiny_tokenizer
-from fcsd.training.config import TrainConfig
+from fcsd.training.config import TrainConfig, may_change
+from fcsd.training.fcsd_config import FCSDConfig
+from fcsd.training.fcsd_trainer import FCSDTrainer
 from fcsd.training.losses.balance import Balance, counted_tokens
 from fcsd.training.meters import Meters
 from fcsd.training.trainer import DistillTrainer
@@ -162,6 +168,111 @@ def test_a_family_without_the_bias_is_refused_with_what_it_has() -> None:
         Balance(TrainConfig(balance_bias_rate=0.1), tiny_model("qwen3_moe"), ALONE)
 
 
+class Watched(TrainerCallback):
+    """Notes the biases of the first layer around every step, and what a checkpoint of it holds; `skip`: gets none."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.trainer: Any = None
+        self.moves: list[torch.Tensor] = []
+        self.before = torch.zeros(0)
+        self.untouched: list[bool] = []
+        self.saved: list[bool] = []
+
+    def now(self) -> torch.Tensor:
+        return torch.tensor(self.trainer.step_loss.balance.state()[0])
+
+    def on_step_begin(self, *args: Any, **more: Any) -> None:
+        if len(self.before):
+            self.untouched.append(torch.equal(self.now(), self.before))
+        self.before = self.now()
+
+    def on_step_end(self, *args: Any, **more: Any) -> None:
+        self.moves.append(self.now() - self.before)
+        self.before = self.now()
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        stored = json.loads((self.folder / f"checkpoint-{state.global_step}" / "balance.json").read_text())
+        self.saved.append(torch.equal(torch.tensor(stored[0]), self.before))
+
+
+RATE = 0.0625
+
+
+def biased_trainer(folder: Path, num_rows: int, **settings: Any) -> tuple[FCSDTrainer, Watched]:
+    """Return a trainer of one packed row a step, that moves biases, and what watches it."""
+    ids = torch.randint(3, 99, (num_rows, 12), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = [{"input_ids": row, "labels": row, "position_ids": [*range(12)]} for row in ids]
+    watch = Watched(folder)
+    arguments: dict[str, Any] = {
+        "objective": "ce", "layers": "none", "max_length": 12, "learning_rate": 1e-3, "seed": 0, "disable_tqdm": True,
+        "balance_bias_rate": RATE, "logging_steps": 100,
+    }  # fmt: skip
+    watch.trainer = FCSDTrainer(
+        tiny_model("deepseek_v3", vocab_size=300),
+        FCSDConfig(str(folder), **arguments | settings),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tiny_tokenizer(300),
+        callbacks=[watch],
+    )
+    return watch.trainer, watch
+
+
+@pytest.mark.parametrize(("steps", "num_rows"), [(3, 3), (10, 10), (25, 10)])
+def test_the_biases_move_once_a_step_and_a_checkpoint_holds_them_as_they_are_behind_it(
+    tmp_path: Path, steps: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[torch.Tensor] = []
+    add_loads = Meters.add_loads
+    monkeypatch.setattr(
+        Meters, "add_loads", lambda self, loads: (noted.append(loads), add_loads(self, loads))[1]
+    )
+    trainer, watch = biased_trainer(tmp_path, num_rows, max_steps=steps, save_strategy="epoch")
+    trainer.train()
+    assert len(watch.moves) == steps == len(noted)
+    for move, loads in zip(watch.moves, noted, strict=True):
+        load = loads[0].double()
+        expected = (RATE * (load.mean() - load).sign()).tolist()
+        assert move.tolist() == pytest.approx(expected, abs=1e-6) and move.any()
+    # Neither between the steps nor behind the last one.
+    assert all(watch.untouched) and len(watch.untouched) == steps - 1
+    assert torch.equal(watch.now(), watch.before)
+    assert watch.saved == [True] * -(-steps // num_rows)
+    # The meters count each step once, too: the busiest expert over the mean of all steps.
+    loads = torch.stack(noted).sum(0).double()
+    (logged,) = [entry for entry in trainer.state.log_history if "load_max_over_mean" in entry]
+    busiest = float((loads.amax(1) / loads.mean(1)).mean())
+    assert logged["load_max_over_mean"] == pytest.approx(busiest)
+
+
+def test_a_training_that_goes_on_at_the_end_of_an_epoch_ends_as_one_that_was_not_interrupted(
+    tmp_path: Path,
+) -> None:
+    whole, _ = biased_trainer(tmp_path / "whole", 4, max_steps=8, save_steps=4)
+    whole.train()
+    rest, _ = biased_trainer(tmp_path / "rest", 4, max_steps=8, save_strategy="no")
+    rest.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    left, right = (trainer.model.state_dict() for trainer in (whole, rest))
+    assert all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+def test_a_step_that_is_skipped_or_rewound_moves_no_bias(tmp_path: Path) -> None:
+    trainer, watch = biased_trainer(
+        tmp_path, 3, max_steps=6, save_steps=1, safety={"max_rewinds": 1, "max_skipped_steps": 1}
+    )
+    compute, calls = trainer.compute_loss, iter(range(100))
+
+    def lost(*args: Any, **kwargs: Any) -> Any:
+        loss = compute(*args, **kwargs)
+        return loss * float("nan") if next(calls) in (1, 2) else loss
+
+    trainer.compute_loss = lost  # type: ignore[method-assign]
+    trainer.train()
+    # The second step is skipped, the third, the last one of its epoch, is rewound to the first.
+    assert [bool(move.any()) for move in watch.moves] == [True, False, False, *[True] * 5]
+    assert watch.untouched == [True] * 7 and trainer.guard.rewinds == 1
+
+
 @pytest.mark.slow
 def test_a_run_that_was_ended_goes_on_with_its_biases(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -193,3 +304,20 @@ def test_a_run_that_was_ended_goes_on_with_its_biases(
     stopping = bench.recipe("stops", train=train, early_stopping=bench.choice)
     assert main(["distill", str(stopping)]) == 2
     assert "train.balance_bias_rate does not work with early_stopping" in capsys.readouterr().err
+
+
+def test_the_loss_over_the_batch_is_of_the_micro_batches_so_far_and_its_cut_is_fixed() -> None:
+    train = TrainConfig(balance_loss_coefficient=1.0, balance_loss_over="batch")
+    with in_float64(), torch.no_grad():
+        model = tiny_model("qwen3_moe").double()
+        balance, parts = Balance(train, model, ALONE), [slice(0, 1), slice(1, 2)]
+        whole = float(balance.add(run(model, batch(), balance), batch()))
+        balance.begin_step(1)
+        cut = [float(balance.add(run(model, batch(part), balance), batch(part))) for part in parts]
+        first = Balance(train, model, ALONE)
+        alone = float(first.add(run(model, batch(parts[0]), first), batch(parts[0])))
+    assert cut[0] == pytest.approx(alone, rel=1e-12)  # knows nothing of what comes behind it
+    assert sum(cut) != pytest.approx(whole, rel=1e-3)
+    rows = "train.per_device_train_batch_size"
+    assert rows not in may_change(train)
+    assert rows in may_change(train.model_copy(update={"balance_loss_over": "sequence"}))

@@ -665,6 +665,33 @@ def test_equal_students_have_no_divergence_and_no_gradient(name):
     assert statistics.top1_agreement.all()
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_a_student_that_prefers_no_token_agrees_with_nobody(name, chunk_tokens):
+    h, w, th, tw, *_ = inputs()
+    dead = torch.zeros_like(w)
+    dead[3:] -= 1  # the first three tokens tie in every row
+    h = h.abs()
+    chunk_bytes = chunk_tokens * one_token_bytes(4)
+    for weight in (torch.zeros_like(w), dead):
+        _, statistics = fused_divergence(
+            h, weight, th, tw, divergence=objective_of(name), statistics=True, chunk_bytes=chunk_bytes
+        )
+        best = reference_logits(th, tw).argmax(-1)
+        assert (best > 0).sum() > 0 and not statistics.top1_agreement[best > 0].any()
+        assert torch.equal(statistics.top1_agreement, best == 0)
+
+
+def test_logits_that_rounding_makes_equally_probable_are_different():
+    # A sum of exponentials far above the two largest, which differ in their last bits.
+    w = torch.cat([torch.tensor([[0.0], [1.0], [1.0 + 2**-20]]), torch.full((4096, 1), 0.5)])
+    h, th = torch.full((2, 1), 0.25), torch.full((2, 1), 8.0)
+    _, statistics = fused_divergence(h, w, th, w, divergence=objective_of("kl"), statistics=True)
+    rounded, teacher = ((states @ w.t()).log_softmax(-1) for states in (h, th))
+    assert (rounded[:, 1] == rounded[:, 2]).all() and (teacher[:, 1] < teacher[:, 2]).all()
+    assert statistics.top1_agreement.all()
+
+
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
 def test_no_tokens_give_zero_and_empty_statistics(name):
     h, w, th, tw, b, _ = inputs(n=0)

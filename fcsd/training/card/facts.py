@@ -1,0 +1,135 @@
+"""What a model card says, and what it inherits from the original."""
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import hf_hub_download, metadata_load
+
+from fcsd.base.artifact import read_manifest
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json
+
+CARD = "README.md"
+HERE = "path/to/this/folder"  # stands in a card for the repository id as long as there is none
+
+
+LICENCE_KEYS = ("license", "license_name", "license_link")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts that a card states.
+
+    name, where: title, and the repository id or `HERE`.
+    config: config.json of the checkpoint.
+    base: hub id of the original, or None.
+    licence: `license`, `license_name`, `license_link`, as far as they are known.
+    training: manifest of the stage that left the checkpoint (`distill`, `convert`, `pretrain`), or what
+        `fcsd.training.card.trainer` says in its place; None: not known.
+    untrained: whether the weights are known to be those of the original.
+    chat: whether the tokenizer has a chat template.
+    tags: beside those that every card has.
+    result, comparison: what `fcsd evaluate` measured on the checkpoint, and `scores.compare` with the original.
+    figures: file beside the card -> caption.
+    report: whether `report.md` of the run lies beside the card.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    where: str = HERE
+    base: str | None = None
+    licence: Mapping[str, Any] = field(default_factory=dict)
+    language: tuple[str, ...] = ()
+    training: Mapping[str, Any] | None = None
+    untrained: bool = False
+    chat: bool = True
+    tags: tuple[str, ...] = ()
+    result: Mapping[str, Any] | None = None
+    comparison: Mapping[str, Any] | None = None
+    figures: Mapping[str, str] = field(default_factory=dict)
+    report: bool = False
+
+
+def hub_id(text: str) -> str | None:
+    """Return `text` where it is `owner/name` and no local path, otherwise None."""
+    return text if _HUB_ID.fullmatch(text) and not Path(text).exists() else None
+
+
+def origin_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a stage's manifest says of the original: `path` and `revision`; {} where it says nothing."""
+    origin: dict[str, Any] = record.get("settings", {}).get("model") or record.get("results", {}).get("model")
+    return origin or {}
+
+
+def recorded_origin(folder: Path) -> tuple[str, str | None] | None:
+    """Return path and revision of the original of a checkpoint folder, where the stage that left it says so."""
+    origin = origin_of(read_manifest(folder.parent if folder.name == "model" else folder))
+    return (str(origin["path"]), origin.get("revision")) if origin.get("path") else None
+
+
+def inherited_from(folder: Path) -> dict[str, Any]:
+    """Read licence and languages on the card in a checkpoint folder; {} without a card."""
+    if not (folder / CARD).is_file():
+        return {}
+    data = front_matter(folder / CARD)
+    inherited = {key: data[key] for key in (*LICENCE_KEYS, "language") if data.get(key)}
+    if isinstance(inherited.get("language"), str):
+        inherited["language"] = [inherited["language"]]
+    return inherited
+
+
+def inherited_by(base: str, revision: str | None) -> dict[str, Any]:
+    """Read licence and languages of the original: from the card in its folder, or in its repository."""
+    if Path(base).is_dir():
+        return inherited_from(Path(base))
+    if hub_id(base) is None:
+        return {}
+    try:
+        return inherited_from(Path(hf_hub_download(base, CARD, revision=revision)).parent)
+    except UserError:
+        raise
+    except Exception as error:  # offline, no such repository, no card: said below, with what to do
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        print(f"note: the card of {base} cannot be read: {reason}", file=sys.stderr)
+        return {}
+
+
+def licence_of(inherited: Mapping[str, Any], stated: str | None) -> dict[str, Any]:
+    """Return what a card says of the licence: what is stated, or what the original's card says."""
+    if stated is not None:
+        return {"license": stated}
+    return {key: inherited[key] for key in LICENCE_KEYS if key in inherited}
+
+
+def with_linked_licence(facts: Facts, folder: Path) -> Facts:
+    """Give the licence a link that leads to the file beside the original's card, unless that is in the folder."""
+    link = str(facts.licence.get("license_link") or "")
+    if not link or "://" in link or (folder / link).is_file():
+        return facts
+    there = f"https://huggingface.co/{facts.base}/blob/main/{link}" if facts.base else None
+    return replace(facts, licence={**facts.licence, "license_link": there})
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Tell whether the tokenizer in a checkpoint folder can put a conversation into words."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    file = folder / "tokenizer_config.json"
+    return file.is_file() and bool(read_json(file).get("chat_template"))
+
+
+def front_matter(card: Path) -> dict[str, Any]:
+    """Read the metadata of a model card; {} where it has none, UserError where it is no mapping in YAML."""
+    try:
+        return metadata_load(card) or {}
+    except yaml.YAMLError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{card}: the metadata between the --- lines is not YAML: {reason}") from None
+    except ValueError:
+        raise UserError(f"{card}: the metadata between the --- lines must be keys and values") from None

@@ -1,0 +1,181 @@
+"""Arguments of transformers: each is honoured, or refused in one line; none is overruled without a word."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from fcsd.base.errors import UserError
+from fcsd.parallel.launch import join_launch
+from fcsd.training.argument_rules import DECIDES, MAY_CHANGE_ARGUMENTS, REFUSED
+from fcsd.training.fcsd_config import FCSDConfig
+from fcsd.training.fcsd_trainer import FCSDTrainer
+from fcsd.training.trainer_inputs import TrainerInputs
+from tests.reference.tiny import tiny_model
+
+
+def test_every_argument_of_transformers_is_in_one_table() -> None:
+    tables = [set(REFUSED), MAY_CHANGE_ARGUMENTS, DECIDES]
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert fields - set.union(*tables) == set()
+    assert sum(map(len, tables)) == len(set.union(*tables))
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "fp16": True, "label_smoothing_factor": 0.1, "auto_find_batch_size": True, "save_only_model": True,
+    "use_liger_kernel": True, "liger_kernel_config": {"rope": True}, "bf16_full_eval": True, "fp16_full_eval": True,
+    "fsdp": "full_shard", "fsdp_config": {"min_num_params": 1}, "deepspeed": {"zero_optimization": {"stage": 3}},
+    "parallelism_config": object(), "average_tokens_across_devices": False, "logging_nan_inf_filter": True,
+    "remove_unused_columns": True, "label_names": ["answers"], "length_column_name": "size",
+    "save_on_each_node": True, "use_cache": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_argument_without_a_meaning_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^FCSDConfig: {name}: has no meaning here; \w") as caught:
+        FCSDConfig(str(tmp_path), **{name: OTHER_VALUES[name]})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_steps": 5, "num_train_epochs": 2}, "num_train_epochs: 2 has no meaning beside max_steps 5"),
+        ({"max_steps": 5, "warmup_steps": 6}, r"warmup_steps \(6\) is more than max_steps \(5\)"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "'constant' has no warm-up; use 'constant_with_warmup'"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 0.1}, "'constant' has no warm-up"),
+        (
+            {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {"num_cycles": 2}},
+            "the schedule 'constant_with_warmup' has no settings; leave them out",
+        ),
+        (
+            {"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {"num_cycles": 2}},
+            "the schedule 'linear' cannot be made with {'num_cycles': 2} .*unexpected keyword argument 'num_cycles'",
+        ),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "the schedule 'cosine_with_min_lr' cannot be made with {}"),
+        ({"optimizer": "muon", "optim": "adafactor"}, "optim: 'adafactor' has no meaning with optimizer 'muon'"),
+        ({"train_sampling_strategy": "group_by_length"}, "'group_by_length' has no meaning here; rows are of one"),
+        ({"include_for_metrics": ["loss"]}, "include_for_metrics: 'loss' has no meaning here"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches and dispatch_batches"),
+        ({"balance_loss_over": "batch"}, "balance_loss_over: 'batch' has no meaning without balance_loss_coefficient"),
+    ],
+)  # fmt: skip
+def test_arguments_of_which_one_overrules_the_other_are_refused(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=rf"^FCSDConfig: .*{message}") as caught:
+        FCSDConfig(str(tmp_path), **values)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_steps": 5, "num_train_epochs": 3.0},
+        {"num_train_epochs": 2},
+        {"lr_scheduler_type": "constant"},
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}, "warmup_steps": 0.1},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}},
+        {"lr_scheduler_type": "step", "lr_scheduler_kwargs": {"milestones": [0.5]}, "warmup_steps": 2},
+        {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 0.2}, "max_steps": 9},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"factor": 0.5}, "eval_strategy": "epoch"},
+        {"optimizer": "muon", "optim": "adamw_torch"},
+        {"balance_loss_over": "batch", "balance_loss_coefficient": 0.1},
+        {"dataloader_drop_last": True, "per_device_eval_batch_size": 4, "max_grad_norm": 0.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments_that_agree_are_taken(values: dict[str, Any], tmp_path: Path) -> None:
+    FCSDConfig.of(FCSDConfig(str(tmp_path), **values))
+
+
+def test_plain_arguments_of_transformers_are_taken_with_all_their_defaults(tmp_path: Path) -> None:
+    config = FCSDConfig.of(TrainingArguments(str(tmp_path), use_cpu=True))
+    assert config.per_device_train_batch_size == 8 and not config.logging_nan_inf_filter
+    with pytest.raises(UserError, match="label_smoothing_factor: has no meaning here"):
+        FCSDConfig.of(TrainingArguments(str(tmp_path), use_cpu=True, label_smoothing_factor=0.1))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"batch_size_tokens": 256, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
+            "batch_size_tokens: 256 are 4 micro-batches of 2 x max_length 32 tokens on 1 processes,"
+            " gradient_accumulation_steps says 3; leave one of them out",
+        ),
+        (
+            {"batch_size_tokens": 128, "per_device_train_batch_size": 8},
+            "batch_size_tokens: 128 are 4 rows of max_length 32 for each of 1 processes, per_device_train_batch_size"
+            " says 8; leave it out, or make the batch larger",
+        ),
+    ],
+)
+def test_a_batch_in_tokens_and_another_in_rows_are_refused(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        TrainerInputs(FCSDConfig(str(tmp_path), max_length=32, **values), join_launch())
+    assert str(caught.value) == message
+
+
+def test_a_batch_in_tokens_and_the_same_one_in_rows_agree(tmp_path: Path) -> None:
+    values = {"batch_size_tokens": 256, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    args, launch = FCSDConfig(str(tmp_path), max_length=32, **values), join_launch()
+    for _ in range(2):  # as of two trainers with the same arguments
+        TrainerInputs(args, launch)
+        args.fit_to_engine(args.sections().train, launch)
+        assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 4)
+
+
+@pytest.mark.parametrize("objective", ["sft", "kl"])
+def test_a_models_own_loss_of_the_routers_is_refused_unless_the_experts_are_balanced(
+    objective: str, tmp_path: Path
+) -> None:
+    from fcsd.pipeline.tiny.models import tiny_tokenizer
+
+    ids = list(range(3, 19))
+    rows = [{"input_ids": ids, "labels": ids, "position_ids": [*range(16)]}] * 2
+
+    def trainer(**settings: Any) -> FCSDTrainer:
+        model = tiny_model("qwen3_moe", vocab_size=300)
+        model.config.output_router_logits = True
+        arguments = FCSDConfig(str(tmp_path), objective=objective, layers="all", max_length=16, **settings)
+        return FCSDTrainer(model, arguments, train_dataset=rows, processing_class=tiny_tokenizer(300))
+
+    with pytest.raises(
+        UserError,
+        match=r"^output_router_logits: true in the model's config .*; set balance_loss_coefficient to",
+    ):
+        trainer()
+    assert trainer(balance_loss_coefficient=0.01).step_loss.balance is not None
+
+
+def test_what_says_how_a_model_is_loaded_or_moved_is_refused_where_that_is_done_already(
+    tmp_path: Path,
+) -> None:
+    model = tiny_model("qwen3_moe", vocab_size=300)
+
+    def trainer(settings: dict[str, Any], **arguments: Any) -> FCSDTrainer:
+        return FCSDTrainer(model, FCSDConfig(str(tmp_path), layers="all", **settings), **arguments)
+
+    with pytest.raises(
+        UserError, match="model_init_kwargs: is for a model that is given by its path, and model is a"
+    ):
+        trainer({"model_init_kwargs": {"dtype": "bfloat16"}})
+    with pytest.raises(
+        UserError, match=r"^FCSDConfig: teacher_model_init_kwargs: .* and teacher was left out"
+    ):
+        trainer({"teacher_model_init_kwargs": {"dtype": "bfloat16"}})
+    given = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(UserError, match=r"^optimizer: 'muon' has no meaning beside optimizers, whose groups"):
+        trainer({"optimizer": "muon"}, optimizers=(given, None))
+    kind = (torch.optim.SGD, {"lr": 1.0})
+    with pytest.raises(
+        UserError, match=r"^layer_lr_ratio: 2\.0 has no meaning beside optimizer_cls_and_kwargs"
+    ):
+        trainer({"layer_lr_ratio": 2.0}, optimizer_cls_and_kwargs=kind)
