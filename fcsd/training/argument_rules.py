@@ -118,8 +118,8 @@ def refuse_conflicts(args: Any, train: TrainConfig) -> None:
         " of them out": (
             lambda: train.optimizer == "muon" and optim not in ("adamw_torch", "adamw_torch_fused")
         ),
-        f"train_sampling_strategy: 'group_by_length' has no meaning here; {_ROWS}": (
-            lambda: args.train_sampling_strategy == "group_by_length"
+        f"train_sampling_strategy: {args.train_sampling_strategy!r} has no meaning here; {_ROWS}": (
+            lambda: args.train_sampling_strategy not in ("random", "sequential")
         ),
         "include_for_metrics: 'loss' has no meaning here; eval_loss is that of all tokens": (
             lambda: "loss" in args.include_for_metrics
