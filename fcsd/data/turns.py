@@ -1,0 +1,189 @@
+"""Find what the assistant says in a conversation that a chat template has written.
+
+It says what stands between the opening of its turn, which a prompt ends with, and the end of it, which is the last that
+a model must write to stop. Where a turn has no end of its own, as in GLM-4.5, that is the token with which the next
+role begins.
+
+Not covered: templates that write one message in several places, or only a part of one; their examples are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from fcsd.base.errors import UserError
+from fcsd.data.marks import PRIVATE, TAG, MarkedChat, Message, Render, UnclearTurnError
+
+
+@dataclass(frozen=True)
+class TurnForm:
+    """How a template writes turns, as an exchange of three messages shows.
+
+    opening: what it adds for `add_generation_prompt`. header: as much of it as earlier turns of the assistant have, too.
+    end: what ends a turn, followed or not. ends: whether a turn that nothing follows has an end; None: not known, as the
+    template refuses the exchange. tokens: matches what is never cut.
+    """
+
+    opening: str = ""
+    header: str = ""
+    end: str = ""
+    ends: bool | None = None
+    tokens: re.Pattern[str] = TAG
+
+
+def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
+    """Read the form of turns off a template. tokens: texts that the tokenizer takes as one token."""
+    longest_first = sorted((token for token in tokens if token.strip() and not TAG.fullmatch(token)), key=len)[::-1]
+    pattern = re.compile("|".join([*map(re.escape, longest_first), TAG.pattern]))
+    user, assistant, again = PRIVATE[-3:]
+    exchange: list[Message] = [
+        {"role": "user", "content": user},
+        {"role": "assistant", "content": assistant},
+        {"role": "user", "content": again},
+    ]
+    try:
+        asked, opened = render(exchange[:1], False), render(exchange[:1], True)
+        answered, whole = render(exchange[:2], False), render(exchange, False)
+    except UserError:
+        return TurnForm(tokens=pattern)
+    parts = re.fullmatch(f".*{user}(.*){assistant}(.*){again}.*", whole, re.DOTALL)
+    if parts is None or assistant not in answered or user not in asked:
+        return TurnForm(tokens=pattern)
+    before, after = parts.groups()
+    tail, closing = answered.rpartition(assistant)[2], asked.rpartition(user)[2]
+    opening = opened[len(asked) :] if opened.startswith(asked) else ""
+    behind = before[_shared(closing, before, pattern) :]
+    header = behind[: _shared(opening, behind, pattern)] if opening else behind
+    end = after[: _shared(tail, after, pattern)].strip()
+    return TurnForm(opening, header if header.strip() else "", end, bool(tail.strip()), pattern)
+
+
+class WrittenChat:
+    """A conversation as a template writes it: `text`, and from where to where each answer goes.
+
+    continues: whether what is written of its beginnings is the beginning of what is written of all. unstopped: whether
+    there is an answer after which nothing could end it. stop: what the text ends with, as the template leaves the last
+    turn open; "": whatever ends texts; None: nothing, it has an end.
+    """
+
+    def __init__(self, render: Render, messages: Sequence[Message], answers: Sequence[int], form: TurnForm):
+        self._render, self._form, self._number = render, form, len(messages)
+        self._chat = MarkedChat(render, messages)
+        self.continues, self.unstopped = True, False
+        self.stop: str | None = None
+        self.text, self.spans = self._chat.plain, [span for i in answers if (span := self._span(i))]
+        if self.stop is not None:
+            self.text += self.stop
+            self.spans[-1] = self.spans[-1][0], len(self.text)
+
+    def _span(self, index: int) -> tuple[int, int] | None:
+        chat = self._chat
+        if (lost := chat.lost(index)) is not None:
+            raise UnclearTurnError(f"it does not write the {lost} of message {index}")
+        opened = self._written(index, True) if index else None
+        place = chat.span(index)
+        if place is None:
+            if opened is None or not chat.text.startswith(opened):
+                return self._unseen(index)
+            place = len(opened), len(opened)
+        begin = self._begin(index, place[0], opened)
+        end = max(begin, self._end(index, place[1], opened))
+        others = chat.owners(begin, end) - {index}
+        if begin > place[0] or others:
+            raise UnclearTurnError(f"it writes message {index} into another one")
+        return chat.without_marks(begin), chat.without_marks(end)
+
+    def _written(self, number: int, opened: bool) -> str | None:
+        """Write the first messages, marked; None: the template refuses to."""
+        try:
+            return self._render(self._chat.messages[:number], opened)
+        except UserError:
+            return None
+
+    def _unseen(self, index: int) -> None:
+        """Take a message of which nothing can be seen as one that is not written, if it is."""
+        others = [message for i, message in enumerate(self._chat.messages) if i != index]
+        try:
+            if self._render(others, False) == self._chat.text:
+                return
+        except UserError:
+            pass
+        raise UnclearTurnError(f"it does not tell where message {index} is")
+
+    def _begin(self, index: int, place: int, opened: str | None) -> int:
+        """Return where the assistant begins to say what has a text at a place."""
+        text, form, left = self._chat.text, self._form, self._chat.end_before(index, place)
+        if opened is not None and text.startswith(opened) and left <= len(opened) <= place:
+            headed = not form.opening and form.header and text.startswith(form.header, len(opened))
+            return len(opened) + (len(form.header) if headed else 0)
+        self.continues = False
+        for opening in filter(None, (form.opening, form.header)):
+            if (found := text.rfind(opening, left, place)) >= 0:
+                return found + len(opening)
+        if opened is not None and (last := self._chat.last_mark(opened)) is not None:
+            tail, known = opened[last + 1 :], opened[last] == text[left - 1 : left]
+            if known and text.startswith(tail.rstrip(), left) and left + len(tail.rstrip()) <= place:
+                return left + _shared(tail, text[left:place], form.tokens)
+        if form.opening or form.header or (form.ends is None and index):
+            raise UnclearTurnError(f"it does not tell where the assistant begins to say message {index}")
+        return place
+
+    def _end(self, index: int, place: int, opened: str | None) -> int:
+        """Return where what has its last text before a place ends, with the end of its turn."""
+        text, form = self._chat.text, self._form
+        if index + 1 == self._number:
+            if not (text[place:].strip() if form.ends is None else form.ends):
+                self._leave_open(text, place)
+            return len(text)
+        tail, whole = "", self._written(index + 1, False)
+        if whole is not None:
+            self.continues &= text.startswith(whole)
+            known = opened if place == len(opened or "") else None
+            last = self._chat.last_mark(whole) if known is None else len(known) - 1
+            tail = whole[last + 1 :] if last is not None else ""
+        rest = text[place : self._chat.begin_after(index, place)]
+        number = _shared(tail, rest, form.tokens)
+        same = not tail[number:].strip()
+        if form.end in tail[:number] if form.end else same and form.ends:
+            return place + number
+        if not form.end or not same:
+            token = self._token(rest, number)
+            self.unstopped |= token is None
+            return place + (token or number)
+        return place + number
+
+    def _token(self, text: str, place: int) -> int | None:
+        """Return the end of the token that begins at a place, behind white space."""
+        found = self._form.tokens.match(text, len(text) - len(text[place:].lstrip()))
+        return found.end() if found else None
+
+    def _leave_open(self, text: str, place: int) -> None:
+        """End the last turn with the token with which the next role would begin."""
+        self.stop = ""
+        for role in ("tool", "user") if self._chat.messages[-1].get("tool_calls") else ("user",):
+            messages = [*self._chat.messages, {"role": role, "content": PRIVATE[-1]}]
+            try:
+                longer = self._render(messages, False)
+            except UserError:
+                continue
+            mark = text[place - 1]
+            rest = longer[longer.find(mark) + 1 :].partition(PRIVATE[-1])[0]
+            number = _shared(text[place:], rest, self._form.tokens)
+            if (token := self._token(rest, number)) is not None:
+                self.stop = rest[number:token].strip()
+                return
+
+
+def _shared(text: str, other: str, tokens: re.Pattern[str]) -> int:
+    """Count the characters with which both texts begin, without a token that only one of them has."""
+    pairs = enumerate(zip(text, other, strict=False))
+    number = next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))
+    for written in (text, other):
+        for found in tokens.finditer(written):
+            if found.start() < number < found.end():
+                number = found.start()
+            if found.end() >= number:
+                break
+    return number
