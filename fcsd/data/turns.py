@@ -32,6 +32,25 @@ class TurnForm:
     ends: bool | None = None
     tokens: re.Pattern[str] = TAG
 
+    def opened(self, prompt: str, written: str) -> int | None:
+        """Return how much of what is `written` before an answer belongs to the `prompt`, which both follow on the same
+        text; None: it lacks the opening of the assistant's turn.
+        """
+        number = _shared(prompt, written, self.tokens)
+        if number == len(written):
+            return number
+        if self.opening and prompt.endswith(self.opening):
+            return number if number >= len(prompt) - len(self.opening) + len(self._least) else None
+        # Thoughts that are only opened in the last turn.
+        before = prompt.removesuffix(self.opening.removeprefix(self.header))
+        return _shared(before, written, self.tokens) if written.startswith(before.rstrip()) else None
+
+    @property
+    def _least(self) -> str:
+        """The part of the opening that names the assistant."""
+        names = [found.start() for found in self.tokens.finditer(self.opening)]
+        return self.opening[: names[1] if len(names) > 1 else None].rstrip()
+
 
 def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
     """Read the form of turns off a template. tokens: texts that the tokenizer takes as one token."""
@@ -57,6 +76,9 @@ def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
     behind = before[_shared(closing, before, pattern) :]
     header = behind[: _shared(opening, behind, pattern)] if opening else behind
     end = after[: _shared(tail, after, pattern)].strip()
+    ending = pattern.search(closing)
+    if asked == opened and ending and ending[0] in end:  # always opened for the assistant, behind its own turn, too
+        end = end[: end.index(ending[0]) + len(ending[0])]
     return TurnForm(opening, header if header.strip() else "", end, bool(tail.strip()), pattern)
 
 
@@ -113,21 +135,24 @@ class WrittenChat:
         raise UnclearTurnError(f"it does not tell where message {index} is")
 
     def _begin(self, index: int, place: int, opened: str | None) -> int:
-        """Return where the assistant begins to say what has a text at a place."""
+        """Return where the assistant begins to say what has its first text at a place."""
         text, form, left = self._chat.text, self._form, self._chat.end_before(index, place)
         if opened is not None and text.startswith(opened) and left <= len(opened) <= place:
-            headed = not form.opening and form.header and text.startswith(form.header, len(opened))
+            unopened = not (form.opening and opened.endswith(form.opening))
+            headed = unopened and text.startswith(form.header, len(opened), place)
             return len(opened) + (len(form.header) if headed else 0)
         self.continues = False
-        for opening in filter(None, (form.opening, form.header)):
+        last = None if opened is None else self._chat.last_mark(opened)
+        if opened is not None and last is not None and opened[last] == text[left - 1 : left]:
+            number = form.opened(opened[last + 1 :], text[left:place])
+            if number is not None:
+                return left + number
+        for opening in filter(None, (form.opening, form.header, form.opening.strip())):
             if (found := text.rfind(opening, left, place)) >= 0:
                 return found + len(opening)
-        if opened is not None and (last := self._chat.last_mark(opened)) is not None:
-            tail, known = opened[last + 1 :], opened[last] == text[left - 1 : left]
-            if known and text.startswith(tail.rstrip(), left) and left + len(tail.rstrip()) <= place:
-                return left + _shared(tail, text[left:place], form.tokens)
-        if form.opening or form.header or (form.ends is None and index):
-            raise UnclearTurnError(f"it does not tell where the assistant begins to say message {index}")
+        called = bool(self._chat.messages[index].get("tool_calls"))
+        if (index and (form.opening or form.header or form.ends is None)) or called:
+            raise UnclearTurnError(f"it does not show where message {index + 1} begins")
         return place
 
     def _end(self, index: int, place: int, opened: str | None) -> int:
@@ -140,19 +165,19 @@ class WrittenChat:
         tail, whole = "", self._written(index + 1, False)
         if whole is not None:
             self.continues &= text.startswith(whole)
-            known = opened if place == len(opened or "") else None
-            last = self._chat.last_mark(whole) if known is None else len(known) - 1
+            seen = self._chat.span(index) is not None
+            last = self._chat.last_mark(whole) if seen else len(opened or "") - 1
             tail = whole[last + 1 :] if last is not None else ""
         rest = text[place : self._chat.begin_after(index, place)]
         number = _shared(tail, rest, form.tokens)
-        same = not tail[number:].strip()
-        if form.end in tail[:number] if form.end else same and form.ends:
+        if form.end and form.end in rest[:number]:
+            end = rest.rfind(form.end, 0, number) + len(form.end)
+            return place + number - len(rest[end:number].lstrip())
+        if not tail[number:].strip() and (form.ends or form.end):
             return place + number
-        if not form.end or not same:
-            token = self._token(rest, number)
-            self.unstopped |= token is None
-            return place + (token or number)
-        return place + number
+        token = self._token(rest, number)
+        self.unstopped |= token is None
+        return place + (token or number)
 
     def _token(self, text: str, place: int) -> int | None:
         """Return the end of the token that begins at a place, behind white space."""
