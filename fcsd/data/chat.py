@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -89,13 +90,42 @@ def _read(example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any
 
 
 def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Tokenize texts, each with one beginning, if the tokenizer writes any, and one end, its own where it has them."""
     if not texts:
         return []
     end = tokenizer.eos_token_id
     if end is None:
         raise UserError(f"{tokenizer_name(tokenizer)}: no end-of-sequence token, needed after each text")
-    encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
-    return [ids if ids and ids[-1] == end else [*ids, end] for ids in encoded]
+    options = {"return_attention_mask": False, "return_token_type_ids": False}
+    before, after = _put_around(tokenizer, end)
+    ends = _ends_of_text(tokenizer)
+    tokenized = []
+    for text, ids in zip(
+        texts, tokenizer(texts, add_special_tokens=False, **options)["input_ids"], strict=True
+    ):
+        begun = before if ids[: len(before)] != before else []
+        ended = [] if text.rstrip().endswith(ends) else after
+        tokenized.append([*begun, *ids, *ended])
+    return tokenized
+
+
+def _put_around(tokenizer: Any, end: int) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer puts before a text, and those after it, the last of which is `end`."""
+    bare, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    begin = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
+    before, after = whole[:begin], whole[begin + len(bare) :]
+    return before, after if after[-1:] == [end] else [*after, end]
+
+
+def _ends_of_text(tokenizer: Any) -> tuple[str, ...]:
+    """Return what ends a text that has its end already: a special token, of a turn or of all."""
+    others = ("bos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+    not_ends = {tokenizer.special_tokens_map.get(name) for name in others} - {tokenizer.eos_token}
+    added = tokenizer.added_tokens_decoder.values()
+    ends = {str(token) for token in added if token.special} | {tokenizer.eos_token}
+    if tokenizer.chat_template:
+        ends.add(_Chat(tokenizer, None, [], 0).form().end)
+    return tuple(token for token in ends if token and token.strip() and token not in not_ends)
 
 
 def _masked(chats: Sequence[_Chat], loss_on: str) -> list[dict[str, list] | BadExample]:
@@ -110,11 +140,15 @@ def _masked(chats: Sequence[_Chat], loss_on: str) -> list[dict[str, list] | BadE
     encoded = tokenizer(
         texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, **options
     )
-    rows = iter(zip(*(encoded[name] for name in ("input_ids", "offset_mapping") if name in encoded), strict=True))
+    rows = iter(
+        zip(*(encoded[name] for name in ("input_ids", "offset_mapping") if name in encoded), strict=True)
+    )
     return [_row(one, tokenizer, *next(rows)) if isinstance(one, _Written) else one for one in written]
 
 
-def _row(written: _Written, tokenizer: Any, ids: list[int], offsets: list[tuple[int, int]] | None = None) -> dict:
+def _row(
+    written: _Written, tokenizer: Any, ids: list[int], offsets: list[tuple[int, int]] | None = None
+) -> dict:
     """Return the tokens of a conversation, and which of them its spans have."""
     mask = np.zeros(len(ids), bool)
     places = np.array(offsets).reshape(-1, 2) if offsets is not None else None
@@ -122,7 +156,9 @@ def _row(written: _Written, tokenizer: Any, ids: list[int], offsets: list[tuple[
         if places is not None:
             mask |= (places[:, 0] < end) & (places[:, 1] > begin)
             continue
-        first, last = (tokenizer(written.text[:place], add_special_tokens=False)["input_ids"] for place in (begin, end))
+        first, last = (
+            tokenizer(written.text[:place], add_special_tokens=False)["input_ids"] for place in (begin, end)
+        )
         if not written.continues or first != ids[: len(first)] or last != ids[: len(last)]:
             raise UserError(
                 f"{tokenizer_name(tokenizer)}: its chat template does not write a conversation as a "
@@ -149,30 +185,46 @@ class _Written:
 
 def _written(chat: _Chat, loss_on: str, forms: dict[str, TurnForm]) -> _Written:
     """Write a conversation; forms: of the turns of the templates that are known."""
-    if loss_on == "response" and chat.is_marked:
-        return _Written(*chat.marked_text())
     template = chat.template
     if template not in forms:
-        tokens = [str(token) for token in chat.tokenizer.added_tokens_decoder.values()]
-        forms[template] = read_form(chat.text, tokens)
+        forms[template] = chat.form()
+    form = forms[template]
+    if loss_on == "response" and chat.is_marked:
+        text, spans = chat.marked_text()
+        if form.leaves_open(text, spans):
+            _tell_no_stop(chat.tokenizer, "leaves out of its generation marks what ends a turn")
+        return _Written(text, spans)
     answers = chat.answers
     if loss_on == "all":
         last = len(chat.messages) - 1
-        answers = [] if forms[template].ends else [i for i in answers if i == last]
+        answers = [] if form.ends else [i for i in answers if i == last]
         if not answers:
             text = chat.text(chat.messages)
             return _Written(text, [(0, len(text))])
     try:
-        turns = WrittenChat(chat.text, chat.messages, answers, forms[template])
+        turns = WrittenChat(chat.text, chat.messages, answers, form)
     except UnclearTurnError as error:
         raise BadExample(
-            f"{tokenizer_name(chat.tokenizer)}: with its chat template an example cannot be given its loss: {error}; use"
-            " a template that writes all of each message in its turn, or mark responses in it with {% generation %} …"
-            " {% endgeneration %}"
+            f"{tokenizer_name(chat.tokenizer)}: its chat template does not say where the loss of an example belongs:"
+            f" {error}; change the example, use a template that writes all of it in order, or mark responses in the"
+            " template with {% generation %} … {% endgeneration %}"
         ) from error
     stop = chat.tokenizer.eos_token_id if turns.stop == "" else None
+    if turns.unstopped or (turns.stop == "" and stop is None):
+        _tell_no_stop(chat.tokenizer, "ends turns of the assistant with no token")
     spans = turns.spans if loss_on == "response" else [(0, len(turns.text))]
     return _Written(turns.text, spans, turns.continues, stop)
+
+
+def _tell_no_stop(tokenizer: Any, reason: str) -> None:
+    """Say once on stderr that a model will not learn to stop."""
+    text = f"{tokenizer_name(tokenizer)}: its chat template {reason}: a model does not learn from it when to stop"
+    if text not in _told:
+        _told.add(text)
+        print(text, file=sys.stderr)
+
+
+_told: set[str] = set()  # by this process
 
 
 @dataclass(frozen=True)
@@ -211,6 +263,10 @@ class _Chat:
         """The messages that loss is on, when the template does not say where they are."""
         roles = enumerate(message["role"] for message in self.messages)
         return [i for i, role in roles if role == "assistant" and i >= self.answered]
+
+    def form(self) -> TurnForm:
+        """Read how the template writes turns."""
+        return read_form(self.text, [str(token) for token in self.tokenizer.added_tokens_decoder.values()])
 
     def text(self, messages: Sequence[dict], opened: bool = False) -> str:
         """Write messages, opened for the assistant's next turn if so wanted."""

@@ -73,7 +73,9 @@ class Leaf:
     def marked(self) -> str:
         edges = [0, *(place for place, _ in self.marks), len(self.text)]
         pieces = [self.text[begin:end] for begin, end in itertools.pairwise(edges)]
-        return pieces[0] + "".join(mark + piece for (_, mark), piece in zip(self.marks, pieces[1:], strict=True))
+        return pieces[0] + "".join(
+            mark + piece for (_, mark), piece in zip(self.marks, pieces[1:], strict=True)
+        )
 
     def is_torn(self, text: str) -> bool:
         """Whether only one of the marks at its ends is written."""
@@ -143,11 +145,15 @@ class MarkedChat:
         return messages, None if any(leaf.is_torn(text) for leaf in leaves) else text
 
     def lost(self, message: int) -> str | None:
-        """Return the key of what a message says and the template does not write: a call, or a content without any call."""
-        leaves = [leaf for leaf in self._leaves if leaf.message == message and leaf.must_be_written and leaf.marks]
+        """Return the key of what is said and not written: that of a call, or of a content without any call."""
+        leaves = [
+            leaf for leaf in self._leaves if leaf.message == message and leaf.must_be_written and leaf.marks
+        ]
         lost = {leaf.path[0] for leaf in leaves if not self._written(leaf)}
         calls = any(leaf.path[0] == "tool_calls" for leaf in leaves)
-        return "tool_calls" if "tool_calls" in lost else "content" if "content" in lost and not calls else None
+        return (
+            "tool_calls" if "tool_calls" in lost else "content" if "content" in lost and not calls else None
+        )
 
     def _written(self, leaf: Leaf) -> list[int]:
         return [self._first[mark] for _, mark in leaf.marks if mark in self._first]

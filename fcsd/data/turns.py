@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fcsd.base.errors import UserError
 from fcsd.data.marks import PRIVATE, TAG, MarkedChat, Message, Render, UnclearTurnError
@@ -21,15 +21,17 @@ from fcsd.data.marks import PRIVATE, TAG, MarkedChat, Message, Render, UnclearTu
 class TurnForm:
     """How a template writes turns, as an exchange of three messages shows.
 
-    opening: what it adds for `add_generation_prompt`. header: as much of it as earlier turns of the assistant have, too.
-    end: what ends a turn, followed or not. ends: whether a turn that nothing follows has an end; None: not known, as the
-    template refuses the exchange. tokens: matches what is never cut.
+    opening: what it adds for `add_generation_prompt`. header: as much of it as earlier turns of the assistant have,
+    too. end: what ends a turn that others follow, "" where the next one does. ends: whether a turn that nothing
+    follows has an end; None: not known, as the template refuses the exchange. always_open: whether it opens a turn of
+    the assistant behind any conversation. tokens: matches what is never cut.
     """
 
     opening: str = ""
     header: str = ""
     end: str = ""
     ends: bool | None = None
+    always_open: bool = False
     tokens: re.Pattern[str] = TAG
 
     def opened(self, prompt: str, written: str) -> int | None:
@@ -43,7 +45,30 @@ class TurnForm:
             return number if number >= len(prompt) - len(self.opening) + len(self._least) else None
         # Thoughts that are only opened in the last turn.
         before = prompt.removesuffix(self.opening.removeprefix(self.header))
-        return _shared(before, written, self.tokens) if written.startswith(before.rstrip()) else None
+        number = _shared(before, written, self.tokens)
+        return self.behind_header(written, number) if written.startswith(before.rstrip()) else None
+
+    def behind_header(self, text: str, place: int) -> int:
+        """Return where the header that may stand at a place ends."""
+        return place + len(self.header) if text.startswith(self.header, place) else place
+
+    def leaves_open(self, text: str, spans: Sequence[tuple[int, int]]) -> bool:
+        """Whether what ends a turn stands behind one of these parts of a text, or nowhere."""
+        if not self.end:
+            return self.ends is False
+        return any(
+            text[end:].lstrip().startswith(self.end) and not text[:end].rstrip().endswith(self.end)
+            for _, end in spans
+        )
+
+    def token(self, text: str, place: int) -> int | None:
+        """Return the end of the token that begins at a place, behind white space."""
+        found = self.tokens.match(text, len(text) - len(text[place:].lstrip()))
+        return found.end() if found else None
+
+    def ends_with_token(self, text: str) -> bool:
+        """Whether the last that is written is a token."""
+        return any(found.end() == len(text) for found in self.tokens.finditer(text))
 
     @property
     def _least(self) -> str:
@@ -54,7 +79,9 @@ class TurnForm:
 
 def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
     """Read the form of turns off a template. tokens: texts that the tokenizer takes as one token."""
-    longest_first = sorted((token for token in tokens if token.strip() and not TAG.fullmatch(token)), key=len)[::-1]
+    longest_first = sorted(
+        (token for token in tokens if token.strip() and not TAG.fullmatch(token)), key=len
+    )[::-1]
     pattern = re.compile("|".join([*map(re.escape, longest_first), TAG.pattern]))
     user, assistant, again = PRIVATE[-3:]
     exchange: list[Message] = [
@@ -75,11 +102,17 @@ def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
     opening = opened[len(asked) :] if opened.startswith(asked) else ""
     behind = before[_shared(closing, before, pattern) :]
     header = behind[: _shared(opening, behind, pattern)] if opening else behind
-    end = after[: _shared(tail, after, pattern)].strip()
-    ending = pattern.search(closing)
-    if asked == opened and ending and ending[0] in end:  # always opened for the assistant, behind its own turn, too
-        end = end[: end.index(ending[0]) + len(ending[0])]
-    return TurnForm(opening, header if header.strip() else "", end, bool(tail.strip()), pattern)
+    after = after.lstrip()
+    end = after[: _shared(tail.strip(), after, pattern)].strip()
+    form = TurnForm(opening, header if header.strip() else "", end, bool(tail.strip()), False, pattern)
+    if not end and (token := form.token(after, 0)):
+        # It ends turns unless it is what a user's turn begins with, as in GLM-4.5.
+        ends_turns = after[:token] in before or after[:token] not in asked.partition(user)[0]
+        return replace(form, end=after[:token].strip() if ends_turns else "")
+    closed = pattern.search(closing)
+    if asked == opened and closed and closed[0] in end:
+        return replace(form, end=closed[0], always_open=True)
+    return form
 
 
 class WrittenChat:
@@ -103,18 +136,22 @@ class WrittenChat:
     def _span(self, index: int) -> tuple[int, int] | None:
         chat = self._chat
         if (lost := chat.lost(index)) is not None:
-            raise UnclearTurnError(f"it does not write the {lost} of message {index}")
+            raise UnclearTurnError(f"it does not write '{lost}' of message {index + 1}")
         opened = self._written(index, True) if index else None
         place = chat.span(index)
         if place is None:
             if opened is None or not chat.text.startswith(opened):
-                return self._unseen(index)
+                if self._is_left_out(index):
+                    return None
+                raise UnclearTurnError(f"it does not show where message {index + 1} is")
             place = len(opened), len(opened)
         begin = self._begin(index, place[0], opened)
         end = max(begin, self._end(index, place[1], opened))
         others = chat.owners(begin, end) - {index}
         if begin > place[0] or others:
-            raise UnclearTurnError(f"it writes message {index} into another one")
+            raise UnclearTurnError(
+                f"it writes message {index + 1} on both sides of another one, or within it"
+            )
         return chat.without_marks(begin), chat.without_marks(end)
 
     def _written(self, number: int, opened: bool) -> str | None:
@@ -124,23 +161,20 @@ class WrittenChat:
         except UserError:
             return None
 
-    def _unseen(self, index: int) -> None:
-        """Take a message of which nothing can be seen as one that is not written, if it is."""
+    def _is_left_out(self, index: int) -> bool:
+        """Whether the template writes the same without a message."""
         others = [message for i, message in enumerate(self._chat.messages) if i != index]
         try:
-            if self._render(others, False) == self._chat.text:
-                return
+            return bool(others) and self._render(others, False) == self._chat.text
         except UserError:
-            pass
-        raise UnclearTurnError(f"it does not tell where message {index} is")
+            return False
 
     def _begin(self, index: int, place: int, opened: str | None) -> int:
         """Return where the assistant begins to say what has its first text at a place."""
         text, form, left = self._chat.text, self._form, self._chat.end_before(index, place)
         if opened is not None and text.startswith(opened) and left <= len(opened) <= place:
-            unopened = not (form.opening and opened.endswith(form.opening))
-            headed = unopened and text.startswith(form.header, len(opened), place)
-            return len(opened) + (len(form.header) if headed else 0)
+            is_open = form.opening and opened.endswith(form.opening)
+            return len(opened) if is_open else form.behind_header(text[:place], len(opened))
         self.continues = False
         last = None if opened is None else self._chat.last_mark(opened)
         if opened is not None and last is not None and opened[last] == text[left - 1 : left]:
@@ -158,8 +192,12 @@ class WrittenChat:
     def _end(self, index: int, place: int, opened: str | None) -> int:
         """Return where what has its last text before a place ends, with the end of its turn."""
         text, form = self._chat.text, self._form
+        right = self._chat.begin_after(index, place)
+        if form.always_open and (end := text.find(form.end, place, right)) >= 0:
+            return end + len(form.end)
         if index + 1 == self._number:
-            if not (text[place:].strip() if form.ends is None else form.ends):
+            ends = bool(text[place:].strip()) if form.ends is None else form.ends
+            if not ends and not (form.end and form.end in text[place:]):
                 self._leave_open(text, place)
             return len(text)
         tail, whole = "", self._written(index + 1, False)
@@ -168,21 +206,18 @@ class WrittenChat:
             seen = self._chat.span(index) is not None
             last = self._chat.last_mark(whole) if seen else len(opened or "") - 1
             tail = whole[last + 1 :] if last is not None else ""
-        rest = text[place : self._chat.begin_after(index, place)]
+        rest = text[place:right]
         number = _shared(tail, rest, form.tokens)
         if form.end and form.end in rest[:number]:
             end = rest.rfind(form.end, 0, number) + len(form.end)
             return place + number - len(rest[end:number].lstrip())
-        if not tail[number:].strip() and (form.ends or form.end):
+        if form.ends and tail.strip() and not tail[number:].strip():
             return place + number
-        token = self._token(rest, number)
-        self.unstopped |= token is None
+        if form.end and (end := rest.find(form.end, number)) >= 0:
+            return place + end + len(form.end)
+        token = form.token(rest, number)
+        self.unstopped |= token is None and not form.ends_with_token(rest[:number].rstrip())
         return place + (token or number)
-
-    def _token(self, text: str, place: int) -> int | None:
-        """Return the end of the token that begins at a place, behind white space."""
-        found = self._form.tokens.match(text, len(text) - len(text[place:].lstrip()))
-        return found.end() if found else None
 
     def _leave_open(self, text: str, place: int) -> None:
         """End the last turn with the token with which the next role would begin."""
@@ -196,7 +231,7 @@ class WrittenChat:
             mark = text[place - 1]
             rest = longer[longer.find(mark) + 1 :].partition(PRIVATE[-1])[0]
             number = _shared(text[place:], rest, self._form.tokens)
-            if (token := self._token(rest, number)) is not None:
+            if (token := self._form.token(rest, number)) is not None:
                 self.stop = rest[number:token].strip()
                 return
 
