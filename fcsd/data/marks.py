@@ -24,6 +24,7 @@ Render = Callable[[Sequence[Message], bool], str]
 TAG = re.compile(r"</?[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")  # what templates look for, and most tokens of chats
 PRIVATE = [chr(code) for code in range(0xF0000, 0xFFFFE)]  # characters that mean nothing to anyone
 
+_MARK = re.compile(f"[{PRIVATE[0]}-{PRIVATE[-1]}]")
 _NOT_SAID = frozenset(  # keys of a message that a template compares, or that tell messages apart
     ["role", "name", "type", "id", "tool_call_id", "tool_name", "channel", "recipient", "phase"]
 )
@@ -85,7 +86,8 @@ class Leaf:
     @property
     def must_be_written(self) -> bool:
         """Whether a template that leaves it out loses what is said; thoughts may go, in tags too."""
-        return self.path[0] in ("content", "tool_calls") and re.search(r"\w[^<>]*$", self.text) is not None
+        behind_tags = self.text[max(self.text.rfind("<"), self.text.rfind(">")) + 1 :]
+        return self.path[0] in ("content", "tool_calls") and _WORD.search(behind_tags) is not None
 
 
 class MarkedChat:
@@ -97,12 +99,12 @@ class MarkedChat:
     def __init__(self, render: Render, messages: Sequence[Message]):
         self._render, self._messages = render, messages
         self.plain = render(messages, False)
-        present = frozenset() if self.plain.isascii() else frozenset(self.plain)
+        present = {*_MARK.findall(self.plain)}
         self._free = (mark for mark in PRIVATE if mark not in present)
         self._leaves = [leaf for i, message in enumerate(messages) for leaf in _leaves(i, message)]
         self.messages, self.text = self._mark()
         owners = {mark: leaf.message for leaf in self._leaves for _, mark in leaf.marks}
-        self._places = [place for place, character in enumerate(self.text) if character in owners]
+        self._places = [mark.start() for mark in _MARK.finditer(self.text) if mark[0] in owners]
         self._owners = [owners[self.text[place]] for place in self._places]
         self._first: dict[str, int] = {}  # a template may name a tool again where it answers
         for place in self._places:
@@ -140,7 +142,7 @@ class MarkedChat:
         except UserError:
             return messages, None
         marks = {mark for leaf in leaves for _, mark in leaf.marks}
-        if "".join(character for character in text if character not in marks) != self.plain:
+        if _MARK.sub(lambda mark: "" if mark[0] in marks else mark[0], text) != self.plain:
             return messages, None
         return messages, None if any(leaf.is_torn(text) for leaf in leaves) else text
 
@@ -184,7 +186,7 @@ class MarkedChat:
 
     def last_mark(self, text: str) -> int | None:
         """Return where the last mark stands in what was written of some of the marked messages."""
-        return next((n for n in range(len(text) - 1, -1, -1) if text[n] in self._first), None)
+        return max((mark.start() for mark in _MARK.finditer(text) if mark[0] in self._first), default=None)
 
 
 def _leaves(index: int, message: Message) -> Iterator[Leaf]:

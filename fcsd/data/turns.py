@@ -56,10 +56,12 @@ class TurnForm:
         """Whether what ends a turn stands behind one of these parts of a text, or nowhere."""
         if not self.end:
             return self.ends is False
-        return any(
-            text[end:].lstrip().startswith(self.end) and not text[:end].rstrip().endswith(self.end)
-            for _, end in spans
-        )
+        for _, end in spans:
+            place = len(text) - len(text[end:].lstrip())
+            is_left_out = not any(begin <= place < end for begin, end in spans)
+            if text.startswith(self.end, place) and is_left_out and not text[:end].rstrip().endswith(self.end):
+                return True
+        return False
 
     def token(self, text: str, place: int) -> int | None:
         """Return the end of the token that begins at a place, behind white space."""
@@ -84,18 +86,20 @@ def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
     )[::-1]
     pattern = re.compile("|".join([*map(re.escape, longest_first), TAG.pattern]))
     user, assistant, again = PRIVATE[-3:]
-    exchange: list[Message] = [
-        {"role": "user", "content": user},
-        {"role": "assistant", "content": assistant},
-        {"role": "user", "content": again},
-    ]
-    try:
-        asked, opened = render(exchange[:1], False), render(exchange[:1], True)
-        answered, whole = render(exchange[:2], False), render(exchange, False)
-    except UserError:
-        return TurnForm(tokens=pattern)
-    parts = re.fullmatch(f".*{user}(.*){assistant}(.*){again}.*", whole, re.DOTALL)
-    if parts is None or assistant not in answered or user not in asked:
+    for as_parts in (False, True):
+        exchange = [
+            {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}
+            for role, text in (("user", user), ("assistant", assistant), ("user", again))
+        ]
+        try:
+            asked, opened = render(exchange[:1], False), render(exchange[:1], True)
+            answered, whole = render(exchange[:2], False), render(exchange, False)
+        except UserError:
+            continue
+        parts = re.fullmatch(f".*{user}(.*){assistant}(.*){again}.*", whole, re.DOTALL)
+        if parts is not None and assistant in answered and user in asked:
+            break
+    else:
         return TurnForm(tokens=pattern)
     before, after = parts.groups()
     tail, closing = answered.rpartition(assistant)[2], asked.rpartition(user)[2]
@@ -211,7 +215,7 @@ class WrittenChat:
         if form.end and form.end in rest[:number]:
             end = rest.rfind(form.end, 0, number) + len(form.end)
             return place + number - len(rest[end:number].lstrip())
-        if form.ends and tail.strip() and not tail[number:].strip():
+        if form.ends is not False and tail.strip() and not tail[number:].strip():
             return place + number
         if form.end and (end := rest.find(form.end, number)) >= 0:
             return place + end + len(form.end)
@@ -225,14 +229,14 @@ class WrittenChat:
         for role in ("tool", "user") if self._chat.messages[-1].get("tool_calls") else ("user",):
             messages = [*self._chat.messages, {"role": role, "content": PRIVATE[-1]}]
             try:
-                longer = self._render(messages, False)
+                longer = self._render(messages, False).partition(PRIVATE[-1])[0]
             except UserError:
                 continue
-            mark = text[place - 1]
-            rest = longer[longer.find(mark) + 1 :].partition(PRIVATE[-1])[0]
-            number = _shared(text[place:], rest, self._form.tokens)
-            if (token := self._form.token(rest, number)) is not None:
-                self.stop = rest[number:token].strip()
+            last = self._chat.last_mark(longer)
+            begin = place if longer.startswith(text[:place]) or last is None else last + 1
+            number = _shared(text[place:], longer[begin:], self._form.tokens)
+            if (token := self._form.token(longer, begin + number)) is not None:
+                self.stop = longer[begin + number : token].strip()
                 return
 
 
