@@ -15,11 +15,15 @@ import numpy as np
 from fcsd.base.errors import UserError, one_line
 from fcsd.data.batches import NO_LOSS
 from fcsd.data.marks import UnclearTurnError
+from fcsd.data.texts import tokenized_texts
 from fcsd.data.turns import TurnForm, WrittenChat, read_form
 
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
 }  # fmt: skip
+
+
+TOKENS_FORMAT = 2  # of what an example becomes; tokens of another one are not read again
 
 
 class BadExample(UserError):
@@ -43,12 +47,15 @@ def tokenize_examples(
     "labels": … (optional), "attention_mask": … (optional)}, names of columns; "tools": … may stand beside messages and
     prompts. Messages, and prompt (with `input` in a paragraph of its own) and response, go through the chat template,
     which is given the tools (a list, or JSON text of one), and loss is on what the assistant says, its end of turn
-    included, or on all tokens for loss_on="all". A message is {"role", "content"} or {"from", "value"} (ShareGPT).
-    Prompt and response may be lists of messages; the response's alone carry loss. Text gets an end-of-sequence token,
-    and loss is on all of it. Tokens are taken as they are, without those that the attention mask leaves out; loss is on
-    those whose label is not -100. The tokenizer is called as seldom as can be: each call has its price.
+    included, or on all tokens for loss_on="all". Where turns have no end, the token with which the next role begins is
+    one, also behind the last turn. Thoughts and tool calls are said, too, as far as they are written. A message is
+    {"role", "content"} or {"from", "value"} (ShareGPT). Prompt and response may be lists of messages; the response's
+    alone carry loss. Text gets the tokenizer's beginning and an end-of-sequence token where it has none, and loss is on
+    all of it. Tokens are taken as they are, without those that the attention mask leaves out; loss is on those whose
+    label is not -100. The tokenizer is called as seldom as can be: each call has its price.
 
-    Returns: one entry an example; a BadExample where the template refuses it or a column holds something else.
+    Returns: one entry an example; a BadExample where the template refuses it, leaves out a call or an answer or writes
+        it where it cannot be told apart, or where a column holds something else.
 
     Raises: UserError when the tokenizer has no chat template where one is needed, or one that writes no tools where
     there are some.
@@ -90,42 +97,12 @@ def _read(example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any
 
 
 def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """Tokenize texts, each with one beginning, if the tokenizer writes any, and one end, its own where it has them."""
     if not texts:
         return []
-    end = tokenizer.eos_token_id
-    if end is None:
+    if tokenizer.eos_token_id is None:
         raise UserError(f"{tokenizer_name(tokenizer)}: no end-of-sequence token, needed after each text")
-    options = {"return_attention_mask": False, "return_token_type_ids": False}
-    before, after = _put_around(tokenizer, end)
-    ends = _ends_of_text(tokenizer)
-    tokenized = []
-    for text, ids in zip(
-        texts, tokenizer(texts, add_special_tokens=False, **options)["input_ids"], strict=True
-    ):
-        begun = before if ids[: len(before)] != before else []
-        ended = [] if text.rstrip().endswith(ends) else after
-        tokenized.append([*begun, *ids, *ended])
-    return tokenized
-
-
-def _put_around(tokenizer: Any, end: int) -> tuple[list[int], list[int]]:
-    """Return the tokens that a tokenizer puts before a text, and those after it, the last of which is `end`."""
-    bare, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
-    begin = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
-    before, after = whole[:begin], whole[begin + len(bare) :]
-    return before, after if after[-1:] == [end] else [*after, end]
-
-
-def _ends_of_text(tokenizer: Any) -> tuple[str, ...]:
-    """Return what ends a text that has its end already: a special token, of a turn or of all."""
-    others = ("bos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-    not_ends = {tokenizer.special_tokens_map.get(name) for name in others} - {tokenizer.eos_token}
-    added = tokenizer.added_tokens_decoder.values()
-    ends = {str(token) for token in added if token.special} | {tokenizer.eos_token}
-    if tokenizer.chat_template:
-        ends.add(_Chat(tokenizer, None, [], 0).form().end)
-    return tuple(token for token in ends if token and token.strip() and token not in not_ends)
+    form = _Chat(tokenizer, None, [], 0).turn_form() if tokenizer.chat_template else TurnForm()
+    return tokenized_texts(texts, tokenizer, form.end)
 
 
 def _masked(chats: Sequence[_Chat], loss_on: str) -> list[dict[str, list] | BadExample]:
@@ -187,12 +164,12 @@ def _written(chat: _Chat, loss_on: str, forms: dict[str, TurnForm]) -> _Written:
     """Write a conversation; forms: of the turns of the templates that are known."""
     template = chat.template
     if template not in forms:
-        forms[template] = chat.form()
+        forms[template] = chat.turn_form()
     form = forms[template]
     if loss_on == "response" and chat.is_marked:
         text, spans = chat.marked_text()
         if form.leaves_open(text, spans):
-            _tell_no_stop(chat.tokenizer, "leaves out of its generation marks what ends a turn")
+            _warn_of_no_stop(chat.tokenizer, "leaves out of its generation marks what ends a turn")
         return _Written(text, spans)
     answers = chat.answers
     if loss_on == "all":
@@ -211,20 +188,20 @@ def _written(chat: _Chat, loss_on: str, forms: dict[str, TurnForm]) -> _Written:
         ) from error
     stop = chat.tokenizer.eos_token_id if turns.stop == "" else None
     if turns.unstopped or (turns.stop == "" and stop is None):
-        _tell_no_stop(chat.tokenizer, "ends turns of the assistant with no token")
+        _warn_of_no_stop(chat.tokenizer, "ends turns of the assistant with no token")
     spans = turns.spans if loss_on == "response" else [(0, len(turns.text))]
     return _Written(turns.text, spans, turns.continues, stop)
 
 
-def _tell_no_stop(tokenizer: Any, reason: str) -> None:
+_warnings: set[str] = set()  # that this process has printed
+
+
+def _warn_of_no_stop(tokenizer: Any, reason: str) -> None:
     """Say once on stderr that a model will not learn to stop."""
     text = f"{tokenizer_name(tokenizer)}: its chat template {reason}: a model does not learn from it when to stop"
-    if text not in _told:
-        _told.add(text)
+    if text not in _warnings:
+        _warnings.add(text)
         print(text, file=sys.stderr)
-
-
-_told: set[str] = set()  # by this process
 
 
 @dataclass(frozen=True)
@@ -264,7 +241,7 @@ class _Chat:
         roles = enumerate(message["role"] for message in self.messages)
         return [i for i, role in roles if role == "assistant" and i >= self.answered]
 
-    def form(self) -> TurnForm:
+    def turn_form(self) -> TurnForm:
         """Read how the template writes turns."""
         return read_form(self.text, [str(token) for token in self.tokenizer.added_tokens_decoder.values()])
 

@@ -28,6 +28,7 @@ _MARK = re.compile(f"[{PRIVATE[0]}-{PRIVATE[-1]}]")
 _NOT_SAID = frozenset(  # keys of a message that a template compares, or that tell messages apart
     ["role", "name", "type", "id", "tool_call_id", "tool_name", "channel", "recipient", "phase"]
 )
+_PROBES = 3  # of the private characters are for messages that a template is tried with
 _WORD = re.compile(r"\w+")
 _WORDS = 8  # that are marked at either end of a text and on either side of its tags
 _TAGS = 32
@@ -60,13 +61,13 @@ class Leaf:
 
     def _words(self) -> list[int]:
         """Return places behind first letters of words, so that a tag stays whole and a text keeps its ends."""
-        tags = [found.span() for found in TAG.finditer(self.text)]
+        tags = [tag.span() for tag in TAG.finditer(self.text)]
         if len(tags) > _TAGS:
             tags = tags[: _TAGS // 2] + tags[-_TAGS // 2 :]
         edges = [0, *(place for tag in tags for place in tag), len(self.text)]
         chosen: set[int] = set()
         for begin, end in zip(edges[::2], edges[1::2], strict=True):  # between tags
-            words = [found.start() + 1 for found in _WORD.finditer(self.text, begin, end)]
+            words = [word.start() + 1 for word in _WORD.finditer(self.text, begin, end)]
             chosen.update(words[:_WORDS] + words[-_WORDS:])
         return sorted(chosen)
 
@@ -99,9 +100,10 @@ class MarkedChat:
     def __init__(self, render: Render, messages: Sequence[Message]):
         self._render, self._messages = render, messages
         self.plain = render(messages, False)
-        present = {*_MARK.findall(self.plain)}
-        self._free = (mark for mark in PRIVATE if mark not in present)
         self._leaves = [leaf for i, message in enumerate(messages) for leaf in _leaves(i, message)]
+        texts = [self.plain, *(leaf.text for leaf in self._leaves)]
+        present = {mark for text in texts for mark in _MARK.findall(text)}
+        self._free = (mark for mark in PRIVATE[:-_PROBES] if mark not in present)
         self.messages, self.text = self._mark()
         owners = {mark: leaf.message for leaf in self._leaves for _, mark in leaf.marks}
         self._places = [mark.start() for mark in _MARK.finditer(self.text) if mark[0] in owners]
@@ -152,10 +154,10 @@ class MarkedChat:
             leaf for leaf in self._leaves if leaf.message == message and leaf.must_be_written and leaf.marks
         ]
         lost = {leaf.path[0] for leaf in leaves if not self._written(leaf)}
+        if "tool_calls" in lost:
+            return "tool_calls"
         calls = any(leaf.path[0] == "tool_calls" for leaf in leaves)
-        return (
-            "tool_calls" if "tool_calls" in lost else "content" if "content" in lost and not calls else None
-        )
+        return "content" if "content" in lost and not calls else None
 
     def _written(self, leaf: Leaf) -> list[int]:
         return [self._first[mark] for _, mark in leaf.marks if mark in self._first]

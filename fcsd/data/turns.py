@@ -58,24 +58,25 @@ class TurnForm:
             return self.ends is False
         for _, end in spans:
             place = len(text) - len(text[end:].lstrip())
-            is_left_out = not any(begin <= place < end for begin, end in spans)
-            if text.startswith(self.end, place) and is_left_out and not text[:end].rstrip().endswith(self.end):
+            is_in_span = any(begin <= place < end for begin, end in spans)
+            is_written = text[:end].rstrip().endswith(self.end)
+            if text.startswith(self.end, place) and not is_in_span and not is_written:
                 return True
         return False
 
     def token(self, text: str, place: int) -> int | None:
         """Return the end of the token that begins at a place, behind white space."""
-        found = self.tokens.match(text, len(text) - len(text[place:].lstrip()))
-        return found.end() if found else None
+        token = self.tokens.match(text, len(text) - len(text[place:].lstrip()))
+        return token.end() if token else None
 
     def ends_with_token(self, text: str) -> bool:
         """Whether the last that is written is a token."""
-        return any(found.end() == len(text) for found in self.tokens.finditer(text))
+        return any(token.end() == len(text) for token in self.tokens.finditer(text))
 
     @property
     def _least(self) -> str:
         """The part of the opening that names the assistant."""
-        names = [found.start() for found in self.tokens.finditer(self.opening)]
+        names = [token.start() for token in self.tokens.finditer(self.opening)]
         return self.opening[: names[1] if len(names) > 1 else None].rstrip()
 
 
@@ -186,8 +187,8 @@ class WrittenChat:
             if number is not None:
                 return left + number
         for opening in filter(None, (form.opening, form.header, form.opening.strip())):
-            if (found := text.rfind(opening, left, place)) >= 0:
-                return found + len(opening)
+            if (begin := text.rfind(opening, left, place)) >= 0:
+                return begin + len(opening)
         called = bool(self._chat.messages[index].get("tool_calls"))
         if (index and (form.opening or form.header or form.ends is None)) or called:
             raise UnclearTurnError(f"it does not show where message {index + 1} begins")
@@ -225,15 +226,16 @@ class WrittenChat:
 
     def _leave_open(self, text: str, place: int) -> None:
         """End the last turn with the token with which the next role would begin."""
-        self.stop = ""
-        for role in ("tool", "user") if self._chat.messages[-1].get("tool_calls") else ("user",):
-            messages = [*self._chat.messages, {"role": role, "content": PRIVATE[-1]}]
+        self.stop, mark, last = "", PRIVATE[-1], self._chat.messages[-1]
+        content = [{"type": "text", "text": mark}] if isinstance(last["content"], list) else mark
+        for role in ("tool", "user") if last.get("tool_calls") else ("user",):
             try:
-                longer = self._render(messages, False).partition(PRIVATE[-1])[0]
+                written = self._render([*self._chat.messages, {"role": role, "content": content}], False)
             except UserError:
                 continue
-            last = self._chat.last_mark(longer)
-            begin = place if longer.startswith(text[:place]) or last is None else last + 1
+            longer = written.partition(mark)[0]
+            behind = self._chat.last_mark(longer)
+            begin = place if longer.startswith(text[:place]) or behind is None else behind + 1
             number = _shared(text[place:], longer[begin:], self._form.tokens)
             if (token := self._form.token(longer, begin + number)) is not None:
                 self.stop = longer[begin + number : token].strip()
@@ -245,9 +247,9 @@ def _shared(text: str, other: str, tokens: re.Pattern[str]) -> int:
     pairs = enumerate(zip(text, other, strict=False))
     number = next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))
     for written in (text, other):
-        for found in tokens.finditer(written):
-            if found.start() < number < found.end():
-                number = found.start()
-            if found.end() >= number:
+        for token in tokens.finditer(written):
+            if token.start() < number < token.end():
+                number = token.start()
+            if token.end() >= number:
                 break
     return number

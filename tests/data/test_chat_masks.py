@@ -233,13 +233,13 @@ def test_where_turns_have_no_end_the_token_of_the_next_role_is_learnt_and_one_is
     kinds = {
         "several turns": ["\ngreetings<|user|>", "\ncold<|user|>", "\nwelcome<|user|>"],
         "a tool": [
-            '\n\n<tool_call>weather{"city": "oslo"}</tool_call><|observation|>',
+            '\n<tool_call>weather{"city": "oslo"}</tool_call><|observation|>',
             "\ncold<|user|>",
             "\nwelcome<|user|>",
         ],
         "a call at the end": [
             "\ngreetings<|user|>",
-            '\n\n<tool_call>weather{"city": "oslo"}</tool_call><|observation|>',
+            '\n<tool_call>weather{"city": "oslo"}</tool_call><|observation|>',
         ],
         "an empty answer": ["\n<|user|>", "\nwelcome<|user|>"],
     }
@@ -332,7 +332,7 @@ def test_thoughts_that_a_template_takes_out_leave_the_answer_its_loss() -> None:
     ]
 
 
-def test_calls_that_a_template_does_not_write_and_answers_that_cannot_be_told_apart_are_refused() -> None:
+def test_calls_that_a_template_does_not_write_and_answers_in_no_order_are_refused() -> None:
     with pytest.raises(BadExample, match="it does not write 'tool_calls' of message 2; change the example"):
         said_in(REDUCED["an end of text"], CONVERSATIONS["a tool"])
     parts_only = (
@@ -359,10 +359,10 @@ def test_a_tokenizer_without_offsets_gives_the_same_loss(monkeypatch: pytest.Mon
     assert said_in(NO_END, messages) == fast
 
 
-def test_turns_that_nothing_ends_are_told_of_once(
+def test_of_turns_that_nothing_ends_there_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(chat, "_told", set())
+    monkeypatch.setattr(chat, "_warnings", set())
     open_turns = LOOP + "{{ m.role + ': ' + m.content + ' ' }}{% endfor %}"
     marks = (
         LOOP
