@@ -23,9 +23,6 @@ _SHAREGPT_ROLES = {
 }  # fmt: skip
 
 
-TOKENS_FORMAT = 2  # of what an example becomes; tokens of another one are not read again
-
-
 class BadExample(UserError):
     """An example that cannot be tokenized, while others of its data set can."""
 

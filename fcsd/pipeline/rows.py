@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from fcsd.base.files import hold_folder, make_folder, release_folder, write_json
 from fcsd.data.bad_rows import BadRows
-from fcsd.data.chat import TOKENS_FORMAT
 from fcsd.data.config import DataConfig, DecontaminateConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.decontaminate import Decontaminator, ItemIndex
@@ -78,8 +77,7 @@ def _folder_names(data: DataConfig, tokenizer: PreTrainedTokenizerBase, inputs: 
     test_items = {name: value for name, value in inputs.items() if not name.startswith("data.train.")}
     decontaminate = data.decontaminate.model_dump() if data.decontaminate is not None else None
     # Two stages of one run may find the same tokenizer in different folders; its vocabulary comes in any order.
-    vocabulary = tokenizer.get_vocab()
-    shared = [TOKENS_FORMAT, data.loss_on, decontaminate, test_items, tokenizer.chat_template, vocabulary]
+    shared = [data.loss_on, decontaminate, test_items, tokenizer.chat_template, tokenizer.get_vocab()]
     digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode())
     names = []
     for index, source in enumerate(data.train):
