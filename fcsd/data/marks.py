@@ -162,10 +162,16 @@ class MarkedChat:
     def _written(self, leaf: Leaf) -> list[int]:
         return [self._first[mark] for _, mark in leaf.marks if mark in self._first]
 
-    def span(self, message: int) -> tuple[int, int] | None:
-        """Return where the texts of a message begin and end, marks included; None: nothing of it can be seen."""
-        written = [place for leaf in self._leaves if leaf.message == message for place in self._written(leaf)]
-        return (min(written), max(written) + 1) if written else None
+    def pieces(self, message: int) -> list[tuple[int, int]]:
+        """Return where the texts of a message begin and end, marks included, each time that others stand between."""
+        leaves = (leaf for leaf in self._leaves if leaf.message == message)
+        pieces: list[tuple[int, int]] = []
+        for place in sorted(place for leaf in leaves for place in self._written(leaf)):
+            if pieces and not self.owners(pieces[-1][1], place) - {message}:
+                pieces[-1] = pieces[-1][0], place + 1
+            else:
+                pieces.append((place, place + 1))
+        return pieces
 
     def end_before(self, message: int, place: int) -> int:
         """Return where the texts of other messages end before a place."""
@@ -185,6 +191,10 @@ class MarkedChat:
     def without_marks(self, place: int) -> int:
         """Return a place of the marked text as one of the plain text."""
         return place - bisect.bisect_left(self._places, place)
+
+    def first_mark(self, text: str) -> int | None:
+        """Return where the first mark stands in what was written of some of the marked messages."""
+        return next((mark.start() for mark in _MARK.finditer(text) if mark[0] in self._first), None)
 
     def last_mark(self, text: str) -> int | None:
         """Return where the last mark stands in what was written of some of the marked messages."""

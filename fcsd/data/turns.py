@@ -133,31 +133,31 @@ class WrittenChat:
         self._chat = MarkedChat(render, messages)
         self.continues, self.unstopped = True, False
         self.stop: str | None = None
-        self.text, self.spans = self._chat.plain, [span for i in answers if (span := self._span(i))]
+        self.text, self.spans = self._chat.plain, [span for i in answers for span in self._spans(i)]
         if self.stop is not None:
             self.text += self.stop
             self.spans[-1] = self.spans[-1][0], len(self.text)
 
-    def _span(self, index: int) -> tuple[int, int] | None:
+    def _spans(self, index: int) -> list[tuple[int, int]]:
+        """Return where an answer goes: one span, or several around what tools answer to its calls (Gemma 4)."""
         chat = self._chat
         if (lost := chat.lost(index)) is not None:
             raise UnclearTurnError(f"it does not write '{lost}' of message {index + 1}")
         opened = self._written(index, True) if index else None
-        place = chat.span(index)
-        if place is None:
+        pieces = chat.pieces(index)
+        if not pieces:
             if opened is None or not chat.text.startswith(opened):
                 if self._is_left_out(index):
-                    return None
+                    return []
                 raise UnclearTurnError(f"it does not show where message {index + 1} is")
-            place = len(opened), len(opened)
-        begin = self._begin(index, place[0], opened)
-        end = max(begin, self._end(index, place[1], opened))
-        others = chat.owners(begin, end) - {index}
-        if begin > place[0] or others:
-            raise UnclearTurnError(
-                f"it writes message {index + 1} on both sides of another one, or within it"
-            )
-        return chat.without_marks(begin), chat.without_marks(end)
+            pieces = [(len(opened), len(opened))]
+        spans = [(place, self._end(index, end, opened)) for place, end in pieces]
+        spans[0] = self._begin(index, pieces[0][0], opened), spans[0][1]
+        between = chat.owners(spans[0][0], spans[-1][1]) - {index}
+        within = any(chat.owners(begin, end) - {index} for begin, end in spans)
+        if within or spans[0][0] > pieces[0][0] or {chat.messages[i]["role"] for i in between} - {"tool"}:
+            raise UnclearTurnError(f"it writes message {index + 1} within another one")
+        return [(chat.without_marks(begin), chat.without_marks(max(begin, end))) for begin, end in spans]
 
     def _written(self, number: int, opened: bool) -> str | None:
         """Write the first messages, marked; None: the template refuses to."""
@@ -205,24 +205,32 @@ class WrittenChat:
             if not ends and not (form.end and form.end in text[place:]):
                 self._leave_open(text, place)
             return len(text)
-        tail, whole = "", self._written(index + 1, False)
-        if whole is not None:
-            self.continues &= text.startswith(whole)
-            seen = self._chat.span(index) is not None
-            last = self._chat.last_mark(whole) if seen else len(opened or "") - 1
-            tail = whole[last + 1 :] if last is not None else ""
+        tail, is_last = self._tail(index, place, opened)
         rest = text[place:right]
         number = _shared(tail, rest, form.tokens)
         if form.end and form.end in rest[:number]:
             end = rest.rfind(form.end, 0, number) + len(form.end)
             return place + number - len(rest[end:number].lstrip())
-        if form.ends is not False and tail.strip() and not tail[number:].strip():
+        if is_last and form.ends is not False and tail.strip() and not tail[number:].strip():
             return place + number
         if form.end and (end := rest.find(form.end, number)) >= 0:
             return place + end + len(form.end)
         token = form.token(rest, number)
-        self.unstopped |= token is None and not form.ends_with_token(rest[:number].rstrip())
+        # Where nothing stands between this text and the next one, the turn goes on.
+        self.unstopped |= bool(rest) and token is None and not form.ends_with_token(rest[:number].rstrip())
         return place + (token or number)
+
+    def _tail(self, index: int, place: int, opened: str | None) -> tuple[str, bool]:
+        """Return what stands behind a text of a message where nothing follows it, and whether it is its last text."""
+        whole = self._written(index + 1, False)
+        if whole is None:
+            return "", True
+        self.continues &= self._chat.text.startswith(whole)
+        if not self._chat.pieces(index):
+            return whole[len(opened or "") :], True
+        behind = whole.rpartition(self._chat.text[place - 1])[2]
+        end = self._chat.first_mark(behind)
+        return behind[:end], end is None
 
     def _leave_open(self, text: str, place: int) -> None:
         """End the last turn with the token with which the next role would begin."""

@@ -135,17 +135,17 @@ def words(message: Mapping[str, Any]) -> set[str]:
     return {word for word in re.findall("[a-z]{3,}", whole) if word != "weather"}
 
 
-def check(tokenizer: Any, messages: Sequence[dict[str, Any]], *, by_author: bool) -> None:
+def check(tokenizer: Any, messages: Sequence[dict[str, Any]], *, loosely: bool) -> None:
     """Check that the loss is on what the assistant says, on all of it, and on nothing else.
 
-    by_author: the template itself marks what the assistant says, and its headers may be among that.
+    loosely: headers may be among it, as where a template marks it itself, and answers may be in several parts.
     """
     encoded = tokenize_example({"m": messages}, {"messages": "m"}, tokenizer)
     parts, whole = said(encoded, tokenizer), tokenizer.decode(encoded["input_ids"])
     answers = [message for message in messages if message["role"] == "assistant"]
     others = set().union(*(words(message) for message in messages if message["role"] != "assistant"))
     assert [word for word in others if any(word in part for part in parts)] == []
-    if by_author:
+    if loosely:
         assert all(word in "".join(parts) for answer in answers for word in words(answer) if word in whole)
         return
     assert len(parts) == len(answers)
@@ -188,19 +188,16 @@ def test_of_every_stock_template_the_loss_is_on_the_answers_and_their_ends_and_o
     name: str,
 ) -> None:
     tokenizer = make_tokenizer(STOCK[name])
-    by_author = re.search(r"{%-? generation", STOCK[name]) is not None
+    marked = re.search(r"{%-? generation", STOCK[name]) is not None
     num_checked = 0
     for kind, messages in CONVERSATIONS.items():
         try:
-            check(tokenizer, messages, by_author=by_author)
+            # Gemma 4 has what is said beside a call behind its result, in one turn with what is said next.
+            merged = "gemma" in name and kind == "text beside a call"
+            check(tokenizer, messages, loosely=marked or merged)
             num_checked += 1
-        except BadExample as error:
-            torn = (
-                "gemma" in name
-                and kind == "text beside a call"
-                and "on both sides of another one" in str(error)
-            )
-            assert torn or is_refused_rightly(tokenizer, messages), kind
+        except BadExample:
+            assert is_refused_rightly(tokenizer, messages), kind
     assert num_checked >= 4 or name.startswith(("idefics3", "smolvlm", "llava_next"))  # take content in parts
 
 
@@ -251,8 +248,11 @@ def test_where_turns_have_no_end_the_token_of_the_next_role_is_learnt_and_one_is
     assert asked.endswith("<|user|>\nweather?")  # nobody has answered
 
 
-@pytest.mark.skipif(not STOCK, reason="trl, which has the template, is not installed")
-def test_glm_learns_to_stop_and_gpt_oss_not_to_speak_for_others() -> None:
+@pytest.mark.skipif(not STOCK, reason="trl, which has the templates, is not installed")
+def test_glm_learns_to_stop_and_neither_gpt_oss_nor_gemma_to_speak_for_others() -> None:
+    call_of_gemma = '<|tool_call>call:weather{city:<|"|>oslo<|"|>}<tool_call|><|tool_response>'
+    expected = [call_of_gemma, "lookingcold<turn|>\n", "welcome<turn|>\n"]
+    assert said_in(STOCK["gemma4_v5"], CONVERSATIONS["text beside a call"]) == expected
     opening = "\n<think></think>\n"
     called = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>oslo</arg_value>\n</tool_call><|observation|>"
     assert said_in(STOCK["glm4moe"], CONVERSATIONS["a tool"]) == [
