@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,10 +14,11 @@ import numpy as np
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.data.examples import Completion, Conversation, read_example
+from fcsd.data.marks import UnclearTurnError
 from fcsd.data.messages import BadExample
 from fcsd.data.template import message_form_of
-
-_OPEN, _MASK = "add_generation_prompt", "return_assistant_tokens_mask"  # options of a chat template
+from fcsd.data.texts import tokenized_texts
+from fcsd.data.turns import TurnForm, WrittenChat, read_form
 
 
 def tokenizer_name(tokenizer: Any) -> str:
@@ -41,7 +44,8 @@ def tokenize_examples(
     without those that the attention mask leaves out; loss is where labels and masks say so. The tokenizer is called as
     seldom as can be: each call has its price.
 
-    Returns: one entry an example; a BadExample where the template refuses it or a column holds something else.
+    Returns: one entry an example; a BadExample where the template refuses it, leaves out a call or an answer or writes
+        it where it cannot be told apart, or where a column holds something else.
 
     Raises: UserError when the tokenizer has no chat template where one is needed, or one that writes no tools where
     there are some.
@@ -51,7 +55,7 @@ def tokenize_examples(
     completions = iter(
         _tokenized_completions([one for one in read if isinstance(one, Completion)], tokenizer)
     )
-    _encode_ahead([one for one in read if isinstance(one, _Chat)], loss_on)
+    chats = iter(_masked([one for one in read if isinstance(one, _Chat)], loss_on))
     outputs: list[Any] = []
     for one in read:
         if isinstance(one, str):
@@ -63,7 +67,7 @@ def tokenize_examples(
                 {"input_ids": ids, "loss_mask": np.arange(len(ids)) >= (0 if loss_on == "all" else begin)}
             )
         else:
-            outputs.append(_or_bad(partial(_masked, one, loss_on)) if isinstance(one, _Chat) else one)
+            outputs.append(next(chats) if isinstance(one, _Chat) else one)
     return outputs
 
 
@@ -94,31 +98,13 @@ def _read(
     return replace(chat, messages=form.applied(read.messages), tools=form.tools(read.tools))
 
 
-def _encode_ahead(chats: Sequence[_Chat], loss_on: str) -> None:
-    """Encode what the masks of conversations without tools will ask for; what a template refuses is left to them."""
-    wanted: dict[str, list[tuple[_Chat, int]]] = {}
-    for chat in chats:
-        if chat.tools is None and not chat.options:
-            for option, number in chat.requests(loss_on):
-                wanted.setdefault(option, []).append((chat, number))
-    for option, each in wanted.items():
-        conversations = [chat.messages[:number] for chat, number in each]
-        try:
-            encoded = each[0][0].encoded(conversations, option)
-        except BadExample:
-            continue
-        for index, (chat, number) in enumerate(each):
-            chat.ahead[option, number] = {name: values[index] for name, values in encoded.items()}
-
-
 def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
     if not texts:
         return []
-    end = tokenizer.eos_token_id
-    if end is None:
+    if tokenizer.eos_token_id is None:
         raise UserError(f"{tokenizer_name(tokenizer)}: no end-of-sequence token, needed after each text")
-    encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
-    return [ids if ids and ids[-1] == end else [*ids, end] for ids in encoded]
+    form = _Chat(tokenizer, None, [], 0).turn_form() if tokenizer.chat_template else TurnForm()
+    return tokenized_texts(texts, tokenizer, form.end)
 
 
 def _tokenized_completions(texts: list[Completion], tokenizer: Any) -> list[tuple[list[int], int]]:
@@ -133,14 +119,103 @@ def _tokenized_completions(texts: list[Completion], tokenizer: Any) -> list[tupl
     return list(zip(whole, begins, strict=True))
 
 
-def _masked(chat: _Chat, loss_on: str) -> dict[str, list]:
+def _masked(chats: Sequence[_Chat], loss_on: str) -> list[dict[str, list] | BadExample]:
+    """Tokenize conversations, with loss on what the assistant says or on all."""
+    forms: dict[tuple[str, str], TurnForm] = {}
+    written = [_or_bad(partial(_written, chat, loss_on, forms)) for chat in chats]
+    texts = [one.text for one in written if isinstance(one, _Written)]
+    if not texts:
+        return written
+    tokenizer = chats[0].tokenizer
+    options = {"return_offsets_mapping": True} if tokenizer.is_fast else {}
+    encoded = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, **options
+    )
+    rows = iter(
+        zip(*(encoded[name] for name in ("input_ids", "offset_mapping") if name in encoded), strict=True)
+    )
+    return [_row(one, tokenizer, *next(rows)) if isinstance(one, _Written) else one for one in written]
+
+
+def _row(
+    written: _Written, tokenizer: Any, ids: list[int], offsets: list[tuple[int, int]] | None = None
+) -> dict:
+    """Return the tokens of a conversation, and which of them its spans have."""
+    mask = np.zeros(len(ids), bool)
+    places = np.array(offsets).reshape(-1, 2) if offsets is not None else None
+    for begin, end in written.spans:
+        if places is not None:
+            mask |= (places[:, 0] < end) & (places[:, 1] > begin)
+            continue
+        first, last = (
+            tokenizer(written.text[:place], add_special_tokens=False)["input_ids"] for place in (begin, end)
+        )
+        if not written.continues or first != ids[: len(first)] or last != ids[: len(last)]:
+            raise UserError(
+                f"{tokenizer_name(tokenizer)}: its chat template does not write a conversation as a "
+                "continuation of its beginning, and it is not a fast tokenizer, which could say where the response "
+                "is; mark responses in the template with {% generation %} … {% endgeneration %}, or set loss_on: all"
+            )
+        mask[len(first) : len(last)] = True
+    end_of_text = [] if written.stop is None else [written.stop]
+    return {"input_ids": ids + end_of_text, "loss_mask": mask.tolist() + [True] * len(end_of_text)}
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a template writes, and from where to where there is loss.
+
+    continues: as of `WrittenChat`. stop: the token that is still to come, as the template ends the last turn with none.
+    """
+
+    text: str
+    spans: Sequence[tuple[int, int]]
+    continues: bool = True
+    stop: int | None = None
+
+
+def _written(chat: _Chat, loss_on: str, forms: dict[tuple[str, str], TurnForm]) -> _Written:
+    """Write a conversation; forms: of the turns of the templates that are known."""
+    key = chat.template, json.dumps(chat.options, sort_keys=True)
+    if key not in forms:
+        forms[key] = chat.turn_form()
+    form = forms[key]
+    if loss_on == "response" and chat.is_marked:
+        text, spans = chat.marked_text()
+        if form.leaves_open(text, spans):
+            _warn_of_no_stop(chat.tokenizer, "leaves out of its generation marks what ends a turn")
+        return _Written(text, spans)
+    answers = chat.answers
     if loss_on == "all":
-        ids = chat.prefix(len(chat.messages))["input_ids"]
-        return {"input_ids": ids, "loss_mask": [True] * len(ids)}
-    if chat.is_marked:
-        encoded = chat.prefix(len(chat.messages), _MASK)
-        return {"input_ids": encoded["input_ids"], "loss_mask": [bool(m) for m in encoded["assistant_masks"]]}
-    return _mask_by_prefix(chat)
+        last = len(chat.messages) - 1
+        answers = [] if form.ends else [i for i in answers if i == last]
+        if not answers:
+            text = chat.text(chat.messages)
+            return _Written(text, [(0, len(text))])
+    try:
+        turns = WrittenChat(chat.text, chat.messages, answers, form)
+    except UnclearTurnError as error:
+        raise BadExample(
+            f"{tokenizer_name(chat.tokenizer)}: its chat template does not say where the loss of an example belongs:"
+            f" {error}; change the example, use a template that writes all of it in order, or mark responses in the"
+            " template with {% generation %} … {% endgeneration %}"
+        ) from error
+    stop = chat.tokenizer.eos_token_id if turns.stop == "" else None
+    if turns.unstopped or (turns.stop == "" and stop is None):
+        _warn_of_no_stop(chat.tokenizer, "ends turns of the assistant with no token")
+    spans = turns.spans if loss_on == "response" else [(0, len(turns.text))]
+    return _Written(turns.text, spans, turns.continues, stop)
+
+
+_warnings: set[str] = set()  # that this process has printed
+
+
+def _warn_of_no_stop(tokenizer: Any, reason: str) -> None:
+    """Say once on stderr that a model will not learn to stop."""
+    text = f"{tokenizer_name(tokenizer)}: its chat template {reason}: a model does not learn from it when to stop"
+    if text not in _warnings:
+        _warnings.add(text)
+        print(text, file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -149,7 +224,7 @@ class _Chat:
     writes none.
 
     answered: the message from which on there is loss. silent: messages of the assistant without loss. options: of the
-    template, beside ours. ahead: what was encoded before it is asked for, by option and number of messages.
+    template, beside ours.
     """
 
     tokenizer: Any
@@ -158,7 +233,6 @@ class _Chat:
     answered: int
     silent: frozenset[int] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
-    ahead: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.tools and "tools" not in self.template:
@@ -171,9 +245,6 @@ class _Chat:
     def template(self) -> str:
         """The template of conversations with these tools; a tokenizer may have another one for those without."""
         return str(self.tokenizer.get_chat_template(tools=self.tools))
-
-    def text(self, messages: list[dict], **options: Any) -> str:
-        return str(self._applied(messages, tokenize=False, **options))
 
     @property
     def is_marked(self) -> bool:
@@ -191,87 +262,36 @@ class _Chat:
         roles = enumerate(message["role"] for message in self.messages)
         return [i for i, role in roles if role == "assistant" and i >= self.answered and i not in self.silent]
 
-    def requests(self, loss_on: str) -> list[tuple[str, int]]:
-        """Return the options and numbers of messages of the prefixes that `_masked` asks for."""
-        number = len(self.messages)
-        if loss_on == "all" or self.is_marked:
-            return [("" if loss_on == "all" else _MASK, number)]
-        answers = [i for i in self.answers if i > 0]
-        return [*((_OPEN, i) for i in answers), *(("", i) for i in {number, *(i + 1 for i in answers)})]
+    def turn_form(self) -> TurnForm:
+        """Read how the template writes turns."""
+        return read_form(self.text, [str(token) for token in self.tokenizer.added_tokens_decoder.values()])
 
-    def prefix(self, number: int, option: str = "") -> Any:
-        """Return the token ids of the first messages, and what goes with them."""
-        known = self.ahead.get((option, number))
-        return self.encoded(self.messages[:number], option) if known is None else known
+    def text(self, messages: Sequence[dict], opened: bool = False) -> str:
+        """Write messages, opened for the assistant's next turn if so wanted."""
+        apply = self.tokenizer.apply_chat_template
+        return str(self._tried(apply, messages, tokenize=False, add_generation_prompt=opened))
 
-    def encoded(self, messages: list[Any], option: str) -> Any:
-        """Return the token ids of a conversation, or of several, and what goes with them."""
-        return self._applied(messages, tokenize=True, return_dict=True, **({option: True} if option else {}))
+    def marked_text(self) -> tuple[str, list[tuple[int, int]]]:
+        """Write the conversation, and say where in it the template's marks are."""
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-    def _applied(self, messages: list[Any], **options: Any) -> Any:
+        options = {"chat_template": self.template, "return_assistant_tokens_mask": True}
+        special = self.tokenizer.special_tokens_map
+        (text,), (spans,) = self._tried(render_jinja_template, [self.messages], **options, **special)
+        return text, spans
+
+    def _tried(self, write: Callable[..., Any], messages: Sequence[Any], **options: Any) -> Any:
         from jinja2 import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **self.options, **options)
+            return write(messages, tools=self.tools, **options, **self.options)
         except (TemplateError, TypeError, AttributeError, LookupError) as error:  # of expressions
             raise BadExample(
                 f"{tokenizer_name(self.tokenizer)}: its chat template refuses an example: {one_line(error)}"
             ) from error
 
 
-def _mask_by_prefix(chat: _Chat) -> dict[str, list]:
-    """Mask by prefixes: the assistant says what a conversation has more than the one before it, opened for it."""
-    ids = chat.prefix(len(chat.messages))["input_ids"]
-    mask = [False] * len(ids)
-    for i in chat.answers:
-        if i == 0:  # a template writes nothing without a message
-            return _mask_by_text(chat)
-        prompt, whole = chat.prefix(i, _OPEN)["input_ids"], chat.prefix(i + 1)["input_ids"]
-        if whole[: len(prompt)] != prompt or ids[: len(whole)] != whole:
-            return _mask_by_text(chat)
-        mask[len(prompt) : len(whole)] = [True] * (len(whole) - len(prompt))
-    return {"input_ids": ids, "loss_mask": mask}
-
-
-def _mask_by_text(chat: _Chat) -> dict[str, list]:
-    """Do the same for templates that write a turn otherwise when others follow it (Qwen3 takes thoughts out of all
-    turns but the last), and for conversations that begin with the assistant: it says what changes with the content of
-    its message, and its end of turn.
-
-    The end of turn is what stands behind the content both here and where the conversation ends with this turn.
-    """
-    tokenizer = chat.tokenizer
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"{tokenizer_name(tokenizer)}: its chat template does not write a conversation as a "
-            "continuation of its beginning, and it is not a fast tokenizer, which could say where the response "
-            "is; mark responses in the template with {% generation %} … {% endgeneration %}, or set loss_on: all"
-        )
-    messages = chat.messages
-    text = chat.text(messages)
-    spans = []
-    for i in chat.answers:
-        begin, end = _content_span(chat, messages, i, text)
-        prompt = chat.text(messages[:i], add_generation_prompt=True) if i else ""
-        if prompt and text.startswith(prompt) and len(prompt) <= begin:
-            begin = len(prompt)
-        whole = chat.text(messages[: i + 1])
-        end_of_turn = whole[_content_span(chat, messages[: i + 1], i, whole)[1] :]
-        spans.append((begin, end + _common(end_of_turn, text[end:])))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = [any(a < end and b > begin for begin, end in spans) for a, b in encoded["offset_mapping"]]
-    return {"input_ids": encoded["input_ids"], "loss_mask": mask}
-
-
-def _content_span(chat: _Chat, messages: list[dict], index: int, text: str) -> tuple[int, int]:
-    """Return where, in the conversation's `text`, the content of one message begins and ends."""
-    other = [*messages[:index], messages[index] | {"content": "\ue000"}, *messages[index + 1 :]]
-    changed = chat.text(other)
-    begin = _common(text, changed)
-    return begin, max(begin, len(text) - _common(text[::-1], changed[::-1]))
-
-
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Count the characters, or tokens, with which both begin."""
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Count the tokens with which both begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
