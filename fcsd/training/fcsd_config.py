@@ -258,7 +258,6 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
 
     @python_words()
     def __post_init__(self) -> None:
-        _read_numbers(self)
         bf16, by_deepspeed = self.bf16, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
         if not torch.accelerator.is_available():
             # accelerate knows DeepSpeed on devices only
@@ -270,10 +269,13 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         schedule = self.lr_scheduler_type
         if schedule == "step":
             self.lr_scheduler_type = "constant_with_warmup"  # transformers refuses what is not its own
+        _read_numbers(self)
         try:
             super().__post_init__()
         except (ValueError, TypeError, OSError) as error:
             raise UserError(f"FCSDConfig: transformers refuses it: {one_line(error)}") from error
+        for name in ("model_init_kwargs", "teacher_model_init_kwargs"):
+            check_kind(f"FCSDConfig: {name}", getattr(self, name), Mapping | None, "a dict")
         self.bf16 = bf16
         if schedule == "step":
             self.lr_scheduler_type = schedule
@@ -281,8 +283,6 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             if getattr(self, name) not in neutral:
                 raise UserError(f"FCSDConfig: {name}: has no meaning here; {instead}")
         validate(_Rows, {key: getattr(self, key) for key in _ROW_KEYS}, "FCSDConfig")
-        for name in ("model_init_kwargs", "teacher_model_init_kwargs"):
-            check_kind(f"FCSDConfig: {name}", getattr(self, name), Mapping | None, "a dict")
         if (settings := self.sections().train.lr_scheduler_kwargs) is not None:
             self.lr_scheduler_kwargs = settings  # with its defaults
         self.connectivity()
