@@ -5,7 +5,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import torch
 from accelerate.utils import parse_flag_from_env
@@ -13,7 +13,7 @@ from pydantic import create_model
 from pydantic.fields import FieldInfo
 from transformers import TrainingArguments
 
-from fcsd.base.errors import UserError, kind_of
+from fcsd.base.errors import UserError, check_kind, kind_of, one_line
 from fcsd.base.strict import Strict, validate
 from fcsd.data.config import DataConfig
 from fcsd.model.config import ConnectivityConfig, ModelConfig
@@ -93,6 +93,20 @@ def _objective_argument(key: str, info: FieldInfo) -> tuple[str, Any, Any]:
 _ObjectiveArguments: Any = make_dataclass(
     "_ObjectiveArguments", [_objective_argument(key, info) for key, info in _OBJECTIVE_KEYS.items()]
 )
+
+
+def _read_numbers(args: Any) -> None:
+    """Read numbers that are given as text ("10", as in a file); UserError for any other text in a number's place."""
+    hints = get_type_hints(type(args))
+    for argument in fields(args):
+        value, hint = getattr(args, argument.name), hints[argument.name]
+        kinds = {*(get_args(hint) or (hint,))}
+        if not isinstance(value, str) or str in kinds or not kinds & {int, float}:
+            continue
+        try:
+            setattr(args, argument.name, (float if float in kinds else int)(value))
+        except ValueError:
+            raise UserError(f"FCSDConfig: {argument.name}: a number is needed, got {value!r}") from None
 
 
 def _check_arguments(args: Any) -> None:
@@ -246,7 +260,13 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         schedule = self.lr_scheduler_type
         if schedule == "step":
             self.lr_scheduler_type = "constant_with_warmup"  # transformers refuses what is not its own
-        super().__post_init__()
+        _read_numbers(self)
+        try:
+            super().__post_init__()
+        except (ValueError, TypeError, OSError) as error:
+            raise UserError(f"FCSDConfig: transformers refuses it: {one_line(error)}") from error
+        for name in ("model_init_kwargs", "teacher_model_init_kwargs"):
+            check_kind(f"FCSDConfig: {name}", getattr(self, name), Mapping | None, "a dict")
         self.bf16 = bf16
         if schedule == "step":
             self.lr_scheduler_type = schedule

@@ -660,6 +660,11 @@ def test_two_ranks_train_what_one_process_trains(
         ({"safety": {"max_rewind": 1}}, "safety.max_rewind: unknown key; did you mean 'max_rewinds'"),
         ({"model_init_kwargs": {"dtipe": "bfloat16"}, "model": "BASE"}, "dtipe: unknown key; did you mean 'dtype'"),
         ({"model": "BASE"}, "is not converted; set layers in FCSDConfig"),
+        ({"max_steps": "ten"}, "FCSDConfig: max_steps: a number is needed, got 'ten'"),
+        ({"gradient_accumulation_steps": "x"}, "FCSDConfig: gradient_accumulation_steps: a number is needed, got"),
+        ({"lr_scheduler_type": "x"}, "FCSDConfig: transformers refuses it: x is not a valid SchedulerType, please"),
+        ({"eval_strategy": "x"}, "FCSDConfig: transformers refuses it: x is not a valid IntervalStrategy, please"),
+        ({"model_init_kwargs": 3}, "FCSDConfig: model_init_kwargs: an int; a dict is needed"),
         ({"model": None}, "model: None; a transformers model or the path of a checkpoint is needed"),
         ({"model": ""}, "'': is no path; a checkpoint is a folder with"),
         ({"model": (1, 2)}, "model: a tuple; .*; fcsd.load gives a model and its tokenizer"),
@@ -744,6 +749,11 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_training_and_when_it
         make(place)
     with pytest.raises(UserError, match=f"{place}: cannot be made, .*{reason}"):
         make().save_model(str(tmp_path / place))
+
+
+def test_numbers_may_be_given_as_text(tmp_path: Path) -> None:
+    given = FCSDConfig(str(tmp_path), max_steps="10", learning_rate="2e-5", use_cpu=True)  # type: ignore[arg-type]
+    assert (given.max_steps, given.learning_rate) == (10, 2e-5)
 
 
 def test_the_tokenizer_may_be_a_path(
