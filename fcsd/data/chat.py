@@ -176,7 +176,7 @@ class _Written:
 
 def _written(chat: _Chat, loss_on: str, forms: dict[tuple[str, str], TurnForm]) -> _Written:
     """Write a conversation; forms: of the turns of the templates that are known."""
-    key = chat.template, json.dumps(chat.options, sort_keys=True)
+    key = chat.template, json.dumps(chat.options, sort_keys=True, default=str)
     if key not in forms:
         forms[key] = chat.turn_form()
     form = forms[key]
