@@ -26,7 +26,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
 from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows
-from fcsd.data.batches import NO_LOSS, ROW_FEATURES
+from fcsd.data.batches import NO_LOSS
 from fcsd.data.counts import ExampleCounts, count_shard, no_rows
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.reading import Piece, read_pieces
@@ -34,7 +34,7 @@ from fcsd.data.shards import BAD, Shard, Tokenizing, Tokens, write_arrays
 from fcsd.data.sources import Opened, Source, open_source
 from fcsd.data.workers import default_workers, in_order
 
-_DRAWN = 1000  # random numbers, and rows, at a time
+_DRAWN = 1000  # random numbers at a time
 _FORMAT = 2  # of what is written
 _OPEN_ROWS = 64
 
@@ -363,9 +363,8 @@ class PackedRows(torch.utils.data.Dataset):
     def num_examples(self, chosen: np.ndarray | None = None) -> int:
         """Count the examples in rows; chosen: (rows,) bool, which rows; None: all of them."""
         is_there = np.zeros(int(self._shard_ends[-1]), bool)
-        is_there[
-            self._examples if chosen is None else self._examples[np.repeat(chosen, np.diff(self._first))]
-        ] = True
+        in_chosen = slice(None) if chosen is None else np.repeat(chosen, np.diff(self._first))
+        is_there[self._examples[in_chosen]] = True
         return int(is_there.sum())
 
     def add_to(self, digest: Any) -> None:
@@ -382,24 +381,3 @@ class PackedRows(torch.utils.data.Dataset):
         shard = int(np.searchsorted(self._shard_ends, number, "right"))
         begin = int(self._shard_ends[shard - 1]) if shard else 0
         return self._shards[shard].example(number - begin)
-
-
-def rows_fingerprint(rows: Any) -> str:
-    """Return a hash of all tokens, positions and labels of rows, in their order, wherever they lie."""
-    digest = hashlib.sha256()
-    if isinstance(rows, PackedRows):
-        rows.add_to(digest)
-        return digest.hexdigest()
-    for row in _in_order(rows):
-        for name in sorted(ROW_FEATURES):
-            digest.update(np.asarray(row[name], np.int64).tobytes())
-    return digest.hexdigest()
-
-
-def _in_order(rows: Any) -> Iterator[Any]:
-    if hasattr(rows, "with_format"):  # of `datasets`, which reads many at once faster than one by one
-        for block in rows.with_format("numpy").iter(_DRAWN):
-            for number in range(len(block["input_ids"])):
-                yield {name: block[name][number] for name in ROW_FEATURES}
-    else:
-        yield from (rows[number] for number in range(len(rows)))

@@ -8,14 +8,15 @@ create tensors in float32 (rotary frequencies). Rounding these sends tokens to o
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint
+from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint, source_folder
+from fcsd.model.families.routers import find_routers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,6 +51,27 @@ def loaded_dtypes(model: "PreTrainedModel", dtype: torch.dtype) -> dict[str, tor
         expression = re.compile(pattern.replace("*", ".*"))
         dtypes |= dict.fromkeys(filter(expression.search, dtypes), kept)
     return dtypes
+
+
+def kept_in_float32(model: "PreTrainedModel") -> set[str]:
+    """Return the names of the tensors that are in float32 in a bfloat16 model."""
+    dtypes = loaded_dtypes(model, torch.bfloat16)
+    return {name for name in dtypes if dtypes[name] == torch.float32}
+
+
+def kept_routers(model: "PreTrainedModel") -> list[nn.Module]:
+    """Return the routers all of whose parameters are in float32 in a bfloat16 model."""
+    kept = kept_in_float32(model)
+    try:
+        routers = find_routers(model)
+    except UserError:
+        return []
+    return [
+        router.module
+        for router in routers
+        if (names := {f"{router.name}.{name}" for name, _ in router.module.named_parameters()})
+        and names <= kept
+    ]
 
 
 def without_storage(model: "PreTrainedModel", dtype: torch.dtype | None = None) -> Any:
@@ -95,34 +117,41 @@ def to_dtype(model: "PreTrainedModel", dtype: torch.dtype) -> None:
 # ---- in files
 
 
-def saved_dtypes(model: "PreTrainedModel", source: Path | None) -> dict[str, torch.dtype]:
-    """Return the dtype in which each real tensor of a model's state dict is to be saved.
+@dataclass(frozen=True)
+class FileDtypes:
+    """The dtypes that a model is saved in: what its config declares, and that of each tensor by its name."""
 
-    It is that of the checkpoint's files. It is that of the tensor in memory where there is no
-    checkpoint, where it is quantised, or where the model was loaded in another dtype than its
-    checkpoint declares.
+    declared: torch.dtype
+    tensors: Mapping[str, torch.dtype]
 
-    Args:
-        model: as it was loaded, before a training takes it to a dtype; it may carry adapters.
-        source: the folder of the checkpoint that it was loaded from; None where there is none.
+
+def saved_dtypes(model: "PreTrainedModel") -> FileDtypes:
+    """Return the dtypes in which a model is to be saved.
+
+    A tensor's is that of the files of the checkpoint that the model was loaded from. It is that of
+    the tensor in memory where there is no checkpoint, where it is quantised, or where the model was
+    loaded in another dtype than its checkpoint declares.
+
+    model: as it was loaded, before a training takes it to a dtype; it may carry adapters.
     """
     state = {name.replace(_ADAPTED, ""): tensor for name, tensor in model.state_dict().items()}
     dtypes = {name: tensor.dtype for name, tensor in state.items() if tensor.is_floating_point()}
+    source = source_folder(model.config)
     try:
         checkpoint = read_checkpoint(source, any_family=True) if source is not None else None
     except UserError:  # it was changed since it was loaded
-        return dtypes
+        checkpoint = None
     if checkpoint is None or declared_dtype(checkpoint) != model.dtype:
-        return dtypes
+        return FileDtypes(model.dtype, dtypes)
     in_files = {
         name: _UNQUANTISED[dtype] for name, dtype in checkpoint.dtypes.items() if dtype in _UNQUANTISED
     }
     for name, names in names_in_files(model).items():
         # One tensor in memory is several in files (an expert's each): the widest keeps them all.
-        found = [in_files[known] for known in (*names, name) if known in in_files]
-        if name in dtypes and found:
-            dtypes[name] = max(found, key=lambda dtype: dtype.itemsize)
-    return dtypes
+        widths = [in_files[known] for known in (*names, name) if known in in_files]
+        if name in dtypes and widths:
+            dtypes[name] = max(widths, key=lambda dtype: dtype.itemsize)
+    return FileDtypes(model.dtype, dtypes)
 
 
 def declared_dtype(checkpoint: Checkpoint) -> torch.dtype | None:

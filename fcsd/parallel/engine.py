@@ -270,8 +270,10 @@ def _set_environment(values: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def finish_zero_settings(arguments: Any, train: Precision) -> None:
-    """Tell DeepSpeed what the recipe and we want, whatever accelerate's configuration says."""
+def finish_zero_settings(arguments: Any, train: Precision, engine: Engine) -> None:
+    """Tell DeepSpeed, if it is used, what the recipe and we want, whatever accelerate's configuration says."""
+    if not engine.uses_deepspeed:
+        return
     config = arguments.deepspeed_plugin.deepspeed_config
     config["bf16"] = {"enabled": train.bf16}
     arguments.bf16 = train.bf16  # only now: without a GPU the arguments refuse it, DeepSpeed does not

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -42,14 +41,14 @@ from transformers import PreTrainedModel
 from fcsd.base.errors import UserError
 from fcsd.base.memory import available_memory
 from fcsd.model.connectivity.rewire import decoder_layers, is_one_of
-from fcsd.model.dtypes import loaded_dtypes
+from fcsd.model.dtypes import kept_in_float32, kept_routers
 from fcsd.model.families import family_of
-from fcsd.model.families.routers import find_routers
 from fcsd.model.families.structure import head_and_body
 from fcsd.model.load import free_memory
 from fcsd.parallel.engine import Engine, Precision
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
+from fcsd.parallel.sender import Sender
 
 
 def own_part(parameter: Any) -> Any:
@@ -71,12 +70,11 @@ def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> N
     embedding, head = model.get_input_embeddings(), head_and_body(model)[0]
     tied = embedding.weight is head.weight
     units = [*([layer] for layer in layers), *([[embedding, head]] if tied else [[embedding], [head]])]
-    sender = _Sender(model, launch)
+    sender = Sender(model, launch)
     if engine.uses_deepspeed:
         moe_leaves(model)
         if train.bf16:
-            kept = loaded_dtypes(model, torch.bfloat16)
-            sender.kept_names = {name for name in kept if kept[name] == torch.float32}
+            sender.kept_names = kept_in_float32(model)
         model.__dict__[KEPT] = sender.float32
         _partition(model, units, sender, torch.bfloat16 if train.bf16 else torch.float32)
         return
@@ -87,23 +85,8 @@ def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> N
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     dtype = torch.float32 if train.dtype == "float32" else torch.bfloat16
-    apart = _float32_routers(model) if torch.bfloat16 in (dtype, policy.param_dtype) else []
+    apart = kept_routers(model) if torch.bfloat16 in (dtype, policy.param_dtype) else []
     _fully_shard(model, units, sender, launch, dtype, policy, trained=True, apart=apart)
-
-
-def _float32_routers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the routers whose parameters the family keeps in float32 in a bfloat16 model."""
-    dtypes = loaded_dtypes(model, torch.bfloat16)
-    try:
-        routers = find_routers(model)
-    except UserError:
-        return []
-    return [
-        router.module
-        for router in routers
-        if (names := [f"{router.name}.{name}" for name, _ in router.module.named_parameters()])
-        and all(dtypes.get(name) == torch.float32 for name in names)
-    ]
 
 
 KEPT = "_kept_in_float32"
@@ -130,7 +113,7 @@ def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
         return model.__dict__["_whole_head"]
     layers = _decoder_layers(model, engine)
     embedding: Any = model.get_input_embeddings()
-    sender = _Sender(model, launch)
+    sender = Sender(model, launch)
     if embedding.weight is head.weight:
         sender.send(embedding, None)
         head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
@@ -275,76 +258,6 @@ def _gathered(parameter: Any, device: torch.device, dtype: torch.dtype | None = 
         yield parameter.data
 
 
-class _Sender:
-    """Sends parameters and buffers of the first rank to the devices of all, module by module."""
-
-    def __init__(self, model: nn.Module, launch: Launch):
-        self.device, self.first = launch.device, launch.first
-        # A tied parameter has several places. The old parameters are kept, emptied: their ids are the keys.
-        self.kept: list[nn.Parameter] = []
-        self.places: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    self.places.setdefault(id(parameter), (parameter, []))[1].append((module, name))
-        self.sent: set[tuple[int, str]] = set()  # buffers
-        # Of parameters with these names, the values before they were taken to another dtype.
-        self.kept_names: set[str] = set()
-        self.float32: dict[str, Tensor] = {}
-        kinds = _kinds(model)
-        of_first = [kinds]
-        dist.broadcast_object_list(of_first, src=0)
-        # A model without storage may have other dtypes, and others of its parameters may be frozen.
-        self.kinds = of_first[0]
-        if kinds.keys() != self.kinds.keys():
-            raise RuntimeError(f"{type(model).__name__}: the ranks built different models")
-        self.names = {
-            (id(module), name): f"{prefix}.{name}" if prefix else name
-            for prefix, module in model.named_modules()
-            for name in (*module._parameters, *module._buffers)
-        }
-
-    def send(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        """Send all of `module` that has not been sent; floating-point parameters as `dtype`, None: as they are."""
-        for part in module.modules():
-            for name, parameter in list(part._parameters.items()):
-                if parameter is None or id(parameter) not in self.places:
-                    continue  # sent before, and sharded perhaps
-                old, places = self.places.pop(id(parameter))
-                full_name = self.names[id(part), name]
-                own_dtype, requires_grad = self.kinds[full_name]
-                value = self._sent(old.data, own_dtype)
-                if full_name in self.kept_names:
-                    self.float32[full_name] = value.float()
-                if dtype is not None and value.is_floating_point():
-                    value = value.to(dtype)
-                new = nn.Parameter(value, requires_grad=requires_grad)
-                if not old.is_meta:
-                    old.data = torch.empty(0)
-                self.kept.append(old)
-                for owner, own_name in places:
-                    owner._parameters[own_name] = new
-            for name, buffer in part._buffers.items():
-                if buffer is not None and (id(part), name) not in self.sent:
-                    self.sent.add((id(part), name))
-                    part._buffers[name] = self._sent(buffer, self.kinds[self.names[id(part), name]][0])
-
-    def _sent(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.first:
-            value = value.detach().to(self.device).contiguous()
-        else:
-            value = torch.empty(value.shape, dtype=dtype, device=self.device)
-        if value.numel():
-            dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
-        return value
-
-
-def _kinds(model: nn.Module) -> dict[str, tuple[torch.dtype, bool]]:
-    """Return the dtype of each parameter and buffer, and whether it is trained."""
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: (tensor.dtype, tensor.requires_grad) for name, tensor in tensors}
-
-
 @dataclass(frozen=True)
 class _Shards:
     """What FSDP2 gathers on a rank: units, each with whether a forward pass frees it, and the bytes of all of them."""
@@ -357,7 +270,7 @@ class _Shards:
 def _fully_shard(
     root: nn.Module,
     units: list[list[nn.Module]],
-    sender: _Sender,
+    sender: Sender,
     launch: Launch,
     dtype: torch.dtype | None,
     policy: Any,
@@ -405,7 +318,7 @@ def _fully_shard(
 
 
 def _partition(
-    root: nn.Module, units: list[list[nn.Module]], sender: _Sender, dtype: torch.dtype | None
+    root: nn.Module, units: list[list[nn.Module]], sender: Sender, dtype: torch.dtype | None
 ) -> None:
     import deepspeed
 

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import make_folder, read_json, write_json, writing
 from fcsd.base.memory import available_memory
+from fcsd.base.temporary import beside
 from fcsd.model.connectivity.checkpoint import CONFIG
 from fcsd.model.connectivity.extra_tensors import keeping_extra_tensors
 from fcsd.model.connectivity.load import load_model
-from fcsd.model.dtypes import loaded_dtypes, real_tensors
+from fcsd.model.dtypes import FileDtypes, loaded_dtypes, real_tensors
 from fcsd.parallel.engine import without_deepspeed
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import whole_model
@@ -71,8 +72,30 @@ def write_model(
         config.use_cache, config.dtype = use_cache, declared
 
 
-def move_model(written: Path, folder: Path) -> None:
-    """Move a model that was written into a folder that may hold others' files; weights of an earlier model go."""
+def replace_model(
+    model: PreTrainedModel, folder: Path, *, tokenizer: Any, dtypes: FileDtypes, launch: Launch
+) -> None:
+    """Write a model beside a folder, which may hold other files, and move it there when it is whole.
+
+    All ranks call this. tokenizer, dtypes, and what is raised: as of `write_model`.
+    """
+    launch.ranks.from_first(lambda: make_folder(folder))
+    place = beside(folder) if launch.first else contextlib.nullcontext(folder)
+    with writing(folder), place as written:
+        write_model(
+            model,
+            written,
+            tokenizer=tokenizer,
+            dtype=dtypes.declared,
+            dtypes=dtypes.tensors,
+            launch=launch,
+        )
+        if launch.first:
+            _move_model(written, folder)
+
+
+def _move_model(written: Path, folder: Path) -> None:
+    """Move all files of a folder into another one, from which weights of an earlier model go."""
     files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
     earlier = [file for file in folder.glob("model*.safetensors*") if file.relative_to(folder) not in files]
     for file in files:

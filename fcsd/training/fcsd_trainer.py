@@ -20,10 +20,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, se
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import make_folder, writing
-from fcsd.base.temporary import beside
 from fcsd.model.autocast import float32_routers
-from fcsd.model.connectivity.checkpoint import source_folder
 from fcsd.model.dtypes import saved_dtypes
 from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.failure import stop_watching
@@ -31,7 +28,7 @@ from fcsd.parallel.launch import Launch, join_launch
 from fcsd.training.argument_rules import refuse_another_optimizer
 from fcsd.training.card.trainer import TAGS, write_trainer_card
 from fcsd.training.checkpoints import chosen_checkpoint, restore_if_complete
-from fcsd.training.export import move_model, write_model
+from fcsd.training.export import replace_model
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.heldout import HeldoutLosses
 from fcsd.training.losses.head import detach_loss_head, head_logits, loss_head
@@ -41,13 +38,14 @@ from fcsd.training.prepare import (
     Ready,
     check_vocabularies,
     collator,
+    compute_alike,
     place_teacher,
     prepare_student,
 )
 from fcsd.training.python_words import with_known_names
 from fcsd.training.record import TrainingRecord
 from fcsd.training.row_order import EpochRows, ReadsWholeSteps
-from fcsd.training.teachers.base import LiveTeacher, Teacher
+from fcsd.training.teachers.base import Teacher
 from fcsd.training.trainer import DistillTrainer
 from fcsd.training.trainer_inputs import TrainerInputs, check_kinds
 
@@ -115,22 +113,15 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
                 data, measures = (train_dataset, eval_dataset), compute_metrics is not None
                 model = self.inputs.ready(model, teacher, data, processing_class, knows_metrics=measures)
                 self.bad_rows, processing_class = self.inputs.bad_rows, model.tokenizer
+                record.complete(model.student, partial(self.inputs.fingerprints, model.rows))
             assert isinstance(model, Ready)
             student, compared = model.student, place_teacher(model.teacher, launch)
             check_vocabularies(student, compared, model.tokenizer, objective)
-            self.save_dtype = student.dtype
-            self.save_dtypes = launch.ranks.from_first(
-                lambda: saved_dtypes(student, source_folder(student.config))
-            )
-            if self.inputs is not None:
-                record.complete(student, partial(self.inputs.fingerprints, model.rows))
+            self.saved_dtypes = launch.ranks.from_first(partial(saved_dtypes, student))
             prepare_student(student, objective, train, launch)
-            if args.bf16 and not launch.engine.shards and isinstance(compared, LiveTeacher):
-                compared.compute_as(student)
-            if model.rows is not None:
-                self.row_order = EpochRows(len(model.rows), args.rows_of_a_step(launch), args.max_length)
-            if launch.engine.uses_deepspeed:
-                finish_zero_settings(args, train)
+            compute_alike(compared, student, under_autocast=args.bf16 and not launch.engine.shards)
+            self.row_order = EpochRows.of(model.rows, args.rows_of_a_step(launch), args.max_length)
+            finish_zero_settings(args, train, launch.engine)
             self._heldout = HeldoutLosses(compared, launch, of_teacher=objective.has_teacher)
             super().__init__(
                 student,
@@ -278,19 +269,14 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         if self.checkpoint_writer.is_saving:
             return  # weights and optimiser are written together
         folder = Path(str(output_dir or self.args.output_dir))
-        self.launch.ranks.from_first(lambda: make_folder(folder))
-        place = beside(folder) if self.launch.first else contextlib.nullcontext(folder)
-        with self.scored_weights(), writing(folder), place as written:
-            write_model(
+        with self.scored_weights():
+            replace_model(
                 self.plain_model,
-                written,
+                folder,
                 tokenizer=self.processing_class,
-                dtype=self.save_dtype,
-                dtypes=self.save_dtypes,
+                dtypes=self.saved_dtypes,
                 launch=self.launch,
             )
-            if self.launch.first:
-                move_model(written, folder)
         self.launch.wait()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

@@ -17,7 +17,7 @@ from fcsd.training.losses.balance import refuse_loss_of_the_model
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.losses.hidden_terms import freeze_routers
 from fcsd.training.losses.objectives import ObjectiveConfig
-from fcsd.training.teachers.base import ModelTeacher, Teacher
+from fcsd.training.teachers.base import LiveTeacher, ModelTeacher, Teacher
 from fcsd.training.teachers.lora import has_adapters
 
 
@@ -61,6 +61,12 @@ def prepare_student(
     attach_loss_head(student, objective.vocab_size)
     if launch.engine.shards:
         shard_student(student, launch, train)
+
+
+def compute_alike(teacher: Teacher | None, student: PreTrainedModel, *, under_autocast: bool) -> None:
+    """Let a teacher that is run compute as its student does, so that equal weights give equal numbers."""
+    if under_autocast and isinstance(teacher, LiveTeacher):
+        teacher.compute_as(student)
 
 
 def freeze_embeddings_and_head(model: PreTrainedModel) -> None:

@@ -8,16 +8,19 @@ Not covered: the weights of a student that was given in memory, which are those 
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from fcsd.base.artifact import changed_settings, differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
+from fcsd.data.batches import ROW_FEATURES
+from fcsd.data.rows import PackedRows
 from fcsd.parallel.launch import Launch
 from fcsd.training.argument_rules import MAY_CHANGE_ARGUMENTS
 from fcsd.training.config import TrainConfig
@@ -25,6 +28,7 @@ from fcsd.training.fcsd_config import FCSDConfig
 
 RECORD_FILE = "record.json"  # in each checkpoint
 _SAMPLED = 1024  # values of a parameter
+_ROWS_AT_ONCE = 1000
 
 # Arguments of ours that the weights do not depend on, or that stand here in other words.
 _LEFT_OUT = {
@@ -120,3 +124,24 @@ class TrainingRecord:
                 f"{checkpoint}: was made with other settings ({'; '.join(changes)}); go on with those, or begin another"
                 " training, in another output folder"
             )
+
+
+def rows_fingerprint(rows: Any) -> str:
+    """Return a hash of all tokens, positions and labels of rows, in their order, wherever they lie."""
+    digest = hashlib.sha256()
+    if isinstance(rows, PackedRows):
+        rows.add_to(digest)
+        return digest.hexdigest()
+    for row in _in_order(rows):
+        for name in sorted(ROW_FEATURES):
+            digest.update(np.asarray(row[name], np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def _in_order(rows: Any) -> Iterator[Any]:
+    if hasattr(rows, "with_format"):  # of `datasets`, which reads many at once faster than one by one
+        for block in rows.with_format("numpy").iter(_ROWS_AT_ONCE):
+            for number in range(len(block["input_ids"])):
+                yield {name: block[name][number] for name in ROW_FEATURES}
+    else:
+        yield from (rows[number] for number in range(len(rows)))

@@ -44,6 +44,11 @@ class EpochRows(Sampler[int]):
         self.epoch = 0
         self.order: Any = range(len(self))  # a sampler, or numbers
 
+    @classmethod
+    def of(cls, rows: Any, rows_of_a_step: int, max_length: int) -> "EpochRows | None":
+        """Return the order of rows; None where there are none to train on."""
+        return None if rows is None else cls(len(rows), rows_of_a_step, max_length)
+
     def __len__(self) -> int:
         return self.num_rows - self.num_left_out
 

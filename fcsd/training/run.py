@@ -78,7 +78,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
             sharded = run.launch.engine.shards
             under_autocast = trainer.args.bf16 and not sharded
             run.score.set_teacher(trainer.teacher, sharded=sharded, under_autocast=under_autocast)
-        run.launch.ranks.from_first(lambda: _check_disk(run, trainer.save_dtype))
+        run.launch.ranks.from_first(lambda: _check_disk(run, trainer.saved_dtypes.declared))
         replace_output(trainer, bar)
         if run.stopper is not None and run.score is not None:
             stops = StopWhenScoreStalls(trainer, run, run.stopper, run.score)
@@ -228,14 +228,14 @@ def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
         with new_folder(run.folder / "adapter") as folder:
             leave_adapters(run.adapters, folder)
     if not engine.shards:
-        cast(run.student, trainer.save_dtypes)  # in place, for a device that has no room for both
+        cast(run.student, trainer.saved_dtypes.tensors)  # in place, for a device that has no room for both
     with new_folder(run.folder / "model") if first else nullcontext(run.folder) as folder:
         write_model(
             run.student,
             folder,
             tokenizer=run.tokenizer,
-            dtype=trainer.save_dtype,
-            dtypes=trainer.save_dtypes,
+            dtype=trainer.saved_dtypes.declared,
+            dtypes=trainer.saved_dtypes.tensors,
             launch=run.launch,
         )
 

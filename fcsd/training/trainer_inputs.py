@@ -17,7 +17,6 @@ from fcsd.base.files import check_folder_place
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import given_rows
-from fcsd.data.rows import rows_fingerprint
 from fcsd.data.workers import default_workers
 from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_config
@@ -34,7 +33,7 @@ from fcsd.training.card.trainer import TAGS, Given, given
 from fcsd.training.fcsd_config import FCSDConfig, is_loss
 from fcsd.training.prepare import Ready
 from fcsd.training.python_words import python_words
-from fcsd.training.record import model_fingerprint
+from fcsd.training.record import model_fingerprint, rows_fingerprint
 from fcsd.training.teachers.base import Teacher
 
 

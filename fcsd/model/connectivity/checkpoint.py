@@ -38,7 +38,7 @@ class Checkpoint:
     """Names of the safetensors files, without the index."""
     shapes: Shapes
     dtypes: dict[str, str]
-    """Of each tensor, in the words of safetensors: "BF16", "F32", …"""
+    """Dtypes of the tensors in the words of safetensors: "BF16", "F32", …"""
 
 
 def find_folder(path: str | Path, revision: str | None = None) -> Path:
