@@ -140,7 +140,7 @@ TEXTS_ROWS = [{"text": text} for text in TEXTS]
         ([{"text": "a"}, ["b"]], {}, "data set train_dataset, row 2: a list; an example is a mapping"),
         ([None], {}, "data set train_dataset, row 1: None; an example is a mapping"),
         ({"text": ["a", "b"]}, {}, "columns 'text' in a dict; datasets.Dataset.from_dict makes a data set of them"),
-        ([{"text": "a"}, {"text": 3}], {}, "its examples have no common columns .*; values of one column must be"),
+        ([{"text": "a"}, {"text": 3}], {}, "row 2: column 'text': text is needed, got 3"),
         (TEXTS_ROWS, {"columns": "body"}, r"columns: a str, 'body'; .*, for example columns=\{'text': 'body'\}"),
         (TEXTS_ROWS, {"columns": ["body"]}, r"columns: a list, \['body'\]; what a column means and its name"),
         (TEXTS_ROWS, {"columns": 3}, "columns: an int, 3; what a column means and its name are needed"),

@@ -13,11 +13,10 @@ import torch
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.data.dataset import given_rows
-from fcsd.data.rows import rows_fingerprint
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.fcsd_trainer import FCSDTrainer
-from fcsd.training.record import RECORD_FILE
+from fcsd.training.record import RECORD_FILE, rows_fingerprint
 from tests.reference.tiny import tiny_model
 
 SETTINGS: dict[str, Any] = {
@@ -138,7 +137,7 @@ def test_a_checkpoint_says_what_it_was_made_from_and_names_no_place_or_token(
     settings = record["settings"]
     assert settings["learning_rate"] == 1e-3 and settings["batch_size_tokens"] == 64
     assert settings["connectivity"] == trainer.model.config.farskip
-    assert record["inputs"] == {"train_dataset": rows_fingerprint(first().train_dataset.dataset)}
+    assert record["inputs"] == {"train_dataset": rows_fingerprint(first().train_dataset)}
     assert str(tmp_path) not in json.dumps(record) and "secret" not in json.dumps(record)
     assert not {"output_dir", "hub_token", "logging_steps", "num_train_epochs"} & settings.keys()
 

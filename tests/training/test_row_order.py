@@ -230,9 +230,10 @@ def test_two_ranks_go_on_in_the_second_epoch_to_the_same_weights(bench: Bench, t
     assert one == other
 
 
-def test_a_strategy_that_looks_at_the_lengths_of_rows_is_refused() -> None:
-    with pytest.raises(UserError, match=r"train_sampling_strategy: .*all rows have the same length"):
-        FCSDConfig(output_dir="x", train_sampling_strategy="group_by_length")
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_a_strategy_that_looks_at_the_lengths_of_rows_is_refused(strategy: str) -> None:
+    with pytest.raises(UserError, match=rf"train_sampling_strategy: '{strategy}' .* rows are of one length"):
+        FCSDConfig(output_dir="x", train_sampling_strategy=strategy)
 
 
 # ---- what is told
