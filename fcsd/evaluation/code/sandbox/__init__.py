@@ -6,7 +6,8 @@ Four kinds of process, each with less to lose than the one before:
     scorer      the caller (`fcsd.evaluation.code.scorer`, through `client.py`); may hold a model and a GPU
     supervisor  `python -I server.py`, fresh and with an empty environment; waits, and cleans up if the
                 scorer dies
-    server      first process of its own namespaces; starts two processes for each job and kills both after it
+    server      first process of its own namespaces; makes a folder and starts two processes for each job,
+                and ends all three after it; opens nothing that a job leaves
     examiner    runs the tests of one job; the expected outputs are here, and only here
     program     runs the generated code of one job, and answers the examiner's calls in plain values
 

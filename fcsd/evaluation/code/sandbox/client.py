@@ -97,6 +97,9 @@ class SandboxServer:
                 if outcome is None:
                     raise self._failure("gave no outcome")
                 return outcome
+            if reply.get("outcome") == "failure":
+                self.broken = True
+                return reply
             # The examiner may have replied in the moment in which the server gave it up: the first counts.
             outcome = outcome or reply
 

@@ -138,9 +138,12 @@ def limit_processes() -> None:
     """
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     if release and (int(release[1]), int(release[2])) >= (6, 14):
-        reserved = 300  # which are not given a second time
-        with contextlib.suppress(OSError), open("/proc/sys/kernel/pid_max", "w") as file:
-            file.write(str(reserved + MAX_THREADS))
+        reserved = (
+            300  # which are not given a second time; the first time neither, so that all jobs have as many
+        )
+        for name, value in (("pid_max", reserved + MAX_THREADS), ("ns_last_pid", reserved)):
+            with contextlib.suppress(OSError), open(f"/proc/sys/kernel/{name}", "w") as file:
+                file.write(str(value))
 
 
 def enter_mounts(folder: str) -> bool:

@@ -11,8 +11,8 @@ On standard output first a frame {"layers": {…}}; then for each job on standar
 one frame {"job": number, "outcome": passed|wrong|error|timeout|memory|failure, "seconds": …, "message": …}.
 milliseconds: the limit of processor time, program and examiner together; WAIT times as much may go by on the clock.
 And, when nothing of the job is left, a frame {"job": number, "clean": true}.
-"failure" is the sandbox's own, not the program's. Number and time are all that the server process itself
-reads of a job, and it opens nothing that a job has left. What it cannot do (start a process, make or remove a
+"failure" is the sandbox's own, not the program's, and ends the server. Number and time are all that the server process
+itself reads of a job, and it opens nothing that a job has left. What it cannot do (start a process, make or remove a
 folder) ends it with an error on standard error: the machine has failed, and nothing is known about the job.
 """
 
@@ -74,6 +74,7 @@ class Cell:
         rules = None if "landlock" in self.disable else layers.FileRules(modules)
         self._rules = rules if rules and rules.abi else None
         self._ruleset: int | None = None
+        self._count = 0
         try:
             self._events: int | None = os.open("/proc/vmstat", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -96,8 +97,11 @@ class Cell:
                 os._exit(0)
         os.close(write)
         with open(read, "rb") as pipe:
-            self.held = json.loads(pipe.read())
+            held = pipe.read()
         os.waitpid(pid, 0)
+        if not held:
+            raise OSError("a process could not be confined to the sandbox")
+        self.held = json.loads(held)
         landlock = self._rules.abi if self._rules and self.held["landlock"] else 0
         return {
             "landlock_abi": landlock,
@@ -111,10 +115,10 @@ class Cell:
         """Make the folder of the next job, and the rules that open it; OSError where the machine cannot."""
         if self._mounts:
             layers.mount_scratch(self.folder)
-        elif (
-            self._rules is None
-        ):  # nothing keeps programs from writing where they like; their own folder is fresh
-            self.folder = os.path.join(self._base, "job")
+        elif self._rules is None:
+            # Nothing keeps programs from writing where they like. A new name each time: one may resist its removal.
+            self._count += 1
+            self.folder = os.path.join(self._base, f"job{self._count}")
             os.mkdir(self.folder, 0o700)
         if self._rules is not None:
             self._ruleset = self._rules.ruleset(self.folder if self._mounts else None)
@@ -141,7 +145,8 @@ class Cell:
         if self._mounts:
             layers.unmount_scratch(self.folder)
         elif self._rules is None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            with contextlib.suppress(RecursionError):
+                shutil.rmtree(self.folder, ignore_errors=True)
 
     def _oom_kills(self) -> int | None:
         """Read how many processes the kernel has ended because the machine had no memory; None: it does not say."""
@@ -178,7 +183,7 @@ def fork_job_process(run: Any, keep: set[int], cell: Cell, cpu_s: int, done: int
         for low, high in itertools.pairwise(kept):
             os.closerange(low + 1, high)
     except BaseException as error:
-        os.write(done, b"f" + f"{type(error).__name__}: {error}".encode(errors="replace")[:300])
+        os.write(done, f"f{type(error).__name__}: {error}"[:250].encode(errors="replace") + b"\n")
         os._exit(70)
     try:
         if done not in keep:
@@ -190,7 +195,7 @@ def fork_job_process(run: Any, keep: set[int], cell: Cell, cpu_s: int, done: int
 
 
 def run_job(number: int, length: int, timeout_s: float, cell: Cell, own_space: bool) -> bool:
-    """Run one job from start to the last of its processes; False when the scorer has gone."""
+    """Run one job from start to the last of its processes; False when the scorer has gone or the sandbox failed."""
     start = time.monotonic()
     cpu_s = int(timeout_s) + 2
     to_program, to_examiner, done = os.pipe(), os.pipe(), os.pipe()
@@ -243,12 +248,13 @@ def run_job(number: int, length: int, timeout_s: float, cell: Cell, own_space: b
         return False
     if verdict != b"r":
         if verdict == b"f" and late:
-            outcome, message = "failure", late.decode(errors="replace")
+            outcome, message = "failure", late.decode(errors="replace").splitlines()[0]
         else:
             outcome, message = _classify(verdict, in_time, ended, (pid, judge), cpu_s, cell)
         seconds = time.monotonic() - start
         reply = {"job": number, "outcome": outcome, "seconds": seconds, "message": message}
         codec.write_frame(REPLIES, reply)
+        return outcome != "failure"
     return True
 
 
