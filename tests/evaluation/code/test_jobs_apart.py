@@ -301,9 +301,9 @@ WRONG = "def f(x): return x\n"
 def test_a_hostile_program_changes_no_other_outcome(scorer: CodeScorer, body: str) -> None:
     server, attack, check = scorer._servers[0].folder, hostile(body), checking(scorer)
     right = PROBLEM.canonical
-    found = outcomes(scorer, [right, attack, check, attack, right, WRONG, check])
-    assert [found[n] for n in (0, 2, 4, 5, 6)] == ["passed", "passed", "passed", "wrong", "passed"], found
-    assert {found[n] for n in (1, 3)} <= {"wrong", "error", "timeout", "memory"}
+    results = outcomes(scorer, [right, attack, check, attack, right, WRONG, check])
+    assert [results[n] for n in (0, 2, 4, 5, 6)] == ["passed", "passed", "passed", "wrong", "passed"], results
+    assert {results[n] for n in (1, 3)} <= {"wrong", "error", "timeout", "memory"}
     assert scorer._servers[0].folder == server  # which has not been replaced
 
 
@@ -317,8 +317,8 @@ def test_a_share_of_right_programs_is_what_it_is_without_hostile_ones(kind: str)
             for place, body in zip((2, 4, 7, 9), bodies[first : first + 4], strict=False):
                 mixed[place] = hostile(body)
             num_hostile = len(bodies[first : first + 4])
-            found = outcomes(scorer, mixed)
-            assert found.count("passed") == 12 - num_hostile, found
+            results = outcomes(scorer, mixed)
+            assert results.count("passed") == 12 - num_hostile, results
 
 
 def test_eleven_of_twelve_programs_stay_right_beside_one_that_leaves_no_inode() -> None:
@@ -328,8 +328,8 @@ def test_eleven_of_twelve_programs_stay_right_beside_one_that_leaves_no_inode() 
     with opened("all layers") as scorer:
         if scorer.layers["scratch"] != "tmpfs":
             pytest.skip("this machine lets nobody mount a folder for a program")
-        found = scorer.score(problems, programs)
-    assert [result.passed for result in found] == [n != 3 for n in range(12)]
+        results = scorer.score(problems, programs)
+    assert [result.passed for result in results] == [n != 3 for n in range(12)]
 
 
 def test_a_program_reads_nothing_that_another_left() -> None:
@@ -401,12 +401,12 @@ def f(x): return x + 1
 # ---- a machine that fails is an error of the evaluation, never the outcome of a program
 
 
-def changed(tmp_path: Path, before: str, after: str) -> Path:
-    """Copy the sandbox's scripts, with `after` for `before`."""
+def changed(tmp_path: Path, before: str, after: str, name: str = "server.py") -> Path:
+    """Copy the sandbox's scripts, with `after` for `before` in one of them."""
     scripts = shutil.copytree(Path(sandbox.__file__).parent, tmp_path / "scripts")
-    text = (scripts / "server.py").read_text()
+    text = (scripts / name).read_text()
     assert text.count(before) == 1
-    (scripts / "server.py").write_text(text.replace(before, after))
+    (scripts / name).write_text(text.replace(before, after))
     (tmp_path / "work").mkdir()
     return scripts
 
@@ -438,7 +438,7 @@ def test_a_process_that_cannot_begin_is_no_error_of_the_program(
 def test_a_program_that_the_kernel_ended_for_the_machine_s_memory_is_a_failure(tmp_path: Path) -> None:
     events = tmp_path / "vmstat"
     events.write_text("nr_free_pages 1\noom_kill 3\n")
-    scripts = changed(tmp_path, "/proc/vmstat", str(events))
+    scripts = changed(tmp_path, "/proc/vmstat", str(events), "cell.py")
     code = "import os, time\ndef f(x):\n    time.sleep(0.3)\n    os.kill(os.getpid(), 9)\n"
     with raw_server(tmp_path / "work", scripts=scripts) as (send, receive):
         receive()
@@ -474,13 +474,9 @@ def test_a_server_without_descriptors_is_a_scorer_error_and_the_next_call_starts
 
 
 def test_a_folder_that_cannot_be_made_ends_the_server_with_the_reason(tmp_path: Path) -> None:
-    scripts = shutil.copytree(Path(sandbox.__file__).parent, tmp_path / "scripts")
-    text = (scripts / "layers.py").read_text()
-    assert text.count("size={SCRATCH_BYTES},") == 1
-    (scripts / "layers.py").write_text(text.replace("size={SCRATCH_BYTES},", "size={_sizes.pop()},"))
+    scripts = changed(tmp_path, "size={SCRATCH_BYTES},", "size={_sizes.pop()},", "layers.py")
     with (scripts / "layers.py").open("a") as file:
         file.write("\n_sizes = ['none', '64m', '64m']\n")  # at the start, for the first job, for the second
-    (tmp_path / "work").mkdir()
     with (
         (tmp_path / "log").open("wb") as log,
         pytest.raises((EOFError, AssertionError)),

@@ -15,7 +15,7 @@ Success is decided by the examiner, in whose memory no generated code ever runs.
 before the job is read, so neither tests nor expected outputs are anywhere in its memory, stack frames or
 files, and there is no token whose possession means success. An object that claims to be equal to everything
 does not cross: values are rebuilt from JSON as plain Python values. See `layers.py` for what the kernel
-forbids.
+forbids, `cell.py` for what a job gets of its own.
 
 Not covered: bugs of the kernel; probing whether a path exists (stat is allowed); reading the Python
 installation and /usr; timing of other processes; a program that recognises the visible tests of its prompt

@@ -318,13 +318,23 @@ if platform.machine() in _ARCH:
     filter_program(platform.machine(), job=True)  # built once, before the first job
 
 
-def limit_resources(memory_bytes: int, cpu_s: int) -> bool:
+def count_threads() -> int:
+    """Count the threads of this user on the machine, as far as they are seen; 0 for root, who has no limit of them."""
+    user, count = os.getuid(), 0
+    for process in os.scandir("/proc") if user else ():
+        with contextlib.suppress(OSError):
+            if process.name.isdigit() and process.stat().st_uid == user:
+                count += len(os.listdir(f"{process.path}/task"))
+    return count
+
+
+def limit_resources(memory_bytes: int, cpu_s: int, num_threads: int = MAX_THREADS) -> bool:
     """Set hard limits of one job's process: address space, CPU seconds, file size, open files, processes, pending
     signals, no core."""
     held = True
     for name, value in (
         (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_FSIZE, 16 << 20),
-        (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_NPROC, MAX_THREADS), (resource.RLIMIT_SIGPENDING, 256),
+        (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_NPROC, num_threads), (resource.RLIMIT_SIGPENDING, 256),
         (resource.RLIMIT_CORE, 0),
     ):  # fmt: skip
         try:
