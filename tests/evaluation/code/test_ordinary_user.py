@@ -34,6 +34,15 @@ def home() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+def interpreter() -> str:
+    """Return a Python that an ordinary user can run; skip the test where there is none."""
+    python = shutil.which("python3", path="/usr/bin:/bin")
+    check = "import sys; assert sys.version_info >= (3, 11)"
+    if python is None or subprocess.run([python, "-c", check], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("no python3 of 3.11 or newer in /usr/bin or /bin, where an ordinary user can run it")
+    return python
+
+
 def _readable(path: Path) -> bool:
     try:
         path.read_bytes()
@@ -54,6 +63,13 @@ ATTACKS = {
     "spawn": "import os\nos.posix_spawn('/bin/true', ['true'], {})",
     "fork": "import os\nos.fork() or os.pause()",
     "memory": "bytearray(2 << 30)",
+    "above": "open('../fcsd_left', 'w')",
+    "list above": "import os\nos.listdir('..')",
+    "its folder's place": "import os\nos.rename(os.getcwd(), '../moved')",
+    "lock": "import fcntl, os\nfcntl.flock(os.open('/usr/lib', 0), 2)",
+    "core": "import ctypes\nassert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0",
+    "mount": "import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'.', b'tmpfs', 0, b'') == 0",
+    "unmount": "import ctypes, os\nassert ctypes.CDLL(None).umount2(os.getcwd().encode(), 2) == 0",
     "disk": "for n in range(20): open(f'f{n}', 'wb').write(bytes(10 << 20))",
     "kill the parent": "import os\nos.kill(os.getppid() or 1, 9)",
     "kill the user's": "import os\nos.kill(VICTIM, 9)",
@@ -71,11 +87,7 @@ ATTACKS = {
     ids=["all layers", "no namespaces"],
 )
 def test_hostile_programs_fail_for_an_ordinary_user_too(home: Path, disable: tuple[str, ...]) -> None:
-    python = shutil.which("python3", path="/usr/bin:/bin")
-    check = "import sys; assert sys.version_info >= (3, 11)"
-    if python is None or subprocess.run([python, "-c", check], stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("no python3 of 3.11 or newer in /usr/bin or /bin, where an ordinary user can run it")
-    user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    python, user = interpreter(), {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     victim = subprocess.Popen(["/bin/sleep", "60"], **user)
     outcomes = {}
     try:
@@ -102,3 +114,40 @@ def test_hostile_programs_fail_for_an_ordinary_user_too(home: Path, disable: tup
     assert set(outcomes.values()) == {"error"}, outcomes
     assert (home / "own" / "file").read_text() == "as it was" and not (home / "own" / "new").exists()
     assert not list((home / "scratch").iterdir())
+
+
+@pytest.mark.parametrize("disable", [(), ("namespaces",)], ids=["all layers", "no namespaces"])
+def test_threads_that_the_user_has_elsewhere_take_none_from_a_program(
+    home: Path, disable: tuple[str, ...]
+) -> None:
+    """Without a user namespace the kernel counts them all together."""
+    python, user = interpreter(), {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    others = """
+import threading, time
+for _ in range(300):
+    threading.Thread(target=time.sleep, args=[60], daemon=True).start()
+print(flush=True)
+time.sleep(60)
+"""
+    code = """
+import threading
+def f():
+    for _ in range(20):
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+    return True
+"""
+    busy = subprocess.Popen([python, "-c", others], stdout=subprocess.PIPE, **user)
+    try:
+        assert busy.stdout is not None and busy.stdout.readline()
+        with raw_server(home / "scratch", python, home, disable, **user) as (send, receive):
+            receive()
+            send(job_bytes(0, code, ["assert f() is True\n"], 20000))
+            assert receive()["outcome"] == "passed"
+            assert receive()["clean"]
+    finally:
+        busy.kill()
+        busy.wait()
+        if busy.stdout is not None:
+            busy.stdout.close()

@@ -126,6 +126,6 @@ def test_the_filter_looks_at_arguments(filters: Any) -> None:
     assert filters("prlimit64", 0) == ALLOW and filters("prlimit64", OWN + 1) == EPERM
     assert filters("sched_setaffinity", 0) == filters("sched_setaffinity", OWN) == ALLOW
     assert filters("sched_setaffinity", 1) == EPERM
-    assert filters("prctl", 1, 0) == EPERM and filters("prctl", 15) == ALLOW
-    assert {filters("fcntl", 3, command) for command in (8, 10, 15, 1024, 1026)} == {EPERM}
+    assert filters("prctl", 1, 0) == filters("prctl", 4, 1) == EPERM and filters("prctl", 15) == ALLOW
+    assert {filters("fcntl", 3, command) for command in (8, 10, 15, 1024, 1026, 1031)} == {EPERM}
     assert {filters("fcntl", 3, command) for command in (0, 1, 2, 3, 4, 6, 1030, 1032)} == {ALLOW}

@@ -29,10 +29,16 @@ class SandboxServer:
     def __init__(self, memory_bytes: int, disable: Sequence[str]):
         self.memory_bytes, self.disable = memory_bytes, list(disable)
         self._number = 0
-        self._spawn()
+        try:
+            self._spawn()
+        except OSError as error:
+            raise ScorerError(
+                f"cannot start a sandbox server: {error}; nothing is known about the programs;"
+                f" see to room for files in {tempfile.gettempdir()}, memory and processes, and call again"
+            ) from error
 
     def _spawn(self) -> None:
-        self.broken, self._clean = True, True  # broken: it has not begun, has ended, or answers no more
+        self.broken = True  # it has not begun, has ended, or answers no more
         self._layers: dict[str, Any] | None = None
         numpy = importlib.util.find_spec("numpy")
         with contextlib.ExitStack() as opened:
@@ -69,9 +75,6 @@ class SandboxServer:
         self, code: str, tests: Sequence[str], limit_s: float, names: Sequence[str] | None
     ) -> dict[str, Any]:
         """Run one job and return the server's reply. names: as `Problem.names`."""
-        if not self._clean:  # a program left a folder that cannot be removed
-            self.stop()
-            self._spawn()
         self.ready()
         self._number += 1
         body = json.dumps({"code": code, "tests": list(tests), "names": names}).encode()
@@ -91,10 +94,12 @@ class SandboxServer:
             if reply.get("job") != self._number:
                 raise self._failure("answers for another program")
             if "clean" in reply:
-                self._clean = reply["clean"] is True
                 if outcome is None:
                     raise self._failure("gave no outcome")
                 return outcome
+            if reply.get("outcome") == "failure":
+                self.broken = True
+                return reply
             # The examiner may have replied in the moment in which the server gave it up: the first counts.
             outcome = outcome or reply
 

@@ -131,6 +131,7 @@ def examine(job: dict[str, Any], link: Link) -> tuple[str, str]:
 
 def examiner(link: Link, number: int, length: int, done: int) -> None:
     """Read the job, examine, reply; bytes on `done`: j read the job, then r replied or d the program died."""
+    sys.setrecursionlimit(4 * RECURSION_LIMIT)  # a program may raise its own, and answer with nested values
     start = time.monotonic()
     try:
         body = codec.read_exactly(JOBS, length)

@@ -1,25 +1,27 @@
 """What the kernel forbids to generated programs, layer by layer. Standard library only.
 
     namespaces    own user, process, network, IPC and host-name space: no network but for the sockets that lie
-                  in folders and those to a hypervisor, no process outside
-    scratch       a small tmpfs as the only writable folder (needs the user namespace); else no file can
-                  be written
-    landlock      files: read the Python installation and /usr, write only the scratch folder
-    seccomp       no system calls that no benchmark program needs: sockets, exec, mount, ptrace, keys, …;
-                  in a job also no fork, no signals to others, no chmod, no foreign limits or priorities;
-                  and nothing that is newer than the kernel whose table was read
-    rlimits       address space, CPU time, file size, open files, processes
+                  in folders and those to a hypervisor, no process outside, few process numbers
+    scratch       a small tmpfs for each job as the only writable folder (needs the user namespace); else no
+                  file can be written
+    landlock      files: read the Python installation and /usr, write only the folder of the job
+    seccomp       no system calls that no benchmark program needs: sockets, exec, ptrace, keys, …; in a job
+                  also no mount, no fork, no signals to others, no chmod, no locks of whole files, no foreign
+                  limits or priorities; and nothing that is newer than the kernel whose table was read
+    rlimits       address space, CPU time, file size, open files, processes, pending signals
     capabilities  none left; no_new_privs
 
-Each function applies one layer to the calling process for ever and returns whether it holds. Structures and
-numbers: linux/landlock.h, linux/seccomp.h, linux/filter.h, and the system call tables of x86_64 and of
-asm-generic (aarch64) of Linux 7.2.
+A function that applies a layer does so to the calling process, for ever, and returns whether it holds.
+Structures and numbers: linux/landlock.h, linux/seccomp.h, linux/filter.h, and the system call tables of
+x86_64 and of asm-generic (aarch64) of Linux 7.2.
 """
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
+import re
 import resource
 import struct
 import sys
@@ -32,6 +34,8 @@ EPERM, ENOSYS = 1, 38
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 SCRATCH_BYTES, SCRATCH_FILES = 64 << 20, 512
+MAX_THREADS = 256  # of one job
+CAP_SYS_ADMIN = 1 << 21  # mount and unmount
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -42,8 +46,8 @@ _SYSTEM: dict[str, tuple[int | None, int | None]] = {
     "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242), "execve": (59, 221),
     "execveat": (322, 281), "ptrace": (101, 117), "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271), "process_madvise": (440, 440), "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424), "mount": (165, 40),
-    "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424), "pivot_root": (155, 41),
+    "chroot": (161, 51), "unshare": (272, 97),
     "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
     "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
     "mount_setattr": (442, 442), "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
@@ -70,7 +74,8 @@ _SYSTEM: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 # What a later kernel adds is refused until someone has looked at it: the last call in the tables of Linux 7.2.
 _NEWEST = 471
-# Denied to the two processes of a job. Landlock does not know file modes, owners, times and attributes.
+# Denied to the two processes of a job. The server mounts their folder. Landlock does not know file modes, owners, times
+# and attributes, and lets whoever may read a file take a lock of it (`flock`) for which other jobs wait.
 _JOB: dict[str, tuple[int | None, int | None]] = {
     "fork": (57, None), "vfork": (58, None), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "sched_setscheduler": (144, 119), "chmod": (90, None),
@@ -83,7 +88,8 @@ _JOB: dict[str, tuple[int | None, int | None]] = {
     "file_setattr": (469, 469), "getxattr": (191, 8), "lgetxattr": (192, 9), "getxattrat": (464, 464),
     "listxattr": (194, 11), "llistxattr": (195, 12), "listxattrat": (465, 465),
     "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274), "sync": (162, 81), "syncfs": (306, 267),
+    "sched_setattr": (314, 274), "sync": (162, 81), "syncfs": (306, 267), "mount": (165, 40),
+    "umount2": (166, 39), "flock": (73, 32),
 }  # fmt: skip
 # Denied to a job for some arguments.
 _CHECKED: dict[str, tuple[int, int]] = {
@@ -91,9 +97,14 @@ _CHECKED: dict[str, tuple[int, int]] = {
     "prlimit64": (302, 261), "prctl": (157, 167), "sched_setaffinity": (203, 122), "fcntl": (72, 25),
 }  # fmt: skip
 # Set who gets which signal when a descriptor is ready (F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY):
-# the kernel would send SIGKILL to another process for a program that may not.
-_FCNTL_SIGNALS = (8, 10, 15, 1024, 1026)
+# the kernel would send SIGKILL to another process for a program that may not. And F_SETPIPE_SZ: the pages of all pipes
+# of a user count together.
+_FCNTL = (8, 10, 15, 1024, 1026, 1031)
+# Set which signal is sent when the parent ends, and whether the kernel writes a core: a handler of cores would keep it
+# on the disk, whatever the limit of its size.
+_PRCTL = (PR_SET_PDEATHSIG, PR_SET_DUMPABLE)
 _ARCH = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
+_THIS_PROCESS = 0x7FEDCBA9  # the number of no process
 
 
 def unshare_namespaces() -> list[str]:
@@ -119,27 +130,70 @@ def unshare_namespaces() -> list[str]:
     return []
 
 
-def mount_scratch(folder: str) -> bool:
-    """Put a tmpfs of limited size and number of files over `folder`, in an own mount namespace."""
+def limit_processes() -> None:
+    """Bound the process numbers of this process namespace, from its first process: the limit of processes does not hold
+    for root, and a machine without a free number starts no process for anybody.
+
+    A kernel before 6.14 has one bound for the whole machine, which stays as it is.
+    """
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    if release and (int(release[1]), int(release[2])) >= (6, 14):
+        reserved = (
+            300  # which are not given a second time; the first time neither, so that all jobs have as many
+        )
+        for name, value in (("pid_max", reserved + MAX_THREADS), ("ns_last_pid", reserved)):
+            with contextlib.suppress(OSError), open(f"/proc/sys/kernel/{name}", "w") as file:
+                file.write(str(value))
+
+
+def enter_mounts(folder: str) -> bool:
+    """Enter a mount namespace whose mounts nobody else sees; False where no folder can be mounted in it."""
     if _libc.unshare(NEWNS) != 0:
         return False
     private, recursive = 1 << 18, 1 << 14
     _libc.mount(None, b"/", None, ctypes.c_ulong(private | recursive), None)
+    try:
+        mount_scratch(folder)
+        unmount_scratch(folder)
+    except OSError:
+        return False
+    return True
+
+
+def mount_scratch(folder: str) -> None:
+    """Put an empty tmpfs of limited size and number of files over `folder`; OSError where that fails."""
     options = f"size={SCRATCH_BYTES},nr_inodes={SCRATCH_FILES},mode=700".encode()
     nosuid_nodev_noexec = 2 | 4 | 8
-    return bool(
-        _libc.mount(b"none", folder.encode(), b"tmpfs", ctypes.c_ulong(nosuid_nodev_noexec), options) == 0
-    )
+    flags = ctypes.c_ulong(nosuid_nodev_noexec)
+    if _libc.mount(b"none", folder.encode(), b"tmpfs", flags, options) != 0:
+        raise _os_error("cannot make the folder of a program")
 
 
-def drop_capabilities() -> bool:
-    """Give up every capability, those of a user namespace included, and the way to new ones."""
+def unmount_scratch(folder: str) -> None:
+    """End the tmpfs over `folder` with all that it holds; OSError where that fails."""
+    detach = 2  # out of everybody's sight, though something still holds it
+    if _libc.umount2(folder.encode(), 0) != 0 and _libc.umount2(folder.encode(), detach) != 0:
+        raise _os_error("cannot remove the folder of a program")
+
+
+def _os_error(text: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{text}: {os.strerror(number)}")
+
+
+def forbid_privileges() -> bool:
+    """Close every way to new capabilities."""
     held = _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
     for number in range(64):
         _libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
+    return bool(held)
+
+
+def hold_capabilities(kept: int) -> bool:
+    """Give up every capability but those of the mask `kept`, those of a user namespace included."""
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0), 8)
-    nothing = ctypes.create_string_buffer(24)
-    return held and _libc.capset(header, nothing) == 0
+    sets = ctypes.create_string_buffer(struct.pack("=6I", kept, kept, 0, 0, 0, 0), 24)
+    return bool(_libc.capset(header, sets) == 0)
 
 
 def readable_paths(modules: str | None) -> list[str]:
@@ -151,55 +205,73 @@ def readable_paths(modules: str | None) -> list[str]:
     return sorted(paths - {"/"})
 
 
-def restrict_files(scratch: str | None, modules: str | None = None) -> int:
-    """Restrict files by Landlock: read the Python installation, system libraries and `modules`, write below `scratch`.
-    Returns the ABI, 0 if none."""
-    create, add_rule, restrict_self = 444, 445, 446
-    abi = int(_libc.syscall(create, None, ctypes.c_size_t(0), 1))
-    if abi < 1:
-        return 0
-    refer, truncate, ioctl, resolve_unix = 1 << 13, 1 << 14, 1 << 15, 1 << 16
-    handled = (
-        (1 << 13) - 1
-        | (refer if abi >= 2 else 0)
-        | (truncate if abi >= 3 else 0)
-        | (ioctl if abi >= 5 else 0)
-        | (resolve_unix if abi >= 9 else 0)
-    )
-    net = (3 if abi >= 4 else 0) | (12 if abi >= 10 else 0)  # bind and connect of TCP, of UDP
-    scoped = 3 if abi >= 6 else 0  # abstract sockets and signals stay inside
-    size = 8 if abi < 4 else 16 if abi < 6 else 24
-    attributes = ctypes.create_string_buffer(struct.pack("=QQQ", handled, net, scoped), 24)
-    ruleset = int(_libc.syscall(create, attributes, ctypes.c_size_t(size), 0))
-    if ruleset < 0:
-        return 0
-    execute, write_file, read_file, read_dir = 1, 2, 4, 8
+class FileRules:
+    """What a job may do with files, by Landlock: read the Python installation, system libraries and `modules`, and
+    write below a folder of its own. abi: of the kernel's Landlock, 0 where it has none."""
 
-    def allow(path: str, rights: int) -> bool:
-        try:
-            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:
-            return False
-        if not os.path.isdir(path):
-            rights &= execute | write_file | read_file | truncate | ioctl
-        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights & handled, fd), 12)
-        done = _libc.syscall(add_rule, ruleset, 1, rule, 0) == 0
-        os.close(fd)
-        return bool(done)
+    _CREATE, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 
-    for path in readable_paths(modules):
-        allow(path, read_file | read_dir)
-    allow("/dev/null", read_file | write_file)
-    whole = handled & ~(execute | 1 << 6 | 1 << 9 | 1 << 11 | resolve_unix)  # no programs, devices, sockets
-    if scratch is not None and not allow(scratch, whole):
-        return 0
-    held = _libc.syscall(restrict_self, ruleset, 0) == 0
-    os.close(ruleset)
-    return abi if held else 0
+    def __init__(self, modules: str | None = None):
+        self.abi = abi = max(0, int(_libc.syscall(self._CREATE, None, ctypes.c_size_t(0), 1)))
+        execute, write_file, read_file, read_dir = 1, 2, 4, 8
+        refer, truncate, ioctl, resolve_unix = 1 << 13, 1 << 14, 1 << 15, 1 << 16
+        handled = (
+            (1 << 13) - 1
+            | (refer if abi >= 2 else 0)
+            | (truncate if abi >= 3 else 0)
+            | (ioctl if abi >= 5 else 0)
+            | (resolve_unix if abi >= 9 else 0)
+        )
+        net = (3 if abi >= 4 else 0) | (12 if abi >= 10 else 0)  # bind and connect of TCP, of UDP
+        scoped = 3 if abi >= 6 else 0  # abstract sockets and signals stay inside
+        self._attributes = ctypes.create_string_buffer(struct.pack("=QQQ", handled, net, scoped), 24)
+        self._size = ctypes.c_size_t(8 if abi < 4 else 16 if abi < 6 else 24)
+        # In its own folder a program makes no programs, devices and sockets.
+        self._whole = handled & ~(execute | 1 << 6 | 1 << 9 | 1 << 11 | resolve_unix)
+        self._shared = []
+        for path in readable_paths(modules) if abi else ():
+            with contextlib.suppress(OSError):
+                descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+                rights = read_file | (read_dir if os.path.isdir(path) else 0)
+                self._shared.append(self._rule(descriptor, rights))
+        if abi:
+            null = os.open("/dev/null", os.O_PATH | os.O_CLOEXEC)
+            self._shared.append(self._rule(null, read_file | write_file))
+
+    @staticmethod
+    def _rule(descriptor: int, rights: int) -> Any:
+        return ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor), 12)
+
+    def ruleset(self, folder: str | None) -> int:
+        """Return a descriptor of the rules of one job, which writes below `folder`; OSError where they cannot be."""
+        ruleset = int(_libc.syscall(self._CREATE, self._attributes, self._size, 0))
+        if ruleset < 0:
+            raise _os_error("cannot make the file rules of a program")
+        for rule in self._shared:
+            _libc.syscall(self._ADD_RULE, ruleset, 1, rule, 0)
+        if folder is not None:
+            descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+            try:
+                rule = self._rule(descriptor, self._whole)
+                if _libc.syscall(self._ADD_RULE, ruleset, 1, rule, 0) != 0:
+                    raise _os_error("cannot open its folder to a program")
+            finally:
+                os.close(descriptor)
+        return ruleset
+
+    def restrict(self, ruleset: int) -> bool:
+        """Apply the rules of one job."""
+        return bool(_libc.syscall(self._RESTRICT_SELF, ruleset, 0) == 0)
 
 
 def filter_program(machine: str, *, job: bool) -> bytes:
-    """Build the seccomp filter of the sandbox, or (`job=True`, on top of it) of one job's process, this one."""
+    """Return the seccomp filter of the sandbox, or (`job=True`, on top of it) of one job's process, this one."""
+    return _filter(machine, job).replace(struct.pack("=I", _THIS_PROCESS), struct.pack("=I", os.getpid()))
+
+
+@functools.cache
+def _filter(machine: str, job: bool) -> bytes:
+    """Build a filter in which `_THIS_PROCESS` stands for the number of the process."""
     column, audit = _ARCH[machine]
     kill_process, refuse, allow = (0x06, 0, 0, 0x80000000), 0x00050000, (0x06, 0, 0, 0x7FFF0000)
     load, equal, at_least, any_bit = 0x20, 0x15, 0x35, 0x45
@@ -218,15 +290,15 @@ def filter_program(machine: str, *, job: bool) -> bytes:
         if numbers[column] is not None:
             program += [(equal, 0, 1, int(numbers[column] or 0)), stop]
     if job:
-        own = os.getpid()
         when("clone", argument, (any_bit, 0, 1, 0x10000), allow, stop)  # threads, not processes
         when("clone3", (0x06, 0, 0, refuse | ENOSYS))  # its flags lie in memory; glibc then uses clone
-        when("kill", argument, (equal, 0, 1, own), allow, stop)
-        when("tgkill", argument, (equal, 0, 1, own), allow, stop)
+        when("kill", argument, (equal, 0, 1, _THIS_PROCESS), allow, stop)
+        when("tgkill", argument, (equal, 0, 1, _THIS_PROCESS), allow, stop)
         when("prlimit64", argument, (equal, 0, 1, 0), allow, stop)
-        when("sched_setaffinity", argument, (equal, 1, 0, 0), (equal, 0, 1, own), allow, stop)
-        when("prctl", argument, (equal, 0, 1, PR_SET_PDEATHSIG), stop, allow)
-        commands = [each for command in _FCNTL_SIGNALS for each in ((equal, 0, 1, command), stop)]
+        when("sched_setaffinity", argument, (equal, 1, 0, 0), (equal, 0, 1, _THIS_PROCESS), allow, stop)
+        options = [step for option in _PRCTL for step in ((equal, 0, 1, option), stop)]
+        when("prctl", argument, *options, allow)
+        commands = [step for command in _FCNTL for step in ((equal, 0, 1, command), stop)]
         when("fcntl", (load, 0, 0, second_argument), *commands, allow)
     program.append(allow)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
@@ -242,13 +314,28 @@ def forbid_system_calls(*, job: bool) -> bool:
     return bool(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(header, 16), 0, 0) == 0)
 
 
-def limit_resources(memory_bytes: int, cpu_s: int) -> bool:
-    """Set hard limits of one job's process: address space, CPU seconds, file size, open files, processes, no
-    core."""
+if platform.machine() in _ARCH:
+    filter_program(platform.machine(), job=True)  # built once, before the first job
+
+
+def count_threads() -> int:
+    """Count the threads of this user on the machine, as far as they are seen; 0 for root, who has no limit of them."""
+    user, count = os.getuid(), 0
+    for process in os.scandir("/proc") if user else ():
+        with contextlib.suppress(OSError):
+            if process.name.isdigit() and process.stat().st_uid == user:
+                count += len(os.listdir(f"{process.path}/task"))
+    return count
+
+
+def limit_resources(memory_bytes: int, cpu_s: int, num_threads: int = MAX_THREADS) -> bool:
+    """Set hard limits of one job's process: address space, CPU seconds, file size, open files, processes, pending
+    signals, no core."""
     held = True
     for name, value in (
         (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_FSIZE, 16 << 20),
-        (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_NPROC, 256), (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_NPROC, num_threads), (resource.RLIMIT_SIGPENDING, 256),
+        (resource.RLIMIT_CORE, 0),
     ):  # fmt: skip
         try:
             hard = resource.getrlimit(name)[1]

@@ -10,15 +10,17 @@ On standard output first a frame {"layers": {…}}; then for each job on standar
 
 one frame {"job": number, "outcome": passed|wrong|error|timeout|memory|failure, "seconds": …, "message": …}.
 milliseconds: the limit of processor time, program and examiner together; WAIT times as much may go by on the clock.
-And, when nothing of the job is left, a frame {"job": number, "clean": true}; false asks for a new server.
-"failure" is the sandbox's own, not the program's. Number and time are all that the server process itself
-reads of a job.
+And, when nothing of the job is left, a frame {"job": number, "clean": true}.
+"failure" is the sandbox's own, not the program's, and ends the server. Number and time are all that the server process
+itself reads of a job, and it opens nothing that a job has left. What it cannot do (start a process, make or remove a
+folder) ends it with an error on standard error: the machine has failed, and nothing is known about the job.
 """
 
 import contextlib
 import ctypes
 import gc
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -42,11 +44,14 @@ def _sibling(name: str) -> Any:
 
 
 codec, layers, processes = _sibling("codec"), _sibling("layers"), _sibling("job")
+cells = _sibling("cell")
 
 JOBS, REPLIES = processes.JOBS, processes.REPLIES
 # The limit of a job is processor time of program and examiner, so that a busy machine fails no program; one that waits
 # is ended when so many times the limit has gone by.
 WAIT = 3.0
+_NO_MEMORY = "the machine ran out of memory while it ran, though the program took no more than it may; free some memory"
+_DESCRIPTORS = 64  # more than the server ever has open
 # Imported once, so that a job does not pay for it.
 PRELOAD = (
     "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools",
@@ -55,8 +60,11 @@ PRELOAD = (
 )  # fmt: skip
 
 
-def fork_job_process(run: Any, keep: set[int], config: dict[str, Any], cpu_s: int) -> int:
-    """Start a job's process that holds only the descriptors in `keep`, under the job's limits."""
+def fork_job_process(run: Any, keep: set[int], cell: Any, cpu_s: int, done: int) -> int:
+    """Start a job's process that holds only the descriptors in `keep`, confined to `cell`.
+
+    Where it cannot be confined, f and the reason are written to `done` and nothing is run.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -67,23 +75,26 @@ def fork_job_process(run: Any, keep: set[int], config: dict[str, Any], cpu_s: in
         for fd in range(3):
             if fd not in keep:
                 os.dup2(null, fd)
-        for fd in range(3, 64):
-            if fd not in keep:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-        disable = config["disable"]
-        if "rlimits" not in disable:
-            layers.limit_resources(config["memory_bytes"], cpu_s)
-        if "seccomp" not in disable:
-            layers.forbid_system_calls(job=True)
+        held = cell.enter(cpu_s)
+        if held != cell.held:
+            raise OSError(f"the layers of the sandbox hold no longer: {held}")
+        kept = sorted(fd for fd in {2, *keep, done, _DESCRIPTORS} if fd >= 2)
+        for low, high in itertools.pairwise(kept):
+            os.closerange(low + 1, high)
+    except BaseException as error:
+        os.write(done, f"f{type(error).__name__}: {error}"[:250].encode(errors="replace") + b"\n")
+        os._exit(70)
+    try:
+        if done not in keep:
+            os.close(done)  # before anything of the job runs
         run()
     except BaseException:
         os._exit(70)
     os._exit(0)
 
 
-def run_job(number: int, length: int, timeout_s: float, config: dict[str, Any], own_space: bool) -> bool:
-    """Run one job from start to the last of its processes; False when the scorer has gone."""
+def run_job(number: int, length: int, timeout_s: float, cell: Any, own_space: bool) -> bool:
+    """Run one job from start to the last of its processes; False when the scorer has gone or the sandbox failed."""
     start = time.monotonic()
     cpu_s = int(timeout_s) + 2
     to_program, to_examiner, done = os.pipe(), os.pipe(), os.pipe()
@@ -91,12 +102,15 @@ def run_job(number: int, length: int, timeout_s: float, config: dict[str, Any], 
     pid = fork_job_process(
         lambda: processes.program(to_program[0], to_examiner[1]),
         {to_program[0], to_examiner[1]},
-        config,
+        cell,
         cpu_s,
+        done[1],
     )
     link = processes.Link(to_program[1], to_examiner[0])
     keep = {JOBS, REPLIES, to_program[1], to_examiner[0], done[1]}
-    judge = fork_job_process(lambda: processes.examiner(link, number, length, done[1]), keep, config, cpu_s)
+    judge = fork_job_process(
+        lambda: processes.examiner(link, number, length, done[1]), keep, cell, cpu_s, done[1]
+    )
     for fd in (*to_program, *to_examiner, done[1]):
         os.close(fd)
     poll = select.poll()
@@ -124,22 +138,20 @@ def run_job(number: int, length: int, timeout_s: float, config: dict[str, Any], 
     in_time = bool(verdict)
     if verdict == b"d":
         _wait(pid, 0.2)  # the program is ending: its own status is the one that counts
-    status, usage = _kill(pid, judge, own_space)
-    if here and not verdict:
-        with contextlib.suppress(BlockingIOError):
-            os.set_blocking(done[0], False)
-            late = os.read(done[0], 1)
-            verdict = late if late == b"r" else b""  # that the program died, it may have seen of our own kill
+    ended = _kill(pid, judge, own_space)
+    late = os.read(done[0], 300)  # not blocking: all who could write have ended
+    if not verdict and late[:1] == b"r":  # that the program died, it may have seen of our own kill
+        verdict = b"r"
     os.close(done[0])
     if not here:
         return False
     if verdict != b"r":
-        outcome, message = _classify(
-            verdict, in_time, status, usage, cpu_s, "seccomp" not in config["disable"]
-        )
-        seconds = time.monotonic() - start
-        reply = {"job": number, "outcome": outcome, "seconds": seconds, "message": message}
+        outcome, message = _classify(verdict, in_time, ended, (pid, judge), cpu_s, cell)
+        if verdict == b"f" and late:
+            outcome, message = "failure", late.decode(errors="replace").splitlines()[0]
+        reply = {"job": number, "outcome": outcome, "seconds": time.monotonic() - start, "message": message}
         codec.write_frame(REPLIES, reply)
+        return outcome != "failure"
     return True
 
 
@@ -154,18 +166,28 @@ def _processor_s(pid: int) -> float:
 
 
 def _classify(
-    verdict: bytes, in_time: bool, status: int | None, usage: float, cpu_s: int, shielded: bool
+    verdict: bytes,
+    in_time: bool,
+    ended: dict[int, tuple[int, float]],
+    pids: tuple[int, int],
+    cpu_s: int,
+    cell: Any,
 ) -> tuple[str, str]:
+    """Say what became of a job from how its two processes, program and examiner, have ended."""
+    (status, usage), (_, examining) = (ended.get(pid, (None, 0.0)) for pid in pids)
+    shielded = cell.held["seccomp"]
     if verdict == b"d" and status is not None:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if number == signal.SIGXCPU or usage >= cpu_s - 0.5:
             return "timeout", "CPU time limit"
-        if number == signal.SIGKILL:
-            return "memory", "killed, most likely for memory"
+        if number == signal.SIGKILL and (lack := cell.out_of_memory()) is not False:
+            return ("failure", _NO_MEMORY) if lack else ("memory", "killed, most likely for memory")
         ending = f"signal {number}" if number else f"exit status {os.waitstatus_to_exitcode(status)}"
         return "error", f"the program ended itself ({ending})"
-    if not in_time:
+    if not in_time or examining >= cpu_s - 0.5:
         return "timeout", "time limit"
+    if cell.out_of_memory():
+        return "failure", _NO_MEMORY
     if not shielded:
         return "error", "the examiner was ended, which without seccomp the program can do"
     return "failure", "the examiner ended without a verdict"
@@ -192,8 +214,8 @@ def _wait(pid: int, seconds: float) -> None:
             time.sleep(0.002)
 
 
-def _kill(pid: int, judge: int, own_space: bool) -> tuple[int | None, float]:
-    """End everything of the job; (wait status, CPU seconds) of the program."""
+def _kill(pid: int, judge: int, own_space: bool) -> dict[int, tuple[int, float]]:
+    """End everything of the job; (wait status, CPU seconds) of each of its processes."""
     for target in (pid, judge):
         for end in (os.kill, os.killpg):  # each leads its own group
             with contextlib.suppress(OSError):
@@ -209,67 +231,53 @@ def _kill(pid: int, judge: int, own_space: bool) -> tuple[int | None, float]:
             pass
         while _reap(block=False):
             pass
-    status, usage = _ended.get(pid, (None, 0.0))
+    ended = dict(_ended)
     _ended.clear()
-    return status, usage
+    return ended
 
 
 def serve(config: dict[str, Any], namespaces: list[str]) -> None:
     """Apply the layers, report them, and run jobs until standard input ends."""
-    folder, disable = config["folder"], config["disable"]
     layers.prctl(layers.PR_SET_CHILD_SUBREAPER, 1)
-    scratch = "user" in namespaces and "scratch" not in disable and layers.mount_scratch(folder)
-    os.chdir(folder)  # after the mount: a path from before would lead below it
     modules = config["numpy"] if importlib.util.find_spec("numpy") is None else None
     if modules:  # installed for the user alone, or by PYTHONPATH, which `-I` does not read
         sys.path.append(modules)
     for name in PRELOAD:
         with contextlib.suppress(ImportError):
             __import__(name)
-    capabilities = layers.drop_capabilities()
-    landlock = 0 if "landlock" in disable else layers.restrict_files(folder if scratch else None, modules)
-    seccomp = "seccomp" not in disable and layers.forbid_system_calls(job=False)
+    cell = cells.Cell(config, namespaces, modules)
+    seccomp = "seccomp" not in config["disable"] and layers.forbid_system_calls(job=False)
     layers.prctl(layers.PR_SET_DUMPABLE, 0)
-    sys.setrecursionlimit(4000)  # removing nested folders
+    cell.prepare()
     report = {
         "namespaces": namespaces,
-        "landlock_abi": landlock,
         "seccomp": seccomp,
-        "no_capabilities": capabilities,
-        "rlimits": "rlimits" not in disable,
-        "scratch": "tmpfs" if scratch else ("none" if landlock else "unlimited"),
         # A network namespace alone leaves sockets with a path (a container engine's!) and those to a hypervisor.
         "network_off": seccomp,
-        "writes_restricted": landlock > 0,
+        **cell.report(),
     }
     codec.write_frame(REPLIES, {"layers": report})
     gc.collect()
     gc.freeze()  # pages shared with the jobs stay shared
-    own_space = "pid" in namespaces
     while True:
         try:
             header = codec.read_exactly(JOBS, 48)
         except EOFError:
             return
         number, length, milliseconds = (int(header[i : i + 16], 16) for i in (0, 16, 32))
-        place = os.path.join(folder, "job")
-        if scratch:
-            os.mkdir(place, 0o700)
-            os.chdir(place)
-        os.environ.update(HOME=os.getcwd(), TMPDIR=os.getcwd())
-        if not run_job(number, length, milliseconds / 1000, config, own_space):
+        if not run_job(number, length, milliseconds / 1000, cell, "pid" in namespaces):
             return
-        os.chdir(folder)
-        if scratch:
-            shutil.rmtree(place, ignore_errors=True)
-        clean = not (scratch and os.path.exists(place))  # a folder that resists: only a new server is clean
-        codec.write_frame(REPLIES, {"job": number, "clean": clean})
+        cell.end()
+        codec.write_frame(REPLIES, {"job": number, "clean": True})
+        cell.prepare()  # ahead, while the scorer writes the next job
 
 
 def main() -> None:
     """Enter the namespaces, start the server in them, wait, and clean up, also when the scorer is killed."""
     config = json.loads(sys.argv[1])
     scorer = os.getppid()
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory runs out, end a program, not what holds a model
     namespaces = [] if "namespaces" in config["disable"] else layers.unshare_namespaces()
     layers.prctl(layers.PR_SET_DUMPABLE, 0)  # no program of the same user reads or writes this memory
     pid = os.fork()
