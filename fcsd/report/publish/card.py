@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
-from fcsd.base.files import new_folder, read_json, write_text
+from fcsd.base.files import is_noise, new_folder, read_json, write_text
 from fcsd.base.text import items_text, metric_words, nats, plus_minus, scored_row, stopping_text
 from fcsd.model.connectivity.export import link_or_copy
 from fcsd.model.connectivity.modeling import supported_transformers
@@ -278,7 +278,7 @@ def write_publication(
     """
     report = read_json(report_folder / "report.json")
     with new_folder(folder, "report.json", "publication") as new:
-        for file in sorted(model.iterdir()):
+        for file in sorted(file for file in model.iterdir() if not is_noise(file.name)):
             place(file, new / file.name)
         for file in sorted(report_folder.iterdir()):
             if file.suffix == ".json":
