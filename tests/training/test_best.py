@@ -47,10 +47,10 @@ class Watched:
         self,
         folder: Path,
         monkeypatch: pytest.MonkeyPatch,
-        teacher: Any,
+        teacher: Any,  # noqa: F811
         scores: dict[int, float],
         **changes: Any,
-    ):  # noqa: F811
+    ):
         self.folder, self.scores = folder, scores
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
         self.stopper = EarlyStopper(every_steps=2, patience=9, min_delta=0.0)
