@@ -27,6 +27,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ from fcsd.model.connectivity import Connectivity, convert_checkpoint  # noqa: E4
 from fcsd.pipeline import run as _imported_before_forks  # noqa: E402, F401
 from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer  # noqa: E402
 from fcsd.training import checkpoint_writer  # noqa: E402
+from fcsd.training.calibration import model as calibration  # noqa: E402
 from tests.kills import Places  # noqa: E402
 from tests.report.publish.hub_server import TOKEN, running_hub  # noqa: E402
 from tests.support import Bench, forked_ranks, in_a_fork, make_bench, status_of  # noqa: E402
@@ -176,11 +178,15 @@ def stable(path: Path, folder: Path) -> str:
     return digest("\n".join(line for line in lines if not VOLATILE.search(line)).encode())
 
 
+def without_time(name: str) -> str:
+    return re.sub(r"\d{4}-\d\d-\d\dT[\d.-]+", "TIME", name)
+
+
 def tree(folder: Path) -> dict[str, str]:
     """Every file below `folder`, hidden ones too, and its hash; of records what is stable."""
     hashes = {}
     for path in sorted(folder.rglob("*")):
-        name = re.sub(r"\d{4}-\d\d-\d\dT[\d.-]+", "TIME", str(path.relative_to(folder)))
+        name = without_time(str(path.relative_to(folder)))
         if path.is_file():
             # Their lines have times in them; the weights and results that these are about are compared.
             timed = (
@@ -462,6 +468,177 @@ def kill_all(commands: Commands, place: Path, options: argparse.Namespace) -> st
     return table(rows)
 
 
+# ---- damage
+
+_LATER = {  # what is made again from a stage's files; the report and all behind it always is
+    "tokens": ["calibrate", "sweep", "distill", "evaluate"],
+    "convert": ["evaluate/converted"],
+    "calibrate": ["evaluate/calibrated"],
+    "sweep": ["distill", "evaluate/fcsd"],
+    "distill": ["evaluate/fcsd"],
+}
+_BEHIND = ["report", "publish", "pushed"]
+
+
+def flip(file: Path) -> None:
+    """Change a digit in the middle of text, which stays valid, and a bit of anything else behind its header."""
+    data = bytearray(file.read_bytes())
+    digits = [place for place, byte in enumerate(data) if chr(byte) in "123456789"]
+    if file.suffix in (".json", ".jsonl", ".yaml", ".md", ".txt") and digits:
+        place = digits[len(digits) // 2]
+        data[place] = ord("1") + (data[place] - ord("0")) % 9
+    else:
+        data[len(data) * 7 // 8] ^= 4
+    replace_bytes(file, bytes(data))
+
+
+def cut(file: Path) -> None:
+    replace_bytes(file, file.read_bytes()[: file.stat().st_size // 2])
+
+
+def replace_bytes(file: Path, data: bytes) -> None:
+    file.unlink()  # it may be a link to the original's
+    file.write_bytes(data)
+
+
+def kinds(folder: Path) -> dict[str, Path]:
+    """Return one file of each kind below a folder, by its path without numbers; of a model's files beside weights and
+    config those of the first model."""
+    files: dict[str, Path] = {}
+    beside: set[str] = set()
+    for path in sorted(folder.rglob("*")):
+        name = re.sub(r"\d{4}-\d\d-\d\dT[\d.-]+|[0-9a-f]{12,}|\d+", "N", str(path.relative_to(folder)))
+        if not path.is_file() or path.suffix in (".png", ".html") or name in files:
+            continue
+        if (
+            path.parent.name in ("model", "publish")
+            and path.suffix != ".safetensors"
+            and path.name != "config.json"
+        ):
+            if path.name in beside:
+                continue
+            beside.add(path.name)
+        files[name] = path
+    return files
+
+
+class State:
+    """What a command leaves that has ended, or that was killed at the first moment that has a text in it (`cut`).
+
+    later: what is removed before the command runs again, by the first part of the path of the file that is damaged.
+    """
+
+    def __init__(
+        self, job: Job, place: Path, cut: str = "", later: Callable[[str], list[str]] = lambda part: []
+    ):
+        self.job, self.place, self.cut, self.later = job, place, cut, later
+        self.folder = place / "work" / "out"  # always the same, as records have it in them
+
+    def make(self) -> dict[str, str]:
+        """Make the state; return what the command leaves in the end."""
+        kill = None
+        if self.cut:
+            _, kills = placed_kills(self.job, self.place)
+            kill = next(kill for kill in kills if self.cut in kill.moment)
+        self.folder.mkdir(parents=True)
+        self.job.prepare(self.folder)
+        statuses, text = attempt(self.job, self.folder, self.folder.parent, kill)
+        assert statuses == [-signal.SIGKILL if kill else 0], text
+        shutil.copytree(self.folder, self.place / "ready", symlinks=True)
+        ends = []
+        for _ in range(2):
+            self.restore()
+            self.forget("stage.json")
+            statuses, text = attempt(self.job, self.folder, self.folder.parent)
+            assert statuses == [0], text
+            ends.append(self.job.digest(self.folder))
+        return {name: value if ends[1].get(name) == value else "there" for name, value in ends[0].items()}
+
+    def restore(self) -> Path:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(self.place / "ready", self.folder, symlinks=True)
+        return self.folder
+
+    def forget(self, name: str) -> None:
+        for part in self.later(name.split("/")[0]):
+            shutil.rmtree(self.folder / part, ignore_errors=True)
+
+
+def damaged_run(state: State, expected: dict[str, str], name: str, harm: Callable[[Path], None]) -> str:
+    """Return what came of a damaged file: said, mended, not read; or one of the faults unseen, traceback, hangs."""
+    folder = state.restore()
+    harm(folder / name)
+    state.forget(name)
+    before = (folder / name).read_bytes()
+    statuses, text = attempt(state.job, folder, folder.parent)
+    if "Traceback (most recent call last)" in text or 99 in statuses:
+        return f"traceback ({text.strip().splitlines()[-1][:160]})"
+    if -signal.SIGALRM in statuses:
+        return "hangs"
+    if any(statuses):
+        return "said"
+    hashes = state.job.digest(folder)
+    own = without_time(name)
+    differing = sorted(
+        key for key in {*hashes, *expected} if hashes.get(key) != expected.get(key) and key != own
+    )
+    if differing:
+        return f"unseen ({', '.join(differing[:3])})"
+    still = (folder / name).exists() and (folder / name).read_bytes() == before
+    return "not read" if still else "mended"
+
+
+def states(commands: Commands, place: Path) -> Iterator[State]:
+    by_name = {(job.name, job.num_ranks): job for job in commands}
+    run = commands.stages(commands.whole_recipe(), "run")
+
+    def run_and_push(folder: Path) -> int:
+        return run(folder) or fcsd(["push", str(folder), "owner/name", "--dry-run", str(folder / "pushed")])
+
+    def later(part: str) -> list[str]:
+        return [*_LATER.get(part, []), *_BEHIND[_BEHIND.index(part) + 1 if part in _BEHIND else 0 :]]
+
+    cuts = {
+        "calibrate": "after rename to out.partial/calibrate/fcsd/partial/state.json",
+        "calibrate in a recipe": "after rename to calibrate/fcsd/partial/result.json",
+        "distill": "after rename to distill/checkpoints/checkpoint-4",
+        "sweep": "after rename to sweep/batch_size_tokens=128,learning_rate=0.001/result.json",
+        "cache-teacher": "before rename to teacher-cache/cache.json",
+        "evaluate": "before rename to results/results.json",
+        "layers": "after rename to study/layers.json",
+        "tokenize": "before rename to tokens/rows-",
+    }
+    yield State(Job("run, then push", 1, run_and_push, tree), place / "ended", later=later)
+    for number, (name, moment) in enumerate(cuts.items()):
+        yield State(by_name[name, 1], place / f"cut-{number}", moment)
+
+
+def damage_all(commands: Commands, place: Path, options: argparse.Namespace) -> str:
+    """Flip and cut one file of each kind, of ended and of cut-off commands, and run the command again."""
+    outcomes: dict[str, Counter[str]] = {}
+    faults = []
+    for state in states(commands, place):
+        if options.only and options.only not in state.job.name:
+            continue
+        expected = state.make()
+        title = f"{state.job.name}, {'cut off' if state.cut else 'ended'}"
+        counts = outcomes.setdefault(title, Counter())
+        files = kinds(state.place / "ready")
+        for kind, file in tqdm(files.items(), desc=title, unit="file"):
+            name = str(file.relative_to(state.place / "ready"))
+            for harm in (flip, cut):
+                outcome = damaged_run(state, expected, name, harm)
+                counts[outcome.split(" (")[0]] += 1
+                if outcome not in ("said", "mended", "not read"):
+                    faults.append(f"- {title}: {kind}, {harm.__name__}: {outcome}")
+                    print(faults[-1], file=sys.stderr)
+    columns = ("said", "mended", "not read", "unseen", "traceback", "hangs")
+    lines = [f"| what was damaged | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    for title, counts in outcomes.items():
+        lines.append(f"| {title} | {' | '.join(str(counts[column]) for column in columns)} |")
+    return "\n".join([*lines, *(["", "Faults:", "", *faults] if faults else [])]) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -476,6 +653,7 @@ def main() -> None:
     parser.add_argument("--only", help="commands whose name has this in it")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    calibration.BATCH_TOKENS = 512  # so that two ranks have a share of little text
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fcsd-kills-") as place, running_hub() as hub:
         folder = Path(place)
@@ -491,7 +669,7 @@ def main() -> None:
         tiny_tokenizer(300).save_pretrained(folder / "base")
         (folder / "bench").mkdir()
         commands = Commands(make_bench(folder / "base", folder / "bench"), hub)
-        text = kill_all(commands, folder, options)
+        text = (damage_all if options.damage else kill_all)(commands, folder, options)
     took = (time.monotonic() - begun) / 60
     print(
         f"{time.strftime('%Y-%m-%d')}, load {load_average()}, {took:.0f} minutes, torch {torch.__version__}.\n"
