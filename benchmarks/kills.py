@@ -223,8 +223,8 @@ class Commands:
         lines = [f"Line {n} of {n * n % 97} says {n % 7} more, and then {n * 31 % 89}." for n in range(200)]
         self.text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
         self.train = {
-            "max_steps": 8, "batch_size_tokens": 128, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
-            "warmup_steps": 2, "logging_steps": 1, "save_steps": 2,
+            "max_steps": 6, "batch_size_tokens": 128, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
+            "warmup_steps": 2, "logging_steps": 1, "save_steps": 2, "save_total_limit": 1,
         }  # fmt: skip
         self.rows = {"train": [{"path": str(bench.rows)}], "max_length": 32}
         self.source = {"path": str(self.text), "columns": {"text": "text"}}
@@ -237,14 +237,12 @@ class Commands:
     def recipe(self, name: str, **changes: Any) -> Path:
         return self.bench.recipe(name, **{"train": self.train, "data": self.rows, **changes})
 
-    def stages(self, recipe: Path, *commands: str) -> Callable[[Path], int]:
-        """Return commands on a recipe, one after the other until one fails."""
+    def stage(self, recipe: Path, command: str, *settings: str) -> Callable[[Path], int]:
+        """Return a command on a recipe; `{}` in a setting is its folder."""
 
         def run(folder: Path) -> int:
-            for command in commands:
-                if status := fcsd([command, str(recipe), "--set", f"output_dir={folder}"]):
-                    return status
-            return 0
+            changes = (f"--set={setting.format(folder)}" for setting in ("output_dir={}", *settings))
+            return fcsd([command, str(recipe), *changes])
 
         return run
 
@@ -259,7 +257,7 @@ class Commands:
             calibration={"tokens": 1500},
             data={"train": [self.source], "max_length": 64},
         )
-        yield Job("calibrate in a recipe", 1, self.stages(calibrated, "distill"), tree)
+        yield Job("calibrate in a recipe", 1, self.stage(calibrated, "distill"), tree)
         pretraining = {
             "tokenizer": str(self.bench.base),
             "config": small_config(self.bench.base),
@@ -269,11 +267,11 @@ class Commands:
         yield Job(
             "pretrain",
             1,
-            self.stages(self.recipe("pretrain", pretrain=pretraining, model=None), "pretrain"),
+            self.stage(self.recipe("pretrain", pretrain=pretraining, model=None), "pretrain"),
             tree,
         )
-        yield Job("tokenize", 1, self.stages(self.recipe("tokens"), "tokenize"), tree)
-        cached = self.recipe("cached", teacher={"backend": "cache"})
+        yield Job("tokenize", 1, self.stage(self.recipe("tokens"), "tokenize"), tree)
+        cached = self.recipe("cached", teacher={"backend": "cache", "cache": "cache"})
         sweep = {
             "batch_size_tokens": [128],
             "learning_rate": [1e-3, 2e-3],
@@ -284,14 +282,16 @@ class Commands:
         swept = self.recipe("swept", sweep=sweep)
         distilled = self.recipe("distilled", early_stopping=self.bench.early_stopping)
         for ranks in (1, 2):
-            yield Job("cache-teacher", ranks, self.stages(cached, "cache-teacher"), tree)
-            yield Job("sweep", ranks, self.stages(swept, "sweep"), tree)
-            distill = self.stages(distilled, "distill")
+            yield Job(
+                "cache-teacher", ranks, self.stage(cached, "cache-teacher", "teacher.cache={}/cache"), tree
+            )
+            yield Job("sweep", ranks, self.stage(swept, "sweep"), tree)
+            distill = self.stage(distilled, "distill")
             yield Job("distill", ranks, distill, tree)
             yield Job("distill, checkpoints in the background", ranks, in_background(distill), tree)
             yield Job("evaluate", ranks, self.evaluate, scores)
         yield Job("layers", 1, self.layers, tree)
-        run = self.stages(self.whole_recipe(), "run")
+        run = self.stage(self.whole_recipe(), "run")
         yield Job("report and publication of a run", 1, run, tree, self.before_the_report(run))
         yield Job("push", 1, self.push, self.pushed)
 
@@ -384,7 +384,7 @@ def in_background(run: Callable[[Path], int]) -> Callable[[Path], int]:
 def small_config(base: Path) -> dict[str, Any]:
     """Return the base checkpoint's config, without what the tokenizer decides about a new model."""
     config = json.loads((base / "config.json").read_text())
-    unwanted = ("architectures", "dtype", "transformers_version", "vocab_size", "_name_or_path")
+    unwanted = ("architectures", "dtype", "transformers_version", "vocab_size", "router_aux_loss_coef")
     return {
         key: value
         for key, value in config.items()
@@ -419,14 +419,14 @@ def random_kills(
 
 
 def placed_kills(job: Job, place: Path) -> tuple[dict[str, str], list[Kill]]:
-    """Return what a command leaves, and a kill for each of its moments: every second one takes all ranks."""
+    """Return what a command leaves, and a kill for each of its moments: but for every eighth they take all ranks."""
     records = place / "records"
     records.mkdir(parents=True)
     expected, _ = whole_run(job, place / "whole", records)
     kills = []
     for rank in range(job.num_ranks):
         moments = (records / str(rank)).read_text().splitlines() if (records / str(rank)).exists() else []
-        kills += [Kill(index % 2 == 0, None, rank, moment) for index, moment in enumerate(moments)]
+        kills += [Kill(index % 8 > 0, None, rank, moment) for index, moment in enumerate(moments)]
     return expected, kills
 
 
@@ -590,7 +590,7 @@ def damaged_run(state: State, expected: dict[str, str], name: str, harm: Callabl
 
 def states(commands: Commands, place: Path) -> Iterator[State]:
     by_name = {(job.name, job.num_ranks): job for job in commands}
-    run = commands.stages(commands.whole_recipe(), "run")
+    run = commands.stage(commands.whole_recipe(), "run")
 
     def run_and_push(folder: Path) -> int:
         return run(folder) or fcsd(["push", str(folder), "owner/name", "--dry-run", str(folder / "pushed")])
@@ -603,7 +603,7 @@ def states(commands: Commands, place: Path) -> Iterator[State]:
         "calibrate in a recipe": "after rename to calibrate/fcsd/partial/result.json",
         "distill": "after rename to distill/checkpoints/checkpoint-4",
         "sweep": "after rename to sweep/batch_size_tokens=128,learning_rate=0.001/result.json",
-        "cache-teacher": "before rename to teacher-cache/cache.json",
+        "cache-teacher": "before rename to cache/cache.json",
         "evaluate": "before rename to results/results.json",
         "layers": "after rename to study/layers.json",
         "tokenize": "before rename to tokens/rows-",
