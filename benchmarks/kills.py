@@ -229,8 +229,10 @@ class Commands:
         self.rows = {"train": [{"path": str(bench.rows)}], "max_length": 32}
         self.source = {"path": str(self.text), "columns": {"text": "text"}}
         self.suite = bench.folder / "suite.yaml"
+        self.choice = bench.folder / "choice.yaml"
         tasks = [bench.choice["task"], bench.early_stopping["task"]]
         self.suite.write_text(yaml.safe_dump({"name": "kills", "tasks": tasks}))
+        self.choice.write_text(yaml.safe_dump({"name": "choice", "tasks": tasks[:1]}))
         self.model = bench.folder / "converted"
         convert_checkpoint(bench.base, self.model, Connectivity("all"))
 
@@ -280,7 +282,11 @@ class Commands:
             "last_steps": 2,
         }
         swept = self.recipe("swept", sweep=sweep)
-        distilled = self.recipe("distilled", early_stopping=self.bench.early_stopping)
+        distilled = self.recipe(
+            "distilled",
+            data=self.rows | {"heldout": {"path": str(self.bench.rows)}, "heldout_examples": 8},
+            early_stopping={"metric": "heldout_kl", "every_steps": 2, "patience": 50},
+        )
         for ranks in (1, 2):
             yield Job(
                 "cache-teacher", ranks, self.stage(cached, "cache-teacher", "teacher.cache={}/cache"), tree
@@ -309,9 +315,9 @@ class Commands:
                 "warmup_steps": 0,
                 "last_steps": 2,
             },
-            early_stopping=self.bench.early_stopping,
-            data={"train": [self.source], "max_length": 64},
-            evaluation={"suite": str(self.suite), "batch_size": 4},
+            early_stopping={"metric": "heldout_kl", "every_steps": 2},
+            data={"train": [self.source], "heldout": self.source, "heldout_examples": 8, "max_length": 64},
+            evaluation={"suite": str(self.choice), "batch_size": 4},
             publication={"license": "apache-2.0"},
         )
 
@@ -418,14 +424,19 @@ def random_kills(
     ]
 
 
-def placed_kills(job: Job, place: Path) -> tuple[dict[str, str], list[Kill]]:
-    """Return what a command leaves, and a kill for each of its moments: but for every eighth they take all ranks."""
+def placed_kills(job: Job, place: Path, *, thin: bool = False) -> tuple[dict[str, str], list[Kill]]:
+    """Return what a command leaves, and a kill for each of its moments: but for every eighth they take all ranks.
+
+    thin: of moments that differ in numbers only (of a step, of a layer) only the last.
+    """
     records = place / "records"
     records.mkdir(parents=True)
     expected, _ = whole_run(job, place / "whole", records)
     kills = []
     for rank in range(job.num_ranks):
         moments = (records / str(rank)).read_text().splitlines() if (records / str(rank)).exists() else []
+        if thin:
+            moments = list({re.sub(r"\d+", "N", moment): moment for moment in moments}.values())
         kills += [Kill(index % 8 > 0, None, rank, moment) for index, moment in enumerate(moments)]
     return expected, kills
 
@@ -458,7 +469,11 @@ def kill_all(commands: Commands, place: Path, options: argparse.Namespace) -> st
     for number, job in enumerate(chosen):
         here = place / f"job-{number}"
         share = options.kills * (number + 1) // len(chosen) - options.kills * number // len(chosen)
-        expected, kills = placed_kills(job, here) if options.placed else random_kills(job, here, share, draw)
+        expected, kills = (
+            placed_kills(job, here, thin=options.thin)
+            if options.placed
+            else random_kills(job, here, share, draw)
+        )
         for index, kill in enumerate(tqdm(kills, desc=f"{job.name}, {job.num_ranks}", unit="kill")):
             outcome = trial(job, here / f"trial-{number}-{index}", expected, kill)
             rows.append({"job": job.name, "ranks": job.num_ranks} | outcome)
@@ -508,7 +523,8 @@ def kinds(folder: Path) -> dict[str, Path]:
     beside: set[str] = set()
     for path in sorted(folder.rglob("*")):
         name = re.sub(r"\d{4}-\d\d-\d\dT[\d.-]+|[0-9a-f]{12,}|\d+", "N", str(path.relative_to(folder)))
-        if not path.is_file() or path.suffix in (".png", ".html") or name in files:
+        unread = path.suffix in (".png", ".html") or "lm_eval" in path.parts
+        if not path.is_file() or unread or name in files:
             continue
         if (
             path.parent.name in ("model", "publish")
@@ -649,6 +665,7 @@ def main() -> None:
         "--kills", type=int, default=0, help="kill so often at random moments, over all commands"
     )
     mode.add_argument("--damage", action="store_true", help="flip and cut each kind of file")
+    parser.add_argument("--thin", action="store_true", help="with --placed: of each kind of moment the last")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="commands whose name has this in it")
     options = parser.parse_args()
