@@ -3,7 +3,7 @@
     moments = ...                                 # of a whole run, by `Places(folder, record=file)` in its process
     Places(folder, kill=moments[3]).watch()       # in the process of another run, which ends there with SIGKILL
 
-A manifest is a rename, too: it is written under another name. Of a tree that is removed there are three moments:
+A manifest is a rename, too: it is written under another name. A tree that is removed has three moments:
 before it, when the first of its files is gone, and after it. Two moments between which nothing in the folder has
 changed are one.
 """

@@ -81,8 +81,8 @@ def _damage(checkpoint: Path, ranks: Ranks) -> str | None:
         noted = _noted(checkpoint)
     except UserError as error:
         return str(error)
-    found = (_file_damage(checkpoint, name, *noted[name]) for name in ranks.deal(sorted(noted)))
-    return next(filter(None, found), None)
+    reasons = (_file_damage(checkpoint, name, *noted[name]) for name in ranks.deal(sorted(noted)))
+    return next(filter(None, reasons), None)
 
 
 def _noted(checkpoint: Path) -> dict[str, tuple[int, str]]:
