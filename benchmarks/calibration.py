@@ -62,7 +62,6 @@ def layers(num_layers: int, shrink: int, tokens: int, device: str) -> dict[str, 
         start = _peak_mib()
         calibration = calibrate_checkpoint(
             find_model(ModelConfig(path=str(folder / "base"))),
-            folder / "out",
             folder / "work",
             Connectivity("all"),
             rows,

@@ -1,15 +1,18 @@
-"""Kill commands with SIGKILL at random moments, run them again, and compare what they leave with a run left alone.
+"""Kill commands with SIGKILL, or damage what they left, run them again, and compare with a run left alone.
 
-    python benchmarks/kills.py --kills 200 --output docs/kills.md
+    python benchmarks/kills.py --placed              # before and after every rename, removal and manifest
+    python benchmarks/kills.py --kills 200           # at random moments
+    python benchmarks/kills.py --damage              # each kind of file flipped once and cut once
+    python benchmarks/kills.py --placed --only calibrate
 
-Commands: convert; sweep and distill, with early stopping by code, on one rank and on two (of which one or
-both are killed), with checkpoints that the training waits for and with those that it does not; evaluate with a
-multiple-choice and a code task; push to a Hub on this machine. After each kill it is
-checked that
+Commands: every stage of a recipe, and those that leave a folder. On two ranks one of them is killed, or both. After
+each kill it is checked that
 - the second run ends well, and what it leaves has the same bytes (weights, scores, results but for times and versions);
 - a training goes on from the newest checkpoint that was there;
 - no file is left over in the output folder, in the temporary folder, or beside them.
-Everything is tiny: it is about the order of writes and renames, of which a large model has the same.
+After each damage: that the next run says it, or makes the file anew, or does not read it.
+Everything is tiny: it is about the order of writes and renames, of which a large model has the same. The tables are
+printed in Markdown; docs/kills.md has them.
 """
 
 import argparse
@@ -24,8 +27,9 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +45,16 @@ from huggingface_hub import constants  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from turns import load_average  # noqa: E402
 
-from fcsd.base.files import file_sha256, write_text  # noqa: E402
+from fcsd.base.files import file_sha256  # noqa: E402
 from fcsd.cli.main import main as fcsd  # noqa: E402
 from fcsd.model.connectivity import Connectivity, convert_checkpoint  # noqa: E402
+from fcsd.pipeline import run as _imported_before_forks  # noqa: E402, F401
 from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer  # noqa: E402
 from fcsd.training import checkpoint_writer  # noqa: E402
+from fcsd.training.calibration import model as calibration  # noqa: E402
+from tests.kills import Places  # noqa: E402
 from tests.report.publish.hub_server import TOKEN, running_hub  # noqa: E402
-from tests.support import Bench, forked_ranks, make_bench, status_of  # noqa: E402
+from tests.support import Bench, forked_ranks, in_a_fork, make_bench, status_of  # noqa: E402
 
 VOLATILE = re.compile(
     r'"(finished|seconds|.*_s|share_of_time|scoring_share|tokens_per_second|versions|date)"'
@@ -62,28 +69,50 @@ class Job:
     num_ranks: int
     run: Callable[[Path], int]
     digest: Callable[[Path], dict[str, str]]
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    prepare: Callable[[Path], None] = lambda folder: None
+    """Leaves in the folder what there is before the command."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When ranks are killed: after a time, or one of them (rank) at a moment of `Places`. all: the others, too."""
+
+    all: bool
+    after_s: float | None = None
+    rank: int = 0
+    moment: str = ""
+
+    def __str__(self) -> str:
+        return self.moment if self.after_s is None else f"after {self.after_s:.3f} s"
 
 
 def attempt(
-    job: Job, folder: Path, output: Path, draw: random.Random, kill_after_s: float | None = None
+    job: Job, folder: Path, output: Path, kill: Kill | None = None, records: Path | None = None
 ) -> tuple[list[int], str]:
-    """(statuses, output) of the ranks of one run; with a time, SIGKILL goes to one of them, or to all."""
+    """(statuses, output) of the ranks of one run; records: a folder for the moments of each rank."""
 
     def run(rank: int) -> int:
         atexit._clear()  # what the parent is to do at its end
+        if records is not None:
+            Places(folder, record=records / str(rank)).watch()
+        elif kill is not None and kill.after_s is None and kill.rank == rank:
+            Places(folder, kill=kill.moment).watch()
         status = job.run(folder)
         atexit._run_exitfuncs()  # a fork ends without
         return status
 
     children = forked_ranks(run, job.num_ranks, output)
-    if kill_after_s is not None:
-        time.sleep(kill_after_s)
-        for child, _ in children if draw.random() < 0.5 else [draw.choice(children)]:
-            os.kill(
-                child, signal.SIGKILL
-            )  # nobody has waited for it yet, so that the number is still its own
-    statuses = [status_of(child) for child, _ in children]
+    order = list(range(job.num_ranks))
+    if kill is not None:
+        order.sort(key=lambda rank: rank != kill.rank)
+        if kill.after_s is not None:
+            time.sleep(kill.after_s)
+            os.kill(children[kill.rank][0], signal.SIGKILL)  # nobody has waited for it: the number is its own
+    statuses = [0] * job.num_ranks
+    for place, rank in enumerate(order):
+        if place and kill is not None and kill.all and statuses[kill.rank] == -signal.SIGKILL:
+            os.kill(children[rank][0], signal.SIGKILL)
+        statuses[rank] = status_of(children[rank][0])
     return statuses, "".join(path.read_text(errors="replace") for _, path in children)
 
 
@@ -98,19 +127,17 @@ def newest_checkpoints(folder: Path) -> list[Path]:
     return newest
 
 
-def trial(
-    job: Job, place: Path, expected: dict[str, str], duration_s: float, draw: random.Random
-) -> dict[str, Any]:
+def trial(job: Job, place: Path, expected: dict[str, str], kill: Kill) -> dict[str, Any]:
     """Kill one run, run it again, and return what is wrong."""
     folder, output = place / "out", place / "output"
     temporary = Path(os.environ["TMPDIR"])
     folder.mkdir(parents=True)
     output.mkdir()
-    moment = draw.uniform(0, duration_s)
-    statuses, _ = attempt(job, folder, output, draw, moment)
-    row: dict[str, Any] = {"after_s": round(moment, 3), "killed": -signal.SIGKILL in statuses, "faults": []}
+    job.prepare(folder)
+    statuses, _ = attempt(job, folder, output, kill)
+    row: dict[str, Any] = {"kill": str(kill), "killed": -signal.SIGKILL in statuses, "faults": []}
     newest = newest_checkpoints(folder)
-    again, text = attempt(job, folder, output, draw)
+    again, text = attempt(job, folder, output)
     if again != [0] * job.num_ranks:
         row["faults"].append(f"not recovered: statuses {again}: {text[-600:]}")
         return row
@@ -151,11 +178,15 @@ def stable(path: Path, folder: Path) -> str:
     return digest("\n".join(line for line in lines if not VOLATILE.search(line)).encode())
 
 
+def without_time(name: str) -> str:
+    return re.sub(r"\d{4}-\d\d-\d\dT[\d.-]+", "TIME", name)
+
+
 def tree(folder: Path) -> dict[str, str]:
     """Every file below `folder`, hidden ones too, and its hash; of records what is stable."""
     hashes = {}
     for path in sorted(folder.rglob("*")):
-        name = re.sub(r"\d{4}-\d\d-\d\dT[\d.-]+", "TIME", str(path.relative_to(folder)))
+        name = without_time(str(path.relative_to(folder)))
         if path.is_file():
             # Their lines have times in them; the weights and results that these are about are compared.
             timed = (
@@ -183,78 +214,236 @@ def scores(folder: Path) -> dict[str, str]:
 # ---- the commands
 
 
-def jobs(bench: Bench, hub: Any) -> Iterator[Job]:
-    """The commands, on a tiny base checkpoint."""
+class Commands:
+    """The commands, on a tiny base checkpoint; each is a job for one rank, and where it can be for two."""
 
-    def convert(folder: Path) -> int:
+    def __init__(self, bench: Bench, hub: Any):
+        self.bench, self.hub = bench, hub
+        self.text = bench.folder / "text.jsonl"
+        lines = [f"Line {n} of {n * n % 97} says {n % 7} more, and then {n * 31 % 89}." for n in range(200)]
+        self.text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        self.train = {
+            "max_steps": 6, "batch_size_tokens": 128, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
+            "warmup_steps": 2, "logging_steps": 1, "save_steps": 2, "save_total_limit": 1,
+        }  # fmt: skip
+        self.rows = {"train": [{"path": str(bench.rows)}], "max_length": 32}
+        self.source = {"path": str(self.text), "columns": {"text": "text"}}
+        self.suite = bench.folder / "suite.yaml"
+        self.choice = bench.folder / "choice.yaml"
+        tasks = [bench.choice["task"], bench.early_stopping["task"]]
+        self.suite.write_text(yaml.safe_dump({"name": "kills", "tasks": tasks}))
+        self.choice.write_text(yaml.safe_dump({"name": "choice", "tasks": tasks[:1]}))
+        self.model = bench.folder / "converted"
+        convert_checkpoint(bench.base, self.model, Connectivity("all"))
+
+    def recipe(self, name: str, **changes: Any) -> Path:
+        return self.bench.recipe(name, **{"train": self.train, "data": self.rows, **changes})
+
+    def stage(self, recipe: Path, command: str, *settings: str) -> Callable[[Path], int]:
+        """Return a command on a recipe; `{}` in a setting is its folder."""
+
+        def run(folder: Path) -> int:
+            changes = (f"--set={setting.format(folder)}" for setting in ("output_dir={}", *settings))
+            return fcsd([command, str(recipe), *changes])
+
+        return run
+
+    def __iter__(self) -> Iterator[Job]:
+        yield Job("convert", 1, self.convert, tree)
+        for ranks in (1, 2):
+            yield Job("calibrate", ranks, self.calibrate, tree)
+        untrained = {"max_steps": 0, "warmup_steps": 0}
+        calibrated = self.recipe(
+            "calibrated",
+            train=self.train | untrained,
+            calibration={"tokens": 1500},
+            data={"train": [self.source], "max_length": 64},
+        )
+        yield Job("calibrate in a recipe", 1, self.stage(calibrated, "distill"), tree)
+        pretraining = {
+            "tokenizer": str(self.bench.base),
+            "config": small_config(self.bench.base),
+            "data": self.rows | {"loss_on": "all"},
+            "train": self.train,
+        }
+        yield Job(
+            "pretrain",
+            1,
+            self.stage(self.recipe("pretrain", pretrain=pretraining, model=None), "pretrain"),
+            tree,
+        )
+        yield Job("tokenize", 1, self.stage(self.recipe("tokens"), "tokenize"), tree)
+        cached = self.recipe("cached", teacher={"backend": "cache", "cache": "cache"})
+        sweep = {
+            "batch_size_tokens": [128],
+            "learning_rate": [1e-3, 2e-3],
+            "steps": 4,
+            "warmup_steps": 0,
+            "last_steps": 2,
+        }
+        swept = self.recipe("swept", sweep=sweep)
+        distilled = self.recipe(
+            "distilled",
+            data=self.rows | {"heldout": {"path": str(self.bench.rows)}, "heldout_examples": 8},
+            early_stopping={"metric": "heldout_kl", "every_steps": 2, "patience": 50},
+        )
+        for ranks in (1, 2):
+            yield Job(
+                "cache-teacher", ranks, self.stage(cached, "cache-teacher", "teacher.cache={}/cache"), tree
+            )
+            yield Job("sweep", ranks, self.stage(swept, "sweep"), tree)
+            distill = self.stage(distilled, "distill")
+            yield Job("distill", ranks, distill, tree)
+            yield Job("distill, checkpoints in the background", ranks, in_background(distill), tree)
+            yield Job("evaluate", ranks, self.evaluate, scores)
+        yield Job("layers", 1, self.layers, tree)
+        run = self.stage(self.whole_recipe(), "run")
+        yield Job("report and publication of a run", 1, run, tree, self.before_the_report(run))
+        yield Job("push", 1, self.push, self.pushed)
+
+    def whole_recipe(self) -> Path:
+        """Return a recipe of which `fcsd run` has all stages."""
+        few = {"max_steps": 2, "warmup_steps": 0, "save_steps": 1}
+        return self.recipe(
+            "whole",
+            train=self.train | few,
+            calibration={"tokens": 1500, "starts_training": False},
+            sweep={
+                "batch_size_tokens": [128],
+                "learning_rate": [1e-3],
+                "steps": 2,
+                "warmup_steps": 0,
+                "last_steps": 2,
+            },
+            early_stopping={"metric": "heldout_kl", "every_steps": 2},
+            data={"train": [self.source], "heldout": self.source, "heldout_examples": 8, "max_length": 64},
+            evaluation={"suite": str(self.choice), "batch_size": 4},
+            publication={"license": "apache-2.0"},
+        )
+
+    def before_the_report(self, run: Callable[[Path], int]) -> Callable[[Path], None]:
+        """Return what leaves the stages of a run in a folder, without its report and publication."""
+        ready = self.bench.folder / "ready"
+
+        def prepare(folder: Path) -> None:
+            if not ready.exists():
+                assert in_a_fork(lambda: run(ready), self.bench.folder / "output") == 0
+                for name in ("report", "publish"):
+                    shutil.rmtree(ready / name)
+            shutil.copytree(ready, folder, dirs_exist_ok=True)
+
+        return prepare
+
+    def convert(self, folder: Path) -> int:
         if (folder / "model").exists():  # what has its name is whole, and is not written a second time
             return 0
-        return fcsd(["convert", str(bench.base), str(folder / "model"), "--layers", "all"])
+        return fcsd(["convert", str(self.bench.base), str(folder / "model"), "--layers", "all"])
 
-    yield Job("convert", 1, convert, tree)
+    def calibrate(self, folder: Path) -> int:
+        options = [
+            "--layers",
+            "all",
+            "--tokens",
+            "1500",
+            "--max-length",
+            "64",
+            "--text",
+            json.dumps(self.source),
+        ]
+        return fcsd(["calibrate", str(self.bench.base), str(folder / "out"), *options])
 
-    train = {
-        "max_steps": 8, "batch_size_tokens": 128, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
-        "warmup_steps": 2, "logging_steps": 1, "save_steps": 2,
-    }  # fmt: skip
-    sweep = {
-        "batch_size_tokens": [128],
-        "learning_rate": [1e-3, 2e-3],
-        "steps": 4,
-        "warmup_steps": 0,
-        "last_steps": 2,
-    }
-    data = {"train": [{"path": str(bench.rows)}], "max_length": 32}
-    recipe = bench.recipe("kills", train=train, sweep=sweep, data=data, early_stopping=bench.early_stopping)
+    def evaluate(self, folder: Path) -> int:
+        options = ["--suite", str(self.suite), "--output", str(folder / "results"), "--batch-size", "4"]
+        return fcsd(["evaluate", str(self.model), *options])
 
-    def distill(folder: Path) -> int:
-        settings = ["--set", f"output_dir={folder}"]
-        return fcsd(["sweep", str(recipe), *settings]) or fcsd(["distill", str(recipe), *settings])
+    def layers(self, folder: Path) -> int:
+        text = [
+            "--text",
+            json.dumps(self.source),
+            "--text-examples",
+            "8",
+            "--max-length",
+            "64",
+            "--loss-on",
+            "all",
+        ]
+        return fcsd(["layers", str(self.bench.base), "--output", str(folder / "study"), *text])
 
-    yield Job("sweep, distill", 1, distill, tree)
-    yield Job("sweep, distill", 2, distill, tree)
+    def push(self, folder: Path) -> int:
+        return fcsd(["push", str(self.model), f"owner/{folder.parent.name}"])
 
-    def in_background(folder: Path) -> int:
-        checkpoint_writer.BACKGROUND_FROM = 0  # in a fork of its own
-        return distill(folder)
-
-    yield Job("distill, checkpoints in the background", 1, in_background, tree)
-    yield Job("distill, checkpoints in the background", 2, in_background, tree)
-
-    model = bench.folder / "converted"
-    convert_checkpoint(bench.base, model, Connectivity("all"))
-    tasks = [bench.choice["task"], bench.early_stopping["task"]]
-    suite = bench.folder / "suite.yaml"
-    suite.write_text(yaml.safe_dump({"name": "kills", "tasks": tasks}))
-
-    def evaluate(folder: Path) -> int:
-        options = ["--suite", str(suite), "--output", str(folder / "results"), "--batch-size", "4"]
-        return fcsd(["evaluate", str(model), *options])
-
-    yield Job("evaluate", 1, evaluate, scores)
-
-    def push(folder: Path) -> int:
-        return fcsd(["push", str(model), f"owner/{folder.parent.name}"])
-
-    def pushed(folder: Path) -> dict[str, str]:
+    def pushed(self, folder: Path) -> dict[str, str]:
         return {
             name: digest(data.replace(folder.parent.name.encode(), b"REPOSITORY"))
-            for name, data in hub.repos[f"owner/{folder.parent.name}"].files.items()
+            for name, data in self.hub.repos[f"owner/{folder.parent.name}"].files.items()
         }
 
-    yield Job("push", 1, push, pushed)
+
+def in_background(run: Callable[[Path], int]) -> Callable[[Path], int]:
+    def with_threads(folder: Path) -> int:
+        checkpoint_writer.BACKGROUND_FROM = 0  # in a fork of its own
+        return run(folder)
+
+    return with_threads
 
 
-def report(rows: list[dict[str, Any]], duration_s: float) -> str:
-    """The page of docs."""
-    when = f"{time.strftime('%Y-%m-%d')}, load {load_average()}, {duration_s / 60:.0f} minutes"
+def small_config(base: Path) -> dict[str, Any]:
+    """Return the base checkpoint's config, without what the tokenizer decides about a new model."""
+    config = json.loads((base / "config.json").read_text())
+    unwanted = ("architectures", "dtype", "transformers_version", "vocab_size", "router_aux_loss_coef")
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in unwanted and not key.endswith("_token_id") and value is not None
+    }
+
+
+# ---- the kills
+
+
+def whole_run(job: Job, place: Path, records: Path | None = None) -> tuple[dict[str, str], float]:
+    """Run a command that is left alone; return what it leaves, and how long it took."""
+    (place / "out").mkdir(parents=True)
+    (place / "output").mkdir()
+    job.prepare(place / "out")
+    started = time.monotonic()
+    statuses, text = attempt(job, place / "out", place / "output", records=records)
+    duration_s = time.monotonic() - started
+    if any(statuses):
+        sys.exit(f"{job.name}: {text[-3000:]}")
+    return job.digest(place / "out"), duration_s
+
+
+def random_kills(
+    job: Job, place: Path, number: int, draw: random.Random
+) -> tuple[dict[str, str], list[Kill]]:
+    expected, duration_s = whole_run(job, place / "whole")
+    return expected, [
+        Kill(draw.random() < 0.5, draw.uniform(0, duration_s), draw.randrange(job.num_ranks))
+        for _ in range(number)
+    ]
+
+
+def placed_kills(job: Job, place: Path, *, thin: bool = False) -> tuple[dict[str, str], list[Kill]]:
+    """Return what a command leaves, and a kill for each of its moments: but for every eighth they take all ranks.
+
+    thin: of moments that differ in numbers only (of a step, of a layer) only the last.
+    """
+    records = place / "records"
+    records.mkdir(parents=True)
+    expected, _ = whole_run(job, place / "whole", records)
+    kills = []
+    for rank in range(job.num_ranks):
+        moments = (records / str(rank)).read_text().splitlines() if (records / str(rank)).exists() else []
+        if thin:
+            moments = list({re.sub(r"\d+", "N", moment): moment for moment in moments}.values())
+        kills += [Kill(index % 8 > 0, None, rank, moment) for index, moment in enumerate(moments)]
+    return expected, kills
+
+
+def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "# Kills",
-        "",
-        "Written by `python benchmarks/kills.py`, whose head says what is done and checked.",
-        f"{when}, torch {torch.__version__}.",
-        "",
-        "| command | ranks | killed | had ended before | same bytes at the end, nothing lost, nothing left | faults |",
+        "| command | ranks | killed | had ended before | same bytes, nothing lost, nothing left | faults |",
         "|---|---:|---:|---:|---:|---|",
     ]
     for key in dict.fromkeys((row["job"], row["ranks"]) for row in rows):
@@ -265,10 +454,204 @@ def report(rows: list[dict[str, Any]], duration_s: float) -> str:
         cells = [*key, killed, len(of) - killed, f"{good} of {len(of)}", kinds]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     faults = [
-        f"- {row['job']}, {row['ranks']} ranks, after {row['after_s']} s: {fault}"
+        f"- {row['job']}, {row['ranks']} ranks, {row['kill']}: {fault}"
         for row in rows
         for fault in row["faults"]
     ]
+    return "\n".join([*lines, *(["", "Faults:", "", *faults] if faults else [])]) + "\n"
+
+
+def kill_all(commands: Commands, place: Path, options: argparse.Namespace) -> str:
+    chosen = [job for job in commands if not options.only or options.only in job.name]
+    if options.placed:
+        chosen = [job for job in chosen if job.name != "push"]  # it leaves nothing in a folder
+    draw, rows = random.Random(options.seed), []
+    for number, job in enumerate(chosen):
+        here = place / f"job-{number}"
+        share = options.kills * (number + 1) // len(chosen) - options.kills * number // len(chosen)
+        expected, kills = (
+            placed_kills(job, here, thin=options.thin)
+            if options.placed
+            else random_kills(job, here, share, draw)
+        )
+        for index, kill in enumerate(tqdm(kills, desc=f"{job.name}, {job.num_ranks}", unit="kill")):
+            outcome = trial(job, here / f"trial-{number}-{index}", expected, kill)
+            rows.append({"job": job.name, "ranks": job.num_ranks} | outcome)
+            for fault in outcome["faults"]:
+                print(f"{job.name}, {job.num_ranks} ranks, {kill}: {fault}", file=sys.stderr)
+            shutil.rmtree(here / f"trial-{number}-{index}")
+    return table(rows)
+
+
+# ---- damage
+
+_LATER = {  # what is made again from a stage's files; the report and all behind it always is
+    "tokens": ["calibrate", "sweep", "distill", "evaluate"],
+    "convert": ["evaluate/converted"],
+    "calibrate": ["evaluate/calibrated"],
+    "sweep": ["distill", "evaluate/fcsd"],
+    "distill": ["evaluate/fcsd"],
+}
+_BEHIND = ["report", "publish", "pushed"]
+
+
+def flip(file: Path) -> None:
+    """Change a digit in the middle of text, which stays valid, and a bit of anything else behind its header."""
+    data = bytearray(file.read_bytes())
+    digits = [place for place, byte in enumerate(data) if chr(byte) in "123456789"]
+    if file.suffix in (".json", ".jsonl", ".yaml", ".md", ".txt") and digits:
+        place = digits[len(digits) // 2]
+        data[place] = ord("1") + (data[place] - ord("0")) % 9
+    else:
+        data[len(data) * 7 // 8] ^= 4
+    replace_bytes(file, bytes(data))
+
+
+def cut(file: Path) -> None:
+    replace_bytes(file, file.read_bytes()[: file.stat().st_size // 2])
+
+
+def replace_bytes(file: Path, data: bytes) -> None:
+    file.unlink()  # it may be a link to the original's
+    file.write_bytes(data)
+
+
+def kinds(folder: Path) -> dict[str, Path]:
+    """Return one file of each kind below a folder, by its path without numbers; of a model's files beside weights and
+    config those of the first model."""
+    files: dict[str, Path] = {}
+    beside: set[str] = set()
+    for path in sorted(folder.rglob("*")):
+        name = re.sub(r"\d{4}-\d\d-\d\dT[\d.-]+|[0-9a-f]{12,}|\d+", "N", str(path.relative_to(folder)))
+        unread = path.suffix in (".png", ".html") or "lm_eval" in path.parts
+        if not path.is_file() or unread or name in files:
+            continue
+        if (
+            path.parent.name in ("model", "publish")
+            and path.suffix != ".safetensors"
+            and path.name != "config.json"
+        ):
+            if path.name in beside:
+                continue
+            beside.add(path.name)
+        files[name] = path
+    return files
+
+
+class State:
+    """What a command leaves that has ended, or that was killed at the first moment that has a text in it (`cut`).
+
+    later: what is removed before the command runs again, by the first part of the path of the file that is damaged.
+    """
+
+    def __init__(
+        self, job: Job, place: Path, cut: str = "", later: Callable[[str], list[str]] = lambda part: []
+    ):
+        self.job, self.place, self.cut, self.later = job, place, cut, later
+        self.folder = place / "work" / "out"  # always the same, as records have it in them
+
+    def make(self) -> dict[str, str]:
+        """Make the state; return what the command leaves in the end."""
+        kill = None
+        if self.cut:
+            _, kills = placed_kills(self.job, self.place)
+            kill = next(kill for kill in kills if self.cut in kill.moment)
+        self.folder.mkdir(parents=True)
+        self.job.prepare(self.folder)
+        statuses, text = attempt(self.job, self.folder, self.folder.parent, kill)
+        assert statuses == [-signal.SIGKILL if kill else 0], text
+        shutil.copytree(self.folder, self.place / "ready", symlinks=True)
+        ends = []
+        for _ in range(2):
+            self.restore()
+            self.forget("stage.json")
+            statuses, text = attempt(self.job, self.folder, self.folder.parent)
+            assert statuses == [0], text
+            ends.append(self.job.digest(self.folder))
+        return {name: value if ends[1].get(name) == value else "there" for name, value in ends[0].items()}
+
+    def restore(self) -> Path:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(self.place / "ready", self.folder, symlinks=True)
+        return self.folder
+
+    def forget(self, name: str) -> None:
+        for part in self.later(name.split("/")[0]):
+            shutil.rmtree(self.folder / part, ignore_errors=True)
+
+
+def damaged_run(state: State, expected: dict[str, str], name: str, harm: Callable[[Path], None]) -> str:
+    """Return what came of a damaged file: said, mended, not read; or one of the faults unseen, traceback, hangs."""
+    folder = state.restore()
+    harm(folder / name)
+    state.forget(name)
+    before = (folder / name).read_bytes()
+    statuses, text = attempt(state.job, folder, folder.parent)
+    if "Traceback (most recent call last)" in text or 99 in statuses:
+        return f"traceback ({text.strip().splitlines()[-1][:160]})"
+    if -signal.SIGALRM in statuses:
+        return "hangs"
+    if any(statuses):
+        return "said"
+    hashes = state.job.digest(folder)
+    own = without_time(name)
+    differing = sorted(
+        key for key in {*hashes, *expected} if hashes.get(key) != expected.get(key) and key != own
+    )
+    if differing:
+        return f"unseen ({', '.join(differing[:3])})"
+    still = (folder / name).exists() and (folder / name).read_bytes() == before
+    return "not read" if still else "mended"
+
+
+def states(commands: Commands, place: Path) -> Iterator[State]:
+    by_name = {(job.name, job.num_ranks): job for job in commands}
+    run = commands.stage(commands.whole_recipe(), "run")
+
+    def run_and_push(folder: Path) -> int:
+        return run(folder) or fcsd(["push", str(folder), "owner/name", "--dry-run", str(folder / "pushed")])
+
+    def later(part: str) -> list[str]:
+        return [*_LATER.get(part, []), *_BEHIND[_BEHIND.index(part) + 1 if part in _BEHIND else 0 :]]
+
+    cuts = {
+        "calibrate": "after rename to out.partial/calibrate/fcsd/partial/state.json",
+        "calibrate in a recipe": "after rename to calibrate/fcsd/partial/result.json",
+        "distill": "after rename to distill/checkpoints/checkpoint-4",
+        "sweep": "after rename to sweep/batch_size_tokens=128,learning_rate=0.001/result.json",
+        "cache-teacher": "before rename to cache/cache.json",
+        "evaluate": "before rename to results/results.json",
+        "layers": "after rename to study/layers.json",
+        "tokenize": "before rename to tokens/rows-",
+    }
+    yield State(Job("run, then push", 1, run_and_push, tree), place / "ended", later=later)
+    for number, (name, moment) in enumerate(cuts.items()):
+        yield State(by_name[name, 1], place / f"cut-{number}", moment)
+
+
+def damage_all(commands: Commands, place: Path, options: argparse.Namespace) -> str:
+    """Flip and cut one file of each kind, of ended and of cut-off commands, and run the command again."""
+    outcomes: dict[str, Counter[str]] = {}
+    faults = []
+    for state in states(commands, place):
+        if options.only and options.only not in state.job.name:
+            continue
+        expected = state.make()
+        title = f"{state.job.name}, {'cut off' if state.cut else 'ended'}"
+        counts = outcomes.setdefault(title, Counter())
+        files = kinds(state.place / "ready")
+        for kind, file in tqdm(files.items(), desc=title, unit="file"):
+            name = str(file.relative_to(state.place / "ready"))
+            for harm in (flip, cut):
+                outcome = damaged_run(state, expected, name, harm)
+                counts[outcome.split(" (")[0]] += 1
+                if outcome not in ("said", "mended", "not read"):
+                    faults.append(f"- {title}: {kind}, {harm.__name__}: {outcome}")
+                    print(faults[-1], file=sys.stderr)
+    columns = ("said", "mended", "not read", "unseen", "traceback", "hangs")
+    lines = [f"| what was damaged | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    for title, counts in outcomes.items():
+        lines.append(f"| {title} | {' | '.join(str(counts[column]) for column in columns)} |")
     return "\n".join([*lines, *(["", "Faults:", "", *faults] if faults else [])]) + "\n"
 
 
@@ -276,13 +659,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=200, help="over all commands")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--placed", action="store_true", help="kill at every rename and removal")
+    mode.add_argument(
+        "--kills", type=int, default=0, help="kill so often at random moments, over all commands"
+    )
+    mode.add_argument("--damage", action="store_true", help="flip and cut each kind of file")
+    parser.add_argument("--thin", action="store_true", help="with --placed: of each kind of moment the last")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="commands whose name has this in it")
-    parser.add_argument("--output", type=Path, help="a Markdown file; without it the table is printed")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    draw, begun, rows = random.Random(options.seed), time.monotonic(), []
+    calibration.BATCH_TOKENS = 512  # so that two ranks have a share of little text
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fcsd-kills-") as place, running_hub() as hub:
         folder = Path(place)
         (folder / "tmp").mkdir()
@@ -296,33 +685,13 @@ def main() -> None:
         )
         tiny_tokenizer(300).save_pretrained(folder / "base")
         (folder / "bench").mkdir()
-        chosen = [
-            job
-            for job in jobs(make_bench(folder / "base", folder / "bench"), hub)
-            if not options.only or options.only in job.name
-        ]
-        for number, job in enumerate(chosen):
-            whole = folder / f"whole-{number}"
-            (whole / "out").mkdir(parents=True)
-            (whole / "output").mkdir()
-            started = time.monotonic()
-            statuses, text = attempt(job, whole / "out", whole / "output", draw)
-            duration_s = time.monotonic() - started
-            if any(statuses):
-                sys.exit(text[-3000:])
-            expected = job.digest(whole / "out")
-            share = range(options.kills * number // len(chosen), options.kills * (number + 1) // len(chosen))
-            for index in tqdm(share, desc=f"{job.name}, {job.num_ranks}", unit="kill"):
-                outcome = trial(job, folder / f"trial-{index}", expected, duration_s, draw)
-                rows.append({"job": job.name, "ranks": job.num_ranks} | outcome)
-                for fault in outcome["faults"]:
-                    print(f"{job.name}, after {outcome['after_s']} s: {fault}", file=sys.stderr)
-                shutil.rmtree(folder / f"trial-{index}")
-    text = report(rows, time.monotonic() - begun)
-    if options.output is None:
-        print(text)
-    else:
-        write_text(options.output, text)
+        commands = Commands(make_bench(folder / "base", folder / "bench"), hub)
+        text = (damage_all if options.damage else kill_all)(commands, folder, options)
+    took = (time.monotonic() - begun) / 60
+    print(
+        f"{time.strftime('%Y-%m-%d')}, load {load_average()}, {took:.0f} minutes, torch {torch.__version__}.\n"
+    )
+    print(text)
 
 
 if __name__ == "__main__":

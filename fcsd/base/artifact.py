@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, read_json, write_json
+from fcsd.base.files import check_folder_place, files_below, is_empty, read_json, write_json
 
 SCHEMA_VERSION = 4
 # 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key of train; 3: streaming was one of
@@ -48,20 +48,23 @@ class Stage:
         """Tell where this stage stands.
 
         Raises:
-            UserError: the folder holds the same stage with other settings or inputs, or something else altogether. A
-                stage that was begun and has left nothing yet (its settings were refused) may be begun with others.
+            UserError: the folder holds the same stage with other settings or inputs, or something else altogether; a
+                finished one lacks what its manifest names. A stage that was begun and has left nothing yet (its
+                settings were refused) may be begun with others.
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{self.folder}: is a file; stage '{self.name}' needs a folder of its own")
         check_folder_place(self.folder)
-        if not any(path.is_file() and path.name != "stage.json" for path in self.folder.rglob("*")):
+        if all(path == self.folder / "stage.json" for path in files_below(self.folder)):
             return "absent"
         for file in ("manifest.json", "stage.json"):
             path = self.folder / file
             if path.is_file():
-                self._refuse_difference(read_json(path))
+                record = read_json(path)
+                self.refuse_difference(record)
+                self._refuse_lost(record.get("outputs") or {})
                 return "finished" if file == "manifest.json" else "unfinished"
-        if self.folder.is_dir() and any(self.folder.iterdir()):
+        if self.folder.is_dir() and not is_empty(self.folder):
             raise UserError(
                 f"{self.folder}: is not empty and was not made by stage '{self.name}';"
                 " choose another output folder or remove it"
@@ -95,7 +98,16 @@ class Stage:
             "inputs": self.inputs,
         }
 
-    def _refuse_difference(self, record: dict[str, Any]) -> None:
+    def _refuse_lost(self, outputs: dict[str, str]) -> None:
+        for name in outputs:
+            if not (self.folder / name).exists():
+                raise UserError(
+                    f"{self.folder / name}: is not there, though manifest.json names it; put it back, or remove"
+                    f" {self.folder} to run stage '{self.name}' again"
+                )
+
+    def refuse_difference(self, record: dict[str, Any]) -> None:
+        """Raise UserError where a record, `stage.json` or `manifest.json`, is of another stage than this one."""
         if record.get("stage") != self.name:
             raise UserError(
                 f"{self.folder}: holds stage '{record.get('stage')}', not '{self.name}'; choose another output folder"

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,14 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.base.temporary import beside, file_beside, replace_folder
 
 _OURS = "remove the folder to run its stage again"  # of a damaged file that fcsd wrote
+# What nobody put into a folder: files of macOS, Windows, desktops and network disks, and what a killed process left.
+_NOISE = re.compile(
+    r"\.DS_Store|\._.*|\.localized|\.Spotlight-V100|\.Trashes|\.fseventsd|\.TemporaryItems|\.AppleDouble|\.apdisk"
+    r"|Thumbs\.db|ehthumbs\.db|desktop\.ini|\$RECYCLE\.BIN|System Volume Information"
+    r"|lost\+found|\.nfs[0-9a-f]+|\.fuse_hidden[0-9a-f]+|\.snapshots?|\.Trash-\d+|\.directory|@eaDir"
+    r"|\..+\.(tmp|old)",
+    re.IGNORECASE,
+)
 _CANNOT_WRITE = {
     errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
 }  # fmt: skip
@@ -75,6 +84,24 @@ def write_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
 
 
+def is_noise(name: str) -> bool:
+    """Tell whether a name is that of something nobody put there: a system's own file, or what a kill left."""
+    return _NOISE.fullmatch(name) is not None
+
+
+def is_empty(folder: Path) -> bool:
+    """Tell whether a folder holds nothing, or nothing but noise (`is_noise`)."""
+    return all(is_noise(path.name) for path in folder.iterdir())
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and its folders, without noise (`is_noise`)."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not is_noise(name)]
+        paths = (Path(place, name) for name in names if not is_noise(name))
+        yield from (path for path in paths if path.is_file())
+
+
 def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
     """Refuse a place that cannot become a file, before the work whose result it is to hold.
 
@@ -109,7 +136,7 @@ def check_folder_place(folder: Path, mark: str | None = None, what: str = "") ->
         UserError: a file is there or on the way to it; a folder on the way may not be written; somebody else's.
     """
     if mark is not None and (
-        folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / mark).exists())
+        folder.is_file() or (folder.is_dir() and not is_empty(folder) and not (folder / mark).exists())
     ):
         raise UserError(f"{folder}: exists and is no {what}; choose another folder")
     above = next(part for part in (folder, *folder.absolute().parents) if os.path.lexists(part))
@@ -152,7 +179,7 @@ def new_folder(
     with writing(path):
         if not replaces and (path.is_symlink() or (path.exists() and not path.is_dir())):
             raise UserError(f"{path}: exists and is not a folder; choose another destination")
-        if not replaces and path.is_dir() and any(path.iterdir()):
+        if not replaces and path.is_dir() and not is_empty(path):
             raise UserError(f"{path}: exists and is not empty; choose another destination or remove it first")
         check_folder_place(path, mark, what)
         make_folder(path.parent)
@@ -239,7 +266,7 @@ def weights_fingerprint(folder: Path) -> str:
     A file is read once a process, unless its size, time or inode has changed: every stage asks for the original's.
     """
     digest = hashlib.sha256()
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(file for file in folder.glob("*.safetensors") if not is_noise(file.name))
     if not files:
         raise UserError(f"{folder}: holds no .safetensors file")
     for file in files:

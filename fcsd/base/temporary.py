@@ -128,11 +128,26 @@ def _remove_if_dead(path: Path) -> None:
 
 def replace_folder(source: Path, destination: Path) -> None:
     """Rename `source` to `destination`, moving an existing `destination` out of the way first."""
-    old = destination.with_name(f".{destination.name}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}.old")
-    if destination.exists():
-        os.replace(destination, old)
+    old = _retired(destination)
     os.replace(source, destination)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def discard_folder(folder: Path) -> None:
+    """Remove a folder, which loses its name first: a process that is killed here leaves it whole, or not at all.
+
+    What killed processes left of it goes, too.
+    """
+    shutil.rmtree(_retired(folder), ignore_errors=True)
+    sweep(folder.parent, f".{folder.name}.")
+
+
+def _retired(folder: Path) -> Path:
+    """Give a folder, if it is there, a name by which `sweep` finds it, and return that."""
+    old = folder.with_name(f".{folder.name}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}.old")
+    if folder.exists():
+        os.replace(folder, old)
+    return old
 
 
 def _host() -> str:

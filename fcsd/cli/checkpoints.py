@@ -4,7 +4,6 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from fcsd.base.artifact import SCHEMA_VERSION, versions
-from fcsd.base.files import write_json
 from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
@@ -38,20 +37,19 @@ def _inspect(arguments: Namespace) -> None:
 
 
 def _convert(arguments: Namespace) -> None:
-    layers = convert_checkpoint(
-        arguments.model,
-        arguments.out,
-        connectivity_of(arguments),
-        revision=arguments.revision,
-    )
     record = {  # what `fcsd push` cannot see from the checkpoint: where it comes from
         "schema_version": SCHEMA_VERSION,
         "stage": "convert",
         "settings": {"model": {"path": str(arguments.model), "revision": arguments.revision}},
-        "results": {"layers": layers},
         "versions": versions(),
     }
-    write_json(Path(arguments.out) / "manifest.json", record)
+    convert_checkpoint(
+        arguments.model,
+        arguments.out,
+        connectivity_of(arguments),
+        revision=arguments.revision,
+        record=record,
+    )
     checkpoint = read_checkpoint(arguments.out)
     assert checkpoint.connectivity is not None and checkpoint.family is not None
     tell_first_layer(checkpoint.connectivity, load_config(checkpoint), checkpoint.family, "--layers")

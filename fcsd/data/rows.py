@@ -213,9 +213,9 @@ def write_rows(
     }
     if decontaminator is not None:
         record["decontamination"] = decontaminator.summary() | {"left_out": decontaminator.overlaps()}
-    write_arrays(path, arrays, record)
     for one in tokens:
         one.note_end()
+    write_arrays(path, arrays, record)  # last: who finds it looks no further
     return path
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from fcsd.base.files import writing
 from fcsd.base.temporary import file_beside
@@ -157,7 +157,8 @@ def _first_loss(mask: np.ndarray) -> int:
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
     """Write flat arrays and a record of JSON into one file, under its name when it is whole."""
     with writing(path), file_beside(path) as temporary:
-        save_file({**arrays}, temporary, {_RECORD: json.dumps(record)})
+        # Not save_file: safetensors 0.8 writes to a name of its own, which a kill leaves, for its owner alone.
+        temporary.write_bytes(save({**arrays}, {_RECORD: json.dumps(record)}))
         os.replace(temporary, path)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, file_sha256
+from fcsd.base.files import check_folder_place, file_sha256, is_empty
 from fcsd.evaluation.code.problems import load_problems
 from fcsd.evaluation.code.ready import evalplus_outcomes, programs_of
 from fcsd.evaluation.code.scorer import CodeScorer
@@ -121,7 +121,7 @@ def _refuse_foreign(output: Path) -> None:
         earlier = json.loads((output / "results.json").read_text(encoding="utf-8"))["suite"]
     except (OSError, ValueError, KeyError, TypeError):
         earlier = ""
-    if not output.is_dir() or (any(output.iterdir()) and not str(earlier).startswith(_SUITE)):
+    if not output.is_dir() or (not is_empty(output) and not str(earlier).startswith(_SUITE)):
         raise UserError(
             f"{output}: holds something else than a result of `fcsd score`; choose another --output"
         )

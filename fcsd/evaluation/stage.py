@@ -182,6 +182,7 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
         check_bias_model(evaluation.bias, raw["model_type"])
     stage = Stage(folder, "evaluate", evaluation.settings(), launch.ranks.from_first(evaluation.inputs))
     if _begin(evaluation, stage, launch) == "finished":
+        _drop_finished_tasks(stage, launch)
         return stage
     free_memory()  # of the trainings before
     tokenizer = load_tokenizer(model.folder, trust_remote_code=model.config.trust_remote_code)
@@ -332,8 +333,12 @@ def _leave(stage: Stage, result: dict[str, Any], samples: Samples, launch: Launc
         with new_folder(stage.folder / "lm_eval") as new:
             write_lm_eval(result, samples, new)
     launch.finish(stage, {"mean": result["mean"]})
+    _drop_finished_tasks(stage, launch)
+
+
+def _drop_finished_tasks(stage: Stage, launch: Launch) -> None:
     if launch.first:
-        # The samples are in their own files now.
+        # The samples are in files of their own; a kill may have left some after the stage had finished.
         shutil.rmtree(stage.folder / FINISHED_TASKS, ignore_errors=True)
 
 

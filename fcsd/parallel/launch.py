@@ -85,10 +85,17 @@ class Launch:
 
         return self.ranks.from_first(begin)
 
-    def finish(self, stage: Stage, results: dict[str, Any], model: Path | None = None) -> None:
-        """Write the manifest on the first rank, with the fingerprint of the `model` that the stage leaves."""
+    def finish(
+        self, stage: Stage, results: dict[str, Any], model: Path | None = None, weights: str | None = None
+    ) -> None:
+        """Write the manifest on the first rank, with the fingerprint of the `model` that the stage leaves.
+
+        weights: that fingerprint, where it is known.
+        """
         if self.first:
-            stage.finish(results, {"model": weights_fingerprint(model)} if model is not None else None)
+            if model is not None and weights is None:
+                weights = weights_fingerprint(model)
+            stage.finish(results, {"model": weights} if weights is not None else None)
             release_folder(stage.folder)
         self.wait()
 

@@ -1,14 +1,22 @@
-"""Calibrate the converted model of a recipe, or of one of its variants: the stage between conversion and sweep."""
+"""Calibrate the converted model of a recipe, or of one of its variants: the stage between conversion and sweep.
+
+    partial/              what is not finished (`fcsd.training.calibration.checkpoint`)
+    partial/result.json   the manifest's results and the fingerprint of `partial/model`, once that is whole
+    model/                renamed from `partial/model` after that, before the manifest is written
+
+So a kill at any moment leaves a calibration that continues, or one of which only the last renames are missing.
+"""
 
 import os
-import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fcsd.base.artifact import Stage, read_manifest
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, write_json
+from fcsd.base.files import check_folder_place, is_empty, read_json, weights_fingerprint, write_json
+from fcsd.base.temporary import discard_folder, replace_folder, sweep
 from fcsd.data.counts import tell_examples
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
@@ -19,6 +27,8 @@ from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import Recipe
 from fcsd.training.calibration.checkpoint import calibratable, calibrate_checkpoint, take_rows
 
+_RESULT = "result.json"
+
 
 def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = "data.on_bad_row") -> Stage:
     """Leave the converted model with calibrated weights; a variant with the same settings shares the main one's.
@@ -28,32 +38,79 @@ def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = 
     one = run.variant(variant)
     if variant is not None and _settings(one.recipe) == _settings(run.recipe):
         variant, one = None, run
-    recipe, launch = one.recipe, one.launch
-    section = recipe.calibration
-    if section is None:
+    launch, stage = one.launch, _stage(one, run.layout.calibration(variant or MAIN))
+    partial, model = stage.folder / "partial", stage.folder / "model"
+    if launch.begin(stage) != "finished":
+        whole = launch.ranks.from_first(lambda: _whole(partial, model))
+        if whole is None:
+            results = _solve(one, stage, on_bad_row)
+            whole = launch.ranks.from_first(lambda: _note_whole(partial, results))
+        launch.ranks.from_first(lambda: _rename(partial, model))
+        launch.finish(stage, whole["results"], weights=whole["weights"])
+        if launch.first:
+            tokens, layers = whole["results"]["tokens"], whole["results"]["layers"]
+            print(f"calibrate: {tokens:,} tokens, {len(layers)} layers", file=sys.stderr)
+    launch.ranks.from_first(lambda: discard_folder(partial))  # also what a kill left of a finished one
+    return stage
+
+
+def _stage(run: Run, folder: Path) -> Stage:
+    """Return the calibration of a run, or of its variant, as a stage in a folder."""
+    recipe = run.recipe
+    if recipe.calibration is None:
         raise UserError(f"recipe {recipe.name}: has no `calibration` section; add one (see docs/convert.md)")
-    data, folder = recipe.data, run.layout.calibration(variant or MAIN)
-    inputs = launch.ranks.from_first(lambda: {"original": one.original.weights, **data_inputs(data, one)})
-    stage = Stage(folder, "calibrate", _settings(recipe), inputs)
-    if launch.begin(stage) == "finished":
-        return stage
-    rows = training_rows(data, one.tokenizer, one, on_bad_row=on_bad_row, apart_in=one.original)
-    if launch.first:
+    inputs = run.launch.ranks.from_first(
+        lambda: {"original": run.original.weights, **data_inputs(recipe.data, run)}
+    )
+    return Stage(folder, "calibrate", _settings(recipe), inputs)
+
+
+def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
+    """Leave the calibrated model in the stage's `partial/model`; return what the manifest says of it."""
+    recipe, section = run.recipe, run.recipe.calibration
+    assert section is not None
+    rows = training_rows(recipe.data, run.tokenizer, run, on_bad_row=on_bad_row, apart_in=run.original)
+    if run.launch.first:
         tell_examples(rows, "text")
     results = calibrate_checkpoint(
-        one.original,
-        folder / "model",
-        folder / "partial",
+        run.original,
+        stage.folder / "partial",
         recipe.connectivity.spec(),
         take_rows(rows, section.tokens),
         ridge=section.ridge,
-        launch=launch,
+        launch=run.launch,
     )
     model = {"path": recipe.model_path, "revision": recipe.model.revision}
-    launch.finish(stage, {"model": model, **results, **exclusions(rows, folder, launch)}, folder / "model")
-    if launch.first:
-        print(f"calibrate: {results['tokens']:,} tokens, {len(results['layers'])} layers", file=sys.stderr)
-    return stage
+    return {"model": model, **results, **exclusions(rows, stage.folder, run.launch)}
+
+
+def _note_whole(partial: Path, results: dict[str, Any]) -> dict[str, Any]:
+    note = {"results": results, "weights": weights_fingerprint(partial / "model")}
+    write_json(partial / _RESULT, note)
+    return note
+
+
+def _whole(partial: Path, model: Path) -> dict[str, Any] | None:
+    """Return what `_note_whole` noted of a model that is still there, here or under its last name; else None.
+
+    A note without its model is removed with all that belongs to it: the calibration begins anew.
+    """
+    if not (partial / _RESULT).is_file():
+        return None
+    note: dict[str, Any] = read_json(partial / _RESULT, keys=("weights",))
+    place = partial / "model" if (partial / "model").is_dir() else model
+    with suppress(UserError):
+        if weights_fingerprint(place) == note["weights"]:
+            return note
+    print(f"calibrate: {place}: is not the model that was calibrated, beginning again", file=sys.stderr)
+    discard_folder(partial)
+    return None
+
+
+def _rename(partial: Path, model: Path) -> None:
+    if (partial / "model").is_dir():
+        replace_folder(partial / "model", model)
+    sweep(model.parent, f".{model.name}.")
 
 
 def calibrated_start(run: Run, variant: str | None) -> ModelFolder | None:
@@ -67,10 +124,16 @@ def calibrated_start(run: Run, variant: str | None) -> ModelFolder | None:
 def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     """Calibrate the model of a recipe that has nothing else to do, and leave it in `out`, with the stage's manifest.
 
-    The recipe's own folder holds what is not finished; it is removed at the end. UserError where `out` exists.
+    The recipe's own folder holds what is not finished; it is removed at the end. UserError where `out` exists, unless
+    it is this calibration, finished before.
     """
     run = Run(recipe, launch)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if launch.ranks.from_first(lambda: (out / "manifest.json").is_file()) and _is_of(_stage(run, out)):
+        if launch.first:
+            print(f"calibrate: finished before, in {out}", file=sys.stderr)
+        launch.ranks.from_first(lambda: _discard_work(run))
+        return
+    if launch.ranks.from_first(lambda: out.exists() and not (out.is_dir() and is_empty(out))):
         raise UserError(f"{out}: exists and is not empty; choose another destination or remove it first")
     check_folder_place(out)
     check_folder_place(recipe.folder, run.layout.calibration(MAIN).parent.name, "unfinished calibration")
@@ -87,10 +150,25 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
             if (stage.folder / file).is_file():
                 os.replace(stage.folder / file, stage.folder / "model" / file)
         write_json(stage.folder / "model" / "manifest.json", record)
-        os.replace(stage.folder / "model", out)
-        shutil.rmtree(recipe.folder)
+        replace_folder(stage.folder / "model", out)
+        sweep(out.parent, f".{out.name}.")
+        _discard_work(run)
 
     launch.ranks.from_first(leave)
+
+
+def _is_of(stage: Stage) -> bool:
+    """Tell whether the manifest in a folder is that of this stage, with the same settings and inputs."""
+    with suppress(UserError, KeyError, TypeError, ValueError):  # a manifest of something else
+        stage.refuse_difference(read_manifest(stage.folder))
+        return True
+    return False
+
+
+def _discard_work(run: Run) -> None:
+    """Remove the folder of a calibration whose model has left it, and what kills left of such ones."""
+    if (run.layout.calibration(MAIN).parent).is_dir() or not run.layout.root.exists():
+        discard_folder(run.layout.root)
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:

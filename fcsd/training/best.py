@@ -1,6 +1,7 @@
 """Score the weights while they are trained: stop when the score stalls, keep the best beside the checkpoints."""
 
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, writing
+from fcsd.base.files import writing
 from fcsd.base.temporary import replace_folder
 from fcsd.parallel.ranks import known_to_all
 from fcsd.parallel.state import check_state, write_weights
 from fcsd.training.arguments import Scorer, TrainingRun
-from fcsd.training.checkpoints import STOPPER_FILE, checkpoints, damage, note_files
+from fcsd.training.checkpoints import best_step_of, checkpoints, damage, note_files, set_aside
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.fcsd_trainer import FCSDTrainer
+
+_OURS = re.compile(r"(\.|damaged-)*step-\d+.*")  # in `best/`: weights, whole, damaged or half-written
 
 
 class ScoreFailure(Exception):
@@ -76,12 +79,7 @@ def settle_best(trainer: FCSDTrainer, run: TrainingRun, *, last_step: int | None
     else:
         instead = f"taking those of step {stopper.best_step}, {stopper.name} {stopper.best_score:.4g}"
     trainer.guarded.say(f"{lost}: the best weights are damaged ({reason}); {instead}")
-    ranks.from_first(lambda: _set_aside(lost))
-
-
-def _set_aside(folder: Path) -> None:
-    if folder.is_dir():
-        replace_folder(folder, folder.with_name(f"damaged-{folder.name}"))
+    ranks.from_first(lambda: set_aside(lost) if lost.is_dir() else None)
 
 
 def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
@@ -90,12 +88,25 @@ def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
 
 
 def _keep_only(trainer: FCSDTrainer, run: TrainingRun, steps: list[int]) -> None:
-    if trainer.is_world_process_zero() and (run.folder / "best").is_dir():
-        kept = checkpoints(run.folder / "checkpoints")
-        named = {read_json(checkpoint / STOPPER_FILE)["best_step"] for checkpoint in kept}
-        wanted = {best_folder(run, best) for best in {*steps, *named} if best is not None}
-        for folder in set((run.folder / "best").iterdir()) - wanted:
-            shutil.rmtree(folder)
+    if not trainer.is_world_process_zero() or not (run.folder / "best").is_dir():
+        return
+    wanted = {best_folder(run, step) for step in steps}
+    for checkpoint in checkpoints(run.folder / "checkpoints"):
+        try:
+            step = best_step_of(checkpoint)
+        except (
+            UserError
+        ) as error:  # the run goes back to whole ones only, so what this one names is not needed
+            trainer.guarded.say(
+                f"{checkpoint}: is damaged ({error}); it is set aside, and the training goes on"
+            )
+            set_aside(checkpoint)
+            continue
+        if step is not None:
+            wanted.add(best_folder(run, step))
+    for folder in set((run.folder / "best").iterdir()) - wanted:
+        if _OURS.fullmatch(folder.name):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class StopWhenScoreStalls(TrainerCallback):

@@ -7,9 +7,10 @@ hashes what it has written, and reads its share of the files.
 """
 
 import os
+import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import TrainerState
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, read_json, write_json
+from fcsd.base.temporary import replace_folder
 from fcsd.parallel.ranks import ALONE, Ranks
 
 GUARD_FILE = "safety.json"  # the guard's state, in each checkpoint
@@ -30,8 +32,8 @@ _REWIND = "rewind.json"  # beside the checkpoints: to which one a run went back,
 
 def checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints below `folder`, oldest first."""
-    folders = [path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
-    return sorted(folders, key=step_of)
+    folders = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(filter(Path.is_dir, folders), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -76,17 +78,67 @@ def damage(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
 
 def _damage(checkpoint: Path, ranks: Ranks) -> str | None:
     try:
-        noted = read_json(checkpoint / _FILES)
-    except UserError:
-        return f"{_FILES} is missing or damaged"
-    for name in ranks.deal(sorted(noted)):
-        path, facts = checkpoint / name, noted[name]
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != facts["bytes"]:
-            return f"{name} has {path.stat().st_size} of {facts['bytes']} bytes"
-        if file_sha256(path) != facts["sha256"]:
-            return f"{name} has other bytes than were written"
+        noted = _noted(checkpoint)
+    except UserError as error:
+        return str(error)
+    reasons = (_file_damage(checkpoint, name, *noted[name]) for name in ranks.deal(sorted(noted)))
+    return next(filter(None, reasons), None)
+
+
+def _noted(checkpoint: Path) -> dict[str, tuple[int, str]]:
+    """Return size and hash of each file of a checkpoint, as they were noted; UserError where that is damaged."""
+    try:
+        noted = read_json(checkpoint / _FILES, keys=())
+        return {name: (facts["bytes"], facts["sha256"]) for name, facts in noted.items()}
+    except (UserError, KeyError, TypeError):
+        raise UserError(f"{_FILES} is missing or damaged") from None
+
+
+def _file_damage(checkpoint: Path, name: str, num_bytes: int, sha256: str) -> str | None:
+    path = checkpoint / name
+    if not path.is_file():
+        return f"{name} is missing"
+    if path.stat().st_size != num_bytes:
+        return f"{name} has {path.stat().st_size} of {num_bytes} bytes"
+    if file_sha256(path) != sha256:
+        return f"{name} has other bytes than were written"
+    return None
+
+
+def best_step_of(checkpoint: Path) -> int | None:
+    """Return the step whose weights a checkpoint names as the best; None where it names none.
+
+    Raises:
+        UserError: what it says of them is damaged.
+    """
+    facts = _noted(checkpoint).get(STOPPER_FILE)
+    if facts is None:
+        return None
+    if (reason := _file_damage(checkpoint, STOPPER_FILE, *facts)) is not None:
+        raise UserError(reason)
+    step: int | None = read_json(checkpoint / STOPPER_FILE)["best_step"]
+    return step
+
+
+def set_aside(folder: Path) -> None:
+    """Rename a damaged folder to `damaged-NAME`, by which no run continues from it; an earlier one of the name goes."""
+    replace_folder(folder, folder.with_name(f"damaged-{folder.name}"))
+
+
+def newest_whole(candidates: Sequence[Path], ranks: Ranks, say: Callable[[str], None]) -> Path | None:
+    """Return the last of some checkpoints that is whole; None where none is. All ranks call this.
+
+    Damaged ones behind it are set aside, each with a line that the first rank says.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for checkpoint in reversed(candidates):
+        reason = damage(checkpoint, ranks)
+        if reason is None:
+            for path, why in damaged if ranks.first else []:
+                say(f"{path}: is damaged ({why}); continuing from {checkpoint}")
+                set_aside(path)
+            return checkpoint
+        damaged.append((checkpoint, reason))
     return None
 
 
@@ -102,22 +154,13 @@ def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
         return checkpoints(folder)
 
     candidates = ranks.from_first(listed)
-    damaged: list[tuple[Path, str]] = []
-    while candidates:
-        what = damage(candidates[-1], ranks)
-        if what is None:
-            for path, reason in damaged if ranks.first else []:
-                print(f"{path}: is damaged ({reason}); continuing from {candidates[-1]}", file=sys.stderr)
-                os.replace(path, path.with_name(f"damaged-{path.name}"))
-            return candidates[-1]
-        damaged.append((candidates.pop(), what))
-    if damaged:
-        path, reason = damaged[0]
+    newest = newest_whole(candidates, ranks, lambda line: print(line, file=sys.stderr))
+    if newest is None and candidates:
         raise UserError(
-            f"{path}: is damaged ({reason}), and there is no other checkpoint that is whole; remove {folder} to begin"
-            " again"
+            f"{candidates[-1]}: is damaged ({damage(candidates[-1], ranks)}), and there is no other checkpoint that is"
+            f" whole; remove {folder} to begin again"
         )
-    return None
+    return newest
 
 
 def chosen_checkpoint(folder: Path, choice: str | bool | None, ranks: Ranks) -> Path | None:

@@ -23,7 +23,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_text
 from fcsd.base.helper import obey_only_parent
 from fcsd.parallel.shard import own_part
-from fcsd.training.checkpoints import GUARD_FILE, checkpoints, note_rewind, step_of
+from fcsd.training.checkpoints import GUARD_FILE, checkpoints, newest_whole, note_rewind, step_of
 from fcsd.training.safety import Guard, Verdict, events_text, not_finite
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -235,14 +235,13 @@ class GuardedSteps:
     # ---- rewind
 
     def _checkpoint_before(self, step: int) -> Path | None:
-        def newest() -> Path | None:
-            before = [
-                path for path in checkpoints(Path(self.trainer.args.output_dir)) if step_of(path) < step
-            ]
-            return before[-1] if before else None
+        def before() -> list[Path]:
+            kept = checkpoints(Path(self.trainer.args.output_dir))
+            return [path for path in kept if step_of(path) < step]
 
         self.trainer.checkpoint_writer.finish()
-        return self.trainer.launch.ranks.from_first(newest)
+        ranks = self.trainer.launch.ranks
+        return newest_whole(ranks.from_first(before), ranks, self.say)
 
     def rewind(self) -> bool:
         """Go on from a checkpoint, where that is decided, with the data that comes next: what the iterator has given

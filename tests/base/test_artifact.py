@@ -1,6 +1,7 @@
 """Stage folders: finished ones are found, changed ones refused, nothing half-written under a final name."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from fcsd.base.files import new_folder, read_json, weights_fingerprint, write_js
 from fcsd.evaluation.config import load_suite
 from fcsd.pipeline.scoring import score_settings
 from fcsd.recipe.load_recipe import load_recipe
-from tests.support import ROOT
+from tests.kills import Places
+from tests.support import ROOT, in_a_fork
 
 
 def stage(folder: Path, **settings: object) -> Stage:
@@ -68,6 +70,84 @@ def test_a_folder_of_someone_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("mine")
     with pytest.raises(UserError, match="was not made by stage 'distill'"):
         stage(tmp_path).state()
+
+
+NOISE = [
+    ".DS_Store", "._model.safetensors", ".nfs000000000012a4b100000001", ".fuse_hidden0000004500000002", "Thumbs.db",
+    "desktop.ini", "lost+found/", ".Trash-1000/", "@eaDir/", ".snapshot/", ".Spotlight-V100/",
+    ".stage.json.0a1b2c3d-17-0123abcd.tmp", ".model.0a1b2c3d-17-0123abcd.old/",
+]  # fmt: skip
+
+
+def add_noise(folder: Path, names: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        if name.endswith("/"):
+            (folder / name).mkdir()
+            (folder / name / "inside").write_text("x")
+        else:
+            (folder / name).write_text("x")
+
+
+def test_what_systems_and_killed_processes_leave_in_a_folder_does_not_make_it_someone_elses(
+    tmp_path: Path,
+) -> None:
+    for number, names in enumerate([[name] for name in NOISE] + [NOISE]):
+        folder = tmp_path / str(number)
+        add_noise(folder / "s", names)
+        one = stage(folder / "s")
+        assert one.state() == "absent", names
+        one.start()
+        assert stage(folder / "s", learning_rate=2e-3).state() == "absent"
+        (one.folder / "history.jsonl").touch()
+        assert one.state() == "unfinished"
+        for kept in names:
+            assert (folder / "s" / kept).exists()
+        add_noise(folder / "report", names)
+        with new_folder(folder / "report", "report.json", "report") as new:
+            (new / "report.json").touch()
+        add_noise(folder / "model", names)
+        with new_folder(folder / "model", replaces=False) as new:
+            (new / "config.json").touch()
+        assert [path.name for path in (folder / "model").iterdir()] == ["config.json"]
+    for name in (".env", "DS_Store", "nfs1", "notes.tmp", ".tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("mine")
+        with pytest.raises(UserError, match="was not made by stage 'distill'"):
+            stage(tmp_path / name).state()
+
+
+def test_a_kill_while_the_first_record_of_a_stage_is_written_does_not_keep_it_from_beginning(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "s"
+
+    def killed() -> int:
+        Places(folder, kill="before rename to stage.json, 1").watch()
+        stage(folder).start()
+        return 0
+
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL
+    (left,) = folder.iterdir()
+    assert left.name.startswith(".stage.json.")
+    for other in (stage(folder), stage(folder, learning_rate=2e-3)):  # it has left nothing of either
+        assert other.state() == "absent"
+    stage(folder).start()
+    assert [path.name for path in folder.iterdir()] == ["stage.json"]
+
+
+def test_a_finished_stage_that_lacks_what_its_manifest_names_is_refused(tmp_path: Path) -> None:
+    one = stage(tmp_path / "s")
+    one.start()
+    (one.folder / "model").mkdir()
+    one.finish({}, {"model": "abc"})
+    assert one.state() == "finished"
+    (one.folder / "model").rmdir()
+    message = (
+        r"s/model: is not there, though manifest\.json names it; put it back, or remove .*/s to run stage"
+    )
+    with pytest.raises(UserError, match=message):
+        one.state()
 
 
 def test_differences_name_added_and_removed_keys() -> None:
@@ -137,6 +217,7 @@ def test_the_fingerprint_follows_the_bytes_of_the_weights(tmp_path: Path) -> Non
     (tmp_path / "model.safetensors").write_bytes(b"a")
     first = weights_fingerprint(tmp_path)
     write_json(tmp_path / "config.json", {})
+    (tmp_path / "._model.safetensors").write_bytes(b"attributes")  # what macOS leaves on foreign disks
     assert weights_fingerprint(tmp_path) == first
     (tmp_path / "model.safetensors").write_bytes(b"b")
     assert weights_fingerprint(tmp_path) != first
@@ -166,6 +247,8 @@ def former(name: str, folder: Path) -> tuple[Stage, dict[str, Any]]:
     manifest = read_json(ROOT / "tests" / "files" / "schema_1" / f"{name}.json")
     assert manifest["schema_version"] == 1
     (folder / "history.jsonl").touch()
+    for output in manifest["outputs"]:
+        (folder / output).mkdir()
     write_json(folder / "manifest.json", manifest)
     recipe = load_recipe(ROOT / "tests" / "files" / "schema_1" / "recipe.yaml", SMALL)
     if name.startswith("variants-"):

@@ -13,11 +13,12 @@ import pytest
 
 from fcsd.base import temporary
 from fcsd.base.artifact import Stage
-from fcsd.base.files import new_folder, write_text
+from fcsd.base.files import new_folder, read_json, write_text
 from fcsd.base.temporary import beside, file_beside, scratch_folder
 from fcsd.cli.main import main
 from fcsd.evaluation.code import scorer
 from fcsd.model.connectivity import Connectivity, convert_checkpoint
+from tests.kills import Places
 from tests.reference.tiny import tiny_model
 from tests.support import ROOT, in_a_fork
 
@@ -101,6 +102,20 @@ def test_a_killed_conversion_leaves_nothing_once_it_is_run_again(
     assert len(list(tmp_path.iterdir())) == 2
     convert()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "far"]
+
+
+def test_a_conversion_that_has_its_name_says_what_it_was_made_from(tmp_path: Path) -> None:
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+    words = ["convert", str(tmp_path / "base"), str(tmp_path / "far"), "--layers", "all"]
+
+    def convert() -> int:
+        Places(tmp_path, kill="after rename to far, 1").watch()
+        return main(words)
+
+    killed_in(convert, tmp_path)
+    manifest = read_json(tmp_path / "far" / "manifest.json")
+    assert manifest["stage"] == "convert" and manifest["results"]["layers"] == [0, 1, 2, 3]
+    assert manifest["settings"]["model"]["path"] == words[1]
 
 
 def test_a_living_owner_keeps_its_folder_whatever_its_process_is_called(

@@ -30,8 +30,9 @@ from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import training_rows
 from fcsd.recipe.load_recipe import load_recipe
 from tests.data.test_data import make_tokenizer
+from tests.kills import Places
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, end_if_it_hangs
+from tests.support import Bench, end_if_it_hangs, in_a_fork
 
 TOKENIZER = make_tokenizer()
 
@@ -149,12 +150,29 @@ def test_kills_at_random_moments_leave_the_same_bytes(
         assert kills < 25
     built, again = mixed(tmp_path / "killed")
     assert texts(built) == texts(whole) and again[3] == record[3]
-    kept = {
-        name: data
-        for name, data in files(tmp_path / "killed").items()
-        if not name.split("/")[-1].startswith(".")
-    }
-    assert kept == files(tmp_path / "whole")
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")  # hidden ones, too
+
+
+def test_a_killed_writer_of_tokens_leaves_one_file_which_the_next_one_removes(tmp_path: Path) -> None:
+    file, arrays = tmp_path / "tokens" / "0.safetensors", {"ids": np.arange(4, dtype=np.int32)}
+    file.parent.mkdir()
+
+    def killed() -> int:
+        Places(file.parent, kill="before rename to 0.safetensors, 1").watch()
+        shards.write_arrays(file, arrays, {})
+        return 0
+
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL
+    (left,) = file.parent.iterdir()
+    assert left.name.startswith(".0.safetensors.")
+    before = os.umask(0o027)
+    try:
+        shards.write_arrays(file, arrays, {"a": 1})
+    finally:
+        os.umask(before)
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert oct(file.stat().st_mode)[-3:] == "640" and shards.Shard(file).record == {"a": 1}
+    assert shards.Shard(file).array("ids").tolist() == [0, 1, 2, 3]
 
 
 def test_what_was_written_before_a_kill_is_not_tokenized_again(

@@ -1,6 +1,7 @@
 """The best weights are as safe as a checkpoint: damaged ones are noticed, and the best that are whole are taken."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,14 @@ def take_away(best: Path) -> None:
 class Watched:
     """A run whose scores are given, step by step, and whose best weights are damaged behind one of them."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, teacher: Any, scores: dict[int, float]):  # noqa: F811
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        teacher: Any,  # noqa: F811
+        scores: dict[int, float],
+        **changes: Any,
+    ):
         self.folder, self.scores = folder, scores
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
         self.stopper = EarlyStopper(every_steps=2, patience=9, min_delta=0.0)
@@ -53,7 +61,7 @@ class Watched:
             self.weights[step] = weights(model)
             return Score([scores[step]])
 
-        settings = {"max_steps": max(scores), "save_steps": 2}
+        settings = {"max_steps": max(scores), "save_steps": 2, **changes}
         self.run = make(folder, teacher, stopper=self.stopper, score=score, **settings)
 
     def left(self) -> list[int]:
@@ -126,6 +134,53 @@ def test_a_run_that_goes_on_finds_its_best_weights_damaged_and_has_others_beat_w
     said = capsys.readouterr().err
     assert "has other bytes than were written); no other weights that were scored are whole" in said
     assert (results["best_step"], results["best_score"]) == (6, 0.7) and again.left() == [6]
+
+
+def lose_a_digit(file: Path) -> None:
+    file.write_text(re.sub(r'"best_step": \d', '"best_step": 7', file.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    few(
+        [
+            ("early_stopping.json", lambda file: os.truncate(file, 40)),
+            ("early_stopping.json", lose_a_digit),
+            ("files.json", lambda file: file.write_text('{"early_stopping.json": {"bytes": 1}}')),
+            ("early_stopping.json", Path.unlink),
+            ("early_stopping.json", lambda file: file.write_bytes(b"\xff\xfe" * 9)),
+            ("files.json", Path.unlink),
+        ],
+        3,
+    ),
+)
+def test_a_damaged_older_checkpoint_is_set_aside_and_does_not_end_the_training(
+    tmp_path: Path,
+    teacher: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    harm: Damage,
+) -> None:
+    checkpoint = tmp_path / "checkpoints" / "checkpoint-2"
+
+    class InTheMiddle(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == 4:
+                harm(checkpoint / name)
+                (tmp_path / "best" / ".DS_Store").touch()  # and what a system leaves beside the weights
+                (tmp_path / "checkpoints" / "checkpoint-3").touch()
+
+    monkeypatch.setattr(run_module, "_tensorboard", lambda run: [InTheMiddle()])
+    scores = {0: 0.5, 2: 0.9, 4: 0.7, 6: 0.6}
+    watched = Watched(tmp_path, monkeypatch, teacher, scores, save_total_limit=9)
+    results = train(watched.run)
+    assert (results["best_step"], results["best_score"]) == (2, 0.9) and watched.left() == [2]
+    said = capsys.readouterr().err
+    assert (
+        f"{checkpoint}: is damaged ({name} " in said and "it is set aside, and the training goes on" in said
+    )
+    assert said.count("is damaged") == 1 and (checkpoint.parent / "damaged-checkpoint-2").is_dir()
 
 
 @pytest.mark.parametrize("metric", ["pass@1", "perplexity", "heldout_kl"])

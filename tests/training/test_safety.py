@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler
+from transformers import TrainerCallback
 
 from fcsd.base.errors import Interrupted, UserError
 from fcsd.parallel.ranks import ALONE
@@ -291,6 +292,40 @@ def test_a_run_that_is_killed_while_it_goes_back_ends_as_one_that_was_not(
     assert training("killed") == whole
     assert same(tmp_path / "whole", tmp_path / "killed")
     assert events(tmp_path / "whole") == events(tmp_path / "killed")
+
+
+@pytest.mark.parametrize("whole", [[3], []])
+def test_a_run_goes_back_to_a_whole_checkpoint_only_and_skips_where_there_is_none(
+    tmp_path: Path,
+    teacher: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    whole: list[int],
+) -> None:
+    spoil(monkeypatch, {8, 9}, "nan")
+    kept = tmp_path / "r" / "checkpoints"
+
+    class Harm(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == 7:
+                for step in {3, 6} - {*whole}:
+                    (file,) = (kept / f"checkpoint-{step}").glob("state-*.safetensors")
+                    os.truncate(file, 100)
+
+    monkeypatch.setattr(run_module, "_tensorboard", lambda run: [Harm()])
+    settings = {"max_skipped_steps": 1, "max_rewinds": 1}
+    plan = {"max_steps": 10, "learning_rate": 1e-6, "save_steps": 3, "save_total_limit": 4}
+    training = run(tmp_path / "r", teacher, list(range(20)), settings, **plan)
+    if whole:
+        results = train(training)
+        assert results["rewinds"] == 1 and results["steps"] == 10
+        assert events(tmp_path / "r")[-1]["to_step"] == 3
+        said = capsys.readouterr().err
+        assert "checkpoint-6: is damaged (state-" in said and " has 100 of " in said
+        assert f"continuing from {kept}/checkpoint-3" in said
+    else:
+        with pytest.raises(UserError, match="training stopped before step"):
+            train(training)
 
 
 # ---- checkpoints

@@ -45,6 +45,7 @@ def convert_checkpoint(
     connectivity: Connectivity | None = None,
     *,
     revision: str | None = None,
+    record: dict[str, Any] | None = None,
 ) -> list[int]:
     """Write a FarSkip checkpoint with the weights of `source`, which may be a base or a FarSkip checkpoint.
 
@@ -60,6 +61,7 @@ def convert_checkpoint(
     Args:
         connectivity: None takes what the source says in another project's keys (AMD's Instella), and rewires
             all layers where it says nothing.
+        record: left beside the weights as `manifest.json`, with the layers as its results.
 
     Returns:
         The indices of the rewired layers.
@@ -89,6 +91,8 @@ def convert_checkpoint(
     with new_folder(Path(destination), replaces=False) as folder:
         (folder / MODELING_FILE).write_text(modeling_source(family), encoding="utf-8")
         _write(source, checkpoint, folder, config)
+        if record is not None:
+            write_json(folder / "manifest.json", record | {"results": {"layers": field["layers"]}})
     return field["layers"]
 
 

@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import new_folder
+from fcsd.base.files import is_empty, new_folder
 from fcsd.base.strict import validate
 from fcsd.data.config import DataConfig, DecontaminateConfig, SourceConfig, making_of
 from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite, suite_names
@@ -67,7 +67,7 @@ def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
     small = _small(recipe, folder)
     text = f"# The rehearsal of recipe {recipe.name}, made by fcsd: no result means anything.\n{to_yaml(small.dump())}"
     ready = folder / "recipe.yaml"
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not ready.is_file()):
+    if folder.is_file() or (folder.is_dir() and not is_empty(folder) and not ready.is_file()):
         raise UserError(f"--rehearse {folder}: is something else than a rehearsal; choose a new folder")
     if ready.is_file() and ready.read_text(encoding="utf-8") != text:
         raise UserError(

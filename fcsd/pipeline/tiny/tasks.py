@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import new_folder
+from fcsd.base.files import is_empty, new_folder
 from fcsd.pipeline.tiny.questions import answer_tasks, chat_rows, choice_tasks, code_tasks
 from fcsd.pipeline.tiny.rows import write_data_set, write_rows
 
@@ -81,7 +81,7 @@ def write_tiny_data(folder: Path, **sizes: Any) -> None:
     """
     folder, wanted = Path(folder), Sizes(**sizes)
     settings = {"format_version": FORMAT_VERSION, **asdict(wanted)}
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or not is_empty(folder)):
         settings_file = folder / "settings.json"
         if settings_file.is_file() and json.loads(settings_file.read_text(encoding="utf-8")) == settings:
             return

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, eval_result_entries_to_yaml
 
-from fcsd.base.files import new_folder, read_json, write_text
+from fcsd.base.files import is_noise, new_folder, read_json, write_text
 from fcsd.base.text import metric_words, nats
 from fcsd.model.connectivity.export import link_or_copy
 from fcsd.recipe.recipe import Recipe
@@ -131,7 +131,7 @@ def write_publication(
     """
     report = read_json(report_folder / "report.json")
     with new_folder(folder, "report.json", "publication") as new:
-        for file in sorted(model.iterdir()):
+        for file in sorted(file for file in model.iterdir() if not is_noise(file.name)):
             place(file, new / file.name)
         for file in sorted(report_folder.iterdir()):
             if file.suffix == ".json":

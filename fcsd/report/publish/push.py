@@ -21,7 +21,14 @@ from huggingface_hub.utils import validate_repo_id
 
 from fcsd.base.artifact import read_manifest
 from fcsd.base.errors import UserError
-from fcsd.base.files import file_sha256, new_folder, read_json, weights_fingerprint, write_text
+from fcsd.base.files import (
+    file_sha256,
+    is_empty,
+    new_folder,
+    read_json,
+    weights_fingerprint,
+    write_text,
+)
 from fcsd.base.temporary import scratch_folder
 from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.scores import compare
@@ -81,7 +88,7 @@ def push(
     checkpoint = _checked(find_checkpoint(folder))
     card = card or NewCard()
     if dry_run is not None:
-        if dry_run.exists() and (not dry_run.is_dir() or any(dry_run.iterdir())):
+        if dry_run.exists() and (not dry_run.is_dir() or not is_empty(dry_run)):
             raise UserError(f"{dry_run}: exists already; choose a new folder for the dry run")
         with new_folder(dry_run) as new:
             _assemble(checkpoint, repo_id, new, card, place)

@@ -4,11 +4,11 @@
     work/state.json             the next layer, and what was solved so far
     work/streams-LAYER-RANK.safetensors    both streams before that layer, of a rank's share of the rows
 
-The source's weights are never written, so that a layer that was cut off is solved again from them.
+The source's weights are never written, so that a layer that was cut off is solved again from them. Nothing here is
+removed or renamed at the end: who calls this does so when it is noted that the model is whole.
 """
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -35,10 +35,11 @@ from fcsd.training.calibration.shards import Layerwise, own_copies, write_change
 from fcsd.training.calibration.state import State
 from fcsd.training.calibration.steps import Stream
 
+_STATE = "state.json"
+
 
 def calibrate_checkpoint(
     original: ModelFolder,
-    out: Path,
     work: Path,
     connectivity: Connectivity,
     rows: Sequence[Any],
@@ -46,10 +47,10 @@ def calibrate_checkpoint(
     ridge: float,
     launch: Launch,
 ) -> dict[str, Any]:
-    """Write the original, converted and calibrated, to `out`. All ranks call this, and each works on its share of the
-    rows.
+    """Write the original, converted and calibrated, to `work/model`. All ranks call this, and each works on its share
+    of the rows.
 
-    work: a folder for what is not finished; one from a run that was killed has to be of the same settings.
+    work: one from a run that was killed has to be of the same settings, and is continued.
 
     Returns: tokens, seconds, and for each layer what was solved (`fcsd.training.calibration.model.calibrate_model`).
 
@@ -86,8 +87,10 @@ def calibrate_checkpoint(
                 bar.update()
         _judge(state, ranks)
         facts = {"tokens": text.num_tokens, "ridge": ridge, "layers": layers}
-        ranks.share(lambda: None)  # no rank is still at work in the folder that the first removes
-        ranks.from_first(lambda: _finish(model, out, facts))
+        ranks.share(lambda: None)  # no rank is still at work in the folder
+        ranks.from_first(
+            lambda: write_json(model / CONFIG, read_checkpoint_json(model / CONFIG) | {CALIBRATED: facts})
+        )
     return {
         **facts,
         "distinct_tokens": text.num_distinct,
@@ -142,21 +145,19 @@ def _prepare(
     original: ModelFolder, connectivity: Connectivity, model: Path, models: Layerwise, layers: Sequence[int]
 ) -> None:
     if not model.is_dir():
+        state = model.parent / _STATE
+        if state.is_file():
+            print(
+                f"calibrate: {model}: is not there any more, beginning with the first layer", file=sys.stderr
+            )
+            state.unlink()  # it counts the layers of a model that is lost
         convert_checkpoint(original.folder, model, connectivity)
     own_copies(model, original.folder, models.files_of(layers))
 
 
-def _finish(model: Path, out: Path, facts: dict[str, Any]) -> None:
-    write_json(model / CONFIG, read_checkpoint_json(model / CONFIG) | {CALIBRATED: facts})
-    os.replace(model, out)
-    shutil.rmtree(model.parent)
-
-
 def _resume(work: Path, models: Layerwise, batches: Sequence[Batch], ranks: Ranks) -> State:
     """Read the state of a run that was cut off, or begin before the first layer."""
-    state = ranks.from_first(
-        lambda: read_json(work / "state.json") if (work / "state.json").is_file() else None
-    )
+    state = ranks.from_first(lambda: _read_state(work))
     if state is None:
         return State(0, [first_stream(models.student, batch, models.device) for batch in batches])
     if state["ranks"] != ranks.size:
@@ -171,6 +172,16 @@ def _resume(work: Path, models: Layerwise, batches: Sequence[Batch], ranks: Rank
         both[who][int(number)][name] = value
     student = both["student"] if any(both["student"]) else None
     return State(state["next_layer"], both["teacher"], student, state["results"])
+
+
+def _read_state(work: Path) -> Any:
+    """Return what `_save` noted, or None; streams of other layers, and half-written ones, are removed."""
+    state = read_json(work / _STATE) if (work / _STATE).is_file() else None
+    kept = None if state is None else f"streams-{state['next_layer']}-"
+    for file in (*work.glob("streams-*"), *work.glob(".tmp*")):  # of safetensors, which writes so
+        if kept is None or not file.name.startswith(kept):
+            file.unlink()
+    return state
 
 
 def _streams(work: Path, layer: int, ranks: Ranks) -> Path:
@@ -191,7 +202,7 @@ def _save(state: State, work: Path, ranks: Ranks) -> None:
     os.replace(target.with_suffix(".tmp"), target)
     ranks.share(lambda: None)  # all of them have left theirs, and the first has written the layer
     record = {"next_layer": state.next_layer, "ranks": ranks.size, "results": state.results}
-    ranks.from_first(lambda: write_json(work / "state.json", record))
+    ranks.from_first(lambda: write_json(work / _STATE, record))
     _streams(work, state.next_layer - 1, ranks).unlink(missing_ok=True)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, write_json
+from fcsd.base.files import check_folder_place, is_empty, write_json
 from fcsd.base.temporary import sweep
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import Collator, next_token_targets
@@ -127,7 +127,7 @@ def _begin(folder: Path, identity: dict[str, Any], launch: Launch) -> None:
     check_folder_place(folder)
     if (folder / TEACHER).is_file():
         check_teacher(folder, identity)
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and not is_empty(folder):
         raise UserError(f"{folder}: is not empty and holds no teacher cache; choose another folder")
     launch.wait()
     if launch.first:

@@ -257,12 +257,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_folder(base: Path, out: Path, ids: Tensor, launch: Launch = CPU) -> dict[str, Any]:
-    work = out.with_name("work")
+def run_folder(base: Path, work: Path, ids: Tensor, launch: Launch = CPU) -> dict[str, Any]:
+    """Calibrate to `work/model`."""
     work.mkdir(exist_ok=True)
     checkpoint = find_model(ModelConfig(path=str(base)))
     return calibrate_checkpoint(
-        checkpoint, out, work, Connectivity([1, 3]), as_rows(ids), ridge=1e-3, launch=launch
+        checkpoint, work, Connectivity([1, 3]), as_rows(ids), ridge=1e-3, launch=launch
     )
 
 
@@ -278,36 +278,36 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
     ids = text(24)
     whole = run_folder(base, tmp_path / "whole", ids)
     assert whole["tokens"] == 24 * 32 and [result["layer"] for result in whole["layers"]] == [1, 3]
-    old, new = tensors(base), tensors(tmp_path / "whole")
+    model = tmp_path / "whole" / "model"
+    old, new = tensors(base), tensors(model)
     assert old.keys() == new.keys() and {value.dtype for value in new.values()} == {torch.bfloat16}
     changed = {name for name in old if not torch.equal(old[name], new[name])}
     assert {name.split(".")[2] for name in changed} == {"1", "3"}
     assert not any("norm" in name for name in changed) and any(
         "experts.7.up_proj" in name for name in changed
     )
-    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text())
     assert config["farskip_calibration"] == {"tokens": 768, "ridge": 1e-3, "layers": [1, 3]}
     teacher = load_model(base, dtype=torch.float32)
     plain = load_model(base, connectivity=Connectivity([1, 3]), dtype=torch.float32)
     held_out = text(32, seed=1)
-    calibrated = load_model(tmp_path / "whole", dtype=torch.float32)
+    calibrated = load_model(model, dtype=torch.float32)
     assert kl(teacher, calibrated, held_out) < kl(teacher, plain, held_out)
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
     for place in ("_save", "write_changed"):  # after a layer was written and not noted; before it was written
-        out = tmp_path / place / "out"
-        out.parent.mkdir()
+        work = tmp_path / place
         with monkeypatch.context() as patch:
             original, calls = getattr(folder_module, place), iter(range(9))
             patch.setattr(folder_module, place, lambda *a: original(*a) if next(calls) < 1 else stop())  # noqa: B023
             with pytest.raises(KeyboardInterrupt):
-                run_folder(base, out, ids)
-        assert not out.exists()
-        resumed = run_folder(base, out, ids)
-        assert resumed["layers"] == whole["layers"] and not out.with_name("work").exists()
-        assert all(torch.equal(value, new[name]) for name, value in tensors(out).items())
+                run_folder(base, work, ids)
+        assert "farskip_calibration" not in json.loads((work / "model" / "config.json").read_text())
+        resumed = run_folder(base, work, ids)
+        assert resumed["layers"] == whole["layers"]
+        assert all(torch.equal(value, new[name]) for name, value in tensors(work / "model").items())
     assert all(torch.equal(value, old[name]) for name, value in tensors(base).items())
 
 
@@ -316,36 +316,37 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
     base: Path, tmp_path: Path
 ) -> None:
     ids = text(200, length=64)  # four batches, the last of them short
-    (tmp_path / "one").mkdir()
-    run_folder(base, tmp_path / "one" / "out", ids)
+    run_folder(base, tmp_path / "one", ids)
 
     counts: list[int] = []
 
     def rank(number: int) -> list[int]:
-        unlink, finish = Path.unlink, folder_module._finish
+        unlink, write = Path.unlink, folder_module.write_json
 
         def late(path: Path, **options: Any) -> None:
             time.sleep(0.3 * number)
             unlink(path, **options)
 
-        def counted(model: Path, *args: Any) -> None:
-            counts.append(len(list(model.parent.glob("streams-*"))))
-            finish(model, *args)
+        def counted(path: Path, value: Any) -> None:
+            if path.name == "config.json":
+                counts.append(len(list(path.parents[1].glob("streams-*"))))
+            write(path, value)
 
-        Path.unlink, folder_module._finish = late, counted  # type: ignore[assignment,method-assign]
+        Path.unlink, folder_module.write_json = late, counted  # type: ignore[assignment,method-assign]
         engine = Engine("fsdp2", reshard=True)
         run_folder(
             base,
-            tmp_path / "two" / "out",
+            tmp_path / "two",
             ids,
             Launch(torch.device("cpu"), engine, Ranks(number, 2, lockstep=True)),
         )
         return counts
 
-    (tmp_path / "two").mkdir()
-    # When the first rank removes the folder, a late one is no longer at work in it.
+    # When the first rank says that the model is calibrated, a late one is no longer at work in the folder.
     assert run_ranks(rank, 2) == [[2], []]
-    one, two, old = (tensors(folder) for folder in (tmp_path / "one" / "out", tmp_path / "two" / "out", base))
+    one, two, old = (
+        tensors(folder) for folder in (tmp_path / "one" / "model", tmp_path / "two" / "model", base)
+    )
     distances = [
         float(
             (one[n].float() - two[n].float()).norm()
@@ -535,8 +536,9 @@ def test_a_row_that_is_repeated_is_no_more_text(pair: tuple[Any, Any], base: Pat
     with pytest.raises(
         UserError, match=r"too little, or too much alike: .* left out, what rewired layers read misses"
     ):
-        run_folder(base, tmp_path / "out", text(1, length=132).repeat(64, 1))
-    assert not (tmp_path / "out").exists()
+        run_folder(base, tmp_path / "work", text(1, length=132).repeat(64, 1))
+    config = json.loads((tmp_path / "work" / "model" / "config.json").read_text())
+    assert "farskip_calibration" not in config
 
 
 @pytest.mark.parametrize(

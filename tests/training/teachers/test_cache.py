@@ -361,6 +361,12 @@ def test_a_folder_that_is_no_cache_is_named(bench: Bench, capfd: pytest.CaptureF
         ["distill", path], capfd
     )
     (bench.folder / "cache").mkdir()
+    # What a kill leaves while the first file is written, and what a system leaves, is nobody's.
+    for name in (".teacher.json.0a1b2c3d-17-0123abcd.tmp", ".DS_Store"):
+        (bench.folder / "cache" / name).touch()
+    assert main(["cache-teacher", path]) == 0
+    shutil.rmtree(bench.folder / "cache")
+    (bench.folder / "cache").mkdir()
     (bench.folder / "cache" / "mine.txt").write_text("mine")
     error = error_of(["cache-teacher", path], capfd)
     assert "is not empty and holds no teacher cache; choose another folder" in error

@@ -1,0 +1,186 @@
+"""A calibration that is killed at its end is finished by the next start, and is never another model than it says."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fcsd.base.files import read_json, weights_fingerprint
+from fcsd.cli.main import main
+from fcsd.pipeline import run as _imported_before_forks  # noqa: F401
+from tests.kills import Places, state_of
+from tests.support import Bench, in_a_fork, make_bench
+
+Command = Callable[[Path], list[str]]  # the words of a command that leaves all it writes in a folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    lines = [f"Line {n} of {n * n % 97} says {n % 7} more, and then {n * 31 % 89}." for n in range(200)]
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def commands(
+    base_checkpoint: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Command]:
+    """Return the stage of a recipe, whose distillation has no step; and the command on a checkpoint."""
+    bench: Bench = make_bench(base_checkpoint, tmp_path_factory.mktemp("recipe"))
+    source = {"path": str(text), "columns": {"text": "text"}}
+    recipe = bench.recipe(
+        "r",
+        calibration={"tokens": 1500},
+        data={"train": [source], "max_length": 64},
+        train={
+            "max_steps": 0, "batch_size_tokens": 128, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
+            "warmup_steps": 0,
+        },
+    )  # fmt: skip
+    return {
+        "stage": lambda folder: ["distill", str(recipe), "--set", f"output_dir={folder}"],
+        "command": lambda folder: [
+            "calibrate", str(base_checkpoint), str(folder / "out"), "--layers", "all", "--text", json.dumps(source),
+            "--tokens", "1500", "--max-length", "64",
+        ],
+    }  # fmt: skip
+
+
+def model_of(folder: Path) -> Path:
+    return next(path for path in (folder / "out", folder / "calibrate" / "fcsd" / "model") if path.is_dir())
+
+
+@pytest.fixture(scope="module")
+def whole(
+    commands: dict[str, Command], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[str, list[str]]]:
+    """Return by name what a command leaves that is not killed, and its moments."""
+    known: dict[str, tuple[str, list[str]]] = {}
+
+    def of(name: str) -> tuple[str, list[str]]:
+        if name not in known:
+            folder = tmp_path_factory.mktemp("whole") / "run"
+            folder.mkdir()
+
+            def run() -> int:
+                Places(folder, record=folder.with_name("moments")).watch()
+                return main(commands[name](folder))
+
+            output = folder.with_name("output")
+            assert in_a_fork(run, output) == 0, output.read_text()
+            assert "farskip_calibration" in read_json(model_of(folder) / "config.json")
+            known[name] = state_of(folder), folder.with_name("moments").read_text().splitlines()
+        return known[name]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("stage", "the renames"),
+        pytest.param("stage", "all", marks=pytest.mark.breadth),
+        ("command", "the last"),
+        pytest.param("command", "all", marks=pytest.mark.breadth),
+    ],
+)
+def test_wherever_a_calibration_is_killed_the_next_start_leaves_the_same_bytes(
+    name: str,
+    part: str,
+    commands: dict[str, Command],
+    whole: Callable[[str], tuple[str, list[str]]],
+    tmp_path: Path,
+) -> None:
+    expected, moments = whole(name)
+    if part == "the renames":
+        here = "calibrate/fcsd"
+        moments = [
+            f"before rename to {here}/partial/result.json, 1",  # all weights are hashed
+            f"after rename to {here}/partial/result.json, 1",
+            f"after rename to {here}/model, 1",
+            f"within removal of {here}/.partial.RANDOM.old, 1",
+        ]
+    elif part == "the last":
+        moments = ["after rename to out, 1", "within removal of .out.partial.RANDOM.old, 1"]
+    for number, moment in enumerate(moments):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+
+        def killed(folder: Path = folder, moment: str = moment) -> int:
+            Places(folder, kill=moment).watch()
+            return main(commands[name](folder))
+
+        status = in_a_fork(killed, tmp_path / "output")
+        assert status == -signal.SIGKILL, (moment, (tmp_path / "output").read_text())
+        status = in_a_fork(lambda folder=folder: main(commands[name](folder)), tmp_path / "output")
+        assert status == 0, (moment, (tmp_path / "output").read_text())
+        assert state_of(folder) == expected, moment
+        shutil.rmtree(folder)
+
+
+def cut_off(command: list[str], folder: Path, moment: str, output: Path) -> None:
+    def killed() -> int:
+        Places(folder, kill=moment).watch()
+        return main(command)
+
+    assert in_a_fork(killed, output) == -signal.SIGKILL, output.read_text()
+
+
+@pytest.mark.parametrize("lost", ["partial/model before the end", "model", "partial/model"])
+def test_a_cut_off_calibration_whose_model_was_removed_begins_again(
+    lost: str,
+    commands: dict[str, Command],
+    whole: Callable[[str], tuple[str, list[str]]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A model that is converted anew is not calibrated, whatever the notes say that are left of the one before."""
+    folder, stage = tmp_path / "run", tmp_path / "run" / "calibrate" / "fcsd"
+    folder.mkdir()
+    moment = {
+        "model": "after rename to calibrate/fcsd/model, 1",
+        "partial/model": "after rename to calibrate/fcsd/partial/result.json, 1",
+    }.get(lost, "before rename to calibrate/fcsd/partial/result.json, 1")
+    cut_off(commands["stage"](folder), folder, moment, tmp_path / "output")
+    shutil.rmtree(stage / lost.split()[0])
+    assert main(commands["stage"](folder)) == 0
+    assert state_of(folder) == whole("stage")[0]
+    said = capfd.readouterr().err
+    assert ("is not there any more" if "before" in lost else "is not the model that was calibrated") in said
+
+
+def test_a_finished_calibration_without_its_model_is_refused_with_what_to_do(
+    commands: dict[str, Command], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, stage = tmp_path / "run", tmp_path / "run" / "calibrate" / "fcsd"
+    assert main(commands["stage"](folder)) == 0
+    shutil.rmtree(stage / "model")
+    shutil.rmtree(folder / "distill")
+    capfd.readouterr()
+    assert main(commands["stage"](folder)) == 2
+    message = capfd.readouterr().err
+    assert (
+        f"{stage}/model: is not there, though manifest.json names it; put it back, or remove {stage}"
+        in message
+    )
+
+
+def test_the_same_command_finds_its_calibration_finished_and_another_one_refuses_the_folder(
+    commands: dict[str, Command], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words: list[Any] = commands["command"](tmp_path)
+    assert main(words) == 0
+    before = weights_fingerprint(tmp_path / "out"), os.stat(tmp_path / "out").st_ino
+    capfd.readouterr()
+    assert main(words) == 0
+    assert f"calibrate: finished before, in {tmp_path / 'out'}" in capfd.readouterr().err
+    assert before == (weights_fingerprint(tmp_path / "out"), os.stat(tmp_path / "out").st_ino)
+    assert main([*words[:-3], "1400", *words[-2:]]) == 2
+    assert "exists and is not empty; choose another destination" in capfd.readouterr().err
+    assert before == (weights_fingerprint(tmp_path / "out"), os.stat(tmp_path / "out").st_ino)
