@@ -13,10 +13,18 @@ from types import MappingProxyType, UnionType
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import read_text
 
 
@@ -151,6 +159,23 @@ def _booleans(
                 yield from _booleans(item, items, f"{before}{key}.")
 
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def check_name(text: str) -> str:
+    """Return a name that may become one of a folder or file; raises ValueError for any other text."""
+    if _NAME.fullmatch(text):
+        return text
+    shown = text if len(text) <= 40 else f"{text[:39]}…"
+    raise ValueError(
+        "up to 100 letters (A to Z), digits, '.', '_' and '-', of which the first is a letter or digit, are allowed,"
+        f" got {shown!r}"
+    )
+
+
+Name = Annotated[str, AfterValidator(check_name)]
+"""Text that `check_name` accepts."""
+
 Document = TypeVar("Document", bound=Strict)
 _TYPES = {"int", "str", "float", "bool", "constrained-int", "constrained-str", "constrained-float"}
 
@@ -173,6 +198,19 @@ _Loader.add_implicit_resolver(
 _Loader.add_constructor("tag:fcsd,2026:float", _float)
 
 
+def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    number = loader.construct_yaml_int(node) if len(node.value) <= _MOST_DIGITS else 1 << 63
+    if not -(1 << 63) <= number < 1 << 63:
+        raise yaml.constructor.ConstructorError(
+            None, None, "an integer of more than 64 bits", node.start_mark
+        )
+    return int(number)
+
+
+_MOST_DIGITS = 100  # of 64 bits, in any base, with underscores
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
+
+
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, Any] = {}
     for key_node, _ in node.value:
@@ -189,13 +227,65 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse YAML text; a syntax error is a `UserError` that names `where` and the line."""
+    """Parse YAML text; a syntax error is a `UserError` that names `where` and the line.
+
+    So is a document that is nested too deep, or whose aliases (`*name`) stand for too much: what works through it would
+    not end.
+    """
+    loader = _Loader(text)
     try:
-        return yaml.load(text, Loader=_Loader)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node, {}, 0)
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}, line {mark.line + 1}" if mark else where
-        raise UserError(f"{place}: not valid YAML: {getattr(error, 'problem', error)}") from None
+        raise UserError(
+            f"{place}: not valid YAML: {getattr(error, 'problem', None) or one_line(error)}"
+        ) from None
+    except RecursionError:
+        raise UserError(f"{where}: not valid YAML: {_TOO_DEEP}") from None
+    except Exception as error:  # a value that is not of its tag: each of PyYAML's constructors raises its own
+        raise UserError(f"{where}: not valid YAML: {one_line(error)}") from None
+    finally:
+        loader.dispose()
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_DEEPEST, _MOST_REPEATED = 100, 100_000
+_TOO_DEEP = f"nested deeper than {_DEEPEST} levels"
+
+
+def _check_size(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
+    """Return how many values a node stands for, each alias counted with all that it repeats.
+
+    sizes: of the nodes that are known by `id`; of one that holds itself 0.
+    """
+    if depth > _DEEPEST:
+        raise yaml.constructor.ConstructorError(None, None, _TOO_DEEP, node.start_mark)
+    if (known := sizes.get(id(node))) is not None:
+        if known == 0:
+            raise yaml.constructor.ConstructorError(None, None, "an alias holds itself", node.start_mark)
+        return known
+    sizes[id(node)] = 0
+    if isinstance(node, yaml.ScalarNode):
+        if _SURROGATE.search(node.value):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{node.value!r} holds a half of a character", node.start_mark
+            )
+        return 1
+    children = node.value
+    if isinstance(node, yaml.MappingNode):
+        children = [child for pair in children for child in pair]
+    size = 1 + sum(_check_size(child, sizes, depth + 1) for child in children)
+    sizes[id(node)] = size
+    if size > len(sizes) + _MOST_REPEATED:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"aliases stand for more than {_MOST_REPEATED} values", node.start_mark
+        )
+    return size
 
 
 def read_yaml(path: Path) -> Any:

@@ -303,7 +303,7 @@ WRONG = [
     ),
     ({"data": {"train": []}}, r"data\.train: .*at least 1 item"),
     ({"model": {}}, r"model\.path is required"),
-    ({"name": "a/b"}, r"name: .*pattern"),
+    ({"name": "a/b"}, r"name: up to 100 letters .* are allowed, got 'a/b'$"),
     (
         {"variants": {"v": {"model.path": "other"}}},
         r"variants\.v: model\.path: a variant is another distillation of the same model",

@@ -5,19 +5,23 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
-from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.dynamic_module_utils import get_relative_imports
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, write_json
 from fcsd.model.connectivity import rewire
 from fcsd.model.connectivity.aliases import to_instella
 from fcsd.model.connectivity.checkpoint import (
+    CARRIED,
     CONFIG,
     INDEX,
     Checkpoint,
+    check_file,
+    files_like,
     find_folder,
     read_checkpoint,
     read_checkpoint_json,
@@ -26,13 +30,6 @@ from fcsd.model.connectivity.load import check_tensors, config_and_class, load_c
 from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import PREFIX, Family, moe_mask
-
-CARRIED = (
-    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "tekken.json",
-    "*.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*", "processor_config.json",
-    "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json", "LICENSE*",
-)  # fmt: skip
-"""Patterns. No pickles, and no code except what a tokenizer or processor names as its own."""
 
 _CLASS = re.compile(r"([\w.-]+/[\w.-]+--)?\w+(\.\w+)+")  # no path in it leads out of the folder
 _CODE = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
@@ -147,6 +144,23 @@ def _write(source: str | Path, checkpoint: Checkpoint, folder: Path, config: dic
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def write_code(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write the code of a FarSkip checkpoint, which its own must be; a line on stderr says where that is another.
+
+    Code that is published is never taken from a file that somebody may have changed.
+    """
+    assert checkpoint.family is not None
+    text, file = modeling_source(checkpoint.family), checkpoint.folder / MODELING_FILE
+    check_file(file, checkpoint.folder)
+    if file.read_bytes() != text.encode():
+        print(
+            f"{file}: is not what this fcsd writes for {checkpoint.family.model_type} (it was changed, or made by"
+            " another fcsd); this fcsd's own takes its place",
+            file=sys.stderr,
+        )
+    (folder / MODELING_FILE).write_text(text, encoding="utf-8")
+
+
 def link_or_copy(source: Path, destination: Path) -> None:
     """Make a hard link to the file's bytes, or a copy where the file system cannot.
 
@@ -165,15 +179,43 @@ def carry_over(source: Path, folder: Path, repository: str | None = None) -> Non
     Their files stay as they are: `modeling_farskip.py` enters the model type in transformers' tables of both. Only code
     that they name and that does not lie beside them is then named in its `repository`, `owner/name` on the Hub.
     """
-    for pattern in CARRIED:
-        for file in sorted(source.glob(pattern)):
-            if file.is_file():
-                target = folder / file.relative_to(source)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, target)
+    for file in files_like(source, CARRIED):
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
     for name in _CODE:
         if (source / name).is_file():
             _keep_code(source, folder, name, repository)
+
+
+def code_files(folder: Path, module: str) -> list[Path]:
+    """Return a module of code that a tokenizer or processor brings, and those beside it that it imports.
+
+    Raises:
+        UserError: as `check_file`; one is missing, or called like the file that fcsd writes.
+    """
+    files: list[Path] = []
+    waiting = [folder / module]
+    while waiting:
+        file = waiting.pop(0)
+        if file in files:
+            continue
+        check_file(file, folder)
+        if file.name == MODELING_FILE:
+            raise UserError(
+                f"{file}: is the connectivity's code, which fcsd writes; a tokenizer's or processor's needs another"
+                " name"
+            )
+        if not file.is_file():
+            raise UserError(
+                f"{file}: no such file, which the code of {folder / module} needs; fetch it again"
+            )
+        files.append(file)
+        for name in get_relative_imports(file):
+            if not re.fullmatch(r"\w+", name):
+                raise UserError(f"{file}: imports .{name}, and only files beside it are carried")
+            waiting.append(folder / f"{name}.py")
+    return files
 
 
 def _keep_code(source: Path, folder: Path, file: str, repository: str | None) -> None:
@@ -195,9 +237,9 @@ def _keep_code(source: Path, folder: Path, file: str, repository: str | None) ->
         for place, name in enumerate(names):
             if not name or "--" in name:
                 continue
-            module = source / f"{name.split('.')[0]}.py"
-            if module.is_file():
-                for each in (module, *map(Path, get_relative_import_files(module))):
+            module = f"{name.split('.')[0]}.py"
+            if os.path.lexists(source / module):
+                for each in code_files(source, module):
                     shutil.copyfile(each, folder / each.name)
             elif repository is not None:
                 names[place], changed = f"{repository}--{name}", True

@@ -12,10 +12,12 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
+from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json, write_text
 from fcsd.base.text import items_text, metric_words, nats, plus_minus, scored_row, stopping_text
-from fcsd.model.connectivity.export import link_or_copy
-from fcsd.model.connectivity.modeling import supported_transformers
+from fcsd.model.connectivity.checkpoint import CONFIG, all_files, files_like, read_checkpoint
+from fcsd.model.connectivity.export import link_or_copy, write_code
+from fcsd.model.connectivity.modeling import MODELING_FILE, supported_transformers
 from fcsd.model.connectivity.spec import CALIBRATED
 from fcsd.model.families import FAMILIES, base_model_type, serve_command
 from fcsd.recipe.recipe import Recipe
@@ -277,9 +279,19 @@ def write_publication(
     original: folder of the original checkpoint, whose licence is inherited.
     """
     report = read_json(report_folder / "report.json")
+    if not (model / CONFIG).is_file():
+        raise UserError(
+            f"{model}: holds no model, though its stage has finished; remove {model.parent} to run the stage again"
+        )
+    checkpoint = read_checkpoint(model)
     with new_folder(folder, "report.json", "publication") as new:
-        for file in sorted(model.iterdir()):
-            place(file, new / file.name)
+        for file in all_files(model):
+            target = new / file.relative_to(model)
+            target.parent.mkdir(exist_ok=True)
+            if file.name == MODELING_FILE:
+                write_code(checkpoint, new)
+            else:
+                place(file, target)
         for file in sorted(report_folder.iterdir()):
             if file.suffix == ".json":
                 write_text(new / file.name, public_text(file.name, file.read_text(encoding="utf-8")))
@@ -288,10 +300,10 @@ def write_publication(
         # The page of all answers holds the benchmarks' questions, which are not to spread: it stays here.
         text = (report_folder / "report.md").read_text(encoding="utf-8")
         write_text(new / "report.md", without_places(text.replace(ITEMS_LINK, "")))
-        for file in sorted(original.glob("LICENSE*")) if original is not None else ():
-            if file.is_file() and not (new / file.name).exists():
+        for file in files_like(original, ["LICENSE*"]) if original is not None else ():
+            if not (new / file.name).exists():
                 shutil.copyfile(file, new / file.name)
-        write_card(facts_of_run(recipe, report, read_json(model / "config.json"), original, new), new)
+        write_card(facts_of_run(recipe, report, read_json(model / CONFIG), original, new), new)
 
 
 def place(file: Path, to: Path) -> None:

@@ -10,7 +10,8 @@ import yaml
 from huggingface_hub import metadata_load
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json
+from fcsd.base.files import check_regular, read_json
+from fcsd.model.connectivity.checkpoint import files_like
 from fcsd.recipe.recipe import Recipe
 
 CARD = "README.md"
@@ -84,6 +85,7 @@ def hub_id(text: str) -> str | None:
 
 def inherited_from(folder: Path) -> dict[str, Any]:
     """Read licence and languages on the card in a checkpoint folder; {} without a card."""
+    files_like(folder, [CARD])
     if not (folder / CARD).is_file():
         return {}
     data = front_matter(folder / CARD)
@@ -110,10 +112,11 @@ def has_chat_template(folder: Path) -> bool:
 
 def front_matter(card: Path) -> dict[str, Any]:
     """Read the metadata of a model card; {} where it has none, UserError where it is no mapping in YAML."""
+    check_regular(card)
     try:
         return metadata_load(card) or {}
     except yaml.YAMLError as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{card}: the metadata between the --- lines is not YAML: {reason}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{card}: the metadata between the --- lines must be keys and values") from None

@@ -9,6 +9,7 @@ Not covered: pull requests, branches, data sets.
 """
 
 import contextlib
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -25,9 +26,17 @@ from fcsd.base.files import file_sha256, new_folder, read_json, weights_fingerpr
 from fcsd.base.temporary import scratch_folder
 from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.scores import compare
-from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, read_checkpoint
-from fcsd.model.connectivity.export import CARRIED
+from fcsd.model.connectivity.checkpoint import (
+    CARRIED,
+    CONFIG,
+    INDEX,
+    Checkpoint,
+    files_like,
+    read_checkpoint,
+)
+from fcsd.model.connectivity.export import code_files, write_code
 from fcsd.model.connectivity.load import check_tensors, config_and_class
+from fcsd.model.connectivity.modeling import MODELING_FILE
 from fcsd.report.publish.card import RESULTS, place, write_card
 from fcsd.report.publish.facts import (
     CARD,
@@ -135,12 +144,16 @@ def _checked(source: Path) -> Checkpoint:
             " with `hf upload`"
         )
     check_tensors(checkpoint, *config_and_class(checkpoint))
-    for name in _modules(checkpoint.config):
-        if not (source / name).is_file():
-            raise UserError(
-                f"{source / name}: no such file, though auto_map in {CONFIG} names it; without it nobody can load the"
-                " model; convert the original again, or copy the file from the folder it was converted to"
-            )
+    if (modules := _modules(checkpoint.config)) != [MODELING_FILE]:
+        raise UserError(
+            f"{source / CONFIG}: auto_map names {', '.join(modules) or 'no code'}; of a FarSkip checkpoint it names"
+            f" {MODELING_FILE} alone, which fcsd writes; convert the original again"
+        )
+    if not (source / MODELING_FILE).is_file():
+        raise UserError(
+            f"{source / MODELING_FILE}: no such file, though auto_map in {CONFIG} names it; without it nobody can load"
+            " the model; convert the original again, or copy the file from the folder it was converted to"
+        )
     if (source / CARD).is_file():
         front_matter(source / CARD)
     return checkpoint
@@ -158,7 +171,9 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
     for file in _files(checkpoint):
         target = new / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if file.parent == source and file.name.startswith(("report.", "comparison.")):
+        if file == source / MODELING_FILE:
+            write_code(checkpoint, new)
+        elif file.parent == source and file.name.startswith(("report.", "comparison.")):
             write_text(target, public_text(file.name, file.read_text(encoding="utf-8")))
         else:
             link(file, target)
@@ -185,19 +200,13 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
 
 def _files(checkpoint: Checkpoint) -> list[Path]:
     source = checkpoint.folder
-    names = {CONFIG, *checkpoint.weight_files, *_modules(checkpoint.config)}
-    if (source / INDEX).is_file():
-        names.add(INDEX)
+    names = [CONFIG, MODELING_FILE, INDEX, *checkpoint.weight_files]
+    files = set(files_like(source, [*names, *CARRIED, *_OTHER]))
     for name in ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
         if (source / name).is_file():
-            names |= {module for module in _modules(read_json(source / name)) if (source / module).is_file()}
-    from transformers.dynamic_module_utils import get_relative_import_files
-
-    for name in [name for name in names if name.endswith(".py")]:
-        names |= {Path(file).name for file in get_relative_import_files(source / name)}
-    files = {source / name for name in names}
-    for pattern in (*CARRIED, *_OTHER):
-        files |= {file for file in source.glob(pattern) if file.is_file()}
+            for module in _modules(read_json(source / name)):
+                if os.path.lexists(source / module):
+                    files.update(code_files(source, module))
     return sorted(files)
 
 
