@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +25,19 @@ _OPEN, _MASK = "add_generation_prompt", "return_assistant_tokens_mask"  # option
 
 class BadExample(UserError):
     """An example that cannot be tokenized, while others of its data set can."""
+
+
+@contextlib.contextmanager
+def template_errors(name: str, what: str) -> Iterator[None]:
+    """Turn what a chat template raises, or jinja2 of it, into a UserError; what: what it was applied to."""
+    from jinja2 import TemplateError
+
+    # The others are of expressions in it.
+    kinds = (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RecursionError)
+    try:
+        yield
+    except (TemplateError, *kinds) as error:
+        raise UserError(f"{name}: its chat template refuses {what}: {one_line(error)}") from error
 
 
 def tokenizer_name(tokenizer: Any) -> str:
@@ -186,14 +200,11 @@ class _Chat:
         return self._applied(messages, tokenize=True, return_dict=True, **({option: True} if option else {}))
 
     def _applied(self, messages: list[Any], **options: Any) -> Any:
-        from jinja2 import TemplateError
-
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options)
-        except (TemplateError, TypeError, AttributeError, LookupError) as error:  # of expressions
-            raise BadExample(
-                f"{tokenizer_name(self.tokenizer)}: its chat template refuses an example: {one_line(error)}"
-            ) from error
+            with template_errors(tokenizer_name(self.tokenizer), "an example"):
+                return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options)
+        except UserError as error:
+            raise BadExample(str(error)) from error
 
 
 def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import writing
-from fcsd.base.temporary import file_beside
+from fcsd.base.temporary import beside
 from fcsd.data.chat import BadExample, tokenize_examples
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.reading import Piece
@@ -108,9 +109,10 @@ def _first_loss(mask: np.ndarray) -> int:
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
     """Write flat arrays and a record of JSON into one file, under its name when it is whole."""
-    with writing(path), file_beside(path) as temporary:
-        save_file({**arrays}, temporary, {_RECORD: json.dumps(record)})
-        os.replace(temporary, path)
+    # safetensors 0.8 writes under a name of its own first, which a kill leaves: in a folder that is swept.
+    with writing(path), beside(path) as folder:
+        save_file({**arrays}, folder / path.name, {_RECORD: json.dumps(record)})
+        os.replace(folder / path.name, path)
 
 
 class Shard:
@@ -119,14 +121,29 @@ class Shard:
     def __init__(self, path: Path):
         self.path = path
 
+    def is_whole(self) -> bool:
+        """Tell whether the file is there, as long as it was when it was written."""
+        try:
+            return bool(self.record)
+        except UserError:
+            return False
+
     @functools.cached_property
     def _file(self) -> Any:
-        return safe_open(self.path, "numpy")
+        try:
+            return safe_open(self.path, "numpy")
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{self.path}: is damaged or gone ({one_line(error)}); run the same command again, which makes it anew"
+            ) from None
 
     @functools.cached_property
     def record(self) -> dict[str, Any]:
         """What was written beside the arrays."""
-        record: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])
+        try:
+            record: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{self.path}: holds no tokens of fcsd; remove it, and run again") from None
         return record
 
     def array(self, name: str) -> np.ndarray:
