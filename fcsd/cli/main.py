@@ -1,6 +1,7 @@
 """The `fcsd` command: one thin function a stage. Heavy libraries are imported only by the command that needs them."""
 
 import errno
+import io
 import os
 import sys
 import traceback
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be UTF-8
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "15")  # seconds between the lines of a bar in a log file
     first = os.environ.get("RANK", "0") == "0"

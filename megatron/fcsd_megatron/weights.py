@@ -116,7 +116,8 @@ def _copy(stack: contextlib.ExitStack, checkpoint: Checkpoint, folder: Path) -> 
     """Begin a folder with copies of a checkpoint's files; it has its name when the stack is closed."""
     place = stack.enter_context(new_folder(folder, replaces=False))
     if (checkpoint.folder / MODELING_FILE).exists():
-        write_code(checkpoint, place)
+        assert checkpoint.family is not None
+        write_code(checkpoint.folder, checkpoint.family, place)
     names = (CONFIG, INDEX, *checkpoint.weight_files)
     for name in (name for name in names if (checkpoint.folder / name).exists()):
         shutil.copyfile(checkpoint.folder / name, place / name)

@@ -288,6 +288,16 @@ def _is_shard_name(name: Any) -> bool:
     return Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
 
 
+def check_weights_path(path: Path) -> None:
+    """Raise UserError for a path that is not UTF-8: safetensors writes and opens no such file."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{str(path)!r}: the path is not UTF-8, and safetensors takes no other; rename the folder"
+        ) from None
+
+
 def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """Return what a safetensors file says of its tensors, and where their bytes begin.
 
@@ -296,6 +306,7 @@ def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """
     from safetensors import SafetensorError, safe_open
 
+    check_weights_path(file)
     try:
         # safetensors does not tell a file that may not be opened from a damaged one.
         with file.open("rb"), safe_open(file, framework="pt"):

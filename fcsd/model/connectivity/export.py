@@ -21,6 +21,7 @@ from fcsd.model.connectivity.checkpoint import (
     INDEX,
     Checkpoint,
     check_file,
+    check_weights_path,
     files_like,
     find_folder,
     read_checkpoint,
@@ -64,7 +65,7 @@ def convert_checkpoint(
         UserError: as `load_model`; `destination` exists and is not an empty folder, or cannot be written;
             `source` is already converted with this connectivity.
     """
-    checkpoint, family = _checked(source, revision)
+    checkpoint, family = _checked(source, destination, revision)
     mask = moe_mask(load_config(checkpoint), family)
     own = checkpoint.connectivity
     if connectivity is None:
@@ -83,7 +84,7 @@ def convert_checkpoint(
         "auto_map": auto_map(family),
     }
     with new_folder(Path(destination), replaces=False) as folder:
-        (folder / MODELING_FILE).write_text(modeling_source(family), encoding="utf-8")
+        write_code(checkpoint.folder, family, folder)
         _write(source, checkpoint, folder, config)
     return field["layers"]
 
@@ -95,7 +96,7 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
     Raises:
         UserError: as `convert_checkpoint`; `source` is not a FarSkip checkpoint.
     """
-    checkpoint, family = _checked(source, revision)
+    checkpoint, family = _checked(source, destination, revision)
     if checkpoint.connectivity is None:
         raise UserError(
             f"{source}: is not a FarSkip checkpoint (model_type '{family.model_type}'), nothing to undo"
@@ -107,7 +108,7 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
         config["auto_map"] = auto_map(family, farskip=False)
     with new_folder(Path(destination), replaces=False) as folder:
         if family.like:
-            (folder / MODELING_FILE).write_text(modeling_source(family), encoding="utf-8")
+            write_code(checkpoint.folder, family, folder)
         _write(source, checkpoint, folder, config)
 
 
@@ -119,7 +120,7 @@ def export_checkpoint(source: str | Path, destination: str | Path, *, revision: 
     Raises:
         UserError: as `convert_checkpoint`; what the keys cannot say (`to_instella`).
     """
-    checkpoint, family = _checked(source, revision)
+    checkpoint, family = _checked(source, destination, revision)
     own = checkpoint.connectivity or Connectivity("none")
     mask = moe_mask(load_config(checkpoint), family)
     config = to_instella(checkpoint.config, own.field(mask), mask, str(source))
@@ -127,7 +128,8 @@ def export_checkpoint(source: str | Path, destination: str | Path, *, revision: 
         _write(source, checkpoint, folder, config)
 
 
-def _checked(source: str | Path, revision: str | None) -> tuple[Checkpoint, Family]:
+def _checked(source: str | Path, destination: str | Path, revision: str | None) -> tuple[Checkpoint, Family]:
+    check_weights_path(Path(destination))
     checkpoint = read_checkpoint(find_folder(source, revision))
     check_tensors(checkpoint, *config_and_class(checkpoint))
     assert checkpoint.family is not None
@@ -144,18 +146,17 @@ def _write(source: str | Path, checkpoint: Checkpoint, folder: Path, config: dic
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def write_code(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the code of a FarSkip checkpoint, which its own must be; a line on stderr says where that is another.
+def write_code(source: Path, family: Family, folder: Path) -> None:
+    """Write the code of a checkpoint of `source` into `folder`; a line on stderr says where its own is another.
 
     Code that is published is never taken from a file that somebody may have changed.
     """
-    assert checkpoint.family is not None
-    text, file = modeling_source(checkpoint.family), checkpoint.folder / MODELING_FILE
-    check_file(file, checkpoint.folder)
-    if file.read_bytes() != text.encode():
+    text, file = modeling_source(family), source / MODELING_FILE
+    check_file(file, source)
+    if file.is_file() and file.read_bytes() != text.encode():
         print(
-            f"{file}: is not what this fcsd writes for {checkpoint.family.model_type} (it was changed, or made by"
-            " another fcsd); this fcsd's own takes its place",
+            f"{file}: is not what this fcsd writes for {family.model_type} (it was changed, or made by another fcsd);"
+            " this fcsd's own takes its place",
             file=sys.stderr,
         )
     (folder / MODELING_FILE).write_text(text, encoding="utf-8")

@@ -78,6 +78,7 @@ def load_model(
         if not weights:
             with torch.device("meta"):
                 return cls._from_config(config, **chosen).eval()
+        _check_quantisation(checkpoint)
         try:
             loaded = cls.from_pretrained(folder, config=config, **options)
         except modeling_module(checkpoint.family).StageError as error:  # each family's file has its own
@@ -88,11 +89,28 @@ def load_model(
     return model.eval()
 
 
+def _check_quantisation(checkpoint: Checkpoint) -> None:
+    """Refuse weights quantised by a method that transformers does not know, and would take them for plain ones."""
+    settings = checkpoint.config.get("quantization_config")
+    if not settings:
+        return
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    known = {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}
+    if not isinstance(method, str) or method not in known:
+        raise UserError(
+            f"{checkpoint.folder / CONFIG}: quantization_config.quant_method {str(method)[:80]!r} is none that the"
+            f" installed transformers can load ({', '.join(sorted(known))}); fetch the checkpoint in another form"
+        )
+
+
 def _load_unknown(checkpoint: Checkpoint, weights: bool, options: dict[str, Any]) -> Any:
     """Load a model that fcsd does not know, as transformers does: the model, and its report."""
     from transformers import AutoModelForCausalLM
 
     folder = checkpoint.folder
+    _check_quantisation(checkpoint)
     if not weights:
         raise UserError(f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be sharded")
     try:

@@ -15,11 +15,11 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardDat
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json, write_text
 from fcsd.base.text import items_text, metric_words, nats, plus_minus, scored_row, stopping_text
-from fcsd.model.connectivity.checkpoint import CONFIG, all_files, files_like, read_checkpoint
+from fcsd.model.connectivity.checkpoint import CONFIG, all_files, files_like, read_checkpoint_json
 from fcsd.model.connectivity.export import link_or_copy, write_code
 from fcsd.model.connectivity.modeling import MODELING_FILE, supported_transformers
 from fcsd.model.connectivity.spec import CALIBRATED
-from fcsd.model.families import FAMILIES, base_model_type, serve_command
+from fcsd.model.families import FAMILIES, base_model_type, family_of, serve_command
 from fcsd.recipe.recipe import Recipe
 from fcsd.report.comparison import ITEMS_LINK, settings_line
 from fcsd.report.publish.facts import CARD, Facts, facts_of_run, hub_id
@@ -283,15 +283,14 @@ def write_publication(
         raise UserError(
             f"{model}: holds no model, though its stage has finished; remove {model.parent} to run the stage again"
         )
-    checkpoint = read_checkpoint(model)
+    config = read_checkpoint_json(model / CONFIG)
     with new_folder(folder, "report.json", "publication") as new:
         for file in all_files(model):
-            target = new / file.relative_to(model)
-            target.parent.mkdir(exist_ok=True)
-            if file.name == MODELING_FILE:
-                write_code(checkpoint, new)
-            else:
-                place(file, target)
+            if file.name != MODELING_FILE:
+                (new / file.relative_to(model)).parent.mkdir(exist_ok=True)
+                place(file, new / file.relative_to(model))
+        if "auto_map" in config:
+            write_code(model, family_of(config), new)
         for file in sorted(report_folder.iterdir()):
             if file.suffix == ".json":
                 write_text(new / file.name, public_text(file.name, file.read_text(encoding="utf-8")))
@@ -303,7 +302,7 @@ def write_publication(
         for file in files_like(original, ["LICENSE*"]) if original is not None else ():
             if not (new / file.name).exists():
                 shutil.copyfile(file, new / file.name)
-        write_card(facts_of_run(recipe, report, read_json(model / CONFIG), original, new), new)
+        write_card(facts_of_run(recipe, report, config, original, new), new)
 
 
 def place(file: Path, to: Path) -> None:

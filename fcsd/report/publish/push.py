@@ -172,7 +172,8 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
         target = new / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         if file == source / MODELING_FILE:
-            write_code(checkpoint, new)
+            assert checkpoint.family is not None
+            write_code(source, checkpoint.family, new)
         elif file.parent == source and file.name.startswith(("report.", "comparison.")):
             write_text(target, public_text(file.name, file.read_text(encoding="utf-8")))
         else:
