@@ -203,6 +203,7 @@ def new_folder(
     Raises:
         UserError: the disk is full, or what `check_folder_place` refuses.
     """
+    check_path(path)
     if replaces and path.is_symlink():
         path = path.resolve()
     with writing(path):

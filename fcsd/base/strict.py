@@ -166,10 +166,9 @@ def check_name(text: str) -> str:
     """Return a name that may become one of a folder or file; raises ValueError for any other text."""
     if _NAME.fullmatch(text):
         return text
-    shown = text if len(text) <= 40 else f"{text[:39]}…"
     raise ValueError(
         "up to 100 letters (A to Z), digits, '.', '_' and '-', of which the first is a letter or digit, are allowed,"
-        f" got {shown!r}"
+        f" got {text if len(text) <= 60 else f'{text[:59]}…'!r}"
     )
 
 
@@ -232,8 +231,8 @@ def parse_yaml(text: str, where: str) -> Any:
     So is a document that is nested too deep, or whose aliases (`*name`) stand for too much: what works through it would
     not end.
     """
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -248,9 +247,9 @@ def parse_yaml(text: str, where: str) -> Any:
     except RecursionError:
         raise UserError(f"{where}: not valid YAML: {_TOO_DEEP}") from None
     except Exception as error:  # a value that is not of its tag: each of PyYAML's constructors raises its own
-        raise UserError(f"{where}: not valid YAML: {one_line(error)}") from None
-    finally:
-        loader.dispose()
+        raise UserError(
+            f"{where}: not valid YAML: a value does not fit its tag ({one_line(error)})"
+        ) from None
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -258,34 +257,33 @@ _DEEPEST, _MOST_REPEATED = 100, 100_000
 _TOO_DEEP = f"nested deeper than {_DEEPEST} levels"
 
 
-def _check_size(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
-    """Return how many values a node stands for, each alias counted with all that it repeats.
+def _check_size(node: yaml.Node, known: dict[int, tuple[int, int] | None], depth: int) -> tuple[int, int]:
+    """Return how many values a node stands for, and in how many levels, each alias counted with all that it repeats.
 
-    sizes: of the nodes that are known by `id`; of one that holds itself 0.
+    depth: of the node. known: the same of nodes by `id`; None of those that this one is in.
     """
-    if depth > _DEEPEST:
-        raise yaml.constructor.ConstructorError(None, None, _TOO_DEEP, node.start_mark)
-    if (known := sizes.get(id(node))) is not None:
-        if known == 0:
-            raise yaml.constructor.ConstructorError(None, None, "an alias holds itself", node.start_mark)
-        return known
-    sizes[id(node)] = 0
-    if isinstance(node, yaml.ScalarNode):
-        if _SURROGATE.search(node.value):
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{node.value!r} holds a half of a character", node.start_mark
-            )
-        return 1
-    children = node.value
-    if isinstance(node, yaml.MappingNode):
-        children = [child for pair in children for child in pair]
-    size = 1 + sum(_check_size(child, sizes, depth + 1) for child in children)
-    sizes[id(node)] = size
-    if size > len(sizes) + _MOST_REPEATED:
-        raise yaml.constructor.ConstructorError(
-            None, None, f"aliases stand for more than {_MOST_REPEATED} values", node.start_mark
-        )
-    return size
+
+    def refuse(problem: str) -> NoReturn:
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+    if id(node) in known:
+        if (counted := known[id(node)]) is None:
+            refuse("an alias holds itself")
+    else:
+        known[id(node)] = None
+        children = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in children for child in pair]
+        elif isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
+            refuse(f"{node.value!r} holds half a character")
+        sizes = [_check_size(child, known, depth + 1) for child in children]
+        counted = 1 + sum(size for size, _ in sizes), 1 + max((levels for _, levels in sizes), default=0)
+        known[id(node)] = counted
+    if depth + counted[1] > _DEEPEST:
+        refuse(_TOO_DEEP)
+    if counted[0] > len(known) + _MOST_REPEATED:
+        refuse(f"aliases stand for more than {_MOST_REPEATED} values")
+    return counted
 
 
 def read_yaml(path: Path) -> Any:
@@ -318,7 +316,7 @@ def _build(kind: type[Document], value: dict[str, Any], before: str, *, options:
 def _line(problem: Any, options_of: Any) -> str:
     # pydantic adds the types that it tried to the place of a union that is tried one after the other.
     keys = [key for key in problem["loc"] if not (isinstance(key, str) and ("[" in key or key in _TYPES))]
-    dotted = ".".join(map(str, keys))
+    dotted = ".".join(_shown(str(key)) for key in keys)
     if options_of and (names := [key for key in keys if isinstance(key, str)]):
         dotted = flag_of(options_of, names[-1])
     message = problem["msg"].removeprefix("Value error, ")
@@ -328,6 +326,12 @@ def _line(problem: Any, options_of: Any) -> str:
     is_shown = problem["type"] not in ("key", "missing") and "got" not in message
     shown = f", got {value!r}" if is_shown and isinstance(value, str | int | float | bool | None) else ""
     return f"{dotted}: {message}{shown}" if dotted else f"{message}{shown}"  # a rule for the whole has none
+
+
+def _shown(key: str) -> str:
+    """Return a key as it can stand in one line."""
+    key = key if len(key) <= 120 else f"{key[:119]}…"
+    return key if key.isprintable() else repr(key)[1:-1]
 
 
 def did_you_mean(word: str, known: list[str]) -> str:

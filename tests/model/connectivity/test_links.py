@@ -92,7 +92,9 @@ def test_a_link_out_of_a_checkpoint_is_refused_by_name_and_nothing_is_written(
     else:
         secret.write_text((folder / name).read_text() if (folder / name).is_file() else "a secret")
     replace_by_link(folder / name, secret)
-    with pytest.raises(UserError, match=rf"checkpoint/{name}.*: is a link to .*elsewhere.*, which is no file"):
+    with pytest.raises(
+        UserError, match=rf"checkpoint/{name}.*: is a link to .*elsewhere.*, which is no file"
+    ):
         read(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -180,7 +182,9 @@ def test_a_pipe_or_a_socket_is_refused_and_never_waited_for(
 ) -> None:
     (base / name).unlink(missing_ok=True)
     make(base / name)
-    readers: list[Callable[[Path], object]] = [lambda folder: convert_checkpoint(folder, tmp_path / "out", ALL)]
+    readers: list[Callable[[Path], object]] = [
+        lambda folder: convert_checkpoint(folder, tmp_path / "out", ALL)
+    ]
     readers += [load_model] if name != "LICENSE" else []
     readers += [load_tokenizer] if name in ("config.json", "tokenizer.json") else []
     readers += [find_source] if name in ("config.json", "model.safetensors") else []
@@ -235,7 +239,9 @@ def test_changed_code_is_not_published_but_what_fcsd_writes(
     config["auto_map"]["AutoModelForCausalLM"] = "evil.Model"
     (far / "config.json").write_text(json.dumps(config))
     (far / "evil.py").write_text("class Model: pass\n")
-    with pytest.raises(UserError, match=r"auto_map names evil\.py, modeling_farskip\.py; of a FarSkip checkpoint"):
+    with pytest.raises(
+        UserError, match=r"auto_map names evil\.py, modeling_farskip\.py; of a FarSkip checkpoint"
+    ):
         push(far, "me/x", dry_run=tmp_path / "third")
     convert_checkpoint(far, tmp_path / "other", Connectivity("none"))
     assert (tmp_path / "other" / "modeling_farskip.py").read_text() == right
