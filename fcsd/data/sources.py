@@ -12,7 +12,7 @@ import datasets
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.data.config import SourceConfig, making_of
-from fcsd.data.local import fresh_cache
+from fcsd.data.local import check_data, fresh_cache
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ def columns_of(source: Source) -> Mapping[Any, str]:
 def check_place(source: SourceConfig) -> None:
     """Refuse, before anything is read, a file or folder that is not there, and a split that a file does not have."""
     path = Path(source.path).expanduser()
+    check_data(path)
     if path.is_dir():
         return
     if path.suffix in _FILE_FORMATS:

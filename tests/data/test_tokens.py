@@ -23,6 +23,7 @@ from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex
+from fcsd.data.local import data_fingerprint
 from fcsd.data.workers import in_order
 from fcsd.model.load import load_tokenizer
 from fcsd.parallel.launch import join_launch
@@ -181,6 +182,71 @@ def test_what_was_written_before_a_kill_is_not_tokenized_again(
     for path in (tmp_path / "tokens").glob("rows-*"):
         path.unlink()  # another seed would make others of the same tokens
     assert mixed(tmp_path / "tokens")[1] == record
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+@pytest.mark.parametrize("name", ["a/00003", "a/00000", "b/00001", "rows-", "a/0"])
+@pytest.mark.parametrize("with_rows", [True, False])
+def test_tokens_that_are_cut_or_gone_are_made_anew(
+    mixed: Any, tmp_path: Path, damage: str, name: str, with_rows: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "tokens"
+    built, record = mixed(place)
+    before = files(place)
+    if not with_rows:
+        next(place.glob("rows-*")).unlink()
+    for file in place.glob(f"{name}*.safetensors"):
+        file.unlink() if damage == "gone" else os.truncate(file, file.stat().st_size // 2)
+    again, new_record = mixed(place)
+    assert files(place) == before and texts(again) == texts(built) and new_record == record
+    if with_rows and (damage == "cut" or name != "rows-"):
+        assert "is damaged or gone, and is made anew" in capsys.readouterr().err
+
+
+def test_tokens_that_vanish_under_a_training_are_one_line(mixed: Any, tmp_path: Path) -> None:
+    built, _ = mixed(tmp_path / "tokens")
+    shard = next((tmp_path / "tokens" / "a").glob("*.safetensors"))
+    shard.unlink()
+    with pytest.raises(
+        UserError, match=r"a/0.*\.safetensors: is damaged or gone .*run the same command again"
+    ):
+        texts(built)
+
+
+def test_what_a_kill_inside_safetensors_leaves_is_swept_by_the_next_start(
+    mixed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes under a name of its own, `.tmp` and random letters, beside the file's, and renames."""
+
+    def die(arrays: Any, file: Path, record: Any) -> None:
+        (Path(file).parent / ".tmpAb12Cd").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if (child := os.fork()) == 0:
+        end_if_it_hangs()
+        monkeypatch.setattr(shards, "save_file", die)
+        try:
+            mixed(tmp_path / "tokens")
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert any(name.endswith(".tmpAb12Cd") for name in files(tmp_path / "tokens"))
+    mixed(tmp_path / "tokens")
+    assert not [name for name in files(tmp_path / "tokens") if ".tmp" in name]
+
+
+@pytest.mark.parametrize("place", ["file", "in a folder", "/dev/zero"])
+def test_data_that_never_end_are_refused(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "a" / "0.jsonl"
+    path.parent.mkdir()
+    if place == "/dev/zero":
+        path.symlink_to(place)
+    else:
+        os.mkfifo(path)
+    given = path.parent if place == "in a folder" else path
+    for read in (lambda path: build_dataset([source(path)], TOKENIZER, max_length=8), data_fingerprint):
+        with pytest.raises(UserError, match=r"0\.jsonl: is a (named pipe|device), a regular file is needed"):
+            read(str(given))
 
 
 @pytest.fixture
