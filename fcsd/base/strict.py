@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import read_text
+from fcsd.base.files import check_path, read_text
 
 
 class Strict(BaseModel):
@@ -174,6 +174,18 @@ def check_name(text: str) -> str:
 
 Name = Annotated[str, AfterValidator(check_name)]
 """Text that `check_name` accepts."""
+
+
+def _check_folder(text: str) -> str:
+    try:
+        check_path(Path(text))
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+FolderPath = Annotated[str, AfterValidator(_check_folder)]
+"""A path that a folder can have (`check_path`)."""
 
 Document = TypeVar("Document", bound=Strict)
 _TYPES = {"int", "str", "float", "bool", "constrained-int", "constrained-str", "constrained-float"}

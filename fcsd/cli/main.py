@@ -75,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 " needs, `fcsd inspect MODEL` what its weights need"
             )
             return _failed(text, 2, error)
-        if (text := _wrong_path(error)) is not None:
-            return _failed(f"fcsd {arguments.command}: error: {text}", 2, error)
+        if (problem := _wrong_path(error)) is not None:
+            return _failed(f"fcsd {arguments.command}: error: {problem}", 2, error)
         if _number_of_processes() == 1:
             raise
         return _failed(f"{traceback.format_exc()}fcsd {arguments.command}: failed", 1, error)

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import writing
-from fcsd.base.temporary import beside
+from fcsd.base.temporary import file_beside
 from fcsd.data.chat import BadExample, tokenize_examples
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.reading import Piece
@@ -109,10 +109,10 @@ def _first_loss(mask: np.ndarray) -> int:
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
     """Write flat arrays and a record of JSON into one file, under its name when it is whole."""
-    # safetensors 0.8 writes under a name of its own first, which a kill leaves: in a folder that is swept.
-    with writing(path), beside(path) as folder:
-        save_file({**arrays}, folder / path.name, {_RECORD: json.dumps(record)})
-        os.replace(folder / path.name, path)
+    with writing(path), file_beside(path) as temporary:
+        # Not save_file: safetensors 0.8 writes under a name of its own first, and nobody sweeps what a kill leaves.
+        temporary.write_bytes(save({**arrays}, {_RECORD: json.dumps(record)}))
+        os.replace(temporary, path)
 
 
 class Shard:

@@ -15,8 +15,7 @@ import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_path
-from fcsd.base.strict import Name, Strict, did_you_mean, option, validate
+from fcsd.base.strict import FolderPath, Name, Strict, did_you_mean, option, validate
 from fcsd.base.unions import OneOf, choice_of, drop_foreign_keys
 from fcsd.data.config import DataConfig
 from fcsd.evaluation.config import EvaluationConfig, TaskConfig
@@ -189,7 +188,7 @@ class Recipe(Strict):
     """Everything a run depends on; sections that are null are stages that the run does not have."""
 
     name: Name
-    output_dir: str
+    output_dir: FolderPath
     seed: int = Field(0, ge=0)
     pretrain: PretrainConfig | None = None
     model: ModelConfig = ModelConfig()
@@ -208,15 +207,6 @@ class Recipe(Strict):
     variants: dict[Name, dict[str, Any]] = Field(default_factory=dict)
     evaluation: EvaluationConfig = EvaluationConfig()
     publication: PublicationConfig = PublicationConfig()
-
-    @field_validator("output_dir")
-    @classmethod
-    def _output_dir_can_be_made(cls, value: str) -> str:
-        try:
-            check_path(Path(value))
-        except UserError as error:
-            raise ValueError(str(error)) from None
-        return value
 
     @field_validator("variants")
     @classmethod

@@ -213,26 +213,24 @@ def test_tokens_that_vanish_under_a_training_are_one_line(mixed: Any, tmp_path: 
         texts(built)
 
 
-def test_what_a_kill_inside_safetensors_leaves_is_swept_by_the_next_start(
-    mixed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_kill_in_the_middle_of_a_shard_leaves_is_swept_when_it_is_written_again(
+    tmp_path: Path,
 ) -> None:
-    """It writes under a name of its own, `.tmp` and random letters, beside the file's, and renames."""
-
-    def die(arrays: Any, file: Path, record: Any) -> None:
-        (Path(file).parent / ".tmpAb12Cd").write_bytes(b"half")
-        os.kill(os.getpid(), signal.SIGKILL)
-
+    path = tmp_path / "tokens" / "00000.safetensors"
+    path.parent.mkdir()
     if (child := os.fork()) == 0:
         end_if_it_hangs()
-        monkeypatch.setattr(shards, "save_file", die)
         try:
-            mixed(tmp_path / "tokens")
+            shards.write_arrays(path, {"ids": np.ones(1 << 25, np.int32)}, {})
         finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert any(name.endswith(".tmpAb12Cd") for name in files(tmp_path / "tokens"))
-    mixed(tmp_path / "tokens")
-    assert not [name for name in files(tmp_path / "tokens") if ".tmp" in name]
+            os._exit(0)
+    while not any(file.stat().st_size > 1 << 20 for file in path.parent.iterdir()):
+        assert os.waitpid(child, os.WNOHANG)[0] == 0, "was written before it could be killed"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not path.exists()
+    shards.write_arrays(path, {"ids": np.ones(3, np.int32)}, {})
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("place", ["file", "in a folder", "/dev/zero"])

@@ -72,13 +72,12 @@ def load_model(
     if checkpoint.family is None:
         loaded = _load_unknown(checkpoint, weights, options | {"trust_remote_code": trust_remote_code})
     else:
-        _check_sharded_loading(checkpoint.family, folder, options.get("distributed_config"))
+        _check_loading(checkpoint, checkpoint.family, options.get("distributed_config"))
         config, cls = config_and_class(checkpoint, connectivity, original)
         check_tensors(checkpoint, config, cls)
         if not weights:
             with torch.device("meta"):
                 return cls._from_config(config, **chosen).eval()
-        _check_quantisation(checkpoint)
         try:
             loaded = cls.from_pretrained(folder, config=config, **options)
         except modeling_module(checkpoint.family).StageError as error:  # each family's file has its own
@@ -120,8 +119,11 @@ def _load_unknown(checkpoint: Checkpoint, weights: bool, options: dict[str, Any]
         raise UserError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
 
 
-def _check_sharded_loading(family: Family, folder: Path, distributed_config: Any) -> None:
-    """Refuse that transformers shards while it loads what it would put together wrongly."""
+def _check_loading(checkpoint: Checkpoint, family: Family, distributed_config: Any) -> None:
+    """Refuse quantised weights as `_check_quantisation`, and that transformers shards while it loads what it would put
+    together wrongly."""
+    folder = checkpoint.folder
+    _check_quantisation(checkpoint)
     if distributed_config is not None and family.fuses_rows is not None:
         raise UserError(
             f"{folder}: transformers loads {family.fuses_rows} of {family.model_type} wrongly when it shards weights"

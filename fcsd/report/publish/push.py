@@ -21,7 +21,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from fcsd.base.artifact import read_manifest
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, without_credentials
 from fcsd.base.files import file_sha256, new_folder, read_json, weights_fingerprint, write_text
 from fcsd.base.temporary import scratch_folder
 from fcsd.evaluation.lm_eval.read import read_results
@@ -262,7 +262,8 @@ def _inherited(base: str, revision: str | None) -> dict[str, Any]:
         raise
     except Exception as error:  # offline, no such repository, no card: said below, with what to do
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        print(f"fcsd push: note: the card of {base} cannot be read: {reason}", file=sys.stderr)
+        text = without_credentials(f"the card of {base} cannot be read: {reason}")
+        print(f"fcsd push: note: {text}", file=sys.stderr)
         return {}
 
 
