@@ -120,7 +120,10 @@ def files_like(folder: Path, patterns: Sequence[str]) -> list[Path]:
     places = {pattern.rpartition("/")[0] for pattern in patterns}
     files = []
     for place in sorted(name for name in places if (folder / name).is_dir()):
-        names = sorted(os.listdir(folder / place))  # not `glob`, which passes over links to nothing
+        try:
+            names = sorted(os.listdir(folder / place))  # not `glob`, which passes over links to nothing
+        except OSError as error:
+            raise UserError(f"{folder / place}: cannot be read ({error.strerror})") from None
         entries = [Path(place, name) for name in names]
         for entry in entries:
             if any(fnmatch.fnmatchcase(entry.as_posix(), pattern) for pattern in patterns):

@@ -160,9 +160,12 @@ def _checked(source: Path) -> Checkpoint:
 
 
 def _modules(config: dict[str, Any]) -> list[str]:
-    values = (config.get("auto_map") or {}).values()
-    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
-    return sorted({f"{name.split('.')[0]}.py" for name in names if name and "--" not in name})
+    auto_map = config.get("auto_map") or {}
+    values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+    names = [
+        str(name) for value in values for name in (value if isinstance(value, list) else [value]) if name
+    ]
+    return sorted({f"{name.split('.')[0]}.py" for name in names if "--" not in name})
 
 
 def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, link: Any) -> None:
