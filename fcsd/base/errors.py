@@ -3,13 +3,24 @@
 import re
 from typing import Any
 
+_LOGIN = re.compile(r"(?<=//)[^\s/'\"]*(?=@)|(?<![\w/.])[\w.+-]+:[^\s/'\"@]+(?=@[\w\[])")
+_QUERY = re.compile(r"(?<=://)([^\s?#'\"]*[?#])[^\s'\")]+")
+
+
+def without_credentials(text: str) -> str:
+    """Hide in the addresses of a text what may be a secret: name and password, what follows `?` or `#`."""
+    return _QUERY.sub(r"\1…", _LOGIN.sub("…", text))
+
 
 class UserError(Exception):
     """A mistake in what the user gave: one message that says what, where, what is allowed and what to do next.
 
     The command line prints it as a single line and exits with status 2; everything else is a bug and keeps its
-    traceback.
+    traceback. An address in it is shown without its credentials.
     """
+
+    def __init__(self, message: str = ""):
+        super().__init__(without_credentials(message))
 
 
 class Interrupted(Exception):

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def read_text(path: Path, what: str = "a text file", hint: str = "") -> str:
     """
     more = hint and f"; {hint}"
     try:
+        check_regular(path, hint)
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file{more}") from None
@@ -48,8 +50,32 @@ def read_text(path: Path, what: str = "a text file", hint: str = "") -> str:
         raise UserError(f"{path}: is a folder, {what} is needed{more}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a text file{more}") from None
+    except UnicodeEncodeError:
+        raise UserError(f"{path!r}: no file can be called so{more}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def check_regular(path: Path, hint: str = "") -> None:
+    """Refuse what would be waited for, or never ends, before it is opened. Folders, and what is not there, pass.
+
+    Raises:
+        UserError: a pipe, a socket or a device is there, or a link to one.
+    """
+    try:
+        kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode))
+    except (OSError, ValueError):  # whoever opens it says why it cannot be opened
+        return
+    if kind is not None:
+        raise UserError(f"{path}: is {kind}, a regular file is needed{hint and f'; {hint}'}")
 
 
 def read_json(path: Path, hint: str = _OURS, keys: Collection[str] | None = None) -> Any:
@@ -80,7 +106,8 @@ def write_json(path: Path, value: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write text under a temporary name, then rename."""
     with writing(path), file_beside(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        # A path that is not UTF-8 has lone surrogates; what replaces them is their escape in JSON, too.
+        temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
         os.replace(temporary, path)
 
 
@@ -102,6 +129,41 @@ def files_below(folder: Path) -> Iterator[Path]:
         yield from (path for path in paths if path.is_file())
 
 
+def check_path(path: Path) -> None:
+    """Refuse a path that no file can have, before the work whose result it is to hold.
+
+    Raises:
+        UserError: a name in it is too long, for the temporary names that are made of the last one, too; a NUL, or half
+            a character.
+    """
+    try:
+        names = [os.fsencode(part) for part in path.parts]
+    except UnicodeEncodeError:
+        raise UserError(f"{str(path)!r}: holds half a character; choose another name") from None
+    if any(b"\0" in name for name in names):
+        raise UserError(f"{str(path)!r}: holds a NUL character; choose another name")
+    limits = [_LONGEST_NAME] * (len(names) - 1) + [_LONGEST_NAME - _TEMPORARY_PART]
+    for name, limit in zip(names, limits, strict=False):
+        if len(name) > limit:
+            shown = f"{os.fsdecode(name[:30])}…"
+            raise UserError(
+                f"the name {shown} has {len(name)} bytes; up to {limit} are possible, choose a shorter one"
+            )
+
+
+_LONGEST_NAME = 255  # bytes, of a Linux file system
+_TEMPORARY_PART = 55  # of `fcsd.base.temporary`, and what is put behind a name (`.partial`)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return the path of a name below a folder; raises UserError where it would lead out of it, or is none."""
+    path = folder / name
+    check_path(path)
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{name!r}: leads out of the folder {folder}; name what lies in it")
+    return path
+
+
 def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
     """Refuse a place that cannot become a file, before the work whose result it is to hold.
 
@@ -111,6 +173,7 @@ def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
     Raises:
         UserError: a folder is there, or another kind of file; there is no such folder, or nobody may write in it.
     """
+    check_path(path)
     parent = path.absolute().parent
     if path.is_dir() or not parent.is_dir():
         what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
@@ -135,6 +198,7 @@ def check_folder_place(folder: Path, mark: str | None = None, what: str = "") ->
     Raises:
         UserError: a file is there or on the way to it; a folder on the way may not be written; somebody else's.
     """
+    check_path(folder)
     if mark is not None and (
         folder.is_file() or (folder.is_dir() and not is_empty(folder) and not (folder / mark).exists())
     ):
@@ -170,12 +234,16 @@ def new_folder(
 ) -> Iterator[Path]:
     """Make a temporary sibling of `path` to write into; it becomes `path` when the block ends well, else it is removed.
 
-    An existing `path` is replaced only at the end. mark, what: as `check_folder_place` has them. replaces: False
-    refuses a `path` that is there, unless it is an empty folder.
+    An existing `path` is replaced only at the end; of a link to a folder, the folder that it leads to. mark, what: as
+    `check_folder_place` has them. replaces: False refuses a `path` that is there, unless it is an empty folder, also
+    where another process has made it in the meantime.
 
     Raises:
         UserError: the disk is full, or what `check_folder_place` refuses.
     """
+    check_path(path)
+    if replaces and path.is_symlink():
+        path = path.resolve()
     with writing(path):
         if not replaces and (path.is_symlink() or (path.exists() and not path.is_dir())):
             raise UserError(f"{path}: exists and is not a folder; choose another destination")
@@ -185,7 +253,22 @@ def new_folder(
         make_folder(path.parent)
         with beside(path) as temporary:
             yield temporary
-            replace_folder(temporary, path)
+            if replaces:
+                replace_folder(temporary, path)
+            else:
+                _take_place(temporary, path)
+
+
+def _take_place(made: Path, path: Path) -> None:
+    """Rename a folder to a name that nobody has, or that is an empty folder's; the system does it in one step."""
+    try:
+        os.rename(made, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise UserError(
+            f"{path}: another process has made it in the meantime, which stays; choose another destination"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -253,6 +336,7 @@ os.register_at_fork(after_in_child=release_folders)
 
 def safetensors_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """Return what a safetensors file says of its tensors, and where their bytes begin."""
+    check_regular(file)
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
@@ -282,7 +366,8 @@ def _sha256_of_state(file: Path, *state: int) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """Hash one file with SHA-256."""
+    """Hash one file with SHA-256; raises UserError as `check_regular`."""
+    check_regular(path)
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -13,11 +13,19 @@ from types import MappingProxyType, UnionType
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from fcsd.base.errors import UserError
-from fcsd.base.files import read_text
+from fcsd.base.errors import UserError, one_line
+from fcsd.base.files import check_path, read_text
 
 
 class Strict(BaseModel):
@@ -151,6 +159,34 @@ def _booleans(
                 yield from _booleans(item, items, f"{before}{key}.")
 
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def check_name(text: str) -> str:
+    """Return a name that may become one of a folder or file; raises ValueError for any other text."""
+    if _NAME.fullmatch(text):
+        return text
+    raise ValueError(
+        "up to 100 letters (A to Z), digits, '.', '_' and '-', of which the first is a letter or digit, are allowed,"
+        f" got {text if len(text) <= 60 else f'{text[:59]}…'!r}"
+    )
+
+
+Name = Annotated[str, AfterValidator(check_name)]
+"""Text that `check_name` accepts."""
+
+
+def _check_folder(text: str) -> str:
+    try:
+        check_path(Path(text))
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+FolderPath = Annotated[str, AfterValidator(_check_folder)]
+"""A path that a folder can have (`check_path`)."""
+
 Document = TypeVar("Document", bound=Strict)
 _TYPES = {"int", "str", "float", "bool", "constrained-int", "constrained-str", "constrained-float"}
 
@@ -173,6 +209,19 @@ _Loader.add_implicit_resolver(
 _Loader.add_constructor("tag:fcsd,2026:float", _float)
 
 
+def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    number = loader.construct_yaml_int(node) if len(node.value) <= _MOST_DIGITS else 1 << 63
+    if not -(1 << 63) <= number < 1 << 63:
+        raise yaml.constructor.ConstructorError(
+            None, None, "an integer of more than 64 bits", node.start_mark
+        )
+    return int(number)
+
+
+_MOST_DIGITS = 100  # of 64 bits, in any base, with underscores
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
+
+
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, Any] = {}
     for key_node, _ in node.value:
@@ -189,13 +238,64 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse YAML text; a syntax error is a `UserError` that names `where` and the line."""
+    """Parse YAML text; a syntax error is a `UserError` that names `where` and the line.
+
+    So is a document that is nested too deep, or whose aliases (`*name`) stand for too much: what works through it would
+    not end.
+    """
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node, {}, 0)
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}, line {mark.line + 1}" if mark else where
-        raise UserError(f"{place}: not valid YAML: {getattr(error, 'problem', error)}") from None
+        raise UserError(
+            f"{place}: not valid YAML: {getattr(error, 'problem', None) or one_line(error)}"
+        ) from None
+    except RecursionError:
+        raise UserError(f"{where}: not valid YAML: {_TOO_DEEP}") from None
+    except Exception as error:  # a value that is not of its tag: each of PyYAML's constructors raises its own
+        raise UserError(
+            f"{where}: not valid YAML: a value does not fit its tag ({one_line(error)})"
+        ) from None
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_DEEPEST, _MOST_REPEATED = 100, 100_000
+_TOO_DEEP = f"nested deeper than {_DEEPEST} levels"
+
+
+def _check_size(node: yaml.Node, known: dict[int, tuple[int, int] | None], depth: int) -> tuple[int, int]:
+    """Return how many values a node stands for, and in how many levels, each alias counted with all that it repeats.
+
+    depth: of the node. known: the same of nodes by `id`; None of those that this one is in.
+    """
+
+    def refuse(problem: str) -> NoReturn:
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+    if id(node) in known:
+        if (counted := known[id(node)]) is None:
+            refuse("an alias holds itself")
+    else:
+        known[id(node)] = None
+        children = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in children for child in pair]
+        elif isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
+            refuse(f"{node.value!r} holds half a character")
+        sizes = [_check_size(child, known, depth + 1) for child in children]
+        counted = 1 + sum(size for size, _ in sizes), 1 + max((levels for _, levels in sizes), default=0)
+        known[id(node)] = counted
+    if depth + counted[1] > _DEEPEST:
+        refuse(_TOO_DEEP)
+    if counted[0] > len(known) + _MOST_REPEATED:
+        refuse(f"aliases stand for more than {_MOST_REPEATED} values")
+    return counted
 
 
 def read_yaml(path: Path) -> Any:
@@ -228,7 +328,7 @@ def _build(kind: type[Document], value: dict[str, Any], before: str, *, options:
 def _line(problem: Any, options_of: Any) -> str:
     # pydantic adds the types that it tried to the place of a union that is tried one after the other.
     keys = [key for key in problem["loc"] if not (isinstance(key, str) and ("[" in key or key in _TYPES))]
-    dotted = ".".join(map(str, keys))
+    dotted = ".".join(_shown(str(key)) for key in keys)
     if options_of and (names := [key for key in keys if isinstance(key, str)]):
         dotted = flag_of(options_of, names[-1])
     message = problem["msg"].removeprefix("Value error, ")
@@ -238,6 +338,12 @@ def _line(problem: Any, options_of: Any) -> str:
     is_shown = problem["type"] not in ("key", "missing") and "got" not in message
     shown = f", got {value!r}" if is_shown and isinstance(value, str | int | float | bool | None) else ""
     return f"{dotted}: {message}{shown}" if dotted else f"{message}{shown}"  # a rule for the whole has none
+
+
+def _shown(key: str) -> str:
+    """Return a key as it can stand in one line."""
+    key = key if len(key) <= 120 else f"{key[:119]}…"
+    return key if key.isprintable() else repr(key)[1:-1]
 
 
 def did_you_mean(word: str, known: list[str]) -> str:

@@ -1,5 +1,7 @@
 """The `fcsd` command: one thin function a stage. Heavy libraries are imported only by the command that needs them."""
 
+import errno
+import io
 import os
 import sys
 import traceback
@@ -40,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be UTF-8
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "15")  # seconds between the lines of a bar in a log file
     first = os.environ.get("RANK", "0") == "0"
@@ -71,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 " needs, `fcsd inspect MODEL` what its weights need"
             )
             return _failed(text, 2, error)
+        if (problem := _wrong_path(error)) is not None:
+            return _failed(f"fcsd {arguments.command}: error: {problem}", 2, error)
         if _number_of_processes() == 1:
             raise
         return _failed(f"{traceback.format_exc()}fcsd {arguments.command}: failed", 1, error)
@@ -88,6 +94,16 @@ def _failed(text: str, status: int, error: Exception) -> int:
         print(to_print, file=sys.stderr)
         rank_failure.wait_until_known()
     return status
+
+
+def _wrong_path(error: Exception) -> str | None:
+    """Say of a path that no file can have what is wrong with it, whoever tried to open it; None of other errors."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        name = str(error.filename or "a path")
+        return f"{name if len(name) <= 200 else f'{name[:199]}…'}: {error.strerror}; choose a shorter name"
+    if isinstance(error, UnicodeEncodeError) and "surrogates" in error.reason:
+        return f"{error.object[:200]!r}: holds half a character, or is not UTF-8; choose another name"
+    return None
 
 
 def _launchers_end() -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,19 @@ from fcsd.data.messages import BadExample
 from fcsd.data.template import message_form_of
 from fcsd.data.texts import tokenized_texts
 from fcsd.data.turns import TurnForm, WrittenChat, read_form
+
+
+@contextlib.contextmanager
+def template_errors(name: str, what: str) -> Iterator[None]:
+    """Turn what a chat template raises, or jinja2 of it, into a UserError; what: what it was applied to."""
+    from jinja2 import TemplateError
+
+    # The others are of expressions in it.
+    kinds = (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RecursionError)
+    try:
+        yield
+    except (TemplateError, *kinds) as error:
+        raise UserError(f"{name}: its chat template refuses {what}: {one_line(error)}") from error
 
 
 def tokenizer_name(tokenizer: Any) -> str:
@@ -281,14 +295,11 @@ class _Chat:
         return text, spans
 
     def _tried(self, write: Callable[..., Any], messages: Sequence[Any], **options: Any) -> Any:
-        from jinja2 import TemplateError
-
         try:
-            return write(messages, tools=self.tools, **options, **self.options)
-        except (TemplateError, TypeError, AttributeError, LookupError) as error:  # of expressions
-            raise BadExample(
-                f"{tokenizer_name(self.tokenizer)}: its chat template refuses an example: {one_line(error)}"
-            ) from error
+            with template_errors(tokenizer_name(self.tokenizer), "an example"):
+                return write(messages, tools=self.tools, **options, **self.options)
+        except UserError as error:
+            raise BadExample(str(error)) from error
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from fcsd.base.files import file_sha256
+from fcsd.base.files import check_regular, file_sha256
 from fcsd.base.temporary import scratch_folder
 
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".gz", ".zst")
@@ -21,6 +21,7 @@ _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".gz", ".zst")
 def data_fingerprint(location: str, revision: str | None = None) -> str:
     """Identify the bytes of a data set: a hash for local files, id and revision for the Hub."""
     path = Path(location)
+    check_data(path)
     if path.is_file():
         return file_sha256(path)
     if path.is_dir():
@@ -30,6 +31,12 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
                 digest.update(str(file.relative_to(path)).encode() + b"\0" + file_sha256(file).encode())
         return digest.hexdigest()
     return f"{location}@{revision or 'main'}"
+
+
+def check_data(path: Path) -> None:
+    """Refuse what would be waited for, or never ends, as data or in a folder of them; raises as `check_regular`."""
+    for file in (path, *(path.rglob("*") if path.is_dir() else ())):
+        check_regular(file, "remove it, or name other data")
 
 
 @contextlib.contextmanager

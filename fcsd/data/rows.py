@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -116,13 +117,17 @@ class _SourceTokens:
         self.index, self.source, self.folder = index, source, folder
         folder.mkdir(parents=True, exist_ok=True)
         self._end = folder / "end.json"
-        self.ended = self.whole = self._end.is_file()
+        # What a source has lost, or half of it, is read again.
+        self._total = read_json(self._end)["shards"] if self._end.is_file() else None
+        self.ended = self._total is not None and all(
+            Shard(self._path(number)).is_whole() for number in range(self._total)
+        )
+        self.whole = self.ended
         self.opened: Opened | None = None
         if not self.ended:
             self.opened = open_source(source)
             self.source, self.whole = self.opened.settings, self.opened.whole
-        self.num_read, self._total = 0, read_json(self._end)["shards"] if self.ended else None
-        self.num_kept = 0
+        self.num_read = self.num_kept = 0
         self.counts = ExampleCounts()
         self.shards: list[Shard] = []
         self.lengths: list[np.ndarray] = []
@@ -134,7 +139,7 @@ class _SourceTokens:
     def jobs(self) -> Iterator[_Job]:
         """Yield every shard in order, with the piece that it is made of where it is not there."""
         there: list[dict[str, Any]] = []
-        while (path := self._path(len(there))).is_file():
+        while Shard(path := self._path(len(there))).is_whole():
             there.append(Shard(path).record)
             self.num_read += there[-1]["num_rows"]
             yield self.index, path, None
@@ -184,7 +189,7 @@ def write_rows(
     parts = [[name, source.weight] for source, name in sources]
     key = hashlib.sha256(json.dumps([_FORMAT, parts, asdict(layout)]).encode()).hexdigest()[:16]
     path = folder / f"rows-{key}.safetensors"
-    if path.is_file():
+    if _is_whole(path):
         known = Shard(path).record["bad_rows"]
         bad_rows.add([(one["where"], one["reason"]) for one in known["left_out"]], known["num_examples"])
         return path
@@ -217,6 +222,22 @@ def write_rows(
         one.note_end()
     write_arrays(path, arrays, record)  # last: who finds it looks no further
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell whether a file of rows is there with all the shards that it names; those that are not are made anew."""
+    index = Shard(path)
+    if not path.is_file():
+        return False
+    files = (
+        [index, *(Shard(path.parent / name) for name in index.record["shards"])]
+        if index.is_whole()
+        else [index]
+    )
+    damaged = next((file.path for file in files if not file.is_whole()), None)
+    if damaged is not None:
+        print(f"{damaged}: is damaged or gone, and is made anew", file=sys.stderr)
+    return damaged is None
 
 
 def _complete(order: _Order, tokenizing: Tokenizing, bad_rows: BadRows, num_workers: int) -> list[list[int]]:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import writing
 from fcsd.base.temporary import file_beside
 from fcsd.data.chat import tokenize_examples
@@ -157,7 +158,7 @@ def _first_loss(mask: np.ndarray) -> int:
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
     """Write flat arrays and a record of JSON into one file, under its name when it is whole."""
     with writing(path), file_beside(path) as temporary:
-        # Not save_file: safetensors 0.8 writes to a name of its own, which a kill leaves, for its owner alone.
+        # Not save_file: safetensors 0.8 writes under a name of its own first, and nobody sweeps what a kill leaves.
         temporary.write_bytes(save({**arrays}, {_RECORD: json.dumps(record)}))
         os.replace(temporary, path)
 
@@ -168,14 +169,29 @@ class Shard:
     def __init__(self, path: Path):
         self.path = path
 
+    def is_whole(self) -> bool:
+        """Tell whether the file is there, as long as it was when it was written."""
+        try:
+            return bool(self.record)
+        except UserError:
+            return False
+
     @functools.cached_property
     def _file(self) -> Any:
-        return safe_open(self.path, "numpy")
+        try:
+            return safe_open(self.path, "numpy")
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{self.path}: is damaged or gone ({one_line(error)}); run the same command again, which makes it anew"
+            ) from None
 
     @functools.cached_property
     def record(self) -> dict[str, Any]:
         """What was written beside the arrays."""
-        record: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])
+        try:
+            record: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{self.path}: holds no tokens of fcsd; remove it, and run again") from None
         return record
 
     def array(self, name: str) -> np.ndarray:

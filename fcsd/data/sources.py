@@ -13,7 +13,7 @@ import datasets
 from fcsd.base.errors import UserError, one_line
 from fcsd.data.columns import column_meanings
 from fcsd.data.config import SourceConfig, making_of
-from fcsd.data.local import fresh_cache
+from fcsd.data.local import check_data, fresh_cache
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def check_place(source: SourceConfig) -> None:
     that a file does not have.
     """
     path = Path(source.path).expanduser()
+    check_data(path)
     if path.is_dir():
         return
     if path.suffix in _FILE_FORMATS:

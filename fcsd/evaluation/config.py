@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
-from fcsd.base.strict import Strict, did_you_mean, like, option, read_yaml, validate
+from fcsd.base.strict import Name, Strict, did_you_mean, like, option, read_yaml, validate
 from fcsd.base.unions import one_of
 from fcsd.data.config import ModelStudy
 from fcsd.steering.config import RouterBiasConfig
@@ -27,7 +27,7 @@ class TaskBase(Strict, strict=True):
     """What tasks of every kind have. A key that has no meaning for a task's kind is an error, not ignored; so is a
     value of another type (`num_fewshot: "5"`), which would not be converted back when a result is compared."""
 
-    task: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    task: Name
     kind: str
     metric: str
     headline: bool = True  # counts in the suite's plain mean
@@ -142,7 +142,7 @@ Column = Literal["text", "text with _", "4 texts", "labelled"] | list[int | str]
 class SuiteConfig(Strict, strict=True):
     """A named list of tasks with different names."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Name
     description: str = ""
     tasks: list[TaskConfig] = Field(min_length=1)
     # Task -> column -> what it holds; a task that another suite of fcsd describes needs no entry here.
@@ -229,13 +229,13 @@ class ServerConfig(Strict):
     @field_validator("url")
     @classmethod
     def _address_alone(cls, value: str) -> str:
-        parts = urlsplit(value)
-        if "@" in parts.netloc:  # not a ValueError, whose message would show it
+        if any(mark in value for mark in "@?#"):  # not a ValueError, whose message would show it
             raise UserError(
-                "evaluation.server.url (--server): holds a name or password; leave it out, and give a key in the"
-                " environment variable FCSD_SERVER_API_KEY"
+                "evaluation.server.url (--server): holds a name or password, or something behind ? or #; leave it out,"
+                " and give a key in the environment variable FCSD_SERVER_API_KEY"
             )
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("an address such as http://localhost:8000 is needed")
         return value.rstrip("/").removesuffix("/v1")
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, one_line
+from fcsd.base.files import check_regular
 
 
 def json_lines(path: Path, what: str = "valid JSON", advice: str = "") -> list[tuple[str, Any]]:
@@ -15,6 +16,7 @@ def json_lines(path: Path, what: str = "valid JSON", advice: str = "") -> list[t
 
     what: what each line should be, for the message. advice: ends the message.
     """
+    check_regular(path)
     try:
         data = path.read_bytes()
         # Not `splitlines`: a text in a line of JSON may hold line separators of Unicode.
@@ -26,8 +28,8 @@ def json_lines(path: Path, what: str = "valid JSON", advice: str = "") -> list[t
         where = f"{path}, line {number}"
         try:
             values += [(where, json.loads(text))] if text.strip() else []
-        except ValueError as error:
-            raise UserError(f"{where}: not {what} ({error}){advice}") from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: not {what} ({one_line(error)}){advice}") from None
     return values
 
 

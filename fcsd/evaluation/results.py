@@ -15,6 +15,7 @@ import fcsd
 from fcsd.base.errors import UserError
 from fcsd.base.files import make_folder, read_json, write_text
 from fcsd.base.stats import plain_mean, standard_error
+from fcsd.base.strict import check_name
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome, pass_at_k
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, pass_k
@@ -233,6 +234,11 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
         )
     if "limit" not in (result.get("settings") or {}):
         raise UserError(f"{path}: lacks settings.limit; evaluate again")
+    for task in result["tasks"]:
+        try:
+            check_name(task)  # becomes one of files
+        except ValueError as error:
+            raise UserError(f"{path}: tasks: {error}; evaluate again") from None
     return result, {task: read_samples(folder, task, row) for task, row in result["tasks"].items()}
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import make_folder, read_json, write_json, writing
+from fcsd.base.files import inside, make_folder, read_json, write_json, writing
+from fcsd.data.chat import template_errors, tokenizer_name
 from fcsd.data.config import making_of
 from fcsd.evaluation.config import SuiteConfig, TaskBase, TaskConfig
 
@@ -88,7 +89,8 @@ def chat_text(
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": not add_generation_prompt,
     }
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=thinking, **options))
+    with template_errors(tokenizer_name(tokenizer), "a prompt"):
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=thinking, **options))
 
 
 def first_line(error: BaseException) -> str:
@@ -111,6 +113,7 @@ def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
     for row in suite.tasks:
         if Path(row.dataset).is_absolute():
             continue
+        inside(root, row.dataset)
         first = rows.setdefault(row.dataset, row)
         if first.revision != row.revision:
             raise UserError(

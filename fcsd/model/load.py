@@ -11,8 +11,10 @@ import torch
 from fcsd.base.errors import UserError, check_kind
 from fcsd.base.files import weights_fingerprint
 from fcsd.model.connectivity.checkpoint import (
+    CARRIED,
     CONFIG,
     Checkpoint,
+    files_like,
     find_folder,
     read_checkpoint,
     read_checkpoint_json,
@@ -141,6 +143,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> "Pre
     from transformers import AutoTokenizer
 
     folder = find_folder(path)
+    files_like(folder, (*CARRIED, CONFIG))
     if not any(
         (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     ):

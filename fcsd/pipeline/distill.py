@@ -14,6 +14,7 @@ from fcsd.base.files import new_folder, write_text
 from fcsd.base.strict import validate
 from fcsd.data.counts import tell_examples
 from fcsd.model.connectivity import convert_checkpoint
+from fcsd.model.connectivity.checkpoint import all_files
 from fcsd.model.connectivity.export import link_or_copy
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.load import ModelFolder
@@ -116,6 +117,7 @@ def _leave_start(run: Run, start: ModelFolder | None, folder: Path) -> dict[str,
             if not folder.is_dir():
                 convert_checkpoint(run.original.folder, folder, run.recipe.connectivity.spec())
             return {"steps": 0}
+        all_files(start.folder)  # refuses links to others'
         with new_folder(folder) as new:
             shutil.copytree(start.folder, new, copy_function=_copy_or_link, dirs_exist_ok=True)
         return {"steps": 0, "tokens": read_manifest(start.folder.parent)["results"]["tokens"]}

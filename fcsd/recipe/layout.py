@@ -24,6 +24,21 @@ _TRAINED_IN = {
     "calibrated": f"calibrate/{MAIN}",
     MAIN: "distill",
 }
+_FOLDERS = (
+    "pretrain",
+    "convert",
+    "calibrate",
+    "tokens",
+    "sweep",
+    "distill",
+    "variants",
+    "evaluate",
+    "layers",
+    "report",
+    "publish",
+)
+RESERVED = frozenset([*_TRAINED_IN, *_FOLDERS])
+"""What no variant may be called: the models and stages that a run has anyway."""
 
 
 class RunLayout:

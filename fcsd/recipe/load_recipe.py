@@ -5,6 +5,7 @@ data set; those are found by their words (`data.decontaminate`).
 """
 
 import copy
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
             training data that is a graded split.
     """
     path = recipe_file(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # not `Path.is_dir`, which raises for a name that is too long
         raise UserError(f"{path}: is a folder, a recipe file is needed (for example {path}/recipe.yaml)")
     raw = read_yaml(path)
     if not isinstance(raw, dict):
@@ -43,7 +44,9 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise UserError(f"--set {override}: must look like train.learning_rate=4e-5")
-        set_dotted(raw, key, parse_yaml(text, f"--set {override}"), f"--set {override}")
+        where = f"--set {' '.join(override.split())}"
+        where = where if len(where) <= 200 else f"{where[:199]}…"
+        set_dotted(raw, key, parse_yaml(text, where), where)
     return check_recipe(_beside(raw, path.parent), str(path))
 
 
@@ -85,7 +88,7 @@ def recipe_file(name: str | Path) -> Path:
         str(path.with_suffix("")).removeprefix("recipes/") if path.parts[:1] == ("recipes",) else str(name)
     )
     names = recipe_names()
-    if path.exists() or (path.suffix in (".yaml", ".yml") and shipped == str(name)):
+    if os.path.exists(path) or (path.suffix in (".yaml", ".yml") and shipped == str(name)):
         return path
     if shipped in names:
         return data_dir("recipes") / f"{shipped}.yaml"

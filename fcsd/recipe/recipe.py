@@ -15,7 +15,7 @@ import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import Strict, did_you_mean, option, validate
+from fcsd.base.strict import FolderPath, Name, Strict, did_you_mean, option, validate
 from fcsd.base.unions import OneOf, choice_of, drop_foreign_keys
 from fcsd.data.config import DataConfig
 from fcsd.evaluation.config import EvaluationConfig, TaskConfig
@@ -26,7 +26,7 @@ from fcsd.model.config import (
     ShardedTeacherConfig,
     TeacherConfig,
 )
-from fcsd.recipe.layout import MAIN
+from fcsd.recipe.layout import MAIN, RESERVED
 from fcsd.training.config import CalibrationConfig, SafetyConfig, SweepConfig, TrainConfig
 from fcsd.training.losses.objectives import KLObjectiveConfig, ObjectiveConfig
 
@@ -187,8 +187,8 @@ EarlyStoppingConfig = Annotated[
 class Recipe(Strict):
     """Everything a run depends on; sections that are null are stages that the run does not have."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    output_dir: str
+    name: Name
+    output_dir: FolderPath
     seed: int = Field(0, ge=0)
     pretrain: PretrainConfig | None = None
     model: ModelConfig = ModelConfig()
@@ -204,9 +204,19 @@ class Recipe(Strict):
     sweep: SweepConfig | None = None
     # Further distillations of the same model, each this recipe with some dotted keys replaced:
     # {sft: {objective.name: sft}, last-50: {connectivity.layers: {last: 50%}}}
-    variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    variants: dict[Name, dict[str, Any]] = Field(default_factory=dict)
     evaluation: EvaluationConfig = EvaluationConfig()
     publication: PublicationConfig = PublicationConfig()
+
+    @field_validator("variants")
+    @classmethod
+    def _variants_have_names_of_their_own(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        if taken := sorted(value.keys() & RESERVED):
+            raise ValueError(
+                f"{taken[0]!r} is what a stage or its model is called; choose another name than"
+                f" {', '.join(sorted(RESERVED))}"
+            )
+        return value
 
     @model_validator(mode="after")
     def _has_a_model(self) -> "Recipe":

@@ -15,20 +15,31 @@ from statistics import fmean
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json, write_text
+from fcsd.base.files import read_json, read_text, write_json, write_text
 from fcsd.training.config import SweepConfig, TrainConfig
 
 
 def read_history(folder: Path) -> list[dict[str, float]]:
-    """Return the logged points of a finished run, oldest first."""
-    lines = (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    """Return the logged points of a finished run, oldest first; raises UserError for a damaged file."""
+    path, advice = folder / "history.jsonl", f"remove {folder} to run this training again"
+    points = []
+    for number, line in enumerate(read_text(path, hint=advice).splitlines(), start=1):
+        try:
+            point = json.loads(line)
+        except (ValueError, RecursionError):
+            point = None
+        if not isinstance(point, dict) or not isinstance(point.get("step"), int):
+            raise UserError(
+                f"{path}, line {number}: is no point of a training, the file is damaged; {advice}"
+            )
+        points.append(point)
+    return points
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
     """Return `EarlyStopper.record` of a finished run with early stopping; None for any other run."""
     path = folder / "scores.json"
-    scores: dict[str, Any] | None = read_json(path) if path.is_file() else None
+    scores: dict[str, Any] | None = read_json(path, keys=["points"]) if path.is_file() else None
     return scores
 
 
@@ -100,7 +111,7 @@ def run_sweep(
                 place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses}
             )
         remove_checkpoints(place)
-        score = read_json(place / "result.json")
+        score = read_json(place / "result.json", keys=["loss"])
         return asdict(candidate) | {"loss": score["loss"], "folder": candidate.folder}  # loss null: diverged
 
     first = [measured("batch_size_tokens", size, base.learning_rate) for size in sweep.batch_size_tokens]

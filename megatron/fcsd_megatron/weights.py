@@ -14,7 +14,7 @@ from safetensors import safe_open
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, safetensors_header, write_json
 from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, read_checkpoint_json
-from fcsd.model.connectivity.export import carry_over
+from fcsd.model.connectivity.export import carry_over, write_code
 from fcsd.model.connectivity.modeling import MODELING_FILE
 from fcsd.model.connectivity.spec import TRAINED
 from fcsd.parallel.ranks import ALONE, Ranks
@@ -115,7 +115,10 @@ def _written(source: Source, tensors: dict[str, torch.Tensor], ranks: Ranks) -> 
 def _copy(stack: contextlib.ExitStack, checkpoint: Checkpoint, folder: Path) -> Path:
     """Begin a folder with copies of a checkpoint's files; it has its name when the stack is closed."""
     place = stack.enter_context(new_folder(folder, replaces=False))
-    names = (CONFIG, MODELING_FILE, INDEX, *checkpoint.weight_files)
+    if (checkpoint.folder / MODELING_FILE).exists():
+        assert checkpoint.family is not None
+        write_code(checkpoint.folder, checkpoint.family, place)
+    names = (CONFIG, INDEX, *checkpoint.weight_files)
     for name in (name for name in names if (checkpoint.folder / name).exists()):
         shutil.copyfile(checkpoint.folder / name, place / name)
     carry_over(checkpoint.folder, place)

@@ -1,6 +1,8 @@
 """Stage folders: finished ones are found, changed ones refused, nothing half-written under a final name."""
 
 import json
+import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,18 @@ import pytest
 
 from fcsd.base.artifact import Stage, differences
 from fcsd.base.errors import UserError
-from fcsd.base.files import new_folder, read_json, weights_fingerprint, write_json, writing
+from fcsd.base.files import (
+    check_file_place,
+    check_folder_place,
+    file_sha256,
+    new_folder,
+    read_json,
+    read_text,
+    safetensors_header,
+    weights_fingerprint,
+    write_json,
+    writing,
+)
 from fcsd.evaluation.config import load_suite
 from fcsd.pipeline.scoring import score_settings
 from fcsd.recipe.load_recipe import load_recipe
@@ -174,6 +187,91 @@ def test_an_existing_folder_is_replaced_only_when_the_new_one_is_whole(tmp_path:
         (folder / "new").write_text("x")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["new"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "publish").mkdir(parents=True)
+    (tmp_path / "disk" / "publish" / "old").touch()
+    (tmp_path / "publish").symlink_to("disk/publish")
+    with new_folder(tmp_path / "publish") as new:
+        assert new.parent == tmp_path / "disk", "on the disk of what is replaced"
+        (new / "new").touch()
+    assert (tmp_path / "publish").is_symlink()
+    assert [file.name for file in (tmp_path / "disk" / "publish").iterdir()] == ["new"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["disk", "publish"]
+    (tmp_path / "gone").symlink_to("nowhere")
+    with new_folder(tmp_path / "gone"):
+        pass
+    assert (tmp_path / "gone").is_symlink() and (tmp_path / "nowhere").is_dir()
+
+
+def test_a_new_folder_takes_no_place_that_was_filled_in_the_meantime(tmp_path: Path) -> None:
+    for make in (
+        lambda place: (place.mkdir(), (place / "theirs").touch()),
+        lambda place: place.touch(),
+        lambda place: place.symlink_to(tmp_path),
+    ):
+        place = tmp_path / "new"
+        with pytest.raises(UserError, match="new: another process has made it"):  # noqa: SIM117
+            with new_folder(place, replaces=False) as new:
+                (new / "ours").touch()
+                make(place)
+        assert not (tmp_path / "ours").exists() and not (place / "ours").exists()
+        shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink()
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("x" * 256, "has 256 bytes; up to 200 are possible"),
+        ("a/" + "é" * 101, "has 202 bytes; up to 200 are possible"),
+        ("x" * 256 + "/a", "has 256 bytes; up to 255 are possible"),
+        ("a\0b", "holds a NUL character"),
+        ("a\ud800b", "holds half a character"),
+    ],
+)
+def test_a_path_that_no_file_can_have_is_refused_before_the_work(
+    path: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        check_folder_place(tmp_path / path)
+    with pytest.raises(UserError, match=message):
+        check_file_place(tmp_path / path, read_json)
+    check_folder_place(tmp_path / os.fsdecode(b"caf\xe9"))  # is a name, if not UTF-8
+
+
+def test_a_text_with_half_a_character_is_written_as_json_can_have_it(tmp_path: Path) -> None:
+    value = {"path": os.fsdecode(b"caf\xe9"), "text": "é\ud83d"}
+    write_json(tmp_path / "x.json", value)
+    assert read_json(tmp_path / "x.json") == value
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link to a device"])
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "x"
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file = Path("/dev/zero")
+    else:
+        file.symlink_to("/dev/zero")
+    for read in (read_text, read_json, file_sha256, safetensors_header):
+        with pytest.raises(UserError, match=r"is a (named pipe|device), a regular file is needed"):
+            read(file)
+
+
+def test_an_address_is_shown_without_what_may_be_secret() -> None:
+    said = {
+        "http://h:80/v1?api_key=SECRET&x=1 is it": "http://h:80/v1?… is it",
+        "'https://me:SECRET@h/v1' no": "'https://…@h/v1' no",
+        "got 'me:SECRET@h:8000'": "got '…@h:8000'",
+        "(https://SECRET@h/#SECRET)": "(https://…@h/#…)",
+        "https://huggingface.co/me/x is it? a question: who@where": None,
+        "runs/x: model.path: me/x@main; did you mean 'a'?": None,
+    }
+    for text, shown in said.items():
+        assert str(UserError(text)) == (text if shown is None else shown)
 
 
 def test_a_folder_that_does_not_have_the_mark_of_ours_is_not_replaced(tmp_path: Path) -> None:

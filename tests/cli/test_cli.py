@@ -338,6 +338,31 @@ def test_a_folder_of_someone_else_is_not_written_into(bench: Bench, refused: Ref
     assert [path.name for path in own.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.parametrize(
+    ("name", "message"), [("x" * 300, r"xxx…?:? .*(bytes; up to|too long)"), ("a\ud800", "half a character")]
+)
+def test_a_path_that_no_file_can_have_is_refused_wherever_it_stands(
+    bench: Bench, refused: Refused, name: str, message: str
+) -> None:
+    model, recipe, text = str(bench.base), str(bench.recipe("r")), str(bench.rows)
+    path = str(bench.folder / name)
+    for command in (
+        ["recipe", path],
+        ["evaluate", model, "--suite", "tiny", "--output", path],
+        ["layers", model, "--text", text, "--output", path],
+        ["calibrate", model, path, "--text", text],
+        ["convert", model, path],
+        ["push", path, "me/x"],
+        ["tiny-data", path],
+    ):
+        refused(
+            *command,
+            message=f"{message}|: no such f(ile|older)|no file can be called so|the path is not UTF-8",
+        )
+    if "\ud800" not in name:
+        refused("distill", recipe, "--set", f"output_dir={path}", message=message)
+
+
 def test_an_output_folder_that_cannot_be_made_is_refused_with_what_is_in_its_way(
     bench: Bench, refused: Refused
 ) -> None:

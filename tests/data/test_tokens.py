@@ -23,6 +23,7 @@ from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex
+from fcsd.data.local import data_fingerprint
 from fcsd.data.workers import in_order
 from fcsd.model.load import load_tokenizer
 from fcsd.parallel.launch import join_launch
@@ -199,6 +200,69 @@ def test_what_was_written_before_a_kill_is_not_tokenized_again(
     for path in (tmp_path / "tokens").glob("rows-*"):
         path.unlink()  # another seed would make others of the same tokens
     assert mixed(tmp_path / "tokens")[1] == record
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+@pytest.mark.parametrize("name", ["a/00003", "a/00000", "b/00001", "rows-", "a/0"])
+@pytest.mark.parametrize("with_rows", [True, False])
+def test_tokens_that_are_cut_or_gone_are_made_anew(
+    mixed: Any, tmp_path: Path, damage: str, name: str, with_rows: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "tokens"
+    built, record = mixed(place)
+    before = files(place)
+    if not with_rows:
+        next(place.glob("rows-*")).unlink()
+    for file in place.glob(f"{name}*.safetensors"):
+        file.unlink() if damage == "gone" else os.truncate(file, file.stat().st_size // 2)
+    again, new_record = mixed(place)
+    assert files(place) == before and texts(again) == texts(built) and new_record == record
+    if with_rows and (damage == "cut" or name != "rows-"):
+        assert "is damaged or gone, and is made anew" in capsys.readouterr().err
+
+
+def test_tokens_that_vanish_under_a_training_are_one_line(mixed: Any, tmp_path: Path) -> None:
+    built, _ = mixed(tmp_path / "tokens")
+    shard = next((tmp_path / "tokens" / "a").glob("*.safetensors"))
+    shard.unlink()
+    with pytest.raises(
+        UserError, match=r"a/0.*\.safetensors: is damaged or gone .*run the same command again"
+    ):
+        texts(built)
+
+
+def test_what_a_kill_in_the_middle_of_a_shard_leaves_is_swept_when_it_is_written_again(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "tokens" / "00000.safetensors"
+    path.parent.mkdir()
+    if (child := os.fork()) == 0:
+        end_if_it_hangs()
+        try:
+            shards.write_arrays(path, {"ids": np.ones(1 << 25, np.int32)}, {})
+        finally:
+            os._exit(0)
+    while not any(file.stat().st_size > 1 << 20 for file in path.parent.iterdir()):
+        assert os.waitpid(child, os.WNOHANG)[0] == 0, "was written before it could be killed"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not path.exists()
+    shards.write_arrays(path, {"ids": np.ones(3, np.int32)}, {})
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("place", ["file", "in a folder", "/dev/zero"])
+def test_data_that_never_end_are_refused(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "a" / "0.jsonl"
+    path.parent.mkdir()
+    if place == "/dev/zero":
+        path.symlink_to(place)
+    else:
+        os.mkfifo(path)
+    given = path.parent if place == "in a folder" else path
+    for read in (lambda path: build_dataset([source(path)], TOKENIZER, max_length=8), data_fingerprint):
+        with pytest.raises(UserError, match=r"0\.jsonl: is a (named pipe|device), a regular file is needed"):
+            read(str(given))
 
 
 @pytest.fixture

@@ -339,3 +339,30 @@ def test_ready_samples_may_be_compressed_and_hold_any_text_and_replace_only_thei
     assert said.endswith("holds something else than a result of `fcsd score`; choose another --output")
     said = error_of([*arguments, "--timeout-s", "0"], capsys)
     assert said == "--timeout-s: must be above 0, got 0"
+
+
+@pytest.mark.parametrize(
+    ("task", "template", "reason"),
+    [
+        (PIQA, "{{ raise_exception('no system turns') }}", "no system turns"),
+        (GSM8K, "{{ messages[0].no.such }}", "has no attribute"),
+        (CODE, "{{ 1 / 0 }}", "division by zero"),
+        (PIQA, "{% for message in messages %}", "Unexpected end of template"),
+        (CODE, "{{ ''.__class__.__mro__ }}", "unsafe"),
+        (GSM8K, "{{ 1 / 0 }}", "division by zero"),
+    ],
+    ids=["raises", "attribute", "code", "syntax", "unsafe", "arithmetic"],
+)
+def test_a_chat_template_that_refuses_a_prompt_is_one_line(
+    model: Path,
+    root: Path,
+    tmp_path: Path,
+    task: dict[str, Any],
+    template: str,
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chatty = shutil.copytree(model, tmp_path / "chatty")
+    (chatty / "chat_template.jinja").write_text(template)
+    said = error_of(words(chatty, root, task | {"chat_template": True}), capsys)
+    assert "chatty: its chat template refuses a prompt: " in said and reason in said

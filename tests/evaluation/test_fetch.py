@@ -60,6 +60,14 @@ def test_a_data_root_is_filled_and_what_is_there_is_not_fetched_again(hub: list[
     assert load_task(SUITE.tasks[0], SUITE, tmp_path, tiny_tokenizer())
 
 
+def test_a_data_set_whose_id_leads_out_of_the_data_root_is_not_fetched(
+    hub: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"'\.\./\.\./x': leads out of the folder"):
+        fetch_suite(SuiteConfig(name="s", tasks=[row("piqa", "../../x")]), tmp_path / "root")
+    assert hub == [] and not list(tmp_path.iterdir())
+
+
 def test_a_data_set_that_several_tasks_read_is_fetched_once(hub: list[str], tmp_path: Path) -> None:
     tasks = [row("a", "o/d"), row("b", "o/d")]
     write = SuiteConfig(name="s", tasks=[row("piqa", "baber/piqa"), row("other", "baber/piqa")])

@@ -303,7 +303,7 @@ WRONG = [
     ),
     ({"data": {"train": []}}, r"data\.train: .*at least 1 item"),
     ({"model": {}}, r"model\.path is required"),
-    ({"name": "a/b"}, r"name: .*pattern"),
+    ({"name": "a/b"}, r"name: up to 100 letters .* are allowed, got 'a/b'$"),
     (
         {"variants": {"v": {"model.path": "other"}}},
         r"variants\.v: model\.path: a variant is another distillation of the same model",
@@ -477,6 +477,90 @@ def test_what_must_be_positive_is_not_zero_nor_below(tmp_path: Path, key: str, v
     path = write(tmp_path, MINIMAL | {"sweep": {"learning_rate": [1e-5], "batch_size_tokens": [1024]}})
     with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(key)}: Input should be greater than 0, got"):
         load_recipe(path, [f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../x", "a/b", "..", ".", "", ".x", "-x", "a b", "ä", "x\n", "\\ud800", "x" * 101]
+)
+@pytest.mark.parametrize("place", ["name", "variants"])
+def test_a_name_that_becomes_a_path_is_letters_digits_and_three_marks(
+    tmp_path: Path, name: str, place: str
+) -> None:
+    change = {"name": name} if place == "name" else {"variants": {name: {}}}
+    message = rf"x\.yaml: {place}.*: up to 100 letters \(A to Z\), digits, '\.', '_' and '-'.*, got "
+    with pytest.raises(UserError, match=message) as caught:
+        load_recipe(write(tmp_path, MINIMAL | change))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["original", "converted", "calibrated", "fcsd", "pretrain", "distill"])
+def test_a_variant_is_not_called_like_a_stage_or_its_model(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=rf"variants: '{name}' is what a stage or its model is called"):
+        load_recipe(write(tmp_path, MINIMAL | {"variants": {name: {}}}))
+
+
+@pytest.mark.parametrize("path", ["runs/" + "x" * 256, "x" * 201, "a\x00b"])
+def test_an_output_folder_that_cannot_exist_is_refused_when_the_recipe_is_read(
+    tmp_path: Path, path: str
+) -> None:
+    with pytest.raises(UserError, match=r"output_dir: .*(bytes; up to|NUL)"):
+        load_recipe(write(tmp_path, MINIMAL | {"output_dir": path}))
+
+
+def test_names_of_suites_and_tasks_become_paths_too(tmp_path: Path) -> None:
+    row = {"task": "piqa", "kind": "likelihood", "metric": "acc,none", "dataset": "baber/piqa"}
+    for suite in ({"name": "../x", "tasks": [row]}, {"name": "x", "tasks": [row | {"task": "../x"}]}):
+        with pytest.raises(UserError, match=r"(name|task): up to 100 letters.*, got '\.\./x'"):
+            load_suite(write(tmp_path, suite))
+
+
+BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x: " + "[" * 5000 + "]" * 5000, "nested deeper than 100 levels"),
+        ("x: " + "[" * 150 + "]" * 150, "nested deeper than 100 levels"),
+        ("x: {" * 150 + "}" * 150, "nested deeper than 100 levels"),
+        ("seed: " + "9" * 5000, "an integer of more than 64 bits"),
+        ("seed: 0x" + "f" * 5000, "an integer of more than 64 bits"),
+        ("seed: -9223372036854775809", "an integer of more than 64 bits"),
+        ("a0: &a0 [1, 1]\n" + BOMB, "aliases stand for more than 100000 values"),
+        ("a0: &a0 {b: 1}\n" + BOMB.replace("[", "{<<: [").replace("]", "]}"), "aliases stand for more than"),
+        ("a: &a [*a]", "an alias holds itself"),
+        (
+            "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 150)),
+            "nested deeper than 100 levels",
+        ),
+        ("? [a]\n: b", "unhashable"),
+        ("a: 2026-13-45", "month must be in"),
+        ("a: !!int abc", "invalid literal"),
+        ("a: !!bool abc", "abc"),
+        ("a: !!timestamp abc", "a value does not fit its tag"),
+        ('name: "\\ud800"', "holds half a character"),
+        ("name: a\x07b", "special characters are not allowed"),
+    ],
+)
+def test_text_that_is_made_to_break_a_reader_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"x\.yaml.*: not valid YAML: .*{message}") as caught:
+        load_recipe(write(tmp_path, text))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+    with pytest.raises(UserError, match=r"--set pretrain=.*not valid YAML"):
+        load_recipe(write(tmp_path, MINIMAL), [f"pretrain={text}"])
+
+
+def test_an_alias_that_is_used_a_few_times_is_read(tmp_path: Path) -> None:
+    text = yaml.safe_dump(MINIMAL | {"data": None}).replace("data: null", "data: &d {train: [{path: d}]}")
+    text += "seed: &s 3\nvariants: {a: {data: *d, seed: *s}, b: {data: *d}}\n"
+    recipe = load_recipe(write(tmp_path, text))
+    assert recipe.variant("b").data == recipe.data and recipe.variant("a").seed == 3
+
+
+def test_a_recipe_whose_name_is_too_long_for_a_file_is_one_line(tmp_path: Path) -> None:
+    for name in ("x" * 300, "x" * 300 + ".yaml"):
+        with pytest.raises(UserError, match=r"xxx.*(no such file|cannot be read)"):
+            load_recipe(tmp_path / name)
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
-from fcsd.base.files import write_json, write_text
+from fcsd.base.files import read_json, write_json, write_text
 from fcsd.base.text import markdown
 from fcsd.evaluation.results import SCHEMA_VERSION, write_result
+from fcsd.model.connectivity.modeling import auto_map, modeling_source
+from fcsd.model.families import FAMILIES
 from fcsd.recipe.recipe import Recipe
 from fcsd.report import comparison as comparison_module
 from fcsd.report import report as report_module
@@ -222,6 +224,36 @@ def test_the_card_says_what_was_measured_and_no_place_of_this_machine(recipe: Re
     assert "items.html" not in (run / "publish" / "report.md").read_text()
     assert not (run / "publish" / "items.html").exists(), "the questions of benchmarks are not published"
     assert (run / "publish" / "config.json").is_file() and (run / "publish" / "report.md").is_file()
+
+
+def test_a_finished_training_without_its_model_is_not_published(recipe: Recipe, run: Path) -> None:
+    write_report(recipe, list(SCORES), run / "report")
+    (run / "distill" / "model" / "config.json").unlink()
+    for _ in range(2):  # an empty folder, and none
+        with pytest.raises(UserError, match=r"distill/model: holds no model, though its stage has finished"):
+            write_publication(recipe, None, run / "distill" / "model", run / "report", run / "publish")
+        assert not (run / "publish").exists()
+        (run / "distill" / "model").rmdir() if (run / "distill" / "model").exists() else None
+
+
+def test_what_is_published_is_neither_a_link_nor_changed_code(
+    recipe: Recipe, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_report(recipe, list(SCORES), run / "report")
+    model, family = run / "distill" / "model", FAMILIES["qwen3_moe"]
+    config = read_json(model / "config.json") | {"model_type": "farskip_qwen3_moe", "num_experts": 8}
+    write_json(model / "config.json", config | {"auto_map": auto_map(family)})
+    write_text(model / "modeling_farskip.py", "import os")
+    (model / "additional_chat_templates").mkdir()
+    write_text(model / "additional_chat_templates" / "tools.jinja", "x")
+    write_publication(recipe, None, model, run / "report", run / "publish")
+    assert (run / "publish" / "modeling_farskip.py").read_text() == modeling_source(family)
+    assert (run / "publish" / "additional_chat_templates" / "tools.jinja").read_text() == "x"
+    assert "is not what this fcsd writes for qwen3_moe" in capsys.readouterr().err
+    (run / "secret").touch()
+    (model / "anything").symlink_to(run / "secret")
+    with pytest.raises(UserError, match=r"anything: is a link to .*secret"):
+        write_publication(recipe, None, model, run / "report", run / "publish")
 
 
 def test_results_are_data_that_the_hubs_own_classes_read(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from fcsd.pipeline.distill import with_choice, write_ready_recipe
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.recipe.recipe import Recipe
 from fcsd.training.config import TrainConfig
-from fcsd.training.sweep import Candidate, edges, run_sweep
+from fcsd.training.sweep import Candidate, edges, read_history, run_sweep
 from fcsd.training.trainer import DistillTrainer
 from tests.support import Bench
 
@@ -87,6 +87,19 @@ def test_it_chooses_batch_size_then_learning_rate_by_the_mean_of_the_last_steps(
     assert result["loss"] == pytest.approx(1.75)
     assert runner.ran == [(64, 1e-3), (128, 1e-3), (128, 2e-3), (128, 4e-3)]  # (128, 1e-3) serves both stages
     assert "| learning_rate | 128 | 0.002 | 1.75000 | chosen |" in (tmp_path / "sweep.md").read_text()
+
+
+@pytest.mark.parametrize("damage", ['{"step": 3, "lo', "[1]", '{"loss": 1.0}', "[" * 5000])
+def test_a_history_that_was_cut_is_named_with_its_line(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text(f'{{"step": 1, "loss": 2.0}}\n{damage}')
+    with pytest.raises(
+        UserError, match=r"history\.jsonl, line 2: is no point of a training.*; remove .* again"
+    ):
+        read_history(tmp_path)
+    path.unlink()
+    with pytest.raises(UserError, match=r"history\.jsonl: no such file; remove"):
+        read_history(tmp_path)
 
 
 def test_it_leaves_a_ready_recipe(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError, one_line
+from fcsd.data.chat import template_errors
 from fcsd.evaluation.chat.terminal import GAP, ending, printable, side_by_side
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model, load_tokenizer
@@ -54,15 +55,11 @@ class Speaker:
         """Return the token ids and mask of the conversation and the beginning of a reply; UserError where it does not
         fit.
         """
-        from jinja2 import TemplateError
-
         options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
         if not self.thinking:
             options["enable_thinking"] = False
-        try:
+        with template_errors(self.name, "the conversation"):
             inputs: Any = self.tokenizer.apply_chat_template(self.messages, **options)
-        except (TemplateError, ValueError, TypeError) as error:
-            raise UserError(f"{self.name}: its chat template refuses the conversation: {error}") from None
         length, positions = inputs["input_ids"].shape[1], self.positions
         if positions is not None and length >= positions:
             raise UserError(

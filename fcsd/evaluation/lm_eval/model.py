@@ -17,6 +17,7 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import draws_foreign_bars
+from fcsd.data.chat import template_errors, tokenizer_name
 from fcsd.parallel.ranks import input_device
 
 # A batch is a list of sequences, a sequence the (number, request) that it answers.
@@ -49,6 +50,11 @@ class LanguageModel(HFLM):
         the tokens of an answer; other templates pass over it."""
         self.chat_template_args = {"enable_thinking": thinking}
         self.think_end_token = "</think>" if thinking else None
+
+    def apply_chat_template(self, *arguments: Any, **options: Any) -> str:
+        """Write turns as text; raises UserError where the template refuses them."""
+        with template_errors(tokenizer_name(self.tokenizer), "a prompt"):
+            return str(super().apply_chat_template(*arguments, **options))
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
         """Answer as lm-eval does, with bars on the first rank only."""

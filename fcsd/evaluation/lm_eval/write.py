@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.files import write_json, write_text
+from fcsd.base.files import inside, write_json, write_text
 from fcsd.base.stats import pooled_standard_error, standard_error
 from fcsd.evaluation.results import text_hash
 from fcsd.evaluation.scores import by_member
@@ -58,7 +58,7 @@ def write_lm_eval(
                 "".join(each["doc_hash"] + each["prompt_hash"] + each["target_hash"] for each in rows)
             )
             lines = [json.dumps(each, ensure_ascii=False, allow_nan=False) + "\n" for each in rows]
-            write_text(place / f"samples_{part}_{time}.jsonl", _plain("".join(lines)))
+            write_text(inside(place, f"samples_{part}_{time}.jsonl"), _plain("".join(lines)))
     if not whole["groups"]:  # as lm-eval has it
         del whole["groups"]
     write_json(place / f"results_{time}.json", whole)

@@ -1,12 +1,16 @@
 """Reading a checkpoint folder without loading it: config, family, and every tensor's shape from the file headers."""
 
+import fnmatch
+import math
+import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import read_json, safetensors_header
+from fcsd.base.files import check_regular, read_json, safetensors_header
 from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES, NEWER, PREFIX, Family, base_model_type, family_of
@@ -15,6 +19,14 @@ from fcsd.model.families.refused import REFUSED
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CARRIED = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "tekken.json",
+    "*.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*", "processor_config.json",
+    "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json", "LICENSE*",
+)  # fmt: skip
+"""Patterns of what a checkpoint has beside config and weights. No pickles, and no code except what a tokenizer or
+processor names as its own."""
+_READ = (*CARRIED, CONFIG, "*.safetensors", INDEX, "README.md")
 _FETCHED = (
     "*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "README.md",
 )  # fmt: skip
@@ -123,12 +135,69 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
     return None
 
 
+def files_like(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """Return the files of a checkpoint that have these names, sorted; raises UserError as `check_file`."""
+    places = {pattern.rpartition("/")[0] for pattern in patterns}
+    files = []
+    for place in sorted(name for name in places if (folder / name).is_dir()):
+        try:
+            names = sorted(os.listdir(folder / place))  # not `glob`, which passes over links to nothing
+        except OSError as error:
+            raise UserError(f"{folder / place}: cannot be read ({error.strerror})") from None
+        entries = [Path(place, name) for name in names]
+        for entry in entries:
+            if any(fnmatch.fnmatchcase(entry.as_posix(), pattern) for pattern in patterns):
+                check_file(folder / entry, folder)
+                files.append(folder / entry)
+    return sorted(file for file in files if file.is_file())
+
+
+def all_files(folder: Path) -> list[Path]:
+    """Return all files of a checkpoint and of folders in it; raises UserError as `check_file`."""
+    entries = sorted(folder.rglob("*"))
+    for entry in entries:
+        check_file(entry, folder)
+    return [entry for entry in entries if entry.is_file()]
+
+
+def check_file(file: Path, folder: Path) -> None:
+    """Refuse a file of a checkpoint that is read or published elsewhere than it seems to be.
+
+    A link may lead to another file in the folder, and from a snapshot of the Hub's cache to a blob of its repository
+    (`snapshots/REVISION/NAME -> ../../blobs/HASH`).
+
+    Raises:
+        UserError: it is a link to what lies outside `folder`, or to nothing; a pipe, a socket or a device.
+    """
+    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
+    if target != root / file.relative_to(folder):
+        is_blob = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
+        if not (is_blob or target.is_relative_to(root)):
+            raise UserError(
+                f"{file}: is a link to {target}, which is no file of this checkpoint; put a copy in its place, or"
+                " remove it"
+            )
+        if not target.exists():
+            raise UserError(f"{file}: is a link to {target}, which does not exist; fetch the file again")
+    check_regular(file, "fetch it again, or remove it")
+
+
 def read_checkpoint_json(file: Path) -> dict[str, Any]:
     """Return a JSON object from a file of a checkpoint."""
-    value: dict[str, Any] = read_json(
-        file, "is this folder a Hugging Face checkpoint, and whole? fetch the file again", keys=()
-    )
+    hint = "is this folder a Hugging Face checkpoint, and whole? fetch the file again"
+    value: dict[str, Any] = read_json(file, hint, keys=())
+    if place := _not_a_number(value):
+        raise UserError(f"{file}: {place} is NaN, a number is needed; {hint}")
     return value
+
+
+def _not_a_number(value: Any, place: str = "") -> str | None:
+    """Return the dotted key of the first NaN; infinite numbers are in published configs, and mean something."""
+    if isinstance(value, float):
+        return place if math.isnan(value) else None
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    places = (_not_a_number(inner, f"{place}.{key}" if place else str(key)) for key, inner in items)
+    return next(filter(None, places), None)
 
 
 def read_config(
@@ -142,9 +211,11 @@ def read_config(
         UserError: no or damaged config; unsupported or dense family (allowed with `any_family`); a FarSkip
             model type without `farskip` field, or the other way round.
     """
+    files_like(folder, _READ)
     config = read_checkpoint_json(folder / CONFIG)
     where = str(folder / CONFIG)
-    model_type = str(config.get("model_type") or "")
+    check_model_types(config, where)
+    model_type = config.get("model_type") or ""
     if has_instella_keys(config) and not model_type.startswith(PREFIX):
         config = translate_instella(config, where)
         model_type = config["model_type"]
@@ -168,6 +239,20 @@ def read_config(
             )
         raise UserError(f"{folder}: {error}{hint}") from None
     return config, family, Connectivity.from_field(config["farskip"], where) if is_farskip else None
+
+
+def check_model_types(config: Mapping[str, Any], where: str) -> None:
+    """Raise UserError where a config or a section of it has a `model_type` that is no text."""
+    sections = [
+        ("", config),
+        *((f"{name}.", value) for name, value in config.items() if isinstance(value, dict)),
+    ]
+    for section, values in sections:
+        if not isinstance(name := values.get("model_type"), str | None):
+            raise UserError(
+                f"{where}: {section}model_type must be a text such as 'qwen3_moe', got {str(name)[:80]}; fetch the"
+                " config again"
+            )
 
 
 def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
@@ -226,6 +311,16 @@ def _is_shard_name(name: Any) -> bool:
     return Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
 
 
+def check_weights_path(path: Path) -> None:
+    """Raise UserError for a path that is not UTF-8: safetensors writes and opens no such file."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{str(path)!r}: the path is not UTF-8, and safetensors takes no other; rename the folder"
+        ) from None
+
+
 def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """Return what a safetensors file says of its tensors, and where their bytes begin.
 
@@ -234,6 +329,7 @@ def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """
     from safetensors import SafetensorError, safe_open
 
+    check_weights_path(file)
     try:
         # safetensors does not tell a file that may not be opened from a damaged one.
         with file.open("rb"), safe_open(file, framework="pt"):

@@ -5,19 +5,24 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
-from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.dynamic_module_utils import get_relative_imports
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, write_json
 from fcsd.model.connectivity import rewire
 from fcsd.model.connectivity.aliases import to_instella
 from fcsd.model.connectivity.checkpoint import (
+    CARRIED,
     CONFIG,
     INDEX,
     Checkpoint,
+    check_file,
+    check_weights_path,
+    files_like,
     find_folder,
     read_checkpoint,
     read_checkpoint_json,
@@ -27,13 +32,6 @@ from fcsd.model.connectivity.load import check_tensors, config_and_class, load_c
 from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import PREFIX, Family, moe_mask
-
-CARRIED = (
-    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "tekken.json",
-    "*.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*", "processor_config.json",
-    "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json", "LICENSE*",
-)  # fmt: skip
-"""Patterns. No pickles, and no code except what a tokenizer or processor names as its own."""
 
 _CLASS = re.compile(r"([\w.-]+/[\w.-]+--)?\w+(\.\w+)+")  # no path in it leads out of the folder
 _CODE = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
@@ -70,7 +68,7 @@ def convert_checkpoint(
         UserError: as `load_model`; `destination` exists and is not an empty folder, or cannot be written;
             `source` is already converted with this connectivity.
     """
-    checkpoint, family, _ = _checked(source, revision)
+    checkpoint, family, _ = _checked(source, destination, revision)
     mask = moe_mask(load_config(checkpoint), family)
     own = checkpoint.connectivity
     if connectivity is None:
@@ -89,7 +87,7 @@ def convert_checkpoint(
         "auto_map": auto_map(family),
     }
     with new_folder(Path(destination), replaces=False) as folder:
-        (folder / MODELING_FILE).write_text(modeling_source(family), encoding="utf-8")
+        write_code(checkpoint.folder, family, folder)
         _write(source, checkpoint, folder, config)
         if record is not None:
             write_json(folder / "manifest.json", record | {"results": {"layers": field["layers"]}})
@@ -103,7 +101,7 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
     Raises:
         UserError: as `convert_checkpoint`; `source` is not a FarSkip checkpoint.
     """
-    checkpoint, family, _ = _checked(source, revision)
+    checkpoint, family, _ = _checked(source, destination, revision)
     if checkpoint.connectivity is None:
         raise UserError(
             f"{source}: is not a FarSkip checkpoint (model_type '{family.model_type}'), nothing to undo"
@@ -115,7 +113,7 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
         config["auto_map"] = auto_map(family, farskip=False)
     with new_folder(Path(destination), replaces=False) as folder:
         if family.like:
-            (folder / MODELING_FILE).write_text(modeling_source(family), encoding="utf-8")
+            write_code(checkpoint.folder, family, folder)
         _write(source, checkpoint, folder, config)
 
 
@@ -127,7 +125,7 @@ def export_checkpoint(source: str | Path, destination: str | Path, *, revision: 
     Raises:
         UserError: as `convert_checkpoint`; what the keys cannot say (`to_instella`).
     """
-    checkpoint, family, extra = _checked(source, revision)
+    checkpoint, family, extra = _checked(source, destination, revision)
     own = checkpoint.connectivity or Connectivity("none")
     mask = moe_mask(load_config(checkpoint), family)
     config = to_instella(checkpoint.config, own.field(mask), mask, str(source))
@@ -137,8 +135,11 @@ def export_checkpoint(source: str | Path, destination: str | Path, *, revision: 
         _write(source, checkpoint, folder, config)
 
 
-def _checked(source: str | Path, revision: str | None) -> tuple[Checkpoint, Family, set[str]]:
+def _checked(
+    source: str | Path, destination: str | Path, revision: str | None
+) -> tuple[Checkpoint, Family, set[str]]:
     """Return a checkpoint whose files are whole, its family, and the names of tensors that no model loads."""
+    check_weights_path(Path(destination))
     checkpoint = read_checkpoint(find_folder(source, revision))
     extra = check_tensors(checkpoint, *config_and_class(checkpoint))
     assert checkpoint.family is not None
@@ -153,6 +154,22 @@ def _write(source: str | Path, checkpoint: Checkpoint, folder: Path, config: dic
     hub = not Path(source).expanduser().is_dir()
     carry_over(checkpoint.folder, folder, repository=str(source) if hub else None)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_code(source: Path, family: Family, folder: Path) -> None:
+    """Write the code of a checkpoint of `source` into `folder`; a line on stderr says where its own is another.
+
+    Code that is published is never taken from a file that somebody may have changed.
+    """
+    text, file = modeling_source(family), source / MODELING_FILE
+    check_file(file, source)
+    if file.is_file() and file.read_bytes() != text.encode():
+        print(
+            f"{file}: is not what this fcsd writes for {family.model_type} (it was changed, or made by another fcsd);"
+            " this fcsd's own takes its place",
+            file=sys.stderr,
+        )
+    (folder / MODELING_FILE).write_text(text, encoding="utf-8")
 
 
 def link_or_copy(source: Path, destination: Path) -> None:
@@ -173,15 +190,43 @@ def carry_over(source: Path, folder: Path, repository: str | None = None) -> Non
     Their files stay as they are: `modeling_farskip.py` enters the model type in transformers' tables of both. Only code
     that they name and that does not lie beside them is then named in its `repository`, `owner/name` on the Hub.
     """
-    for pattern in CARRIED:
-        for file in sorted(source.glob(pattern)):
-            if file.is_file():
-                target = folder / file.relative_to(source)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, target)
+    for file in files_like(source, CARRIED):
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
     for name in _CODE:
         if (source / name).is_file():
             _keep_code(source, folder, name, repository)
+
+
+def code_files(folder: Path, module: str) -> list[Path]:
+    """Return a module of code that a tokenizer or processor brings, and those beside it that it imports.
+
+    Raises:
+        UserError: as `check_file`; one is missing, or called like the file that fcsd writes.
+    """
+    files: list[Path] = []
+    waiting = [folder / module]
+    while waiting:
+        file = waiting.pop(0)
+        if file in files:
+            continue
+        check_file(file, folder)
+        if file.name == MODELING_FILE:
+            raise UserError(
+                f"{file}: is the connectivity's code, which fcsd writes; a tokenizer's or processor's needs another"
+                " name"
+            )
+        if not file.is_file():
+            raise UserError(
+                f"{file}: no such file, which the code of {folder / module} needs; fetch it again"
+            )
+        files.append(file)
+        for name in get_relative_imports(file):
+            if not re.fullmatch(r"\w+", name):
+                raise UserError(f"{file}: imports .{name}, and only files beside it are carried")
+            waiting.append(folder / f"{name}.py")
+    return files
 
 
 def _keep_code(source: Path, folder: Path, file: str, repository: str | None) -> None:
@@ -203,9 +248,9 @@ def _keep_code(source: Path, folder: Path, file: str, repository: str | None) ->
         for place, name in enumerate(names):
             if not name or "--" in name:
                 continue
-            module = source / f"{name.split('.')[0]}.py"
-            if module.is_file():
-                for each in (module, *map(Path, get_relative_import_files(module))):
+            module = f"{name.split('.')[0]}.py"
+            if os.path.lexists(source / module):
+                for each in code_files(source, module):
                     shutil.copyfile(each, folder / each.name)
             elif repository is not None:
                 names[place], changed = f"{repository}--{name}", True

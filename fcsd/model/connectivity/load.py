@@ -72,7 +72,7 @@ def load_model(
     if checkpoint.family is None:
         loaded = _load_unknown(checkpoint, weights, options | {"trust_remote_code": trust_remote_code})
     else:
-        _check_sharded_loading(checkpoint.family, folder, options.get("distributed_config"))
+        _check_loading(checkpoint, checkpoint.family, options.get("distributed_config"))
         config, cls = config_and_class(checkpoint, connectivity, original)
         check_tensors(checkpoint, config, cls)
         if not weights:
@@ -88,11 +88,28 @@ def load_model(
     return model.eval()
 
 
+def _check_quantisation(checkpoint: Checkpoint) -> None:
+    """Refuse weights quantised by a method that transformers does not know, and would take them for plain ones."""
+    settings = checkpoint.config.get("quantization_config")
+    if not settings:
+        return
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    known = {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}
+    if not isinstance(method, str) or method not in known:
+        raise UserError(
+            f"{checkpoint.folder / CONFIG}: quantization_config.quant_method {str(method)[:80]!r} is none that the"
+            f" installed transformers can load ({', '.join(sorted(known))}); fetch the checkpoint in another form"
+        )
+
+
 def _load_unknown(checkpoint: Checkpoint, weights: bool, options: dict[str, Any]) -> Any:
     """Load a model that fcsd does not know, as transformers does: the model, and its report."""
     from transformers import AutoModelForCausalLM
 
     folder = checkpoint.folder
+    _check_quantisation(checkpoint)
     if not weights:
         raise UserError(f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be sharded")
     try:
@@ -102,8 +119,11 @@ def _load_unknown(checkpoint: Checkpoint, weights: bool, options: dict[str, Any]
         raise UserError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
 
 
-def _check_sharded_loading(family: Family, folder: Path, distributed_config: Any) -> None:
-    """Refuse that transformers shards while it loads what it would put together wrongly."""
+def _check_loading(checkpoint: Checkpoint, family: Family, distributed_config: Any) -> None:
+    """Refuse quantised weights as `_check_quantisation`, and that transformers shards while it loads what it would put
+    together wrongly."""
+    folder = checkpoint.folder
+    _check_quantisation(checkpoint)
     if distributed_config is not None and family.fuses_rows is not None:
         raise UserError(
             f"{folder}: transformers loads {family.fuses_rows} of {family.model_type} wrongly when it shards weights"

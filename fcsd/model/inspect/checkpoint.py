@@ -10,7 +10,14 @@ from typing import Any
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.model.connectivity.aliases import INSTELLA_KEYS, has_instella_keys, translate_instella
-from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, local_folder, read_checkpoint_json
+from fcsd.model.connectivity.checkpoint import (
+    CONFIG,
+    INDEX,
+    check_model_types,
+    files_like,
+    local_folder,
+    read_checkpoint_json,
+)
 from fcsd.model.inspect.memory import BYTES
 
 _SHIPPED = Path(__file__).with_name("configs")
@@ -50,16 +57,23 @@ def find_source(path: str | Path, revision: str | None = None) -> Source:
 
 
 def _local(folder: Path) -> Source:
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
+    files_like(folder, (CONFIG, INDEX))
+    sizes = {file.name: file.stat().st_size for file in files_like(folder, ("*.safetensors",))}
     missing: tuple[str, ...] = ()
     if (folder / INDEX).exists():
         weight_map = read_checkpoint_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(f"{folder / INDEX}: weight_map is missing; fetch the file again")
-        names = sorted(set(weight_map.values()))
+        names = sorted(set(map(str, weight_map.values())))
         missing = tuple(name for name in names if name not in sizes)
         sizes = {name: sizes[name] for name in names if name in sizes}
-    return Source(read_checkpoint_json(folder / CONFIG), str(folder / CONFIG), sizes, missing)
+    return Source(_config(folder / CONFIG, str(folder / CONFIG)), str(folder / CONFIG), sizes, missing)
+
+
+def _config(file: Path, where: str) -> dict[str, Any]:
+    config = read_checkpoint_json(file)
+    check_model_types(config, where)
+    return config
 
 
 def _remote(name: str, revision: str | None) -> Source:
@@ -84,7 +98,8 @@ def _remote(name: str, revision: str | None) -> Source:
         for file in files
         if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename and file.size is not None
     }
-    return Source(read_checkpoint_json(file), f"{name}: {CONFIG}", dict(sorted(sizes.items())), ())
+    where = f"{name}: {CONFIG}"
+    return Source(_config(file, where), where, dict(sorted(sizes.items())), ())
 
 
 def config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, where: str) -> Any:

@@ -51,7 +51,7 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
         "model": str(path),
         "revision": revision,
         "model_type": model_type,
-        "architecture": next(iter(raw.get("architectures") or []), None),
+        "architecture": names[0] if isinstance(names := raw.get("architectures"), list) and names else None,
         "quantization": str(own.get("quant_method", "unknown method")) if isinstance(own, Mapping) else None,
         "serve_command": serve_command(model_type, str(path)),
     }

@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import is_empty, new_folder
+from fcsd.base.files import inside, is_empty, new_folder
 from fcsd.base.strict import validate
 from fcsd.data.config import DataConfig, DecontaminateConfig, SourceConfig, making_of
 from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite, suite_names
@@ -81,7 +81,7 @@ def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
                 _write_data(recipe, place, known)
                 (place / "recipe.yaml").write_text(text, encoding="utf-8")
         for path, source in own.items():  # those that were made since, too
-            link = folder / "hub" / path
+            link = folder / "hub" / path  # which `_test_sets` has looked at
             link.parent.mkdir(parents=True, exist_ok=True)
             if not link.is_symlink():
                 link.symlink_to(source)
@@ -266,7 +266,7 @@ def _write_data(recipe: Recipe, place: Path, known: Mapping[str, Sequence[Benchm
                 repositories.setdefault(target, {})[source.name or "default", split] = rows
     (place / "hub").mkdir(exist_ok=True)
     for path, benchmarks in sorted(known.items()):
-        files = repositories.setdefault(place / "hub" / path, {})
+        files = repositories.setdefault(inside(place / "hub", path), {})
         for row, suite in benchmarks:
             make = CODE[path] if row.kind == "code" else partial(benchmark_row, columns_of(row.task, suite))
             rows = [make(index) for index in range(max(_NUM_ITEMS, row.num_fewshot + 1))]

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from fcsd.base.files import inside
 from fcsd.evaluation.config import Column
 
 Row = dict[str, Any]
@@ -160,7 +161,7 @@ def write_data_set(folder: Path, files: Mapping[tuple[str, str], Rows], note: st
     configs: dict[str, list[dict[str, str]]] = {}
     for (config, split), rows in files.items():
         path = f"{split}.jsonl" if config == "default" else f"{config}/{split}.jsonl"
-        write_rows(folder / path, rows)
+        write_rows(inside(folder, path), rows)
         configs.setdefault(config, []).append({"split": split, "path": path})
     listed = [{"config_name": name, "data_files": splits} for name, splits in configs.items()]
     card = f"---\n{yaml.safe_dump({'configs': listed}, sort_keys=False)}---\n{note}"

@@ -10,9 +10,13 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, eval_result_entries_to_yaml
 
+from fcsd.base.errors import UserError
 from fcsd.base.files import is_noise, new_folder, read_json, write_text
 from fcsd.base.text import metric_words, nats
-from fcsd.model.connectivity.export import link_or_copy
+from fcsd.model.connectivity.checkpoint import CONFIG, all_files, files_like, read_checkpoint_json
+from fcsd.model.connectivity.export import link_or_copy, write_code
+from fcsd.model.connectivity.modeling import MODELING_FILE
+from fcsd.model.families import family_of
 from fcsd.recipe.recipe import Recipe
 from fcsd.report.comparison import ITEMS_LINK, settings_line
 from fcsd.report.publish.facts import facts_of_run
@@ -130,9 +134,18 @@ def write_publication(
     original: folder of the original checkpoint, whose licence is inherited.
     """
     report = read_json(report_folder / "report.json")
+    if not (model / CONFIG).is_file():
+        raise UserError(
+            f"{model}: holds no model, though its stage has finished; remove {model.parent} to run the stage again"
+        )
+    config = read_checkpoint_json(model / CONFIG)
     with new_folder(folder, "report.json", "publication") as new:
-        for file in sorted(file for file in model.iterdir() if not is_noise(file.name)):
-            place(file, new / file.name)
+        for file in all_files(model):
+            if file.name != MODELING_FILE and not is_noise(file.name):
+                (new / file.relative_to(model)).parent.mkdir(exist_ok=True)
+                place(file, new / file.relative_to(model))
+        if "auto_map" in config:
+            write_code(model, family_of(config), new)
         for file in sorted(report_folder.iterdir()):
             if file.suffix == ".json":
                 write_text(new / file.name, public_text(file.name, file.read_text(encoding="utf-8")))
@@ -141,10 +154,10 @@ def write_publication(
         # The page of all answers holds the benchmarks' questions, which are not to spread: it stays here.
         text = (report_folder / "report.md").read_text(encoding="utf-8")
         write_text(new / "report.md", without_places(text.replace(ITEMS_LINK, "")))
-        for file in sorted(original.glob("LICENSE*")) if original is not None else ():
-            if file.is_file() and not (new / file.name).exists():
+        for file in files_like(original, ["LICENSE*"]) if original is not None else ():
+            if not (new / file.name).exists():
                 shutil.copyfile(file, new / file.name)
-        write_card(facts_of_run(recipe, report, read_json(model / "config.json"), original, new), new)
+        write_card(facts_of_run(recipe, report, config, original, new), new)
 
 
 def place(file: Path, to: Path) -> None:

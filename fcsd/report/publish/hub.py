@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, without_credentials
 from fcsd.base.files import read_json
 from fcsd.base.temporary import scratch_folder
 from fcsd.model.connectivity.checkpoint import CONFIG, INDEX
@@ -36,7 +36,7 @@ def upload(new: Path, repo_id: str, private: bool) -> str:
             commit_message="Upload FarSkip checkpoint with fcsd",
             delete_patterns=_STALE,
         )
-    return f"{api.endpoint}/{repo_id}"
+    return without_credentials(f"{api.endpoint}/{repo_id}")
 
 
 def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:

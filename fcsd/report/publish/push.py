@@ -9,6 +9,7 @@ Not covered: pull requests, branches, data sets.
 """
 
 import contextlib
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -32,9 +33,17 @@ from fcsd.base.files import (
 from fcsd.base.temporary import scratch_folder
 from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.scores import compare
-from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, read_checkpoint
-from fcsd.model.connectivity.export import CARRIED
+from fcsd.model.connectivity.checkpoint import (
+    CARRIED,
+    CONFIG,
+    INDEX,
+    Checkpoint,
+    files_like,
+    read_checkpoint,
+)
+from fcsd.model.connectivity.export import code_files, write_code
 from fcsd.model.connectivity.load import check_tensors, config_and_class
+from fcsd.model.connectivity.modeling import MODELING_FILE
 from fcsd.report.publish.card import RESULTS, place, write_card
 from fcsd.report.publish.hub import upload
 from fcsd.report.publish.public import PLACE, public_text, refuse_secrets
@@ -143,21 +152,28 @@ def _checked(source: Path) -> Checkpoint:
             " with `hf upload`"
         )
     check_tensors(checkpoint, *config_and_class(checkpoint))
-    for name in _modules(checkpoint.config):
-        if not (source / name).is_file():
-            raise UserError(
-                f"{source / name}: no such file, though auto_map in {CONFIG} names it; without it nobody can load the"
-                " model; convert the original again, or copy the file from the folder it was converted to"
-            )
+    if (modules := _modules(checkpoint.config)) != [MODELING_FILE]:
+        raise UserError(
+            f"{source / CONFIG}: auto_map names {', '.join(modules) or 'no code'}; of a FarSkip checkpoint it names"
+            f" {MODELING_FILE} alone, which fcsd writes; convert the original again"
+        )
+    if not (source / MODELING_FILE).is_file():
+        raise UserError(
+            f"{source / MODELING_FILE}: no such file, though auto_map in {CONFIG} names it; without it nobody can load"
+            " the model; convert the original again, or copy the file from the folder it was converted to"
+        )
     if (source / CARD).is_file():
         front_matter(source / CARD)
     return checkpoint
 
 
 def _modules(config: dict[str, Any]) -> list[str]:
-    values = (config.get("auto_map") or {}).values()
-    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
-    return sorted({f"{name.split('.')[0]}.py" for name in names if name and "--" not in name})
+    auto_map = config.get("auto_map") or {}
+    values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+    names = [
+        str(name) for value in values for name in (value if isinstance(value, list) else [value]) if name
+    ]
+    return sorted({f"{name.split('.')[0]}.py" for name in names if "--" not in name})
 
 
 def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, link: Any) -> None:
@@ -166,7 +182,10 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
     for file in _files(checkpoint):
         target = new / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if file.parent == source and file.name.startswith(("report.", "comparison.")):
+        if file == source / MODELING_FILE:
+            assert checkpoint.family is not None
+            write_code(source, checkpoint.family, new)
+        elif file.parent == source and file.name.startswith(("report.", "comparison.")):
             write_text(target, public_text(file.name, file.read_text(encoding="utf-8")))
         else:
             link(file, target)
@@ -193,19 +212,13 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
 
 def _files(checkpoint: Checkpoint) -> list[Path]:
     source = checkpoint.folder
-    names = {CONFIG, *checkpoint.weight_files, *_modules(checkpoint.config)}
-    if (source / INDEX).is_file():
-        names.add(INDEX)
+    names = [CONFIG, MODELING_FILE, INDEX, *checkpoint.weight_files]
+    files = set(files_like(source, [*names, *CARRIED, *_OTHER]))
     for name in ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
         if (source / name).is_file():
-            names |= {module for module in _modules(read_json(source / name)) if (source / module).is_file()}
-    from transformers.dynamic_module_utils import get_relative_import_files
-
-    for name in [name for name in names if name.endswith(".py")]:
-        names |= {Path(file).name for file in get_relative_import_files(source / name)}
-    files = {source / name for name in names}
-    for pattern in (*CARRIED, *_OTHER):
-        files |= {file for file in source.glob(pattern) if file.is_file()}
+            for module in _modules(read_json(source / name)):
+                if os.path.lexists(source / module):
+                    files.update(code_files(source, module))
     return sorted(files)
 
 

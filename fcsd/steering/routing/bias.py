@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import writing
+from fcsd.base.files import check_regular, writing
 from fcsd.base.strict import Strict, validate
 from fcsd.base.temporary import file_beside
 from fcsd.model.families import base_model_type
@@ -125,6 +125,7 @@ def write_tables(path: str | Path, tables: BiasTables) -> None:
 def read_tables(path: str | Path) -> BiasTables:
     """Read what `write_tables` wrote; UserError where it is none, or its parts do not belong together."""
     path = Path(path)
+    check_regular(path)
     try:
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}

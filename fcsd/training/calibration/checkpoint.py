@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import read_json, write_json, writing
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import Batch, real_tokens
@@ -165,7 +167,8 @@ def _resume(work: Path, models: Layerwise, batches: Sequence[Batch], ranks: Rank
             f"{work}: was begun with {state['ranks']} processes, which share the rows, and this launch has"
             f" {ranks.size}; launch {state['ranks']}, or remove the folder to begin again"
         )
-    tensors = load_file(_streams(work, state["next_layer"], ranks))
+    tensors: dict[str, Tensor] = {}
+    ranks.share(lambda: tensors.update(_read_streams(_streams(work, state["next_layer"], ranks))))
     both: dict[str, list[Stream]] = {"teacher": [{} for _ in batches], "student": [{} for _ in batches]}
     for key, value in tensors.items():
         who, number, name = key.split(".")
@@ -182,6 +185,15 @@ def _read_state(work: Path) -> Any:
         if kept is None or not file.name.startswith(kept):
             file.unlink()
     return state
+
+
+def _read_streams(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{file}: is damaged or gone ({one_line(error)}); remove {file.parent} to begin the calibration again"
+        ) from None
 
 
 def _streams(work: Path, layer: int, ranks: Ranks) -> Path:

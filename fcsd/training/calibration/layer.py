@@ -189,7 +189,7 @@ def walk(
 ) -> Iterator[dict[str, Any] | None]:
     """Take `state` behind each next layer, up to the last of `layers`; yield its result, None if it has none.
 
-    While a result is looked at, the layer is still loaded. All ranks call this, each with at least one batch of text.
+    While a result is looked at, the layer is still loaded. All ranks call this, also those without text.
     Raises UserError as `LeastSquares.solve`.
     """
     masks = [real_tokens(batch).flatten() for batch in text.batches]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fcsd.base.errors import UserError, check_kind
 from fcsd.base.text import progress_bar
-from fcsd.data.batches import Batch, in_batches, real_tokens
+from fcsd.data.batches import Batch, in_batches
 from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.spec import CALIBRATED
 from fcsd.model.families import base_model_type, family_of
@@ -119,30 +119,33 @@ def batches_of(rows: Sequence[Any]) -> list[Batch]:
 
 
 def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
-    """Return this rank's share of the rows.
+    """Return this rank's share of the rows, which may be none where batches are few.
 
     Raises:
-        UserError: ids that the model does not know; fewer distinct tokens than four times its width, or none on a rank;
-            packed examples that it would let see each other.
+        UserError: ids that the model does not know; fewer distinct tokens than four times its width; packed examples
+            that it would let see each other.
     """
     text, config = Text.of(batches_of(rows), ranks), model.config.get_text_config()
-    ids = torch.cat([batch["input_ids"].flatten() for batch in text.batches] or [torch.zeros(1)])
-    outside = ids[(ids < 0) | (ids >= config.vocab_size)]
-    if len(outside):
-        farthest = int(outside[outside.abs().argmax()])
-        raise UserError(
-            f"calibration text: has the token id {farthest}, and the model {config.vocab_size} tokens; the rows"
-            " were made with another tokenizer, make them with the model's own"
-        )
-    counts = ranks.share(lambda: sum(int(real_tokens(batch).sum()) for batch in text.batches))
-    if text.num_distinct < 4 * config.hidden_size or not all(counts):
-        raise UserError(
-            f"calibration text: {text.num_distinct} distinct tokens of {text.num_tokens} in all (an example that comes"
-            f" again adds none), {min(counts)} on the rank with the fewest; at least {4 * config.hidden_size} distinct"
-            " ones are needed (4 x hidden size), and some on every rank: give more text"
-        )
-    for batch in text.batches:
-        refuse_packing(model, batch["labels"], batch["position_ids"])
+
+    def check() -> None:
+        ids = torch.cat([batch["input_ids"].flatten() for batch in text.batches] or [torch.zeros(1)])
+        outside = ids[(ids < 0) | (ids >= config.vocab_size)]
+        if len(outside):
+            farthest = int(outside[outside.abs().argmax()])
+            raise UserError(
+                f"calibration text: has the token id {farthest}, and the model {config.vocab_size} tokens; the rows"
+                " were made with another tokenizer, make them with the model's own"
+            )
+        if text.num_distinct < 4 * config.hidden_size:
+            raise UserError(
+                f"calibration text: {text.num_distinct} distinct tokens of {text.num_tokens} in all (an example that"
+                f" comes again adds none); at least {4 * config.hidden_size} distinct ones are needed (4 x hidden"
+                " size): give more text"
+            )
+        for batch in text.batches:
+            refuse_packing(model, batch["labels"], batch["position_ids"])
+
+    ranks.share(check)
     return text
 
 

@@ -121,7 +121,7 @@ class Work:
 
     @property
     def width(self) -> int:
-        return self.student[0]["o"].shape[-1]
+        return int(self.models.student.model.config.get_text_config().hidden_size)
 
     def step(self, place: int) -> Stream:
         """Return the student's stream of a batch behind the layer."""

@@ -11,8 +11,9 @@ import yaml
 from huggingface_hub import hf_hub_download, metadata_load
 
 from fcsd.base.artifact import read_manifest
-from fcsd.base.errors import UserError
-from fcsd.base.files import read_json
+from fcsd.base.errors import UserError, without_credentials
+from fcsd.base.files import check_regular, read_json
+from fcsd.model.connectivity.checkpoint import files_like
 
 CARD = "README.md"
 HERE = "path/to/this/folder"  # stands in a card for the repository id as long as there is none
@@ -75,6 +76,7 @@ def recorded_origin(folder: Path) -> tuple[str, str | None] | None:
 
 def inherited_from(folder: Path) -> dict[str, Any]:
     """Read licence and languages on the card in a checkpoint folder; {} without a card."""
+    files_like(folder, [CARD])
     if not (folder / CARD).is_file():
         return {}
     data = front_matter(folder / CARD)
@@ -96,7 +98,8 @@ def inherited_by(base: str, revision: str | None) -> dict[str, Any]:
         raise
     except Exception as error:  # offline, no such repository, no card: said below, with what to do
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        print(f"note: the card of {base} cannot be read: {reason}", file=sys.stderr)
+        text = without_credentials(f"the card of {base} cannot be read: {reason}")
+        print(f"note: {text}", file=sys.stderr)
         return {}
 
 
@@ -126,10 +129,11 @@ def has_chat_template(folder: Path) -> bool:
 
 def front_matter(card: Path) -> dict[str, Any]:
     """Read the metadata of a model card; {} where it has none, UserError where it is no mapping in YAML."""
+    check_regular(card)
     try:
         return metadata_load(card) or {}
     except yaml.YAMLError as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{card}: the metadata between the --- lines is not YAML: {reason}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{card}: the metadata between the --- lines must be keys and values") from None

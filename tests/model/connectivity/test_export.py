@@ -17,6 +17,7 @@ from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,
     convert_model,
+    export,
     farskip_layers,
     load_model,
     unconvert_checkpoint,
@@ -309,6 +310,35 @@ def test_a_destination_that_is_in_use_is_refused_and_an_empty_folder_is_not(tmp_
     assert farskip_layers(load_model(tmp_path / "empty")) == [0, 1, 2, 3]
 
 
+def test_of_two_conversions_into_one_new_folder_one_loses_with_a_message(tmp_path, monkeypatch):
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+    write, inner = export._write, []
+
+    def second_meanwhile(*arguments):
+        write(*arguments)
+        if not inner:  # all is written and not renamed yet
+            inner.append([])
+            inner[0] = convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity([3]))
+
+    monkeypatch.setattr(export, "_write", second_meanwhile)
+    with pytest.raises(UserError, match="far: another process has made it in the meantime, which stays"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
+    assert inner == [[3]] and farskip_layers(load_model(tmp_path / "far")) == [3]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "far"]
+
+
+def test_a_path_that_is_not_utf8_is_not_called_a_damaged_file(tmp_path):
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+    latin = tmp_path / os.fsdecode(b"caf\xe9")
+    (tmp_path / "base").rename(latin)
+    with pytest.raises(UserError, match=r"the path is not UTF-8, and safetensors takes no other; rename"):
+        convert_checkpoint(latin, tmp_path / "far", Connectivity("all"))
+    latin.rename(tmp_path / "base")
+    with pytest.raises(UserError, match=r"the path is not UTF-8"):
+        convert_checkpoint(tmp_path / "base", latin, Connectivity("all"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["base"]
+
+
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     tiny_model("mixtral").save_pretrained(tmp_path / "base")
 
@@ -478,8 +508,9 @@ def test_a_bad_source_is_refused_and_leaves_nothing_behind(damage, message, tmp_
 def test_names_that_are_too_long_for_a_folder_are_one_line(tmp_path):
     tiny_model("mixtral").save_pretrained(tmp_path / "base")
     long = tmp_path / ("x" * 300)
-    with pytest.raises(UserError, match=r"xxx: could not be written \(File name too long\)"):
-        convert_checkpoint(tmp_path / "base", long, Connectivity("all"))
+    for name in ("x" * 300, "é" * 120):  # of which the temporary name beside it is too long
+        with pytest.raises(UserError, match=r"^the name .*… has (300|240) bytes; up to 200 are possible"):
+            convert_checkpoint(tmp_path / "base", tmp_path / name, Connectivity("all"))
     for source in (long, str(long)):
         with pytest.raises(UserError, match="xxx: cannot be a folder: File name too long"):
             convert_checkpoint(source, tmp_path / "far", Connectivity("all"))

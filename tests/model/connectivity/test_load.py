@@ -201,6 +201,16 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch, no_weights_r
         ({"architectures": ["MixtralForCausalLM"]}, "architectures names MixtralForCausalLM, but model_type"),
         ({"model_type": "mixtral"}, "names Qwen3MoeForCausalLM, but model_type is 'mixtral'"),
         ({"architectures": ["FarSkipQwen3MoeForCausalLM"]}, "names FarSkipQwen3MoeForCausalLM, but"),
+        ({"model_type": ["qwen3_moe"]}, "model_type must be a text such as 'qwen3_moe', got ['qwen3_moe']"),
+        ({"model_type": {"a": 1}}, "model_type must be a text"),
+        ({"text_config": {"model_type": [1]}}, "text_config.model_type must be a text"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN, a number is needed"),
+        ({"rope_parameters": {"a": [1, float("nan")]}}, "rope_parameters.a.1 is NaN"),
+        ({"vocab_size": int("9" * 400)}, "config.json"),
+        ({"quantization_config": {"quant_method": "mine"}}, "quant_method 'mine' is none that the installed"),
+        ({"quantization_config": {"quant_method": ["fp8"]}}, "quant_method \"['fp8']\" is none"),
+        ({"quantization_config": {"bits": 4}}, "quant_method 'None' is none"),
+        ({"quantization_config": "fp8"}, "config.json: transformers refuses it"),
         ({"model_type": "deepseek_v4"}, "cannot be converted: its layers mix several residual streams"),
         (
             {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
@@ -224,6 +234,10 @@ def test_a_damaged_config_is_refused(base, no_weights_read):
     (base / "config.json").write_text('{"model_type": ')
     with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
         load_model(base)
+    for text in ("[" * 5000, '{"vocab_size": ' + "9" * 5000 + "}"):
+        (base / "config.json").write_text(text)
+        with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
+            load_model(base)
     (base / "config.json").write_text("[]")
     with pytest.raises(UserError, match=r"config\.json: a JSON object is needed, got list"):
         load_model(base)

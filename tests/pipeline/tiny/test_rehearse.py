@@ -524,3 +524,12 @@ def test_an_economical_run_of_two_ranks_that_was_killed_twice_ends_with_the_same
         one, other = (read_json(place / "evaluate" / name / "results.json") for place in (whole, killed))
         assert one["kl_to_original"] == other["kl_to_original"]
         assert one["tasks"]["piqa"]["value"] == other["tasks"]["piqa"]["value"]
+
+
+@pytest.mark.parametrize("key", ["split", "name"])
+def test_a_rehearsal_writes_nothing_outside_its_folder(own_model: str, tmp_path: Path, key: str) -> None:
+    source = {"path": "some/data", "columns": {"text": "text"}, key: "../../../../x"}
+    recipe = small_recipe(own_model, data={"train": [source]})
+    with pytest.raises(UserError, match=r"'\.\./\.\./\.\./\.\./x.*leads out of the folder"):
+        rehearse(recipe, tmp_path / "rehearsal")
+    assert not (tmp_path / "rehearsal").exists() and not (tmp_path / "x").exists()

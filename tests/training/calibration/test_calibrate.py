@@ -311,6 +311,47 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
     assert all(torch.equal(value, old[name]) for name, value in tensors(base).items())
 
 
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_streams_of_a_calibration_that_are_cut_or_gone_are_one_line(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(folder_module, "write_changed", stop)
+        run_folder(base, tmp_path / "out", text(24))
+    (file,) = (tmp_path / "work").glob("streams-*")
+    file.unlink() if damage == "gone" else file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(
+        UserError, match=r"streams-1-0\.safetensors: is damaged or gone .*remove .*work to begin"
+    ):
+        run_folder(base, tmp_path / "out", text(24))
+
+
+def test_a_rank_without_text_adds_nothing_and_the_weights_are_those_of_one_process(
+    base: Path, tmp_path: Path
+) -> None:
+    ids = text(24)  # one batch, and two ranks
+
+    def rank(number: int) -> bool:
+        ranks = Ranks(number, 2, lockstep=True)
+        run_folder(base, tmp_path / "two" / "out", ids, Launch(CPU.device, Engine("ddp"), ranks))
+        teacher = load_model(base, dtype=torch.float32)
+        students = [converted(teacher, Connectivity([1, 3])) for _ in range(2)]
+        calibrate_model(students[0], teacher, ids, ranks=ranks, progress=False)
+        calibrate_model(students[1], teacher, ids, progress=False)
+        pairs = zip(*(model.state_dict().values() for model in students), strict=True)
+        return all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in pairs)
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    run_folder(base, tmp_path / "one" / "out", ids)
+    assert run_ranks(rank, 2) == [True, True]
+    one, two = (tensors(tmp_path / name / "out") for name in ("one", "two"))
+    assert all(torch.allclose(one[name].float(), two[name].float(), rtol=2**-7, atol=1e-5) for name in one)
+
+
 @pytest.mark.breadth
 def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
     base: Path, tmp_path: Path
