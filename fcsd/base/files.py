@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -262,6 +263,9 @@ def new_folder(
 def _take_place(made: Path, path: Path) -> None:
     """Rename a folder to a name that nobody has, or that is an empty folder's; the system does it in one step."""
     try:
+        if path.is_dir() and is_empty(path):
+            for noise in path.iterdir():
+                noise.unlink() if not noise.is_dir() else shutil.rmtree(noise)
         os.rename(made, path)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):

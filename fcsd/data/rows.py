@@ -229,11 +229,8 @@ def _is_whole(path: Path) -> bool:
     index = Shard(path)
     if not path.is_file():
         return False
-    files = (
-        [index, *(Shard(path.parent / name) for name in index.record["shards"])]
-        if index.is_whole()
-        else [index]
-    )
+    names = index.record["shards"] if index.is_whole() else []
+    files = [index, *(Shard(path.parent / name) for name in names)]
     damaged = next((file.path for file in files if not file.is_whole()), None)
     if damaged is not None:
         print(f"{damaged}: is damaged or gone, and is made anew", file=sys.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fcsd.base.errors import ScorerError
 from fcsd.base import temporary
 from fcsd.base.artifact import Stage
 from fcsd.base.files import new_folder, read_json, write_text
@@ -218,6 +219,6 @@ def test_a_sandbox_that_cannot_start_leaves_no_folder(
         raise OSError("no more processes")
 
     monkeypatch.setattr(subprocess, "Popen", refused)
-    with pytest.raises(OSError, match="no more processes"), scorer.CodeScorer(num_workers=1):
+    with pytest.raises(ScorerError, match="no more processes"), scorer.CodeScorer(num_workers=1):
         pass
     assert list(tmp_path.iterdir()) == []
