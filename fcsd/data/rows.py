@@ -127,8 +127,7 @@ class _SourceTokens:
         if not self.ended:
             self.opened = open_source(source)
             self.source, self.whole = self.opened.settings, self.opened.whole
-        self.num_read = self.num_kept = 0
-        self.counts = ExampleCounts()
+        self.num_read, self.num_kept, self.counts = 0, 0, ExampleCounts()
         self.shards: list[Shard] = []
         self.lengths: list[np.ndarray] = []
         self.is_bad: list[np.ndarray] = []
@@ -226,9 +225,9 @@ def write_rows(
 
 def _is_whole(path: Path) -> bool:
     """Tell whether a file of rows is there with all the shards that it names; those that are not are made anew."""
-    index = Shard(path)
     if not path.is_file():
         return False
+    index = Shard(path)
     names = index.record["shards"] if index.is_whole() else []
     files = [index, *(Shard(path.parent / name) for name in names)]
     damaged = next((file.path for file in files if not file.is_whole()), None)

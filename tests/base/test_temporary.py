@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fcsd.base.errors import ScorerError
 from fcsd.base import temporary
 from fcsd.base.artifact import Stage
+from fcsd.base.errors import ScorerError
 from fcsd.base.files import new_folder, read_json, write_text
 from fcsd.base.temporary import beside, file_beside, scratch_folder
 from fcsd.cli.main import main
