@@ -37,7 +37,7 @@ def template_errors(name: str, what: str) -> Iterator[None]:
 
 def tokenizer_name(tokenizer: Any) -> str:
     """Name a tokenizer in an error: by its folder, or by its class where it was made in memory."""
-    return f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__}"
+    return f"tokenizer {getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__}"
 
 
 def tokenize_examples(

@@ -357,7 +357,7 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
     [
         (["--server", "http://127.0.0.1:9"], "server http://127.0.0.1:9 cannot be reached ("),
         (["--server", "localhost:8000"], "--server: url: an address such as http://localhost:8000 is needed"),
-        (["--server", "http://me:secret@host"], "holds a name or password; leave it out, and give a key in"),
+        (["--server", "http://me:secret@host"], "leave it out, and give a key in the environment variable"),
         (["--server", "http://me:sec/ret@host"], "holds a name or password"),
         (["--server", "me:secret@host:8000"], "holds a name or password"),
         (["--server", "http://host/v1?api_key=secret"], "or something behind ? or #; leave it out"),
