@@ -56,8 +56,9 @@ def test_the_baseline_is_the_best_plain_method_of_those_with_all_seeds() -> None
 def test_every_method_makes_a_recipe() -> None:
     methods = read_yaml(benchmark.HERE / "methods.yaml")
     recipe = load_recipe(benchmark.HERE / "recipe.yaml")
-    whole = Recipe.model_validate(recipe.dump() | {"variants": methods})
-    for name in methods:
+    variants = {f"method-{number}": method for number, method in enumerate(methods.values())}
+    whole = Recipe.model_validate(recipe.dump() | {"variants": variants})
+    for name in variants:
         assert whole.variant(name).early_stopping.metric == "heldout_kl"
 
 

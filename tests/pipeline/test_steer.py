@@ -78,7 +78,7 @@ def by_hand(run: Any, of: str, name: str | None) -> dict[str, Any]:
     """
     original, model = (load_checkpoint(run.model(each)).eval() for each in ("original", of))
     tables = read_tables(run.layout.bias_tables(name or next(iter(TABLES[of])), of))
-    rows, links = heldout_of(run.recipe.data, run.tokenizer), read_links(LINKS)
+    rows, links = heldout_of(run.recipe.data, run.tokenizer, run.original), read_links(LINKS)
     kl, loads, exchanges, moved = [], torch.zeros(2, 4), [], []
     for j, row in enumerate(rows):
         ids = {key: torch.tensor(row[key])[None].long() for key in ("input_ids", "position_ids")}

@@ -72,7 +72,7 @@ def load_model(
     if checkpoint.family is None:
         loaded = _load_unknown(checkpoint, weights, options | {"trust_remote_code": trust_remote_code})
     else:
-        _check_loading(checkpoint, checkpoint.family, options.get("distributed_config"))
+        _check_sharded_loading(checkpoint.family, folder, options.get("distributed_config"))
         config, cls = config_and_class(checkpoint, connectivity, original)
         check_tensors(checkpoint, config, cls)
         if not weights:
@@ -119,11 +119,8 @@ def _load_unknown(checkpoint: Checkpoint, weights: bool, options: dict[str, Any]
         raise UserError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
 
 
-def _check_loading(checkpoint: Checkpoint, family: Family, distributed_config: Any) -> None:
-    """Refuse quantised weights as `_check_quantisation`, and that transformers shards while it loads what it would put
-    together wrongly."""
-    folder = checkpoint.folder
-    _check_quantisation(checkpoint)
+def _check_sharded_loading(family: Family, folder: Path, distributed_config: Any) -> None:
+    """Refuse that transformers shards while it loads what it would put together wrongly."""
     if distributed_config is not None and family.fuses_rows is not None:
         raise UserError(
             f"{folder}: transformers loads {family.fuses_rows} of {family.model_type} wrongly when it shards weights"
@@ -234,9 +231,9 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
         UserError: a tensor has another shape than the config says, is missing, or is none of the model's.
     """
     if checkpoint.config.get("quantization_config"):
-        return (
-            set()
-        )  # the quantisation method names and shapes tensors as it likes; transformers' own report follows
+        # The quantisation method names and shapes tensors as it likes; transformers' own report follows.
+        _check_quantisation(checkpoint)
+        return set()
     try:
         with torch.device("meta"):
             model = cls(config)

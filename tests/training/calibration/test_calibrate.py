@@ -321,10 +321,10 @@ def test_streams_of_a_calibration_that_are_cut_or_gone_are_one_line(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(folder_module, "write_changed", stop)
         run_folder(base, tmp_path / "out", text(24))
-    (file,) = (tmp_path / "work").glob("streams-*")
+    (file,) = (tmp_path / "out").glob("streams-*")
     file.unlink() if damage == "gone" else file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(
-        UserError, match=r"streams-1-0\.safetensors: is damaged or gone .*remove .*work to begin"
+        UserError, match=r"streams-1-0\.safetensors: is damaged or gone .*remove .*out to begin"
     ):
         run_folder(base, tmp_path / "out", text(24))
 
