@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint, source_folder
@@ -105,8 +106,17 @@ def cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     `Module.to` knows one dtype for all, and takes the imaginary part out of complex buffers (the
     rotary embedding of Llama 4's images).
     """
-    for name, tensor in real_tensors(model):
-        tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
+    for name, tensor in list(real_tensors(model)):
+        dtype = dtypes.get(name, tensor.dtype)
+        if dtype == tensor.dtype:
+            continue
+        if is_traceable_wrapper_subclass(tensor):  # the data of a sharded tensor is another tensor, inside it
+            cast_tensor = tensor.detach().to(dtype)
+            if isinstance(tensor, nn.Parameter):
+                cast_tensor = nn.Parameter(cast_tensor, tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, cast_tensor)
+        else:
+            tensor.data = tensor.data.to(dtype)
 
 
 def to_dtype(model: "PreTrainedModel", dtype: torch.dtype) -> None:
