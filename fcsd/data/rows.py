@@ -30,7 +30,7 @@ from fcsd.data.batches import NO_LOSS
 from fcsd.data.counts import ExampleCounts, count_shard, no_rows
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.reading import Piece, read_pieces
-from fcsd.data.shards import BAD, Shard, Tokenizing, Tokens, write_arrays
+from fcsd.data.shards import BAD, Shard, Tokenizing, Tokens, keep_whole, write_arrays
 from fcsd.data.sources import Opened, Source, open_source
 from fcsd.data.workers import default_workers, in_order
 
@@ -116,17 +116,29 @@ class _SourceTokens:
         self.index, self.source, self.folder = index, source, folder
         folder.mkdir(parents=True, exist_ok=True)
         self._end = folder / "end.json"
-        self.ended = self.whole = self._end.is_file()
+        self._total: int | None = self._known_total()
+        self.ended = self.whole = self._total is not None
         self.opened: Opened | None = None
         if not self.ended:
             self.opened = open_source(source)
             self.source, self.whole = self.opened.settings, self.opened.whole
-        self.num_read, self._total = 0, read_json(self._end)["shards"] if self.ended else None
+        self.num_read = 0
         self.num_kept = 0
         self.counts = ExampleCounts()
         self.shards: list[Shard] = []
         self.lengths: list[np.ndarray] = []
         self.is_bad: list[np.ndarray] = []
+
+    def _known_total(self) -> int | None:
+        """Return how many shards the source has; None: it is to be read, from behind those that are whole."""
+        number = 0
+        while keep_whole(self._path(number)):
+            number += 1
+        with contextlib.suppress(UserError):
+            if read_json(self._end, keys=["shards"])["shards"] == number:
+                return number
+        self._end.unlink(missing_ok=True)
+        return None
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:05}.safetensors"
@@ -184,7 +196,7 @@ def write_rows(
     parts = [[name, source.weight] for source, name in sources]
     key = hashlib.sha256(json.dumps([_FORMAT, parts, asdict(layout)]).encode()).hexdigest()[:16]
     path = folder / f"rows-{key}.safetensors"
-    if path.is_file():
+    if _whole_rows(path):
         known = Shard(path).record["bad_rows"]
         bad_rows.add([(one["where"], one["reason"]) for one in known["left_out"]], known["num_examples"])
         return path
@@ -217,6 +229,16 @@ def write_rows(
     for one in tokens:
         one.note_end()
     return path
+
+
+def _whole_rows(path: Path) -> bool:
+    """Tell whether rows and all their tokens are there and what was written; damaged files are removed."""
+    if not keep_whole(path):
+        return False
+    if all([keep_whole(path.parent / name) for name in Shard(path).record["shards"]]):
+        return True
+    path.unlink()
+    return False
 
 
 def _complete(order: _Order, tokenizing: Tokenizing, bad_rows: BadRows, num_workers: int) -> list[list[int]]:

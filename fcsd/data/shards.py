@@ -9,16 +9,18 @@ An example that overlaps with a test item is not among them; the file's metadata
 """
 
 import functools
+import hashlib
 import json
 import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fcsd.base.files import writing
@@ -29,7 +31,7 @@ from fcsd.data.reading import Piece
 from fcsd.data.sources import Source, columns_of
 
 NONE, BAD = -1, -2
-_RECORD = "record"
+_RECORD, _CHECKSUM = "record", "sha256"
 
 Tokens = tuple[np.ndarray, np.ndarray]
 
@@ -108,9 +110,52 @@ def _first_loss(mask: np.ndarray) -> int:
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
     """Write flat arrays and a record of JSON into one file, under its name when it is whole."""
+    text = json.dumps(record)
     with writing(path), file_beside(path) as temporary:
-        save_file({**arrays}, temporary, {_RECORD: json.dumps(record)})
+        save_file({**arrays}, temporary, {_RECORD: text, _CHECKSUM: _checksum(arrays, text)})
         os.replace(temporary, path)
+        _WHOLE.add(_state(path))
+
+
+def _checksum(arrays: Mapping[str, np.ndarray], record: str) -> str:
+    digest = hashlib.sha256(record.encode())
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"\0{name} {array.dtype.str} {array.shape}\0".encode())
+        digest.update(array.data if array.size else b"")
+    return digest.hexdigest()
+
+
+_WHOLE: set[tuple[int, ...]] = set()  # states of files that this process has written or compared
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def keep_whole(path: Path) -> bool:
+    """Tell whether a file of `write_arrays` is there and what was written; a damaged one is removed, with a line.
+
+    A file is read once a process.
+    """
+    if not path.is_file():
+        return False
+    if (state := _state(path)) in _WHOLE:
+        return True
+    try:
+        with safe_open(path, "numpy") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        whole = _checksum(arrays, metadata.get(_RECORD, "")) == metadata.get(_CHECKSUM)
+    except (OSError, ValueError, SafetensorError, KeyError, TypeError):
+        whole = False
+    if whole:
+        _WHOLE.add(state)
+    else:
+        print(f"data: {path}: is damaged, and is written again", file=sys.stderr)
+        path.unlink()
+    return whole
 
 
 class Shard:

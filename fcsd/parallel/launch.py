@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import get_int_from_env
 
-from fcsd.base.artifact import Stage
+from fcsd.base.artifact import Stage, check_outputs, model_files
 from fcsd.base.errors import UserError
 from fcsd.base.files import hold_folder, release_folder, weights_fingerprint
 from fcsd.parallel.engine import Engine, Overlap, requested_engine
@@ -71,11 +71,16 @@ class Launch:
         return replace(self, engine=engine, ranks=replace(self.ranks, lockstep=engine.shards))
 
     def begin(self, stage: Stage) -> str:
-        """Note the start of a stage on the first rank; return on every rank whether it is finished already."""
+        """Note the start of a stage on the first rank; return on every rank whether it is finished already.
+
+        Raises:
+            UserError: as `Stage.state` and, of a finished stage, `check_outputs`.
+        """
 
         def begin() -> str:
             state = stage.state()
             if state == "finished":
+                check_outputs(stage.folder)
                 print(f"{stage.name}: finished before, in {stage.folder}", file=sys.stderr)
                 return state
             stage.folder.mkdir(parents=True, exist_ok=True)
@@ -86,9 +91,12 @@ class Launch:
         return self.ranks.from_first(begin)
 
     def finish(self, stage: Stage, results: dict[str, Any], model: Path | None = None) -> None:
-        """Write the manifest on the first rank, with the fingerprint of the `model` that the stage leaves."""
+        """Write the manifest on the first rank, with what identifies the `model` that the stage leaves."""
         if self.first:
-            stage.finish(results, {"model": weights_fingerprint(model)} if model is not None else None)
+            outputs = None
+            if model is not None:
+                outputs = {"model": weights_fingerprint(model), **model_files(model)}
+            stage.finish(results, outputs)
             release_folder(stage.folder)
         self.wait()
 

@@ -33,7 +33,7 @@ def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = 
     if section is None:
         raise UserError(f"recipe {recipe.name}: has no `calibration` section; add one (see docs/convert.md)")
     data, folder = recipe.data, run.layout.calibration(variant or MAIN)
-    inputs = launch.ranks.from_first(lambda: {"original": one.original.weights, **data_inputs(data, one)})
+    inputs = launch.ranks.from_first(lambda: one.original.fingerprints("original") | data_inputs(data, one))
     stage = Stage(folder, "calibrate", _settings(recipe), inputs)
     if launch.begin(stage) == "finished":
         return stage

@@ -243,9 +243,9 @@ def _training_settings(recipe: Recipe) -> dict[str, Any]:
     return settings | {"early_stopping": score_settings(recipe.early_stopping)}
 
 
-def _training_inputs(run: Run) -> dict[str, str]:
+def _training_inputs(run: Run) -> dict[str, Any]:
     recipe = run.recipe
-    inputs = {"original": run.original.weights, **data_inputs(recipe.data, run)}
+    inputs = run.original.fingerprints("original") | data_inputs(recipe.data, run)
     if recipe.teacher is not None and recipe.teacher.path is not None:
-        inputs["teacher"] = run.teacher.weights
+        inputs |= run.teacher.fingerprints("teacher")
     return inputs | scored_data(run)

@@ -14,19 +14,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json, write_text
+from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.training.config import SweepConfig, TrainConfig
 
 
 def read_history(folder: Path) -> list[dict[str, float]]:
     """Return the logged points of a finished run, oldest first."""
+    check_outputs(folder, "history.jsonl")
     lines = (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
     """Return `EarlyStopper.record` of a finished run with early stopping; None for any other run."""
+    check_outputs(folder, "scores.json")
     path = folder / "scores.json"
     scores: dict[str, Any] | None = read_json(path) if path.is_file() else None
     return scores
@@ -96,11 +100,10 @@ def run_sweep(
             last_steps = sweep.steps_of(batch_size_tokens, base, sweep.last_steps)
             loss = fmean(losses[-last_steps:]) if losses else math.nan
             place.mkdir(parents=True, exist_ok=True)
-            write_json(
-                place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses}
-            )
+            result = {"loss": loss if math.isfinite(loss) else None, "losses": losses}
+            write_sealed(place / "result.json", result)
         remove_checkpoints(place)
-        score = read_json(place / "result.json")
+        score = read_sealed(place / "result.json", f"remove {place} to train this candidate again")
         return asdict(candidate) | {"loss": score["loss"], "folder": candidate.folder}  # loss null: diverged
 
     first = [measured("batch_size_tokens", size, base.learning_rate) for size in sweep.batch_size_tokens]

@@ -12,6 +12,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, write_json
+from fcsd.base.fingerprints import TOKENIZER_FILES
 from fcsd.model.connectivity import rewire
 from fcsd.model.connectivity.aliases import to_instella
 from fcsd.model.connectivity.checkpoint import (
@@ -27,11 +28,7 @@ from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_s
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import PREFIX, Family, moe_mask
 
-CARRIED = (
-    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "tekken.json",
-    "*.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*", "processor_config.json",
-    "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json", "LICENSE*",
-)  # fmt: skip
+CARRIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*")
 """Patterns. No pickles, and no code except what a tokenizer or processor names as its own."""
 
 _CLASS = re.compile(r"([\w.-]+/[\w.-]+--)?\w+(\.\w+)+")  # no path in it leads out of the folder

@@ -12,7 +12,9 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
-from fcsd.base.files import new_folder, read_json, write_text
+from fcsd.base.artifact import model_files
+from fcsd.base.files import new_folder, read_json, weights_fingerprint, write_text
+from fcsd.base.fingerprints import write_sealed
 from fcsd.base.text import items_text, metric_words, nats, plus_minus, scored_row, stopping_text
 from fcsd.model.connectivity.export import link_or_copy
 from fcsd.model.connectivity.modeling import supported_transformers
@@ -28,6 +30,7 @@ from fcsd.training.losses.objectives import OBJECTIVES
 
 _TEMPLATE = Path(__file__).with_name("card.md")
 RESULTS = ".eval_results"
+LEFT = "files.json"  # in a publication: what identifies the model that it was made of
 # Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a Benchmark. The one of our suites'
 # data sets that https://huggingface.co/docs/hub/eval-results names as a Benchmark.
 _BENCHMARK_TASKS = {"openai/gsm8k": "gsm8k"}
@@ -292,6 +295,7 @@ def write_publication(
             if file.is_file() and not (new / file.name).exists():
                 shutil.copyfile(file, new / file.name)
         write_card(facts_of_run(recipe, report, read_json(model / "config.json"), original, new), new)
+        write_sealed(new / LEFT, {"model": weights_fingerprint(model), **model_files(model)})
 
 
 def place(file: Path, to: Path) -> None:
