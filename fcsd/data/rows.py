@@ -235,7 +235,8 @@ def _whole_rows(path: Path) -> bool:
     """Tell whether rows and all their tokens are there and what was written; damaged files are removed."""
     if not keep_whole(path):
         return False
-    if all([keep_whole(path.parent / name) for name in Shard(path).record["shards"]]):
+    shards = [keep_whole(path.parent / name) for name in Shard(path).record["shards"]]
+    if all(shards):
         return True
     path.unlink()
     return False

@@ -31,7 +31,7 @@ from fcsd.data.reading import Piece
 from fcsd.data.sources import Source, columns_of
 
 NONE, BAD = -1, -2
-_RECORD, _CHECKSUM = "record", "sha256"
+_RECORD = "record"
 
 Tokens = tuple[np.ndarray, np.ndarray]
 
@@ -110,15 +110,16 @@ def _first_loss(mask: np.ndarray) -> int:
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
     """Write flat arrays and a record of JSON into one file, under its name when it is whole."""
-    text = json.dumps(record)
+    # One entry: safetensors writes several in any order.
+    text = json.dumps({"sha256": _checksum(arrays, record), "record": record})
     with writing(path), file_beside(path) as temporary:
-        save_file({**arrays}, temporary, {_RECORD: text, _CHECKSUM: _checksum(arrays, text)})
+        save_file({**arrays}, temporary, {_RECORD: text})
         os.replace(temporary, path)
         _WHOLE.add(_state(path))
 
 
-def _checksum(arrays: Mapping[str, np.ndarray], record: str) -> str:
-    digest = hashlib.sha256(record.encode())
+def _checksum(arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(record).encode())
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
         digest.update(f"\0{name} {array.dtype.str} {array.shape}\0".encode())
@@ -145,9 +146,9 @@ def keep_whole(path: Path) -> bool:
         return True
     try:
         with safe_open(path, "numpy") as file:
-            metadata = file.metadata() or {}
+            text = json.loads(file.metadata()[_RECORD])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        whole = _checksum(arrays, metadata.get(_RECORD, "")) == metadata.get(_CHECKSUM)
+        whole = _checksum(arrays, text["record"]) == text["sha256"]
     except (OSError, ValueError, SafetensorError, KeyError, TypeError):
         whole = False
     if whole:
@@ -171,7 +172,7 @@ class Shard:
     @functools.cached_property
     def record(self) -> dict[str, Any]:
         """What was written beside the arrays."""
-        record: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])
+        record: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])["record"]
         return record
 
     def array(self, name: str) -> np.ndarray:

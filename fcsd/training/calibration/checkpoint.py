@@ -11,15 +11,18 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json, writing
+from fcsd.base.files import file_fingerprint, write_json, writing
+from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import Batch, real_tokens
 from fcsd.model.connectivity import convert_checkpoint
@@ -31,7 +34,7 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.training.calibration.layer import walk
 from fcsd.training.calibration.model import batches_of, complaint, first_stream, own_text, shown
-from fcsd.training.calibration.shards import Layerwise, own_copies, write_changed
+from fcsd.training.calibration.shards import Layerwise, checksum, damage_of_copies, own_copies, write_changed
 from fcsd.training.calibration.state import State
 from fcsd.training.calibration.steps import Stream
 
@@ -66,8 +69,12 @@ def calibrate_checkpoint(
         raise UserError(f"{original.config.path}: no layer of it is rewired; there is nothing to calibrate")
     model = work / "model"
     with writing(work):
-        ranks.from_first(lambda: _prepare(original, connectivity, model, models, layers))
-        state = _resume(work, models, text.batches, ranks)
+        changed = models.files_of(layers)
+        ranks.from_first(lambda: _prepare(original, connectivity, model, changed))
+        state = _resume(work, models, original.folder, changed, text.batches, ranks)
+        if state is None:
+            ranks.from_first(lambda: _prepare(original, connectivity, model, changed))
+            state = _first_state(models, text.batches)
         bar = progress_bar(
             total=max(layers) + 1,
             initial=state.next_layer,
@@ -80,7 +87,7 @@ def calibrate_checkpoint(
                 if result is not None:
                     if ranks.first:
                         tensors = models.layer_tensors(state.next_layer - 1)
-                        write_changed(model, models.files, tensors, original.folder)
+                        state.written |= write_changed(model, models.files, tensors, original.folder)
                     bar.set_postfix_str(shown(result))
                 _save(state, work, ranks)
                 bar.update()
@@ -138,12 +145,14 @@ def calibratable(original: ModelFolder) -> Checkpoint:
     return checkpoint
 
 
-def _prepare(
-    original: ModelFolder, connectivity: Connectivity, model: Path, models: Layerwise, layers: Sequence[int]
-) -> None:
+def _prepare(original: ModelFolder, connectivity: Connectivity, model: Path, changed: Iterable[str]) -> None:
+    """Convert the original, with weight files of its own where they will change; nothing of it is kept that no state
+    vouches for."""
+    if not _state_file(model.parent).is_file():
+        shutil.rmtree(model, ignore_errors=True)
     if not model.is_dir():
         convert_checkpoint(original.folder, model, connectivity)
-    own_copies(model, original.folder, models.files_of(layers))
+    own_copies(model, original.folder, changed)
 
 
 def _finish(model: Path, out: Path, facts: dict[str, Any]) -> None:
@@ -152,25 +161,84 @@ def _finish(model: Path, out: Path, facts: dict[str, Any]) -> None:
     shutil.rmtree(model.parent)
 
 
-def _resume(work: Path, models: Layerwise, batches: Sequence[Batch], ranks: Ranks) -> State:
-    """Read the state of a run that was cut off, or begin before the first layer."""
-    state = ranks.from_first(
-        lambda: read_json(work / "state.json") if (work / "state.json").is_file() else None
-    )
+def _state_file(work: Path) -> Path:
+    return work / "state.json"
+
+
+def _first_state(models: Layerwise, batches: Sequence[Batch]) -> State:
+    return State(0, [first_stream(models.student, batch, models.device) for batch in batches])
+
+
+def _resume(
+    work: Path, models: Layerwise, source: Path, changed: set[str], batches: Sequence[Batch], ranks: Ranks
+) -> State | None:
+    """Read the state of a run that was cut off, or begin before the first layer.
+
+    changed: the weight files that change. Returns None where what was left is damaged, with a line; it is removed.
+    """
+
+    def read() -> Any:
+        if not _state_file(work).is_file():
+            return None
+        try:
+            state = read_sealed(_state_file(work), "it is calibrated from the first layer again")
+        except UserError as error:
+            return {"damage": str(error)}
+        file = damage_of_copies(work / "model", source, changed, state["written"])
+        beside = _files_beside(work / "model") == state["files"]
+        what = file or (None if beside else "a file beside the weights")
+        return state if what is None else {"damage": f"{work / 'model'}: is damaged: {what}"}
+
+    state = ranks.from_first(read)
     if state is None:
-        return State(0, [first_stream(models.student, batch, models.device) for batch in batches])
+        return _first_state(models, batches)
+    if "damage" in state:
+        return _begin_again(work, state["damage"], ranks)
     if state["ranks"] != ranks.size:
         raise UserError(
             f"{work}: was begun with {state['ranks']} processes, which share the rows, and this launch has"
             f" {ranks.size}; launch {state['ranks']}, or remove the folder to begin again"
         )
-    tensors = load_file(_streams(work, state["next_layer"], ranks))
+    file = _streams(work, state["next_layer"], ranks)
+    tensors = _whole_streams(file)
+    lost = next(filter(None, ranks.share(lambda: None if tensors is not None else str(file))), None)
+    if tensors is None or lost is not None:
+        return _begin_again(work, f"{lost}: is damaged", ranks)
     both: dict[str, list[Stream]] = {"teacher": [{} for _ in batches], "student": [{} for _ in batches]}
     for key, value in tensors.items():
         who, number, name = key.split(".")
         both[who][int(number)][name] = value
     student = both["student"] if any(both["student"]) else None
-    return State(state["next_layer"], both["teacher"], student, state["results"])
+    return State(state["next_layer"], both["teacher"], student, state["results"], state["written"])
+
+
+def _whole_streams(file: Path) -> dict[str, Tensor] | None:
+    """Read the streams that `_save` left; None where they are gone, or not what was written."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            known = (opened.metadata() or {}).get("sha256")
+    except (OSError, ValueError, SafetensorError):
+        return None
+    return tensors if checksum(tensors) == known else None
+
+
+def _files_beside(model: Path) -> dict[str, str]:
+    """Return the hash of every file beside the weights."""
+    files = [file for file in model.rglob("*") if file.is_file() and file.suffix != ".safetensors"]
+    return {str(file.relative_to(model)): file_fingerprint(file) for file in sorted(files)}
+
+
+def _begin_again(work: Path, damage: str, ranks: Ranks) -> None:
+    """Remove what a run left that was cut off, with a line that says why."""
+
+    def begin() -> None:
+        print(f"calibrate: {damage}; it is calibrated from the first layer again", file=sys.stderr)
+        _state_file(work).unlink(missing_ok=True)  # first: nothing else counts without it
+        for path in work.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    ranks.from_first(begin)
 
 
 def _streams(work: Path, layer: int, ranks: Ranks) -> Path:
@@ -187,11 +255,16 @@ def _save(state: State, work: Path, ranks: Ranks) -> None:
         for name, value in stream.items()
     }
     target = _streams(work, state.next_layer, ranks)
-    save_file(held, target.with_suffix(".tmp"))
+    save_file(held, target.with_suffix(".tmp"), {"sha256": checksum(held)})
     os.replace(target.with_suffix(".tmp"), target)
     ranks.share(lambda: None)  # all of them have left theirs, and the first has written the layer
-    record = {"next_layer": state.next_layer, "ranks": ranks.size, "results": state.results}
-    ranks.from_first(lambda: write_json(work / "state.json", record))
+
+    def note() -> None:
+        record = {"next_layer": state.next_layer, "ranks": ranks.size, "results": state.results}
+        record |= {"written": state.written, "files": _files_beside(work / "model")}
+        write_sealed(_state_file(work), record)
+
+    ranks.from_first(note)
     _streams(work, state.next_layer - 1, ranks).unlink(missing_ok=True)
 
 
