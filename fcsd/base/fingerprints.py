@@ -41,11 +41,14 @@ def checkpoint_files(folder: Path, *, code: bool = False) -> dict[str, Any]:
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
             identity[name] = _fields(folder / name)
-    patterns = (*TOKENIZER_FILES, *(["*.py"] if code else []))
-    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
-    for file in sorted(files):
-        identity[str(file.relative_to(folder))] = _encoding_fingerprint(file)
-    return identity
+    modules = sorted(folder.glob("*.py")) if code else []
+    return identity | tokenizer_files(folder) | {file.name: file_fingerprint(file) for file in modules}
+
+
+def tokenizer_files(folder: Path) -> dict[str, str]:
+    """Return the hashes of the files that a tokenizer or processor is read from, by their names."""
+    files = {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
+    return {str(file.relative_to(folder)): _encoding_fingerprint(file) for file in sorted(files)}
 
 
 def _fields(file: Path) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fcsd.base.artifact import Stage, read_manifest
+from fcsd.base.artifact import Stage, differences, read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, write_text
 from fcsd.base.strict import validate
@@ -153,6 +153,12 @@ def _with_sweep(run: Run) -> Run:
     if not (manifest := read_manifest(run.layout.sweep)):
         raise UserError(
             f"{run.layout.sweep}: the sweep is not finished; run `fcsd sweep` first, or set sweep to null"
+        )
+    inputs = run.launch.ranks.from_first(lambda: _training_inputs(run))
+    if changes := differences(manifest["inputs"], inputs):
+        raise UserError(
+            f"{run.layout.sweep}: the sweep read something else than this training would ({'; '.join(changes[:3])});"
+            " choose another output folder, or remove this folder to run the sweep again"
         )
     return replace(run, recipe=with_choice(run.recipe, manifest["results"]), before=run.whole)
 
