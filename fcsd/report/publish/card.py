@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
-from fcsd.base.artifact import model_files
-from fcsd.base.files import new_folder, read_json, weights_fingerprint, write_text
+from fcsd.base.artifact import read_manifest
+from fcsd.base.files import new_folder, read_json, write_text
 from fcsd.base.fingerprints import write_sealed
 from fcsd.base.text import items_text, metric_words, nats, plus_minus, scored_row, stopping_text
 from fcsd.model.connectivity.export import link_or_copy
@@ -295,7 +295,12 @@ def write_publication(
             if file.is_file() and not (new / file.name).exists():
                 shutil.copyfile(file, new / file.name)
         write_card(facts_of_run(recipe, report, read_json(model / "config.json"), original, new), new)
-        write_sealed(new / LEFT, {"model": weights_fingerprint(model), **model_files(model)})
+        outputs = read_manifest(model.parent).get("outputs", {})
+        write_sealed(new / LEFT, {name: known for name, known in outputs.items() if _is_of_model(name)})
+
+
+def _is_of_model(output: str) -> bool:
+    return output.split("/")[0] == "model"
 
 
 def place(file: Path, to: Path) -> None:
