@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from fcsd.base.artifact import Stage, read_manifest, versions
+from fcsd.base.artifact import Stage, check_outputs, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json
 from fcsd.data.config import DataConfig, SourceConfig
@@ -319,6 +319,7 @@ def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
     store = _store(evaluation, stage)
     own_versions = read_manifest(stage.folder).get("versions")
     with contextlib.suppress(UserError, OSError, KeyError, AttributeError):  # results.json is the damaged one
+        check_outputs(stage.folder, "results.json")
         result = read_json(stage.folder / "results.json")
         for row in evaluation.suite.tasks if own_versions == versions() else ():
             score = result["tasks"][row.task]
