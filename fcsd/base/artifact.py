@@ -30,6 +30,7 @@ SCHEMA_VERSION = 5
 # 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key of train; 3: streaming was one of
 # a source; 4: of a checkpoint only the weights were noted.
 _SAYS_NOTHING = ".streaming: false -> null"  # the end of a change that folders of a former fcsd may show
+_SHOWN = 8  # differences in an error
 _RECORDS = ("manifest.json", "stage.json")
 _RESULTS = (".json", ".jsonl", ".safetensors")
 _AGAIN = "remove the folder to run its stage again"
@@ -140,8 +141,9 @@ class Stage:
         else:
             changes += differences(before, now)
         if changes:
+            more = f"; and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
             raise UserError(
-                f"{self.folder}: was made with other settings ({'; '.join(changes)});"
+                f"{self.folder}: was made with other settings ({'; '.join(changes[:_SHOWN])}{more});"
                 " choose another output folder, or remove this folder to run the stage again"
             )
 
@@ -209,8 +211,6 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
-    if len(text) == 66 and isinstance(value, str):  # a SHA-256
-        return f'"{value[:12]}…"'
     return text if len(text) <= 60 else text[:57] + "..."
 
 

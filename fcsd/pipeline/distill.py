@@ -253,5 +253,6 @@ def _training_inputs(run: Run) -> dict[str, Any]:
     recipe = run.recipe
     inputs = run.original.fingerprints("original") | data_inputs(recipe.data, run)
     if recipe.teacher is not None and recipe.teacher.path is not None:
-        inputs |= run.teacher.fingerprints("teacher")
+        known = run.teacher.fingerprints("teacher")  # what it encodes is compared with what the student does
+        inputs |= {name: known[name] for name in ("teacher", "teacher/config.json")}
     return inputs | scored_data(run)
