@@ -18,12 +18,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, files_below, is_empty, read_json, write_json
+from fcsd.base.files import (
+    check_folder_place,
+    file_fingerprint,
+    files_below,
+    is_empty,
+    read_json,
+    weights_fingerprint,
+    write_json,
+)
+from fcsd.base.fingerprints import check_seal, checkpoint_files, sealed
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 # 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key of train; 3: streaming was one of
-# a source.
+# a source; 4: of a checkpoint only the weights were noted.
 _SAYS_NOTHING = ".streaming: false -> null"  # the end of a change that folders of a former fcsd may show
+_SHOWN = 8  # differences in an error
+_RECORDS = ("manifest.json", "stage.json")
+_RESULTS = (".json", ".jsonl", ".safetensors")
+_AGAIN = "remove the folder to run its stage again"
 _PACKAGES = (
     "fcsd", "torch", "transformers", "accelerate", "datasets", "lm-eval", "tokenizers", "safetensors",
 )  # fmt: skip
@@ -34,14 +47,14 @@ class Stage:
     """One stage of a run.
 
     settings: the part of the recipe that the result depends on.
-    inputs: name -> fingerprint of what the stage reads (weights, data).
+    inputs: name -> fingerprint of what the stage reads (weights, data), or the values themselves (fields of a config).
     may_change: dotted keys of the settings that are noted and not compared.
     """
 
     folder: Path
     name: str
     settings: dict[str, Any]
-    inputs: dict[str, str]
+    inputs: dict[str, Any]
     may_change: tuple[str, ...] = ()
 
     def state(self) -> Literal["absent", "unfinished", "finished"]:
@@ -57,10 +70,10 @@ class Stage:
         check_folder_place(self.folder)
         if all(path == self.folder / "stage.json" for path in files_below(self.folder)):
             return "absent"
-        for file in ("manifest.json", "stage.json"):
+        for file in _RECORDS:
             path = self.folder / file
             if path.is_file():
-                record = read_json(path)
+                record = _read_record(path)
                 self.refuse_difference(record)
                 self._refuse_lost(record.get("outputs") or {})
                 return "finished" if file == "manifest.json" else "unfinished"
@@ -76,19 +89,22 @@ class Stage:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "stage.json", self._record())
 
-    def finish(self, results: dict[str, Any], outputs: dict[str, str] | None = None) -> None:
+    def finish(self, results: dict[str, Any], outputs: dict[str, Any] | None = None) -> None:
         """Write the manifest; from now on the stage is finished.
 
-        results: small facts that later stages and the report read; outputs: name -> fingerprint of each output.
+        results: small facts that later stages and the report read; outputs: name -> fingerprint of each output; those
+        of the files of results in the folder are added.
         """
+        files = [file for file in self.folder.iterdir() if file.suffix in _RESULTS and file.is_file()]
+        left = {file.name: file_fingerprint(file) for file in sorted(files) if file.name not in _RECORDS}
         record = {
             **self._record(),
             "results": results,
-            "outputs": outputs or {},
+            "outputs": {**(outputs or {}), **left},
             "versions": versions(),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        write_json(self.folder / "manifest.json", record)
+        write_json(self.folder / "manifest.json", sealed(record))
 
     def _record(self) -> dict[str, Any]:
         return {
@@ -123,10 +139,22 @@ class Stage:
                 " another output folder, remove this folder to run the stage again, or continue with the fcsd that made"
                 " it"
             )
-        changes += differences(record["inputs"], mine["inputs"])
+        before, now = record["inputs"], mine["inputs"]
+        if record.get("schema_version") != SCHEMA_VERSION:
+            changes += differences(before, {name: now[name] for name in before if name in now})
+            if not changes and (missing := [name for name in now if name not in before]):
+                raise UserError(
+                    f"{self.folder}: was made by another fcsd (schema_version {record.get('schema_version')}, this one"
+                    f" writes {SCHEMA_VERSION}), which did not note {', '.join(missing[:3])}, so that nobody can tell"
+                    " whether they have changed; remove this folder to run the stage again, or choose another output"
+                    " folder"
+                )
+        else:
+            changes += differences(before, now)
         if changes:
+            more = f"; and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
             raise UserError(
-                f"{self.folder}: was made with other settings ({'; '.join(changes)});"
+                f"{self.folder}: was made with other settings ({'; '.join(changes[:_SHOWN])}{more});"
                 " choose another output folder, or remove this folder to run the stage again"
             )
 
@@ -134,7 +162,49 @@ class Stage:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return what the finished stage in a folder says of itself; {} where none has finished."""
     path = folder / "manifest.json"
-    return dict(read_json(path)) if path.is_file() else {}
+    return _read_record(path) if path.is_file() else {}
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    record = dict(read_json(path, _AGAIN, keys=()))
+    check_seal(path, record, _AGAIN)
+    return record
+
+
+def check_outputs(folder: Path, *names: str) -> None:
+    """Compare what a finished stage has left with what it noted of it. names: of files; none: all of them, and the
+    model.
+
+    Raises:
+        UserError: a file is missing, or is not what the stage left.
+    """
+    noted = read_manifest(folder).get("outputs", {})
+    wanted = {name: noted[name] for name in names or noted if name in noted}
+    if not wanted:
+        return
+    model = {name: known for name, known in wanted.items() if name.split("/")[0] == "model"}
+    now = {
+        name: file_fingerprint(folder / name) for name in wanted.keys() - model if (folder / name).is_file()
+    }
+    if model:
+        place = folder / "model"
+        if not place.is_dir():
+            raise UserError(
+                f"{place}: no such folder, and the stage left one there; remove {folder} to run it again"
+            )
+        now |= model_outputs(place)
+    wanted = json.loads(json.dumps(wanted))
+    if changes := differences(wanted, {name: now.get(name) for name in wanted}):
+        raise UserError(
+            f"{folder}: is not what the stage left ({'; '.join(changes[:3])}): damaged or changed since; put it back,"
+            " or remove the folder to run the stage again (a checkpoint of your own belongs into another folder)"
+        )
+
+
+def model_outputs(folder: Path) -> dict[str, Any]:
+    """Return what identifies a checkpoint that is the output `model` of a stage: its weights and the files beside."""
+    files = {f"model/{file}": known for file, known in checkpoint_files(folder).items()}
+    return {"model": weights_fingerprint(folder), **files}
 
 
 def changed_settings(old: Any, new: Any, may_change: Collection[str] = ()) -> list[str]:

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import functools
 import hashlib
 import json
 import os
@@ -358,15 +357,21 @@ def weights_fingerprint(folder: Path) -> str:
     if not files:
         raise UserError(f"{folder}: holds no .safetensors file")
     for file in files:
-        status = file.stat()
-        known = _sha256_of_state(file.resolve(), status.st_size, status.st_mtime_ns, status.st_ino)
-        digest.update(file.name.encode() + b"\0" + known.encode())
+        digest.update(file.name.encode() + b"\0" + file_fingerprint(file).encode())
     return digest.hexdigest()
 
 
-@functools.lru_cache(4096)
-def _sha256_of_state(file: Path, *state: int) -> str:
-    return file_sha256(file)
+_KNOWN_FILES: dict[tuple[int, ...], str] = {}  # state of a file -> its SHA-256
+
+
+def file_fingerprint(path: Path) -> str:
+    """Hash one file with SHA-256, once a process: again where its size, time or inode has changed. Hard links are one
+    file."""
+    status = path.stat()
+    state = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    if state not in _KNOWN_FILES:
+        _KNOWN_FILES[state] = file_sha256(path)
+    return _KNOWN_FILES[state]
 
 
 def file_sha256(path: Path) -> str:

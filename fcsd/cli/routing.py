@@ -86,7 +86,7 @@ def _prompts(study: RoutingStudy) -> tuple[dict[str, str], Callable[[Any], list[
     """Return what identifies the tasks' items, and a function that tokenizes their prompts."""
     suite = named_tasks(study.suite, study.tasks)
     root = Path(study.data_root) if study.data_root is not None else None
-    return test_set_fingerprints(suite.tasks, root), lambda tokenizer: suite_prompts(
+    return test_set_fingerprints(suite, root), lambda tokenizer: suite_prompts(
         suite, root, tokenizer, study.limit
     )
 

@@ -12,23 +12,28 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from fcsd.base.files import check_regular, file_sha256
+from fcsd.base.files import check_regular, file_fingerprint
 from fcsd.base.temporary import scratch_folder
-
-_DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".gz", ".zst")
 
 
 def data_fingerprint(location: str, revision: str | None = None) -> str:
-    """Identify the bytes of a data set: a hash for local files, id and revision for the Hub."""
-    path = Path(location)
+    """Identify the bytes of a data set: a hash for local files, id and revision for the Hub.
+
+    Of a folder it is all that `datasets` may read: every file, of README.md the settings above the text; what is
+    hidden is no data.
+    """
+    path = Path(location).expanduser()
     check_data(path)
     if path.is_file():
-        return file_sha256(path)
+        return file_fingerprint(path)
     if path.is_dir():
         digest = hashlib.sha256()
         for file in sorted(path.rglob("*")):
-            if file.is_file() and file.suffix in _DATA_FILES:
-                digest.update(str(file.relative_to(path)).encode() + b"\0" + file_sha256(file).encode())
+            name = file.relative_to(path)
+            hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+            if file.is_file() and not hidden:
+                known = _settings_fingerprint(file) if file.name == "README.md" else file_fingerprint(file)
+                digest.update(str(name).encode("utf-8", "surrogateescape") + b"\0" + known.encode())
         return digest.hexdigest()
     return f"{location}@{revision or 'main'}"
 
@@ -37,6 +42,12 @@ def check_data(path: Path) -> None:
     """Refuse what would be waited for, or never ends, as data or in a folder of them; raises as `check_regular`."""
     for file in (path, *(path.rglob("*") if path.is_dir() else ())):
         check_regular(file, "remove it, or name other data")
+
+
+def _settings_fingerprint(readme: Path) -> str:
+    """Hash what stands between the --- lines of a README.md: which files make which configuration and split."""
+    head, *rest = readme.read_bytes().split(b"\n---", 1)
+    return hashlib.sha256(head if rest and head.startswith(b"---") else b"").hexdigest()
 
 
 @contextlib.contextmanager

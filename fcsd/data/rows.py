@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from fcsd.data.batches import NO_LOSS
 from fcsd.data.counts import ExampleCounts, count_shard, no_rows
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.reading import Piece, read_pieces
-from fcsd.data.shards import BAD, Shard, Tokenizing, Tokens, write_arrays
+from fcsd.data.shards import BAD, Shard, Tokenizing, Tokens, keep_whole, write_arrays
 from fcsd.data.sources import Opened, Source, open_source
 from fcsd.data.workers import default_workers, in_order
 
@@ -117,12 +116,8 @@ class _SourceTokens:
         self.index, self.source, self.folder = index, source, folder
         folder.mkdir(parents=True, exist_ok=True)
         self._end = folder / "end.json"
-        # What a source has lost, or half of it, is read again.
-        self._total = read_json(self._end)["shards"] if self._end.is_file() else None
-        self.ended = self._total is not None and all(
-            Shard(self._path(number)).is_whole() for number in range(self._total)
-        )
-        self.whole = self.ended
+        self._total: int | None = self._known_total()
+        self.ended = self.whole = self._total is not None
         self.opened: Opened | None = None
         if not self.ended:
             self.opened = open_source(source)
@@ -132,13 +127,24 @@ class _SourceTokens:
         self.lengths: list[np.ndarray] = []
         self.is_bad: list[np.ndarray] = []
 
+    def _known_total(self) -> int | None:
+        """Return how many shards the source has; None: it is to be read, from behind those that are whole."""
+        number = 0
+        while keep_whole(self._path(number)):
+            number += 1
+        with contextlib.suppress(UserError):
+            if read_json(self._end, keys=["shards"])["shards"] == number:
+                return number
+        self._end.unlink(missing_ok=True)
+        return None
+
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:05}.safetensors"
 
     def jobs(self) -> Iterator[_Job]:
         """Yield every shard in order, with the piece that it is made of where it is not there."""
         there: list[dict[str, Any]] = []
-        while Shard(path := self._path(len(there))).is_whole():
+        while keep_whole(path := self._path(len(there))):
             there.append(Shard(path).record)
             self.num_read += there[-1]["num_rows"]
             yield self.index, path, None
@@ -188,7 +194,7 @@ def write_rows(
     parts = [[name, source.weight] for source, name in sources]
     key = hashlib.sha256(json.dumps([_FORMAT, parts, asdict(layout)]).encode()).hexdigest()[:16]
     path = folder / f"rows-{key}.safetensors"
-    if _is_whole(path):
+    if _whole_rows(path):
         known = Shard(path).record["bad_rows"]
         bad_rows.add([(one["where"], one["reason"]) for one in known["left_out"]], known["num_examples"])
         return path
@@ -223,17 +229,15 @@ def write_rows(
     return path
 
 
-def _is_whole(path: Path) -> bool:
-    """Tell whether a file of rows is there with all the shards that it names; those that are not are made anew."""
-    if not path.is_file():
+def _whole_rows(path: Path) -> bool:
+    """Tell whether rows and all their tokens are there and what was written; damaged files are removed."""
+    if not keep_whole(path):
         return False
-    index = Shard(path)
-    names = index.record["shards"] if index.is_whole() else []
-    files = [index, *(Shard(path.parent / name) for name in names)]
-    damaged = next((file.path for file in files if not file.is_whole()), None)
-    if damaged is not None:
-        print(f"{damaged}: is damaged or gone, and is made anew", file=sys.stderr)
-    return damaged is None
+    shards = [keep_whole(path.parent / name) for name in Shard(path).record["shards"]]
+    if all(shards):
+        return True
+    path.unlink()
+    return False
 
 
 def _complete(order: _Order, tokenizing: Tokenizing, bad_rows: BadRows, num_workers: int) -> list[list[int]]:

@@ -9,9 +9,11 @@ An example that overlaps with a test item is not among them; the file's metadata
 """
 
 import functools
+import hashlib
 import json
 import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -157,10 +159,54 @@ def _first_loss(mask: np.ndarray) -> int:
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
     """Write flat arrays and a record of JSON into one file, under its name when it is whole."""
+    # One entry: safetensors writes several in any order.
+    text = json.dumps({"sha256": _checksum(arrays, record), "record": record})
     with writing(path), file_beside(path) as temporary:
         # Not save_file: safetensors 0.8 writes under a name of its own first, and nobody sweeps what a kill leaves.
-        temporary.write_bytes(save({**arrays}, {_RECORD: json.dumps(record)}))
+        temporary.write_bytes(save({**arrays}, {_RECORD: text}))
         os.replace(temporary, path)
+        _WHOLE.add(_state(path))
+
+
+def _checksum(arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(record).encode())
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"\0{name} {array.dtype.str} {array.shape}\0".encode())
+        digest.update(array.data if array.size else b"")
+    return digest.hexdigest()
+
+
+_WHOLE: set[tuple[int, ...]] = set()  # states of files that this process has written or compared
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def keep_whole(path: Path) -> bool:
+    """Tell whether a file of `write_arrays` is there and what was written; a damaged one is removed, with a line.
+
+    A file is read once a process.
+    """
+    if not path.is_file():
+        return False
+    if (state := _state(path)) in _WHOLE:
+        return True
+    try:
+        with safe_open(path, "numpy") as file:
+            text = json.loads(file.metadata()[_RECORD])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        whole = _checksum(arrays, text["record"]) == text["sha256"]
+    except (OSError, ValueError, SafetensorError, KeyError, TypeError):
+        whole = False
+    if whole:
+        _WHOLE.add(state)
+    else:
+        print(f"data: {path}: is damaged, and is written again", file=sys.stderr)
+        path.unlink()
+    return whole
 
 
 class Shard:
@@ -168,13 +214,6 @@ class Shard:
 
     def __init__(self, path: Path):
         self.path = path
-
-    def is_whole(self) -> bool:
-        """Tell whether the file is there, as long as it was when it was written."""
-        try:
-            return bool(self.record)
-        except UserError:
-            return False
 
     @functools.cached_property
     def _file(self) -> Any:
@@ -189,7 +228,7 @@ class Shard:
     def record(self) -> dict[str, Any]:
         """What was written beside the arrays."""
         try:
-            record: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])
+            record: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])["record"]
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{self.path}: holds no tokens of fcsd; remove it, and run again") from None
         return record

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fcsd
+from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import make_folder, read_json, write_text
 from fcsd.base.stats import plain_mean, standard_error
@@ -224,6 +225,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
         if (folder / "stage.json").is_file():
             why = "the evaluation is not finished; run it again, and it continues"
         raise UserError(f"{folder}: no results.json; {why}")
+    check_outputs(folder, "results.json")
     result = read_json(path, "evaluate again")
     if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict):
         raise UserError(f"{path}: not a result of `fcsd evaluate`")
@@ -249,6 +251,7 @@ def read_samples(folder: Path, task: str, row: Mapping[str, Any]) -> list[dict[s
     file = folder / f"samples_{task}.jsonl"
     if not file.is_file():
         raise UserError(f"{file}: no such file, though results.json has the task {task}; evaluate again")
+    check_outputs(folder, file.name)
     samples = []
     for where, sample in json_lines(file, advice="; evaluate again"):
         if not isinstance(sample, dict) or not sample.keys() >= set(_SAMPLE_KEYS):

@@ -7,7 +7,7 @@ recipe or of none.
 import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from fcsd.base.artifact import Stage, read_manifest, versions
+from fcsd.base.artifact import Stage, check_outputs, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json
 from fcsd.data.config import DataConfig, SourceConfig
@@ -25,7 +25,7 @@ from fcsd.data.dataset import heldout_rows
 from fcsd.data.local import data_fingerprint
 from fcsd.data.rows import PackedRows
 from fcsd.evaluation.backend import Batches, check_batch_size
-from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig, TaskConfig
+from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
 from fcsd.evaluation.runner import PreparedEvaluation, prepare_evaluation
@@ -33,7 +33,7 @@ from fcsd.evaluation.served import ServedBackend
 from fcsd.evaluation.server import Server
 from fcsd.evaluation.steered import Sweep, bias_facts, biased_routers, check_bias, check_bias_model
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
-from fcsd.evaluation.suites import dataset_location
+from fcsd.evaluation.suites import dataset_location, definition_folder
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.load import ModelFolder, find_model, free_memory, load_tokenizer
@@ -44,6 +44,7 @@ from fcsd.steering.routing.bias import BiasTables
 from fcsd.training.losses.kl import Original, mean_kl, read_original
 
 FINISHED_TASKS = "finished-tasks"
+_DEFINITION = ", its definition"
 Measure = Callable[[PreTrainedModel, Batches | None], dict[str, Any]]
 """What is measured of a model beside its scores, for its result, while its routers are still biased."""
 
@@ -145,18 +146,17 @@ class Evaluation:
             **self.answered_by,
         }
 
-    def inputs(self) -> dict[str, str]:
-        """Return the fingerprints of what is read; the model's is that of its weights, never its path."""
+    def inputs(self) -> dict[str, Any]:
+        """Return what identifies all that is read; no path is part of it."""
         model, reference, heldout = self.checkpoint, self.reference, None
         fingerprints = {
-            "model": model.weights,
+            **model.fingerprints("model"),
             "connectivity": str(read_json(model.folder / "config.json").get("farskip", "regular")),
-            "configuration": configuration_fingerprint(model.folder),
         }
         if reference is not None:
-            fingerprints |= {**reference.inputs, "original": reference.original.weights}
+            fingerprints |= {**reference.inputs, **reference.original.fingerprints("original")}
             heldout = reference.data.heldout
-        return fingerprints | test_set_fingerprints(self.suite.tasks, self.data_root, heldout)
+        return fingerprints | test_set_fingerprints(self.suite, self.data_root, heldout)
 
 
 def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stage:
@@ -283,7 +283,8 @@ def _store(evaluation: Evaluation, stage: Stage, backend: ServedBackend | None =
         loading = evaluation.checkpoint.config.model_dump(include=how)
     served = {"server": {**backend.server.facts, "checked": evaluation.server_check}} if backend else {}
     identity = {
-        **{name: stage.inputs[name] for name in ("model", "connectivity", "configuration")},
+        **{name: stage.inputs[name] for name in ("model", "connectivity")},
+        "configuration": configuration_fingerprint(evaluation.checkpoint.folder),
         "loading": loading,
         **served,
         **bias_facts(evaluation.bias, config.batch_size),
@@ -291,7 +292,10 @@ def _store(evaluation: Evaluation, stage: Stage, backend: ServedBackend | None =
         "limit": config.limit,
         "versions": {name: text for name, text in versions().items() if name not in ("python", "accelerate")},
     }
-    data = {row.task: stage.inputs[f"task {row.task}"] for row in evaluation.suite.tasks}
+    data = {
+        row.task: "".join(stage.inputs.get(f"task {row.task}{part}", "") for part in ("", _DEFINITION))
+        for row in evaluation.suite.tasks
+    }
     return TaskStore(Path(config.cache) if config.cache else stage.folder / FINISHED_TASKS, identity, data)
 
 
@@ -317,6 +321,7 @@ def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
     store = _store(evaluation, stage)
     own_versions = read_manifest(stage.folder).get("versions")
     with contextlib.suppress(UserError, OSError, KeyError, AttributeError):  # results.json is the damaged one
+        check_outputs(stage.folder, "results.json")
         result = read_json(stage.folder / "results.json")
         for row in evaluation.suite.tasks if own_versions == versions() else ():
             score = result["tasks"][row.task]
@@ -343,12 +348,17 @@ def _drop_finished_tasks(stage: Stage, launch: Launch) -> None:
 
 
 def test_set_fingerprints(
-    tasks: Sequence[TaskConfig], data_root: Path | None, heldout: SourceConfig | None = None
+    suite: SuiteConfig | None, data_root: Path | None, heldout: SourceConfig | None = None
 ) -> dict[str, str]:
-    """Return what identifies the items of the test sets: a score is never read for other items."""
-    fingerprints = {
-        f"task {row.task}": data_fingerprint(dataset_location(row, data_root), row.revision) for row in tasks
-    }
+    """Return what identifies the items of the test sets, and how lm-eval's files have them asked: a score is never read
+    for others."""
+    fingerprints: dict[str, str] = {}
+    for row in suite.tasks if suite is not None else ():
+        location = dataset_location(row, data_root)
+        fingerprints[f"task {row.task}"] = data_fingerprint(location, row.revision)
+        folder = definition_folder(row, suite) if suite is not None and row.kind != "code" else None
+        if folder is not None:
+            fingerprints[f"task {row.task}{_DEFINITION}"] = data_fingerprint(str(folder))
     if heldout is not None:
         fingerprints["data.heldout"] = data_fingerprint(heldout.path, heldout.revision)
     return fingerprints

@@ -13,25 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import file_sha256, write_text, writing
+from fcsd.base.files import write_text, writing
+from fcsd.base.fingerprints import checkpoint_files, content_fingerprint
 from fcsd.evaluation.config import TaskConfig
 
 SCHEMA_VERSION = 3
-# The files of transformers and its tokenizers; others (README, logs, a stage's manifest) change no answer.
-_CONFIGURATION = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.model", "*.tiktoken",
-    "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.*",
-    "additional_chat_templates/*", "*.py",
-)  # fmt: skip
 
 
 def configuration_fingerprint(folder: Path) -> str:
-    """Compute the SHA-256 over the files beside the weights that change what a model answers."""
-    files = {file for pattern in _CONFIGURATION for file in folder.glob(pattern) if file.is_file()}
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file_sha256(file).encode())
-    return digest.hexdigest()
+    """Compute the SHA-256 over what beside the weights changes what a model answers."""
+    return content_fingerprint(checkpoint_files(folder, code=True))
 
 
 class TaskStore:
@@ -64,7 +55,7 @@ class TaskStore:
         try:
             record = json.loads(self._path(row).read_text(encoding="utf-8"))
             content = {name: record[name] for name in ("key", "facts", "samples")}
-            if record["sha256"] == _sha256(content) and record["key"] == json.loads(
+            if record["sha256"] == content_fingerprint(content) and record["key"] == json.loads(
                 json.dumps(self._key(row))
             ):
                 return list(record["samples"]), dict(record["facts"])
@@ -80,7 +71,7 @@ class TaskStore:
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         content = {"key": self._key(row), "facts": facts, "samples": samples}
-        content = {"sha256": _sha256(content), **content}
+        content = {"sha256": content_fingerprint(content), **content}
         write_text(self._path(row), json.dumps(content, allow_nan=False) + "\n")
         self._path(row).with_suffix(".jsonl").unlink(missing_ok=True)
 
@@ -90,7 +81,8 @@ class TaskStore:
 
 
 class Journal:
-    """Answers by what was asked, each written as it comes; a line that a kill cut off is asked again.
+    """Answers by what was asked, each written as it comes; a line that is cut off or damaged is asked
+    again.
 
     path: None keeps them for this process only.
     """
@@ -99,21 +91,22 @@ class Journal:
         self.path, self._known = path, dict[str, Any]()
         for line in path.read_bytes().splitlines() if path is not None and path.is_file() else ():
             try:
-                key, answer = json.loads(line)
+                key, answer, known = json.loads(line)
             except (ValueError, TypeError):
                 continue
-            self._known[key] = answer
+            if known == content_fingerprint([key, answer]):
+                self._known[key] = answer
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get(self, question: Any) -> Any:
         """Return the answer to a question, which is JSON-able; None when there is none."""
-        return self._known.get(_sha256(question))
+        return self._known.get(content_fingerprint(question))
 
     def put(self, question: Any, answer: Any) -> None:
         """Keep an answer, which is JSON-able and not None."""
-        key = _sha256(question)
+        key = content_fingerprint(question)
         self._known[key] = answer
         if self.path is not None:
             with writing(self.path.parent):
@@ -121,10 +114,7 @@ class Journal:
                 # A line begins with a break: the one before may have been cut off. One write, as others may append.
                 line = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                 try:
-                    os.write(line, f"\n{json.dumps([key, answer], allow_nan=False)}\n".encode())
+                    whole = [key, answer, content_fingerprint([key, answer])]
+                    os.write(line, f"\n{json.dumps(whole, allow_nan=False)}\n".encode())
                 finally:
                     os.close(line)
-
-
-def _sha256(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import inside, make_folder, read_json, write_json, writing
+from fcsd.base.files import data_dir, inside, make_folder, read_json, write_json, writing
 from fcsd.data.chat import template_errors, tokenizer_name
 from fcsd.data.config import making_of
-from fcsd.evaluation.config import SuiteConfig, TaskBase, TaskConfig
+from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig
 
 MARK = ".fcsd-fetch"  # no suffix of data: it must not change what identifies the rows
 # Loading scripts are dead since datasets 4, and one that lies in the folder makes the folder unreadable.
@@ -43,6 +43,14 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
             + (making or "; `fcsd evaluate --fetch ROOT --suite SUITE` fetches it")
         )
     return str(folder.resolve())
+
+
+def definition_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path | None:
+    """Find where the row's task YAML is, beside the suite or in eval/tasks; None: in lm-eval's own tasks, if at all."""
+    name = row.lm_eval_include or row.task
+    places = [Path(suite.folder)] if suite.folder else []
+    folders = [place / name for place in (*places, data_dir("eval") / "tasks")]
+    return next((folder.resolve() for folder in folders if folder.is_dir()), None)
 
 
 def damaged_file(location: str) -> str:

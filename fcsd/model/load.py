@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError, check_kind
 from fcsd.base.files import weights_fingerprint
+from fcsd.base.fingerprints import checkpoint_files
 from fcsd.model.connectivity.checkpoint import (
     CARRIED,
     CONFIG,
@@ -44,6 +46,18 @@ class ModelFolder:
     def weights(self) -> str:
         """The fingerprint of its weights, never of its path."""
         return weights_fingerprint(self.folder)
+
+    def fingerprints(self, name: str) -> dict[str, Any]:
+        """Return what identifies it as an input of a stage: `name`, its weights; `name/FILE`, what is read of the
+        files beside them.
+
+        Raises:
+            UserError: a stage left it, and it is not what the stage left.
+        """
+        if self.folder.name == "model":
+            check_outputs(self.folder.parent)
+        files = checkpoint_files(self.folder, code=self.config.trust_remote_code)
+        return {name: self.weights} | {f"{name}/{file}": known for file, known in files.items()}
 
     @cached_property
     def checkpoint(self) -> Checkpoint:

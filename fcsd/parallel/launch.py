@@ -18,9 +18,9 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import get_int_from_env
 
-from fcsd.base.artifact import Stage
+from fcsd.base.artifact import Stage, check_outputs, model_outputs
 from fcsd.base.errors import UserError
-from fcsd.base.files import hold_folder, release_folder, weights_fingerprint
+from fcsd.base.files import hold_folder, release_folder
 from fcsd.parallel.engine import Engine, Overlap, requested_engine
 from fcsd.parallel.failure import watch_ranks
 from fcsd.parallel.ranks import ALONE, Ranks
@@ -71,11 +71,16 @@ class Launch:
         return replace(self, engine=engine, ranks=replace(self.ranks, lockstep=engine.shards))
 
     def begin(self, stage: Stage) -> str:
-        """Note the start of a stage on the first rank; return on every rank whether it is finished already."""
+        """Note the start of a stage on the first rank; return on every rank whether it is finished already.
+
+        Raises:
+            UserError: as `Stage.state` and, of a finished stage, `check_outputs`.
+        """
 
         def begin() -> str:
             state = stage.state()
             if state == "finished":
+                check_outputs(stage.folder)
                 print(f"{stage.name}: finished before, in {stage.folder}", file=sys.stderr)
                 return state
             stage.folder.mkdir(parents=True, exist_ok=True)
@@ -86,16 +91,20 @@ class Launch:
         return self.ranks.from_first(begin)
 
     def finish(
-        self, stage: Stage, results: dict[str, Any], model: Path | None = None, weights: str | None = None
+        self,
+        stage: Stage,
+        results: dict[str, Any],
+        model: Path | None = None,
+        outputs: dict[str, Any] | None = None,
     ) -> None:
-        """Write the manifest on the first rank, with the fingerprint of the `model` that the stage leaves.
+        """Write the manifest on the first rank, with what identifies the `model` that the stage leaves.
 
-        weights: that fingerprint, where it is known.
+        outputs: that, where it is known.
         """
         if self.first:
-            if model is not None and weights is None:
-                weights = weights_fingerprint(model)
-            stage.finish(results, {"model": weights} if weights is not None else None)
+            if model is not None:
+                outputs = model_outputs(model)
+            stage.finish(results, outputs)
             release_folder(stage.folder)
         self.wait()
 

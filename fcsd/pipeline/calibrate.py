@@ -1,7 +1,7 @@
 """Calibrate the converted model of a recipe, or of one of its variants: the stage between conversion and sweep.
 
     partial/              what is not finished (`fcsd.training.calibration.checkpoint`)
-    partial/result.json   the manifest's results and the fingerprint of `partial/model`, once that is whole
+    partial/result.json   the manifest's results and the fingerprints of `partial/model`, once that is whole
     model/                renamed from `partial/model` after that, before the manifest is written
 
 So a kill at any moment leaves a calibration that continues, or one of which only the last renames are missing.
@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.artifact import Stage, read_manifest
+from fcsd.base.artifact import Stage, model_outputs, read_manifest
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, is_empty, read_json, weights_fingerprint, write_json
+from fcsd.base.files import check_folder_place, is_empty, read_json, write_json
 from fcsd.base.temporary import discard_folder, replace_folder, sweep
 from fcsd.data.counts import tell_examples
 from fcsd.model.load import ModelFolder
@@ -46,7 +46,7 @@ def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = 
             results = _solve(one, stage, on_bad_row)
             whole = launch.ranks.from_first(lambda: _note_whole(partial, results))
         launch.ranks.from_first(lambda: _rename(partial, model))
-        launch.finish(stage, whole["results"], weights=whole["weights"])
+        launch.finish(stage, whole["results"], outputs=whole["outputs"])
         if launch.first:
             tokens, layers = whole["results"]["tokens"], whole["results"]["layers"]
             print(f"calibrate: {tokens:,} tokens, {len(layers)} layers", file=sys.stderr)
@@ -60,7 +60,7 @@ def _stage(run: Run, folder: Path) -> Stage:
     if recipe.calibration is None:
         raise UserError(f"recipe {recipe.name}: has no `calibration` section; add one (see docs/convert.md)")
     inputs = run.launch.ranks.from_first(
-        lambda: {"original": run.original.weights, **data_inputs(recipe.data, run)}
+        lambda: run.original.fingerprints("original") | data_inputs(recipe.data, run)
     )
     return Stage(folder, "calibrate", _settings(recipe), inputs)
 
@@ -85,7 +85,7 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
 
 
 def _note_whole(partial: Path, results: dict[str, Any]) -> dict[str, Any]:
-    note = {"results": results, "weights": weights_fingerprint(partial / "model")}
+    note = {"results": results, "outputs": model_outputs(partial / "model")}
     write_json(partial / _RESULT, note)
     return note
 
@@ -97,10 +97,10 @@ def _whole(partial: Path, model: Path) -> dict[str, Any] | None:
     """
     if not (partial / _RESULT).is_file():
         return None
-    note: dict[str, Any] = read_json(partial / _RESULT, keys=("weights",))
+    note: dict[str, Any] = read_json(partial / _RESULT, keys=("outputs",))
     place = partial / "model" if (partial / "model").is_dir() else model
     with suppress(UserError):
-        if weights_fingerprint(place) == note["weights"]:
+        if model_outputs(place) == note["outputs"]:
             return note
     print(f"calibrate: {place}: is not the model that was calibrated, beginning again", file=sys.stderr)
     discard_folder(partial)

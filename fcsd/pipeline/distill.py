@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fcsd.base.artifact import Stage, read_manifest
+from fcsd.base.artifact import Stage, differences, read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, write_text
 from fcsd.base.strict import validate
@@ -156,6 +156,12 @@ def _with_sweep(run: Run) -> Run:
         raise UserError(
             f"{run.layout.sweep}: the sweep is not finished; run `fcsd sweep` first, or set sweep to null"
         )
+    inputs = run.launch.ranks.from_first(lambda: _training_inputs(run))
+    if changes := differences(manifest["inputs"], inputs):
+        raise UserError(
+            f"{run.layout.sweep}: the sweep read something else than this training would ({'; '.join(changes[:3])});"
+            " choose another output folder, or remove this folder to run the sweep again"
+        )
     return replace(run, recipe=with_choice(run.recipe, manifest["results"]), before=run.whole)
 
 
@@ -245,9 +251,10 @@ def _training_settings(recipe: Recipe) -> dict[str, Any]:
     return settings | {"early_stopping": score_settings(recipe.early_stopping)}
 
 
-def _training_inputs(run: Run) -> dict[str, str]:
+def _training_inputs(run: Run) -> dict[str, Any]:
     recipe = run.recipe
-    inputs = {"original": run.original.weights, **data_inputs(recipe.data, run)}
+    inputs = run.original.fingerprints("original") | data_inputs(recipe.data, run)
     if recipe.teacher is not None and recipe.teacher.path is not None:
-        inputs["teacher"] = run.teacher.weights
+        known = run.teacher.fingerprints("teacher")  # what it encodes is compared with what the student does
+        inputs |= {name: known[name] for name in ("teacher", "teacher/config.json")}
     return inputs | scored_data(run)

@@ -8,7 +8,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
+from fcsd.base.fingerprints import tokenizer_files
 from fcsd.model.connectivity import Connectivity, convert_model
+from fcsd.model.connectivity.checkpoint import find_folder
 from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.checks import check_rows_fit, check_settings, model_config
@@ -28,7 +30,12 @@ def pretrain(run: Run) -> Stage:
     folder = run.layout.pretrain
     settings = section.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}})
     settings["seed"] = recipe.seed
-    inputs = launch.ranks.from_first(lambda: data_inputs(section.data, run))
+
+    def read() -> dict[str, Any]:
+        files = tokenizer_files(find_folder(section.tokenizer))
+        return {f"tokenizer/{name}": known for name, known in files.items()} | data_inputs(section.data, run)
+
+    inputs = launch.ranks.from_first(read)
     stage = Stage(folder, "pretrain", settings, inputs, may_change(section.train))
     if launch.begin(stage) == "finished":
         remove_checkpoints(folder, launch)

@@ -87,23 +87,32 @@ def _folder_names(
     """Name the folder of each source's tokens by what they depend on."""
     test_items = {name: value for name, value in inputs.items() if not name.startswith("data.train.")}
     decontaminate = data.decontaminate.model_dump() if data.decontaminate is not None else None
-    # Two stages of one run may find the same tokenizer in different folders; its vocabulary comes in any order.
+    # Two stages of one run may find the same tokenizer in different folders.
     shared = [
         MEANING,
         data.loss_on,
         decontaminate,
         test_items,
         tokenizer.chat_template,
-        tokenizer.get_vocab(),
+        _encoding(tokenizer),
         vocab_size,
     ]
-    digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(shared, sort_keys=True, default=str).encode())
     names = []
     for index, source in enumerate(data.train):
         own, one = [source.model_dump(exclude={"weight"}), inputs[f"data.train.{index}"]], digest.copy()
         one.update(json.dumps(own, sort_keys=True).encode())
         names.append(one.hexdigest()[:16])
     return names
+
+
+def _encoding(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """Return what tokens of a text depend on; the vocabulary comes in any order."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    steps = json.loads(backend.to_str()) if backend is not None else {}
+    for call in ("padding", "truncation"):  # of the last call
+        steps.pop(call, None)
+    return [steps, tokenizer.get_vocab(), tokenizer.special_tokens_map]
 
 
 def tokenize(run: Run) -> dict[str, tuple[PackedRows, PreTrainedTokenizerBase]]:
@@ -172,6 +181,6 @@ def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:
             location = test_set_location(test_set.path, data_root)
             inputs[f"data.decontaminate.against.{index}"] = data_fingerprint(location, test_set.revision)
         if config.suite is not None:
-            fingerprints = test_set_fingerprints(load_suite(config.suite).tasks, data_root)
+            fingerprints = test_set_fingerprints(load_suite(config.suite), data_root)
             inputs |= {f"data.decontaminate {name}": value for name, value in fingerprints.items()}
     return inputs

@@ -39,7 +39,7 @@ def convert(run: Run) -> Stage:
     """Leave the original with FarSkip connectivity, untrained."""
     recipe, launch, original = run.recipe, run.launch, run.original
     settings = {"connectivity": recipe.connectivity.model_dump(mode="json")}
-    inputs = {"original": launch.ranks.from_first(lambda: original.weights)}
+    inputs = launch.ranks.from_first(lambda: original.fingerprints("original"))
     stage = Stage(run.layout.convert, "convert", settings, inputs)
     if launch.begin(stage) == "finished":
         return stage

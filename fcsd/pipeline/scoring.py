@@ -16,7 +16,7 @@ from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.stage import heldout_of, test_set_fingerprints
 from fcsd.model.load import load_checkpoint
 from fcsd.pipeline.context import Run
-from fcsd.recipe.recipe import EarlyStoppingConfig, HeldoutKLStoppingConfig
+from fcsd.recipe.recipe import EarlyStoppingConfig, HeldoutKLStoppingConfig, TaskStoppingConfig
 from fcsd.training.arguments import Scorer
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.heldout import HeldoutKL
@@ -51,8 +51,7 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
             evaluate = stack.enter_context(
                 prepare_evaluation(
                     run.tokenizer,
-                    # Paths of tasks' definitions are relative to where the command runs, as all in a recipe.
-                    SuiteConfig(name="early_stopping", tasks=[row], folder="."),
+                    _suite_of(rule),
                     recipe.evaluation.model_copy(update=own),
                     ranks=run.launch.ranks,
                     progress=False,  # a bar of its own would cut the training's to pieces
@@ -72,6 +71,11 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
         yield stopper, score
 
 
+def _suite_of(rule: TaskStoppingConfig) -> SuiteConfig:
+    # Paths of tasks' definitions are relative to where the command runs, as all in a recipe.
+    return SuiteConfig(name="early_stopping", tasks=[rule.task], folder=".")
+
+
 def scored_data(run: Run) -> dict[str, str]:
     """Return what identifies the items that early stopping scores, as inputs of a stage."""
     recipe, rule = run.recipe, run.recipe.early_stopping
@@ -79,8 +83,8 @@ def scored_data(run: Run) -> dict[str, str]:
         return {}
     if isinstance(rule, HeldoutKLStoppingConfig):
         assert recipe.data.heldout is not None  # the recipe has checked it
-        return test_set_fingerprints([], None, recipe.data.heldout)
-    return test_set_fingerprints([rule.task], run.data_root)
+        return test_set_fingerprints(None, None, recipe.data.heldout)
+    return test_set_fingerprints(_suite_of(rule), run.data_root)
 
 
 def score_settings(rule: EarlyStoppingConfig | None) -> dict[str, Any] | None:

@@ -114,11 +114,11 @@ class _Steering:
         }
         inputs = self.launch.ranks.from_first(
             lambda: {
-                "original": self.run.original.weights,
-                "model": self.model.weights,
+                **self.run.original.fingerprints("original"),
+                **self.model.fingerprints("model"),
                 "links": self.links_sha256,
                 **data_inputs(recipe.data, self.run),
-                **test_set_fingerprints([], None, recipe.data.heldout),
+                **test_set_fingerprints(None, None, recipe.data.heldout),
             }
         )
         stage = Stage(self.run.layout.router_bias(self.name), "router-bias", settings, inputs)

@@ -19,6 +19,7 @@ from transformers import TrainerState
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, read_json, write_json
+from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.base.temporary import replace_folder
 from fcsd.parallel.ranks import ALONE, Ranks
 
@@ -182,7 +183,7 @@ def chosen_checkpoint(folder: Path, choice: str | bool | None, ranks: Ranks) -> 
 
 def note_rewind(checkpoint: Path, guard: dict[str, Any]) -> None:
     """Note to which checkpoint a run goes back and with which state of its guard; a run that is killed continues so."""
-    write_json(checkpoint.parent / _REWIND, {"checkpoint": checkpoint.name, "guard": guard})
+    write_sealed(checkpoint.parent / _REWIND, {"checkpoint": checkpoint.name, "guard": guard})
     _finish_rewind(checkpoint.parent)
 
 
@@ -196,7 +197,8 @@ def guard_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _rewind(folder: Path) -> dict[str, Any] | None:
-    return read_json(folder / _REWIND) if (folder / _REWIND).is_file() else None
+    path, advice = folder / _REWIND, f"remove {folder} to begin again"
+    return read_sealed(path, advice) if path.is_file() else None
 
 
 def _finish_rewind(folder: Path) -> None:

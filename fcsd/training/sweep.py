@@ -14,13 +14,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, read_text, write_json, write_text
+from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.training.config import SweepConfig, TrainConfig
 
 
 def read_history(folder: Path) -> list[dict[str, float]]:
     """Return the logged points of a finished run, oldest first; raises UserError for a damaged file."""
+    check_outputs(folder, "history.jsonl")
     path, advice = folder / "history.jsonl", f"remove {folder} to run this training again"
     points = []
     for number, line in enumerate(read_text(path, hint=advice).splitlines(), start=1):
@@ -38,6 +41,7 @@ def read_history(folder: Path) -> list[dict[str, float]]:
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
     """Return `EarlyStopper.record` of a finished run with early stopping; None for any other run."""
+    check_outputs(folder, "scores.json")
     path = folder / "scores.json"
     scores: dict[str, Any] | None = read_json(path, keys=["points"]) if path.is_file() else None
     return scores
@@ -107,11 +111,10 @@ def run_sweep(
             last_steps = sweep.steps_of(batch_size_tokens, base, sweep.last_steps)
             loss = fmean(losses[-last_steps:]) if losses else math.nan
             place.mkdir(parents=True, exist_ok=True)
-            write_json(
-                place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses}
-            )
+            result = {"loss": loss if math.isfinite(loss) else None, "losses": losses}
+            write_sealed(place / "result.json", result)
         remove_checkpoints(place)
-        score = read_json(place / "result.json", keys=["loss"])
+        score = read_sealed(place / "result.json", f"remove {place} to train this candidate again")
         return asdict(candidate) | {"loss": score["loss"], "folder": candidate.folder}  # loss null: diverged
 
     first = [measured("batch_size_tokens", size, base.learning_rate) for size in sweep.batch_size_tokens]

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from fcsd.data.config import SourceConfig
-from fcsd.data.local import fresh_cache
+from fcsd.data.local import data_fingerprint, fresh_cache
 from fcsd.data.sources import load_source
 from fcsd.evaluation.code.problems import read_problems
 from fcsd.evaluation.config import LikelihoodTaskConfig, SuiteConfig
@@ -60,3 +62,30 @@ def test_a_hub_id_keeps_the_usual_cache() -> None:
     before = datasets.config.HF_DATASETS_CACHE
     with fresh_cache("owner/name"):
         assert before == datasets.config.HF_DATASETS_CACHE
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [
+        ("train.txt", True), ("train.jsonl", True), ("data/x.xml", True), ("a.hdf5", True), ("b.tar", True),
+        (".cache/x.json", False), (".fcsd-fetch", False), ("data/.DS_Store", False),
+    ],
+)  # fmt: skip
+def test_every_file_that_may_be_read_identifies_a_folder_and_hidden_ones_do_not(
+    file: str, counts: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.txt").write_text("one\n")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("a")
+    before = data_fingerprint(str(tmp_path))
+    (tmp_path / file).write_text("b")
+    assert (data_fingerprint(str(tmp_path)) != before) == counts
+
+
+def test_of_a_readme_the_settings_identify_a_folder_and_the_text_does_not(tmp_path: Path) -> None:
+    place = folder(tmp_path, 1)
+    before = data_fingerprint(str(place))
+    (place / "README.md").write_text(README + "# Other words\n--- and a line\n")
+    assert data_fingerprint(str(place)) == before
+    (place / "README.md").write_text(README.replace("test.jsonl", "more.jsonl"))
+    assert data_fingerprint(str(place)) != before

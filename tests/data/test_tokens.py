@@ -28,6 +28,7 @@ from fcsd.data.workers import in_order
 from fcsd.model.load import load_tokenizer
 from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.context import Run
+from fcsd.pipeline.rows import _folder_names as folder_names
 from fcsd.pipeline.rows import training_rows
 from fcsd.recipe.load_recipe import load_recipe
 from tests.data.test_data import make_tokenizer
@@ -217,8 +218,9 @@ def test_tokens_that_are_cut_or_gone_are_made_anew(
         file.unlink() if damage == "gone" else os.truncate(file, file.stat().st_size // 2)
     again, new_record = mixed(place)
     assert files(place) == before and texts(again) == texts(built) and new_record == record
-    if with_rows and (damage == "cut" or name != "rows-"):
-        assert "is damaged or gone, and is made anew" in capsys.readouterr().err
+    assert ("is damaged, and is written again" in capsys.readouterr().err) == (
+        damage == "cut" and (with_rows or name != "rows-")
+    )
 
 
 def test_tokens_that_vanish_under_a_training_are_one_line(mixed: Any, tmp_path: Path) -> None:
@@ -263,6 +265,64 @@ def test_data_that_never_end_are_refused(tmp_path: Path, place: str) -> None:
     for read in (lambda path: build_dataset([source(path)], TOKENIZER, max_length=8), data_fingerprint):
         with pytest.raises(UserError, match=r"0\.jsonl: is a (named pipe|device), a regular file is needed"):
             read(str(given))
+
+
+def _damage(path: Path, kind: str) -> None:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little") + 8
+    if kind == "an id":
+        data = data[: size + 8] + bytes([data[size + 8] ^ 1]) + data[size + 9 :]
+    elif kind == "the record":
+        place = data.index(b"num_rows") + len(b'num_rows\\": ')
+        data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a/00002.safetensors", "an id"),
+        ("rows-*.safetensors", "an id"),
+        ("b/00000.safetensors", "the record"),
+    ],
+)
+def test_damaged_tokens_and_rows_are_written_again_with_a_line_and_the_same_bytes(
+    mixed: Any, tmp_path: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "tokens"
+    built, record = mixed(place)
+    said, before = texts(built), files(place)
+    (path,) = place.glob(name)
+    _damage(path, kind)
+    capsys.readouterr()
+    again, after = mixed(place)
+    assert f"{path}: is damaged, and is written again" in capsys.readouterr().err
+    assert texts(again) == said and files(place) == before and after == record
+    mixed(place)
+    assert "damaged" not in capsys.readouterr().err
+
+
+def test_a_wrong_number_of_shards_is_noticed(mixed: Any, tmp_path: Path) -> None:
+    built, _ = mixed(tmp_path / "tokens")
+    said, before = texts(built), files(tmp_path / "tokens")
+    (tmp_path / "tokens/a/end.json").write_text('{"shards": 1}')
+    for path in (tmp_path / "tokens").glob("rows-*"):
+        path.unlink()
+    assert texts(mixed(tmp_path / "tokens")[0]) == said and files(tmp_path / "tokens") == before
+
+
+def test_tokenizers_that_differ_in_anything_but_their_vocabulary_share_no_tokens(bench: Bench) -> None:
+    from tokenizers import normalizers
+
+    run = Run(load_recipe(bench.recipe("r")), join_launch())
+    inputs = {"data.train.0": "x"}
+    tokenizer = load_tokenizer(bench.base)
+    before = folder_names(run.recipe.data, tokenizer, None, inputs)
+    tokenizer("a", padding="max_length", truncation=True, max_length=7)
+    assert folder_names(run.recipe.data, tokenizer, None, inputs) == before
+    assert folder_names(run.recipe.data, load_tokenizer(bench.base), None, inputs) == before
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert folder_names(run.recipe.data, tokenizer, None, inputs) != before
 
 
 @pytest.fixture

@@ -175,7 +175,7 @@ def test_a_finished_evaluation_is_not_that_of_another_tokenizer_or_configuration
     (model / "README.md").write_text("# A card")
     judge(place, tmp_path / "out", model=model, limit=1)
     (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    with pytest.raises(UserError, match=r"was made with other settings \(configuration: "):
+    with pytest.raises(UserError, match=r"was made with other settings \(model/chat_template.jinja: "):
         judge(place, tmp_path / "out", model=model, limit=1)
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,12 @@ from fcsd.base.text import duration
 from fcsd.cli.main import main
 from fcsd.evaluation import runner
 from fcsd.evaluation.backend import BatchSizer
-from fcsd.evaluation.config import EvaluationConfig, TaskConfig, load_suite
+from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, TaskConfig, load_suite
 from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.progress import Progress, Work
 from fcsd.evaluation.stage import FINISHED_TASKS, Evaluation, run_evaluation
-from fcsd.evaluation.store import TaskStore
+from fcsd.evaluation.stage import test_set_fingerprints as fingerprints_of
+from fcsd.evaluation.store import Journal, TaskStore
 from fcsd.model.config import ModelConfig
 from fcsd.parallel.launch import join_launch
 from fcsd.parallel.ranks import ALONE, Ranks
@@ -202,7 +204,7 @@ def test_a_damaged_or_foreign_file_of_the_store_is_not_read(tmp_path: Path) -> N
     assert store.get(row) is None
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "byte"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "byte", "digit"])
 def test_a_finished_task_whose_samples_are_damaged_is_evaluated_again_alone(
     place: Path, tmp_path: Path, asked: list[str], damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,12 +213,54 @@ def test_a_finished_task_whose_samples_are_damaged_is_evaluated_again_alone(
     text = file.read_bytes()
     if damage == "gone":
         file.unlink()
+    elif damage == "digit":  # no score is another one
+        file.write_bytes(text.replace(b'"loglikelihoods": [-', b'"loglikelihoods": [-9', 1))
+        assert file.read_bytes() != text
     else:
         file.write_bytes(text[: len(text) // 2] + (b"\xff" + text[len(text) // 2 + 1 :]) * (damage == "byte"))
     asked.clear()
     assert judge(place, tmp_path / "out") == whole
     assert asked == ["sciq"] and file.read_bytes() == text
     assert "samples_sciq.jsonl" in capsys.readouterr().err
+
+
+def test_a_result_with_another_digit_is_evaluated_again(
+    place: Path, tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = judge(place, tmp_path / "out")
+    file = tmp_path / "out" / "results.json"
+    text = file.read_text()
+    file.write_text(re.sub(r'"num_items_total": \d', '"num_items_total": 9', text, count=1))
+    assert file.read_text() != text
+    asked.clear()
+    assert judge(place, tmp_path / "out") == whole
+    assert sorted(asked) == sorted(row["task"] for row in ROWS)
+    assert "results.json" in capsys.readouterr().err
+    assert read_json(file)["tasks"] == json.loads(text)["tasks"]
+
+
+def test_an_answer_of_a_server_with_another_digit_is_asked_for_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "a.jsonl")
+    journal.put(["question"], [-1.25])
+    journal.put(["other"], [-2.5])
+    assert [Journal(journal.path).get([name]) for name in ("question", "other")] == [[-1.25], [-2.5]]
+    assert journal.path is not None
+    journal.path.write_text(journal.path.read_text().replace("-1.25", "-1.75"))
+    assert [Journal(journal.path).get([name]) for name in ("question", "other")] == [None, [-2.5]]
+
+
+def test_a_definition_beside_the_suite_is_part_of_what_a_task_is(tmp_path: Path) -> None:
+    suite = SuiteConfig.model_validate({"name": "s", "tasks": [ROWS[0] | {"lm_eval_include": "mine"}]})
+    suite = suite.model_copy(update={"folder": str(tmp_path)})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "piqa.yaml").write_text("task: piqa\ndoc_to_text: a\n")
+    before = fingerprints_of(suite, None)
+    assert [*before] == ["task piqa", "task piqa, its definition"]
+    for file in ("piqa.yaml", "utils.py"):
+        (tmp_path / "mine" / file).write_text("x")
+        now = fingerprints_of(suite, None)
+        assert now != before and now["task piqa"] == before["task piqa"]
+        before = now
 
 
 def test_the_time_left_is_that_of_the_work_to_come_at_the_pace_of_its_kind() -> None:

@@ -77,15 +77,20 @@ def recipe(tmp_path: Path) -> Recipe:
     )
 
 
+def evaluated(whole: dict[str, Any], samples: dict[str, Any], folder: Path) -> None:
+    """Leave a result as its stage does."""
+    stage = Stage(folder, "evaluate", {}, {})
+    stage.start()
+    write_result(whole, samples, folder)
+    stage.finish({})
+
+
 @pytest.fixture
 def run(recipe: Recipe) -> Path:
     """Return a run's folder as the stages leave it."""
     folder = recipe.folder
     for name in SCORES:
-        stage = Stage(folder / "evaluate" / name, "evaluate", {}, {})
-        stage.start()
-        write_result(*result(name), stage.folder)
-        stage.finish({})
+        evaluated(*result(name), folder / "evaluate" / name)
     config = {
         "num_hidden_layers": 4,
         "farskip": {"version": 1, "layers": [2, 3], "attention": "partial", "mlp": "outdated"},
@@ -156,7 +161,7 @@ def test_the_report_states_every_model_and_the_paired_differences(recipe: Recipe
 def test_a_model_that_was_asked_other_prompts_is_refused(recipe: Recipe, run: Path) -> None:
     whole, samples = result("fcsd")
     samples["code"][0]["prompt_hash"] = "other"
-    write_result(whole, samples, run / "evaluate" / "fcsd")
+    evaluated(whole, samples, run / "evaluate" / "fcsd")
     with pytest.raises(UserError, match="the prompts differ in 1 of 4 items"):
         write_report(recipe, list(SCORES), run / "report")
     assert not (run / "report").exists()
@@ -165,9 +170,31 @@ def test_a_model_that_was_asked_other_prompts_is_refused(recipe: Recipe, run: Pa
 def test_a_result_of_weights_that_are_gone_is_refused(recipe: Recipe, run: Path) -> None:
     for place, key in (("distill", "outputs"), ("evaluate/fcsd", "inputs")):
         manifest = json.loads((run / place / "manifest.json").read_text())
+        del manifest["sha256"]
         write_json(run / place / "manifest.json", manifest | {key: {"model": f"weights of {place}"}})
     with pytest.raises(UserError, match="was measured on other weights than those in"):
         write_report(recipe, list(SCORES), run / "report")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("distill/history.jsonl", '"loss": 0.25', '"loss": 0.15'),
+        ("distill/scores.json", '"score": 0.5', '"score": 0.6'),
+        ("evaluate/fcsd/results.json", '"stderr": ', '"stderr": 1'),
+        ("evaluate/original/samples_code.jsonl", '"doc_id": 0', '"doc_id": 7'),
+        ("distill/manifest.json", '"best_score": 0.5', '"best_score": 0.6'),
+    ],
+)
+def test_a_figure_that_is_not_what_its_stage_left_enters_no_report(
+    recipe: Recipe, run: Path, file: str, old: str, new: str
+) -> None:
+    text = (run / file).read_text()
+    assert old in text
+    (run / file).write_text(text.replace(old, new, 1))
+    with pytest.raises(UserError, match=rf"{file.rpartition('/')[0]}.*(not what the stage left|is damaged)"):
+        write_report(recipe, list(SCORES), run / "report")
+    assert not (run / "report").exists()
 
 
 def test_the_report_says_when_the_checkpoint_was_chosen_by_items_that_are_reported(
@@ -193,7 +220,7 @@ def test_the_layers_of_a_multimodal_wrapper_are_those_of_its_text_stack(recipe: 
 
 def test_a_quick_look_is_marked_as_one(recipe: Recipe, run: Path) -> None:
     for name in SCORES:
-        write_result(*result(name, limit=4), run / "evaluate" / name)
+        evaluated(*result(name, limit=4), run / "evaluate" / name)
     printed = write_report(recipe, list(SCORES), run / "report")
     assert "Only the first 4 items of every task" in printed
     assert "Only the first 4 items of every task" in (run / "report" / "report.md").read_text()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fcsd.base import artifact
-from fcsd.base.files import hold_folder, new_folder, read_json, weights_fingerprint
+from fcsd.base.files import hold_folder, new_folder, read_json, weights_fingerprint, write_json
 from fcsd.cli.main import main
 from fcsd.data import rows as rows_module
 from fcsd.data import sources as sources_module
@@ -378,6 +378,48 @@ def test_a_changed_data_file_is_refused(bench: Bench, capsys: pytest.CaptureFixt
     bench.rows.write_text(bench.rows.read_text() + bench.rows.read_text())
     assert main(command) == 2
     assert "data.train.0" in capsys.readouterr().err
+
+
+def test_a_run_whose_original_or_text_has_changed_since_it_was_killed_is_refused_with_the_file(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, text = tmp_path / "base", tmp_path / "text"
+    shutil.copytree(bench.base, base)
+    text.mkdir()
+    (text / "a.txt").write_text("".join(f"{n} and {n % 7} is it\n" for n in range(300)))
+    data = {"train": [{"path": str(text), "columns": {"text": "text"}}], "max_length": 32}
+    command = ["distill", str(bench.recipe("r", model={"path": str(base)}, data=data))]
+    assert main(["tokenize", *command[1:]]) == 0
+
+    def killed() -> int:
+        monkeypatch.setattr(run_module, "_leave_model", die)
+        return main(command)
+
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+
+    def line() -> str:
+        capsys.readouterr()
+        assert main(command) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    config = (base / "config.json").read_text()
+    experts = json.loads(config)["num_experts_per_tok"]
+    write_json(base / "config.json", json.loads(config) | {"num_experts_per_tok": experts - 1})
+    said = line()
+    assert f"original/config.json.num_experts_per_tok: {experts} -> {experts - 1}" in said
+    assert "remove this folder" in said
+    write_json(base / "config.json", json.loads(config) | {"transformers_version": "5.0.0"})
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    assert "original/additional_chat_templates/tool_use.jinja: " in line()
+    shutil.rmtree(base / "additional_chat_templates")
+    kept = (text / "a.txt").read_text()
+    (text / "a.txt").write_text(kept.replace("7", "8"))
+    assert "data.train.0: " in line()
+    (text / "a.txt").write_text(kept)
+    base.rename(tmp_path / "moved")
+    base.symlink_to(tmp_path / "moved")
+    assert main(command) == 0
 
 
 def limited(call: Callable[[], int], size: int) -> int:

@@ -118,6 +118,18 @@ def test_it_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     assert result == swept(recipe(), tmp_path / "whole", Runner())
 
 
+def test_a_digit_of_a_candidates_loss_does_not_change_unseen(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        swept(recipe(), tmp_path, Runner(die_at=3))
+    place = tmp_path / "batch_size_tokens=128,learning_rate=0.002"
+    text = (place / "result.json").read_text()
+    (place / "result.json").write_text(text.replace('"loss": 1.75', '"loss": 3.75'))
+    with pytest.raises(
+        UserError, match=r"result\.json: is damaged: .*; remove .*0\.002 to train this candidate"
+    ):
+        swept(recipe(), tmp_path, Runner())
+
+
 @pytest.mark.parametrize("losses", [None, [2.0, 1.0]], ids=["stopped", "last step skipped"])
 def test_a_candidate_that_diverges_has_lost(tmp_path: Path, losses: list[float] | None) -> None:
     runner = Runner(LOSSES | {(128, 2e-3): losses})

@@ -29,6 +29,7 @@ from fcsd.evaluation.results import lm_eval_sample
 from fcsd.evaluation.suites import (
     damaged_file,
     dataset_location,
+    definition_folder,
     first_line,
     hub_advice,
     require_chat_template,
@@ -154,15 +155,13 @@ def tasks_folder() -> Path:
 
 def _task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
     """Find where the row's task YAML is: beside the suite, in eval/tasks, or in lm-eval's own tasks."""
+    if (folder := definition_folder(row, suite)) is not None:
+        return folder
     name = row.lm_eval_include or row.task
-    places = [data_dir("eval") / "tasks", tasks_folder()]
-    if suite.folder:
-        places.insert(0, Path(suite.folder))
-    for place in places:
-        if (place / name).is_dir():
-            return (place / name).resolve()
+    if (folder := tasks_folder() / name).is_dir():
+        return folder.resolve()
     raise UserError(
-        f"task {row.task}: no folder {name!r} with its definition beside the suite, in {places[-2]}"
+        f"task {row.task}: no folder {name!r} with its definition beside the suite, in {data_dir('eval') / 'tasks'}"
         " or in lm-eval's tasks; set lm_eval_include to the folder that holds its YAML"
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import check_regular, read_json, safetensors_header
+from fcsd.base.fingerprints import TOKENIZER_FILES
 from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES, NEWER, PREFIX, Family, base_model_type, family_of
@@ -19,11 +20,7 @@ from fcsd.model.families.refused import REFUSED
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-CARRIED = (
-    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "tekken.json",
-    "*.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*", "processor_config.json",
-    "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json", "LICENSE*",
-)  # fmt: skip
+CARRIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*")
 """Patterns of what a checkpoint has beside config and weights. No pickles, and no code except what a tokenizer or
 processor names as its own."""
 _READ = (*CARRIED, CONFIG, "*.safetensors", INDEX, "README.md")

@@ -17,6 +17,7 @@ Not covered: weights that are sharded over ranks; a proposal from the sensitivit
 import contextlib
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +26,10 @@ from typing import Any
 
 from torch import nn
 
-from fcsd.base.artifact import Stage
+from fcsd.base.artifact import Stage, check_outputs
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
+from fcsd.base.fingerprints import check_seal, write_sealed
 from fcsd.base.stats import ratio, standard_error
 from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows
@@ -141,7 +143,7 @@ def study_layers(
     if launch.begin(stage) == "finished":
         return stage
     path = folder / "layers.json"
-    done = ranks.from_first(lambda: _read(path)["points"] if path.is_file() else [])
+    done = ranks.from_first(lambda: _points_so_far(path) if path.is_file() else [])
     with measuring(study, model, launch) as measure:
         weights = ["values", "calibrated"] if study.calibrated is not None else ["values"]
         known = {tuple(point["layers"]): {key: point[key] for key in weights} for point in done}
@@ -168,7 +170,7 @@ def study_layers(
                 point = {"side": side, "num_layers": len(layers), "layers": list(layers), **known[key]}
                 result["points"].append(point)
                 if len(result["points"]) > len(done) and ranks.first:
-                    write_json(path, result)
+                    write_sealed(path, result)
     if ranks.first:
         draw(result, folder / "layers.png")
     launch.finish(stage, {})
@@ -188,8 +190,8 @@ def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
     }
     data_root = Path(study.data_root) if study.data_root is not None else None
     inputs = {
-        "original": model.weights,
-        **test_set_fingerprints(suite.tasks if suite is not None else [], data_root, study.text),
+        **model.fingerprints("original"),
+        **test_set_fingerprints(suite, data_root, study.text),
     }
     if study.calibrated is not None:
         inputs["calibrated"] = data_fingerprint(study.calibrated.path, study.calibrated.revision)
@@ -331,12 +333,25 @@ def read_study(folder: Path) -> dict[str, Any]:
     """Return what `layers.json` holds of a finished study; raises UserError for another folder, or another version."""
     if not (folder / "layers.json").is_file():
         raise UserError(f"{folder}: no layers.json; this is not a folder that `fcsd layers` wrote")
+    check_outputs(folder, "layers.json")
     study = _read(folder / "layers.json")
     if not (folder / "manifest.json").is_file():
         raise UserError(
             f"{folder}: the study is not finished; run the same `fcsd layers` command again, it goes on"
         )
+    study.pop("sha256", None)
     return study
+
+
+def _points_so_far(path: Path) -> list[dict[str, Any]]:
+    """Return the points that a killed study has measured; none where they are not what it wrote."""
+    study = _read(path)
+    try:
+        check_seal(path, study, "its points are measured again")
+    except UserError as error:
+        print(f"layers: {error}", file=sys.stderr)
+        return []
+    return list(study["points"])
 
 
 def _read(path: Path) -> dict[str, Any]:

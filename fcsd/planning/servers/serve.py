@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.artifact import Stage
+from fcsd.base.artifact import Stage, check_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import hold_folder, read_json, release_folder, write_json, write_text
 from fcsd.base.text import progress_bar
@@ -70,6 +70,7 @@ def bench_serve(
         )
     stage = bench.stage(config)
     if stage.state() == "finished":
+        check_outputs(folder)
         print(f"fcsd bench: finished before, in {folder}", file=sys.stderr)
         return dict(read_json(folder / "serving.json"))
     for part in ("rounds", "logs", *(["traces"] if benchmark.trace else [])):

@@ -10,8 +10,10 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, eval_result_entries_to_yaml
 
+from fcsd.base.artifact import read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import is_noise, new_folder, read_json, write_text
+from fcsd.base.fingerprints import write_sealed
 from fcsd.base.text import metric_words, nats
 from fcsd.model.connectivity.checkpoint import CONFIG, all_files, files_like, read_checkpoint_json
 from fcsd.model.connectivity.export import link_or_copy, write_code
@@ -27,6 +29,7 @@ from fcsd.training.card.card import card_of
 from fcsd.training.card.facts import CARD, Facts, hub_id, with_linked_licence
 
 RESULTS = ".eval_results"
+LEFT = "files.json"  # in a publication: what identifies the model that it was made of
 # Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a Benchmark. The one of our suites'
 # data sets that https://huggingface.co/docs/hub/eval-results names as a Benchmark.
 _BENCHMARK_TASKS = {"openai/gsm8k": "gsm8k"}
@@ -158,6 +161,12 @@ def write_publication(
             if not (new / file.name).exists():
                 shutil.copyfile(file, new / file.name)
         write_card(facts_of_run(recipe, report, config, original, new), new)
+        outputs = read_manifest(model.parent).get("outputs", {})
+        write_sealed(new / LEFT, {name: known for name, known in outputs.items() if _is_of_model(name)})
+
+
+def _is_of_model(output: str) -> bool:
+    return output.split("/")[0] == "model"
 
 
 def place(file: Path, to: Path) -> None:

@@ -20,7 +20,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from fcsd.base.artifact import read_manifest
+from fcsd.base.artifact import differences, model_outputs, read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
     file_sha256,
@@ -30,6 +30,7 @@ from fcsd.base.files import (
     weights_fingerprint,
     write_text,
 )
+from fcsd.base.fingerprints import read_sealed
 from fcsd.base.temporary import scratch_folder
 from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.scores import compare
@@ -44,7 +45,7 @@ from fcsd.model.connectivity.checkpoint import (
 from fcsd.model.connectivity.export import code_files, write_code
 from fcsd.model.connectivity.load import check_tensors, config_and_class
 from fcsd.model.connectivity.modeling import MODELING_FILE
-from fcsd.report.publish.card import RESULTS, place, write_card
+from fcsd.report.publish.card import LEFT, RESULTS, place, write_card
 from fcsd.report.publish.hub import upload
 from fcsd.report.publish.public import PLACE, public_text, refuse_secrets
 from fcsd.training.card.facts import (
@@ -167,6 +168,28 @@ def _checked(source: Path) -> Checkpoint:
     return checkpoint
 
 
+def _check_unchanged(source: Path) -> None:
+    """Refuse weights or a config that are not those which the stage or the publication noted."""
+    manifest = (source.parent if source.name == "model" else source) / "manifest.json"
+    noted = [(manifest, read_manifest(manifest.parent).get("outputs", {}))]
+    if (source / LEFT).is_file():
+        noted.append((source / LEFT, read_sealed(source / LEFT, "`fcsd run` makes this folder again")))
+    for file, outputs in noted:
+        made, config = outputs.get("model"), outputs.get(f"model/{CONFIG}")
+        if made is not None and made != weights_fingerprint(source):
+            raise UserError(
+                f"{file}: describes other weights ({made[:12]}…) than those in {source}: they are damaged, or were"
+                " changed since; `fcsd run` of the recipe leaves them again, or copy these to a folder of their own and"
+                " push that"
+            )
+        now = model_outputs(source)[f"model/{CONFIG}"]
+        if config is not None and (changes := differences(config, now)):
+            raise UserError(
+                f"{source / CONFIG}: is not what {file} describes ({'; '.join(changes[:3])}); put it back, or copy the"
+                " checkpoint to a folder of its own and push that"
+            )
+
+
 def _modules(config: dict[str, Any]) -> list[str]:
     auto_map = config.get("auto_map") or {}
     values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
@@ -179,6 +202,7 @@ def _modules(config: dict[str, Any]) -> list[str]:
 def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, link: Any) -> None:
     """Fill `new` with what goes to the Hub, and print it; kinds of files that are not named here stay behind."""
     source = checkpoint.folder
+    _check_unchanged(source)
     for file in _files(checkpoint):
         target = new / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -226,20 +250,13 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
     """Collect what is known about a checkpoint without a card: its config, its stage's manifest, what the user says."""
     source = checkpoint.folder
     stage = source.name == "model"
-    manifest = (source.parent if stage else source) / "manifest.json"
-    record = read_manifest(manifest.parent)
+    record = read_manifest(source.parent if stage else source)
     origin = origin_of(record)
     # What the user names and what the record names may be one model, on the Hub and on this machine.
     named = [(card.base, None), (origin.get("path"), origin.get("revision"))]
     places: list[tuple[str, str | None]] = [(path, revision) for path, revision in named if path is not None]
     places.sort(key=lambda place: not Path(place[0]).is_dir())
     base = card.base or origin.get("path")
-    made = record.get("outputs", {}).get("model")
-    if made is not None and made != weights_fingerprint(source):
-        raise UserError(
-            f"{manifest}: describes other weights ({made[:12]}…) than those in {source}; copy these to a folder of"
-            " their own and push that"
-        )
     # `fcsd convert` left its record among the weights, which may have been trained there since.
     training = record if record and (stage or record["stage"] != "convert") else None
     inherited: dict[str, Any] = next((terms for place in places if (terms := inherited_by(*place))), {})
@@ -308,7 +325,7 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
     for name, size in sent.items():
         print(f"{size:>15,}  {name}")
     print(f"{sum(sent.values()):>15,}  bytes in {len(sent)} files")
-    kept = {Path(name).parts[0] for name in sent} | {"stage.json", "manifest.json"}
+    kept = {Path(name).parts[0] for name in sent} | {"stage.json", "manifest.json", LEFT}
     rest = [file.name + "/" * file.is_dir() for file in sorted(source.iterdir()) if file.name not in kept]
     if rest:
         notes.append(f"left out, no part of a published checkpoint: {', '.join(rest)}")

@@ -60,10 +60,16 @@ def study_routing(
     network = network_of(study, models)
     settings = study.model_dump(mode="json", exclude={"model", "against", "links", "data_root"})
     settings |= {"dtype": study.model.dtype, "num_endpoints": network.num_endpoints}
-    inputs = inputs | {name: each.weights for name, each in zip(("model", "against"), models, strict=False)}
     if network.links is not None:
         settings["links"] = network.links.model_dump(mode="json")
-    stage = launch.ranks.from_first(lambda: Stage(folder, "routing", settings, inputs))
+
+    def begun() -> Stage:
+        read = dict[str, Any](inputs)
+        for name, each in zip(("model", "against"), models, strict=False):
+            read |= each.fingerprints(name)
+        return Stage(folder, "routing", settings, read)
+
+    stage = launch.ranks.from_first(begun)
     if launch.begin(stage) == "finished":
         return dict(read_json(folder / "routing.json"))
     batches = batches_of(study, models, prompts, network.num_endpoints)

@@ -11,17 +11,20 @@ removed or renamed at the end: who calls this does so when it is noted that the 
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import read_json, write_json, writing
+from fcsd.base.errors import UserError
+from fcsd.base.files import file_fingerprint, write_json, writing
+from fcsd.base.fingerprints import content_fingerprint, read_sealed, write_sealed
+from fcsd.base.temporary import discard_folder
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import Batch, real_tokens
 from fcsd.model.connectivity import convert_checkpoint
@@ -33,11 +36,12 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.training.calibration.layer import walk
 from fcsd.training.calibration.model import batches_of, complaint, first_stream, own_text, shown
-from fcsd.training.calibration.shards import Layerwise, own_copies, write_changed
+from fcsd.training.calibration.shards import Layerwise, checksum, damage_of_copies, own_copies, write_changed
 from fcsd.training.calibration.state import State
 from fcsd.training.calibration.steps import Stream
 
 _STATE = "state.json"
+_AGAIN = "it is calibrated from the first layer again"
 
 
 def calibrate_checkpoint(
@@ -69,8 +73,12 @@ def calibrate_checkpoint(
         raise UserError(f"{original.config.path}: no layer of it is rewired; there is nothing to calibrate")
     model = work / "model"
     with writing(work):
-        ranks.from_first(lambda: _prepare(original, connectivity, model, models, layers))
-        state = _resume(work, models, text.batches, ranks)
+        changed = models.files_of(layers)
+        ranks.from_first(lambda: _prepare(original, connectivity, model, changed))
+        state = _resume(work, models, original.folder, changed, text.batches, ranks)
+        if state is None:
+            ranks.from_first(lambda: _prepare(original, connectivity, model, changed))
+            state = _first_state(models, text.batches)
         bar = progress_bar(
             total=max(layers) + 1,
             initial=state.next_layer,
@@ -83,7 +91,7 @@ def calibrate_checkpoint(
                 if result is not None:
                     if ranks.first:
                         tensors = models.layer_tensors(state.next_layer - 1)
-                        write_changed(model, models.files, tensors, original.folder)
+                        state.written |= write_changed(model, models.files, tensors, original.folder)
                     bar.set_postfix_str(shown(result))
                 _save(state, work, ranks)
                 bar.update()
@@ -143,57 +151,113 @@ def calibratable(original: ModelFolder) -> Checkpoint:
     return checkpoint
 
 
-def _prepare(
-    original: ModelFolder, connectivity: Connectivity, model: Path, models: Layerwise, layers: Sequence[int]
-) -> None:
+def _prepare(original: ModelFolder, connectivity: Connectivity, model: Path, changed: Iterable[str]) -> None:
+    """Convert the original, with weight files of its own where they will change; nothing of it is kept that no state
+    vouches for."""
+    state = model.parent / _STATE
+    if not state.is_file():
+        discard_folder(model)
     if not model.is_dir():
-        state = model.parent / _STATE
         if state.is_file():
             print(
                 f"calibrate: {model}: is not there any more, beginning with the first layer", file=sys.stderr
             )
             state.unlink()  # it counts the layers of a model that is lost
         convert_checkpoint(original.folder, model, connectivity)
-    own_copies(model, original.folder, models.files_of(layers))
+    own_copies(model, original.folder, changed)
 
 
-def _resume(work: Path, models: Layerwise, batches: Sequence[Batch], ranks: Ranks) -> State:
-    """Read the state of a run that was cut off, or begin before the first layer."""
-    state = ranks.from_first(lambda: _read_state(work))
+def _first_state(models: Layerwise, batches: Sequence[Batch]) -> State:
+    return State(0, [first_stream(models.student, batch, models.device) for batch in batches])
+
+
+def _resume(
+    work: Path, models: Layerwise, source: Path, changed: set[str], batches: Sequence[Batch], ranks: Ranks
+) -> State | None:
+    """Read the state of a run that was cut off, or begin before the first layer.
+
+    changed: the weight files that change. Returns None where what was left is damaged, with a line; it is removed.
+    """
+    state = ranks.from_first(lambda: _read_state(work, source, changed))
     if state is None:
-        return State(0, [first_stream(models.student, batch, models.device) for batch in batches])
+        return _first_state(models, batches)
+    if "damage" in state:
+        _remove_damaged(work, state["damage"], ranks)
+        return None
     if state["ranks"] != ranks.size:
         raise UserError(
             f"{work}: was begun with {state['ranks']} processes, which share the rows, and this launch has"
             f" {ranks.size}; launch {state['ranks']}, or remove the folder to begin again"
         )
-    tensors: dict[str, Tensor] = {}
-    ranks.share(lambda: tensors.update(_read_streams(_streams(work, state["next_layer"], ranks))))
+    file = _streams(work, state["next_layer"], ranks)
+    tensors = _whole_streams(file)
+    lost = next(filter(None, ranks.share(lambda: None if tensors is not None else str(file))), None)
+    if tensors is None or lost is not None:
+        _remove_damaged(work, f"{lost}: is damaged or gone; {_AGAIN}", ranks)
+        return None
     both: dict[str, list[Stream]] = {"teacher": [{} for _ in batches], "student": [{} for _ in batches]}
     for key, value in tensors.items():
         who, number, name = key.split(".")
         both[who][int(number)][name] = value
     student = both["student"] if any(both["student"]) else None
-    return State(state["next_layer"], both["teacher"], student, state["results"])
+    return State(state["next_layer"], both["teacher"], student, state["results"], state["written"])
 
 
-def _read_state(work: Path) -> Any:
-    """Return what `_save` noted, or None; streams of other layers, and half-written ones, are removed."""
-    state = read_json(work / _STATE) if (work / _STATE).is_file() else None
+def _read_state(work: Path, source: Path, changed: set[str]) -> dict[str, Any] | None:
+    """Return what `_save` noted, or what is damaged of it and of the model; None: nothing was noted.
+
+    Streams of other layers, and half-written ones, are removed.
+    """
+    state: dict[str, Any] | None = None
+    if (work / _STATE).is_file():
+        try:
+            state = read_sealed(work / _STATE, _AGAIN)
+        except UserError as error:
+            return {"damage": str(error)}
     kept = None if state is None else f"streams-{state['next_layer']}-"
     for file in (*work.glob("streams-*"), *work.glob(".tmp*")):  # of safetensors, which writes so
         if kept is None or not file.name.startswith(kept):
             file.unlink()
-    return state
+    if state is None:
+        return None
+    damaged = damage_of_copies(work / "model", source, changed, state["written"])
+    if damaged is None and _files_beside(work / "model") != state["files"]:
+        damaged = "a file beside the weights"
+    return state if damaged is None else {"damage": f"{work / 'model'}: is damaged: {damaged}; {_AGAIN}"}
 
 
-def _read_streams(file: Path) -> dict[str, Tensor]:
+def _whole_streams(file: Path) -> dict[str, Tensor] | None:
+    """Read the streams that `_save` left; None where they are gone, or not what was written."""
     try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{file}: is damaged or gone ({one_line(error)}); remove {file.parent} to begin the calibration again"
-        ) from None
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            known = (opened.metadata() or {}).get("sha256")
+    except (OSError, ValueError, SafetensorError):
+        return None
+    return tensors if checksum(tensors) == known else None
+
+
+def _files_beside(model: Path) -> dict[str, str]:
+    """Return the hash of every file beside the weights; of the config, without what the end of a calibration adds."""
+    files = [file for file in model.rglob("*") if file.is_file() and file.suffix != ".safetensors"]
+    hashes = {str(file.relative_to(model)): file_fingerprint(file) for file in sorted(files)}
+    with suppress(UserError):
+        config = read_checkpoint_json(model / CONFIG)
+        config.pop(CALIBRATED, None)
+        hashes[CONFIG] = content_fingerprint(config)
+    return hashes
+
+
+def _remove_damaged(work: Path, damage: str, ranks: Ranks) -> None:
+    """Remove what a run left that was cut off, with a line that says why."""
+
+    def begin() -> None:
+        print(f"calibrate: {damage}", file=sys.stderr)
+        (work / _STATE).unlink(missing_ok=True)  # first: nothing else counts without it
+        for path in list(work.iterdir()):
+            discard_folder(path) if path.is_dir() else path.unlink()
+
+    ranks.from_first(begin)
 
 
 def _streams(work: Path, layer: int, ranks: Ranks) -> Path:
@@ -210,11 +274,16 @@ def _save(state: State, work: Path, ranks: Ranks) -> None:
         for name, value in stream.items()
     }
     target = _streams(work, state.next_layer, ranks)
-    save_file(held, target.with_suffix(".tmp"))
+    save_file(held, target.with_suffix(".tmp"), {"sha256": checksum(held)})
     os.replace(target.with_suffix(".tmp"), target)
     ranks.share(lambda: None)  # all of them have left theirs, and the first has written the layer
-    record = {"next_layer": state.next_layer, "ranks": ranks.size, "results": state.results}
-    ranks.from_first(lambda: write_json(work / _STATE, record))
+
+    def note() -> None:
+        record = {"next_layer": state.next_layer, "ranks": ranks.size, "results": state.results}
+        record |= {"written": state.written, "files": _files_beside(work / "model")}
+        write_sealed(work / _STATE, record)
+
+    ranks.from_first(note)
     _streams(work, state.next_layer - 1, ranks).unlink(missing_ok=True)
 
 

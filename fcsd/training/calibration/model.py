@@ -55,11 +55,11 @@ def calibrate_model(
     family = family_of(student.config)
     models = Models(Steps(student, family), Steps(teacher, family), input_device(student))
     try:
-        streams = [
+        teacher_streams, student_streams = (
             [first_stream(steps, batch, models.device) for batch in text.batches]
             for steps in (models.teacher, models.student)
-        ]
-        state = State(0, *streams)
+        )
+        state = State(0, teacher_streams, student_streams)
         with progress_bar(
             total=max(layers) + 1, desc="calibrate", unit="layer", shown=progress and ranks.first
         ) as bar:

@@ -8,12 +8,14 @@ Not covered: quantised checkpoints, whose tensors the quantisation method names.
 """
 
 import contextlib
+import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -170,12 +172,15 @@ def own_copies(folder: Path, source: Path, files: Iterable[str]) -> None:
             os.replace(temporary, folder / name)
 
 
-def write_changed(folder: Path, files: dict[str, str], tensors: dict[str, Tensor], source: Path) -> list[str]:
-    """Write the tensors that differ from the source's over their bytes in `folder`; return their names.
+def write_changed(
+    folder: Path, files: dict[str, str], tensors: dict[str, Tensor], source: Path
+) -> dict[str, str]:
+    """Write the tensors that differ from the source's over their bytes in `folder`; return their names with the SHA-256
+    of those bytes.
 
     files: tensor -> file.
     """
-    changed: list[str] = []
+    changed: dict[str, str] = {}
     for file in sorted({files[name] for name in tensors}):
         header, begin = safetensors_header(folder / file)
         with safe_open(source / file, framework="pt") as old, (folder / file).open("r+b") as stream:
@@ -189,7 +194,49 @@ def write_changed(folder: Path, files: dict[str, str], tensors: dict[str, Tensor
                 assert len(data) == end - start
                 stream.seek(begin + start)
                 stream.write(data.tobytes())
-                changed.append(name)
+                changed[name] = hashlib.sha256(data.data).hexdigest()
             stream.flush()
             os.fsync(stream.fileno())
     return changed
+
+
+def damage_of_copies(
+    folder: Path, source: Path, files: Iterable[str], written: Mapping[str, str]
+) -> str | None:
+    """Compare the copies in `folder` with what was written; tell which is damaged, or None.
+
+    A tensor that is none of those `written` (name -> SHA-256), gets the source's bytes again where it has others: a
+    layer that was cut off is solved from them.
+    """
+    for file in sorted({*files}):
+        if os.path.samefile(folder / file, source / file):
+            continue
+        try:
+            header, begin = safetensors_header(folder / file)
+            known, same = safetensors_header(source / file)
+        except (OSError, ValueError):
+            header, known, begin, same = {}, {}, 0, 0
+        is_whole = (folder / file).stat().st_size == (source / file).stat().st_size
+        if not known or header != known or begin != same or not is_whole:
+            return file
+        now = np.memmap(folder / file, np.uint8, "r+")
+        before = np.memmap(source / file, np.uint8, "r")
+        for name, facts in header.items():
+            place = slice(*(begin + offset for offset in facts["data_offsets"]))
+            if name in written:
+                if hashlib.sha256(now[place].data).hexdigest() != written[name]:
+                    return f"{file}, tensor {name}"
+            elif not np.array_equal(now[place], before[place]):
+                now[place] = before[place]
+        now.flush()
+    return None
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Compute the SHA-256 over names, kinds, shapes and bytes of tensors."""
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(f"\0{name} {value.dtype} {tuple(value.shape)}\0".encode())
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(data.numpy().data if data.numel() else b"")
+    return digest.hexdigest()

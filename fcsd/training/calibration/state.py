@@ -44,12 +44,14 @@ class Models:
 
 @dataclass
 class State:
-    """How far a walk is. student: None while it is the teacher's stream. results: one of each layer that was solved."""
+    """How far a walk is. student: None while it is the teacher's stream. results: one of each layer that was solved.
+    written: tensors that were written, with the SHA-256 of their bytes."""
 
     next_layer: int
     teacher: list[Stream]
     student: list[Stream] | None = None
     results: list[dict[str, Any]] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

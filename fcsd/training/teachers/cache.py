@@ -1,7 +1,7 @@
 """A teacher's final hidden states on disk: exact, in the teacher's own dtype, of the positions with loss only.
 
     folder/teacher.json              whose hidden states these are; written first
-    folder/hidden-KEY.safetensors    one shard: rows of hidden states, their keys, a checksum; never half-written
+    folder/hidden-KEY.safetensors    one shard: rows of hidden states, their keys, checksums; never half-written
     folder/cache.json                the list of shards; written when every row that was asked for is there
 
 A row is known by the hash of its tokens, positions and positions with loss, so neither the order of the rows, nor the
@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import time
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,15 @@ from fcsd.base.temporary import beside
 from fcsd.data.batches import next_token_targets
 from fcsd.training.teachers.base import Batch, Teacher
 
-FORMAT = "fcsd-teacher-cache-1"
+FORMAT = "fcsd-teacher-cache-2"  # 1 had no checksum for each row
 REPAIR = "fcsd cache-teacher RECIPE"  # the command that fills a cache, for messages
 TEACHER, MANIFEST = "teacher.json", "cache.json"
 _KEY_BYTES = 16
 _OPEN_SHARDS = 256  # memory-mapped at a time
 
-Place = tuple[str, int, int]  # shard, first and last + 1 of its hidden states
+_TENSORS = ("hidden", "keys", "ends", "sums")
+
+Place = tuple[str, int, int, int]  # shard, first and last + 1 of its hidden states, their checksum
 
 
 def row_keys(batch: Batch) -> list[bytes]:
@@ -61,6 +64,7 @@ def write_shard(folder: Path, identity: dict[str, Any], rows: Sequence[tuple[byt
         "hidden": torch.cat([hidden for _, hidden in rows]).contiguous(),
         "keys": keys.reshape(-1, _KEY_BYTES),
         "ends": torch.tensor([len(hidden) for _, hidden in rows]).cumsum(0),
+        "sums": torch.tensor([_row_sum(hidden) for _, hidden in rows], dtype=torch.int64),
     }
     metadata = {"format": FORMAT, "teacher": _hash_of(identity), "sha256": _checksum(tensors)}
     path = folder / f"hidden-{hashlib.blake2b(keys.numpy().data, digest_size=8).hexdigest()}.safetensors"
@@ -72,9 +76,15 @@ def write_shard(folder: Path, identity: dict[str, Any], rows: Sequence[tuple[byt
     return path
 
 
+def _row_sum(hidden: Tensor) -> int:
+    """Compute the CRC-32 of a row's hidden states, which a training compares when it reads them."""
+    data = hidden.contiguous().flatten().view(torch.uint8).numpy()
+    return zlib.crc32(data.data if data.size else b"")
+
+
 def _checksum(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
-    for name in ("hidden", "keys", "ends"):
+    for name in _TENSORS:
         digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -91,17 +101,19 @@ def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
         with safe_open(path, framework="pt") as file:  # checks that the file is as long as its header says
             metadata = file.metadata() or {}
             keys, ends = file.get_tensor("keys"), file.get_tensor("ends").tolist()
+            sums = file.get_tensor("sums").tolist() if "sums" in file.keys() else []  # noqa: SIM118
             length = file.get_slice("hidden").get_shape()[0]
     except (SafetensorError, OSError, ValueError) as error:
         size = path.stat().st_size if path.is_file() else 0
         raise UserError(f"{path}: damaged or incomplete shard ({size} bytes; {one_line(error)})") from None
-    if metadata.get("format") != FORMAT or len(keys) != len(ends) or ends[-1:] != [length]:
+    if metadata.get("format") != FORMAT or not len(keys) == len(ends) == len(sums) or ends[-1:] != [length]:
         raise UserError(f"{path}: not a shard of a teacher cache of this version ({FORMAT})")
     if metadata.get("teacher") != _hash_of(identity):
         raise UserError(f"{path}: holds hidden states of another teacher than the rest of the cache")
     spans = itertools.pairwise([0, *ends])
     return {
-        key.tobytes(): (path.name, begin, end) for key, (begin, end) in zip(keys.numpy(), spans, strict=True)
+        key.tobytes(): (path.name, begin, end, known)
+        for key, (begin, end), known in zip(keys.numpy(), spans, sums, strict=True)
     }
 
 
@@ -116,7 +128,7 @@ def _layout(path: Path) -> tuple[int, int]:
 def verify_shard(path: Path) -> None:
     """Read the whole shard and compare it with its checksum. Raises: UserError when they differ."""
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in ("hidden", "keys", "ends")}
+        tensors = {name: file.get_tensor(name) for name in _TENSORS}
         expected = (file.metadata() or {}).get("sha256")
     if _checksum(tensors) != expected:
         raise UserError(f"{path}: its content does not have the checksum that it was written with")
@@ -136,7 +148,7 @@ def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
     """Note that the cache is whole: its shards with their sizes, and the versions that made them."""
     rows: dict[str, int] = {}
     tokens: dict[str, int] = {}
-    for name, begin, end in places:
+    for name, begin, end, _ in places:
         rows[name] = rows.get(name, 0) + 1
         tokens[name] = tokens.get(name, 0) + end - begin
     shards = {
@@ -208,7 +220,7 @@ class HiddenCache:
         if not hasattr(os, "posix_fadvise"):
             return
         for key in keys:
-            name, begin, end = self.places.get(key, ("", 0, 0))
+            name, begin, end, _ = self.places.get(key, ("", 0, 0, 0))
             if begin == end:
                 continue
             offset, size = self._layout(name)
@@ -219,10 +231,22 @@ class HiddenCache:
                 os.close(file)
 
     def read(self, keys: Sequence[bytes]) -> Tensor:
-        """Return (N, D) hidden states of these rows, one after the other."""
+        """Return (N, D) hidden states of these rows, one after the other.
+
+        Raises:
+            UserError: a row is not in the cache, or is not what was written.
+        """
         self.require(keys)
-        places = (self.places[key] for key in keys)
-        return torch.cat([self._open(name)[begin:end] for name, begin, end in places])
+        return torch.cat([self._row(*self.places[key]) for key in keys])
+
+    def _row(self, name: str, begin: int, end: int, known: int) -> Tensor:
+        hidden: Tensor = self._open(name)[begin:end]
+        if _row_sum(hidden) != known:
+            raise UserError(
+                f"{self.folder / name}: is damaged: a row's hidden states are not what was written; remove the file,"
+                f" and `{REPAIR}` computes its rows again"
+            )
+        return hidden
 
 
 class CachedTeacher(Teacher):

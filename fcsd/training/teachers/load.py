@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
+from fcsd.base.fingerprints import NOT_COMPUTED
 from fcsd.model.config import CachedTeacherConfig, TeacherConfig
 from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint, read_config
 from fcsd.model.connectivity.load import config_and_class
@@ -30,11 +31,9 @@ from fcsd.training.teachers.base import Teacher
 from fcsd.training.teachers.cache import CachedTeacher, HiddenCache
 from fcsd.training.teachers.cache_fill import fill_cache, keyed, spot_check, verify_cache
 
-# Fields of a configuration that change no hidden state.
-_NOT_COMPUTED = {
-    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
-    "output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id", "chunk_size_feed_forward",
-    "problem_type", "model_type", "bos_token_id", "eos_token_id", "pad_token_id",
+# Fields of a configuration that change no hidden state; the dtype stands beside them.
+_NOT_COMPUTED = NOT_COMPUTED | {
+    "dtype", "torch_dtype", "model_type", "bos_token_id", "eos_token_id", "pad_token_id",
 }  # fmt: skip
 
 

@@ -198,6 +198,7 @@ def test_a_calibrated_study_that_was_cut_off_ends_with_the_same_bytes(
     (folder / "manifest.json").unlink()
     begun = json.loads((folder / "layers.json").read_text())
     begun["points"] = begun["points"][:3]
+    del begun["sha256"]
     (folder / "layers.json").write_text(json.dumps(begun))
     assert main(calibrated_command(model, text, other_text, folder)) == 0
     assert (folder / "layers.json").read_bytes() == (calibrated / "layers.json").read_bytes()

@@ -15,8 +15,9 @@ import yaml
 from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fcsd.base.artifact import Stage
+from fcsd.base.artifact import Stage, model_outputs
 from fcsd.base.files import file_sha256, read_json, weights_fingerprint, write_json, write_text
+from fcsd.base.fingerprints import write_sealed
 from fcsd.cli.main import main
 from fcsd.evaluation.chat.chat import load_speaker
 from fcsd.evaluation.results import write_result
@@ -500,6 +501,35 @@ def test_a_card_that_is_there_is_kept_and_gets_the_repository_id(
     assert "README.md loads me/x, not me/y" in capsys.readouterr().err
     line = error_of(capsys, checkpoint, "me/x", "--license", "mit", "--dry-run", tmp_path / "dry2")
     assert "are for a new card" in line
+
+
+@pytest.mark.parametrize("card", [True, False])
+@pytest.mark.parametrize("what", ["weights", "config", "nothing"])
+def test_a_publication_whose_weights_or_config_are_not_those_of_its_stage_is_not_pushed(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], card: bool, what: str
+) -> None:
+    """A README.md beside the weights does not keep them from being compared."""
+    publish = tmp_path / "publish"
+    shutil.copytree(checkpoint, publish)
+    outputs = model_outputs(publish)
+    write_sealed(publish / "files.json", outputs)
+    if card:
+        (publish / "README.md").write_text("# My own words\n")
+    if what == "weights":
+        file = min(publish.glob("*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    elif what == "config":
+        config = json.loads((publish / "config.json").read_text())
+        write_json(publish / "config.json", config | {"rms_norm_eps": 0.5})
+    if what == "nothing":
+        assert push(publish, "me/x", "--dry-run", tmp_path / "dry") == 0
+        assert not (tmp_path / "dry" / "files.json").exists() and "files.json" not in capsys.readouterr().err
+        return
+    line = error_of(capsys, publish, "me/x", "--dry-run", tmp_path / "dry")
+    said = "describes other weights" if what == "weights" else "rms_norm_eps: 1e-06 -> 0.5"
+    assert said in line and not (tmp_path / "dry").exists()
 
 
 def test_a_run_is_pushed_from_its_publish_folder_and_an_unfinished_one_says_what_is_there(

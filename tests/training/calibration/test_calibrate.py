@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import shutil
 import time
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import fcsd
 from fcsd.base.errors import UserError
+from fcsd.base.files import safetensors_header
 from fcsd.cli.main import main
 from fcsd.data.batches import real_tokens
 from fcsd.data.dataset import given_rows
@@ -36,7 +38,7 @@ from fcsd.training.calibration import solve
 from fcsd.training.calibration.checkpoint import calibrate_checkpoint, take_rows
 from fcsd.training.calibration.experts import calls_of
 from fcsd.training.calibration.model import calibrate_model, complaint
-from fcsd.training.calibration.shards import Layerwise
+from fcsd.training.calibration.shards import Layerwise, damage_of_copies
 from tests.examples import pack
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
@@ -311,24 +313,6 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
     assert all(torch.equal(value, old[name]) for name, value in tensors(base).items())
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_streams_of_a_calibration_that_are_cut_or_gone_are_one_line(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(folder_module, "write_changed", stop)
-        run_folder(base, tmp_path / "out", text(24))
-    (file,) = (tmp_path / "out").glob("streams-*")
-    file.unlink() if damage == "gone" else file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(
-        UserError, match=r"streams-1-0\.safetensors: is damaged or gone .*remove .*out to begin"
-    ):
-        run_folder(base, tmp_path / "out", text(24))
-
-
 def test_a_rank_without_text_adds_nothing_and_the_weights_are_those_of_one_process(
     base: Path, tmp_path: Path
 ) -> None:
@@ -350,6 +334,70 @@ def test_a_rank_without_text_adds_nothing_and_the_weights_are_those_of_one_proce
     assert run_ranks(rank, 2) == [True, True]
     one, two = (tensors(tmp_path / name / "out") for name in ("one", "two"))
     assert all(torch.allclose(one[name].float(), two[name].float(), rtol=2**-7, atol=1e-5) for name in one)
+
+
+@pytest.mark.parametrize("what", ["streams", "model", "config", "state", "streams are gone"])
+def test_what_a_killed_calibration_left_is_begun_again_where_it_is_damaged(
+    base: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = text(8)
+    run_folder(base, tmp_path / "whole", ids)
+    calls, save = iter(range(9)), folder_module._save
+
+    def stop_behind_layer_1(*arguments: Any) -> None:
+        save(*arguments)
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "_save", stop_behind_layer_1)
+        with pytest.raises(KeyboardInterrupt):
+            run_folder(base, tmp_path / "out", ids)
+    work = tmp_path / "out"
+    (streams,) = work.glob("streams-*")
+    if what == "model":
+        solved = json.loads((work / "state.json").read_text())["written"]
+        name = next(name for name in sorted(solved) if ".1." in name)
+        (file,) = [f for f in (work / "model").glob("*.safetensors") if name in safetensors_header(f)[0]]
+        header, begin = safetensors_header(file)
+        change_byte(file, begin + header[name]["data_offsets"][0])
+    elif what == "config":
+        config = json.loads((work / "model" / "config.json").read_text())
+        (work / "model" / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
+    elif what == "state":
+        state = (work / "state.json").read_text()
+        (work / "state.json").write_text(state.replace('"layer": 1', '"layer": 0'))
+        assert (work / "state.json").read_text() != state
+    elif what == "streams":
+        change_byte(streams, streams.stat().st_size - 1)
+    else:
+        streams.unlink()
+    capsys.readouterr()
+    run_folder(base, tmp_path / "out", ids)
+    assert "it is calibrated from the first layer again" in capsys.readouterr().err
+    whole = tmp_path / "whole" / "model"
+    assert tensors(work / "model").keys() == tensors(whole).keys()
+    assert all(torch.equal(value, tensors(whole)[name]) for name, value in tensors(work / "model").items())
+    assert (work / "model" / "config.json").read_text() == (whole / "config.json").read_text()
+
+
+def change_byte(file: Path, place: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_tensor_that_a_calibration_has_not_come_to_is_the_originals_when_it_goes_on(
+    base: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(base, tmp_path / "copy")
+    files = [file.name for file in base.glob("*.safetensors")]
+    assert damage_of_copies(tmp_path / "copy", base, files, {}) is None
+    change_byte(tmp_path / "copy" / files[0], (base / files[0]).stat().st_size - 1)
+    assert damage_of_copies(tmp_path / "copy", base, files, {}) is None
+    assert (tmp_path / "copy" / files[0]).read_bytes() == (base / files[0]).read_bytes()
+    (tmp_path / "copy" / files[0]).write_bytes((base / files[0]).read_bytes()[:-1])
+    assert damage_of_copies(tmp_path / "copy", base, files, {}) == files[0]
 
 
 @pytest.mark.breadth
@@ -519,6 +567,15 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
         assert said in (tmp_path / "push" / name / "README.md").read_text()
     config = json.loads((run / "distill" / "model" / "config.json").read_text())
     assert config["farskip_calibration"]["layers"] == [1, 3]
+    (weights_file, *_) = sorted((run / "calibrate" / "fcsd" / "model").glob("*.safetensors"))
+    shutil.copyfile(weights_file, tmp_path / "copy")
+    change_byte(tmp_path / "copy", weights_file.stat().st_size - 1)
+    os.replace(tmp_path / "copy", weights_file)
+    shutil.rmtree(run / "distill")
+    with pytest.raises(
+        UserError, match=r"calibrate/fcsd: is not what the stage left \(model: .*remove the folder"
+    ):
+        fcsd.run_stage("distill", recipe)
     with pytest.raises(UserError, match="adapter_off takes the student's own weights for the original's"):
         fcsd.run_stage("distill", recipe | {"lora": {}, "teacher": {"backend": "adapter_off"}})
 

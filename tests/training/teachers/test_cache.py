@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fcsd.base.files import read_json, weights_fingerprint
@@ -341,7 +342,7 @@ def test_a_missing_a_cut_and_a_changed_shard_are_noticed_and_mended(
     assert "a damaged shard; `fcsd cache-teacher RECIPE` computes its rows again" in error_of(train, capfd)
     assert main([*fill, "--verify"]) == 0  # removed, its rows computed again
     assert read_json(filled / "cache.json")["rows"] == 60
-    # The same length, another content: only reading all of it tells, or the spot check by chance.
+    # The same length, another content: what is read is compared.
     shard = sorted(filled.glob("hidden-*"))[0]
     damaged = bytearray(shard.read_bytes())
     begin = len(damaged) // 2
@@ -349,10 +350,26 @@ def test_a_missing_a_cut_and_a_changed_shard_are_noticed_and_mended(
     shard.write_bytes(damaged)
     error = error_of([*fill, "--verify"], capfd)
     assert f"{shard}: its content does not have the checksum" in error and "remove the file" in error
-    error = error_of([*train, "--set", "teacher.spot_check_rows=60"], capfd)
-    assert re.search(r"the spot check found a row whose hidden states are .* more than 0.001", error)
+    for rows in (0, 60):  # with and without a spot check
+        error = error_of([*train, "--set", f"teacher.spot_check_rows={rows}"], capfd)
+        assert (
+            f"{shard}: is damaged: a row's hidden states are not what was written; remove the file" in error
+        )
     shard.write_bytes(b"\x10" + bytes(len(damaged) - 1))
     assert "damaged or incomplete shard" in error_of(train, capfd)
+
+
+def test_a_cache_that_other_software_made_is_found_by_the_spot_check(
+    bench: Bench, filled: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with safe_open(sorted(filled.glob("hidden-*"))[0], "pt") as file:
+        hidden, keys, ends = (file.get_tensor(name) for name in ("hidden", "keys", "ends"))
+    parts = hidden.tensor_split(ends[:-1])
+    rows = [(key.tobytes(), 1.01 * part) for key, part in zip(keys.numpy(), parts, strict=True)]
+    write_shard(filled, read_json(filled / "teacher.json"), rows)
+    train = ["distill", str(cached(bench)), "--set", "teacher.spot_check_rows=60"]
+    said = r"the spot check found a row whose hidden states are .* more than 0.001"
+    assert re.search(said, error_of(train, capfd))
 
 
 def test_a_folder_that_is_no_cache_is_named(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
@@ -396,7 +413,9 @@ def test_another_checkpoint_may_be_the_teacher_of_any_width_if_its_tokenizer_is_
     assert "teacher" in read_json(bench.folder / "r" / "distill" / "manifest.json")["inputs"]
     # A stage that was distilled from another teacher is another stage.
     error = error_of(["distill", str(live(bench, "r"))], capfd)
-    assert re.search(r'was made with other settings \(teacher: "\w+\.\.\. -> null\)', error)
+    assert re.search(
+        r'was made with other settings \(teacher: "\w+\.\.\. -> null; teacher/config\.json: ', error
+    )
 
     vocabulary = yaml.safe_load((wide / "tokenizer.json").read_text())
     names = vocabulary["model"]["vocab"]

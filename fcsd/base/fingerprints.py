@@ -1,0 +1,120 @@
+"""Identify a checkpoint by what is computed with it, and a JSON file by what it was written with.
+
+The identity of a checkpoint is its weights, the fields of its config that change a number, its generation defaults and
+the files of its tokenizer and processor. Neither its place nor the transformers that wrote it is part of it.
+
+Not covered: code that a checkpoint brings, unless it is asked for.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import file_fingerprint, read_json, write_json
+
+TOKENIZER_FILES = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "tekken.json",
+    "*.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*", "processor_config.json",
+    "preprocessor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+"""Patterns of the files that a tokenizer or processor is read from."""
+
+NOT_COMPUTED = frozenset({
+    "_name_or_path", "_commit_hash", "_from_model_config", "_attn_implementation_autoset", "architectures", "auto_map",
+    "transformers_version", "use_cache", "output_hidden_states", "output_attentions", "return_dict", "id2label",
+    "label2id", "chunk_size_feed_forward", "problem_type", "tokenizer_class",
+})  # fmt: skip
+"""Fields of a config that change no number."""
+_NOT_ENCODED = {"name_or_path", "transformers_version", "tokenizer_file", "special_tokens_map_file"}
+_SEAL = "sha256"
+
+
+def checkpoint_files(folder: Path, *, code: bool = False) -> dict[str, Any]:
+    """Return what identifies the files beside a checkpoint's weights, by their names.
+
+    Of `config.json` and `generation_config.json` it is their fields, so that a difference can be named; of any other
+    its hash. code: whether its Python files are read, too.
+    """
+    identity: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            identity[name] = _fields(folder / name)
+    modules = sorted(folder.glob("*.py")) if code else []
+    return identity | tokenizer_files(folder) | {file.name: file_fingerprint(file) for file in modules}
+
+
+def tokenizer_files(folder: Path) -> dict[str, str]:
+    """Return the hashes of the files that a tokenizer or processor is read from, by their names."""
+    files = {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
+    return {str(file.relative_to(folder)): _encoding_fingerprint(file) for file in sorted(files)}
+
+
+def _fields(file: Path) -> Any:
+    try:
+        return computed_fields(json.loads(file.read_bytes()))
+    except ValueError:  # who loads the model says so
+        return file_fingerprint(file)
+
+
+def computed_fields(value: Any) -> Any:
+    """Leave the fields of a config that change a number, at every depth; a dtype has one spelling."""
+    if isinstance(value, list):
+        return [computed_fields(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    fields = {key: computed_fields(item) for key, item in value.items() if key not in NOT_COMPUTED}
+    dtype = fields.pop("torch_dtype", None)  # as transformers 4 wrote it
+    dtype = fields.pop("dtype", None) or dtype
+    return fields if dtype is None else fields | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def _encoding_fingerprint(file: Path) -> str:
+    """Hash a file of a tokenizer; of its settings, without those that say where it came from."""
+    if file.name != "tokenizer_config.json":
+        return file_fingerprint(file)
+    try:
+        settings = json.loads(file.read_bytes())
+    except ValueError:
+        return file_fingerprint(file)
+    if isinstance(settings, dict):
+        settings = {key: value for key, value in settings.items() if key not in _NOT_ENCODED}
+    return content_fingerprint(settings)
+
+
+def content_fingerprint(value: Any) -> str:
+    """Hash a value of JSON, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with a hash over all of it, which `check_seal` compares."""
+    return {_SEAL: content_fingerprint(value), **value}
+
+
+def write_sealed(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object as `sealed` gives it."""
+    write_json(path, sealed(value))
+
+
+def read_sealed(path: Path, hint: str) -> dict[str, Any]:
+    """Read what `write_sealed` wrote, without the hash. hint: what to do where it is damaged.
+
+    Raises:
+        UserError: as `read_json`; the content is not what was written, or has no hash.
+    """
+    value = read_json(path, hint, keys=())
+    if _SEAL not in value:
+        raise UserError(f"{path}: lacks the hash that it is written with; {hint}")
+    check_seal(path, value, hint)
+    return {key: item for key, item in value.items() if key != _SEAL}
+
+
+def check_seal(path: Path, value: Any, hint: str) -> None:
+    """Raise UserError where an object that was read from `path` has a hash, and is not what was written with it."""
+    if not isinstance(value, dict) or not isinstance(value.get(_SEAL), str):
+        return
+    content = {key: item for key, item in value.items() if key != _SEAL}
+    if content_fingerprint(content) != value[_SEAL]:
+        raise UserError(f"{path}: is damaged: its content is not what was written; {hint}")

@@ -1,0 +1,203 @@
+"""What a stage reads and leaves is known by what is computed with it, and compared."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import save_file
+
+from fcsd.base import files
+from fcsd.base.artifact import Stage, check_outputs, model_outputs, read_manifest
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, weights_fingerprint, write_json
+from fcsd.base.fingerprints import checkpoint_files, read_sealed, write_sealed
+from fcsd.model.config import ModelConfig
+from fcsd.model.load import ModelFolder
+from fcsd.training.sweep import read_history, read_scores
+
+CONFIG = {
+    "model_type": "qwen3_moe", "num_experts_per_tok": 2, "torch_dtype": "bfloat16", "transformers_version": "4.57.0",
+    "_name_or_path": "/somewhere", "rope_scaling": None, "text_config": {"hidden_size": 8, "dtype": "torch.float16"},
+}  # fmt: skip
+
+
+def flip(file: Path, old: bytes, new: bytes) -> None:
+    """Change bytes of a file, as a disk does: its size stays."""
+    data = file.read_bytes()
+    assert old in data and len(old) == len(new)
+    file.write_bytes(data.replace(old, new, 1))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    import numpy as np
+
+    folder = tmp_path / "original"
+    folder.mkdir()
+    save_file({"a": np.arange(4, dtype=np.float32)}, folder / "model.safetensors")
+    write_json(folder / "config.json", CONFIG)
+    write_json(folder / "generation_config.json", {"eos_token_id": 1, "transformers_version": "4.57.0"})
+    write_json(folder / "tokenizer.json", {"model": {"merges": ["a b"]}})
+    write_json(folder / "tokenizer_config.json", {"chat_template": "{{ x }}", "name_or_path": "/somewhere"})
+    return folder
+
+
+def known(folder: Path) -> dict[str, Any]:
+    return ModelFolder(ModelConfig(path=str(folder)), folder).fingerprints("original")
+
+
+def test_a_copy_and_what_another_transformers_writes_of_itself_are_the_same_checkpoint(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    before = known(checkpoint)
+    other = tmp_path / "moved" / "elsewhere"
+    shutil.copytree(checkpoint, other)
+    assert known(other) == before
+    config = CONFIG | {
+        "dtype": "torch.bfloat16", "transformers_version": "5.23.1", "_name_or_path": "owner/name", "use_cache": False,
+    }  # fmt: skip
+    del config["torch_dtype"]
+    write_json(other / "config.json", config)
+    write_json(other / "generation_config.json", {"transformers_version": "5.23.1", "eos_token_id": 1})
+    write_json(other / "tokenizer_config.json", {"name_or_path": "owner/name", "chat_template": "{{ x }}"})
+    write_json(other / "model.safetensors.index.json", {})
+    (other / "README.md").write_text("# Other words")
+    assert known(other) == before
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("config.json", CONFIG | {"num_experts_per_tok": 1}, r"original/config\.json\.num_experts_per_tok: 2 -> 1"),
+        ("config.json", CONFIG | {"torch_dtype": "float32"}, r'config\.json\.dtype: "bfloat16" -> "float32"'),
+        ("config.json", CONFIG | {"text_config": {"hidden_size": 9}}, r"json\.text_config\.hidden_size: 8 -> 9"),
+        ("generation_config.json", {"eos_token_id": 2}, r"generation_config\.json\.eos_token_id: 1 -> 2"),
+        ("tokenizer.json", {"model": {"merges": ["b a"]}}, r"original/tokenizer\.json: "),
+        ("tokenizer_config.json", {"chat_template": "{{ y }}"}, r"original/tokenizer_config\.json: "),
+        ("chat_template.jinja", {"x": 1}, r"original/chat_template\.jinja: null -> "),
+        ("additional_chat_templates/tool_use.jinja", {}, r"original/additional_chat_templates/tool_use\.jinja: "),
+        ("special_tokens_map.json", {"eos_token": "b"}, r"original/special_tokens_map\.json: "),
+        ("spiece.model", {}, r"original/spiece\.model: "),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_stage_is_refused_when_a_file_that_it_read_has_changed_and_the_file_is_named(
+    checkpoint: Path, tmp_path: Path, file: str, content: dict[str, Any], said: str, finished: bool
+) -> None:
+    stage = Stage(tmp_path / "s", "distill", {}, known(checkpoint))
+    stage.start()
+    (stage.folder / "history.jsonl").touch()
+    if finished:
+        stage.finish({})
+    assert stage.state() == ("finished" if finished else "unfinished")
+    (checkpoint / file).parent.mkdir(exist_ok=True)
+    write_json(checkpoint / file, content)
+    with pytest.raises(UserError, match=f"was made with other settings .*{said}.*remove this folder"):
+        Stage(stage.folder, "distill", {}, known(checkpoint)).state()
+
+
+def test_code_counts_where_it_is_run(checkpoint: Path) -> None:
+    (checkpoint / "modeling_x.py").write_text("x = 1")
+    assert "modeling_x.py" not in checkpoint_files(checkpoint)
+    before = checkpoint_files(checkpoint, code=True)
+    (checkpoint / "modeling_x.py").write_text("x = 2")
+    assert checkpoint_files(checkpoint, code=True) != before
+
+
+def test_a_folder_that_noted_less_of_what_it_read_is_refused_with_what_it_did_not_note(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    stage = Stage(tmp_path / "s", "convert", {}, known(checkpoint))
+    stage.start()
+    record = read_json(stage.folder / "stage.json")
+    record |= {"schema_version": 4, "inputs": {"original": record["inputs"]["original"]}}
+    write_json(stage.folder / "manifest.json", record)
+    message = (
+        r"made by another fcsd \(schema_version 4, .*did not note original/config\.json.*remove this folder"
+    )
+    with pytest.raises(UserError, match=message):
+        stage.state()
+
+
+def test_hard_links_are_read_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    hashed = files.file_sha256
+    monkeypatch.setattr(files, "file_sha256", lambda path: read.append(path) or hashed(path))
+    (tmp_path / "links").mkdir()
+    os.link(checkpoint / "model.safetensors", tmp_path / "links" / "model.safetensors")
+    assert weights_fingerprint(checkpoint) == weights_fingerprint(tmp_path / "links")
+    assert len(read) == 1
+
+
+@pytest.fixture
+def finished(checkpoint: Path, tmp_path: Path) -> Path:
+    """Return the folder of a training that has ended."""
+    stage = Stage(tmp_path / "distill", "distill", {}, {"original": "abc"})
+    stage.start()
+    shutil.copytree(checkpoint, stage.folder / "model")
+    (stage.folder / "history.jsonl").write_text('{"loss": 1.25}\n')
+    write_json(stage.folder / "scores.json", {"points": [0.25]})
+    model = stage.folder / "model"
+    stage.finish({"last_loss": 1.25}, model_outputs(model))
+    return stage.folder
+
+
+def test_what_a_stage_left_is_found_as_it_was_also_elsewhere(finished: Path, tmp_path: Path) -> None:
+    check_outputs(finished)
+    shutil.copytree(finished, tmp_path / "moved")
+    check_outputs(tmp_path / "moved")
+    assert read_history(tmp_path / "moved") == [{"loss": 1.25}]
+    known(tmp_path / "moved" / "model")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("model/model.safetensors", b"\0\0\x80?", b"\0\0\0@", "model: "),
+        ("model/config.json", b'_tok": 2', b'_tok": 1', r"model/config\.json\.num_experts_per_tok: 2 -> 1"),
+        ("model/tokenizer.json", b"a b", b"b a", r"model/tokenizer\.json: "),
+        ("history.jsonl", b"1.25", b"1.15", r"history\.jsonl: "),
+        ("scores.json", b"0.25", b"0.75", r"scores\.json: "),
+    ],
+)
+def test_a_result_that_is_not_what_a_stage_left_is_named_with_what_to_do(
+    finished: Path, file: str, old: bytes, new: bytes, said: str
+) -> None:
+    flip(finished / file, old, new)
+    message = rf"distill: is not what the stage left \({said}.*damaged or changed since.*remove the folder"
+    with pytest.raises(UserError, match=message):
+        check_outputs(finished)
+    readers = {"history.jsonl": read_history, "scores.json": read_scores}
+    with pytest.raises(UserError, match=message):
+        readers[file](finished) if file in readers else known(finished / "model")
+
+
+def test_a_result_that_is_gone_is_missed(finished: Path) -> None:
+    (finished / "scores.json").unlink()
+    with pytest.raises(UserError, match=r'scores\.json: ".* -> null'):
+        read_scores(finished)
+    shutil.rmtree(finished / "model")
+    with pytest.raises(UserError, match="no such folder, and the stage left one there"):
+        check_outputs(finished)
+
+
+def test_a_digit_of_a_manifest_does_not_change_unseen(finished: Path) -> None:
+    flip(finished / "manifest.json", b'"last_loss": 1.25', b'"last_loss": 1.15')
+    for read in (read_manifest, Stage(finished, "distill", {}, {"original": "abc"}).state):
+        with pytest.raises(UserError, match=r"manifest\.json: is damaged.*remove the folder"):
+            read(finished) if read is read_manifest else read()  # type: ignore[call-arg]
+
+
+def test_a_sealed_file_is_what_was_written_or_refused(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    write_sealed(file, {"loss": 1.5, "losses": [2, 1.5], "ä": None})
+    assert read_sealed(file, "do this") == {"loss": 1.5, "losses": [2, 1.5], "ä": None}
+    write_json(file, json.loads(file.read_text()) | {"loss": 1.25})
+    with pytest.raises(UserError, match=r"result\.json: is damaged: .*; do this"):
+        read_sealed(file, "do this")
+    write_json(file, {"loss": 1.5})
+    with pytest.raises(UserError, match="lacks the hash that it is written with; do this"):
+        read_sealed(file, "do this")
