@@ -57,7 +57,7 @@ from tests.report.publish.hub_server import TOKEN, running_hub  # noqa: E402
 from tests.support import Bench, forked_ranks, in_a_fork, make_bench, status_of  # noqa: E402
 
 VOLATILE = re.compile(
-    r'"(finished|seconds|.*_s|share_of_time|scoring_share|tokens_per_second|versions|date)"'
+    r'"(finished|seconds|.*_s|share_of_time|scoring_share|tokens_per_second|versions|date|sha256|[\w.-]+\.jsonl?)"'
 )
 
 

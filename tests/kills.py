@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 _RANDOM = re.compile(r"[0-9a-f]{8}-\d+-[0-9a-f]{8}")  # in the names of temporary files
-_TIMES = re.compile(rb'"(finished|seconds|[a-z_]*_s|date)": [^,\n]*|\d{4}-\d\d-\d\dT[\d:.-]+')
+# Times, and the hashes of files with times in them.
+_TIMES = re.compile(
+    rb'"(finished|seconds|[a-z_]*_s|date|sha256|[\w.-]+\.jsonl?)": [^,\n]*|\d{4}-\d\d-\d\dT[\d:.-]+'
+)
 
 
 class _Tree(threading.local):

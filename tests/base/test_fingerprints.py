@@ -138,7 +138,7 @@ def finished(checkpoint: Path, tmp_path: Path) -> Path:
     stage = Stage(tmp_path / "distill", "distill", {}, {"original": "abc"})
     stage.start()
     shutil.copytree(checkpoint, stage.folder / "model")
-    (stage.folder / "history.jsonl").write_text('{"loss": 1.25}\n')
+    (stage.folder / "history.jsonl").write_text('{"loss": 1.25, "step": 1}\n')
     write_json(stage.folder / "scores.json", {"points": [0.25]})
     model = stage.folder / "model"
     stage.finish({"last_loss": 1.25}, model_outputs(model))
@@ -149,7 +149,7 @@ def test_what_a_stage_left_is_found_as_it_was_also_elsewhere(finished: Path, tmp
     check_outputs(finished)
     shutil.copytree(finished, tmp_path / "moved")
     check_outputs(tmp_path / "moved")
-    assert read_history(tmp_path / "moved") == [{"loss": 1.25}]
+    assert read_history(tmp_path / "moved") == [{"loss": 1.25, "step": 1}]
     known(tmp_path / "moved" / "model")
 
 
@@ -195,7 +195,7 @@ def test_a_sealed_file_is_what_was_written_or_refused(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     write_sealed(file, {"loss": 1.5, "losses": [2, 1.5], "ä": None})
     assert read_sealed(file, "do this") == {"loss": 1.5, "losses": [2, 1.5], "ä": None}
-    write_json(file, json.loads(file.read_text()) | {"loss": 1.25})
+    write_json(file, json.loads(file.read_text()) | {"loss": 1.25, "step": 1})
     with pytest.raises(UserError, match=r"result\.json: is damaged: .*; do this"):
         read_sealed(file, "do this")
     write_json(file, {"loss": 1.5})

@@ -485,7 +485,7 @@ def test_a_run_that_is_killed_when_its_model_is_written_has_nothing_left_to_trai
 
     def killed() -> int:
         if moment == "the model is hashed":
-            monkeypatch.setattr(launch, "weights_fingerprint", die)
+            monkeypatch.setattr(launch, "model_outputs", die)
         elif moment == "the manifest is written":
             monkeypatch.setattr(
                 artifact,
