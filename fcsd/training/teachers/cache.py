@@ -38,6 +38,7 @@ TEACHER, MANIFEST = "teacher.json", "cache.json"
 _KEY_BYTES = 16
 _OPEN_SHARDS = 256  # memory-mapped at a time
 
+_RECORD = "record"
 _TENSORS = ("hidden", "keys", "ends", "sums")
 
 Place = tuple[str, int, int, int]  # shard, first and last + 1 of its hidden states, their checksum
@@ -69,7 +70,8 @@ def write_shard(folder: Path, identity: dict[str, Any], rows: Sequence[tuple[byt
     metadata = {"format": FORMAT, "teacher": _hash_of(identity), "sha256": _checksum(tensors)}
     path = folder / f"hidden-{hashlib.blake2b(keys.numpy().data, digest_size=8).hexdigest()}.safetensors"
     with writing(path), beside(path) as temporary:
-        save_file(tensors, temporary / "shard", metadata=metadata)
+        # One entry: safetensors writes several in any order.
+        save_file(tensors, temporary / "shard", metadata={_RECORD: json.dumps(metadata)})
         # safetensors 0.8 makes its files 0600, whatever the umask; a cache is for others, too
         (temporary / "shard").chmod(temporary.stat().st_mode & 0o666)
         os.replace(temporary / "shard", path)
@@ -99,7 +101,7 @@ def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
     """
     try:
         with safe_open(path, framework="pt") as file:  # checks that the file is as long as its header says
-            metadata = file.metadata() or {}
+            metadata = _metadata(file)
             keys, ends = file.get_tensor("keys"), file.get_tensor("ends").tolist()
             sums = file.get_tensor("sums").tolist() if "sums" in file.keys() else []  # noqa: SIM118
             length = file.get_slice("hidden").get_shape()[0]
@@ -117,6 +119,12 @@ def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
     }
 
 
+def _metadata(file: Any) -> dict[str, Any]:
+    """Return what `write_shard` noted beside the tensors; {} in a file of another kind."""
+    record = json.loads((file.metadata() or {}).get(_RECORD, "{}"))
+    return record if isinstance(record, dict) else {}
+
+
 def _layout(path: Path) -> tuple[int, int]:
     """Return where the hidden states begin in a shard, and the bytes of one of them."""
     header, start = safetensors_header(path)
@@ -129,7 +137,7 @@ def verify_shard(path: Path) -> None:
     """Read the whole shard and compare it with its checksum. Raises: UserError when they differ."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in _TENSORS}
-        expected = (file.metadata() or {}).get("sha256")
+        expected = _metadata(file).get("sha256")
     if _checksum(tensors) != expected:
         raise UserError(f"{path}: its content does not have the checksum that it was written with")
 
