@@ -562,9 +562,9 @@ class State:
         assert statuses == [-signal.SIGKILL if kill else 0], text
         shutil.copytree(self.folder, self.place / "ready", symlinks=True)
         ends = []
-        for _ in range(2):
+        for part in ("stage.json", "tokens"):  # trained as it was, and again: what has times in it is another
             self.restore()
-            self.forget("stage.json")
+            self.forget(part)
             statuses, text = attempt(self.job, self.folder, self.folder.parent)
             assert statuses == [0], text
             ends.append(self.job.digest(self.folder))
@@ -593,7 +593,10 @@ def damaged_run(state: State, expected: dict[str, str], name: str, harm: Callabl
         return "hangs"
     if any(statuses):
         return "said"
-    hashes = state.job.digest(folder)
+    hashes = {
+        key: "there" if expected.get(key) == "there" else value
+        for key, value in state.job.digest(folder).items()
+    }
     own = without_time(name)
     differing = sorted(
         key for key in {*hashes, *expected} if hashes.get(key) != expected.get(key) and key != own

@@ -203,7 +203,7 @@ def check_outputs(folder: Path, *names: str) -> None:
 
 def model_outputs(folder: Path) -> dict[str, Any]:
     """Return what identifies a checkpoint that is the output `model` of a stage: its weights and the files beside."""
-    files = {f"model/{file}": known for file, known in checkpoint_files(folder).items()}
+    files = {f"model/{file}": known for file, known in checkpoint_files(folder, code=True).items()}
     return {"model": weights_fingerprint(folder), **files}
 
 

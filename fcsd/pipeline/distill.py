@@ -65,9 +65,10 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
         folder,
         candidate_run,
         remove_checkpoints=lambda place: remove_checkpoints(place, launch),
+        ranks=launch.ranks,
     )
-    write_ready_recipe(recipe, result, folder)
     if launch.first:
+        write_ready_recipe(recipe, result, folder)
         plot_sweep(result, folder)
     launch.finish(stage, result | exclusions(rows, folder, launch))
     _tell_choice(result, launch)

@@ -18,6 +18,7 @@ from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, read_text, write_json, write_text
 from fcsd.base.fingerprints import read_sealed, write_sealed
+from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.training.config import SweepConfig, TrainConfig
 
 
@@ -86,8 +87,9 @@ def run_sweep(
     run_candidate: Callable[[Candidate, TrainConfig, Path], None],
     *,
     remove_checkpoints: Callable[[Path], None],
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
-    """Run what is missing of both stages and leave `sweep.json` and `sweep.md` in `folder`.
+    """Run what is missing of both stages and leave `sweep.json` and `sweep.md` in `folder`; all ranks call this.
 
     run_candidate(candidate, train, folder) trains and leaves `history.jsonl`; remove_checkpoints(folder) is called when
     its result is on disk. Returns `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
@@ -96,25 +98,19 @@ def run_sweep(
     def measured(stage: str, batch_size_tokens: int, learning_rate: float) -> dict[str, Any]:
         candidate = Candidate(stage, batch_size_tokens, learning_rate)
         place = folder / candidate.folder
-        if not (place / "result.json").is_file():
+        if not ranks.from_first(lambda: (place / "result.json").is_file()):
+            train, diverged = candidate.train(base, sweep), False
             try:
-                train = candidate.train(base, sweep)
                 run_candidate(candidate, train, place)
-                points = read_history(place)
-                # A step that was skipped has no point; one that ends so is diverging.
-                losses = [point["loss"] for point in points if points[-1]["step"] == train.max_steps]
             except UserError as error:
                 if "not finite" not in str(error):
                     raise
-                losses = []  # a candidate that diverges has lost, it does not end the sweep
-            # Not a number when any of them is not, so that a diverged run never wins.
+                diverged = True  # a candidate that diverges has lost, it does not end the sweep
             last_steps = sweep.steps_of(batch_size_tokens, base, sweep.last_steps)
-            loss = fmean(losses[-last_steps:]) if losses else math.nan
-            place.mkdir(parents=True, exist_ok=True)
-            result = {"loss": loss if math.isfinite(loss) else None, "losses": losses}
-            write_sealed(place / "result.json", result)
+            ranks.from_first(lambda: _note_losses(place, 0 if diverged else train.max_steps, last_steps))
         remove_checkpoints(place)
-        score = read_sealed(place / "result.json", f"remove {place} to train this candidate again")
+        again = f"remove {place} to train this candidate again"
+        score = ranks.from_first(lambda: read_sealed(place / "result.json", again))
         return asdict(candidate) | {"loss": score["loss"], "folder": candidate.folder}  # loss null: diverged
 
     first = [measured("batch_size_tokens", size, base.learning_rate) for size in sweep.batch_size_tokens]
@@ -130,9 +126,24 @@ def run_sweep(
         "last_steps": sweep.last_steps,
         "candidates": first + second,
     }
-    write_json(folder / "sweep.json", result)
-    write_text(folder / "sweep.md", sweep_table(result))
+
+    def write() -> None:
+        write_json(folder / "sweep.json", result)
+        write_text(folder / "sweep.md", sweep_table(result))
+
+    ranks.from_first(write)
     return result
+
+
+def _note_losses(place: Path, num_steps: int, last_steps: int) -> None:
+    """Leave `result.json` of a candidate that was trained for num_steps; 0: it diverged."""
+    points = read_history(place) if num_steps else []
+    # A step that was skipped has no point; one that ends so is diverging.
+    losses = [point["loss"] for point in points if points[-1]["step"] == num_steps]
+    # Not a number when any of them is not, so that a diverged run never wins.
+    loss = fmean(losses[-last_steps:]) if losses else math.nan
+    place.mkdir(parents=True, exist_ok=True)
+    write_sealed(place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses})
 
 
 def last_text(result: Mapping[str, Any]) -> str:
