@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +32,7 @@ from fcsd.data.counts import ExampleCounts, count_shard, no_rows
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.reading import Piece, read_pieces
 from fcsd.data.shards import BAD, Shard, Tokenizing, Tokens, keep_whole, write_arrays
-from fcsd.data.sources import Opened, Source, open_source
+from fcsd.data.sources import Source, open_source
 from fcsd.data.workers import default_workers, in_order
 
 _DRAWN = 1000  # random numbers at a time
@@ -116,11 +117,10 @@ class _SourceTokens:
         self.index, self.source, self.folder = index, source, folder
         folder.mkdir(parents=True, exist_ok=True)
         self._end = folder / "end.json"
-        self._total: int | None = self._known_total()
+        self._total = self._known_total()
         self.ended = self.whole = self._total is not None
-        self.opened: Opened | None = None
-        if not self.ended:
-            self.opened = open_source(source)
+        self.opened = None if self.ended else open_source(source)
+        if self.opened is not None:
             self.source, self.whole = self.opened.settings, self.opened.whole
         self.num_read, self.num_kept, self.counts = 0, 0, ExampleCounts()
         self.shards: list[Shard] = []
@@ -129,9 +129,7 @@ class _SourceTokens:
 
     def _known_total(self) -> int | None:
         """Return how many shards the source has; None: it is to be read, from behind those that are whole."""
-        number = 0
-        while keep_whole(self._path(number)):
-            number += 1
+        number = next(number for number in itertools.count() if not keep_whole(self._path(number)))
         with contextlib.suppress(UserError):
             if read_json(self._end, keys=["shards"])["shards"] == number:
                 return number
@@ -231,13 +229,11 @@ def write_rows(
 
 def _whole_rows(path: Path) -> bool:
     """Tell whether rows and all their tokens are there and what was written; damaged files are removed."""
-    if not keep_whole(path):
-        return False
-    shards = [keep_whole(path.parent / name) for name in Shard(path).record["shards"]]
-    if all(shards):
-        return True
-    path.unlink()
-    return False
+    names = Shard(path).record["shards"] if keep_whole(path) else [path.name]
+    whole = all(keep_whole(path.parent / name) for name in names)
+    if not whole:
+        path.unlink(missing_ok=True)
+    return whole
 
 
 def _complete(order: _Order, tokenizing: Tokenizing, bad_rows: BadRows, num_workers: int) -> list[list[int]]:

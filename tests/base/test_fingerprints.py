@@ -145,7 +145,7 @@ def finished(checkpoint: Path, tmp_path: Path) -> Path:
     return stage.folder
 
 
-def test_what_a_stage_left_is_found_as_it_was_also_elsewhere(finished: Path, tmp_path: Path) -> None:
+def test_what_a_stage_left_is_the_same_in_another_folder(finished: Path, tmp_path: Path) -> None:
     check_outputs(finished)
     shutil.copytree(finished, tmp_path / "moved")
     check_outputs(tmp_path / "moved")

@@ -74,18 +74,12 @@ def calibrate_checkpoint(
     model = work / "model"
     with writing(work):
         changed = models.files_of(layers)
-        ranks.from_first(lambda: _prepare(original, connectivity, model, changed))
-        state = _resume(work, models, original.folder, changed, text.batches, ranks)
-        if state is None:
+        state = None
+        while state is None:  # a second time where what was left is damaged
             ranks.from_first(lambda: _prepare(original, connectivity, model, changed))
-            state = _first_state(models, text.batches)
-        bar = progress_bar(
-            total=max(layers) + 1,
-            initial=state.next_layer,
-            desc="calibrate",
-            unit="layer",
-            shown=ranks.first,
-        )
+            state = _resume(work, models, original.folder, changed, text.batches, ranks)
+        last, first = max(layers) + 1, state.next_layer
+        bar = progress_bar(total=last, initial=first, desc="calibrate", unit="layer", shown=ranks.first)
         with bar:
             for result in walk(models, state, text, layers=layers, ridge=ridge, ranks=ranks):
                 if result is not None:
@@ -167,10 +161,6 @@ def _prepare(original: ModelFolder, connectivity: Connectivity, model: Path, cha
     own_copies(model, original.folder, changed)
 
 
-def _first_state(models: Layerwise, batches: Sequence[Batch]) -> State:
-    return State(0, [first_stream(models.student, batch, models.device) for batch in batches])
-
-
 def _resume(
     work: Path, models: Layerwise, source: Path, changed: set[str], batches: Sequence[Batch], ranks: Ranks
 ) -> State | None:
@@ -180,7 +170,7 @@ def _resume(
     """
     state = ranks.from_first(lambda: _read_state(work, source, changed))
     if state is None:
-        return _first_state(models, batches)
+        return State(0, [first_stream(models.student, batch, models.device) for batch in batches])
     if "damage" in state:
         _remove_damaged(work, state["damage"], ranks)
         return None

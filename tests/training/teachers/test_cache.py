@@ -359,7 +359,7 @@ def test_a_missing_a_cut_and_a_changed_shard_are_noticed_and_mended(
     assert "damaged or incomplete shard" in error_of(train, capfd)
 
 
-def test_a_cache_that_other_software_made_is_found_by_the_spot_check(
+def test_the_spot_check_refuses_a_cache_that_other_software_made(
     bench: Bench, filled: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with safe_open(sorted(filled.glob("hidden-*"))[0], "pt") as file:
