@@ -22,7 +22,7 @@ from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, training_rows
-from fcsd.planning.layers.first import tell_first_layer
+from fcsd.planning.layers.first import tell_first_layers
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import Recipe
 from fcsd.training.calibration.checkpoint import calibratable, calibrate_checkpoint, take_rows
@@ -141,7 +141,7 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     if launch.first:
         assert checkpoint.family is not None
         wired = recipe.connectivity.spec()
-        tell_first_layer(wired, run.original.load_config(), checkpoint.family, "--layers")
+        tell_first_layers(wired, run.original.load_config(), checkpoint.family, "--layers", recipe.model_path)
     stage = calibrate(run, on_bad_row=None)
 
     def leave() -> None:

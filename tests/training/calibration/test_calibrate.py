@@ -480,7 +480,8 @@ def test_the_command_calibrates_and_tells_what_it_did(
     assert re.search(r"\btext: \d+ examples read: \d+ cut, 0 without loss, 0 left out$", said.err, flags=re.M)
     every = [*words[:2], str(tmp_path / "all"), "--layers", "all", "--text", str(tmp_path / "gone.jsonl")]
     assert main(every) == 2
-    assert "layer 0 alone is likely to be most of the loss; --layers last:3 leaves" in capsys.readouterr().err
+    said_of_first = f"measured by `fcsd layers {base}`; --layers last:3 leaves out layer 0"
+    assert said_of_first in capsys.readouterr().err
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["stage"] == "calibrate" and 2000 <= manifest["results"]["tokens"] < 2064
     assert (
