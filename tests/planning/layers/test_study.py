@@ -689,7 +689,7 @@ def test_a_study_measures_all_but_the_layers_that_it_found_to_cost_the_most(
     assert main(command(model, text, tmp_path / "t", "--sides", "single")) == 0
     assert read_study(tmp_path / "t")["points"][-1]["side"] == "without" and measured[-1] == [0, 2, 3]
     said = capsys.readouterr().out
-    assert re.search(r"^\| all but 1 +\| 0\.1200 ", said, flags=re.M)
+    assert re.search(r"^\| all but 1 +\| +0\.1200 ", said, flags=re.M)
     assert (
         "1 layer costs far more alone than a typical one (0.04000): layer 1 0.9000. All but layer 1 (--"
         in said
