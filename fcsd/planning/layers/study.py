@@ -261,7 +261,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             evaluate = stack.enter_context(
                 prepare_evaluation(tokenizer, suite, plan, ranks=ranks, progress=False)
             )
-        known = read_original(model, rows, ranks=ranks) if rows is not None else None
+        known = read_original(model, rows, ranks=ranks, in_parts=True) if rows is not None else None
 
         def measure(layers: Sequence[int], calibrated: bool) -> Measured:
             if layers:
