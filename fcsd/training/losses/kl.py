@@ -191,6 +191,16 @@ def read_original(
         return Original(batches, part_rows, whole_head(original, device).cpu(), original.config)
 
 
+def kl_sum(teacher: tuple[Tensor, nn.Linear, Any], student: tuple[Tensor, nn.Linear, Any]) -> Tensor:
+    """Return KL(teacher || student) summed over tokens; both as final hidden states (N, D), head and config."""
+    teacher_head, student_head = (
+        Head(hidden, head.weight, head.bias, *head_scaling(config))
+        for hidden, head, config in (teacher, student)
+    )
+    vocab_size = unpadded_vocab_size(student[2])
+    return fused_linear_loss(student_head, teacher_head, KLObjectiveConfig(), vocab_size=vocab_size)[0]
+
+
 @torch.no_grad()
 def kl_by_row(
     original: Original,
@@ -204,16 +214,10 @@ def kl_by_row(
     """Return for each row the sum of KL(original || model) in nats, and its kept tokens; the same on all ranks."""
     device = input_device(model)
     heads = original.head.to(device), whole_head(model, device)
-    scalings = head_scaling(original.config), head_scaling(model.config)
 
     def loss_sum(batch: Batch) -> Tensor:
-        hidden = batch["teacher_hidden"], batch_hidden(model, batch)
-        teacher, student = (
-            Head(states, head.weight, head.bias, *scaling)
-            for states, head, scaling in zip(hidden, heads, scalings, strict=True)
-        )
-        vocab_size = unpadded_vocab_size(model.config)
-        return fused_linear_loss(student, teacher, KLObjectiveConfig(), vocab_size=vocab_size)[0]
+        teacher = batch["teacher_hidden"], heads[0], original.config
+        return kl_sum(teacher, (batch_hidden(model, batch), heads[1], model.config))
 
     bar = "KL to the original" if progress else None
     num_parts = len(original.part_rows)
