@@ -149,15 +149,7 @@ def study_layers(
     with measuring(study, model, launch) as measure:
         weights = ["values", "calibrated"] if study.calibrated is not None else ["values"]
         known = {tuple(point["layers"]): {key: point[key] for key in weights} for point in done}
-        result: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
-            "study": study.model_dump(mode="json"),
-            "model_type": model.load_config().model_type,
-            "num_hidden_layers": len(mask),
-            "moe_layers": [index for index, is_moe in enumerate(mask) if is_moe],
-            "metrics": metrics(study),
-            "points": [],
-        }
+        result = _without_points(study, model, mask)
         # Zero rewired layers have no KL, but tasks have a score.
         wanted = [("none", []), *points] if study.tasks else points
         num_new = len({tuple(layers) for _, layers in wanted} - known.keys())
@@ -178,11 +170,25 @@ def study_layers(
             for place, (side, layers) in enumerate(wanted):
                 add(side, layers, place)
             if (rest := _all_but_special(study, result)) is not None:
+                bar.total += 1
                 add(*rest)
     if ranks.first:
         draw(result, folder / "layers.png")
     launch.finish(stage, {})
     return stage
+
+
+def _without_points(study: Study, model: ModelFolder, mask: Sequence[bool]) -> dict[str, Any]:
+    """Return what `layers.json` says beside the points that are measured."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "study": study.model_dump(mode="json"),
+        "model_type": model.load_config().model_type,
+        "num_hidden_layers": len(mask),
+        "moe_layers": [index for index, is_moe in enumerate(mask) if is_moe],
+        "metrics": metrics(study),
+        "points": [],
+    }
 
 
 def _all_but_special(study: Study, result: dict[str, Any]) -> tuple[str, list[int], int] | None:

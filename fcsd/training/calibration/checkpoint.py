@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,43 +66,33 @@ def calibrate_checkpoint(
     work: one from a run that was killed has to be of the same settings, and is continued. left_out: rows that no map is
     solved on, to measure the KL to the original on.
 
-    Returns: tokens, seconds, for each layer what was solved (`fcsd.training.calibration.model.calibrate_model`), and
+    Returns: tokens, seconds, `layers`, what was solved in each (`fcsd.training.calibration.model.calibrate_model`), and
     `kl` (`LeftOut.kl`), None without rows for it.
 
-    Raises:
-        UserError: a checkpoint that is converted, calibrated or quantised; too little text, or text that
-            makes it worse; sums that cannot be solved.
+    Raises UserError: a checkpoint that is converted, calibrated or quantised; too little text, or text that makes it
+    worse; sums that cannot be solved.
     """
     started, ranks = time.perf_counter(), launch.ranks
-    checkpoint = calibratable(original)
-    models = Layerwise(checkpoint, connectivity, launch.device, **_options(original))
+    models = Layerwise(calibratable(original), connectivity, launch.device, **_options(original))
     text = own_text(rows, models.model, ranks)
-    measured = LeftOut(left_out, ranks) if left_out else None
     layers = list(rewired_layers(models.student.layers))
     if not layers:
         raise UserError(f"{original.config.path}: no layer of it is rewired; there is nothing to calibrate")
-    model = work / "model"
+    model, measured = work / "model", LeftOut(left_out, ranks) if left_out else None
     with writing(work):
         changed = models.files_of(layers)
-        ranks.from_first(lambda: _prepare(original, connectivity, model, changed))
+        prepare = partial(_prepare, original, connectivity, model, changed)
+        ranks.from_first(prepare)
         state = _resume(work, models, original.folder, changed, text.batches, ranks, measured)
         if state is None:
-            ranks.from_first(lambda: _prepare(original, connectivity, model, changed))
+            ranks.from_first(prepare)
             state = _first_state(models, text.batches, measured)
-        bar = progress_bar(
-            total=max(layers) + 1 if measured is None else len(models.student.layers),
-            initial=state.next_layer,
-            desc="calibrate",
-            unit="layer",
-            shown=ranks.first,
-        )
-        with bar:
+        end = max(layers) + 1 if measured is None else len(models.student.layers)
+        with _layers_bar(state.next_layer, end, ranks) as bar:
             steps = walk(models, state, text, layers=layers, ridge=ridge, ranks=ranks, left_out=measured)
             for result in steps:
                 if result is not None:
-                    if ranks.first:
-                        tensors = models.layer_tensors(state.next_layer - 1)
-                        state.written |= write_changed(model, models.files, tensors, original.folder)
+                    _write_layer(models, state, model, original.folder, ranks)
                     bar.set_postfix_str(shown(result))
                 _save(state, work, ranks, measured)
                 bar.update()
@@ -119,6 +110,17 @@ def calibrate_checkpoint(
         "kl": kl,
         "seconds": round(time.perf_counter() - started, 1),
     }
+
+
+def _layers_bar(begun: int, end: int, ranks: Ranks) -> Any:
+    return progress_bar(total=end, initial=begun, desc="calibrate", unit="layer", shown=ranks.first)
+
+
+def _write_layer(models: Layerwise, state: State, model: Path, source: Path, ranks: Ranks) -> None:
+    """Write what has changed of the layer that is loaded; the first rank does."""
+    if ranks.first:
+        tensors = models.layer_tensors(state.next_layer - 1)
+        state.written |= write_changed(model, models.files, tensors, source)
 
 
 def _options(original: ModelFolder) -> dict[str, Any]:

@@ -647,7 +647,7 @@ def test_the_layers_that_cost_far_more_than_a_typical_one_are_counted_and_all_bu
     assert compared[name] == [k for k in range(len(losses)) if k not in left]
 
 
-def test_a_study_measures_all_but_the_layers_that_it_found_to_cost_the_most(
+def test_a_study_measures_all_but_the_layers_that_cost_the_most(
     model: Path,
     text: Path,
     tmp_path: Path,

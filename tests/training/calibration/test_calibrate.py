@@ -389,7 +389,7 @@ LEFT_OUT = packed(LEFT_OUT_LENGTHS, 32, seed=3)
 def test_the_kl_of_a_calibration_is_that_of_both_models_on_rows_that_no_map_was_solved_on(
     model_type: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Of calibrated and of copied weights, to 1e-5; layers behind the last rewired one are run as well."""
+    """Compare calibrated and copied weights to 1e-5; layers behind the last rewired one are run as well."""
     teacher = tiny_model(model_type, seed=1, **fields)
     teacher.save_pretrained(tmp_path / "base")
     if packing_of(teacher.config) == "leaks":
