@@ -52,7 +52,7 @@ def plus_minus(value: float, error: float | None, sign: str = "") -> str:
 
 def calibration_kl_text(kl: Mapping[str, Any] | None) -> str:
     """Say what a calibration measured of its result: the `kl` of its manifest; "" where it left no text out."""
-    if not kl:
+    if not kl or not kl["num_tokens"]:
         return ""
     calibrated, copied = (plus_minus(kl[name]["kl"], kl[name]["stderr"]) for name in ("calibrated", "copied"))
     return (
