@@ -55,9 +55,10 @@ def calibration_kl_text(kl: Mapping[str, Any] | None) -> str:
     if not kl or not kl["num_tokens"]:
         return ""
     calibrated, copied = (plus_minus(kl[name]["kl"], kl[name]["stderr"]) for name in ("calibrated", "copied"))
+    worse = kl["calibrated"]["kl"] >= kl["copied"]["kl"]
     return (
         f"KL to the original {calibrated} nats per token, with copied weights {copied}, on {kl['num_tokens']:,} tokens"
-        " that no map was solved on"
+        f" that no map was solved on{' (the calibration did not help: give more text)' if worse else ''}"
     )
 
 

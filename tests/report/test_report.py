@@ -461,5 +461,8 @@ def test_the_report_says_what_a_calibration_measured_of_its_result(tmp_path: Pat
         "none; calibrated on 24,576 tokens: KL to the original 0.7640 ± 0.0200 nats per token, with copied weights"
         " 6.2000, on 3,072 tokens that no map was solved on"
     )
+    worse = kl | {"copied": {"kl": 0.7, "stderr": 0.01}}
+    write_json(tmp_path / "manifest.json", {"results": {"tokens": 24576, "kl": worse}})
+    assert report_module._untrained(tmp_path).endswith("(the calibration did not help: give more text)")
     write_json(tmp_path / "manifest.json", {"results": {"tokens": 24576, "kl": None}})
     assert report_module._untrained(tmp_path) == "none; calibrated on 24,576 tokens"
