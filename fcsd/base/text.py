@@ -50,6 +50,18 @@ def plus_minus(value: float, error: float | None, sign: str = "") -> str:
     return text if error is None else f"{text} ± {error:.{digits}f}"
 
 
+def calibration_kl_text(kl: Mapping[str, Any] | None) -> str:
+    """Say what a calibration measured of its result: the `kl` of its manifest; "" where it left no text out."""
+    if not kl or not kl["num_tokens"]:
+        return ""
+    calibrated, copied = (plus_minus(kl[name]["kl"], kl[name]["stderr"]) for name in ("calibrated", "copied"))
+    worse = kl["calibrated"]["kl"] >= kl["copied"]["kl"]
+    return (
+        f"KL to the original {calibrated} nats per token, with copied weights {copied}, on {kl['num_tokens']:,} tokens"
+        f" that no map was solved on{' (the calibration did not help: give more text)' if worse else ''}"
+    )
+
+
 def nats(value: float) -> str:
     """Format a KL or a loss with four significant digits, however small it is: `1.062`, `0.00001234`; 0 is `0`."""
     return f"{value:.{_decimals(value)}f}" if value else "0"

@@ -27,7 +27,7 @@ with lazy_imports():
     from fcsd.model.inspect import inspect_model, report_table
     from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.calibrate import calibrate_folder
-    from fcsd.planning.layers.first import tell_first_layer
+    from fcsd.planning.layers.first import tell_first_layers
     from fcsd.recipe.recipe import Recipe
     from fcsd.training.config import CalibrationConfig
 
@@ -52,7 +52,8 @@ def _convert(arguments: Namespace) -> None:
     )
     checkpoint = read_checkpoint(arguments.out)
     assert checkpoint.connectivity is not None and checkpoint.family is not None
-    tell_first_layer(checkpoint.connectivity, load_config(checkpoint), checkpoint.family, "--layers")
+    config, wired = load_config(checkpoint), checkpoint.connectivity
+    tell_first_layers(wired, config, checkpoint.family, "--layers", arguments.model)
     print(arguments.out)
 
 

@@ -17,15 +17,16 @@ from fcsd.base.artifact import Stage, model_outputs, read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_folder_place, is_empty, read_json, write_json
 from fcsd.base.temporary import discard_folder, replace_folder, sweep
+from fcsd.base.text import calibration_kl_text
 from fcsd.data.counts import tell_examples
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, training_rows
-from fcsd.planning.layers.first import tell_first_layer
+from fcsd.planning.layers.first import tell_first_layers
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import Recipe
-from fcsd.training.calibration.checkpoint import calibratable, calibrate_checkpoint, take_rows
+from fcsd.training.calibration.checkpoint import calibratable, calibrate_checkpoint, split_rows
 
 _RESULT = "result.json"
 
@@ -48,8 +49,12 @@ def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = 
         launch.ranks.from_first(lambda: _rename(partial, model))
         launch.finish(stage, whole["results"], outputs=whole["outputs"])
         if launch.first:
-            tokens, layers = whole["results"]["tokens"], whole["results"]["layers"]
-            print(f"calibrate: {tokens:,} tokens, {len(layers)} layers", file=sys.stderr)
+            results = whole["results"]
+            done = f"{results['tokens']:,} tokens, {len(results['layers'])} layers"
+            measured = (
+                calibration_kl_text(results["kl"]) or "too few to leave some out and measure the KL on them"
+            )
+            print(f"calibrate: {done}; {measured}", file=sys.stderr)
     launch.ranks.from_first(lambda: discard_folder(partial))  # also what a kill left of a finished one
     return stage
 
@@ -72,13 +77,16 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
     rows = training_rows(recipe.data, run.tokenizer, run, on_bad_row=on_bad_row, apart_in=run.original)
     if run.launch.first:
         tell_examples(rows, "text")
+    width = run.original.load_config().get_text_config().hidden_size
+    solved, left_out = split_rows(rows, section.tokens, width)
     results = calibrate_checkpoint(
         run.original,
         stage.folder / "partial",
         recipe.connectivity.spec(),
-        take_rows(rows, section.tokens),
+        solved,
         ridge=section.ridge,
         launch=run.launch,
+        left_out=left_out,
     )
     model = {"path": recipe.model_path, "revision": recipe.model.revision}
     return {"model": model, **results, **exclusions(rows, stage.folder, run.launch)}
@@ -141,7 +149,7 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     if launch.first:
         assert checkpoint.family is not None
         wired = recipe.connectivity.spec()
-        tell_first_layer(wired, run.original.load_config(), checkpoint.family, "--layers")
+        tell_first_layers(wired, run.original.load_config(), checkpoint.family, "--layers", recipe.model_path)
     stage = calibrate(run, on_bad_row=None)
 
     def leave() -> None:

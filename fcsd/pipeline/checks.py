@@ -31,7 +31,7 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.overlap import check_connections, check_transformers, refusal
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.steer import links_of
-from fcsd.planning.layers.first import tell_first_layer
+from fcsd.planning.layers.first import tell_first_layers
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import TaskStoppingConfig
 from fcsd.steering.routing.placement import contiguous
@@ -72,7 +72,8 @@ def check_run(run: Run) -> None:
             except UserError as error:
                 raise UserError(f"{where}{error}") from None
     if run.launch.first and _unfinished(layout.convert):
-        tell_first_layer(recipe.connectivity.spec(), config, family, "connectivity.layers:")
+        wired, where = recipe.connectivity.spec(), "connectivity.layers:"
+        tell_first_layers(wired, config, family, where, recipe.model_path)
     bias, evaluated = recipe.evaluation.router_bias, recipe.model_names
     if bias is not None:
         num_experts, _ = expert_counts(text_config(config, family))

@@ -11,9 +11,9 @@ from typing import Any
 from fcsd.base.artifact import read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json, write_json, write_text
-from fcsd.base.text import fold, stopping_text
+from fcsd.base.text import calibration_kl_text, fold, stopping_text
 from fcsd.evaluation.results import read_result
-from fcsd.planning.layers.first import worst_layer, worst_text
+from fcsd.planning.layers.first import special_layers, special_text
 from fcsd.planning.layers.settings import KL
 from fcsd.planning.layers.study import read_study
 from fcsd.recipe.layout import MAIN, RunLayout
@@ -125,8 +125,11 @@ def _layers(layout: RunLayout, name: str) -> str:
 
 
 def _untrained(path: Path) -> str:
-    tokens = read_manifest(path).get("results", {}).get("tokens")
-    return "-" if tokens is None else f"none; calibrated on {tokens:,} tokens"
+    results = read_manifest(path).get("results", {})
+    if (tokens := results.get("tokens")) is None:
+        return "-"
+    measured = calibration_kl_text(results.get("kl"))
+    return f"none; calibrated on {tokens:,} tokens" + (f": {measured}" if measured else "")
 
 
 def _training(path: Path) -> str:
@@ -171,8 +174,11 @@ def _figures(
         figures["layers.png"] = (
             "KL to the original, untrained, against the rewired layers: from either end (paper Fig. 3), and alone."
         )
-        facts = {"metric": report["layers"]["metrics"][0], "worst_layer": worst_layer(report["layers"], KL)}
-        figures["layers.png"] = " ".join([figures["layers.png"], *filter(None, worst_text(facts))])
+        facts = {
+            "metric": report["layers"]["metrics"][0],
+            "special_layers": special_layers(report["layers"], KL),
+        }
+        figures["layers.png"] = " ".join([figures["layers.png"], *filter(None, special_text(facts))])
     if report["sweep"] is not None:
         plot_sweep(report["sweep"], folder)
         figures["sweep.png"] = "The sweep: batch size first, then learning rate."

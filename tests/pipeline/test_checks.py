@@ -59,8 +59,12 @@ def test_a_recipe_whose_first_layer_is_rewired_has_a_warning_with_what_leaves_it
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check_run(run_of(bench.recipe("all")))
-    said = "layer 0 alone is likely to be most of the loss; connectivity.layers: last:1 leaves it as it is"
-    assert said in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        "the first layers cost the most, layer 0 most of all; how many to leave as they are is measured by"
+        in said
+    )
+    assert "`; connectivity.layers: last:1 leaves out layer 0" in said
     check_run(run_of(bench.recipe("but-one", connectivity={"layers": "last:1"})))
     assert "layer 0" not in capsys.readouterr().err
 

@@ -448,3 +448,21 @@ def test_the_last_loss_is_a_mean_over_fifty_steps_of_what_was_logged() -> None:
     points = [{"step": step, "loss": float(step)} for step in (10, 30, 60, 80)]
     assert _last_loss(points) == f"{(20 * 80 + 30 * 60) / 50:.4g} (50)"
     assert _last_loss([{"step": 100, "loss": 2.0}]) == "2 (100)" and _last_loss([]) == ""
+
+
+def test_the_report_says_what_a_calibration_measured_of_its_result(tmp_path: Path) -> None:
+    kl = {
+        "num_tokens": 3072,
+        "calibrated": {"kl": 0.764, "stderr": 0.02},
+        "copied": {"kl": 6.2, "stderr": None},  # of a single row
+    }
+    write_json(tmp_path / "manifest.json", {"results": {"tokens": 24576, "kl": kl}})
+    assert report_module._untrained(tmp_path) == (
+        "none; calibrated on 24,576 tokens: KL to the original 0.7640 ± 0.0200 nats per token, with copied weights"
+        " 6.2000, on 3,072 tokens that no map was solved on"
+    )
+    worse = kl | {"copied": {"kl": 0.7, "stderr": 0.01}}
+    write_json(tmp_path / "manifest.json", {"results": {"tokens": 24576, "kl": worse}})
+    assert report_module._untrained(tmp_path).endswith("(the calibration did not help: give more text)")
+    write_json(tmp_path / "manifest.json", {"results": {"tokens": 24576, "kl": None}})
+    assert report_module._untrained(tmp_path) == "none; calibrated on 24,576 tokens"

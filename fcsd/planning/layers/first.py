@@ -1,12 +1,17 @@
-"""The layer that is most of the loss: the first one, wherever it was measured (docs/distil.md, docs/decisions.md).
+"""The layers that cost far more than a typical one: the first few, in most models (docs/convert.md, docs/distil.md).
 
-Rewired alone and untrained it costs about as much as all layers together, with copied weights and with calibrated ones.
-`tell_first_layer` says so before anything is measured; `worst_layer` finds such a layer in a study, with what all
-layers but it cost, and what they overlap.
+    typical    the median of what the layers cost when each is rewired alone, with copied weights
+    special    a layer that costs more than `FAR_MORE` times as much, beyond twice its standard error
+
+How many they are differs: one in models trained on little text, two in SmolLM2 (1.86 and 0.55 nats, typical 0.04).
+`special_layers` finds them in a study, with what all layers but them cost, and what those overlap; before anything is
+measured, `tell_first_layers` can only say that there are such layers.
 
 Not covered: what training recovers.
 """
 
+import shlex
+import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +19,7 @@ from typing import Any
 from fcsd.base.text import nats
 from fcsd.model.connectivity.spec import Connectivity, resolve_layers
 from fcsd.model.families import Family, moe_mask
+from fcsd.model.inspect.table import ranges
 from fcsd.planning.layers.points import (
     has_calibrated,
     number_text,
@@ -25,12 +31,17 @@ from fcsd.planning.layers.points import (
 )
 from fcsd.planning.layers.settings import KL
 
+FAR_MORE = 5.0
+"""SmolLM2's second layer costs 14 times as much as a typical one, and the dearest behind it 2.8 times."""
 
-def tell_first_layer(connectivity: Connectivity, config: Any, family: Family, option: str) -> None:
-    """Print in one line that layer 0 is to be rewired, and which selection leaves it out.
+
+def tell_first_layers(
+    connectivity: Connectivity, config: Any, family: Family, option: str, model: Any
+) -> None:
+    """Print in one line that layer 0 is to be rewired, how to find out which layers to leave, and what leaves it out.
 
     Nothing is printed where it is not selected, or alone, or computes what a regular layer does. option: how a
-    selection is given there: `--layers`.
+    selection is given there: `--layers`. model: what `fcsd layers` is to be given.
     """
     mask = moe_mask(config, family)
     layers = resolve_layers(connectivity.layers, mask)
@@ -39,63 +50,85 @@ def tell_first_layer(connectivity: Connectivity, config: Any, family: Family, op
     if regular or len(others) in (0, len(layers)):
         return
     print(
-        f"layer 0 alone is likely to be most of the loss; {option} {_without(others, len(mask))} leaves it as it"
-        " is (docs/convert.md)",
+        "the first layers cost the most, layer 0 most of all; how many to leave as they are is measured by"
+        f" `fcsd layers {shlex.quote(str(model))}`; {option} {_selection(others, len(mask))} leaves out layer 0"
+        " (docs/convert.md)",
         file=sys.stderr,
     )
 
 
-def _without(others: Sequence[int], num_layers: int) -> str:
-    last = list(range(num_layers - len(others), num_layers))
-    return f"last:{len(others)}" if others == last else selection_text(others)
+def _selection(layers: Sequence[int], num_layers: int) -> str:
+    last = list(range(num_layers - len(layers), num_layers))
+    return f"last:{len(layers)}" if layers == last else selection_text(layers)
 
 
-def worst_layer(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
-    """Return the layer that alone costs at least half of what all layers do, with copied weights.
+def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
+    """Find the layers that alone cost far more than a typical one, with copied weights.
 
     Returns:
-        layer, what it costs (`alone`), what all do (`all`); `without`, all layers but it: their indices, how they are
-        selected, what was measured of them with each kind of weights, the collectives that they overlap. None where no
-        layer costs so much, or where the layers alone, or all of them, were not measured.
+        layers, their indices, and what each costs (`alone`); `typical`, what the median layer costs; `all`, what all
+        layers do, None where that was not measured; `num_first`, how many layers from the first one on are special
+        without a gap. `without`: all layers but those, or where layer 0 is not special, but all that are: what to call
+        them (`name`), their indices, how they are selected, what was measured of them with each kind of weights,
+        the collectives that they overlap. None where no layer is special, or the layers alone were not measured.
     """
     total, points = study["num_hidden_layers"], {tuple(point["layers"]): point for point in study["points"]}
-    alone = {k: point_loss(study, points[k,], metric, False)[0] for k in range(total) if (k,) in points}
+    alone = {k: point_loss(study, points[k,], metric, False) for k in range(total) if (k,) in points}
+    if len(alone) < total or total == 1:
+        return None
+    typical = statistics.median_low(loss for loss, _ in alone.values())
+    special = [
+        layer
+        for layer, (loss, error) in alone.items()
+        if loss > FAR_MORE * max(typical, 0) and loss - typical > 2 * (error or 0)
+    ]
+    if not special:
+        return None
+    num_first = next(k for k in range(total) if k not in special)
+    left = list(range(num_first)) or special
     whole = points.get(tuple(range(total)))
-    if whole is None or not alone or total == 1:
-        return None
-    worst = max(alone, key=lambda layer: alone[layer])
-    loss = point_loss(study, whole, metric, False)[0]
-    if loss <= 0 or alone[worst] < loss / 2:
-        return None
-    others = [layer for layer in range(total) if layer != worst]
+    others = [layer for layer in range(total) if layer not in left]
     weights = {"copied": False} | ({"calibrated": True} if has_calibrated(study) else {})
     rest = points.get(tuple(others))
     without = {
-        "selection": _without(others, total),
+        "name": f"all but {_left_text(left, num_first)}",
+        "selection": _selection(others, total),
         "measured": rest and {name: values_of(rest, which)[metric] for name, which in weights.items()},
         "overlapped_by_all": study_overlap(study, range(total))[0],
     }
     return {
-        "layer": worst,
-        "alone": alone[worst],
-        "all": loss,
+        "layers": special,
+        "num_first": num_first,
+        "alone": [alone[layer][0] for layer in special],
+        "typical": typical,
+        "all": whole and point_loss(study, whole, metric, False)[0],
         "without": {"layers": others} | selection_facts(study, others) | without,
     }
 
 
-def worst_text(facts: dict[str, Any]) -> list[str]:
-    """Return `worst_layer` in lines for people; none where there is none."""
-    worst, name = facts["worst_layer"], facts["metric"]["name"]
-    if worst is None:
+def _left_text(left: Sequence[int], num_first: int) -> str:
+    if num_first:
+        return "the first layer" if num_first == 1 else f"the first {num_first} layers"
+    return f"layer{'s' if len(left) > 1 else ''} {ranges(left)}"
+
+
+def special_text(facts: dict[str, Any]) -> list[str]:
+    """Return `special_layers` in lines for people; none where there are none."""
+    special, name = facts["special_layers"], facts["metric"]["name"]
+    if special is None:
         return []
-    without = worst["without"]
+    without = special["without"]
     measured = "not measured"
     if without["measured"] is not None:
         values = [f"{number_text(value)} {weights}" for weights, value in without["measured"].items()]
         measured = f"{'KL' if name == KL else name} {', '.join(values)}"
+    costs = [f"layer {k} {nats(loss)}" for k, loss in zip(special["layers"], special["alone"], strict=True)]
+    whole = "" if special["all"] is None else f", and all layers {nats(special['all'])}"
+    number, plural = len(costs), "s" if len(costs) > 1 else ""
     return [
         "",
-        f"Layer {worst['layer']} alone costs {nats(worst['alone'])} of the {nats(worst['all'])} of all layers. All but"
-        f" it (--layers {without['selection']}): {measured}; {without['overlapped_collectives']} of"
-        f" {without['collectives']} collectives overlapped, {without['overlapped_by_all']} by all layers.",
+        f"{number} layer{plural} cost{'' if plural else 's'} far more alone than a typical one"
+        f" ({nats(special['typical'])}): {', '.join(costs)}{whole}. {without['name'].capitalize()} (--layers"
+        f" {without['selection']}): {measured}; {without['overlapped_collectives']} of {without['collectives']}"
+        f" collectives overlapped, {without['overlapped_by_all']} by all layers.",
     ]

@@ -24,7 +24,7 @@ from fcsd.base.text import markdown, nats
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.load import find_model
 from fcsd.parallel.launch import Launch
-from fcsd.planning.layers.first import worst_layer, worst_text
+from fcsd.planning.layers.first import special_layers, special_text
 from fcsd.planning.layers.points import (
     error_text,
     has_calibrated,
@@ -92,7 +92,7 @@ def plan_layers(
             {"layer": layer, "value": value, "stderr": error, "rewired": layer in proposal}
             for layer, (value, error) in enumerate(losses)
         ],
-        "worst_layer": worst_layer(study, chosen),
+        "special_layers": special_layers(study, chosen),
     }
     result["selections"] = list(_selections(study, result, sensitivities))
     result["difference"] = None
@@ -105,11 +105,11 @@ def _selections(
     study: dict[str, Any], result: dict[str, Any], sensitivities: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
     """Yield what is known of the selections to compare: their exchanges, and what the study has measured of them."""
-    count, worst, metric = result["num_layers"], result["worst_layer"], result["metric"]["name"]
+    count, special, metric = result["num_layers"], result["special_layers"], result["metric"]["name"]
     last = resolve_layers({"last": count}, [True] * len(sensitivities))
     compared = {"proposal": result["layers"], f"last {count}": last}
-    if worst is not None and worst["layer"] in result["layers"]:
-        compared[f"all but layer {worst['layer']}"] = worst["without"]["layers"]
+    if special is not None and not {*special["layers"]}.isdisjoint(result["layers"]):
+        compared[special["without"]["name"]] = special["without"]["layers"]
     for name, layers in compared.items():
         total = sum(sensitivities[layer] for layer in layers)
         row = {"name": name, "sum_of_sensitivities": total, "layers": layers} | selection_facts(study, layers)
@@ -168,7 +168,7 @@ def layers_within(folder: Path, max_loss: float, *, metric: str | None = None) -
         "max_loss": max_loss,
         "num_hidden_layers": study["num_hidden_layers"],
         "within": rows,
-        "worst_layer": worst_layer(study, chosen),
+        "special_layers": special_layers(study, chosen),
     }
 
 
@@ -187,7 +187,7 @@ def within_text(answer: dict[str, Any]) -> str:
         for row in answer["within"]
     ]
     header = ["weights", f"most with {lost} <= {answer['max_loss']:g}", "--layers", lost, OVERLAPPED]
-    return "\n".join([markdown(header, rows), *worst_text(answer)])
+    return "\n".join([markdown(header, rows), *special_text(answer)])
 
 
 def _verify(
@@ -267,7 +267,7 @@ def plan_text(proposal: dict[str, Any]) -> str:
             markdown(header, compared),
             "",
             _verdict(proposal),
-            *worst_text(proposal),
+            *special_text(proposal),
             "",
             f"--layers {proposal['selection']}",
             "",
@@ -302,13 +302,10 @@ def _verdict(proposal: dict[str, Any]) -> str:
 def study_table(study: dict[str, Any]) -> str:
     """Return the table of `fcsd layers`: a row for each number of layers or single layer, with every metric."""
     names = [row["name"] for row in study["metrics"]]
-    labels = {"none": "original", "first": "first {}", "last": "last {}", "single": "only {}"}
     which = [False, True] if has_calibrated(study) else [False]
     rows = [
         [
-            labels[point["side"]].format(
-                point["layers"][0] if point["side"] == "single" else point["num_layers"]
-            ),
+            _point_text(point, study["num_hidden_layers"]),
             *[number_text(values_of(point, calibrated)[name]) for calibrated in which for name in names],
             "{} of {}".format(*study_overlap(study, point["layers"])),
         ]
@@ -320,5 +317,18 @@ def study_table(study: dict[str, Any]) -> str:
         for row in study["metrics"]
     ]
     table = markdown(["rewired layers", *heads, OVERLAPPED], rows)
-    facts = {"metric": study["metrics"][0], "worst_layer": worst_layer(study, names[0])}
-    return "\n".join([table, *worst_text(facts)])
+    facts = {"metric": study["metrics"][0], "special_layers": special_layers(study, names[0])}
+    return "\n".join([table, *special_text(facts)])
+
+
+def _point_text(point: dict[str, Any], num_layers: int) -> str:
+    """Name a point: `original`, `first 3`, `last 3`, `only 2`, `all but 0-1`."""
+    layers = point["layers"]
+    match point["side"]:
+        case "none":
+            return "original"
+        case "single":
+            return f"only {layers[0]}"
+        case "without":
+            return f"all but {selection_text([k for k in range(num_layers) if k not in layers])}"
+    return f"{point['side']} {len(layers)}"

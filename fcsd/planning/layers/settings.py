@@ -90,7 +90,8 @@ def metrics(study: Study) -> list[dict[str, str]]:
 def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
     """Return the study's points as (side, rewired layers), in the order in which they are measured.
 
-    All but the first layer are among the last, whatever `every` is: that is where most of the loss is left out.
+    Where no single layers are measured, which would say how many of the first ones cost the most, all but the first
+    layer are among the last, whatever `every` is.
     """
     counts = study.counts
     if counts is None:
@@ -104,9 +105,10 @@ def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
         if side == "single":
             points += [(side, [layer]) for layer in range(num_layers)]
         else:
-            own = {num_layers - 1} - {0} if side == "last" and study.counts is None else set()
+            unknown = side == "last" and study.counts is None and "single" not in study.sides
+            all_but_first = {num_layers - 1} - {0} if unknown else set()
             points += [
                 (side, resolve_layers({side: count}, [True] * num_layers))
-                for count in sorted({*counts, *own})
+                for count in sorted({*counts, *all_but_first})
             ]
     return points

@@ -5,8 +5,9 @@
     OUT/stage.json, manifest.json
 
 The model is loaded once and rewired in place between the points. `first` and `last` count layers from the start and
-from the end, `single` rewires one layer alone: its sensitivity. With a text to calibrate on every point is measured a
-second time, with calibrated weights (`fcsd.training.calibration`).
+from the end, `single` rewires one layer alone: its sensitivity. Once it is known which layers cost far more alone than
+a typical one, the selection of all the others is measured as well. With a text to calibrate on every point is measured
+a second time, with calibrated weights (`fcsd.training.calibration`).
 
 On several ranks each has the whole model, and its share of the rows and items.
 
@@ -50,6 +51,7 @@ from fcsd.model.families.structure import packing_of
 from fcsd.model.load import ModelFolder, load_checkpoint, load_tokenizer, to_device
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
+from fcsd.planning.layers.first import special_layers
 from fcsd.planning.layers.settings import KL, Study, metrics, selections, suite_of
 from fcsd.training.calibration.checkpoint import take_rows
 from fcsd.training.calibration.model import calibrate_model
@@ -147,34 +149,64 @@ def study_layers(
     with measuring(study, model, launch) as measure:
         weights = ["values", "calibrated"] if study.calibrated is not None else ["values"]
         known = {tuple(point["layers"]): {key: point[key] for key in weights} for point in done}
-        result: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
-            "study": study.model_dump(mode="json"),
-            "model_type": model.load_config().model_type,
-            "num_hidden_layers": len(mask),
-            "moe_layers": [index for index, is_moe in enumerate(mask) if is_moe],
-            "metrics": metrics(study),
-            "points": [],
-        }
+        result = _without_points(study, model, mask)
         # Zero rewired layers have no KL, but tasks have a score.
         wanted = [("none", []), *points] if study.tasks else points
         num_new = len({tuple(layers) for _, layers in wanted} - known.keys())
         with progress_bar(
             total=num_new, desc="layers", unit="point", smoothing=0.1, shown=ranks.first
         ) as bar:
-            for side, layers in wanted:
+
+            def add(side: str, layers: Sequence[int], place: int) -> None:
                 if (key := tuple(layers)) not in known:
                     bar.set_postfix_str(f"{side} {layers[0] if side == 'single' else len(layers)}")
                     known[key] = {which: measure(layers, which == "calibrated").values for which in weights}
                     bar.update()
                 point = {"side": side, "num_layers": len(layers), "layers": list(layers), **known[key]}
-                result["points"].append(point)
+                result["points"].insert(place, point)
                 if len(result["points"]) > len(done) and ranks.first:
                     write_sealed(path, result)
+
+            for place, (side, layers) in enumerate(wanted):
+                add(side, layers, place)
+            if (rest := _all_but_special(study, result)) is not None:
+                bar.total += 1
+                add(*rest)
     if ranks.first:
         draw(result, folder / "layers.png")
     launch.finish(stage, {})
     return stage
+
+
+def _without_points(study: Study, model: ModelFolder, mask: Sequence[bool]) -> dict[str, Any]:
+    """Return what `layers.json` says beside the points that are measured."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "study": study.model_dump(mode="json"),
+        "model_type": model.load_config().model_type,
+        "num_hidden_layers": len(mask),
+        "moe_layers": [index for index, is_moe in enumerate(mask) if is_moe],
+        "metrics": metrics(study),
+        "points": [],
+    }
+
+
+def _all_but_special(study: Study, result: dict[str, Any]) -> tuple[str, list[int], int] | None:
+    """Return the side, the layers and the place of the point that is still missing: all layers but those that the
+    measured ones say cost far more than a typical one. None where it was measured, or counts were asked for.
+    """
+    points = result["points"]
+    special = special_layers(result, result["metrics"][0]["name"])
+    if special is None or study.counts is not None:
+        return None
+    layers, num_first = special["without"]["layers"], special["num_first"]
+    if any(point["layers"] == layers for point in points):
+        return None
+    if not num_first or "last" not in study.sides:
+        return "without", layers, len(points)
+    fewer = [k for k, p in enumerate(points) if p["side"] == "last" and p["num_layers"] < len(layers)]
+    before = next(k for k, point in enumerate(points) if point["side"] == "last")
+    return "last", layers, max(fewer, default=before - 1) + 1
 
 
 def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
@@ -235,7 +267,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             evaluate = stack.enter_context(
                 prepare_evaluation(tokenizer, suite, plan, ranks=ranks, progress=False)
             )
-        known = read_original(model, rows, ranks=ranks) if rows is not None else None
+        known = read_original(model, rows, ranks=ranks, in_parts=True) if rows is not None else None
 
         def measure(layers: Sequence[int], calibrated: bool) -> Measured:
             if layers:

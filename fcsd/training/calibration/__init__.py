@@ -7,7 +7,7 @@ back before the first training step.
 
 `solve` is the arithmetic, `roles` says which weights and folds into them, `steps` runs single layers, `layer` goes
 through them in order, `experts` is about routed experts, `model` calibrates models in memory, `checkpoint` from folder
-to folder; `state` is what all of them work on.
+to folder; `left_out` measures the result on text that no map is solved on; `state` is what all of them work on.
 
 Not covered: weights that are quantised; a teacher with another residual width.
 """

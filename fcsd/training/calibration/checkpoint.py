@@ -2,12 +2,13 @@
 
     work/model/                 the converted checkpoint, whose changed tensors are written layer by layer
     work/state.json             the next layer, and what was solved so far
-    work/streams-LAYER-RANK.safetensors    both streams before that layer, of a rank's share of the rows
+    work/streams-LAYER-RANK.safetensors    all streams before that layer, of a rank's share of the rows
 
 The source's weights are never written, so that a layer that was cut off is solved again from them. Nothing here is
 removed or renamed at the end: who calls this does so when it is noted that the model is whole.
 """
 
+import itertools
 import os
 import sys
 import time
@@ -35,13 +36,17 @@ from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.training.calibration.layer import walk
-from fcsd.training.calibration.model import batches_of, complaint, first_stream, own_text, shown
+from fcsd.training.calibration.left_out import NAMES, LeftOut
+from fcsd.training.calibration.model import complaint, own_text, shown
 from fcsd.training.calibration.shards import Layerwise, checksum, damage_of_copies, own_copies, write_changed
-from fcsd.training.calibration.state import State
+from fcsd.training.calibration.state import State, batches_of, first_stream
 from fcsd.training.calibration.steps import Stream
+from fcsd.training.losses.kl import row_parts
 
 _STATE = "state.json"
 _AGAIN = "it is calibrated from the first layer again"
+_LEFT_OUT = 8  # of so many tokens that are solved on, one more measures the result
+_MOST_LEFT_OUT = 16_384
 
 
 def calibrate_checkpoint(
@@ -52,44 +57,44 @@ def calibrate_checkpoint(
     *,
     ridge: float,
     launch: Launch,
+    left_out: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """Write the original, converted and calibrated, to `work/model`. All ranks call this, and each works on its share
     of the rows.
 
-    work: one from a run that was killed has to be of the same settings, and is continued.
+    work: one from a run that was killed has to be of the same settings, and is continued. left_out: rows that no map is
+    solved on, to measure the KL to the original on.
 
-    Returns: tokens, seconds, and for each layer what was solved (`fcsd.training.calibration.model.calibrate_model`).
+    Returns: tokens, seconds, `layers`, what was solved in each (`fcsd.training.calibration.model.calibrate_model`), and
+    `kl` (`LeftOut.kl`), None without rows for it.
 
-    Raises:
-        UserError: a checkpoint that is converted, calibrated or quantised; too little text, or text that
-            makes it worse; sums that cannot be solved.
+    Raises UserError: a checkpoint that is converted, calibrated or quantised; too little text, or text that makes it
+    worse; sums that cannot be solved.
     """
     started, ranks = time.perf_counter(), launch.ranks
-    checkpoint = calibratable(original)
-    models = Layerwise(checkpoint, connectivity, launch.device, **_options(original))
+    models = Layerwise(calibratable(original), connectivity, launch.device, **_options(original))
     text = own_text(rows, models.model, ranks)
     layers = list(rewired_layers(models.student.layers))
     if not layers:
         raise UserError(f"{original.config.path}: no layer of it is rewired; there is nothing to calibrate")
-    model = work / "model"
+    model, measured = work / "model", LeftOut(left_out, ranks) if left_out else None
     with writing(work):
         changed = models.files_of(layers)
         state = None
         while state is None:  # a second time where what was left is damaged
             ranks.from_first(lambda: _prepare(original, connectivity, model, changed))
-            state = _resume(work, models, original.folder, changed, text.batches, ranks)
-        last, first = max(layers) + 1, state.next_layer
-        bar = progress_bar(total=last, initial=first, desc="calibrate", unit="layer", shown=ranks.first)
-        with bar:
-            for result in walk(models, state, text, layers=layers, ridge=ridge, ranks=ranks):
+            state = _resume(work, models, original.folder, changed, text.batches, ranks, measured)
+        end = max(layers) + 1 if measured is None else len(models.student.layers)
+        with _layers_bar(state.next_layer, end, ranks) as bar:
+            steps = walk(models, state, text, layers=layers, ridge=ridge, ranks=ranks, left_out=measured)
+            for result in steps:
                 if result is not None:
-                    if ranks.first:
-                        tensors = models.layer_tensors(state.next_layer - 1)
-                        state.written |= write_changed(model, models.files, tensors, original.folder)
+                    _write_layer(models, state, model, original.folder, ranks)
                     bar.set_postfix_str(shown(result))
-                _save(state, work, ranks)
+                _save(state, work, ranks, measured)
                 bar.update()
         _judge(state, ranks)
+        kl = measured.kl(models, models.head()) if measured is not None else None
         facts = {"tokens": text.num_tokens, "ridge": ridge, "layers": layers}
         ranks.share(lambda: None)  # no rank is still at work in the folder
         ranks.from_first(
@@ -99,8 +104,20 @@ def calibrate_checkpoint(
         **facts,
         "distinct_tokens": text.num_distinct,
         "layers": state.results,
+        "kl": kl,
         "seconds": round(time.perf_counter() - started, 1),
     }
+
+
+def _layers_bar(begun: int, end: int, ranks: Ranks) -> Any:
+    return progress_bar(total=end, initial=begun, desc="calibrate", unit="layer", shown=ranks.first)
+
+
+def _write_layer(models: Layerwise, state: State, model: Path, source: Path, ranks: Ranks) -> None:
+    """Write what has changed of the layer that is loaded; the first rank does."""
+    if ranks.first:
+        tensors = models.layer_tensors(state.next_layer - 1)
+        state.written |= write_changed(model, models.files, tensors, source)
 
 
 def _options(original: ModelFolder) -> dict[str, Any]:
@@ -162,7 +179,13 @@ def _prepare(original: ModelFolder, connectivity: Connectivity, model: Path, cha
 
 
 def _resume(
-    work: Path, models: Layerwise, source: Path, changed: set[str], batches: Sequence[Batch], ranks: Ranks
+    work: Path,
+    models: Layerwise,
+    source: Path,
+    changed: set[str],
+    batches: Sequence[Batch],
+    ranks: Ranks,
+    measured: LeftOut | None,
 ) -> State | None:
     """Read the state of a run that was cut off, or begin before the first layer.
 
@@ -170,6 +193,8 @@ def _resume(
     """
     state = ranks.from_first(lambda: _read_state(work, source, changed))
     if state is None:
+        if measured is not None:
+            measured.begin(models)
         return State(0, [first_stream(models.student, batch, models.device) for batch in batches])
     if "damage" in state:
         _remove_damaged(work, state["damage"], ranks)
@@ -185,12 +210,15 @@ def _resume(
     if tensors is None or lost is not None:
         _remove_damaged(work, f"{lost}: is damaged or gone; {_AGAIN}", ranks)
         return None
-    both: dict[str, list[Stream]] = {"teacher": [{} for _ in batches], "student": [{} for _ in batches]}
+    held: dict[str, list[Stream]] = {"teacher": [{} for _ in batches], "student": [{} for _ in batches]}
+    if measured is not None:
+        measured.streams = {name: [{} for _ in measured.batches] for name in NAMES}
+        held |= measured.streams
     for key, value in tensors.items():
         who, number, name = key.split(".")
-        both[who][int(number)][name] = value
-    student = both["student"] if any(both["student"]) else None
-    return State(state["next_layer"], both["teacher"], student, state["results"], state["written"])
+        held[who][int(number)][name] = value
+    student = held["student"] if any(held["student"]) else None
+    return State(state["next_layer"], held["teacher"], student, state["results"], state["written"])
 
 
 def _read_state(work: Path, source: Path, changed: set[str]) -> dict[str, Any] | None:
@@ -254,9 +282,10 @@ def _streams(work: Path, layer: int, ranks: Ranks) -> Path:
     return work / f"streams-{layer}-{ranks.rank}.safetensors"
 
 
-def _save(state: State, work: Path, ranks: Ranks) -> None:
-    """Leave both streams on disk, then note that they are what a run that is cut off now goes on with."""
+def _save(state: State, work: Path, ranks: Ranks, measured: LeftOut | None) -> None:
+    """Leave all streams on disk, then note that they are what a run that is cut off now goes on with."""
     parts = {"teacher": state.teacher, "student": state.student or []}
+    parts |= measured.streams if measured is not None else {}
     held = {
         f"{who}.{number}.{name}": value.clone(memory_format=torch.contiguous_format)
         for who, streams in parts.items()
@@ -283,7 +312,42 @@ def take_rows(rows: Any, num_tokens: int) -> list[Any]:
     count = 0
     for row in rows:
         sample.append(row)
-        count += int(real_tokens(batches_of([row])[0]).sum())
+        count += _num_tokens(row)
         if count >= num_tokens:
             break
     return sample
+
+
+def split_rows(rows: Any, num_tokens: int, width: int) -> tuple[list[Any], list[Any]]:
+    """Take rows with `num_tokens` tokens of text to calibrate on, and an eighth as many to measure the result on.
+
+    The second ones are those that come next and share no example with the first. Where there are too few, they are the
+    last of the first, as long as eight times as many distinct tokens as the model is wide may remain; else none.
+    """
+    solved = take_rows(rows, num_tokens)
+    sizes = [_num_tokens(row) for row in solved]
+    left_out, known, num_left = [], _examples(solved), 0
+    for row in itertools.islice(rows, len(solved), None):
+        if num_left >= _wanted(sum(sizes)):
+            break
+        if known.isdisjoint(_examples([row])):
+            left_out.append(row)
+            num_left += _num_tokens(row)
+    while num_left < _wanted(sum(sizes)) and sum(sizes[:-1]) >= 8 * width:
+        left_out.insert(0, solved.pop())
+        num_left += sizes.pop()
+    known = _examples(solved)
+    return solved, [row for row in left_out if known.isdisjoint(_examples([row]))]
+
+
+def _wanted(num_tokens: int) -> int:
+    return min(num_tokens // _LEFT_OUT, _MOST_LEFT_OUT)
+
+
+def _num_tokens(row: Any) -> int:
+    return int(real_tokens(batches_of([row])[0]).sum())
+
+
+def _examples(rows: Sequence[Any]) -> set[tuple[int, ...]]:
+    """Return the examples of packed rows."""
+    return {tuple(part["input_ids"].tolist()) for row in rows for part in row_parts(row, 1)}

@@ -25,6 +25,7 @@ from fcsd.base.hooks import After, Before, Stopped, first_tensor, hidden_states,
 from fcsd.data.batches import Batch, real_tokens
 from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.training.calibration.experts import fold_adds, fold_reads
+from fcsd.training.calibration.left_out import LeftOut
 from fcsd.training.calibration.roles import Group, Roles, Side, roles_of
 from fcsd.training.calibration.state import Models, State, Text, Work, to
 
@@ -186,24 +187,31 @@ def walk(
     layers: Sequence[int],
     ridge: float,
     ranks: Ranks = ALONE,
+    left_out: LeftOut | None = None,
 ) -> Iterator[dict[str, Any] | None]:
     """Take `state` behind each next layer, up to the last of `layers`; yield its result, None if it has none.
 
-    While a result is looked at, the layer is still loaded. All ranks call this, also those without text.
+    left_out: rows whose streams are taken along, through all layers of the model. While a result is looked at, the
+    layer is still loaded. All ranks call this, also those without text.
     Raises UserError as `LeastSquares.solve`.
     """
     masks = [real_tokens(batch).flatten() for batch in text.batches]
-    for index in range(state.next_layer, max(layers) + 1):
+    end = max(layers) + 1
+    for index in range(state.next_layer, end if left_out is None else len(models.student.layers)):
         result = None
         with models.layer(index):
+            if left_out is not None:
+                left_out.before_folding(models, index)
             if index in layers:
                 if state.student is None:
                     state.student = list(state.teacher)
                 work = Work(models, index, text, masks, state.teacher, state.student, ranks)
                 result = calibrate_layer(work, ridge)
                 state.results.append(result)
-            else:
+            elif index < end:
                 _hand_on(models, state, text.batches, index)
+            if left_out is not None:
+                left_out.behind_folding(models, index)
             state.next_layer = index + 1
             yield result
 

@@ -8,19 +8,17 @@ from torch import Tensor, nn
 
 from fcsd.base.errors import UserError, check_kind
 from fcsd.base.text import progress_bar
-from fcsd.data.batches import Batch, in_batches
 from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.spec import CALIBRATED
 from fcsd.model.families import base_model_type, family_of
 from fcsd.parallel.ranks import ALONE, Ranks, input_device, is_sharded
 from fcsd.training.calibration.layer import walk
 from fcsd.training.calibration.solve import FITS_THE_SAMPLE
-from fcsd.training.calibration.state import Models, State, Text, to
-from fcsd.training.calibration.steps import Steps, Stream
+from fcsd.training.calibration.state import Models, State, Text, batches_of, first_stream
+from fcsd.training.calibration.steps import Steps
 from fcsd.training.losses.head import refuse_packing
 
 RIDGE = 1e-3
-BATCH_TOKENS = 4096
 _RULED_OUT = 2.0  # times as much of what is added is missed; 1.5 is what 16 x the width leaves
 
 
@@ -80,11 +78,6 @@ def _as_rows(rows: Any) -> Sequence[Any]:
     return [{"input_ids": row, "position_ids": positions, "labels": row} for row in rows.cpu()]
 
 
-def first_stream(steps: Steps, batch: Batch, device: torch.device) -> Stream:
-    """Return the stream of a batch before the first layer."""
-    return to(steps.step(0, to(batch, device), None), "cpu")
-
-
 def _check_pair(student: Any, teacher: Any) -> list[int]:
     for name, model in (("student", student), ("teacher", teacher)):
         check_kind(name, model, nn.Module, "a model in memory (the first of what fcsd.load gives)")
@@ -111,11 +104,6 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
     if not layers:
         raise UserError(f"{type(student).__name__}: no layer of it is rewired; there is nothing to calibrate")
     return layers
-
-
-def batches_of(rows: Sequence[Any]) -> list[Batch]:
-    """Collate rows into batches of about `BATCH_TOKENS` tokens, in order."""
-    return in_batches(rows, max(1, BATCH_TOKENS // len(rows[0]["input_ids"])))
 
 
 def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:

@@ -92,6 +92,18 @@ class Layerwise(Models):
         """Name the weight files that hold tensors of these layers."""
         return {self.files[name] for k in layers for name in self.layer_tensors(k)}
 
+    def head(self) -> nn.Linear:
+        """Load the output head, which no layer needs, and return it."""
+        head = output_head(self.model)
+        name = next(name for name, module in self.model.named_modules() if module is head)
+        names = [f"{name}.{parameter}" for parameter in head.state_dict()]
+        state = self.model.state_dict()
+        if self._in_files({name: state[name] for name in names}).keys() <= self.files.keys():
+            self._load(names)
+        else:  # the files hold it once, as the embeddings
+            self.model.tie_weights()
+        return output_head(self.model)
+
     def _in_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Take tensors to the names and shapes of the checkpoint's files, which may be those of memory."""
         from transformers.core_model_loading import revert_weight_conversion

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcsd.data.batches import Batch, real_tokens
+from fcsd.data.batches import Batch, in_batches, real_tokens
 from fcsd.parallel.ranks import Ranks
 from fcsd.training.calibration.roles import Place, fold_map
 from fcsd.training.calibration.solve import LeastSquares, Solution
 from fcsd.training.calibration.steps import Steps, Stream
 
+BATCH_TOKENS = 4096
 _HELD_OUT = 4  # every so many-th row says whether a map fits the others only
 _SEEN = 4  # as many tokens that come again tell nothing new
 
@@ -157,3 +158,13 @@ class Work:
 
 def to(values: dict[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
     return {name: value.to(device) for name, value in values.items()}
+
+
+def first_stream(steps: Steps, batch: Batch, device: torch.device) -> Stream:
+    """Return the stream of a batch before the first layer."""
+    return to(steps.step(0, to(batch, device), None), "cpu")
+
+
+def batches_of(rows: Sequence[Any]) -> list[Batch]:
+    """Collate rows into batches of about `BATCH_TOKENS` tokens, in order."""
+    return in_batches(rows, max(1, BATCH_TOKENS // len(rows[0]["input_ids"])))

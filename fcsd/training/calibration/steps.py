@@ -9,7 +9,7 @@ Not covered: layers that are wrapped (FSDP, DDP); models on several devices.
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,15 @@ class _Reached(BaseException):
 def _skipping(cls: type, side: str | None) -> type:
     def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         return (hidden_states, None) if side else hidden_states
+
+    return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+
+
+@functools.cache
+def _giving(cls: type, side: str | None) -> type:
+    def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        kept: Stream = self._kept_stream
+        return (kept["o"], kept.get("side")) if side else kept["o"]
 
     return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
 
@@ -85,7 +94,7 @@ class Steps:
     @torch.no_grad()
     def step(self, index: int, batch: Batch, stream: Stream | None) -> Stream:
         """Return the stream behind layer `index`, whose input is `stream`; of None the one before it."""
-        with self._only(index, stream):
+        with self._only(index, stream, _reached):
             try:
                 body_hidden(self.model, batch["input_ids"], batch["position_ids"], None, None)
             except _Reached as reached:
@@ -93,14 +102,23 @@ class Steps:
                 return output
         raise AssertionError(f"{type(self.model).__name__}: its forward did not call layer {index}")
 
+    @torch.no_grad()
+    def end(self, batch: Batch, stream: Stream) -> Tensor:
+        """Return the hidden states (B, T, D) after the final norm, of the stream behind the last layer."""
+        with self._only(len(self.layers) - 1, stream, _giving):
+            hidden = body_hidden(self.model, batch["input_ids"], batch["position_ids"], None, None)
+        return hidden.unflatten(0, batch["input_ids"].shape)
+
     @contextlib.contextmanager
-    def _only(self, index: int, stream: Stream | None) -> Iterator[None]:
+    def _only(
+        self, index: int, stream: Stream | None, kind: Callable[[type, str | None], type]
+    ) -> Iterator[None]:
         side = self.family.side_output
         classes: list[Any] = [type(layer) for layer in self.layers]
         wanted: nn.Module = self.layers[index]
         for k, layer in enumerate(self.layers[:index]):
             layer.__class__ = _skipping(classes[k], side)
-        wanted.__class__ = _reached(classes[index], side)
+        wanted.__class__ = kind(classes[index], side)
         wanted.__dict__["_kept_stream"] = stream
         try:
             yield

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from fcsd.base.text import items_text, plus_minus, scored_row, stopping_text
+from fcsd.base.text import calibration_kl_text, items_text, plus_minus, scored_row, stopping_text
 from fcsd.model.connectivity.extra_tensors import promised_layers
 from fcsd.model.connectivity.modeling import supported_transformers
 from fcsd.model.connectivity.spec import CALIBRATED
@@ -100,8 +100,13 @@ def _objective(training: Mapping[str, Any]) -> str:
 def _training(facts: Facts) -> str:
     training = facts.training
     if (calibrated := _calibrated(facts)) and (training is None or not _has_steps(training)):
-        sources = _sources(training["settings"]) if training is not None else ""
-        return f"Rewired with fcsd, not trained. {calibrated}{sources}"
+        sources = measured = ""
+        if training is not None:
+            sources = _sources(training["settings"])
+            measured = calibration_kl_text(training.get("results", {}).get("kl"))
+        return f"Rewired with fcsd, not trained. {calibrated}{sources}" + (
+            f" {measured}." if measured else ""
+        )
     if _untrained(facts):
         return "Rewired with fcsd, not trained: the weights are those of the original."
     if training is None:

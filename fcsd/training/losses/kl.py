@@ -3,20 +3,26 @@
 One walk over the rows for a training that scores itself (`fcsd.training.heldout`) and for the evaluation of finished
 checkpoints: `read_rows` has the teacher's final hidden states of this rank's rows, `sums_by_row` the student's KL on
 them. What gives the hidden states, and what the KL of one row, is the caller's.
+
+Rows may be walked in parts, cut between their examples, so that attention costs what the text needs, not the square
+of a row's length.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.base.stats import ratio
 from fcsd.base.text import progress_bar
-from fcsd.data.batches import Batch, Collator, next_token_targets, trim_padding
+from fcsd.data.batches import NO_LOSS, ROW_FEATURES, Batch, Collator, next_token_targets, trim_padding
 from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.parallel.ranks import ALONE, Ranks, input_device
 from fcsd.parallel.shard import whole_head
@@ -25,6 +31,10 @@ from fcsd.training.losses.head import batch_hidden, loss_head, refuse_packing
 from fcsd.training.losses.objectives import KLObjectiveConfig
 
 AroundRow = Callable[[int], contextlib.AbstractContextManager[None]]
+
+PART_TOKENS = {"cpu": 512, "accelerator": 4096}
+"""The longest part of a row that holds several examples. On a CPU a pass is fastest, by the token, from 256 to 512
+tokens; accelerators want many, and compute long attention fast."""
 
 
 def read_rows(
@@ -111,11 +121,34 @@ def _with_bar(values: Sequence[Any], bar: str | None, ranks: Ranks) -> Any:
     return progress_bar(values, desc=bar, unit="row", shown=bar is not None and ranks.first, leave=False)
 
 
+def row_parts(row: Mapping[str, Any], num_tokens: int) -> list[dict[str, np.ndarray]]:
+    """Cut a row between its examples into parts of at most `num_tokens` tokens, or of one longer example.
+
+    What lies behind the last token with loss is left out: no token that counts sees it.
+    """
+    columns = {name: np.asarray(row[name]) for name in ROW_FEATURES}
+    with_loss = np.flatnonzero(columns["labels"] != NO_LOSS)
+    length = int(with_loss[-1]) + 1 if len(with_loss) else 1
+    begins = np.flatnonzero(columns["position_ids"][1:length] == 0) + 1
+    cuts = [0]
+    for begin, end in itertools.pairwise([*begins.tolist(), length]):
+        if end - cuts[-1] > num_tokens:
+            cuts.append(begin)
+    return [
+        {name: values[begin:end] for name, values in columns.items()}
+        for begin, end in itertools.pairwise([*cuts, length])
+    ]
+
+
 @dataclass(frozen=True)
 class Original:
-    """The batches of `read_rows` and the head of the original, which then need not be in memory beside the model."""
+    """The batches of `read_rows` and the head of the original, which then need not be in memory beside the model.
+
+    part_rows: of all ranks' batches, in order, the number of the row that each is a part of.
+    """
 
     batches: list[Batch]
+    part_rows: list[int]
     head: nn.Linear
     config: Any
 
@@ -126,26 +159,46 @@ def read_original(
     rows: Sequence[Any],
     *,
     ranks: Ranks = ALONE,
+    in_parts: bool = False,
     around_row: AroundRow | None = None,
 ) -> Original:
-    """Run the original over this rank's share of `rows`; all ranks call this. around_row and errors as of
-    `read_rows`.
+    """Run the original over this rank's share of `rows`; all ranks call this.
+
+    in_parts: walk rows in parts (`row_parts`), for models in which a token's output depends on its example alone, not
+        on what else is in the batch, and without `around_row`. around_row and errors: as of `read_rows`.
     """
+    device = input_device(original)
+    parts, part_rows = list(rows), list(range(len(rows)))
+    if in_parts:
+        num_tokens = PART_TOKENS["cpu" if device.type == "cpu" else "accelerator"]
+        by_row = [row_parts(row, num_tokens) for row in rows]
+        parts = [part for row in by_row for part in row]
+        part_rows = [number for number, row in enumerate(by_row) for _ in row]
 
     def prepare(batch: Batch) -> None:
         batch["teacher_hidden"] = batch_hidden(original, batch)
 
     with _evaluating(original):
         batches = read_rows(
-            rows,
+            parts,
             prepare,
             model=original,
-            device=input_device(original),
+            device=device,
             ranks=ranks,
             bar="the original's hidden states",
             around_row=around_row,
         )
-        return Original(batches, whole_head(original, input_device(original)).cpu(), original.config)
+        return Original(batches, part_rows, whole_head(original, device).cpu(), original.config)
+
+
+def kl_sum(teacher: tuple[Tensor, nn.Linear, Any], student: tuple[Tensor, nn.Linear, Any]) -> Tensor:
+    """Return KL(teacher || student) summed over tokens; both as final hidden states (N, D), head and config."""
+    teacher_head, student_head = (
+        Head(hidden, head.weight, head.bias, *head_scaling(config))
+        for hidden, head, config in (teacher, student)
+    )
+    vocab_size = unpadded_vocab_size(student[2])
+    return fused_linear_loss(student_head, teacher_head, KLObjectiveConfig(), vocab_size=vocab_size)[0]
 
 
 @torch.no_grad()
@@ -161,22 +214,24 @@ def kl_by_row(
     """Return for each row the sum of KL(original || model) in nats, and its kept tokens; the same on all ranks."""
     device = input_device(model)
     heads = original.head.to(device), whole_head(model, device)
-    scalings = head_scaling(original.config), head_scaling(model.config)
 
     def loss_sum(batch: Batch) -> Tensor:
-        hidden = batch["teacher_hidden"], batch_hidden(model, batch)
-        teacher, student = (
-            Head(states, head.weight, head.bias, *scaling)
-            for states, head, scaling in zip(hidden, heads, scalings, strict=True)
-        )
-        vocab_size = unpadded_vocab_size(model.config)
-        return fused_linear_loss(student, teacher, KLObjectiveConfig(), vocab_size=vocab_size)[0]
+        teacher = batch["teacher_hidden"], heads[0], original.config
+        return kl_sum(teacher, (batch_hidden(model, batch), heads[1], model.config))
 
     bar = "KL to the original" if progress else None
+    num_parts = len(original.part_rows)
     with _evaluating(model):
-        return sums_by_row(
-            original.batches, len(rows), loss_sum, device=device, ranks=ranks, bar=bar, around_row=around_row
+        sums, counts = sums_by_row(
+            original.batches, num_parts, loss_sum, device=device, ranks=ranks, bar=bar, around_row=around_row
         )
+    by_row: list[list[tuple[float, int]]] = [[] for _ in rows]
+    for row, total, count in zip(original.part_rows, sums, counts, strict=True):
+        by_row[row].append((total, count))
+    return (
+        [math.fsum(total for total, _ in parts) for parts in by_row],
+        [sum(count for _, count in parts) for parts in by_row],
+    )
 
 
 def mean_kl(

@@ -361,7 +361,7 @@ def test_data_that_fcsd_makes_are_advised_with_their_command_and_used_when_they_
     assert capsys.readouterr().err.endswith(f"runs/tiny-data/train.jsonl: no such file; {command}\n")
     assert main(["run", "tiny/demo", "--rehearse", "small"]) == 2
     *warnings, line = capsys.readouterr().err.splitlines()
-    first = "connectivity.layers: last:3 leaves it as it is (docs/convert.md)"
+    first = "connectivity.layers: last:3 leaves out layer 0 (docs/convert.md)"
     assert [each.rpartition("; ")[2] for each in warnings] == [*[command] * 3, first]
     assert line.endswith("in the layout of its hub repository; `fcsd tiny-data OUT` makes it")
     for name in ("code", "choice", "answers"):

@@ -35,6 +35,7 @@ from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.planning.layers import study as study_module
+from fcsd.planning.layers.first import special_layers
 from fcsd.planning.layers.points import overlapped_collectives, selection_text
 from fcsd.planning.layers.proposal import (
     layers_within,
@@ -602,28 +603,130 @@ def test_the_number_of_layers_for_a_loss_is_the_largest_that_was_measured_within
     )
 
 
+# Of SmolLM2-135M as Mixtral, each of the first 21 layers rewired alone.
+SMOLLM2 = [
+    1.86, 0.55, 0.050, 0.044, 0.072, 0.017, 0.014, 0.008, 0.013, 0.017, 0.028, 0.036, 0.035, 0.062, 0.051, 0.039,
+    0.093, 0.096, 0.035, 0.108, 0.020,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("losses", "layers", "num_first", "name", "selection"),
+    [
+        (SMOLLM2, [0, 1], 2, "all but the first 2 layers", "last:19"),
+        (SMOLLM2[1:], [0], 1, "all but the first layer", "last:19"),
+        ([*SMOLLM2, 0.7], [0, 1, 21], 2, "all but the first 2 layers", "last:20"),
+        ([*SMOLLM2[2:], 0.7], [19], 0, "all but layer 19", "0-18"),
+        ([1.86, 0.02, 0.55, 0.02, 0.01, 0.03, 0.02], [0, 2], 1, "all but the first layer", "last:6"),
+        ([0.03, 0.9, 0.02, 0.8, 0.01, 0.02, 0.02], [1, 3], 0, "all but layers 1,3", "0,2,4-6"),
+        ([0.9, 0.02], [0], 1, "all but the first layer", "last:1"),
+        (SMOLLM2[2:], None, 0, "", ""),  # ten times what others cost is not far more than a typical one
+        ([0.4, 0.3, 0.3], None, 0, "", ""),
+        ([0.02, 0.002, 0.001], None, 0, "", ""),  # within twice the standard error, 0.01
+    ],
+)
+def test_the_layers_that_cost_far_more_than_a_typical_one_are_counted_and_all_but_them_priced(
+    losses: list[float], layers: list[int] | None, num_first: int, name: str, selection: str, tmp_path: Path
+) -> None:
+    """One first layer is special in toys, two in a real network; later ones may be."""
+    study = hand_made(losses, tmp_path)
+    special = special_layers(study, "kl")
+    if layers is None:
+        assert special is None and "far more" not in study_table(study)
+        return
+    assert special is not None and (special["layers"], special["num_first"]) == (layers, num_first)
+    assert special["alone"] == [losses[k] for k in layers]
+    assert special["typical"] == sorted(losses)[(len(losses) - 1) // 2]
+    without = special["without"]
+    assert (without["name"], without["selection"]) == (name, selection)
+    left = range(num_first) if num_first else layers
+    if selection != "0,2,4-6":  # neither the first nor the last N, which were measured
+        rest = sum(loss for k, loss in enumerate(losses) if k not in left)
+        assert without["measured"]["copied"]["value"] == pytest.approx(rest)
+    compared = {row["name"]: row["layers"] for row in plan_layers(tmp_path, "100%")["selections"]}
+    assert compared[name] == [k for k in range(len(losses)) if k not in left]
+
+
+def test_a_study_measures_all_but_the_layers_that_cost_the_most(
+    model: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    losses = [1.9, 0.6, 0.05, 0.04]
+    measured: list[list[int]] = []
+
+    def kl(original: Any, wired: Any, rows: Any, **_: Any) -> tuple[list[float], list[int]]:
+        layers = wired.config.farskip["layers"]
+        measured.append(layers)
+        return [sum(losses[k] for k in layers)] * len(rows), [1] * len(rows)
+
+    monkeypatch.setattr(study_module, "kl_by_row", kl)
+    assert main(command(model, text, tmp_path / "s", "--every", "4")) == 0
+    said = capsys.readouterr().out
+    singles = [("single", [layer]) for layer in range(4)]
+    ends = [("first", [0, 1, 2, 3]), ("last", [2, 3]), ("last", [0, 1, 2, 3])]
+    points = read_study(tmp_path / "s")["points"]
+    assert [(point["side"], point["layers"]) for point in points] == [*ends, *singles]
+    assert measured[-1] == [2, 3] and len(measured) == 6
+    assert "All but the first 2 layers (--layers last:2): KL 0.09000 ± " in said
+    # Continued after a kill before that last point, and behind it: the same bytes, and nothing is measured twice.
+    whole = (tmp_path / "s" / "layers.json").read_bytes()
+    for num_done in (6, 7):
+        (tmp_path / "s" / "manifest.json").unlink()
+        begun = json.loads(whole)
+        del begun["sha256"]
+        begun["points"] = [p for p in begun["points"] if num_done == 7 or p["layers"] != [2, 3]]
+        (tmp_path / "s" / "layers.json").write_text(json.dumps(begun) if num_done == 6 else whole.decode())
+        measured.clear()
+        assert main(command(model, text, tmp_path / "s", "--every", "4")) == 0
+        assert measured == ([[2, 3]] if num_done == 6 else [])
+        assert (tmp_path / "s" / "layers.json").read_bytes() == whole
+    # Single layers only, and a later one that the last N cannot leave out.
+    losses[:] = [0.03, 0.9, 0.05, 0.04]
+    capsys.readouterr()
+    assert main(command(model, text, tmp_path / "t", "--sides", "single")) == 0
+    assert read_study(tmp_path / "t")["points"][-1]["side"] == "without" and measured[-1] == [0, 2, 3]
+    said = capsys.readouterr().out
+    assert re.search(r"^\| all but 1 +\| +0\.1200 ", said, flags=re.M)
+    assert (
+        "1 layer costs far more alone than a typical one (0.04000): layer 1 0.9000. All but layer 1 (--"
+        in said
+    )
+    assert main(["plan-layers", str(tmp_path / "t"), "--budget", "4", "--json"]) == 0
+    (row,) = (r for r in json.loads(capsys.readouterr().out)["selections"] if r["name"] == "all but layer 1")
+    assert row["measured"]["value"] == pytest.approx(0.12)
+    # Counts that were asked for are all that is measured of the ends.
+    assert main(command(model, text, tmp_path / "u", "--counts", "1")) == 0
+    assert len(read_study(tmp_path / "u")["points"]) == 2 + 4
+
+
 def test_a_study_names_the_layer_that_is_most_of_the_loss_and_prices_all_but_it(tmp_path: Path) -> None:
     study = hand_made([0.9, 0.02, 0.04], tmp_path, calibrated=0.1, moe_layers=[0, 1, 2])
     plan = plan_layers(tmp_path, "100%")
-    assert plan["worst_layer"]["layer"] == 0 and plan["worst_layer"]["without"]["layers"] == [1, 2]
+    assert plan["special_layers"]["layers"] == [0] and plan["special_layers"]["without"]["layers"] == [1, 2]
     rows = {row["name"]: row for row in plan["selections"]}
-    without = rows["all but layer 0"]
+    without = rows["all but the first layer"]
     assert without["measured"]["value"] == pytest.approx(0.06)
     # With 3 MoE layers: the regular one's two exchanges block, and the last combine.
     assert (without["overlapped_collectives"], without["collectives"]) == (3, 6)
     said = (
-        "Layer 0 alone costs 0.9000 of the 0.9600 of all layers. All but it (--layers last:2): KL 0.06000 ± 0.01"
-        " copied, 0.006000 ± 0.01 calibrated; 3 of 6 collectives overlapped, 5 by all layers."
+        "1 layer costs far more alone than a typical one (0.04000): layer 0 0.9000, and all layers 0.9600. All but the"
+        " first layer (--layers last:2): KL 0.06000 ± 0.01 copied, 0.006000 ± 0.01 calibrated; 3 of 6 collectives"
+        " overlapped, 5 by all layers."
     )
     texts = [plan_text(plan), study_table(study), within_text(layers_within(tmp_path, 1.0))]
     assert all(said in text for text in texts)
-    assert "all but layer 0" not in {row["name"] for row in plan_layers(tmp_path, "2")["selections"]}
+    assert "all but the first layer" not in {row["name"] for row in plan_layers(tmp_path, "2")["selections"]}
     hand_made([0.4, 0.3, 0.3], tmp_path / "even")
     even = plan_layers(tmp_path / "even", "100%")
-    assert even["worst_layer"] is None and "alone costs" not in plan_text(even)
+    assert even["special_layers"] is None and "far more alone" not in plan_text(even)
     # A later layer, which the last N cannot leave out, was not measured.
     hand_made([0.1, 0.8, 0.1], tmp_path / "later")
-    assert "All but it (--layers 0,2): not measured" in plan_text(plan_layers(tmp_path / "later", "100%"))
+    assert "All but layer 1 (--layers 0,2): not measured" in plan_text(
+        plan_layers(tmp_path / "later", "100%")
+    )
 
 
 @pytest.mark.parametrize(
@@ -654,7 +757,11 @@ def test_convert_says_when_the_first_layer_is_among_those_to_rewire(
     if selection is None:
         assert "layer 0" not in said
     else:
-        assert f"layer 0 alone is likely to be most of the loss; --layers {selection} leaves it" in said
+        assert (
+            "first layers cost the most, layer 0 most of all; how many to leave as they are is measured by"
+            in said
+        )
+        assert f"`fcsd layers {tmp_path / 'model'}`; --layers {selection} leaves out layer 0" in said
 
 
 def test_of_equal_layers_the_later_is_rewired() -> None:

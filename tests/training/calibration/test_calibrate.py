@@ -1,6 +1,7 @@
 """Calibration from end to end: in memory, from folder to folder, killed and resumed, over ranks, by command."""
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -18,12 +19,15 @@ from torch import Tensor
 import fcsd
 from fcsd.base.errors import UserError
 from fcsd.base.files import safetensors_header
+from fcsd.base.text import plus_minus
 from fcsd.cli.main import main
 from fcsd.data.batches import real_tokens
 from fcsd.data.dataset import given_rows
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
+from fcsd.model.families import FAMILIES
+from fcsd.model.families.structure import packing_of
 from fcsd.model.load import find_model
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch
@@ -35,7 +39,7 @@ from fcsd.report.publish.push import push
 from fcsd.training.calibration import checkpoint as folder_module
 from fcsd.training.calibration import layer as layer_module
 from fcsd.training.calibration import solve
-from fcsd.training.calibration.checkpoint import calibrate_checkpoint, take_rows
+from fcsd.training.calibration.checkpoint import calibrate_checkpoint, split_rows, take_rows
 from fcsd.training.calibration.experts import calls_of
 from fcsd.training.calibration.model import calibrate_model, complaint
 from fcsd.training.calibration.shards import Layerwise, damage_of_copies
@@ -259,12 +263,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_folder(base: Path, work: Path, ids: Tensor, launch: Launch = CPU) -> dict[str, Any]:
+def run_folder(
+    base: Path, work: Path, ids: Tensor, launch: Launch = CPU, left_out: Any = ()
+) -> dict[str, Any]:
     """Calibrate to `work/model`."""
     work.mkdir(exist_ok=True)
     checkpoint = find_model(ModelConfig(path=str(base)))
     return calibrate_checkpoint(
-        checkpoint, work, Connectivity([1, 3]), as_rows(ids), ridge=1e-3, launch=launch
+        checkpoint, work, Connectivity([1, 3]), as_rows(ids), ridge=1e-3, launch=launch, left_out=left_out
     )
 
 
@@ -334,6 +340,128 @@ def test_a_rank_without_text_adds_nothing_and_the_weights_are_those_of_one_proce
     assert run_ranks(rank, 2) == [True, True]
     one, two = (tensors(tmp_path / name / "out") for name in ("one", "two"))
     assert all(torch.allclose(one[name].float(), two[name].float(), rtol=2**-7, atol=1e-5) for name in one)
+
+
+def packed(lengths: list[list[int]], size: int, seed: int) -> list[dict[str, Any]]:
+    """Return rows of examples with these lengths, and padding behind them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for row in lengths:
+        num = sum(row)
+        ids = torch.randint(3, 90, (num,), generator=generator)
+        positions = torch.cat([torch.arange(length) for length in row] + [torch.zeros(size - num).long()])
+        padding = torch.full((size - num,), -100)
+        ids, labels = torch.cat([ids, torch.zeros(size - num).long()]), torch.cat([ids, padding])
+        rows.append({"input_ids": ids, "position_ids": positions, "labels": labels})
+    return rows
+
+
+@torch.no_grad()
+def kl_by_hand(teacher: Any, student: Any, rows: list[dict[str, Any]]) -> tuple[float, float, int]:
+    """Return the KL of each next token, one example at a time, its standard error by rows, and how many tokens."""
+    by_row = []
+    for row in rows:
+        begins = [*(row["position_ids"] == 0).nonzero()[:, 0].tolist(), len(row["labels"])]
+        values = []
+        for begin, end in itertools.pairwise(begins):
+            if (row["labels"][begin:end] != -100).any():
+                ids = row["input_ids"][None, begin:end]
+                p, q = (
+                    m(ids, use_cache=False).logits[0, :-1].double().log_softmax(-1)
+                    for m in (teacher, student)
+                )
+                values.append((p.exp() * (p - q)).sum(-1))
+        by_row.append(torch.cat(values))
+    sums, counts = [float(v.sum()) for v in by_row], [len(v) for v in by_row]
+    mean, n = sum(sums) / sum(counts), len(sums)
+    squares = sum((total - mean * count) ** 2 for total, count in zip(sums, counts, strict=True))
+    return mean, (n / (n - 1) * squares) ** 0.5 / sum(counts), sum(counts)
+
+
+LEFT_OUT_LENGTHS = [[20, 12], [9, 9, 9], [31], [5, 20], [16, 16]]
+LEFT_OUT = packed(LEFT_OUT_LENGTHS, 32, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [("qwen3_moe", {"tie_word_embeddings": True}), *few((name, {}) for name in FAMILIES)],
+)
+def test_the_kl_of_a_calibration_is_that_of_both_models_on_rows_that_no_map_was_solved_on(
+    model_type: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """Compare calibrated and copied weights to 1e-5; layers behind the last rewired one are run as well."""
+    teacher = tiny_model(model_type, seed=1, **fields)
+    teacher.save_pretrained(tmp_path / "base")
+    if packing_of(teacher.config) == "leaks":
+        left_out = packed([[sum(row)] for row in LEFT_OUT_LENGTHS], 32, seed=3)
+    else:
+        left_out = LEFT_OUT
+    num_layers = teacher.config.get_text_config().num_hidden_layers
+    wired = Connectivity(list(range(1, num_layers - 1)) or [1])
+    results = calibrate_checkpoint(
+        find_model(ModelConfig(path=str(tmp_path / "base"))),
+        tmp_path / "work",
+        wired,
+        as_rows(text(24)),
+        ridge=1e-3,
+        launch=CPU,
+        left_out=left_out,
+    )
+    copied = load_model(tmp_path / "base", connectivity=wired, dtype=torch.float32)
+    calibrated = load_model(tmp_path / "work" / "model", dtype=torch.float32)
+    for name, student in (("copied", copied), ("calibrated", calibrated)):
+        mean, error, num_tokens = kl_by_hand(teacher, student, left_out)
+        assert mean > 1e-4 and results["kl"]["num_tokens"] == num_tokens
+        assert results["kl"][name]["kl"] == pytest.approx(mean, abs=1e-5, rel=1e-5)
+        assert results["kl"][name]["stderr"] == pytest.approx(error, rel=1e-3)
+
+
+def test_the_kl_of_a_calibration_is_the_same_after_a_kill_and_on_two_ranks(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, left_out = text(24), LEFT_OUT * 30  # two batches of them, one of text
+    options: dict[str, Any] = {"left_out": left_out}
+    whole = run_folder(base, tmp_path / "whole", ids, **options)
+    teacher = load_model(base, dtype=torch.float32)
+    mean, _, _ = kl_by_hand(teacher, load_model(tmp_path / "whole" / "model", dtype=torch.float32), LEFT_OUT)
+    assert whole["kl"]["calibrated"]["kl"] == pytest.approx(mean, abs=1e-5)
+    without = run_folder(base, tmp_path / "without", ids)
+    assert without["kl"] is None and without["layers"] == whole["layers"]
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for number in range(1, 4):  # behind each layer, the last of which is regular
+        work = tmp_path / str(number)
+        with monkeypatch.context() as patch:
+            save, calls = folder_module._save, iter(range(9))
+            patch.setattr(folder_module, "_save", lambda *a: save(*a) if next(calls) < number else stop())  # noqa: B023
+            with pytest.raises(KeyboardInterrupt):
+                run_folder(base, work, ids, **options)
+        assert run_folder(base, work, ids, **options)["kl"] == whole["kl"]
+
+    def rank(number: int) -> dict[str, Any]:
+        launch = Launch(CPU.device, Engine("ddp"), Ranks(number, 2, lockstep=True))
+        return run_folder(base, tmp_path / "two", ids, launch, **options)["kl"]  # type: ignore[no-any-return]
+
+    (tmp_path / "two").mkdir()
+    one, two = run_ranks(rank, 2)
+    assert one == two
+    for name in ("copied", "calibrated"):
+        assert one[name]["kl"] == pytest.approx(whole["kl"][name]["kl"], abs=1e-4)
+
+
+def test_what_measures_a_calibration_shares_no_example_with_what_it_is_solved_on() -> None:
+    rows = as_rows(text(100))
+    solved, left_out = split_rows(rows, 1600, 16)  # the next ones, an eighth as many
+    assert solved == rows[:50] and left_out == rows[50:57]
+    again = [*rows[:50], rows[3], rows[4], *rows[60:70]]
+    assert split_rows(again, 1600, 16)[1] == rows[60:67]
+    few_rows = split_rows(rows[:20], 1600, 16)  # all are needed: the last of them
+    assert few_rows == (rows[:17], rows[17:20])
+    assert split_rows(rows[:20], 1600, 80) == (rows[:20], [])  # 640 tokens, 8 x 80: none can be spared
+    repeated = [rows[0]] * 40
+    assert split_rows(repeated, 1600, 1)[1] == []
 
 
 @pytest.mark.parametrize("what", ["streams", "model", "config", "state", "streams are gone"])
@@ -480,7 +608,8 @@ def test_the_command_calibrates_and_tells_what_it_did(
     assert re.search(r"\btext: \d+ examples read: \d+ cut, 0 without loss, 0 left out$", said.err, flags=re.M)
     every = [*words[:2], str(tmp_path / "all"), "--layers", "all", "--text", str(tmp_path / "gone.jsonl")]
     assert main(every) == 2
-    assert "layer 0 alone is likely to be most of the loss; --layers last:3 leaves" in capsys.readouterr().err
+    said_of_first = f"measured by `fcsd layers {base}`; --layers last:3 leaves out layer 0"
+    assert said_of_first in capsys.readouterr().err
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["stage"] == "calibrate" and 2000 <= manifest["results"]["tokens"] < 2064
     assert (
@@ -488,10 +617,21 @@ def test_the_command_calibrates_and_tells_what_it_did(
     )
     assert [result["layer"] for result in manifest["results"]["layers"]] == [1, 2, 3]
     assert not (tmp_path / "out.partial").exists()
+    kl = manifest["results"]["kl"]
+    assert 250 <= kl["num_tokens"] <= 2064 // 8 + 64 and 0 < kl["calibrated"]["kl"] < kl["copied"]["kl"]
+    measured = (
+        "KL to the original {} nats per token, with copied weights {}, on {:,} tokens that no map".format(
+            *(plus_minus(kl[name]["kl"], kl[name]["stderr"]) for name in ("calibrated", "copied")),
+            kl["num_tokens"],
+        )
+    )
+    tokens = manifest["results"]["tokens"]
+    assert re.search(rf"^calibrate: {tokens:,} tokens, 3 layers; {re.escape(measured)}", said.err, flags=re.M)
     model, tokenizer = fcsd.load(out)
     assert model.config.farskip["layers"] == [1, 2, 3] and tokenizer("Line 1")["input_ids"]
     push(out, "me/model", dry_run=tmp_path / "push")
     card = (tmp_path / "push" / "README.md").read_text()
+    assert f" {measured} was solved on." in card
     assert (
         "are folded into the weights of 3 layers, which are therefore not the original's. Data: `text.jsonl`"
         in card

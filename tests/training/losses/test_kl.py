@@ -14,7 +14,7 @@ from fcsd.data.dataset import heldout_rows
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.planning.layers.study import read_study
-from fcsd.training.losses.kl import mean_kl, read_original
+from fcsd.training.losses.kl import PART_TOKENS, mean_kl, read_original, row_parts
 from tests.reference.tiny import tiny_model
 
 NUM_EXAMPLES = 6
@@ -64,6 +64,53 @@ def test_the_kl_is_that_of_the_models_own_logits(
     result = mean_kl(read_original(original, rows), model, rows)
     assert result["kl"] == pytest.approx(by_hand(original, model, rows, vocab_size), rel=1e-4)
     assert result["kl"] > 0.01
+
+
+def test_a_row_is_cut_between_examples_and_behind_its_last_token_with_loss() -> None:
+    lengths = [3, 4, 2, 9, 1]  # the longest stays whole, the last is padding
+    positions = [k for length in lengths for k in range(length)]
+    labels = [*range(18), -100]
+    row = {"input_ids": list(range(19)), "position_ids": positions, "labels": labels}
+    parts = row_parts(row, 7)
+    assert [part["input_ids"].tolist() for part in parts] == [
+        [0, 1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17],
+    ]  # fmt: skip
+    assert all(
+        part["position_ids"][0] == 0 and len(part["labels"]) == len(part["input_ids"]) for part in parts
+    )
+    (whole,) = row_parts(row, 64)
+    assert whole["input_ids"].tolist() == list(range(18))
+    (nothing,) = row_parts(row | {"labels": [-100] * 19}, 7)  # no token counts, and there is a row for it
+    assert len(nothing["input_ids"]) == 1
+
+
+@pytest.mark.parametrize("part_tokens", [1, 30, 100])
+def test_rows_in_parts_have_the_kl_of_each_example_alone(
+    part_tokens: int, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither how a row is cut nor its padding changes its sum, its tokens or the standard error."""
+    monkeypatch.setitem(PART_TOKENS, "cpu", part_tokens)
+    original, model = (
+        tiny_model("qwen2_moe", vocab_size=300, experts_implementation="eager").double() for _ in range(2)
+    )
+    convert_model(model, Connectivity("all"))
+    examples = rows_of(text, packing=False)
+    source = SourceConfig(path=str(text))
+    options: dict[str, Any] = {"num_examples": NUM_EXAMPLES, "max_length": 100, "loss_on": "response"}
+    rows = heldout_rows(source, tiny_tokenizer(300), packing=True, **options)
+    assert 1 < len(rows) < NUM_EXAMPLES
+    longest: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda _, __, kwargs: longest.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    result = mean_kl(read_original(original, rows, in_parts=True), model, rows)
+    assert max(longest) <= max(
+        part_tokens, max(len(ids) for k in range(len(rows)) for ids, _ in rows.examples_of(k))
+    )
+    assert result["kl"] == pytest.approx(by_hand(original, model, examples, 300), rel=1e-6)
+    whole = mean_kl(read_original(original, rows), model, rows)
+    assert result["stderr"] == pytest.approx(whole["stderr"], rel=1e-6)
+    assert result["num_tokens"] == whole["num_tokens"]
 
 
 def test_packed_rows_are_refused_where_examples_would_see_each_other(text: Path) -> None:
