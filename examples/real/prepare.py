@@ -41,6 +41,7 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
+from fcsd.base.errors import one_line
 from fcsd.base.files import new_folder, write_text
 from fcsd.base.text import progress_bar
 
@@ -103,8 +104,11 @@ def write_dense(folder: Path, model: str, num_layers: int | None) -> None:
     if Path(model).is_dir() and len(files) > 1:
         sys.exit(f"{model}: holds {len(files)} GGUF files; one is needed")
     source = {"gguf_file": files[0].name} if files else {}
-    tokenizer = AutoTokenizer.from_pretrained(model, **source)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, **source)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **source)
+    except (OSError, ImportError) as error:
+        sys.exit(f"{model}: cannot be read ({one_line(error)}); give --model, a folder or a hub id")
     config = loaded.config.to_dict()
     # transformers does not save a model that was read from GGUF: its config says that it is quantised.
     config.pop("quantization_config", None)
