@@ -4,7 +4,7 @@ Reads only what the stages left; writes `report.md`, `report.json`, figures, `it
 and `lm_eval/` (the results in lm-eval's files).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         "recipe": recipe.dump(),
         "models": models,
         "comparisons": comparisons,
+        "calibrations": _calibrations([name for name in models if name not in training], layout),
         "training": {name: read_manifest(path) for name, path in training.items()},
         "sweep": read_manifest(layout.sweep).get("results"),
         "router_bias": steering_points(recipe, layout, models),
@@ -128,8 +129,13 @@ def _untrained(path: Path) -> str:
     results = read_manifest(path).get("results", {})
     if (tokens := results.get("tokens")) is None:
         return "-"
-    measured = calibration_kl_text(results.get("kl"))
-    return f"none; calibrated on {tokens:,} tokens" + (f": {measured}" if measured else "")
+    return f"none; calibrated on {tokens:,} tokens"
+
+
+def _calibrations(models: Iterable[str], layout: RunLayout) -> dict[str, Any]:
+    """Return what the calibrations of untrained models measured of their results."""
+    measured = {name: read_manifest(layout.stage(name)).get("results", {}).get("kl") for name in models}
+    return {name: kl for name, kl in measured.items() if kl}
 
 
 def _training(path: Path) -> str:
@@ -200,6 +206,7 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
             else "."
         ),
         fold("Every task of every model", table) if table.count("\n") > LONG_TABLE else table,
+        *(f"`{name}`: {calibration_kl_text(kl)}." for name, kl in report["calibrations"].items()),
     ]
     if stopping is not None:
         parts.append(

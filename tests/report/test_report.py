@@ -13,10 +13,11 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json, write_text
-from fcsd.base.text import markdown
+from fcsd.base.text import calibration_kl_text, markdown
 from fcsd.evaluation.results import SCHEMA_VERSION, write_result
 from fcsd.model.connectivity.modeling import auto_map, modeling_source
 from fcsd.model.families import FAMILIES
+from fcsd.recipe.layout import RunLayout
 from fcsd.recipe.recipe import Recipe
 from fcsd.report import comparison as comparison_module
 from fcsd.report import report as report_module
@@ -456,13 +457,18 @@ def test_the_report_says_what_a_calibration_measured_of_its_result(tmp_path: Pat
         "calibrated": {"kl": 0.764, "stderr": 0.02},
         "copied": {"kl": 6.2, "stderr": None},  # of a single row
     }
-    write_json(tmp_path / "manifest.json", {"results": {"tokens": 24576, "kl": kl}})
-    assert report_module._untrained(tmp_path) == (
-        "none; calibrated on 24,576 tokens: KL to the original 0.7640 ± 0.0200 nats per token, with copied weights"
-        " 6.2000, on 3,072 tokens that no map was solved on"
-    )
+    layout = RunLayout(tmp_path)
+
+    def said(kl: Any) -> list[str]:
+        write_json(layout.stage("calibrated") / "manifest.json", {"results": {"tokens": 24576, "kl": kl}})
+        assert report_module._untrained(layout.stage("calibrated")) == "none; calibrated on 24,576 tokens"
+        return [
+            calibration_kl_text(kl) for kl in report_module._calibrations(["calibrated"], layout).values()
+        ]
+
+    layout.stage("calibrated").mkdir(parents=True)
+    text = "KL to the original 0.7640 ± 0.0200 nats per token, with copied weights 6.2000, on 3,072 tokens"
+    assert said(kl) == [f"{text} that no map was solved on"]
     worse = kl | {"copied": {"kl": 0.7, "stderr": 0.01}}
-    write_json(tmp_path / "manifest.json", {"results": {"tokens": 24576, "kl": worse}})
-    assert report_module._untrained(tmp_path).endswith("(the calibration did not help: give more text)")
-    write_json(tmp_path / "manifest.json", {"results": {"tokens": 24576, "kl": None}})
-    assert report_module._untrained(tmp_path) == "none; calibrated on 24,576 tokens"
+    assert said(worse)[0].endswith("(the calibration did not help: give more text)")
+    assert said(None) == []
