@@ -6,6 +6,7 @@
     runs/real/partitioned  qwen2_moe: a shared expert and 8 routed ones, 2 of them active
     runs/real/upcycled     mixtral: 4 copies of each MLP, 2 of them active; it computes what the dense model computes
     runs/real/data         train.jsonl, heldout.jsonl (conversations) and text.jsonl
+    runs/real/code.jsonl   with --code: sources and documentation from a folder, for long trainings
 
 The routed experts are unlike each other from the start, without any training. The neurons of an MLP
 that add the most to its output become the shared expert. What the others read is clustered; the
@@ -70,7 +71,13 @@ def main() -> None:
     parser.add_argument(
         "--layers", type=int, help="cut the model to its first layers, for a test of the whole path"
     )
+    parser.add_argument(
+        "--code", type=Path, help="write what this folder has of sources and pages as text, too"
+    )
+    parser.add_argument("--code-bytes", type=int, default=200_000_000, help="of them, at most")
     options = parser.parse_args()
+    if options.code is not None and not (options.output / "code.jsonl").is_file():
+        write_code(options.output / "code.jsonl", options.code, options.code_bytes)
     prepare(options.output, options.model, options.data, num_tokens=options.tokens, num_layers=options.layers)
 
 
@@ -344,6 +351,25 @@ def articles(data: Path | None) -> list[str]:
     else:
         lines = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="validation")["text"]
     return [line.strip() for line in lines if len(line) > 200]
+
+
+def write_code(file: Path, folder: Path, num_bytes: int) -> None:
+    """Write sources and pages, in the order of a draw, cut at line ends into pieces of about a thousand tokens."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    paths = sorted(path for suffix in ("py", "md", "rst") for path in folder.rglob(f"*.{suffix}"))
+    random.Random(0).shuffle(paths)
+    lines: list[str] = []
+    for path in paths:
+        piece = ""
+        for line in [*path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), ""]:
+            if len(piece) + len(line) > 3000 or not line:
+                lines += [json.dumps({"text": piece}) + "\n"] if len(piece) > 200 else []
+                num_bytes -= len(piece)
+                piece = ""
+            piece += line[:1000]
+        if num_bytes < 0:
+            break
+    write_text(file, "".join(lines))
 
 
 def rows_of_text(folder: Path, tokenizer: Any, num_tokens: int) -> Tensor:

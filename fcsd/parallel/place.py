@@ -34,7 +34,8 @@ def load_for_evaluation(model: ModelFolder, launch: Launch, *, device_map: Any =
     """Load a checkpoint in eval mode, as this rank of the launch holds it; all ranks call this.
 
     FSDP2 and expert parallelism: shards of the weights (under FSDP2 the head whole on every rank). Otherwise all of
-    them on the rank's device. device_map: of one process, as transformers knows it; "auto" fills the devices one after
+    them on the rank's device. A family that fcsd cannot convert, a dense one say, may be what others are compared with.
+    device_map: of one process, as transformers knows it; "auto" fills the devices one after
     another.
 
     Raises:
@@ -44,7 +45,7 @@ def load_for_evaluation(model: ModelFolder, launch: Launch, *, device_map: Any =
     engine = launch.engine
     if device_map is not None:
         try:
-            return load_checkpoint(model, device_map=device_map)
+            return load_checkpoint(model, device_map=device_map, any_family=True)
         except ValueError as error:
             if "offload_folder" not in str(error):
                 raise
@@ -54,7 +55,7 @@ def load_for_evaluation(model: ModelFolder, launch: Launch, *, device_map: Any =
             ) from None
     if not engine.shards:
         return _whole(model, launch.device)
-    loaded = load_for_launch(model, launch)
+    loaded = load_for_launch(model, launch, any_family=True)
     if engine.shards_when_placed:
         shard_teacher(loaded, launch)
     return loaded
@@ -102,7 +103,8 @@ def load_for_launch(
 def _whole(model: ModelFolder, device: torch.device) -> PreTrainedModel:
     """Read straight to the device: the ranks of a machine would have a copy each in main memory otherwise."""
     try:
-        loaded = load_checkpoint(model, device_map=None if device.type == "cpu" else {"": device})
+        device_map = None if device.type == "cpu" else {"": device}
+        loaded = load_checkpoint(model, device_map=device_map, any_family=True)
     except torch.OutOfMemoryError:
         size = sum(file.stat().st_size for file in model.folder.glob("*.safetensors"))
         raise does_not_fit(model.folder, size, device) from None

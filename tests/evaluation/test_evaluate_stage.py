@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fcsd.base.errors import UserError
 from fcsd.evaluation import stage
@@ -107,6 +108,15 @@ def test_a_copy_is_read_straight_to_the_device_and_one_that_is_too_large_is_refu
             ModelFolder(ModelConfig(), place / "model"), Launch(device, Engine("ddp"), Ranks(1, 2))
         )
     assert maps == [{"": device}]
+
+
+def test_a_dense_model_is_judged_as_what_others_are_compared_with(place: Path, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    own = shutil.copytree(place, tmp_path / "place")
+    LlamaForCausalLM(config).save_pretrained(own / "model")
+    assert judge(own, tmp_path / "out")["tasks"].keys() == {"piqa", "sciq", "gsm8k"}
 
 
 def test_the_original_is_gone_when_the_judged_model_is_loaded(

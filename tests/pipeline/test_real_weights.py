@@ -4,6 +4,9 @@ import importlib.util
 import json
 import os
 import runpy
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +95,25 @@ def test_a_real_model_goes_from_conversion_to_benchmarks(prepared: Path, tmp_pat
     for model in report["models"].values():
         assert {*model["result"]["tasks"]} == {"hellaswag", "piqa", "arc_easy"}
     assert (tmp_path / "run" / "publish" / "README.md").is_file()
+
+
+def test_the_long_run_on_a_gpu_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
+    """`benchmarks/real_gpu.sh` in small: cut off before its first stage, then continued to its end."""
+    assert DATA is not None
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "data").symlink_to(DATA)
+    environment = os.environ | {"SMALL": "1", "PYTHON": sys.executable, "MINUTES": "0"}
+    command = ["bash", str(ROOT / "benchmarks" / "real_gpu.sh"), "run", str(state)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 75, ended.stderr
+    assert "time is up before prepare" in ended.stdout
+
+    ended = subprocess.run(command, env=environment | {"MINUTES": "60"}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    with tarfile.open(state / "results" / "results.tar.gz") as file:
+        names = file.getnames()
+        report = json.load(file.extractfile("run/report/report.json"))  # type: ignore[arg-type]
+    trained = ["fcsd", "copied-1m", "calibrated-10m", "copied-10m", "calibrated-100m", "copied-100m"]
+    assert [*report["models"]] == ["original", "converted", "calibrated", *trained]
+    assert {"./step.json", "./overlap-60.json", "run/evaluate/dense/results.json"} <= {*names}
