@@ -116,7 +116,7 @@ def test_a_dense_model_is_judged_as_what_others_are_compared_with(place: Path, t
     )
     own = shutil.copytree(place, tmp_path / "place")
     LlamaForCausalLM(config).save_pretrained(own / "model")
-    assert judge(own, tmp_path / "out")["tasks"].keys() == {"piqa", "sciq", "gsm8k"}
+    assert judge(own, tmp_path / "out").keys() == {"piqa", "sciq", "gsm8k"}
 
 
 def test_the_original_is_gone_when_the_judged_model_is_loaded(
