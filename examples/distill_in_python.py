@@ -2,7 +2,7 @@
 # # Distil a FarSkip model in Python
 #
 # A small MoE with random weights is given FarSkip connectivity and trained back to what it said before, on one CPU core
-# in under a minute. With a real model only the first cell changes: `fcsd.load("Qwen/Qwen3-30B-A3B")`.
+# in under a minute. A real model (`fcsd.load("Qwen/Qwen3-30B-A3B")`) needs lower rates and more steps.
 
 # %% The original: a transformers model and its tokenizer
 import copy

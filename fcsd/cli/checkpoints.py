@@ -159,7 +159,7 @@ COMMANDS = {
         "The result loads with AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True), without fcsd.",
     ),
     "calibrate": Command(
-        "Rewire a checkpoint, and fold closed-form maps into its weights that bring most of its quality back: no"
+        "Rewire a checkpoint, and fold closed-form maps into its weights that bring it nearer to the original: no"
         " gradient, no new parameter.",
         _calibrate_options,
         _calibrate,

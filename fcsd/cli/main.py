@@ -127,7 +127,7 @@ def build_parser(command_name: str | None = None) -> _Parser:
     """Build the parser of all commands, each with its options, or with those of the one that is asked for."""
     parser = _Parser(
         prog="fcsd",
-        description="Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it back to its own quality,"
+        description="Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it from the original,"
         " evaluate it against the original and leave it ready to publish.",
         epilog="First steps: `fcsd tiny-data runs/tiny-data && fcsd run tiny/demo` trains, converts and"
         " evaluates a small MoE on a CPU. `fcsd COMMAND --help` explains each command.",

@@ -1,4 +1,4 @@
-"""The layers that cost far more than a typical one: the first few, in most models (docs/convert.md, docs/distil.md).
+"""The layers that cost far more than a typical one: the first few, where it was measured (docs/convert.md).
 
     typical    the median of what the layers cost when each is rewired alone, with copied weights
     special    a layer that costs more than `FAR_MORE` times as much, beyond twice its standard error
@@ -50,7 +50,7 @@ def tell_first_layers(
     if regular or len(others) in (0, len(layers)):
         return
     print(
-        "the first layers cost the most, layer 0 most of all; how many to leave as they are is measured by"
+        "in the models measured layer 0 costs the most; how many first layers to leave as they are is measured by"
         f" `fcsd layers {shlex.quote(str(model))}`; {option} {_selection(others, len(mask))} leaves out layer 0"
         " (docs/convert.md)",
         file=sys.stderr,

@@ -1,5 +1,5 @@
-"""Calibrate a converted model: closed-form maps, folded into weights that are there already, bring most of its quality
-back before the first training step.
+"""Calibrate a converted model: closed-form maps, folded into weights that are there already, bring it nearer
+to the original before the first training step.
 
     A  what a branch of a rewired layer reads -> what the original's branch reads there     into what reads it
     B  what its branches add -> what is missing to the original's stream behind the layer   into what writes it

@@ -147,9 +147,7 @@ def calibratable(original: ModelFolder) -> Checkpoint:
     """
     checkpoint, where = read_checkpoint(original.folder), original.config.path
     if CALIBRATED in checkpoint.config:
-        raise UserError(
-            f"{where}: is calibrated already, and a second round makes it worse; give the original"
-        )
+        raise UserError(f"{where}: is calibrated already; give the original")
     if checkpoint.connectivity is not None:
         raise UserError(
             f"{where}: is converted already; give the original, which is the teacher as well: calibration converts it"

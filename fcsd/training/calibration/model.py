@@ -19,7 +19,9 @@ from fcsd.training.calibration.steps import Steps
 from fcsd.training.losses.head import refuse_packing
 
 RIDGE = 1e-3
-_RULED_OUT = 2.0  # times as much of what is added is missed; 1.5 is what 16 x the width leaves
+_RULED_OUT = (
+    2.0  # times as much of what is added is missed; 1.5 is what 16 x the width leaves in small models
+)
 
 
 def calibrate_model(
@@ -86,7 +88,7 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
             f"{type(student).__name__}: is not converted; convert the student first (fcsd.convert)"
         )
     if hasattr(student.config, CALIBRATED):
-        raise UserError(f"{type(student).__name__}: is calibrated already, and a second round makes it worse")
+        raise UserError(f"{type(student).__name__}: is calibrated already; give the original")
     one, other = (base_model_type(model.config.model_type) for model in (student, teacher))
     widths = [model.config.get_text_config().hidden_size for model in (student, teacher)]
     if one != other or widths[0] != widths[1] or getattr(teacher.config, "farskip", None) is not None:
@@ -141,8 +143,8 @@ def complaint(results: Sequence[dict[str, Any]]) -> tuple[bool, str] | None:
     """Say that the text was too little, or too much alike: whether that rules the result out, and a line for people.
 
     Residuals of held-out text decide, summed over all layers (docs/decisions.md): where those of what branches read
-    grow, or those of what they add double, the model is no better than with copied weights, or hardly. What they add
-    is missed a little more with any text.
+    grow, or those of what they add double, the model is no better than with copied weights, or hardly. In small
+    models what they add is missed a little more with any text.
     """
 
     def total(side: int, *, adds: bool) -> float:
@@ -151,7 +153,7 @@ def complaint(results: Sequence[dict[str, Any]]) -> tuple[bool, str] | None:
         )
         return sum(pair[side] for pair in pairs)
 
-    more = "give more, or more varied text; 100 x hidden size tokens are enough"
+    more = "give more, or more varied text"
     for adds, usual, limit in ((False, 1.0, 1.0), (True, FITS_THE_SAMPLE, _RULED_OUT)):
         before, after = total(0, adds=adds), total(1, adds=adds)
         if after > usual * before:

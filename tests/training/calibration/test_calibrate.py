@@ -835,7 +835,7 @@ def test_bad_input_is_one_line(pair: tuple[Any, Any], base: Path, tmp_path: Path
         fcsd.calibrate(student, teacher, text(24))
     good, teacher = converted(tiny_model("qwen3_moe")), tiny_model("qwen3_moe")
     fcsd.calibrate(good, teacher, text(24))
-    with pytest.raises(UserError, match="is calibrated already, and a second round makes it worse"):
+    with pytest.raises(UserError, match="is calibrated already; give the original"):
         fcsd.calibrate(good, teacher, text(24))
     fcsd.convert_checkpoint(base, tmp_path / "converted")
     shutil.copytree(base, tmp_path / "quantised")
