@@ -17,6 +17,7 @@ from fcsd.recipe.load_recipe import load_recipe
 from fcsd.recipe.recipe import Recipe, to_yaml
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.objectives import ObjectiveConfig
+from tests.support import ROOT
 
 MINIMAL = {
     "name": "x",
@@ -32,7 +33,12 @@ def write(tmp_path: Path, value: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("path", sorted(data_dir("recipes").rglob("*.yaml")), ids=lambda path: path.stem)
+REAL = [ROOT / "examples" / "real" / f"{name}.yaml" for name in ("moe", "smollm2", "recovery")]
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted(data_dir("recipes").rglob("*.yaml")), *REAL], ids=lambda path: path.stem
+)
 def test_every_shipped_recipe_loads(path: Path) -> None:
     recipe = load_recipe(path)
     for name in recipe.variants:
