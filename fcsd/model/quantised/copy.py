@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from fcsd.base.errors import UserError
@@ -48,6 +47,11 @@ SHARD_BYTES = 5 * 10**9
 _CHUNK_BYTES = 1 << 24  # copied at once
 _CHUNK_VALUES = 1 << 23  # decoded at once
 _RECORD = "dequantize.json"
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+}  # fmt: skip
 
 
 def dequantize_checkpoint(
@@ -105,8 +109,36 @@ def _begin(checkpoint: Checkpoint, partial: Path) -> None:
     write_json(partial / _RECORD, record)
 
 
+class _Rows:
+    """A tensor in a file, of which rows are read: not mapped, so that they do not stay in memory."""
+
+    def __init__(self, file: Path, entry: Mapping[str, Any], begin: int) -> None:
+        self.file, self.shape, self.dtype = file, list(entry["shape"]), _DTYPES[entry["dtype"]]
+        self.begin, self.num_bytes = begin + entry["data_offsets"][0], entry["data_offsets"][1]
+        self.num_bytes -= entry["data_offsets"][0]
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Return rows of the first dimension; of a scalar itself."""
+        if not self.shape:
+            return self._read(self.begin, self.num_bytes).reshape(())
+        first, last, _ = rows.indices(self.shape[0])
+        row = self.num_bytes // self.shape[0]
+        return self._read(self.begin + first * row, (last - first) * row).view(-1, *self.shape[1:])
+
+    def _read(self, begin: int, num_bytes: int) -> Tensor:
+        with self.file.open("rb") as stream:
+            stream.seek(begin)
+            data = bytearray(stream.read(num_bytes))
+        if len(data) != num_bytes:
+            raise UserError(f"{self.file}: ends before its header says so; fetch it again")
+        return torch.frombuffer(data, dtype=self.dtype)
+
+
 class _Source:
-    """The tensors of a checkpoint's files, of which slices are read."""
+    """The tensors of a checkpoint's files."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.folder = checkpoint.folder
@@ -114,16 +146,13 @@ class _Source:
         for file in checkpoint.weight_files:
             header, begin = safetensors_header(checkpoint.folder / file)
             self.entries |= {name: (file, entry, begin) for name, entry in header.items()}
-        self._opened: dict[str, Any] = {}
 
     def slices(self, parts: Mapping[str, str]) -> Slices:
-        return {part: self._slice(name) for part, name in parts.items()}
+        return {part: self._rows(name) for part, name in parts.items()}
 
-    def _slice(self, name: str) -> Any:
-        file = self.entries[name][0]
-        if file not in self._opened:
-            self._opened[file] = safe_open(self.folder / file, framework="pt").__enter__()
-        return self._opened[file].get_slice(name)
+    def _rows(self, name: str) -> _Rows:
+        file, entry, begin = self.entries[name]
+        return _Rows(self.folder / file, entry, begin)
 
     def copy(self, name: str, target: BinaryIO) -> None:
         """Write the bytes of a tensor."""
@@ -138,7 +167,7 @@ class _Source:
         """Return the shape of a weight; of packed integers a tensor says it."""
         if "shape" not in stored.parts:
             return stored.shape
-        return stored.shape[0], int(self._slice(stored.parts["shape"])[:][1])
+        return stored.shape[0], int(self._rows(stored.parts["shape"])[:][1])
 
 
 @dataclass(frozen=True)

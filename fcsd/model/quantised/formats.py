@@ -77,7 +77,7 @@ def nvfp4(parts: Slices, begin: int, end: int, settings: Settings) -> Tensor:
     """Return rows of E2M1 values times the E4M3 scale of each group of columns, and that of the tensor."""
     scale = parts["scale"][begin:end].to(torch.float32)
     if "global_scale" in parts:
-        scale = scale / parts["global_scale"][:].to(torch.float32).reshape(-1)[0]
+        scale = scale / _scalar(parts["global_scale"])
     else:
         scale = scale * _scalar(parts["scale_2"])
     return _grouped(e2m1(parts["weight"][begin:end]), scale)
@@ -122,7 +122,7 @@ def _grouped(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scalar(part: Any) -> Tensor:
-    value: Tensor = part[:] if part.get_shape() else part[...]
+    value: Tensor = part[:]
     return value.to(torch.float32).reshape(-1)[0]
 
 

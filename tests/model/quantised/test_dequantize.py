@@ -200,10 +200,10 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     )
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        assert tensors[name].dtype == value.dtype and torch.equal(tensors[name], value), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
