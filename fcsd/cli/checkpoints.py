@@ -25,6 +25,7 @@ with lazy_imports():
     from fcsd.model.connectivity.load import load_config
     from fcsd.model.families.table import families_facts, families_table
     from fcsd.model.inspect import inspect_model, report_table
+    from fcsd.model.quantised.copy import dequantize_checkpoint
     from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.calibrate import calibrate_folder
     from fcsd.planning.layers.first import tell_first_layers
@@ -84,6 +85,11 @@ def _calibrate(arguments: Namespace) -> None:
         print(arguments.out)
 
 
+def _dequantize(arguments: Namespace) -> None:
+    dequantize_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
+    print(arguments.out)
+
+
 def _unconvert(arguments: Namespace) -> None:
     unconvert_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
     print(arguments.out)
@@ -133,6 +139,13 @@ def _calibrate_options(parser: ArgumentParser) -> None:
     field_options(parser, EvaluationConfig, "data_root", type=None)
 
 
+def _dequantize_options(parser: ArgumentParser) -> None:
+    model_argument(parser)
+    parser.add_argument(
+        "out", metavar="OUT", type=Path, help="new folder; OUT.partial holds what is not finished"
+    )
+
+
 def _unconvert_options(parser: ArgumentParser) -> None:
     model_argument(parser)
     parser.add_argument("out", metavar="OUT", type=Path, help="new folder")
@@ -165,6 +178,14 @@ COMMANDS = {
         _calibrate,
         "One layer's weights are in memory at a time. The same command continues a conversion that was cut"
         " off. On several GPUs, which share the text: accelerate launch -m fcsd calibrate …",
+    ),
+    "dequantize": Command(
+        "Write a quantised checkpoint in bfloat16, which can be converted, calibrated and trained.",
+        _dequantize_options,
+        _dequantize,
+        "Read are FP8 (block, row, tensor), INT8, packed integers, MXFP4 and NVFP4, of the methods fp8, mxfp4,"
+        " compressed-tensors and modelopt. A few rows of a weight are in memory at a time. The same command continues"
+        " a copy that was cut off.",
     ),
     "unconvert": Command(
         "Undo a conversion: write a checkpoint of the original family with the same weights.",

@@ -154,8 +154,8 @@ def calibratable(original: ModelFolder) -> Checkpoint:
         )
     if checkpoint.config.get("quantization_config"):
         raise UserError(
-            f"{where}: its weights are quantised, and a map folded into them would be rounded away; calibrate the"
-            " checkpoint that they were quantised from, then quantise the result"
+            f"{where}: its weights are quantised, and a map folded into them would be rounded away; calibrate what"
+            " `fcsd dequantize` makes of it, then quantise the result"
         )
     return checkpoint
 

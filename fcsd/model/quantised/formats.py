@@ -1,0 +1,164 @@
+"""What the published formulas make of a weight that files hold in fewer bits.
+
+| form | tensors in the files | value, in float32 |
+|---|---|---|
+| block, row and tensor FP8 | `weight`; `weight_scale_inv` or `weight_scale` | weight × scale of its block, row or all |
+| INT8 | `weight`; `weight_scale`, `weight_zero_point` | (weight − zero point) × scale |
+| packed INT2 to INT8 | `weight_packed` in int32; `weight_scale`, `_shape`, `_zero_point`, `_g_idx` | the same |
+| NVFP4 (compressed-tensors) | `weight_packed`; `weight_scale`, `weight_global_scale` | E2M1 × (scale ÷ global scale) |
+| NVFP4 (ModelOpt) | `weight` in uint8; `weight_scale`, `weight_scale_2` | E2M1 × (scale × scale 2) |
+| MXFP4 (compressed-tensors) | `weight_packed`; `weight_scale` in uint8 | E2M1 × 2^(scale − 127) |
+| MXFP4 (gpt-oss) | `…_blocks`, `…_scales` in uint8 | the same; rows and columns change places |
+
+Two E2M1 values lie in a byte, the first in its low half. Every function here takes rows `begin` to `end` of the first
+dimension, so that a large weight need not be in memory.
+
+Sources: DeepSeek-V3's `weight_dequant`; the OCP Microscaling specification 1.0; compressed-tensors; NVIDIA ModelOpt.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcsd.base.errors import UserError
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FP8 = {"F8_E4M3", "F8_E5M2"}
+_PACKED_BITS = 32
+
+Slices = Mapping[str, Any]
+"""Part of a weight -> its tensor in a file, of which `[begin:end]` is read."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a checkpoint's quantisation config says beside its tensors.
+
+    block: rows and columns that share a scale, of block FP8. num_bits: of packed integers.
+    """
+
+    block: tuple[int, int] | None = None
+    num_bits: int = 4
+
+
+def scaled(parts: Slices, begin: int, end: int, settings: Settings) -> Tensor:
+    """Return rows of FP8 or integer values times their scales: one for all, for a row, a group of columns, a block."""
+    weight = parts["weight"][begin:end].to(torch.float32)
+    if "zero_point" in parts:
+        weight = weight - _spread(parts["zero_point"], parts["weight"].get_shape(), begin, end, None)
+    return weight * _spread(parts["scale"], parts["weight"].get_shape(), begin, end, settings.block)
+
+
+def packed_integers(parts: Slices, begin: int, end: int, settings: Settings) -> Tensor:
+    """Return rows of integers of which several lie in an int32, the first in its lowest bits, times their scales."""
+    num_columns = int(parts["shape"][:][1])
+    bits = settings.num_bits
+    values = _unpacked(parts["weight"][begin:end], bits)[:, :num_columns]
+    scale = parts["scale"][begin:end].to(torch.float32)
+    num_groups = scale.shape[1]
+    if "g_idx" in parts:
+        group = parts["g_idx"][:].long()
+    else:
+        group = torch.arange(num_columns) // math.ceil(num_columns / num_groups)
+    if "zero_point" in parts:  # packed along the rows
+        first = begin * bits // _PACKED_BITS
+        rows = parts["zero_point"][first : math.ceil(end * bits / _PACKED_BITS)]
+        points = _unpacked(rows.T, bits).T
+        offset = begin - first * _PACKED_BITS // bits
+        values = values - points[offset : offset + end - begin][:, group]
+    return values * scale[:, group]
+
+
+def nvfp4(parts: Slices, begin: int, end: int, settings: Settings) -> Tensor:
+    """Return rows of E2M1 values times the E4M3 scale of each group of columns, and that of the tensor."""
+    scale = parts["scale"][begin:end].to(torch.float32)
+    if "global_scale" in parts:
+        scale = scale / _scalar(parts["global_scale"])
+    else:
+        scale = scale * _scalar(parts["scale_2"])
+    return _grouped(e2m1(parts["weight"][begin:end]), scale)
+
+
+def mxfp4(parts: Slices, begin: int, end: int, settings: Settings) -> Tensor:
+    """Return rows of E2M1 values times the power of two of each group of columns."""
+    return _grouped(e2m1(parts["weight"][begin:end]), _power(parts["scale"][begin:end]))
+
+
+def mxfp4_experts(parts: Slices, begin: int, end: int, settings: Settings) -> Tensor:
+    """Return experts (N, in, out) of blocks (N, out, groups, bytes), as gpt-oss multiplies by them."""
+    blocks = e2m1(parts["weight"][begin:end])
+    values = blocks * _power(parts["scale"][begin:end])[..., None]
+    return values.flatten(-2).transpose(-1, -2).contiguous()
+
+
+def e2m1(packed: Tensor) -> Tensor:
+    """Return the values of bytes (…, N) as (…, 2N)."""
+    table = torch.tensor(E2M1)
+    packed = packed.view(torch.uint8)
+    halves = torch.stack([packed & 0xF, packed >> 4], dim=-1)
+    return table[halves.long()].flatten(-2)
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """Return the signed integers of int32 (R, N) as float32 (R, N · 32 / bits)."""
+    shifts = torch.arange(_PACKED_BITS // bits, dtype=torch.int32) * bits
+    values = (packed[..., None] >> shifts) & (2**bits - 1)
+    return (values.flatten(-2) - 2 ** (bits - 1)).to(torch.float32)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """Return 2^(exponent − 127) of bytes."""
+    power = exponent.view(torch.uint8).to(torch.int32) - 127
+    return torch.ldexp(torch.ones_like(power, dtype=torch.float32), power)
+
+
+def _grouped(values: Tensor, scale: Tensor) -> Tensor:
+    groups = values.unflatten(-1, (scale.shape[-1], -1))
+    return (groups * scale[..., None]).flatten(-2)
+
+
+def _scalar(part: Any) -> Tensor:
+    value: Tensor = part[:]
+    return value.to(torch.float32).reshape(-1)[0]
+
+
+def _spread(part: Any, shape: list[int], begin: int, end: int, block: tuple[int, int] | None) -> Tensor:
+    """Return a scale for each value of rows `begin` to `end`, in a shape that broadcasts."""
+    own = part.get_shape()
+    if math.prod(own) == 1:
+        return _scalar(part)
+    if len(own) == 1:  # one for a row
+        rows: Tensor = part[begin:end].to(torch.float32)
+        return rows.reshape(-1, *[1] * (len(shape) - 1))
+    height, width = block_of(own, shape, block)
+    columns = torch.arange(shape[-1]) // width
+    if len(shape) > 2:  # experts: rows are the second dimension
+        grid = part[begin:end].to(torch.float32)
+        return grid[..., torch.arange(shape[-2]) // height, :][..., columns]
+    first = begin // height
+    grid = part[first : (end - 1) // height + 1].to(torch.float32)
+    return grid[torch.arange(begin, end) // height - first][:, columns]
+
+
+def block_of(scales: list[int], shape: list[int], block: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the rows and columns that share a scale; the last block of a dimension may be smaller.
+
+    scales, shape: of the scales and of the weight. block: as the config says; None: what divides the weight evenly.
+
+    Raises:
+        UserError: blocks of this size do not make up these scales.
+    """
+    if block is not None and scales[-2:] == [
+        math.ceil(n / b) for n, b in zip(shape[-2:], block, strict=True)
+    ]:
+        return block
+    if block is None or 1 in scales[-2:]:
+        even = [n // s for n, s in zip(shape[-2:], scales[-2:], strict=True)]
+        if [e * s for e, s in zip(even, scales[-2:], strict=True)] == shape[-2:]:
+            return even[0], even[1]
+    said = "no block size in the config" if block is None else f"blocks of {block[0]} x {block[1]}"
+    raise UserError(f"scales of shape {scales} do not fit a weight of shape {shape} ({said})")

@@ -1,0 +1,207 @@
+"""Which tensors of a checkpoint's files make up which weight.
+
+Not covered: what their values mean (`fcsd.model.quantised.formats`).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json
+from fcsd.model.connectivity.checkpoint import CONFIG, Checkpoint
+from fcsd.model.quantised.formats import (
+    FP8,
+    Settings,
+    Slices,
+    block_of,
+    mxfp4,
+    mxfp4_experts,
+    nvfp4,
+    packed_integers,
+    scaled,
+)
+
+MODELOPT = "hf_quant_config.json"
+METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
+"""Quantisation methods whose tensors are known."""
+
+_ACTIVATIONS = (
+    "input_scale", "input_global_scale", "input_zero_point", "activation_scale", "activation_scale_inv",
+    "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale",
+)  # fmt: skip
+_PARTS = {"_scale": "scale", "_zero_point": "zero_point", "_g_idx": "g_idx", "_shape": "shape"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight as files hold it.
+
+    shape: of the weight. parts: part -> name of its tensor. decode: see `fcsd.model.quantised.formats`.
+    """
+
+    shape: tuple[int, ...]
+    parts: dict[str, str]
+    decode: Callable[[Slices, int, int, Settings], Tensor]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All that a quantised checkpoint's files hold: `weights` in parts, `plain` tensors as they are.
+
+    What belongs to quantised activations is in neither.
+    """
+
+    weights: dict[str, Stored]
+    plain: list[str]
+    settings: Settings
+
+
+def quantisation(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return the quantisation config of a checkpoint: of its config, a section of it, or ModelOpt's file; or None."""
+    config = checkpoint.config
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if isinstance(value := section.get("quantization_config"), dict):
+            return value
+    file = checkpoint.folder / MODELOPT
+    if not file.is_file():
+        return None
+    said = read_json(file, "fetch the file again", keys=()).get("quantization")
+    return {"quant_method": "modelopt", **(said if isinstance(said, dict) else {})}
+
+
+def read_contents(checkpoint: Checkpoint) -> Contents:
+    """Find the weights of a quantised checkpoint among its tensors.
+
+    Raises:
+        UserError: it is not quantised, or by a method that is not known; a tensor that no known form explains.
+    """
+    config = quantisation(checkpoint)
+    if config is None:
+        raise UserError(f"{checkpoint.folder}: is not quantised (no quantization_config); nothing to do")
+    _check_method(config, checkpoint.folder)
+    settings = _settings(config)
+    weights: dict[str, Stored] = {}
+    used: set[str] = set()
+    for name, stored in _find(checkpoint):
+        _check_fits(checkpoint, name, stored, settings)
+        weights[name] = stored
+        used |= {*stored.parts.values()}
+    plain = []
+    for name in sorted(checkpoint.shapes.keys() - used):
+        if name.rpartition(".")[2] in _ACTIVATIONS or name.endswith("_input_scale"):
+            continue
+        if checkpoint.dtypes[name] in {*FP8, "F8_E8M0", "U8", "I8", "F4"}:
+            raise UserError(
+                f"{checkpoint.folder}: tensor '{name}' ({checkpoint.dtypes[name]}) is in no form that is known:"
+                " its scales are missing, or the method is another; fetch the checkpoint again, or take its"
+                " unquantised original"
+            )
+        plain.append(name)
+    if not weights:
+        raise UserError(
+            f"{checkpoint.folder / CONFIG}: has a quantization_config, but no tensor is quantised; remove the field"
+        )
+    return Contents(weights, plain, settings)
+
+
+def _check_method(config: Mapping[str, Any], folder: Path) -> None:
+    method = config.get("quant_method")
+    unknown = method not in METHODS
+    turned = [key for key in ("transform_config", "sparsity_config") if config.get(key)]
+    if isinstance(sparsity := config.get("sparsity_config"), dict) and sparsity.get("format") == "dense":
+        turned.remove("sparsity_config")
+    algorithm = str(config.get("quant_algo") or "")
+    if unknown or turned or "AWQ" in algorithm:
+        what = (
+            f"with {turned[0]}" if turned else algorithm if "AWQ" in algorithm else f"by {str(method)[:80]!r}"
+        )
+        raise UserError(
+            f"{folder}: is quantised {what}, which fcsd does not take back; known are"
+            f" {', '.join(METHODS)}; take its unquantised original, or the tool that made it"
+        )
+
+
+def _settings(config: Mapping[str, Any]) -> Settings:
+    block, bits = config.get("weight_block_size"), 4
+    groups = config.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict):
+            block = weights.get("block_structure") or block
+            bits = weights.get("num_bits") or bits
+    is_pair = isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) for n in block)
+    return Settings((int(block[0]), int(block[1])) if is_pair and block else None, int(bits))
+
+
+def _find(checkpoint: Checkpoint) -> Iterator[tuple[str, Stored]]:
+    """Yield each weight that is held in parts, and its name."""
+    shapes, dtypes = checkpoint.shapes, checkpoint.dtypes
+    for name in sorted(shapes):
+        shape, dtype = shapes[name], dtypes[name]
+        if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in shapes:
+            base = name.removesuffix("_blocks")
+            whole = (shape[0], shape[2] * shape[3] * 2, shape[1]) if len(shape) == 4 else shape
+            yield base, Stored(whole, {"weight": name, "scale": f"{base}_scales"}, mxfp4_experts)
+        elif name.endswith("_packed"):
+            yield _packed(checkpoint, name)
+        elif dtype == "U8" and {f"{name}_scale", f"{name}_scale_2"} <= shapes.keys():
+            parts = {"weight": name, "scale": f"{name}_scale", "scale_2": f"{name}_scale_2"}
+            yield name, Stored((*shape[:-1], 2 * shape[-1]), parts, nvfp4)
+        elif dtype in {*FP8, "I8"}:
+            scale = next((key for key in (f"{name}_scale_inv", f"{name}_scale") if key in shapes), None)
+            if scale is not None:
+                parts = {"weight": name, "scale": scale}
+                if f"{name}_zero_point" in shapes:
+                    parts["zero_point"] = f"{name}_zero_point"
+                yield name, Stored(shape, parts, scaled)
+
+
+def _packed(checkpoint: Checkpoint, name: str) -> tuple[str, Stored]:
+    """Return the weight of a packed tensor of compressed-tensors."""
+    base, shape = name.removesuffix("_packed"), checkpoint.shapes[name]
+    parts = {part: base + end for end, part in _PARTS.items() if base + end in checkpoint.shapes}
+    parts = {"weight": name, **parts}
+    if "scale" not in parts:
+        raise UserError(
+            f"{checkpoint.folder}: tensor '{name}' has no '{base}_scale'; fetch the checkpoint again"
+        )
+    if checkpoint.dtypes[name] == "I32":
+        if "shape" not in parts:
+            raise UserError(
+                f"{checkpoint.folder}: tensor '{name}' has no '{base}_shape'; fetch the checkpoint again"
+            )
+        return base, Stored((shape[0], 0), parts, packed_integers)
+    if f"{base}_global_scale" in checkpoint.shapes:
+        parts["global_scale"] = f"{base}_global_scale"
+        return base, Stored((*shape[:-1], 2 * shape[-1]), parts, nvfp4)
+    return base, Stored((*shape[:-1], 2 * shape[-1]), parts, mxfp4)
+
+
+def _check_fits(checkpoint: Checkpoint, name: str, stored: Stored, settings: Settings) -> None:
+    """Refuse scales that do not fit their weight, before anything is written."""
+    shapes = {part: list(checkpoint.shapes[tensor]) for part, tensor in stored.parts.items()}
+    scale, weight = shapes["scale"], shapes["weight"]
+    if stored.decode is mxfp4_experts:
+        fits = len(weight) == 4 and scale == weight[:3]
+    elif stored.decode in (nvfp4, mxfp4):
+        fits = scale[:-1] == weight[:-1] and stored.shape[-1] % scale[-1] == 0
+    elif stored.decode is packed_integers:
+        fits = len(scale) == 2 and scale[0] == weight[0]
+    elif len(scale) < 2 or math.prod(scale) == 1:
+        fits = math.prod(scale) in (1, weight[0])
+    else:
+        try:
+            block_of(scale, weight, settings.block)
+        except UserError as error:
+            raise UserError(f"{checkpoint.folder}: tensor '{name}': {error}") from None
+        fits = len(weight) >= 2 and scale[:-2] == weight[:-2]
+    if not fits:
+        raise UserError(
+            f"{checkpoint.folder}: tensor '{name}': scales of shape {scale} do not fit"
+            f" {weight} in the file; fetch the checkpoint again"
+        )
