@@ -25,17 +25,34 @@ def program_in(problem: Problem, text: str, *, chat: bool = False) -> str:
     chat: the completion is an answer to a question. Otherwise it goes on from the head of the function, as base
     models do; if the function is not complete then, it is read as an answer, whose program follows the head.
     """
-    if problem.block != "longest":
-        fenced = _FENCE.findall(text)  # to the end where a fence is not closed
-        code = str(fenced[-1 if problem.block == "last" else 0]) if fenced else text
-        return code if problem.contest else problem.prefix + code
+    if problem.block == "first":
+        return problem.prefix + str((_FENCE.findall(text) or [text])[0])
+    if problem.block == "last":
+        return _last_fenced(text)
     if problem.entry_point is None:
         return problem.prefix + longest_block(text, least=1)
     answer = sanitised(text, problem.entry_point)
     if chat or not problem.prefix:
         return answer
     program = sanitised(problem.prefix + text, problem.entry_point)
-    return program if defines(program, problem.entry_point) else f"{problem.prefix}{answer}\n"
+    if defines(program, problem.entry_point) or not defines(answer, problem.entry_point):
+        return program
+    return f"{problem.prefix}{answer}\n"
+
+
+def _last_fenced(text: str) -> str:
+    """Return what LiveCodeBench runs: the lines between the last two lines with a fence.
+
+    There it is nothing without two. Here it is what follows a fence that is not closed, else all of the text.
+    """
+    lines = text.splitlines(keepends=True)
+    fences = [number for number, line in enumerate(lines) if "```" in line]
+    opening = bool(fences) and lines[fences[-1]].lstrip()
+    if opening and re.match(r"```+\w" if len(fences) > 1 else "```", opening):
+        return "".join(lines[fences[-1] + 1 :])  # a closing fence names no language
+    if len(fences) < 2:
+        return text
+    return "".join(lines[fences[-2] + 1 : fences[-1]])
 
 
 def answer_of(text: str) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign
-_UNFINISHED = ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT
+_UNFINISHED = ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT  # type: ignore[attr-defined]
 _MOST_LINES = 100_000  # parsed for one text, which takes some seconds
 
 

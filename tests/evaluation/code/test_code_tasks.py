@@ -93,6 +93,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("Sure:\n```python\ndef f(): pass\n```\nand\n```\nx\n```", "def f(): pass\n", "x\n"),
         ("```\na = 1\n", "a = 1\n", "a = 1\n"),  # never closed
         ("    ```py\n    a\n    ```", "    a\n", "    a\n"),
+        ("It is ```python\na = 1\n``` there.", "It is ```python\na = 1\n``` there.", "a = 1\n"),
+        ("````py\na = 1\n````\nor\n```py\nb = 2\n", "b = 2\n", "b = 2\n"),
         ("a = '```'\n", "a = '```'\n", "a = '```'\n"),
     ],
 )

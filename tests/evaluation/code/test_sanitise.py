@@ -62,7 +62,7 @@ def mean_of(program: str) -> Any:
 
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_right_program_is_found_in_every_form_of_answer(form: str, thinking: bool) -> None:
+def test_a_right_program_is_taken_from_every_form_of_answer(form: str, thinking: bool) -> None:
     task = CodeTaskConfig(
         task="t", kind="code", dataset="o/d", chat_template=True, thinking=thinking or None, stop=[]
     )
@@ -80,7 +80,7 @@ def test_fences_inside_a_docstring_are_text() -> None:
     assert mean_of(DOCUMENTED) == 3
 
 
-def test_a_function_in_one_line_between_fences_is_found() -> None:
+def test_a_function_in_one_line_between_fences_is_taken() -> None:
     """EvalPlus, whose blocks have two lines or more, takes the first line of this answer."""
     line = "def mean(xs): return sum(xs) / len(xs)"
     assert sanitised(f"Sure:\n```python\n{line}\n```\n", "mean") == line

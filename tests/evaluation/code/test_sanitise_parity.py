@@ -29,7 +29,7 @@ PROGRAMS = {
     "words": (
         "from typing import List\nimport re\n\nWORD = re.compile(r'\\w+')\n\n"
         "def words(text: str) -> List[str]:\n    return WORD.findall(text)",
-        "def words(text):\n    found = text.split()\n    return found",
+        "def words(text):\n    parts = text.split()\n    return parts",
         "assert words('a, b') == ['a', 'b']",
     ),
     "fib": (
@@ -164,7 +164,7 @@ def test_a_thousand_answers_have_the_programs_and_verdicts_that_evalplus_gives_t
     assert 500 < passed < 900, "right and wrong answers alike"
 
 
-def test_evalplus_finds_the_programs_that_we_say_it_finds() -> None:
+def test_evalplus_takes_the_programs_that_we_say_it_takes() -> None:
     for form, text in FORMS.items():
         problem = Problem("1", "", "", (), entry_point="mean")
         assert same(sanitizer.sanitize(text, entrypoint="mean"), program_in(problem, text, chat=True)), form
