@@ -129,7 +129,8 @@ def _refuse_foreign(output: Path) -> None:
 
 def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
     problems = load_problems(row, scoring.data_root)
-    programs = programs_of(lines, problems, thinking=scoring.thinking or bool(row.thinking))
+    thinking = scoring.thinking or bool(row.thinking)
+    programs = programs_of(lines, problems, thinking=thinking, chat=row.chat_template)
     if not programs:
         raise UserError(f"{scoring.samples}: holds no sample of task {row.task}")
     missing = [problem.task_id for problem in problems if problem.task_id not in programs]

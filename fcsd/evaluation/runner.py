@@ -222,7 +222,11 @@ class PreparedEvaluation:
 
         def scored() -> list[dict[str, Any]]:
             assert self.scorer is not None
-            options: dict[str, Any] = {"timeout_s": row.timeout_s, "progress": self.progress}
+            options: dict[str, Any] = {
+                "timeout_s": row.timeout_s,
+                "chat": row.chat_template,
+                "progress": self.progress,
+            }
             try:
                 outcomes = self.scorer.score_samples(problems, completions, **options)
             except ScorerError:  # once more, with new servers: what was generated is worth hours

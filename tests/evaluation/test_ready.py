@@ -76,6 +76,8 @@ def test_what_evaluate_wrote_is_read_with_the_program_taken_from_the_completion(
     sample = {"doc_id": "HumanEval/0", "completion": text}
     program = problem.prefix + text.split("\n", 1)[1][:-3]
     assert programs_of([("line 1", sample)], [problem]) == {"HumanEval/0": [program]}
+    alone = program.removeprefix(problem.prefix).strip()  # as EvalPlus reads an answer to a question
+    assert programs_of([("line 1", sample)], [problem], chat=True) == {"HumanEval/0": [alone]}
     thought = sample | {"completion": f"<think>```python\nno\n```</think>\n{text}"}
     assert programs_of([("line 1", thought)], [problem], thinking=True) == {"HumanEval/0": [program]}
 

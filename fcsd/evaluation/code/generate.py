@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import UserError
 from fcsd.evaluation.code.problems import Problem
+from fcsd.evaluation.code.sanitise import defines, longest_block, sanitised
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.suites import chat_text, require_chat_template
 from fcsd.model.positions import num_positions
@@ -18,12 +19,40 @@ SAMPLING_SEED = 1234
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
-def extract_code(text: str, *, last: bool = False) -> str:
-    """Extract the program in a completion: the first (or last) fenced block (to the end if it is not closed), else
-    all of the text."""
-    if fenced := _FENCE.findall(text):
-        return str(fenced[-1 if last else 0])
-    return text
+def program_in(problem: Problem, text: str, *, chat: bool = False) -> str:
+    """Take the program out of a completion, by the rules of who grades the problem (`Problem.block`).
+
+    chat: the completion is an answer to a question. Otherwise it goes on from the head of the function, as base
+    models do; if the function is not complete then, it is read as an answer, whose program follows the head.
+    """
+    if problem.block == "first":
+        return problem.prefix + str((_FENCE.findall(text) or [text])[0])
+    if problem.block == "last":
+        return _last_fenced(text)
+    if problem.entry_point is None:
+        return problem.prefix + longest_block(text, least=1)
+    answer = sanitised(text, problem.entry_point)
+    if chat or not problem.prefix:
+        return answer
+    program = sanitised(problem.prefix + text, problem.entry_point)
+    if defines(program, problem.entry_point) or not defines(answer, problem.entry_point):
+        return program
+    return f"{problem.prefix}{answer}\n"
+
+
+def _last_fenced(text: str) -> str:
+    """Return what LiveCodeBench runs: the lines between the last two lines with a fence.
+
+    There it is nothing without two. Here it is what follows a fence that is not closed, else all of the text.
+    """
+    lines = text.splitlines(keepends=True)
+    fences = [number for number, line in enumerate(lines) if "```" in line]
+    opening = bool(fences) and lines[fences[-1]].lstrip()
+    if opening and re.match(r"```+\w" if len(fences) > 1 else "```", opening):
+        return "".join(lines[fences[-1] + 1 :])  # a closing fence names no language
+    if len(fences) < 2:
+        return text
+    return "".join(lines[fences[-2] + 1 : fences[-1]])
 
 
 def answer_of(text: str) -> str:

@@ -42,8 +42,10 @@ class Problem:
         base_tests: as `tests`, for the original benchmark's inputs; run before, and `tests` only if they pass. Empty:
             there is no such part.
         names: the functions of the program that the tests may call; None: all but those named like Python's own.
-        contest: each test but the first is run in a process of its own, after the first; a completion's program is its
-            last fenced block. As LiveCodeBench does.
+        contest: each test but the first is run in a process of its own, after the first, as LiveCodeBench does.
+        block: which block of a completion has its program: the longest that Python can parse, as EvalPlus says; the
+            first in fences; the last in fences, as LiveCodeBench says.
+        entry_point: of the longest block, only what this function needs is kept; None: all of it.
     """
 
     task_id: str
@@ -55,6 +57,8 @@ class Problem:
     base_tests: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
     contest: bool = False
+    block: Literal["longest", "first", "last"] = "longest"
+    entry_point: str | None = None
 
     def program(self, code: str) -> str:
         """Assemble the program to run for the extracted `code`."""
@@ -169,6 +173,8 @@ def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:
         visible_tests=tuple(shown),
         base_tests=imports + base if base else (),
         names=names,
+        block="first" if tests == "visible" else "longest",
+        entry_point=graded.entry_point if graded is not None and tests == "all" else None,
     )
 
 
@@ -187,12 +193,14 @@ def _humaneval(row: dict[str, Any], where: str, tests: Tests) -> Problem:
         prefix=head,
         base_tests=graded.base if graded else (),
         names=(entry_point,),
+        entry_point=entry_point,
     )
 
 
 def _contest(row: dict[str, Any], where: str, tests: Tests) -> Problem:
     prompt, decides = contest.prompt_and_tests(row, where, private=tests == "all")
-    return Problem(str(row["question_id"]), prompt, "", decides, names=contest.CALLED, contest=True)
+    names = contest.CALLED
+    return Problem(str(row["question_id"]), prompt, "", decides, names=names, contest=True, block="last")
 
 
 PROBE = Problem("probe", "", contest.PROBE_CODE, contest.PROBE_TESTS, names=contest.CALLED, contest=True)

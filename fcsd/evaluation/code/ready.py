@@ -17,7 +17,7 @@ from typing import Any
 
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.base.temporary import scratch_folder
-from fcsd.evaluation.code.generate import answer_of, extract_code
+from fcsd.evaluation.code.generate import answer_of, program_in
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome, OutcomeClass, default_num_workers
 from fcsd.evaluation.config import CodeTaskConfig
@@ -30,11 +30,16 @@ _EVALPLUS = {
 
 
 def programs_of(
-    lines: Sequence[tuple[str, Mapping[str, Any]]], problems: Sequence[Problem], *, thinking: bool = False
+    lines: Sequence[tuple[str, Mapping[str, Any]]],
+    problems: Sequence[Problem],
+    *,
+    thinking: bool = False,
+    chat: bool = False,
 ) -> dict[str, list[str]]:
     """Collect task_id -> programs of the lines of a file; ids may be EvalPlus's (`Mbpp/2`) or the Hub's (`2`).
 
-    thinking: completions begin with thoughts, which end at `</think>` and are cut off.
+    thinking: completions begin with thoughts, which end at `</think>` and are cut off. chat: completions that `fcsd
+    evaluate` wrote are answers to questions.
     """
     by_id = {problem.task_id: problem for problem in problems}
     programs: dict[str, list[str]] = {}
@@ -43,7 +48,7 @@ def programs_of(
         if problem is None:
             name = sample.get("task_id", sample.get("question_id", sample.get("doc_id")))
             raise UserError(f"{where}: {name!r} is not a problem of this data set (it has {_ids(by_id)})")
-        programs.setdefault(problem.task_id, []).extend(_programs(sample, problem, where, thinking))
+        programs.setdefault(problem.task_id, []).extend(_programs(sample, problem, where, thinking, chat))
     return programs
 
 
@@ -55,7 +60,9 @@ def _task_id(sample: Mapping[str, Any], known: Mapping[str, Any], where: str) ->
     return text if text in known else text.removeprefix("Mbpp/")
 
 
-def _programs(sample: Mapping[str, Any], problem: Problem, where: str, thinking: bool) -> list[str]:
+def _programs(
+    sample: Mapping[str, Any], problem: Problem, where: str, thinking: bool, chat: bool
+) -> list[str]:
     keys = {"solution": False, "code_list": True, "completions": True, "completion": False}
     missing = "no 'solution' (a whole program) and no 'completion' (what follows the prompt)"
     key, texts = texts_of(sample, where, keys, missing)
@@ -63,10 +70,10 @@ def _programs(sample: Mapping[str, Any], problem: Problem, where: str, thinking:
         return texts
     if thinking:
         texts = [answer_of(text) for text in texts]
-    if problem.contest:  # an answer to a question, never what follows the head of a function
-        return [extract_code(text, last=True) for text in texts]
-    own = "doc_id" in sample  # of `fcsd evaluate`: as the model wrote it
-    return [problem.program(extract_code(text) if own else text) for text in texts]
+    # An answer to a contest's question never follows the head of a function; `fcsd evaluate` keeps what a model wrote.
+    if problem.contest or "doc_id" in sample:
+        return [program_in(problem, text, chat=chat) for text in texts]
+    return [problem.program(text) for text in texts]
 
 
 def _ids(known: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.base.memory import available_memory
 from fcsd.base.text import progress_bar
-from fcsd.evaluation.code.generate import extract_code
+from fcsd.evaluation.code.generate import program_in
 from fcsd.evaluation.code.problems import PROBE, Problem
 from fcsd.evaluation.code.sandbox.client import SandboxServer
 
@@ -193,7 +193,7 @@ class CodeScorer:
         return outcomes
 
     def score(self, problems: Sequence[Problem], completions: Mapping[str, str]) -> list[Outcome]:
-        """Run the program in each completion (`extract_code`) against the tests of its problem."""
+        """Run the program in each completion (`program_in`) against the tests of its problem."""
         several = {task_id: [text] for task_id, text in completions.items()}
         return [outcomes[0] for outcomes in self.score_samples(problems, several)]
 
@@ -204,12 +204,13 @@ class CodeScorer:
         *,
         timeout_s: float | None = None,
         whole_programs: bool = False,
+        chat: bool = False,
         progress: bool = False,
     ) -> list[list[Outcome]]:
         """Score one or more completions of every problem: one list a problem, in their order.
 
         timeout_s: of one program, instead of the scorer's own. whole_programs: the texts are programs, to be run as
-        they are.
+        they are. chat: they are answers to questions (`program_in`).
 
         Raises:
             UserError: a problem without completion, or a completion for an unknown problem. ScorerError: the
@@ -229,7 +230,8 @@ class CodeScorer:
             slow = _SLOWER * self._canonical_s.get((problem.task_id, problem.canonical), 0.0)
             limit = max(timeout_s or self.timeout_s, slow)
             for text in completions[problem.task_id]:
-                jobs.append((problem, _program(problem, text, whole_programs), limit))
+                program = text if whole_programs else program_in(problem, text, chat=chat)
+                jobs.append((problem, problem.program(program) if problem.contest else program, limit))
         outcomes = iter(self._run(jobs, progress, "programs"))
         return [[next(outcomes) for _ in completions[problem.task_id]] for problem in problems]
 
@@ -259,13 +261,6 @@ class CodeScorer:
 def _fingerprint(sandbox: str, problem: Problem) -> str:
     """Return what identifies a problem, its tests and its canonical solution in a sandbox."""
     return hashlib.sha256(f"{sandbox}{astuple(problem)!r}".encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _program(problem: Problem, text: str, whole: bool) -> str:
-    """Build what is run for a completion, or for a text that is a whole program."""
-    if whole:
-        return problem.program(text) if problem.contest else text
-    return problem.program(extract_code(text, last=problem.contest))
 
 
 def _grade(server: SandboxServer, problem: Problem, program: str, limit: float) -> Outcome:

@@ -11,7 +11,7 @@ import torch
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.evaluation.backend import InMemoryBackend
 from fcsd.evaluation.code import scorer as scorer_module
-from fcsd.evaluation.code.generate import extract_code, prompts
+from fcsd.evaluation.code.generate import program_in, prompts
 from fcsd.evaluation.code.problems import Problem, load_problems, read_problems
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import CodeTaskConfig
@@ -87,17 +87,22 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "code"),
+    ("text", "first", "last"),
     [
-        ("def f(): pass\n", "def f(): pass\n"),
-        ("Sure:\n```python\ndef f(): pass\n```\nand\n```\nx\n```", "def f(): pass\n"),
-        ("```\na = 1\n", "a = 1\n"),  # never closed
-        ("    ```py\n    a\n    ```", "    a\n"),
-        ("a = '```'\n", "a = '```'\n"),
+        ("def f(): pass\n", "def f(): pass\n", "def f(): pass\n"),
+        ("Sure:\n```python\ndef f(): pass\n```\nand\n```\nx\n```", "def f(): pass\n", "x\n"),
+        ("```\na = 1\n", "a = 1\n", "a = 1\n"),  # never closed
+        ("    ```py\n    a\n    ```", "    a\n", "    a\n"),
+        ("It is ```python\na = 1\n``` there.", "It is ```python\na = 1\n``` there.", "a = 1\n"),
+        ("````py\na = 1\n````\nor\n```py\nb = 2\n", "b = 2\n", "b = 2\n"),
+        ("a = '```'\n", "a = '```'\n", "a = '```'\n"),
     ],
 )
-def test_the_program_is_the_first_fenced_block_or_all_of_the_text(text: str, code: str) -> None:
-    assert extract_code(text) == code
+def test_lm_eval_and_livecodebench_take_a_fenced_block_or_all_of_the_text(
+    text: str, first: str, last: str
+) -> None:
+    assert program_in(Problem("1", "", "", (), block="first"), text) == first
+    assert program_in(Problem("1", "", "", (), block="last", contest=True), text) == last
 
 
 def test_the_prompt_template_shows_visible_tests_and_leaves_braces_alone() -> None:

@@ -1,0 +1,218 @@
+"""Take the program out of an answer by the rules of EvalPlus 0.3.1's sanitiser (evalplus/sanitize.py).
+
+    block     the consecutive lines, two or more, that Python can parse and of which most are not blank; the first
+              such; where no lines can be parsed, the first line
+    program   the block's imports, and the first definition of each name that the function asked for needs
+
+A definition is an undecorated class, an undecorated function with a `return`, or an assignment, each at the top
+level. Everything else at the top level goes, such as calls, tests, `if` and `from __future__`. Where nothing remains,
+the block is the program.
+
+EvalPlus tries all pairs of lines and reads the block with tree-sitter. Here the place of a syntax error says which
+longer ranges fail, too, and `ast` reads the block, which Python can parse. One thing differs: a function that is asked
+for and stands in one line, alone between fences, is found, since no block of two lines or more can have it.
+
+Not covered: a block of one line that Python cannot parse, from which tree-sitter may take a function; texts whose
+search would take many seconds (thousands of lines that never end a statement), where the best block so far counts.
+"""
+
+import ast
+import codeop
+import warnings
+from collections.abc import Iterator
+from itertools import accumulate
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign
+_UNFINISHED = ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT  # type: ignore[attr-defined]
+_MOST_LINES = 100_000  # parsed for one text, which takes some seconds
+
+
+def sanitised(text: str, entry_point: str) -> str:
+    """Return the program in `text` that the function `entry_point` needs."""
+    block = longest_block(text)
+    tree = _parse(block)
+    if line := _lone_definition(text, block, entry_point):
+        return line
+    if not isinstance(tree, ast.Module):
+        return block
+    imports = [node for node in tree.body if _is_import(node)]
+    definitions = list(_definitions(tree))
+    needed = _reachable(entry_point, {name: set(_words(node)) for name, node in definitions})
+    kept = imports + [node for name, node in definitions if name in needed]
+    lines = block.encode().split(b"\n")  # the offsets of a tree are bytes
+    program = "\n".join(_source(node, lines) for node in kept).strip()
+    return program or block
+
+
+def defines(program: str, entry_point: str) -> bool:
+    """Tell whether a program has a definition of `entry_point` that the sanitiser keeps."""
+    tree = _parse(program)
+    return isinstance(tree, ast.Module) and any(name == entry_point for name, _ in _definitions(tree))
+
+
+def longest_block(text: str, least: int = 2) -> str:
+    """Return the most lines of `text` that Python can parse: the range with the most lines that are not blank.
+
+    Of equal ones it is the first. A range has `least` lines or more; without one, the first line is returned.
+    """
+    lines = _lines(text)
+    filled = [0, *accumulate(bool(line.strip()) for line in lines)]
+    best, most, left = (0, 1), 0, _MOST_LINES
+    known: set[int] = set()  # starts from which no longer range than the best can come
+    for first, line in enumerate(lines):
+        if filled[-1] - filled[first] <= most or left <= 0:
+            break
+        if first in known or not _begins(line):
+            continue
+        last = len(lines)
+        while last - first >= least and filled[last] - filled[first] > most and left > 0:
+            result = _parse("\n".join(lines[first:last]))
+            left -= result if isinstance(result, int) else last - first
+            if isinstance(result, ast.Module):
+                best, most = (first, last), filled[last] - filled[first]
+                known |= _boundaries(result, first, last)
+            elif result is None:
+                last = _before_failure(lines, first, last)
+            else:  # every longer range has this error, too
+                last = min(last - 1, first + result - 1)
+    first, last = best
+    while last - first > least and not lines[last - 1].strip():
+        last -= 1
+    return "\n".join(lines[first:last])
+
+
+def _lines(text: str) -> list[str]:
+    return text.replace("\r\n", "\n").rstrip("\r").replace("\r", "\n").split("\n")
+
+
+def _lone_definition(text: str, block: str, entry_point: str) -> str | None:
+    """Return the one line that has the function asked for, where the block has nothing of that name."""
+    if defines(block, entry_point):
+        return None
+    others = set(_lines(block))
+    lines = (line for line in _lines(text) if entry_point in line and line not in others)
+    return next((line for line in lines if not line[:1].isspace() and defines(line, entry_point)), None)
+
+
+def _before_failure(lines: list[str], first: int, last: int) -> int:
+    """Find the most lines that the parser can read at all: too deep a nesting, or a NUL, fails without a place."""
+    good = first
+    while last - good > 1:
+        middle = (good + last) // 2
+        if _parse("\n".join(lines[first:middle])) is None:
+            last = middle
+        else:
+            good = middle
+    return good
+
+
+def _parse(text: str) -> ast.Module | int | None:
+    """Parse `text`; the line of its error, counted from 1, or None where Python does not say a line."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes such as "\d", which a filter could make an error
+        try:
+            return ast.parse(text)
+        except SyntaxError as error:
+            return error.lineno or None
+        except (ValueError, MemoryError, RecursionError):
+            return None
+
+
+def _begins(line: str) -> bool:
+    """Tell whether a program may begin with this line: not one that is indented or can never be parsed."""
+    if line[:1] in (" ", "\t") and line.strip():
+        return line.strip().startswith("#")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            compile(line, "<answer>", "exec", _UNFINISHED)
+        except SyntaxError as error:
+            return error.msg == "incomplete input"
+        except (ValueError, MemoryError, RecursionError):
+            return False
+    return True
+
+
+def _boundaries(tree: ast.Module, first: int, last: int) -> set[int]:
+    """Return the lines of lines[first:last] at which no statement of its tree continues.
+
+    What can be parsed from such a line on can be parsed from `first` on, too, and is longer there.
+    """
+    inside = {
+        first + line - 1
+        for node in tree.body
+        for line in range(_first_line(node) + 1, (node.end_lineno or node.lineno) + 1)
+    }
+    return set(range(first, last)) - inside
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators = getattr(node, "decorator_list", [])
+    return min([node.lineno, *[decorator.lineno for decorator in decorators]])
+
+
+def _is_import(node: ast.stmt) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return node.level > 0 or node.module != "__future__"
+    return isinstance(node, ast.Import)
+
+
+def _definitions(tree: ast.Module) -> Iterator[tuple[str | None, Definition]]:
+    """Yield the first definition of each name at the top level, with its name."""
+    seen = set()
+    for node in tree.body:
+        if not isinstance(node, Definition) or getattr(node, "decorator_list", []):
+            continue
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if function and not any(isinstance(part, ast.Return) for part in ast.walk(node)):
+            continue
+        name = _name(node)
+        if name not in seen:
+            seen.add(name)
+            yield name, node
+
+
+def _name(node: Definition) -> str | None:
+    """Return the name under which EvalPlus knows a definition.
+
+    For an assignment it is the first plain name beside the sign, so `a[0] = b` defines b; None without one.
+    """
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return node.name
+    sides: list[ast.expr | None]
+    if isinstance(node, ast.AnnAssign):
+        sides = [node.target, node.value]
+    else:  # in `a = b = c` the second side is an assignment
+        sides = [node.targets[0], node.value] if len(node.targets) == 1 else [node.targets[0]]
+    return next((side.id for side in sides if isinstance(side, ast.Name)), None)
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    """Yield every identifier in a definition: names, attributes, parameters and keywords alike."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant):
+            continue
+        for value in vars(part).values():
+            for word in value if isinstance(value, list) else [value]:
+                if isinstance(word, str):
+                    yield from word.split(".")
+
+
+def _reachable(entry_point: str, words: dict[str | None, set[str]]) -> set[str | None]:
+    """Return the names that the definition of `entry_point` needs, and those that they need."""
+    reached: set[str | None] = {entry_point}
+    waiting: list[str | None] = [entry_point]
+    while waiting:
+        new = words.get(waiting.pop(), set()) - reached
+        reached |= new
+        waiting += new
+    return reached
+
+
+def _source(node: ast.stmt, lines: list[bytes]) -> str:
+    """Cut a statement out of the block."""
+    first, last = node.lineno - 1, node.end_lineno or node.lineno
+    cut = lines[first:last]
+    cut[-1] = cut[-1][: node.end_col_offset]
+    cut[0] = cut[0][node.col_offset :]
+    return b"\n".join(cut).decode()
