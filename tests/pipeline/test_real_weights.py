@@ -91,7 +91,7 @@ def test_a_real_model_goes_from_conversion_to_benchmarks(prepared: Path, tmp_pat
     whole += [f"evaluation.suite={EXAMPLE / 'suite.yaml'}"]
     run("run", str(EXAMPLE / "smollm2.yaml"), *(f"--set={change}" for change in whole))
     report = json.loads((tmp_path / "run" / "report" / "report.json").read_text())
-    assert [*report["models"]] == ["original", "converted", "calibrated", "fcsd", "sft"]
+    assert [*report["models"]] == ["original", "converted", "calibrated", "fcsd", "sft", "attention-half"]
     for model in report["models"].values():
         assert {*model["result"]["tasks"]} == {"hellaswag", "piqa", "arc_easy"}
     assert (tmp_path / "run" / "publish" / "README.md").is_file()
