@@ -1,10 +1,12 @@
 """Reading a checkpoint folder without loading it: config, family, and every tensor's shape from the file headers."""
 
 import fnmatch
+import functools
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,16 @@ from typing import Any
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import check_regular, read_json, safetensors_header
 from fcsd.base.fingerprints import TOKENIZER_FILES
+from fcsd.base.weights import CONFIG, INDEX, WEIGHTS, WeightFiles, find_weights, stale_index
 from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES, NEWER, PREFIX, Family, base_model_type, family_of
 from fcsd.model.families.refused import REFUSED
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 CARRIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*")
 """Patterns of what a checkpoint has beside config and weights. No pickles, and no code except what a tokenizer or
 processor names as its own."""
-_READ = (*CARRIED, CONFIG, "*.safetensors", INDEX, "README.md")
+_READ = (*CARRIED, CONFIG, "*.safetensors", "*.safetensors.index.json", "README.md")
 _FETCHED = (
     "*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "README.md",
 )  # fmt: skip
@@ -44,7 +44,9 @@ class Checkpoint:
     foreign: bool
     """The connectivity was written in another project's keys; `config` has it in ours."""
     weight_files: tuple[str, ...]
-    """Names of the safetensors files, without the index."""
+    """Names of the safetensors files that transformers loads, without the index."""
+    index: str | None
+    """Name of the index of these files; None where there is a single one."""
     shapes: Shapes
     dtypes: dict[str, str]
     """Dtypes of the tensors in the words of safetensors: "BF16", "F32", …"""
@@ -256,56 +258,57 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
     """Check a checkpoint folder and read its tensor shapes from the safetensors headers.
 
     Raises:
-        UserError: as `read_config`, and: weights missing or not safetensors, a shard of the index missing, a
-            file that is truncated or damaged, a tensor that is not where the index says.
+        UserError: as `read_config` and `find_weights`, and: weights missing or not safetensors, a file that is
+            truncated or damaged, a tensor that is not where the index says, or is in two shards.
     """
     config, family, connectivity = read_config(folder, any_family)
     foreign = has_instella_keys(read_checkpoint_json(folder / CONFIG)) and family is not None
-    if (folder / INDEX).exists():
-        weight_map = read_checkpoint_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{folder / INDEX}: weight_map is missing or empty; fetch the file again")
-        if wrong := [name for name in weight_map.values() if not _is_shard_name(name)]:
-            raise UserError(
-                f"{folder / INDEX}: weight_map names {str(wrong[0])[:80]!r}; the name of a .safetensors file in this"
-                " folder is needed, fetch the file again"
-            )
-        files = sorted(set(weight_map.values()))
-        if missing := [name for name in files if not (folder / name).is_file()]:
-            raise UserError(
-                f"{folder / missing[0]}: no such file, but {INDEX} names it"
-                f" ({len(missing)} of {len(files)} shards are missing); fetch the checkpoint again"
-            )
-    elif (folder / WEIGHTS).exists():
-        weight_map, files = None, [WEIGHTS]
-    else:
+    weights = find_weights(folder, config)
+    if weights is None:
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         hint = f"; {pickled[0]} is a pickle, convert it to safetensors first" if pickled else ""
         raise UserError(f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists{hint}")
+    weights.check_present(folder)
+    if sentence := stale_index(folder, weights.passed_over):
+        _tell_once(sentence)
     shapes: Shapes = {}
     dtypes: dict[str, str] = {}
-    for name in files:
+    for name in weights.names:
         in_file = read_header(folder / name)[0]
-        wanted = (
-            in_file.keys()
-            if weight_map is None
-            else {key for key, file in weight_map.items() if file == name}
+        _check_shard(folder, weights, name, in_file.keys(), shapes)
+        shapes |= {key: tuple(tensor["shape"]) for key, tensor in in_file.items()}
+        dtypes |= {key: tensor["dtype"] for key, tensor in in_file.items()}
+    return Checkpoint(
+        folder, config, family, connectivity, foreign, weights.names, weights.index, shapes, dtypes
+    )
+
+
+@functools.cache
+def _tell_once(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
+
+
+def _check_shard(
+    folder: Path, weights: WeightFiles, name: str, in_file: Collection[str], earlier: Collection[str]
+) -> None:
+    """Refuse a shard that lacks a tensor which the index names there, or has one of an earlier shard.
+
+    transformers loads all that the shards hold, and of two tensors of a name the last, whatever the index says.
+    """
+    if weights.weight_map is None:
+        return
+    wanted = {tensor for tensor, file in weights.weight_map.items() if file == name}
+    if absent := sorted(wanted - set(in_file)):
+        raise UserError(
+            f"{folder / name}: tensor '{absent[0]}' is not in this file, but {weights.index} says so;"
+            " fetch both again"
         )
-        if absent := sorted(wanted - in_file.keys()):
+    for tensor in in_file:
+        if tensor in earlier and (file := weights.weight_map.get(tensor)) != name:
             raise UserError(
-                f"{folder / name}: tensor '{absent[0]}' is not in this file, but {INDEX} says so;"
-                " fetch both again"
+                f"{folder / name}: tensor '{tensor}' is in this file too, which transformers would load, but"
+                f" {weights.index} names {file or 'none'} for it; fetch the checkpoint again"
             )
-        shapes |= {key: tuple(in_file[key]["shape"]) for key in in_file if key in wanted}
-        dtypes |= {key: in_file[key]["dtype"] for key in in_file if key in wanted}
-    return Checkpoint(folder, config, family, connectivity, foreign, tuple(files), shapes, dtypes)
-
-
-def _is_shard_name(name: Any) -> bool:
-    """Tell whether a file of this name would lie in the folder itself; "../x" or a path lead out of it."""
-    if not isinstance(name, str) or len(name.encode(errors="replace")) > 255:
-        return False
-    return Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
 
 
 def check_weights_path(path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
+from fcsd.base.weights import find_weights, stale_index
 from fcsd.model.connectivity.aliases import INSTELLA_KEYS, has_instella_keys, translate_instella
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
-    INDEX,
     check_model_types,
     files_like,
     local_folder,
@@ -34,6 +34,8 @@ class Source:
     """Weight file -> size; empty where there are none, or where the Hub does not tell."""
     missing_files: tuple[str, ...]
     """Weight files that the index names and that are not there."""
+    stale_index: str = ""
+    """The sentence on an index that does not count."""
 
     @property
     def own_config(self) -> dict[str, Any]:
@@ -57,17 +59,14 @@ def find_source(path: str | Path, revision: str | None = None) -> Source:
 
 
 def _local(folder: Path) -> Source:
-    files_like(folder, (CONFIG, INDEX))
-    sizes = {file.name: file.stat().st_size for file in files_like(folder, ("*.safetensors",))}
-    missing: tuple[str, ...] = ()
-    if (folder / INDEX).exists():
-        weight_map = read_checkpoint_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UserError(f"{folder / INDEX}: weight_map is missing; fetch the file again")
-        names = sorted(set(map(str, weight_map.values())))
-        missing = tuple(name for name in names if name not in sizes)
-        sizes = {name: sizes[name] for name in names if name in sizes}
-    return Source(_config(folder / CONFIG, str(folder / CONFIG)), str(folder / CONFIG), sizes, missing)
+    files_like(folder, (CONFIG, "*.safetensors", "*.safetensors.index.json"))
+    config = _config(folder / CONFIG, str(folder / CONFIG))
+    weights = find_weights(folder, config)
+    names = () if weights is None else weights.names
+    sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
+    missing = tuple(name for name in names if name not in sizes)
+    stale = stale_index(folder, weights.passed_over) if weights is not None else ""
+    return Source(config, str(folder / CONFIG), sizes, missing, stale)
 
 
 def _config(file: Path, where: str) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
         facts |= _of_another_family(raw, source)
     else:
         facts |= _of_a_family(raw, family, source)
-    facts["files"] = _files(source)
+    facts |= {"files": _files(source), "stale_index": source.stale_index or None}
     if source.missing_files and facts["can_be_converted"]:
         facts["can_be_converted"] = False
         facts["reason"] = (

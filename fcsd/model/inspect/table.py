@@ -45,6 +45,8 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
         if files["missing"]:
             text += f"; {len(files['missing'])} MISSING, the first is {files['missing'][0]}"
         rows.append(("weights", text))
+        if facts["stale_index"]:
+            rows.append(("STALE INDEX", facts["stale_index"]))
     return [f"{name:<13} {text}" for name, text in rows]
 
 
