@@ -25,8 +25,11 @@ CARRIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*")
 processor names as its own."""
 _READ = (*CARRIED, CONFIG, "*.safetensors", "*.safetensors.index.json", "README.md")
 _FETCHED = (
-    "*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "README.md",
+    *CARRIED, "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "README.md", WEIGHTS,
 )  # fmt: skip
+"""What is fetched from the Hub before the weight files that an index names. Code is stored, and run only where
+`trust_remote_code` allows it."""
+_NOT_FETCHED = ("original/*",)  # the same model in its authors' own format
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors by their names
 
@@ -61,15 +64,32 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
     """
     if (folder := local_folder(path, revision, f"{CONFIG} and {WEIGHTS}")) is not None:
         return folder
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(str(path), revision=revision, allow_patterns=list(_FETCHED)))
+        return _fetch(str(path), revision)
+    except UserError:
+        raise
     except Exception as error:  # network, authorisation, offline mode: each is the user's to solve
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{path}: no such folder, and the Hub did not give a repository of this name: {reason}"
         ) from None
+
+
+def _fetch(name: str, revision: str | None) -> Path:
+    """Fetch a Hub repository: small files, code, and of the weights those that transformers loads."""
+    from huggingface_hub import snapshot_download
+
+    ignored = list(_NOT_FETCHED)
+    folder = Path(
+        snapshot_download(name, revision=revision, allow_patterns=list(_FETCHED), ignore_patterns=ignored)
+    )
+    config = read_checkpoint_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    weights = find_weights(folder, config)
+    missing = [file for file in weights.names if not (folder / file).is_file()] if weights else []
+    if missing:
+        commit = folder.name if folder.parent.name == "snapshots" else revision
+        snapshot_download(name, revision=commit, allow_patterns=missing)
+    return folder
 
 
 def _check_no_state(folder: Path) -> None:

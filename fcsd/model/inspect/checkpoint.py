@@ -3,13 +3,13 @@
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.weights import find_weights, stale_index
+from fcsd.base.weights import INDEX, NAMED, WEIGHTS, find_weights, stale_index
 from fcsd.model.connectivity.aliases import INSTELLA_KEYS, has_instella_keys, translate_instella
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
@@ -45,7 +45,7 @@ class Source:
 
 
 def find_source(path: str | Path, revision: str | None = None) -> Source:
-    """Read the config of a local folder, or fetch that one file of a Hub repository `owner/name`.
+    """Read the config of a local folder, or fetch it and the index of a Hub repository `owner/name`, no weights.
 
     The configs of the shipped recipes' models are in `fcsd/model/inspect/configs`, for where the Hub cannot be reached.
 
@@ -92,13 +92,29 @@ def _remote(name: str, revision: str | None) -> Source:
         files = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
     except Exception:  # the sizes are an extra: a cached config is enough
         files = []
-    sizes = {
-        file.rfilename: file.size
-        for file in files
-        if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename and file.size is not None
-    }
-    where = f"{name}: {CONFIG}"
-    return Source(_config(file, where), where, dict(sorted(sizes.items())), ())
+    config = _config(file, f"{name}: {CONFIG}")
+    sizes = {file.rfilename: file.size for file in files if file.size is not None}
+    return Source(config, f"{name}: {CONFIG}", _loaded(name, revision, sizes, config), ())
+
+
+def _loaded(
+    name: str, revision: str | None, sizes: Mapping[str, int], config: Mapping[str, Any]
+) -> dict[str, int]:
+    """Leave the sizes of the weight files that transformers loads from a repository, in order.
+
+    Without an index, or where it cannot be had, those of all safetensors files that are not in a folder.
+    """
+    first = str(config.get(NAMED) or (WEIGHTS if WEIGHTS in sizes else INDEX))
+    names = {first}
+    if first not in sizes or not first.endswith(".safetensors"):
+        names = {file for file in sizes if file.endswith(".safetensors") and "/" not in file}
+    if first in sizes and first.endswith(".json"):
+        from huggingface_hub import hf_hub_download
+
+        with suppress(Exception):  # the sizes are an extra
+            index = read_checkpoint_json(Path(hf_hub_download(name, first, revision=revision)))
+            names = {str(file) for file in index["weight_map"].values()}
+    return {file: sizes[file] for file in sorted(names) if file in sizes}
 
 
 def config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, where: str) -> Any:

@@ -281,7 +281,10 @@ def _same_weights(source: Path, base: str, revision: str | None) -> bool:
             folder = Path(snapshot_download(base, revision=revision, local_files_only=True))
     if not (folder / CONFIG).is_file() or "farskip" in read_json(folder / CONFIG):
         return False
-    mine, its = ({file.name: file for file in weight_files(place)} for place in (source, folder))
+    try:
+        mine, its = ({file.name: file for file in weight_files(place)} for place in (source, folder))
+    except UserError:  # of the original, only some shards are here
+        return False
     sizes = [{name: file.stat().st_size for name, file in files.items()} for files in (mine, its)]
     pairs = [(file, its.get(name, file)) for name, file in sorted(mine.items())]
     return (
