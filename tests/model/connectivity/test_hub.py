@@ -1,4 +1,4 @@
-"""What is fetched of a repository on the Hub: what transformers loads and tokenizer code, nothing else that is large."""
+"""What is fetched of a Hub repository: what transformers loads and tokenizer code, nothing else that is large."""
 
 import json
 import os
