@@ -15,7 +15,7 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import check_regular, read_json, safetensors_header
 from fcsd.base.fingerprints import TOKENIZER_FILES
 from fcsd.base.weights import CONFIG, INDEX, WEIGHTS, WeightFiles, find_weights, stale_index
-from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
+from fcsd.model.connectivity.aliases import has_other_names, in_our_names
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES, NEWER, PREFIX, Family, base_model_type, family_of
 from fcsd.model.families.refused import REFUSED
@@ -45,7 +45,7 @@ class Checkpoint:
     connectivity: Connectivity | None
     """What a FarSkip checkpoint is converted with; None for a base checkpoint."""
     foreign: bool
-    """The connectivity was written in another project's keys; `config` has it in ours."""
+    """The file calls connectivity or family otherwise; `config` has them in our keys and names."""
     weight_files: tuple[str, ...]
     """Names of the safetensors files that transformers loads, without the index."""
     index: str | None
@@ -224,7 +224,8 @@ def read_config(
 ) -> tuple[dict[str, Any], Family | None, Connectivity | None]:
     """Return the raw config of a checkpoint folder, its family, and its connectivity (None for a base checkpoint).
 
-    A connectivity in another project's keys (`fcsd.model.connectivity.aliases`) is rewritten in ours.
+    A connectivity in another project's keys (`fcsd.model.connectivity.aliases`) is rewritten in ours, and so is the
+    model type where it is an alias.
 
     Raises:
         UserError: no or damaged config; unsupported or dense family (allowed with `any_family`); a FarSkip
@@ -235,8 +236,8 @@ def read_config(
     where = str(folder / CONFIG)
     check_model_types(config, where)
     model_type = config.get("model_type") or ""
-    if has_instella_keys(config) and not model_type.startswith(PREFIX):
-        config = translate_instella(config, where)
+    if has_other_names(config) and not model_type.startswith(PREFIX):
+        config = in_our_names(config, where)
         model_type = config["model_type"]
     is_farskip = model_type.startswith(PREFIX)
     if is_farskip != ("farskip" in config):
@@ -282,7 +283,7 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
             truncated or damaged, a tensor that is not where the index says, or is in two shards.
     """
     config, family, connectivity = read_config(folder, any_family)
-    foreign = has_instella_keys(read_checkpoint_json(folder / CONFIG)) and family is not None
+    foreign = family is not None and has_other_names(read_checkpoint_json(folder / CONFIG))
     weights = find_weights(folder, config)
     if weights is None:
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))

@@ -10,7 +10,7 @@ from typing import Any
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.weights import INDEX, NAMED, WEIGHTS, find_weights, stale_index
-from fcsd.model.connectivity.aliases import INSTELLA_KEYS, has_instella_keys, translate_instella
+from fcsd.model.connectivity.aliases import INSTELLA_KEYS, in_our_names
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     check_model_types,
@@ -39,9 +39,8 @@ class Source:
 
     @property
     def own_config(self) -> dict[str, Any]:
-        """The config, a connectivity in another project's keys in ours; raises UserError as `translate_instella`."""
-        foreign = has_instella_keys(self.config)
-        return translate_instella(self.config, self.where) if foreign else self.config
+        """The config with connectivity and family in our names; raises UserError as `in_our_names`."""
+        return in_our_names(self.config, self.where)
 
 
 def find_source(path: str | Path, revision: str | None = None) -> Source:
