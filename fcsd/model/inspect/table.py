@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fcsd.base.repository import plugin_install
 from fcsd.base.text import markdown, size
 
 PARTS = {
@@ -37,7 +38,7 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
     if facts["needs"]:
         rows.append(("to run it", facts["needs"]))
     if facts["serve_command"]:
-        rows.append(("serving", f"{facts['serve_command']}   (vLLM with `pip install fcsd-serving`)"))
+        rows.append(("serving", f"{facts['serve_command']}   (vLLM with fcsd-serving: {plugin_install()})"))
     if facts["quantization"]:
         rows.append(("quantised", f"{facts['quantization']}; memory below is that of the model without it"))
     if (files := facts["files"]) is not None:
