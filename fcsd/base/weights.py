@@ -116,10 +116,10 @@ def weight_files(folder: Path) -> list[Path]:
     config: Any = None
     with contextlib.suppress(UserError):
         config = read_json(folder / CONFIG, keys=())
-    found = find_weights(folder, config if isinstance(config, dict) else {})
-    if found is not None:
-        found.check_present(folder)
-        return [folder / name for name in found.names]
+    weights = find_weights(folder, config if isinstance(config, dict) else {})
+    if weights is not None:
+        weights.check_present(folder)
+        return [folder / name for name in weights.names]
     return sorted(file for file in folder.glob("*.safetensors") if not is_noise(file.name))
 
 

@@ -144,7 +144,7 @@ DTYPES = (
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_that_are_not_finite_are_counted_by_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Of every pattern of bits of 8 and 16 bits wide values, and of some of wider ones."""
+    """All patterns of bits of values that have 8 or 16, and some of wider ones."""
     width = dtype.itemsize
     if width <= 2:
         values = torch.arange(256**width).to(torch.uint8 if width == 1 else torch.uint16).view(dtype)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,12 @@ from fcsd.base.files import check_regular, read_json, safetensors_header
 from fcsd.base.fingerprints import TOKENIZER_FILES
 from fcsd.base.weights import CONFIG, INDEX, WEIGHTS, WeightFiles, find_weights, stale_index
 from fcsd.model.connectivity.aliases import has_other_names, in_our_names
+from fcsd.model.connectivity.quantised import (
+    Quantisation,
+    is_left_over,
+    said_quantisation,
+    without_quantisation,
+)
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES, NEWER, PREFIX, Family, base_model_type, family_of
 from fcsd.model.families.refused import REFUSED
@@ -53,6 +59,10 @@ class Checkpoint:
     shapes: Shapes
     dtypes: dict[str, str]
     """Dtypes of the tensors in the words of safetensors: "BF16", "F32", …"""
+    quantisation: Quantisation | None = None
+    """How its tensors are quantised; None for plain ones, whose `config` then says nothing of it, whatever the file."""
+    leftover: bool = False
+    """The file says that plain tensors are quantised."""
 
 
 def find_folder(path: str | Path, revision: str | None = None) -> Path:
@@ -299,9 +309,22 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
         _check_shard(folder, weights, name, in_file.keys(), shapes)
         shapes |= {key: tuple(tensor["shape"]) for key, tensor in in_file.items()}
         dtypes |= {key: tensor["dtype"] for key, tensor in in_file.items()}
-    return Checkpoint(
+    checkpoint = Checkpoint(
         folder, config, family, connectivity, foreign, weights.names, weights.index, shapes, dtypes
     )
+    return _with_quantisation(checkpoint)
+
+
+def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
+    """Compare what the files say of quantisation with the tensors; fields that are left over do not count."""
+    said, folder = said_quantisation(checkpoint.config, checkpoint.folder), checkpoint.folder
+    if said is None or not is_left_over(said, checkpoint.dtypes):
+        return replace(checkpoint, quantisation=said)
+    dtypes = ", ".join(sorted(set(checkpoint.dtypes.values())))
+    _tell_once(
+        f"{folder}: {said.place} says {said.words}, but no tensor is quantised ({dtypes}): it is left over, not read"
+    )
+    return replace(checkpoint, config=without_quantisation(checkpoint.config), leftover=True)
 
 
 @functools.cache

@@ -18,6 +18,12 @@ from fcsd.model.connectivity.checkpoint import (
     local_folder,
     read_checkpoint_json,
 )
+from fcsd.model.connectivity.quantised import (
+    MODELOPT,
+    Quantisation,
+    modelopt_quantisation,
+    said_quantisation,
+)
 from fcsd.model.inspect.memory import BYTES
 
 _SHIPPED = Path(__file__).with_name("configs")
@@ -36,6 +42,10 @@ class Source:
     """Weight files that the index names and that are not there."""
     stale_index: str = ""
     """The sentence on an index that does not count."""
+    quantisation: Quantisation | None = None
+    """What config, or ModelOpt's file beside it, says."""
+    folder: Path | None = None
+    """Where the weights lie, of a local checkpoint that has any, and all."""
 
     @property
     def own_config(self) -> dict[str, Any]:
@@ -65,7 +75,9 @@ def _local(folder: Path) -> Source:
     sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
     missing = tuple(name for name in names if name not in sizes)
     stale = stale_index(folder, weights.passed_over) if weights is not None else ""
-    return Source(config, str(folder / CONFIG), sizes, missing, stale)
+    whole = folder if sizes and not missing else None
+    said = said_quantisation(config, folder)
+    return Source(config, str(folder / CONFIG), sizes, missing, stale, said, whole)
 
 
 def _config(file: Path, where: str) -> dict[str, Any]:
@@ -82,7 +94,9 @@ def _remote(name: str, revision: str | None) -> Source:
     except Exception as error:  # network, authorisation, offline mode: each is the user's to solve
         shipped = _SHIPPED / f"{name.replace('/', '--')}.json"
         if revision is None and shipped.is_file():
-            return Source(read_checkpoint_json(shipped), f"{name}: {CONFIG} as shipped with fcsd", {}, ())
+            config = read_checkpoint_json(shipped)
+            where = f"{name}: {CONFIG} as shipped with fcsd"
+            return Source(config, where, {}, (), quantisation=said_quantisation(config))
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{name}: no such folder, and the Hub did not give {CONFIG} of a repository of this name: {reason}"
@@ -93,7 +107,13 @@ def _remote(name: str, revision: str | None) -> Source:
         files = []
     config = _config(file, f"{name}: {CONFIG}")
     sizes = {file.rfilename: file.size for file in files if file.size is not None}
-    return Source(config, f"{name}: {CONFIG}", _loaded(name, revision, sizes, config), ())
+    said = said_quantisation(config)
+    if said is None and any(file.rfilename == MODELOPT for file in files):
+        with suppress(Exception):  # as the sizes
+            written = read_checkpoint_json(Path(hf_hub_download(name, MODELOPT, revision=revision)))
+            said = modelopt_quantisation(written)
+    loaded = _loaded(name, revision, sizes, config)
+    return Source(config, f"{name}: {CONFIG}", loaded, (), quantisation=said)
 
 
 def _loaded(

@@ -41,6 +41,11 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
         rows.append(("serving", f"{facts['serve_command']}   (vLLM with fcsd-serving: {plugin_install()})"))
     if facts["quantization"]:
         rows.append(("quantised", f"{facts['quantization']}; memory below is that of the model without it"))
+        if facts["loading_problem"]:
+            rows.append(("to load it", f"not on this machine: {facts['loading_problem']}"))
+    if facts["leftover_quantization"]:
+        text = f"no: the fields of {facts['leftover_quantization']} are left over, and `fcsd convert` leaves them out"
+        rows.append(("quantised", text))
     if (files := facts["files"]) is not None:
         text = f"{files['count']} safetensors, {size(files['total_bytes'])}, largest {size(files['largest_bytes'])}"
         if files["missing"]:

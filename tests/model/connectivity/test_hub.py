@@ -92,8 +92,8 @@ def hub(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 
 def weight_names(folder: Path) -> set[str]:
-    found = [*folder.rglob("*.safetensors"), *folder.rglob("*.bin")]
-    return {str(file.relative_to(folder)) for file in found}
+    files = [*folder.rglob("*.safetensors"), *folder.rglob("*.bin")]
+    return {str(file.relative_to(folder)) for file in files}
 
 
 def shards(folder: Path) -> set[str]:

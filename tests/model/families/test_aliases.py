@@ -65,7 +65,9 @@ def test_a_checkpoint_with_another_name_of_its_family_is_the_same_to_the_bit(
 
 
 @pytest.mark.parametrize("name", sorted(ALIASES))
-def test_an_alias_is_described_and_found_wherever_a_config_is_read(name: str, tmp_path: Path) -> None:
+def test_an_alias_is_described_and_known_in_every_place_that_takes_a_config(
+    name: str, tmp_path: Path
+) -> None:
     family = ALIASES[name]
     assert family in FAMILIES and name not in {*FAMILIES, *REFUSED}
     tiny_config(family).save_pretrained(tmp_path)
