@@ -6,6 +6,7 @@ Not covered: pickles, which are never read; files of other tools (`consolidated.
 import contextlib
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ _NOT_FINITE = {
 """Dtype in the words of safetensors -> integers of its width, and the bits that are all set in NaN and infinity."""
 
 
-class WeightFiles(NamedTuple):
+@dataclass(frozen=True)
+class WeightFiles:
     """The safetensors files that transformers loads from a folder."""
 
     names: tuple[str, ...]

@@ -58,8 +58,7 @@ def load_model(
 
     Args:
         path: local folder, or `owner/name` of a Hub repository.
-        dtype: a torch dtype or its name; "auto" takes the checkpoint's.
-        revision: of a Hub repository.
+        dtype: a torch dtype or its name; "auto" takes the checkpoint's. revision: of a Hub repository.
         trust_remote_code: not needed for the supported families (transformers' own classes and fcsd's are
             used); with connectivity None it allows one that fcsd does not know, with the code in its repository.
         any_family: with connectivity None, a dense model or another that fcsd cannot convert is loaded by transformers.

@@ -132,7 +132,7 @@ def why_not_here(config: Mapping[str, Any]) -> str | None:
     """Return why weights that transformers can load are not loaded on this machine: a package, or a GPU, is missing."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    settings = next((settings for _, settings in _fields(config)), None)
+    settings: Any = next((settings for _, settings in _fields(config)), None)
     try:
         quantizer = AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
         quantizer.validate_environment(device_map=None, weights_only=True)
