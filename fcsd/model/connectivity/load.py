@@ -27,6 +27,7 @@ from fcsd.model.connectivity.quantised import (
     quantised_tensors,
     quantised_without_word,
     why_not_loaded,
+    without_quantisation_fields,
 )
 from fcsd.model.connectivity.spec import Connectivity, field_text
 from fcsd.model.families import Family, family_of, moe_mask
@@ -123,13 +124,18 @@ def _loading(checkpoint: Checkpoint) -> Iterator[None]:
 
 def _load_unknown(checkpoint: Checkpoint, weights: bool, options: dict[str, Any]) -> Any:
     """Load a model that fcsd does not know, as transformers does: the model, and its report."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = checkpoint.folder
     _check_quantisation(checkpoint)
     if not weights:
         raise UserError(f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be sharded")
     try:
+        if checkpoint.leftover:
+            code = options["trust_remote_code"]
+            options["config"] = without_quantisation_fields(
+                AutoConfig.from_pretrained(folder, trust_remote_code=code)
+            )
         # Sizes that do not match are in the report, and refused.
         with _loading(checkpoint):
             return AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True, **options)

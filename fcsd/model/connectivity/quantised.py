@@ -98,6 +98,14 @@ def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+def without_quantisation_fields(config: Any) -> Any:
+    """Take from a config object what it says of quantisation, and return it."""
+    for part in (config, config.get_text_config()):
+        if hasattr(part, FIELD):
+            delattr(part, FIELD)
+    return config
+
+
 def quantised_tensors(dtypes: Mapping[str, str]) -> list[str]:
     """Return the names of tensors that are quantised, or are there because others are."""
     return [

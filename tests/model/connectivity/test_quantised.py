@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
@@ -221,6 +222,16 @@ def test_quantisation_inside_the_text_config_counts_as_that_beside_it(tmp_path: 
     load_model(tmp_path / "base")
     edit_config(tmp_path / "base", text_config=text | {"quantization_config": {"quant_method": "mine"}})
     assert_refused(tmp_path / "base", "text_config.quantization_config.quant_method 'mine' is none")
+
+
+def test_fields_left_over_do_not_count_in_a_model_that_fcsd_does_not_know(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=99
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
+    expected = logits(tmp_path / "dense", any_family=True)
+    edit_config(tmp_path / "dense", quantization_config=FP8)
+    assert torch.equal(logits(tmp_path / "dense", any_family=True), expected)
 
 
 def test_the_quantisation_of_kimi_k25_is_shown(tmp_path: Path) -> None:
