@@ -18,16 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import (
-    check_folder_place,
-    file_fingerprint,
-    files_below,
-    is_empty,
-    read_json,
-    weights_fingerprint,
-    write_json,
-)
+from fcsd.base.files import check_folder_place, file_fingerprint, files_below, is_empty, read_json, write_json
 from fcsd.base.fingerprints import check_seal, checkpoint_files, sealed
+from fcsd.base.weights import weights_fingerprint
 
 SCHEMA_VERSION = 5
 # 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key of train; 3: streaming was one of

@@ -347,31 +347,22 @@ def safetensors_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     return header, 8 + size
 
 
-def weights_fingerprint(folder: Path) -> str:
-    """Hash names and bytes of the safetensors files of a checkpoint folder: the identity of its weights.
-
-    A file is read once a process, unless its size, time or inode has changed: every stage asks for the original's.
-    """
-    digest = hashlib.sha256()
-    files = sorted(file for file in folder.glob("*.safetensors") if not is_noise(file.name))
-    if not files:
-        raise UserError(f"{folder}: holds no .safetensors file")
-    for file in files:
-        digest.update(file.name.encode() + b"\0" + file_fingerprint(file).encode())
-    return digest.hexdigest()
-
-
 _KNOWN_FILES: dict[tuple[int, ...], str] = {}  # state of a file -> its SHA-256
 
 
 def file_fingerprint(path: Path) -> str:
     """Hash one file with SHA-256, once a process: again where its size, time or inode has changed. Hard links are one
     file."""
-    status = path.stat()
-    state = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    state = file_state(path)
     if state not in _KNOWN_FILES:
         _KNOWN_FILES[state] = file_sha256(path)
     return _KNOWN_FILES[state]
+
+
+def file_state(path: Path) -> tuple[int, ...]:
+    """Return what changes whenever a file is written: its inode, size and time."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def file_sha256(path: Path) -> str:

@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, weights_fingerprint
+from fcsd.base.files import read_json
+from fcsd.base.weights import weight_files, weights_fingerprint
 from fcsd.evaluation.server import Server
 from fcsd.model.load import ModelFolder, free_memory
 from fcsd.parallel.ranks import input_device
@@ -87,7 +88,7 @@ def _check_folder(server: Server, model: ModelFolder) -> None:
     A relative one is looked for from here, where a server is usually started, too.
     """
     root = Path(server.root).resolve()
-    if not server.root or root == model.folder.resolve() or not any(root.glob("*.safetensors")):
+    if not server.root or root == model.folder.resolve() or not weight_files(root):
         return
     served = weights_fingerprint(root), read_json(root / "config.json").get("farskip")
     if served != (model.weights, read_json(model.folder / "config.json").get("farskip")):

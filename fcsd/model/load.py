@@ -10,8 +10,8 @@ import torch
 
 from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError, check_kind
-from fcsd.base.files import weights_fingerprint
 from fcsd.base.fingerprints import checkpoint_files
+from fcsd.base.weights import check_finite, weights_fingerprint
 from fcsd.model.connectivity.checkpoint import (
     CARRIED,
     CONFIG,
@@ -52,10 +52,11 @@ class ModelFolder:
         files beside them.
 
         Raises:
-            UserError: a stage left it, and it is not what the stage left.
+            UserError: a stage left it, and it is not what the stage left; weights that are NaN or infinite.
         """
         if self.folder.name == "model":
             check_outputs(self.folder.parent)
+        check_finite(self.folder)
         files = checkpoint_files(self.folder, code=self.config.trust_remote_code)
         return {name: self.weights} | {f"{name}/{file}": known for file, known in files.items()}
 

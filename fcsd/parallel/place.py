@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError, one_line
+from fcsd.base.weights import weight_files
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.load import ModelFolder, does_not_fit, load_checkpoint, to_device
@@ -106,6 +107,6 @@ def _whole(model: ModelFolder, device: torch.device) -> PreTrainedModel:
         device_map = None if device.type == "cpu" else {"": device}
         loaded = load_checkpoint(model, device_map=device_map, any_family=True)
     except torch.OutOfMemoryError:
-        size = sum(file.stat().st_size for file in model.folder.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in weight_files(model.folder))
         raise does_not_fit(model.folder, size, device) from None
     return to_device(loaded, model.folder, device)

@@ -19,10 +19,10 @@ from fcsd.base.files import (
     read_json,
     read_text,
     safetensors_header,
-    weights_fingerprint,
     write_json,
     writing,
 )
+from fcsd.base.weights import weights_fingerprint
 from fcsd.evaluation.config import load_suite
 from fcsd.pipeline.scoring import score_settings
 from fcsd.recipe.load_recipe import load_recipe

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from safetensors.numpy import save_file
 
-from fcsd.base import files
+from fcsd.base import weights
 from fcsd.base.artifact import Stage, check_outputs, model_outputs, read_manifest
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, weights_fingerprint, write_json
+from fcsd.base.files import read_json, write_json
 from fcsd.base.fingerprints import checkpoint_files, read_sealed, write_sealed
+from fcsd.base.weights import weights_fingerprint
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder
 from fcsd.training.sweep import read_history, read_scores
@@ -124,8 +125,8 @@ def test_a_folder_that_noted_less_of_what_it_read_is_refused_with_what_it_did_no
 
 def test_hard_links_are_read_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    hashed = files.file_sha256
-    monkeypatch.setattr(files, "file_sha256", lambda path: read.append(path) or hashed(path))
+    header = weights.safetensors_header
+    monkeypatch.setattr(weights, "safetensors_header", lambda path: read.append(path) or header(path))
     (tmp_path / "links").mkdir()
     os.link(checkpoint / "model.safetensors", tmp_path / "links" / "model.safetensors")
     assert weights_fingerprint(checkpoint) == weights_fingerprint(tmp_path / "links")

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, weights_fingerprint
+from fcsd.base.files import read_json
+from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from fcsd.base.errors import ScorerError, UserError
-from fcsd.base.files import data_dir, read_json, weights_fingerprint
+from fcsd.base.files import data_dir, read_json
 from fcsd.base.strict import validate
+from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.evaluation.code import scorer as scorer_module
 from fcsd.evaluation.code.scorer import CodeScorer

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import weights_fingerprint
+from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.evaluation import stage as evaluate_stage
 from fcsd.model.connectivity import Connectivity, farskip_layers, load_model

@@ -359,7 +359,10 @@ def test_the_card_names_another_teacher_adapters_and_what_was_left_out() -> None
 @pytest.mark.parametrize(
     ("model_type", "said"),
     [
-        ("farskip_qwen3_moe", "with `pip install fcsd-serving` beside it: `vllm serve me/x`."),
+        (
+            "farskip_qwen3_moe",
+            "`vllm serve me/x`, with the plugin fcsd-serving beside it, which is on no package index",
+        ),
         ("farskip_doge", "vLLM and SGLang have no plugin for its family."),
     ],
 )

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fcsd.base.files import read_json, weights_fingerprint
+from fcsd.base.files import read_json
+from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.model.connectivity import load_model
 from fcsd.training import checkpoint_writer

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from fcsd.base import memory
-from fcsd.base.files import read_json, weights_fingerprint
+from fcsd.base.files import read_json
 from fcsd.base.memory import available_memory
+from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.parallel.state import StateFile
 from fcsd.training import checkpoint_writer as writer_module

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, weights_fingerprint
+from fcsd.base.files import read_json
+from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import join_launch

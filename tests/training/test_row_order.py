@@ -17,7 +17,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, RandomSampler
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import weights_fingerprint
+from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.data import rows as rows_module
 from fcsd.data.dataset import given_rows

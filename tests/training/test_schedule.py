@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import weights_fingerprint
+from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training import checkpoint_writer as writer_module

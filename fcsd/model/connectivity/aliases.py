@@ -34,7 +34,7 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.strict import did_you_mean
 from fcsd.model.connectivity.spec import CALIBRATED, TRAINED, Connectivity
-from fcsd.model.families import FAMILIES, PREFIX, base_model_type, moe_mask
+from fcsd.model.families import ALIASES, FAMILIES, PREFIX, base_model_type, moe_mask
 from fcsd.model.families.family import MOE_LAYERS
 
 INSTELLA_KEYS = (
@@ -71,6 +71,22 @@ def has_instella_keys(config: Mapping[str, Any]) -> bool:
     if config.get("model_type") in GATED and config.get(GATE):
         return True
     return isinstance(config.get("farskip"), bool) or any(key in config for key in INSTELLA_KEYS[1:])
+
+
+def has_other_names(config: Mapping[str, Any]) -> bool:
+    """Return whether a `config.json` calls its connectivity or its family otherwise than fcsd does."""
+    return has_instella_keys(config) or config.get("model_type") in ALIASES
+
+
+def in_our_names(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a `config.json` with connectivity and family in fcsd's keys and names; as it is where it has them.
+
+    Raises:
+        UserError: as `translate_instella`.
+    """
+    if (family := ALIASES.get(str(config.get("model_type")))) is not None:
+        config = config | {"model_type": family}
+    return translate_instella(config, where) if has_instella_keys(config) else config
 
 
 def instella_type(config: Mapping[str, Any]) -> str:

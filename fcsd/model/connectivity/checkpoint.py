@@ -1,32 +1,41 @@
 """Reading a checkpoint folder without loading it: config, family, and every tensor's shape from the file headers."""
 
 import fnmatch
+import functools
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import check_regular, read_json, safetensors_header
 from fcsd.base.fingerprints import TOKENIZER_FILES
-from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
+from fcsd.base.weights import CONFIG, INDEX, WEIGHTS, WeightFiles, find_weights, stale_index
+from fcsd.model.connectivity.aliases import has_other_names, in_our_names
+from fcsd.model.connectivity.quantised import (
+    Quantisation,
+    is_left_over,
+    said_quantisation,
+    without_quantisation,
+)
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES, NEWER, PREFIX, Family, base_model_type, family_of
 from fcsd.model.families.refused import REFUSED
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 CARRIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*")
 """Patterns of what a checkpoint has beside config and weights. No pickles, and no code except what a tokenizer or
 processor names as its own."""
-_READ = (*CARRIED, CONFIG, "*.safetensors", INDEX, "README.md")
+_READ = (*CARRIED, CONFIG, "*.safetensors", "*.safetensors.index.json", "README.md")
 _FETCHED = (
-    "*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "README.md",
+    *CARRIED, "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "README.md", WEIGHTS,
 )  # fmt: skip
+"""What is fetched from the Hub before the weight files that an index names. Code is stored, and run only where
+`trust_remote_code` allows it."""
+_NOT_FETCHED = ("original/*",)  # the same model in its authors' own format
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors by their names
 
@@ -42,12 +51,18 @@ class Checkpoint:
     connectivity: Connectivity | None
     """What a FarSkip checkpoint is converted with; None for a base checkpoint."""
     foreign: bool
-    """The connectivity was written in another project's keys; `config` has it in ours."""
+    """The file calls connectivity or family otherwise; `config` has them in our keys and names."""
     weight_files: tuple[str, ...]
-    """Names of the safetensors files, without the index."""
+    """Names of the safetensors files that transformers loads, without the index."""
+    index: str | None
+    """Name of the index of these files; None where there is a single one."""
     shapes: Shapes
     dtypes: dict[str, str]
     """Dtypes of the tensors in the words of safetensors: "BF16", "F32", …"""
+    quantisation: Quantisation | None = None
+    """How its tensors are quantised; None for plain ones, whose `config` then says nothing of it, whatever the file."""
+    leftover: bool = False
+    """The file says that plain tensors are quantised."""
 
 
 def find_folder(path: str | Path, revision: str | None = None) -> Path:
@@ -59,15 +74,32 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
     """
     if (folder := local_folder(path, revision, f"{CONFIG} and {WEIGHTS}")) is not None:
         return folder
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(str(path), revision=revision, allow_patterns=list(_FETCHED)))
+        return _fetch(str(path), revision)
+    except UserError:
+        raise
     except Exception as error:  # network, authorisation, offline mode: each is the user's to solve
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{path}: no such folder, and the Hub did not give a repository of this name: {reason}"
         ) from None
+
+
+def _fetch(name: str, revision: str | None) -> Path:
+    """Fetch a Hub repository: small files, code, and of the weights those that transformers loads."""
+    from huggingface_hub import snapshot_download
+
+    ignored = list(_NOT_FETCHED)
+    folder = Path(
+        snapshot_download(name, revision=revision, allow_patterns=list(_FETCHED), ignore_patterns=ignored)
+    )
+    config = read_checkpoint_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    weights = find_weights(folder, config)
+    missing = [file for file in weights.names if not (folder / file).is_file()] if weights else []
+    if missing:
+        commit = folder.name if folder.parent.name == "snapshots" else revision
+        snapshot_download(name, revision=commit, allow_patterns=missing)
+    return folder
 
 
 def _check_no_state(folder: Path) -> None:
@@ -202,7 +234,8 @@ def read_config(
 ) -> tuple[dict[str, Any], Family | None, Connectivity | None]:
     """Return the raw config of a checkpoint folder, its family, and its connectivity (None for a base checkpoint).
 
-    A connectivity in another project's keys (`fcsd.model.connectivity.aliases`) is rewritten in ours.
+    A connectivity in another project's keys (`fcsd.model.connectivity.aliases`) is rewritten in ours, and so is the
+    model type where it is an alias.
 
     Raises:
         UserError: no or damaged config; unsupported or dense family (allowed with `any_family`); a FarSkip
@@ -213,8 +246,8 @@ def read_config(
     where = str(folder / CONFIG)
     check_model_types(config, where)
     model_type = config.get("model_type") or ""
-    if has_instella_keys(config) and not model_type.startswith(PREFIX):
-        config = translate_instella(config, where)
+    if has_other_names(config) and not model_type.startswith(PREFIX):
+        config = in_our_names(config, where)
         model_type = config["model_type"]
     is_farskip = model_type.startswith(PREFIX)
     if is_farskip != ("farskip" in config):
@@ -256,56 +289,70 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
     """Check a checkpoint folder and read its tensor shapes from the safetensors headers.
 
     Raises:
-        UserError: as `read_config`, and: weights missing or not safetensors, a shard of the index missing, a
-            file that is truncated or damaged, a tensor that is not where the index says.
+        UserError: as `read_config` and `find_weights`, and: weights missing or not safetensors, a file that is
+            truncated or damaged, a tensor that is not where the index says, or is in two shards.
     """
     config, family, connectivity = read_config(folder, any_family)
-    foreign = has_instella_keys(read_checkpoint_json(folder / CONFIG)) and family is not None
-    if (folder / INDEX).exists():
-        weight_map = read_checkpoint_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{folder / INDEX}: weight_map is missing or empty; fetch the file again")
-        if wrong := [name for name in weight_map.values() if not _is_shard_name(name)]:
-            raise UserError(
-                f"{folder / INDEX}: weight_map names {str(wrong[0])[:80]!r}; the name of a .safetensors file in this"
-                " folder is needed, fetch the file again"
-            )
-        files = sorted(set(weight_map.values()))
-        if missing := [name for name in files if not (folder / name).is_file()]:
-            raise UserError(
-                f"{folder / missing[0]}: no such file, but {INDEX} names it"
-                f" ({len(missing)} of {len(files)} shards are missing); fetch the checkpoint again"
-            )
-    elif (folder / WEIGHTS).exists():
-        weight_map, files = None, [WEIGHTS]
-    else:
+    foreign = family is not None and has_other_names(read_checkpoint_json(folder / CONFIG))
+    weights = find_weights(folder, config)
+    if weights is None:
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         hint = f"; {pickled[0]} is a pickle, convert it to safetensors first" if pickled else ""
         raise UserError(f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists{hint}")
+    weights.check_present(folder)
+    if sentence := stale_index(folder, weights.passed_over):
+        _tell_once(sentence)
     shapes: Shapes = {}
     dtypes: dict[str, str] = {}
-    for name in files:
+    for name in weights.names:
         in_file = read_header(folder / name)[0]
-        wanted = (
-            in_file.keys()
-            if weight_map is None
-            else {key for key, file in weight_map.items() if file == name}
+        _check_shard(folder, weights, name, in_file.keys(), shapes)
+        shapes |= {key: tuple(tensor["shape"]) for key, tensor in in_file.items()}
+        dtypes |= {key: tensor["dtype"] for key, tensor in in_file.items()}
+    checkpoint = Checkpoint(
+        folder, config, family, connectivity, foreign, weights.names, weights.index, shapes, dtypes
+    )
+    return _with_quantisation(checkpoint)
+
+
+def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
+    """Compare what the files say of quantisation with the tensors; fields that are left over do not count."""
+    said, folder = said_quantisation(checkpoint.config, checkpoint.folder), checkpoint.folder
+    if said is None or not is_left_over(said, checkpoint.dtypes):
+        return replace(checkpoint, quantisation=said)
+    dtypes = ", ".join(sorted(set(checkpoint.dtypes.values())))
+    _tell_once(
+        f"{folder}: {said.place} says {said.words}, but no tensor is quantised ({dtypes}): it is left over, not read"
+    )
+    return replace(checkpoint, config=without_quantisation(checkpoint.config), leftover=True)
+
+
+@functools.cache
+def _tell_once(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
+
+
+def _check_shard(
+    folder: Path, weights: WeightFiles, name: str, in_file: Collection[str], earlier: Collection[str]
+) -> None:
+    """Refuse a shard that lacks a tensor which the index names there, or has one of an earlier shard.
+
+    transformers loads all that the shards hold, and of two tensors of a name the last, whatever the index says.
+    """
+    if weights.weight_map is None:
+        return
+    wanted = {tensor for tensor, file in weights.weight_map.items() if file == name}
+    if absent := sorted(wanted - set(in_file)):
+        raise UserError(
+            f"{folder / name}: tensor '{absent[0]}' is not in this file, but {weights.index} says so;"
+            " fetch both again"
         )
-        if absent := sorted(wanted - in_file.keys()):
+    for tensor in in_file:
+        if tensor in earlier and (file := weights.weight_map.get(tensor)) != name:
             raise UserError(
-                f"{folder / name}: tensor '{absent[0]}' is not in this file, but {INDEX} says so;"
-                " fetch both again"
+                f"{folder / name}: tensor '{tensor}' is in this file too, which transformers would load, but"
+                f" {weights.index} names {file or 'none'} for it; fetch the checkpoint again"
             )
-        shapes |= {key: tuple(in_file[key]["shape"]) for key in in_file if key in wanted}
-        dtypes |= {key: in_file[key]["dtype"] for key in in_file if key in wanted}
-    return Checkpoint(folder, config, family, connectivity, foreign, tuple(files), shapes, dtypes)
-
-
-def _is_shard_name(name: Any) -> bool:
-    """Tell whether a file of this name would lie in the folder itself; "../x" or a path lead out of it."""
-    if not isinstance(name, str) or len(name.encode(errors="replace")) > 255:
-        return False
-    return Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
 
 
 def check_weights_path(path: Path) -> None:

@@ -18,7 +18,6 @@ from fcsd.model.connectivity.aliases import to_instella
 from fcsd.model.connectivity.checkpoint import (
     CARRIED,
     CONFIG,
-    INDEX,
     Checkpoint,
     check_file,
     check_weights_path,
@@ -149,8 +148,8 @@ def _checked(
 def _write(source: str | Path, checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
     for name in checkpoint.weight_files:
         link_or_copy(checkpoint.folder / name, folder / name)
-    if len(checkpoint.weight_files) > 1 or (checkpoint.folder / INDEX).exists():
-        shutil.copyfile(checkpoint.folder / INDEX, folder / INDEX)
+    if checkpoint.index is not None:
+        shutil.copyfile(checkpoint.folder / checkpoint.index, folder / checkpoint.index)
     hub = not Path(source).expanduser().is_dir()
     carry_over(checkpoint.folder, folder, repository=str(source) if hub else None)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

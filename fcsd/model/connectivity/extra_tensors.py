@@ -28,6 +28,7 @@ from fcsd.model.connectivity.checkpoint import (
     read_header,
     source_folder,
 )
+from fcsd.model.connectivity.quantised import FIELD, said_quantisation
 from fcsd.model.families import Family, family_of
 from fcsd.model.families.family import text_config
 
@@ -177,8 +178,8 @@ def _source(model: Any) -> Checkpoint:
     ]
     if checkpoint.family is None or checkpoint.family.model_type != family_of(config).model_type:
         differing = ["model_type"]
-    elif checkpoint.config.get("quantization_config") and not getattr(config, "quantization_config", None):
-        differing = ["quantization_config"]
+    elif checkpoint.quantisation is not None and said_quantisation(config.to_dict()) is None:
+        differing = [FIELD]
     if differing:
         raise UserError(f"{folder} is of another model by now ({differing[0]} differs)")
     return checkpoint

@@ -1,8 +1,10 @@
 """Loading: one function for base and FarSkip checkpoints, which checks everything it can before it reads
 weights."""
 
+import contextlib
 import copy
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,17 @@ from fcsd.model.connectivity.modeling import (
     with_farskip,
     without_farskip,
 )
+from fcsd.model.connectivity.quantised import (
+    missing_tensors,
+    quantised_tensors,
+    quantised_without_word,
+    why_not_loaded,
+    without_quantisation_fields,
+)
 from fcsd.model.connectivity.spec import Connectivity, field_text
 from fcsd.model.families import Family, family_of, moe_mask
 
+_PLAIN = ("BF16", "F16", "F32", "F64")
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
 
@@ -49,8 +59,7 @@ def load_model(
 
     Args:
         path: local folder, or `owner/name` of a Hub repository.
-        dtype: a torch dtype or its name; "auto" takes the checkpoint's.
-        revision: of a Hub repository.
+        dtype: a torch dtype or its name; "auto" takes the checkpoint's. revision: of a Hub repository.
         trust_remote_code: not needed for the supported families (transformers' own classes and fcsd's are
             used); with connectivity None it allows one that fcsd does not know, with the code in its repository.
         any_family: with connectivity None, a dense model or another that fcsd cannot convert is loaded by transformers.
@@ -79,7 +88,8 @@ def load_model(
             with torch.device("meta"):
                 return cls._from_config(config, **chosen).eval()
         try:
-            loaded = cls.from_pretrained(folder, config=config, **options)
+            with _loading(checkpoint):
+                loaded = cls.from_pretrained(folder, config=config, **options)
         except modeling_module(checkpoint.family).StageError as error:  # each family's file has its own
             raise UserError(f"{folder}: {error}") from None
     model, info = loaded
@@ -89,32 +99,46 @@ def load_model(
 
 
 def _check_quantisation(checkpoint: Checkpoint) -> None:
-    """Refuse weights quantised by a method that transformers does not know, and would take them for plain ones."""
-    settings = checkpoint.config.get("quantization_config")
-    if not settings:
-        return
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+    """Refuse weights quantised by a method that transformers does not load, or would take for plain ones."""
+    if checkpoint.quantisation is not None and (reason := why_not_loaded(checkpoint.quantisation)):
+        raise UserError(f"{checkpoint.folder / CONFIG}: {reason}")
 
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    known = {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}
-    if not isinstance(method, str) or method not in known:
+
+@contextlib.contextmanager
+def _loading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Turn what a quantisation method raises where it cannot load the weights into one line."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (
+        Exception
+    ) as error:  # a package or GPU that is missing, shapes that do not fit: each has its own kinds
+        if checkpoint.quantisation is None:
+            raise
         raise UserError(
-            f"{checkpoint.folder / CONFIG}: quantization_config.quant_method {str(method)[:80]!r} is none that the"
-            f" installed transformers can load ({', '.join(sorted(known))}); fetch the checkpoint in another form"
-        )
+            f"{checkpoint.folder}: its weights, quantised by {checkpoint.quantisation.words}, cannot be loaded here:"
+            f" {one_line(error)}"
+        ) from error
 
 
 def _load_unknown(checkpoint: Checkpoint, weights: bool, options: dict[str, Any]) -> Any:
     """Load a model that fcsd does not know, as transformers does: the model, and its report."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = checkpoint.folder
     _check_quantisation(checkpoint)
     if not weights:
         raise UserError(f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be sharded")
     try:
+        if checkpoint.leftover:
+            code = options["trust_remote_code"]
+            options["config"] = without_quantisation_fields(
+                AutoConfig.from_pretrained(folder, trust_remote_code=code)
+            )
         # Sizes that do not match are in the report, and refused.
-        return AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True, **options)
+        with _loading(checkpoint):
+            return AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True, **options)
     except ValueError as error:  # no such model type, or one whose code is in its repository
         raise UserError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
 
@@ -203,7 +227,7 @@ def load_config(checkpoint: Checkpoint) -> Any:
     farskip = checkpoint.connectivity is not None
     config_class = farskip_config_class(family) if farskip else base_model_class(family).config_class
     try:
-        if checkpoint.foreign:
+        if checkpoint.foreign or checkpoint.leftover:
             config = config_class.from_dict(copy.deepcopy(checkpoint.config))  # it writes into rope_scaling
         else:
             config = config_class.from_pretrained(checkpoint.folder)
@@ -230,10 +254,7 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
     Raises:
         UserError: a tensor has another shape than the config says, is missing, or is none of the model's.
     """
-    if checkpoint.config.get("quantization_config"):
-        # The quantisation method names and shapes tensors as it likes; transformers' own report follows.
-        _check_quantisation(checkpoint)
-        return set()
+    _check_quantisation(checkpoint)
     try:
         with torch.device("meta"):
             model = cls(config)
@@ -241,9 +262,14 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
         where = checkpoint.folder / CONFIG
         raise UserError(f"{where}: no {cls.__name__} can be built from it: {one_line(error)}") from None
     in_files, in_memory, tied = _expected_shapes(model)
+    if checkpoint.quantisation is not None:
+        _check_quantised(checkpoint, in_files, in_memory, tied)
+        return set()
+    quantised = quantised_tensors(checkpoint.dtypes)
     for name, shape in checkpoint.shapes.items():
         expected = in_files.get(name) or in_memory.get(name)
         if expected is not None and shape != expected and shape != in_memory.get(name):
+            _refuse_without_word(checkpoint, name in quantised)
             raise UserError(
                 f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but {CONFIG} says"
                 f" {list(expected)}; weights and config belong to different models"
@@ -259,6 +285,8 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
         )
     expected_names = in_memory if (in_memory.keys() - in_files.keys()) & have else in_files
     if missing := [name for name in expected_names if name not in have and name not in tied]:
+        packed = len(missing_tensors(expected_names, checkpoint.dtypes, tied)) < len(missing)
+        _refuse_without_word(checkpoint, packed)
         raise UserError(
             f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is '{missing[0]}';"
             " the checkpoint is incomplete or of another model"
@@ -267,11 +295,37 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
     assert checkpoint.family is not None
     left_out = not_loaded(model, unexpected, checkpoint.family, checkpoint.folder)
     if unknown := sorted(unexpected - left_out):
+        _refuse_without_word(checkpoint, not {*quantised}.isdisjoint(unknown))
         raise UserError(
             f"{checkpoint.folder}: {len(unknown)} tensors belong to no parameter, the first is '{unknown[0]}';"
             f" weights and {CONFIG} belong to different models, or the model was changed after {CONFIG} was written"
         )
     return left_out
+
+
+def _refuse_without_word(checkpoint: Checkpoint, has_quantised: bool) -> None:
+    """Refuse weights that do not fit a plain model because they are quantised, of which no file says how."""
+    if has_quantised and (names := quantised_tensors(checkpoint.dtypes)):
+        raise quantised_without_word(checkpoint.folder, names[0], checkpoint.dtypes[names[0]])
+
+
+def _check_quantised(checkpoint: Checkpoint, in_files: Shapes, in_memory: Shapes, tied: set[str]) -> None:
+    """Refuse quantised weights that lack one of the model's tensors, or in which a plain one has another shape."""
+    for name, shape in checkpoint.shapes.items():
+        expected = {shapes[name] for shapes in (in_files, in_memory) if name in shapes}
+        if expected and shape not in expected and checkpoint.dtypes[name] in _PLAIN:
+            raise UserError(
+                f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but {CONFIG} says"
+                f" {list(min(expected))}; weights and config belong to different models"
+            )
+    missing = min(
+        (missing_tensors(names, checkpoint.dtypes, tied) for names in (in_files, in_memory)), key=len
+    )
+    if missing:
+        raise UserError(
+            f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is '{missing[0]}';"
+            " the checkpoint is incomplete or of another model"
+        )
 
 
 def _expected_shapes(model: Any) -> tuple[Shapes, Shapes, set[str]]:

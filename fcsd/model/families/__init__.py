@@ -22,6 +22,7 @@ from fcsd.model.families.family import MOE_LAYERS, Family, moe_mask, text_config
 from fcsd.model.families.refused import REFUSED
 
 __all__ = [
+    "ALIASES",
     "FAMILIES",
     "NEWER",
     "REFUSED",
@@ -86,9 +87,18 @@ _ROW_WIDTH = ("moe_hidden_size", "moe_latent_size", "hidden_size")
 _SECTIONS = ("ffn_config", "text_config")
 
 
+ALIASES = {
+    "AXK1": "axk1",  # A.X-K1, before transformers had the family
+    "joyai_llm_flash": "deepseek_v3",  # JoyAI-LLM-Flash
+    "kimi_k2": "deepseek_v3",  # Kimi-K2; its page says that this name is for engines to tell it from DeepSeek
+}
+"""Model types of published checkpoints -> the family that they are by another name: same classes, same tensor names."""
+
+
 def base_model_type(model_type: str) -> str:
-    """Return `qwen3_moe` for both `qwen3_moe` and `farskip_qwen3_moe`."""
-    return model_type.removeprefix(PREFIX)
+    """Return `qwen3_moe` for both `qwen3_moe` and `farskip_qwen3_moe`; of an alias its family."""
+    name = model_type.removeprefix(PREFIX)
+    return ALIASES.get(name, name)
 
 
 def serve_command(model_type: str, where: str) -> str | None:

@@ -3,20 +3,26 @@
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.model.connectivity.aliases import INSTELLA_KEYS, has_instella_keys, translate_instella
+from fcsd.base.weights import INDEX, NAMED, WEIGHTS, find_weights, stale_index
+from fcsd.model.connectivity.aliases import INSTELLA_KEYS, in_our_names
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
-    INDEX,
     check_model_types,
     files_like,
     local_folder,
     read_checkpoint_json,
+)
+from fcsd.model.connectivity.quantised import (
+    MODELOPT,
+    Quantisation,
+    modelopt_quantisation,
+    said_quantisation,
 )
 from fcsd.model.inspect.memory import BYTES
 
@@ -34,16 +40,21 @@ class Source:
     """Weight file -> size; empty where there are none, or where the Hub does not tell."""
     missing_files: tuple[str, ...]
     """Weight files that the index names and that are not there."""
+    stale_index: str = ""
+    """The sentence on an index that does not count."""
+    quantisation: Quantisation | None = None
+    """What config, or ModelOpt's file beside it, says."""
+    folder: Path | None = None
+    """Where the weights lie, of a local checkpoint that has any, and all."""
 
     @property
     def own_config(self) -> dict[str, Any]:
-        """The config, a connectivity in another project's keys in ours; raises UserError as `translate_instella`."""
-        foreign = has_instella_keys(self.config)
-        return translate_instella(self.config, self.where) if foreign else self.config
+        """The config with connectivity and family in our names; raises UserError as `in_our_names`."""
+        return in_our_names(self.config, self.where)
 
 
 def find_source(path: str | Path, revision: str | None = None) -> Source:
-    """Read the config of a local folder, or fetch that one file of a Hub repository `owner/name`.
+    """Read the config of a local folder, or fetch it and the index of a Hub repository `owner/name`, no weights.
 
     The configs of the shipped recipes' models are in `fcsd/model/inspect/configs`, for where the Hub cannot be reached.
 
@@ -57,17 +68,16 @@ def find_source(path: str | Path, revision: str | None = None) -> Source:
 
 
 def _local(folder: Path) -> Source:
-    files_like(folder, (CONFIG, INDEX))
-    sizes = {file.name: file.stat().st_size for file in files_like(folder, ("*.safetensors",))}
-    missing: tuple[str, ...] = ()
-    if (folder / INDEX).exists():
-        weight_map = read_checkpoint_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UserError(f"{folder / INDEX}: weight_map is missing; fetch the file again")
-        names = sorted(set(map(str, weight_map.values())))
-        missing = tuple(name for name in names if name not in sizes)
-        sizes = {name: sizes[name] for name in names if name in sizes}
-    return Source(_config(folder / CONFIG, str(folder / CONFIG)), str(folder / CONFIG), sizes, missing)
+    files_like(folder, (CONFIG, "*.safetensors", "*.safetensors.index.json"))
+    config = _config(folder / CONFIG, str(folder / CONFIG))
+    weights = find_weights(folder, config)
+    names = () if weights is None else weights.names
+    sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
+    missing = tuple(name for name in names if name not in sizes)
+    stale = stale_index(folder, weights.passed_over) if weights is not None else ""
+    whole = folder if sizes and not missing else None
+    said = said_quantisation(config, folder)
+    return Source(config, str(folder / CONFIG), sizes, missing, stale, said, whole)
 
 
 def _config(file: Path, where: str) -> dict[str, Any]:
@@ -84,7 +94,9 @@ def _remote(name: str, revision: str | None) -> Source:
     except Exception as error:  # network, authorisation, offline mode: each is the user's to solve
         shipped = _SHIPPED / f"{name.replace('/', '--')}.json"
         if revision is None and shipped.is_file():
-            return Source(read_checkpoint_json(shipped), f"{name}: {CONFIG} as shipped with fcsd", {}, ())
+            config = read_checkpoint_json(shipped)
+            where = f"{name}: {CONFIG} as shipped with fcsd"
+            return Source(config, where, {}, (), quantisation=said_quantisation(config))
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{name}: no such folder, and the Hub did not give {CONFIG} of a repository of this name: {reason}"
@@ -93,13 +105,35 @@ def _remote(name: str, revision: str | None) -> Source:
         files = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
     except Exception:  # the sizes are an extra: a cached config is enough
         files = []
-    sizes = {
-        file.rfilename: file.size
-        for file in files
-        if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename and file.size is not None
-    }
-    where = f"{name}: {CONFIG}"
-    return Source(_config(file, where), where, dict(sorted(sizes.items())), ())
+    config = _config(file, f"{name}: {CONFIG}")
+    sizes = {file.rfilename: file.size for file in files if file.size is not None}
+    said = said_quantisation(config)
+    if said is None and any(file.rfilename == MODELOPT for file in files):
+        with suppress(Exception):  # as the sizes
+            written = read_checkpoint_json(Path(hf_hub_download(name, MODELOPT, revision=revision)))
+            said = modelopt_quantisation(written)
+    loaded = _loaded(name, revision, sizes, config)
+    return Source(config, f"{name}: {CONFIG}", loaded, (), quantisation=said)
+
+
+def _loaded(
+    name: str, revision: str | None, sizes: Mapping[str, int], config: Mapping[str, Any]
+) -> dict[str, int]:
+    """Leave the sizes of the weight files that transformers loads from a repository, in order.
+
+    Without an index, or where it cannot be had, those of all safetensors files that are not in a folder.
+    """
+    first = str(config.get(NAMED) or (WEIGHTS if WEIGHTS in sizes else INDEX))
+    names = {first}
+    if first not in sizes or not first.endswith(".safetensors"):
+        names = {file for file in sizes if file.endswith(".safetensors") and "/" not in file}
+    if first in sizes and first.endswith(".json"):
+        from huggingface_hub import hf_hub_download
+
+        with suppress(Exception):  # the sizes are an extra
+            index = read_checkpoint_json(Path(hf_hub_download(name, first, revision=revision)))
+            names = {str(file) for file in index["weight_map"].values()}
+    return {file: sizes[file] for file in sorted(names) if file in sizes}
 
 
 def config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, where: str) -> Any:

@@ -46,13 +46,14 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
         raise UserError(
             f"{source.where}: model_type '{model_type}' without the field farskip; convert the original again"
         )
-    own = raw.get("quantization_config")
     facts: dict[str, Any] = {
         "model": str(path),
         "revision": revision,
         "model_type": model_type,
         "architecture": names[0] if isinstance(names := raw.get("architectures"), list) and names else None,
-        "quantization": str(own.get("quant_method", "unknown method")) if isinstance(own, Mapping) else None,
+        "quantization": source.quantisation.words if source.quantisation is not None else None,
+        "leftover_quantization": None,
+        "loading_problem": None,
         "serve_command": serve_command(model_type, str(path)),
     }
     family = FAMILIES.get(base_model_type(instella_type(raw)))
@@ -60,15 +61,38 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
         facts |= _of_another_family(raw, source)
     else:
         facts |= _of_a_family(raw, family, source)
-    facts["files"] = _files(source)
+    facts |= {"files": _files(source), "stale_index": source.stale_index or None}
     if source.missing_files and facts["can_be_converted"]:
         facts["can_be_converted"] = False
         facts["reason"] = (
             f"{len(source.missing_files)} weight files that the index names are missing, the first is"
             f" {source.missing_files[0]}; fetch the checkpoint again"
         )
+    facts |= _of_weights(source, facts)
     facts["memory"] = _memory(facts, facts.pop("cache"), raw)
     return facts
+
+
+def _of_weights(source: Source, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Tell what `fcsd convert` and loading would find: the headers of local weights are read as they read them."""
+    from fcsd.model.connectivity.checkpoint import read_checkpoint
+    from fcsd.model.connectivity.load import check_tensors, config_and_class
+    from fcsd.model.connectivity.quantised import why_not_here, why_not_loaded
+
+    said = source.quantisation
+    try:
+        if source.folder is not None and facts["can_be_converted"]:
+            checkpoint = read_checkpoint(source.folder)
+            with without_advice():
+                check_tensors(checkpoint, *config_and_class(checkpoint))
+            if checkpoint.leftover and said is not None:
+                return {"quantization": None, "leftover_quantization": said.words}
+        if said is not None and (reason := why_not_loaded(said)) is not None:
+            raise UserError(f"{source.where}: {reason}")
+    except UserError as error:
+        return {"can_be_converted": False, "reason": facts["reason"] or str(error)}
+    with without_advice():
+        return {"loading_problem": why_not_here(source.config) if said is not None else None}
 
 
 def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict[str, Any]:

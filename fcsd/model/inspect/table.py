@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fcsd.base.repository import plugin_install
 from fcsd.base.text import markdown, size
 
 PARTS = {
@@ -37,14 +38,21 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
     if facts["needs"]:
         rows.append(("to run it", facts["needs"]))
     if facts["serve_command"]:
-        rows.append(("serving", f"{facts['serve_command']}   (vLLM with `pip install fcsd-serving`)"))
+        rows.append(("serving", f"{facts['serve_command']}   (vLLM with fcsd-serving: {plugin_install()})"))
     if facts["quantization"]:
         rows.append(("quantised", f"{facts['quantization']}; memory below is that of the model without it"))
+        if facts["loading_problem"]:
+            rows.append(("to load it", f"not on this machine: {facts['loading_problem']}"))
+    if facts["leftover_quantization"]:
+        text = f"no: the fields of {facts['leftover_quantization']} are left over, and `fcsd convert` leaves them out"
+        rows.append(("quantised", text))
     if (files := facts["files"]) is not None:
         text = f"{files['count']} safetensors, {size(files['total_bytes'])}, largest {size(files['largest_bytes'])}"
         if files["missing"]:
             text += f"; {len(files['missing'])} MISSING, the first is {files['missing'][0]}"
         rows.append(("weights", text))
+        if facts["stale_index"]:
+            rows.append(("STALE INDEX", facts["stale_index"]))
     return [f"{name:<13} {text}" for name, text in rows]
 
 

@@ -29,6 +29,7 @@ from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.modeling import base_model_class
+from fcsd.model.connectivity.quantised import without_quantisation
 from fcsd.model.connectivity.spec import parse_selection
 from fcsd.model.families import family_of
 from fcsd.model.inspect.checkpoint import config_object, find_source
@@ -222,7 +223,7 @@ def _config(model: ModelConfig) -> PreTrainedConfig:
         raise UserError(f"--rehearse: {error}; it is read to find the model's family") from None
     config = source.own_config
     family = family_of(config)
-    raw = {name: value for name, value in config.items() if name != "quantization_config"}  # of its weights
+    raw = without_quantisation(config)  # of its weights
     return config_object(base_model_class(family).config_class, raw, family.model_type, source.where)
 
 

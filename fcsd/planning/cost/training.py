@@ -15,6 +15,7 @@ from fcsd.base.text import progress_bar
 from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.modeling import base_model_class
+from fcsd.model.connectivity.quantised import without_quantisation
 from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import EXPERTS, Family, family_of
@@ -124,10 +125,10 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
 
 def built(training: Training) -> tuple[Family, Any, Callable[[], Any]]:
     """Return the family, the config object, and what builds its regular model from that."""
-    dropped = ("experts_implementation", "quantization_config")
     family = family_of(training.config)
     cls = base_model_class(family)
-    raw = {key: value for key, value in training.config.items() if key not in dropped}
+    plain = without_quantisation(training.config)
+    raw = {key: value for key, value in plain.items() if key != "experts_implementation"}
     config = config_object(cls.config_class, raw, family.model_type, training.where)
     try:
         family_of(config)

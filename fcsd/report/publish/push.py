@@ -22,22 +22,15 @@ from huggingface_hub.utils import validate_repo_id
 
 from fcsd.base.artifact import differences, model_outputs, read_manifest
 from fcsd.base.errors import UserError
-from fcsd.base.files import (
-    file_sha256,
-    is_empty,
-    new_folder,
-    read_json,
-    weights_fingerprint,
-    write_text,
-)
+from fcsd.base.files import file_sha256, is_empty, new_folder, read_json, write_text
 from fcsd.base.fingerprints import read_sealed
 from fcsd.base.temporary import scratch_folder
+from fcsd.base.weights import weight_files, weights_fingerprint
 from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.scores import compare
 from fcsd.model.connectivity.checkpoint import (
     CARRIED,
     CONFIG,
-    INDEX,
     Checkpoint,
     files_like,
     read_checkpoint,
@@ -236,7 +229,8 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
 
 def _files(checkpoint: Checkpoint) -> list[Path]:
     source = checkpoint.folder
-    names = [CONFIG, MODELING_FILE, INDEX, *checkpoint.weight_files]
+    index = [checkpoint.index] if checkpoint.index is not None else []
+    names = [CONFIG, MODELING_FILE, *index, *checkpoint.weight_files]
     files = set(files_like(source, [*names, *CARRIED, *_OTHER]))
     for name in ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
         if (source / name).is_file():
@@ -287,7 +281,10 @@ def _same_weights(source: Path, base: str, revision: str | None) -> bool:
             folder = Path(snapshot_download(base, revision=revision, local_files_only=True))
     if not (folder / CONFIG).is_file() or "farskip" in read_json(folder / CONFIG):
         return False
-    mine, its = ({file.name: file for file in each.glob("*.safetensors")} for each in (source, folder))
+    try:
+        mine, its = ({file.name: file for file in weight_files(place)} for place in (source, folder))
+    except UserError:  # of the original, only some shards are here
+        return False
     sizes = [{name: file.stat().st_size for name, file in files.items()} for files in (mine, its)]
     pairs = [(file, its.get(name, file)) for name, file in sorted(mine.items())]
     return (

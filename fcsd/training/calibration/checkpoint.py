@@ -152,7 +152,7 @@ def calibratable(original: ModelFolder) -> Checkpoint:
         raise UserError(
             f"{where}: is converted already; give the original, which is the teacher as well: calibration converts it"
         )
-    if checkpoint.config.get("quantization_config"):
+    if checkpoint.quantisation is not None:
         raise UserError(
             f"{where}: its weights are quantised, and a map folded into them would be rounded away; calibrate what"
             " `fcsd dequantize` makes of it, then quantise the result"

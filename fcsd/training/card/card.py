@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from fcsd.base.repository import plugin_install
 from fcsd.base.text import calibration_kl_text, items_text, plus_minus, scored_row, stopping_text
 from fcsd.model.connectivity.extra_tensors import promised_layers
 from fcsd.model.connectivity.modeling import supported_transformers
@@ -62,6 +63,7 @@ def card_of(
         supported=supported_transformers(family) if family else ">=5.23,<6",
         transformers=importlib.metadata.version("transformers"),
         serve=serve_command(model_type, facts.where),
+        plugin=plugin_install(published=True),
         result=result,
         training=_training(facts),
         mtp_layers=promised_layers(facts.config),

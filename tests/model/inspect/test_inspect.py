@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fcsd.base.errors import UserError
+from fcsd.base.repository import plugin_install
 from fcsd.base.text import size
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_checkpoint
@@ -215,7 +216,7 @@ def test_a_converted_checkpoint_shows_its_connectivity_and_files(tmp_path):
     text = report_table(far)
     assert "FarSkip in 2 of 4 layers (2-3), attention partial, mlp full" in text
     assert "is FarSkip already; `fcsd convert` can choose other layers" in text
-    assert f"vllm serve {tmp_path / 'far'}   (vLLM with `pip install fcsd-serving`)" in text
+    assert f"vllm serve {tmp_path / 'far'}   (vLLM with fcsd-serving: {plugin_install()})" in text
     assert far["serve_command"] == f"vllm serve {tmp_path / 'far'}" and base["serve_command"] is None
 
     files[1].unlink()

@@ -16,8 +16,9 @@ from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fcsd.base.artifact import Stage, model_outputs
-from fcsd.base.files import file_sha256, read_json, weights_fingerprint, write_json, write_text
+from fcsd.base.files import file_sha256, read_json, write_json, write_text
 from fcsd.base.fingerprints import write_sealed
+from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.evaluation.chat.chat import load_speaker
 from fcsd.evaluation.results import write_result

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import weights_fingerprint
+from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.data.batches import NO_LOSS
 from fcsd.model.families.routers import find_routers

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import weights_fingerprint
+from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model

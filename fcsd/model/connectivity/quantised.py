@@ -1,0 +1,193 @@
+"""What a checkpoint says of its quantisation, whether its tensors agree, and whether transformers can load it.
+
+It is said in `quantization_config` of the config, or of its `text_config`, or by NVIDIA's ModelOpt in
+`hf_quant_config.json` beside it. The fields may be left over: weights that somebody has dequantised, or a conversion.
+
+Not covered: the numbers; a method names and packs its tensors as it likes.
+"""
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fcsd.base.errors import UserError, one_line
+from fcsd.base.files import read_json
+from fcsd.base.weights import CONFIG
+
+FIELD = "quantization_config"
+MODELOPT = "hf_quant_config.json"
+_INTEGERS = ("U8", "I8")
+_OWN_NAMES = re.compile(
+    r".*(\.weight_(scale|scale_inv|scale_2|packed|global_scale|shape|zero_point)|_scale_inv|_weight_scale\w*"
+    r"|[._]input_(scale|global_scale)|\.(qweight|qzeros|scales|[kv]_scale|weight\.absmax)|_proj_(blocks|scales))"
+)
+"""Names that quantisation gives its tensors."""
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d+)\.(?P<part>down|gate_up|gate|up)_proj\..+")
+_SCALE = re.compile(r"(.+?)_(scale\w*|scales)")
+_SCALES = re.compile(
+    r"(weight_)?(scale|scales|scale_inv|scale_2|global_scale|shape|zero_point|zeros|qzeros|g_idx|perm)|input_\w*scale"
+)
+"""What stands behind a module's name and holds none of its weights."""
+_NOT_LOADED = {
+    "nvfp4": "transformers makes it of plain weights, and cannot load weights that are NVFP4 already"
+}
+
+
+_PACKING = frozenset({
+    "auto-round", "awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8", "nvfp4",
+})  # fmt: skip
+"""Methods whose checkpoints hold tensors that `quantised_tensor` knows. Others quantise plain ones when they load."""
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Quantisation(NamedTuple):
+    """What a checkpoint says of how its weights are quantised."""
+
+    method: str
+    """`quant_method` as it is written; "None" where it is not."""
+    place: str
+    """Where it is said: a file, or the key in the config."""
+    algorithm: str | None = None
+    """What ModelOpt did: NVFP4, FP8."""
+
+    @property
+    def words(self) -> str:
+        method = "unknown method" if self.method == "None" else self.method
+        return method + (f" ({self.algorithm})" if self.algorithm else "")
+
+
+def said_quantisation(config: Mapping[str, Any], folder: Path | None = None) -> Quantisation | None:
+    """Return what a config, or ModelOpt's file in its folder, says of quantisation; None: nothing."""
+    for place, settings in _fields(config):
+        named = isinstance(settings, Mapping)
+        method = str(settings.get("quant_method") if named else None)[:80]
+        algorithm = settings.get("quant_algo") or settings.get("format") if named else None
+        return Quantisation(method, place, algorithm if isinstance(algorithm, str) else None)
+    if folder is None or not (folder / MODELOPT).is_file():
+        return None
+    return modelopt_quantisation(read_json(folder / MODELOPT, "fetch the file again", keys=()))
+
+
+def modelopt_quantisation(written: Mapping[str, Any]) -> Quantisation:
+    """Return what `hf_quant_config.json` says."""
+    settings = written.get("quantization")
+    algorithm = settings.get("quant_algo") if isinstance(settings, Mapping) else None
+    return Quantisation("modelopt", MODELOPT, algorithm if isinstance(algorithm, str) else None)
+
+
+def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what transformers reads: the field of the config, or else that of its text config."""
+    inner = config.get("text_config")
+    if config.get(FIELD):
+        yield FIELD, config[FIELD]
+    elif isinstance(inner, Mapping) and inner.get(FIELD):
+        yield f"text_config.{FIELD}", inner[FIELD]
+
+
+def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without what it says of quantisation."""
+    inner = config.get("text_config")
+    plain = {key: value for key, value in config.items() if key != FIELD}
+    if isinstance(inner, Mapping):
+        plain["text_config"] = {key: value for key, value in inner.items() if key != FIELD}
+    return plain
+
+
+def without_quantisation_fields(config: Any) -> Any:
+    """Take from a config object what it says of quantisation, and return it."""
+    for part in (config, config.get_text_config()):
+        if hasattr(part, FIELD):
+            delattr(part, FIELD)
+    return config
+
+
+def quantised_tensors(dtypes: Mapping[str, str]) -> list[str]:
+    """Return the names of tensors that are quantised, or are there because others are."""
+    return [
+        name
+        for name, dtype in dtypes.items()
+        if dtype.startswith(("F8", "F4", "F6")) or dtype in _INTEGERS or _OWN_NAMES.fullmatch(name)
+    ]
+
+
+def is_left_over(said: Quantisation, dtypes: Mapping[str, str]) -> bool:
+    """Return whether tensors are plain that would not be if they were quantised as it is said."""
+    return said.method in _PACKING and not quantised_tensors(dtypes)
+
+
+def why_not_loaded(said: Quantisation) -> str | None:
+    """Return why no transformers of this version loads such weights, where it is known before they are read."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    known = {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"} - _NOT_LOADED.keys()
+    if said.method in known:
+        return None
+    where = f"{said.place}.quant_method" if said.place != MODELOPT else f"{MODELOPT}:"
+    reason = _NOT_LOADED.get(said.method)
+    name = repr(said.method) + (f" ({said.algorithm})" if said.algorithm else "")
+    return (
+        f"{where} {name} is none that the installed transformers can load{f' ({reason})' if reason else ''}; it loads"
+        f" {', '.join(sorted(known))}; fetch the checkpoint in another form, bfloat16 say"
+    )
+
+
+def why_not_here(config: Mapping[str, Any]) -> str | None:
+    """Return why weights that transformers can load are not loaded on this machine: a package, or a GPU, is missing."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    settings: Any = next((settings for _, settings in _fields(config)), None)
+    try:
+        quantizer = AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
+        quantizer.validate_environment(device_map=None, weights_only=True)
+    except Exception as error:  # each method has its own kinds
+        return one_line(error)
+    return None
+
+
+def missing_tensors(expected: Shapes, dtypes: Mapping[str, str], tied: Collection[str]) -> list[str]:
+    """Return those of a plain model's tensors for which a quantised checkpoint has nothing that could hold them.
+
+    A method may call a tensor otherwise, and put others beside it, but begins their names with that of the module
+    (`x.weight` -> `x.weight_packed`, `x.qweight`) or of the parameter (`down_proj` -> `down_proj_blocks`). It may give
+    each expert a module where the family has one tensor for all. FP8 needs its scales, too.
+    """
+    held: set[str] = set()
+    experts: dict[str, set[str]] = defaultdict(set)
+    for name in dtypes:
+        module, _, last = name.rpartition(".")
+        held.add(name)
+        if _SCALES.fullmatch(last) or _SCALE.fullmatch(name):
+            continue
+        held.add(re.sub(r"_(blocks|packed)$", "", name))
+        if last != "bias":
+            held.add(f"{module}.weight")
+            if match := _EXPERT.fullmatch(name):
+                experts[f"{match['experts']}.{match['part']}_proj"].add(match["index"])
+    for name, shape in expected.items():
+        parts = [
+            name,
+            *((name.replace("gate_up", part) for part in ("gate", "up")) if "gate_up" in name else ()),
+        ]
+        counts = [len(experts[part]) for part in parts]
+        if shape and shape[0] in (counts[0], min(counts[1:], default=0)):
+            held.add(name)
+    scaled = {match[1] for name in dtypes if (match := _SCALE.fullmatch(name))}
+    lacking = [
+        f"{name}_scale_inv"
+        for name, dtype in dtypes.items()
+        if dtype.startswith("F8") and name not in scaled and not _SCALE.fullmatch(name)
+    ]
+    return [name for name in expected if name not in held and name not in tied] + lacking
+
+
+def quantised_without_word(folder: Path, name: str, dtype: str) -> UserError:
+    """Return the error of quantised weights of which no file says how to read them."""
+    return UserError(
+        f"{folder}: tensor '{name}' ({dtype}) is of quantised weights, but neither {FIELD} in {CONFIG} nor {MODELOPT}"
+        " says how; fetch the config again"
+    )

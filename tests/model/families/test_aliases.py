@@ -1,0 +1,108 @@
+"""Published checkpoints whose model type is another name of a family."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    farskip_layers,
+    load_model,
+    unconvert_checkpoint,
+)
+from fcsd.model.families import ALIASES, FAMILIES, REFUSED, family_of
+from fcsd.model.inspect import inspect_model, report_table
+from fcsd.model.inspect.checkpoint import find_source
+from fcsd.pipeline.checks import model_config
+from tests.reference.tiny import tiny_config, tiny_model
+
+X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+FAR = Connectivity("moe")
+
+
+@torch.no_grad()
+def logits(folder: Path, **options: object) -> torch.Tensor:
+    return load_model(folder, **options)(X, use_cache=False).logits
+
+
+def rename(folder: Path, name: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    # As published: names of code in the repository, which nobody runs.
+    config |= {"model_type": name, "auto_map": {"AutoConfig": "configuration_x.XConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", sorted(ALIASES))
+def test_a_checkpoint_with_another_name_of_its_family_is_the_same_to_the_bit(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = ALIASES[name]
+    tiny_model(family).save_pretrained(tmp_path / "known")
+    tiny_model(family).save_pretrained(tmp_path / "alias")
+    rename(tmp_path / "alias", name)
+    layers = convert_checkpoint(tmp_path / "known", tmp_path / "far-known", FAR)
+    with caplog.at_level(logging.WARNING, "transformers"):
+        assert convert_checkpoint(tmp_path / "alias", tmp_path / "far", FAR) == layers
+        assert torch.equal(logits(tmp_path / "alias"), logits(tmp_path / "known"))
+    assert "to instantiate a model of type" not in caplog.text  # transformers' doubt, which is none
+    assert torch.equal(logits(tmp_path / "far"), logits(tmp_path / "far-known"))
+    assert torch.equal(logits(tmp_path / "alias", connectivity=FAR), logits(tmp_path / "far"))
+    assert torch.equal(logits(tmp_path / "far", original=True), logits(tmp_path / "known"))
+    config = json.loads((tmp_path / "far" / "config.json").read_text())
+    assert config["model_type"] == f"farskip_{family}"
+    unconvert_checkpoint(tmp_path / "far", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == family
+    tensors = (load_file(tmp_path / folder / "model.safetensors") for folder in ("back", "alias"))
+    assert len({tuple(sorted(files)) for files in tensors}) == 1
+    saved = load_model(tmp_path / "alias", connectivity=FAR)
+    saved.save_pretrained(tmp_path / "saved")
+    assert farskip_layers(load_model(tmp_path / "saved")) == layers
+
+
+@pytest.mark.parametrize("name", sorted(ALIASES))
+def test_an_alias_is_described_and_known_in_every_place_that_takes_a_config(
+    name: str, tmp_path: Path
+) -> None:
+    family = ALIASES[name]
+    assert family in FAMILIES and name not in {*FAMILIES, *REFUSED}
+    tiny_config(family).save_pretrained(tmp_path)
+    rename(tmp_path, name)
+    facts = inspect_model(tmp_path)
+    assert facts["can_be_converted"] and facts["family"] == family
+    assert f"{family} (written as {name})" in report_table(facts)
+    assert find_source(tmp_path).own_config["model_type"] == family
+    assert family_of({"model_type": name}).model_type == family
+    assert model_config({**tiny_config(family).to_dict(), "model_type": name}).model_type == family
+
+
+def test_kimi_k2_at_its_real_size_has_the_parameters_of_a_count_by_hand(tmp_path: Path) -> None:
+    """Shapes of Kimi-K2-Instruct; its card says 1T, 32B active."""
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "num_hidden_layers": 61,
+        "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 163840,
+        "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 384,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+        "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        "norm_topk_prob": True, "routed_scaling_factor": 2.827, "rms_norm_eps": 1e-6, "rope_theta": 50000.0,
+        "rope_scaling": {
+            "type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+        "max_position_embeddings": 131072, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = inspect_model(tmp_path)
+    assert facts["can_be_converted"]
+    attention = 7168 * 1536 + 1536 + 1536 * 64 * 192 + 7168 * 576 + 512 + 512 * 64 * 256 + 64 * 128 * 7168
+    expert, router = 3 * 7168 * 2048, 384 * 7168
+    outside = 2 * 163840 * 7168 + 7168 + 61 * (attention + 2 * 7168) + 3 * 7168 * 18432 + 60 * router
+    assert facts["parameters"]["total"] == outside + 60 * 385 * expert  # 1.03e12
+    assert facts["parameters"]["active"] == outside + 60 * 9 * expert  # 32.9e9
+    assert facts["layers"]["dense"] == [0]
