@@ -182,7 +182,7 @@ class PreparedEvaluation:
     def ask(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model wherever it is computed, both JSON-able."""
         start = time.monotonic()
-        samples = dict(self.finished)
+        samples, facts = dict(self.finished), {task: dict(known) for task, known in self.facts.items()}
         steps = Progress({row.task: self._work(row) for row in self.missing}, len(self.finished))
         with backend.asking():
             for row in self.missing:
@@ -202,10 +202,13 @@ class PreparedEvaluation:
                     kept = "finished task is" if len(samples) == 1 else f"{len(samples)} finished tasks are"
                     kind = UserError if isinstance(error, UserError) else ScorerError
                     raise kind(f"{error} (the {kept} kept; run again to continue)") from error
+                if row.kind != "likelihood":
+                    asked = backend if row.kind == "code" else backend.language_model
+                    facts[row.task]["answers_at_limit"] = len(asked.at_limit)
                 if self.store is not None and self.ranks.first:
-                    self.store.put(row, samples[row.task], self.facts[row.task])
+                    self.store.put(row, samples[row.task], facts[row.task])
         ordered = {row.task: samples[row.task] for row in self.suite.tasks}
-        result = self._result(backend.settings(), ordered, name)
+        result = self._result(backend.settings(), ordered, facts, name)
         seconds = self.ranks.from_first(lambda: time.monotonic() - start)
         return result | {"wall_s": seconds}, ordered
 
@@ -235,14 +238,17 @@ class PreparedEvaluation:
 
         return self.ranks.from_first(scored)
 
-    def _result(self, answered_by: dict[str, Any], samples: Samples, name: str) -> dict[str, Any]:
+    def _result(
+        self, answered_by: dict[str, Any], samples: Samples, facts: dict[str, dict[str, Any]], name: str
+    ) -> dict[str, Any]:
         data_root, tasks = Path(self.config.data_root) if self.config.data_root is not None else None, {}
         for row in self.suite.tasks:
-            facts = self.facts[row.task]
-            summed = task_result(row, samples[row.task], facts["num_items_total"], data_root)
-            tasks[row.task] = summed | {"higher_is_better": facts["higher_is_better"]}
+            known = facts[row.task]
+            summed = task_result(row, samples[row.task], known["num_items_total"], data_root)
+            shown = ("higher_is_better", "answers_at_limit")
+            tasks[row.task] = summed | {key: known[key] for key in shown if key in known}
         # A task that was finished before may have run in another sandbox: the first one counts.
-        sandbox = next((facts["sandbox"] for facts in self.facts.values() if "sandbox" in facts), None)
+        sandbox = next((known["sandbox"] for known in facts.values() if "sandbox" in known), None)
         chat_template = None
         if any(row.chat_template for row in self.suite.tasks):
             chat_template = text_hash(json.dumps(self.tokenizer.chat_template, sort_keys=True))

@@ -139,6 +139,9 @@ def compare(
         tasks[task] = {key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")} | _paired(
             pairs
         )
+        for key, result in (("original_at_limit", before), ("converted_at_limit", after)):
+            if count := result["tasks"][task].get("answers_at_limit"):
+                tasks[task][key] = count
         if members := by_member(one, row["kind"]):
             others = by_member(other, row["kind"])
             tasks[task]["members"] = {

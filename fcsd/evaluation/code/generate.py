@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import UserError
+from fcsd.data.thoughts import END_OF_PROMPT, Thoughts
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.suites import chat_text, require_chat_template
@@ -24,11 +25,6 @@ def extract_code(text: str, *, last: bool = False) -> str:
     if fenced := _FENCE.findall(text):
         return str(fenced[-1 if last else 0])
     return text
-
-
-def answer_of(text: str) -> str:
-    """Cut off thoughts, which end at `</think>`; without that, all of it is the answer."""
-    return text.rpartition("</think>")[2].lstrip()
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int:
@@ -70,10 +66,37 @@ def prompt_tokens(
     return tokens
 
 
-def completion_of(text: str, task: CodeTaskConfig) -> str:
-    """Return what counts of a generated text: what follows the thoughts, up to the first stop string."""
-    answer = answer_of(text) if task.thinking else text
-    return answer[: first_stop(answer, task.stop)]
+class Reader:
+    """Reads the completions of a code task: what follows the thoughts, up to the first stop string."""
+
+    def __init__(self, thoughts: Thoughts, task: CodeTaskConfig, prompt: Sequence[int]):
+        self.tokenizer, self.task, self.thoughts = thoughts.tokenizer, task, thoughts
+        self.prompt = str(self.tokenizer.decode(prompt[-END_OF_PROMPT:]))
+        self.thinks = task.chat_template and self.thoughts.are_in(self.prompt, bool(task.thinking))
+
+    @property
+    def stop(self) -> list[str]:
+        """The strings at which generation ends; thoughts hold anything."""
+        return [] if self.thinks else list(self.task.stop)
+
+    def tokens(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[str, bool]:
+        """Return the completion in new tokens, and whether the token limit ended it; `ends` end a sequence."""
+        options: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+        if self.thinks:
+            text = self.thoughts.decode(tokens, **options)
+        else:
+            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True, **options))
+        known = {*ends, self.tokenizer.pad_token_id}
+        return self.text(text, len(tokens) >= self.task.max_new_tokens and known.isdisjoint(tokens))
+
+    def text(self, text: str, full: bool) -> tuple[str, bool]:
+        """Return the completion in a text, and whether the token limit ended it.
+
+        full: as many tokens were written as are allowed; a stop string may have ended the completion before.
+        """
+        answer = self.thoughts.answer(text, self.prompt) if self.thinks else text
+        end = first_stop(answer, self.task.stop)
+        return answer[:end], full and end == len(answer)
 
 
 def end_tokens(generation: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:

@@ -17,7 +17,8 @@ from typing import Any
 
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.base.temporary import scratch_folder
-from fcsd.evaluation.code.generate import answer_of, extract_code
+from fcsd.data.thoughts import answer_in
+from fcsd.evaluation.code.generate import extract_code
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome, OutcomeClass, default_num_workers
 from fcsd.evaluation.config import CodeTaskConfig
@@ -34,7 +35,7 @@ def programs_of(
 ) -> dict[str, list[str]]:
     """Collect task_id -> programs of the lines of a file; ids may be EvalPlus's (`Mbpp/2`) or the Hub's (`2`).
 
-    thinking: completions begin with thoughts, which end at `</think>` and are cut off.
+    thinking: completions begin with thoughts, which are cut off (`fcsd.data.thoughts`).
     """
     by_id = {problem.task_id: problem for problem in problems}
     programs: dict[str, list[str]] = {}
@@ -62,7 +63,7 @@ def _programs(sample: Mapping[str, Any], problem: Problem, where: str, thinking:
     if key in ("solution", "code_list"):
         return texts
     if thinking:
-        texts = [answer_of(text) for text in texts]
+        texts = [answer_in(text) for text in texts]
     if problem.contest:  # an answer to a question, never what follows the head of a function
         return [extract_code(text, last=True) for text in texts]
     own = "doc_id" in sample  # of `fcsd evaluate`: as the model wrote it
