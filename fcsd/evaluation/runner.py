@@ -18,6 +18,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import ScorerError, UserError
+from fcsd.data.dates import TEMPLATE_DATE, writes_date
 from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend, check_batch_size
 from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import Problem, load_problems
@@ -249,8 +250,10 @@ class PreparedEvaluation:
             tasks[row.task] = summed | {key: known[key] for key in shown if key in known}
         # A task that was finished before may have run in another sandbox: the first one counts.
         sandbox = next((known["sandbox"] for known in facts.values() if "sandbox" in known), None)
-        chat_template = None
+        chat_template = date = None
         if any(row.chat_template for row in self.suite.tasks):
+            if writes_date(self.tokenizer.chat_template):
+                date = f"{TEMPLATE_DATE:%Y-%m-%d}"
             chat_template = text_hash(json.dumps(self.tokenizer.chat_template, sort_keys=True))
         settings = {
             "limit": self.config.limit,
@@ -259,6 +262,7 @@ class PreparedEvaluation:
             **self.config.capacity,
             **answered_by,
             "chat_template_sha256": chat_template,
+            "template_date": date,
             "fewshot_seed": likelihood.FEWSHOT_SEED,
             "decoding": "greedy, but where a row has a temperature",
             "suite": self.suite.model_dump(mode="json"),

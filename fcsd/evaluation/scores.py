@@ -208,7 +208,7 @@ def _recorded(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) ->
         return {
             "limit": settings["limit"],
             "revision": result["tasks"][task].get("revision"),
-            **{key: settings.get(key) for key in ("chat_template_sha256", "fewshot_seed")},
+            **{key: settings.get(key) for key in ("chat_template_sha256", "template_date", "fewshot_seed")},
             **{key: row.get(key) for key in ("split", "dataset_name", "prompt_template", "tests")},
         }
 

@@ -227,7 +227,7 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
     by_key: dict[str, dict[str, Any]] = {}
     for name, each in evaluated.items():
         settings = each["result"]["settings"]
-        known = {key: settings.get(key) for key in ("limit", "dtype", "device", "scorer")}
+        known = {key: settings.get(key) for key in ("limit", "dtype", "device", "scorer", "template_date")}
         known["engine"] = engine_of(settings)
         bias = settings.get("router_bias")
         known["router bias"] = f"{bias['kind']} {bias['strength']:g}" if bias else "none"

@@ -13,12 +13,14 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, TextIO
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.data.chat import template_errors
+from fcsd.data.dates import dated_options
 from fcsd.data.thoughts import END_OF_PROMPT, Thoughts
 from fcsd.evaluation.chat.terminal import GAP, ending, printable, side_by_side
 from fcsd.model.config import ModelConfig
@@ -44,7 +46,8 @@ _MAX_NEW_TOKENS = 2048
 class Speaker:
     """A model, its tokenizer, and the conversation with it.
 
-    thinking: False asks the template of a hybrid for answers without thoughts; others pass over it.
+    thinking: False asks the template of a hybrid for answers without thoughts; others pass over it. today: what the
+    template writes, before and after midnight.
     """
 
     name: str
@@ -52,12 +55,14 @@ class Speaker:
     tokenizer: PreTrainedTokenizerBase
     messages: list[dict[str, str]] = field(default_factory=list)
     thinking: bool = True
+    today: datetime = field(default_factory=datetime.now)
 
     def prompt(self) -> Any:
         """Return the token ids and mask of the conversation and the beginning of a reply; UserError where it does not
         fit.
         """
         options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        options |= dated_options(self.tokenizer, self.today)
         if not self.thinking:
             options["enable_thinking"] = False
         with template_errors(self.name, "the conversation"):

@@ -23,6 +23,7 @@ from lm_eval.models.utils import (
 from fcsd.base.errors import UserError
 from fcsd.base.text import draws_foreign_bars
 from fcsd.data.chat import template_errors, tokenizer_name
+from fcsd.data.dates import dated_options
 from fcsd.data.thoughts import Thoughts
 from fcsd.evaluation.code.generate import end_tokens
 from fcsd.parallel.ranks import input_device
@@ -58,7 +59,7 @@ class LanguageModel(HFLM):
     def think(self, thinking: bool, chat_template: bool = False) -> None:
         """Begin a task, and ask the template of a hybrid for thoughts, which are cut off its answers, or for none, as
         they would use up the tokens of an answer; other templates pass over it."""
-        self.chat_template_args = {"enable_thinking": thinking}
+        self.chat_template_args = {"enable_thinking": thinking, **dated_options(self.tokenizer)}
         self.thinking, self.chats = thinking, chat_template
         self.at_limit: set[tuple[str, int]] = set()  # task and document of answers that the token limit ended
 

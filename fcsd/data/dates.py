@@ -1,0 +1,40 @@
+"""The date that chat templates write (`strftime_now`: gpt-oss, Llama 3.2 and others): one for all runs.
+
+With today's date the same model would be asked, and trained on, other prompts every day, and a run over midnight on
+both. Recorded as `template_date`.
+
+Not covered: a date that a template has from another variable (`date_string`), which data may set.
+"""
+
+from datetime import datetime
+from typing import Any
+
+TEMPLATE_DATE = datetime(2025, 1, 1)
+_DIRECTIVES = [f"%-{letter}" for letter in "dmHIMSj"] + [
+    f"%{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWGuVcxXDFTRe"
+]
+
+
+def writes_date(template: Any) -> bool:
+    """Tell whether a chat template, or one of several by name, writes today's date."""
+    return "strftime_now" in str(template or "")
+
+
+def dated(template: str, date: datetime = TEMPLATE_DATE) -> str:
+    """Return a chat template that writes this date for today's; the same template where it writes none.
+
+    transformers (5.23) gives templates no function but its own, so a macro takes the place of its clock.
+    """
+    if not writes_date(template):
+        return template
+    known = [("%%", "\0"), *((name, date.strftime(name)) for name in _DIRECTIVES), ("\0", "%")]
+    filters = "".join(f"|replace({name!r},{value!r})" for name, value in known)
+    # transformers takes off the line break, so the template begins at the beginning of a line, as without the macro.
+    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
+
+
+def dated_options(tokenizer: Any, date: datetime = TEMPLATE_DATE) -> dict[str, str]:
+    """Return what `apply_chat_template` is given beside the conversation so that it writes this date."""
+    if not writes_date(getattr(tokenizer, "chat_template", None)):
+        return {}
+    return {"chat_template": dated(tokenizer.get_chat_template(), date)}
