@@ -1,15 +1,17 @@
-"""The date that chat templates write (`strftime_now`: gpt-oss, Llama 3.2 and others): one for all runs.
+"""The date that chat templates write (`strftime_now`: gpt-oss, Llama 3.2 and others), which stands still.
 
-With today's date the same model would be asked, and trained on, other prompts every day, and a run over midnight on
-both. Recorded as `template_date`.
+An evaluation writes `TEMPLATE_DATE`, or the same model would be asked other prompts every day, and over midnight both;
+results record it. Rows of training have the day on which the process began.
 
-Not covered: a date that a template has from another variable (`date_string`), which data may set.
+Not covered: a date that a template has from another variable (`date_string`), which data may set; a training that
+continues on another day.
 """
 
 from datetime import datetime
 from typing import Any
 
 TEMPLATE_DATE = datetime(2025, 1, 1)
+BEGAN = datetime.now()
 _DIRECTIVES = [f"%-{letter}" for letter in "dmHIMSj"] + [
     f"%{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWGuVcxXDFTRe"
 ]
@@ -20,7 +22,7 @@ def writes_date(template: Any) -> bool:
     return "strftime_now" in str(template or "")
 
 
-def dated(template: str, date: datetime = TEMPLATE_DATE) -> str:
+def dated(template: str, date: datetime) -> str:
     """Return a chat template that writes this date for today's; the same template where it writes none.
 
     transformers (5.23) gives templates no function but its own, so a macro takes the place of its clock.
