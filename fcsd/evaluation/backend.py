@@ -14,7 +14,14 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
-from fcsd.evaluation.code.generate import SAMPLING_SEED, Reader, StopAtText, end_tokens, prompt_tokens
+from fcsd.evaluation.code.generate import (
+    SAMPLING_SEED,
+    TOKEN_BY_TOKEN,
+    Reader,
+    StopAtText,
+    end_tokens,
+    prompt_tokens,
+)
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.store import Journal
@@ -240,6 +247,7 @@ class InMemoryBackend:
             pad_token_id=pad,
             bos_token_id=tokenizer.bos_token_id,
             use_cache=True,
+            **TOKEN_BY_TOKEN,
         )
         criteria = StoppingCriteriaList([StopAtText(tokenizer, stop, width)] if stop else [])
         device = input_device(model)

@@ -23,6 +23,7 @@ from fcsd.data.chat import template_errors
 from fcsd.data.dates import dated_options
 from fcsd.data.thoughts import END_OF_PROMPT, Thoughts
 from fcsd.evaluation.chat.terminal import GAP, ending, printable, side_by_side
+from fcsd.evaluation.code.generate import TOKEN_BY_TOKEN
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model, load_tokenizer
 from fcsd.model.positions import num_positions
@@ -300,6 +301,7 @@ class Reply:
             self._at_limit = f"cut: the model's {speaker.positions} positions are full; /reset begins anew"
         self._options: dict[str, Any] = {
             **inputs,
+            **TOKEN_BY_TOKEN,
             "max_new_tokens": limit,
             "streamer": self._streamer,
             "stopping_criteria": StoppingCriteriaList([self._criterion]),  # type: ignore[list-item]

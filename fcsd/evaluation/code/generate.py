@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SAMPLING_SEED = 1234
+# A config or generation_config.json may ask for MTP layers: they draft for one sequence alone, and are not loaded.
+TOKEN_BY_TOKEN = {"use_mtp": False}
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 

@@ -25,7 +25,7 @@ from fcsd.base.text import draws_foreign_bars
 from fcsd.data.chat import template_errors, tokenizer_name
 from fcsd.data.dates import dated_options
 from fcsd.data.thoughts import Thoughts
-from fcsd.evaluation.code.generate import end_tokens
+from fcsd.evaluation.code.generate import TOKEN_BY_TOKEN, end_tokens
 from fcsd.parallel.ranks import input_device
 
 # A batch is a list of sequences, a sequence the (number, request) that it answers.
@@ -244,6 +244,5 @@ class InMemory(LanguageModel):
         return torch.full((1, 1), self.prefix_token_id, dtype=torch.long, device=self.device)
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._model_generate(
-            *args, **kwargs, **({"synced_gpus": True} if self.source.ranks.lockstep else {})
-        )
+        synced = {"synced_gpus": True} if self.source.ranks.lockstep else {}
+        return super()._model_generate(*args, **kwargs, **synced, **TOKEN_BY_TOKEN)

@@ -1,6 +1,7 @@
 """`fcsd chat`: replies are those of `generate`, conversations are remembered, one reply can be ended."""
 
 import io
+import json
 import os
 import pty
 import re
@@ -385,3 +386,16 @@ def test_thoughts_are_neither_shown_nor_kept(
     begun = len(speaker.tokenizer(text[: text.index("greets")], add_special_tokens=False)["input_ids"])
     note = f"no answer, its thoughts had not ended: cut after {begun} tokens; --max-new-tokens allows more"
     assert transcript([speaker], "hello", max_new_tokens=begun) == f"> hello\n\n({note})\n"
+
+
+def test_a_model_whose_config_asks_for_mtp_replies_token_by_token(
+    base_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(base_checkpoint, tmp_path / "model"))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | {"use_mtp": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    speaker = load_speaker(str(folder))
+    said([speaker], "hello", max_new_tokens=6)
+    expected = by_hand(base_checkpoint, [{"role": "user", "content": "hello"}], 6)
+    assert speaker.messages[-1]["content"] == expected
