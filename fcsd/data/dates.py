@@ -29,8 +29,8 @@ def dated(template: str, date: datetime) -> str:
     """
     if not writes_date(template):
         return template
-    known = [("%%", "\0"), *((name, date.strftime(name)) for name in _DIRECTIVES), ("\0", "%")]
-    filters = "".join(f"|replace({name!r},{value!r})" for name, value in known)
+    directives = [("%%", "\0"), *((name, date.strftime(name)) for name in _DIRECTIVES), ("\0", "%")]
+    filters = "".join(f"|replace({name!r},{value!r})" for name, value in directives)
     # transformers takes off the line break, so the template begins at the beginning of a line, as without the macro.
     return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
 

@@ -82,14 +82,14 @@ _WRAPPERS = (
 
 def markers_in(text: str) -> Markers | None:
     """Return the markers that a chat template or an answer holds; None where it holds none that is known."""
-    found: Markers | None = next(
+    markers: Markers | None = next(
         (family for family in _FAMILIES if family.begin in text or re.search(family.end, text)), None
     )
-    if found is None and (tag := _TAG.search(text) or re.search(_TAG.pattern.replace("</", "<"), text)):
-        found = _pair(f"<{tag[1]}>", f"</{tag[1]}>")
-    if found is None or found.always:
-        return found
-    return replace(found, wrapper=next((pair for pair in _WRAPPERS if pair[0] in text), None))
+    if markers is None and (tag := _TAG.search(text) or re.search(_TAG.pattern.replace("</", "<"), text)):
+        markers = _pair(f"<{tag[1]}>", f"</{tag[1]}>")
+    if markers is None or markers.always:
+        return markers
+    return replace(markers, wrapper=next((pair for pair in _WRAPPERS if pair[0] in text), None))
 
 
 def answer_in(text: str) -> str:
@@ -137,8 +137,8 @@ class Thoughts:
         special |= dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True))
         self.special = frozenset(special.values())
         literal = self.markers.literal
-        self.kept = {place for place, text in special.items() if text in literal}
-        self.dropped = special.keys() - self.kept
+        self.marks = {place for place, text in special.items() if text in literal}
+        self.hidden = special.keys() - self.marks
 
     def opened_by(self, prompt: str) -> bool:
         """Whether a prompt ends where thoughts have begun."""
@@ -155,10 +155,10 @@ class Thoughts:
 
     def decode(self, tokens: Sequence[int], **options: Any) -> str:
         """Decode without special tokens, but with those that mark thoughts."""
-        if not self.kept:
+        if not self.marks:
             return str(self.tokenizer.decode(tokens, skip_special_tokens=True, **options))
-        shown = [token for token in tokens if token not in self.dropped]
-        return str(self.tokenizer.decode(shown, skip_special_tokens=False, **options))
+        visible = [token for token in tokens if token not in self.hidden]
+        return str(self.tokenizer.decode(visible, skip_special_tokens=False, **options))
 
     def without_special(self, text: str) -> str:
         """Take the special tokens out of a text that was decoded with them, but those that mark thoughts."""
@@ -173,17 +173,17 @@ class Thoughts:
 
     def streamed(self, pieces: Iterable[str], prompt: str) -> Iterator[str]:
         """Yield the answer in a text that comes in pieces, as soon as it is certain to be of the answer."""
-        text, shown = "", 0
+        text, length = "", 0
         for piece in pieces:
             text += piece
             answer = self.answer(text, prompt)
             sure = answer[: len(answer) - self._uncertain(answer, answer == text)]
-            if len(sure) > shown:
-                yield sure[shown:]
-                shown = len(sure)
+            if len(sure) > length:
+                yield sure[length:]
+                length = len(sure)
         answer = self.answer(text, prompt)
-        if len(answer) > shown:
-            yield answer[shown:]
+        if len(answer) > length:
+            yield answer[length:]
 
     def _uncertain(self, answer: str, whole: bool) -> int:
         """Count the characters at the end of which a marker may become, or white space that may be taken off.
@@ -198,8 +198,8 @@ class Thoughts:
             return len(answer)
         words = [begin, begin.replace("<", "</", 1).replace("[", "[/", 1), *self.markers.tokens]
         words += self.markers.wrapper or ()
-        held = (n for word in words for n in range(1, len(word)) if answer.endswith(word[:n]))
-        return max(held, default=len(answer) - len(answer.rstrip()))
+        begun = (n for word in words for n in range(1, len(word)) if answer.endswith(word[:n]))
+        return max(begun, default=len(answer) - len(answer.rstrip()))
 
 
 def markers_of(tokenizer: Any, added: Iterable[str]) -> Markers:

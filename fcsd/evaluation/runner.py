@@ -204,8 +204,8 @@ class PreparedEvaluation:
                     kind = UserError if isinstance(error, UserError) else ScorerError
                     raise kind(f"{error} (the {kept} kept; run again to continue)") from error
                 if row.kind != "likelihood":
-                    asked = backend if row.kind == "code" else backend.language_model
-                    facts[row.task]["answers_at_limit"] = len(asked.at_limit)
+                    source = backend if row.kind == "code" else backend.language_model
+                    facts[row.task]["answers_at_limit"] = len(source.at_limit)
                 if self.store is not None and self.ranks.first:
                     self.store.put(row, samples[row.task], facts[row.task])
         ordered = {row.task: samples[row.task] for row in self.suite.tasks}
@@ -246,8 +246,9 @@ class PreparedEvaluation:
         for row in self.suite.tasks:
             known = facts[row.task]
             summed = task_result(row, samples[row.task], known["num_items_total"], data_root)
-            shown = ("higher_is_better", "answers_at_limit")
-            tasks[row.task] = summed | {key: known[key] for key in shown if key in known}
+            tasks[row.task] = summed | {
+                key: known[key] for key in ("higher_is_better", "answers_at_limit") if key in known
+            }
         # A task that was finished before may have run in another sandbox: the first one counts.
         sandbox = next((known["sandbox"] for known in facts.values() if "sandbox" in known), None)
         chat_template = date = None

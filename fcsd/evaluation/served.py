@@ -127,9 +127,9 @@ class ServedBackend:
         completions: dict[str, list[str]] = {}
         self.at_limit = set()
         for problem, reader in zip(problems, readers, strict=True):
-            own = [self._completion(next(answers), reader) for _ in range(row.num_samples)]
-            completions[problem.task_id] = [text for text, _ in own]
-            self.at_limit |= {problem.task_id} if any(at_limit for _, at_limit in own) else set()
+            samples = [self._completion(next(answers), reader) for _ in range(row.num_samples)]
+            completions[problem.task_id] = [text for text, _ in samples]
+            self.at_limit |= {problem.task_id} if any(at_limit for _, at_limit in samples) else set()
         return completions
 
     def _completion(self, answer: Any, reader: Reader) -> tuple[str, bool]:

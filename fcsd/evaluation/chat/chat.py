@@ -265,13 +265,13 @@ def _streamer(thoughts: Thoughts) -> Any:
     class Streamer(TextIteratorStreamer):
         def put(self, value: Any) -> None:
             if not self.next_tokens_are_prompt:
-                kept = [token not in thoughts.dropped for token in value.flatten().tolist()]
-                value = value.flatten()[kept]
+                visible = [token not in thoughts.hidden for token in value.flatten().tolist()]
+                value = value.flatten()[visible]
                 if not len(value):
                     return
             super().put(value)
 
-    return Streamer(thoughts.tokenizer, skip_prompt=True, skip_special_tokens=not thoughts.kept)
+    return Streamer(thoughts.tokenizer, skip_prompt=True, skip_special_tokens=not thoughts.marks)
 
 
 class Reply:
@@ -332,8 +332,8 @@ class Reply:
             ends = ends if isinstance(ends, list) else [ends]
             if len(ids) >= self._options["max_new_tokens"] and int(ids[-1]) not in ends:
                 self.cut = self._at_limit
-                written = self._thoughts.decode(ids.tolist())
-                if written and not self._thoughts.answer(written, self._prompt):
+                whole = self._thoughts.decode(ids.tolist())
+                if whole and not self._thoughts.answer(whole, self._prompt):
                     self.cut = f"no answer, its thoughts had not ended: {self.cut}"
         except Exception as error:  # said in one line; the chat continues
             self.error = f"{type(error).__name__}: {one_line(error)[:300]}"

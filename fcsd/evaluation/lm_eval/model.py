@@ -87,8 +87,8 @@ class LanguageModel(HFLM):
         if len(tokens) < limit or not {*ends, self.tokenizer.pad_token_id}.isdisjoint(tokens):
             return answer, False
         whole = self.answer_of(context, text, [])
-        written = str(self.tok_decode(tokens, skip_special_tokens=False))
-        stopped = answer != whole or any(word in written for word in self.stops(context, stop) if word)
+        raw = str(self.tok_decode(tokens, skip_special_tokens=False))
+        stopped = answer != whole or any(word in raw for word in self.stops(context, stop) if word)
         return answer, not stopped
 
     def noted(self, requests: Sequence[Any], answers: Sequence[Answer]) -> list[str]:
@@ -177,14 +177,14 @@ class InMemory(LanguageModel):
             for chunk in Collator.get_chunks(sorted(group, key=longest_first), n=size)
         ]
 
-        def ask(own: list[Any]) -> list[Answer]:
-            order = sorted(range(len(own)), key=lambda place: longest_first((place, own[place])))
+        def ask(batch: list[Any]) -> list[Answer]:
+            order = sorted(range(len(batch)), key=lambda place: longest_first((place, batch[place])))
             answers: dict[int, Answer] = {}
             for start in range(0, len(order), size := self.batch_size_per_gpu):
                 places = order[start : start + size]
-                made = self._generate([own[place] for place in places])
-                answers |= zip(places, made, strict=True)
-            return [answers[place] for place in range(len(own))]
+                part = self._generate([batch[place] for place in places])
+                answers |= zip(places, part, strict=True)
+            return [answers[place] for place in range(len(batch))]
 
         def idle() -> None:
             token = self._one_token()
