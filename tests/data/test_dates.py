@@ -54,7 +54,7 @@ def answers(place: Path, monkeypatch: pytest.MonkeyPatch, day: int) -> dict[str,
         {"task": "t_choice", "kind": "likelihood", "metric": "acc,none", "dataset": "o/choice"},
     ]
     asked = suite(place, *({**row, "chat_template": True} for row in rows))
-    plan = {"data_root": str(place / "data"), "batch_size": 2, "limit": 2}
+    plan: dict[str, Any] = {"data_root": str(place / "data"), "batch_size": 2, "limit": 2}
     tokenizer = tokenizer_with()
     said = suite_prompts(asked, place / "data", tokenizer, 1)
     assert all("Today is 2025-01-01" in tokenizer.decode(prompt) for prompt in said)
@@ -86,7 +86,7 @@ def test_no_date_is_recorded_where_the_template_writes_none(place: Path) -> None
     row = {"task": "t_answers", "kind": "generation", "metric": "exact_match,none", "dataset": "o/answers"}
     made = SuiteConfig.model_validate(suite(place, {**row, "chat_template": True}).model_dump())
     made = made.model_copy(update={"folder": str(place)})
-    plan = {"data_root": str(place / "data"), "batch_size": 2, "limit": 1}
+    plan: dict[str, Any] = {"data_root": str(place / "data"), "batch_size": 2, "limit": 1}
     result, _ = evaluate(model, tiny_tokenizer(), made, progress=False, **plan)
     assert result["settings"]["template_date"] is None
 

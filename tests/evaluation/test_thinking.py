@@ -139,7 +139,7 @@ def sums(place: Path, **changes: Any) -> SuiteConfig:
 
 def in_memory(place: Path, kind: str, **changes: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     tokenizer = tokenizer_of(kind)
-    plan = {"data_root": str(place / "data"), "batch_size": 1}
+    plan: dict[str, Any] = {"data_root": str(place / "data"), "batch_size": 1}
     result, samples = evaluate(
         scripted(tokenizer, kind), tokenizer, sums(place, **changes), progress=False, **plan
     )
@@ -214,7 +214,7 @@ def test_code_tasks_cut_thoughts_by_the_same_markers_and_count_the_same(tmp_path
     }  # fmt: skip
     tokenizer = tokenizer_of(kind)
     suite = SuiteConfig.model_validate({"name": "mine", "tasks": [row]})
-    plan = {"data_root": str(tmp_path / "data"), "batch_size": 1, "allow_weak_sandbox": True}
+    plan: dict[str, Any] = {"data_root": str(tmp_path / "data"), "batch_size": 1, "allow_weak_sandbox": True}
     result, samples = evaluate(scripted(tokenizer, kind), tokenizer, suite, progress=False, **plan)
     right, endless, long = (sample["completion"] for sample in samples["code"])
     assert right == "7" and endless == "" and long.startswith("7 is it")
