@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fcsd.base.errors import UserError, one_line
+from fcsd.data.dates import BEGAN, dated
 from fcsd.data.examples import Completion, Conversation, read_example
 from fcsd.data.marks import UnclearTurnError
 from fcsd.data.messages import BadExample
@@ -283,13 +284,14 @@ class _Chat:
     def text(self, messages: Sequence[dict], opened: bool = False) -> str:
         """Write messages, opened for the assistant's next turn if so wanted."""
         apply = self.tokenizer.apply_chat_template
-        return str(self._tried(apply, messages, tokenize=False, add_generation_prompt=opened))
+        options = {"chat_template": dated(self.template, BEGAN), "add_generation_prompt": opened}
+        return str(self._tried(apply, messages, tokenize=False, **options))
 
     def marked_text(self) -> tuple[str, list[tuple[int, int]]]:
         """Write the conversation, and say where in it the template's marks are."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        options = {"chat_template": self.template, "return_assistant_tokens_mask": True}
+        options = {"chat_template": dated(self.template, BEGAN), "return_assistant_tokens_mask": True}
         special = self.tokenizer.special_tokens_map
         (text,), (spans,) = self._tried(render_jinja_template, [self.messages], **options, **special)
         return text, spans

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fcsd.data.dates import BEGAN, dated
 from fcsd.data.examples import Conversation
 from fcsd.data.messages import ROLES
 
@@ -170,7 +171,11 @@ def _tried(
     for form in _candidates(template, messages, tools or ()):
         try:
             text = tokenizer.apply_chat_template(
-                form.applied(messages), tools=form.tools(tools), tokenize=False, **json.loads(options)
+                form.applied(messages),
+                tools=form.tools(tools),
+                chat_template=dated(template, BEGAN),
+                tokenize=False,
+                **json.loads(options),
             )
         except (TemplateError, TypeError, AttributeError, LookupError, ValueError):
             continue

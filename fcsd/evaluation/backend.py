@@ -13,7 +13,15 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
-from fcsd.evaluation.code.generate import SAMPLING_SEED, StopAtText, completion_of, end_tokens, prompt_tokens
+from fcsd.data.thoughts import Thoughts
+from fcsd.evaluation.code.generate import (
+    SAMPLING_SEED,
+    TOKEN_BY_TOKEN,
+    Reader,
+    StopAtText,
+    end_tokens,
+    prompt_tokens,
+)
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.store import Journal
@@ -73,7 +81,12 @@ class BatchSizer:
 
 
 class Backend(Protocol):
-    """A model that can be asked, wherever it is computed."""
+    """A model that can be asked, wherever it is computed.
+
+    at_limit: the problems of the last code task of which a completion ended at the token limit.
+    """
+
+    at_limit: set[str]
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
         """Give the block in which all questions are asked; afterwards the model is as it was before."""
@@ -83,7 +96,7 @@ class Backend(Protocol):
 
     @property
     def language_model(self) -> Any:
-        """The model that lm-eval asks, one for all tasks, with `think` and `cut`."""
+        """The model that lm-eval asks, one for all tasks, with `think`, `cut` and `at_limit`."""
 
     def complete(self, problems: Sequence[Problem], row: CodeTaskConfig) -> dict[str, list[str]]:
         """Return `row.num_samples` completions of every problem: task_id -> texts up to the first stop string."""
@@ -115,6 +128,7 @@ class InMemoryBackend:
     ):
         self.model, self.tokenizer, self.ranks, self.progress = model, tokenizer, ranks, progress
         self.batch, self.batches = BatchSizer(batch, model), batches or Batches()
+        self.at_limit: set[str] = set()
 
     @contextlib.contextmanager
     def asking(self) -> Any:
@@ -133,6 +147,11 @@ class InMemoryBackend:
             from fcsd.evaluation.lm_eval.model import InMemory
 
             return InMemory(self)
+
+    @functools.cached_property
+    def thoughts(self) -> Thoughts:
+        """How the model marks its thoughts."""
+        return Thoughts(self.tokenizer)
 
     def in_batches(
         self,
@@ -175,7 +194,7 @@ class InMemoryBackend:
         size = self.batch.size
         batches = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
 
-        def made(batch: range, size: int) -> list[str]:
+        def made(batch: range, size: int) -> list[tuple[str, bool]]:
             return self._generate_pieces({sample: tokens[samples[sample]] for sample in batch}, row, size)
 
         def idle() -> None:
@@ -187,24 +206,27 @@ class InMemoryBackend:
             self.model.eval()
             texts = self.in_batches(batches, made, idle, **bar)
         completions: dict[str, list[str]] = {problem.task_id: [] for problem in problems}
-        for index, text in zip(samples, texts, strict=True):
+        self.at_limit = set()
+        for index, (text, at_limit) in zip(samples, texts, strict=True):
             completions[problems[index].task_id].append(text)
+            self.at_limit |= {problems[index].task_id} if at_limit else set()
         return completions
 
     def _generate_pieces(
         self, sequences: Mapping[int, list[int]], row: CodeTaskConfig, size: int
-    ) -> list[str]:
+    ) -> list[tuple[str, bool]]:
         """Generate from the prompts of a batch, by their number among all, `size` at a time, each time with a seed."""
-        numbers, texts = list(sequences), list[str]()
+        numbers, texts = list(sequences), list[tuple[str, bool]]()
         for start in range(0, len(numbers), size):
             piece = numbers[start : start + size]
             torch.manual_seed(SAMPLING_SEED + piece[0])
             texts += self._generate([sequences[number] for number in piece], row)
         return texts
 
-    def _generate(self, prompts: Sequence[list[int]], row: CodeTaskConfig) -> list[str]:
+    def _generate(self, prompts: Sequence[list[int]], row: CodeTaskConfig) -> list[tuple[str, bool]]:
         model, tokenizer = self.model, self.tokenizer
-        stop = [] if row.thinking else row.stop  # thoughts hold anything
+        readers = [Reader(self.thoughts, row, prompt) for prompt in prompts]
+        stop = readers[0].stop
         ends = end_tokens(model.generation_config, tokenizer)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends[0] if ends else 0)
         ids = pad_sequence([torch.tensor(prompt, dtype=torch.long) for prompt in prompts], True, pad, "left")
@@ -225,6 +247,7 @@ class InMemoryBackend:
             pad_token_id=pad,
             bos_token_id=tokenizer.bos_token_id,
             use_cache=True,
+            **TOKEN_BY_TOKEN,
         )
         criteria = StoppingCriteriaList([StopAtText(tokenizer, stop, width)] if stop else [])
         device = input_device(model)
@@ -235,10 +258,8 @@ class InMemoryBackend:
             stopping_criteria=criteria,
             synced_gpus=True if self.ranks.lockstep else None,
         )
-        texts = tokenizer.batch_decode(
-            made[:, width:], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return [completion_of(text, row) for text in texts]
+        new = made[:, width:].tolist()
+        return [reader.tokens(tokens, ends) for reader, tokens in zip(readers, new, strict=True)]
 
     def settings(self) -> dict[str, Any]:
         """Return precision and device."""

@@ -351,7 +351,9 @@ class Scoring(Strict):
     )
     suite: str = option("paper11", "suite whose rows say how a task is graded")
     include_path: Path | None = option(None, "your own task definitions (lm-eval YAML)", metavar="DIR")
-    thinking: bool = option(False, "cut off the thoughts before an answer, which end at </think>")
+    thinking: bool = option(
+        False, "cut off the thoughts before an answer; thoughts that never end are no answer"
+    )
     data_root: Path | None = like(EvaluationConfig, "data_root")
     output: Path | None = option(None, "folder for results.json and samples_*.jsonl")
     partial: bool = option(False, "grade only the problems that have a sample")

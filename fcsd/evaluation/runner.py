@@ -18,6 +18,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import ScorerError, UserError
+from fcsd.data.dates import TEMPLATE_DATE, writes_date
 from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend, check_batch_size
 from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import Problem, load_problems
@@ -182,7 +183,7 @@ class PreparedEvaluation:
     def ask(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model wherever it is computed, both JSON-able."""
         start = time.monotonic()
-        samples = dict(self.finished)
+        samples, facts = dict(self.finished), {task: dict(known) for task, known in self.facts.items()}
         steps = Progress({row.task: self._work(row) for row in self.missing}, len(self.finished))
         with backend.asking():
             for row in self.missing:
@@ -202,10 +203,13 @@ class PreparedEvaluation:
                     kept = "finished task is" if len(samples) == 1 else f"{len(samples)} finished tasks are"
                     kind = UserError if isinstance(error, UserError) else ScorerError
                     raise kind(f"{error} (the {kept} kept; run again to continue)") from error
+                if row.kind != "likelihood":
+                    source = backend if row.kind == "code" else backend.language_model
+                    facts[row.task]["answers_at_limit"] = len(source.at_limit)
                 if self.store is not None and self.ranks.first:
-                    self.store.put(row, samples[row.task], self.facts[row.task])
+                    self.store.put(row, samples[row.task], facts[row.task])
         ordered = {row.task: samples[row.task] for row in self.suite.tasks}
-        result = self._result(backend.settings(), ordered, name)
+        result = self._result(backend.settings(), ordered, facts, name)
         seconds = self.ranks.from_first(lambda: time.monotonic() - start)
         return result | {"wall_s": seconds}, ordered
 
@@ -239,16 +243,22 @@ class PreparedEvaluation:
 
         return self.ranks.from_first(scored)
 
-    def _result(self, answered_by: dict[str, Any], samples: Samples, name: str) -> dict[str, Any]:
+    def _result(
+        self, answered_by: dict[str, Any], samples: Samples, facts: dict[str, dict[str, Any]], name: str
+    ) -> dict[str, Any]:
         data_root, tasks = Path(self.config.data_root) if self.config.data_root is not None else None, {}
         for row in self.suite.tasks:
-            facts = self.facts[row.task]
-            summed = task_result(row, samples[row.task], facts["num_items_total"], data_root)
-            tasks[row.task] = summed | {"higher_is_better": facts["higher_is_better"]}
+            known = facts[row.task]
+            summed = task_result(row, samples[row.task], known["num_items_total"], data_root)
+            tasks[row.task] = summed | {
+                key: known[key] for key in ("higher_is_better", "answers_at_limit") if key in known
+            }
         # A task that was finished before may have run in another sandbox: the first one counts.
-        sandbox = next((facts["sandbox"] for facts in self.facts.values() if "sandbox" in facts), None)
-        chat_template = None
+        sandbox = next((known["sandbox"] for known in facts.values() if "sandbox" in known), None)
+        chat_template = date = None
         if any(row.chat_template for row in self.suite.tasks):
+            if writes_date(self.tokenizer.chat_template):
+                date = f"{TEMPLATE_DATE:%Y-%m-%d}"
             chat_template = text_hash(json.dumps(self.tokenizer.chat_template, sort_keys=True))
         settings = {
             "limit": self.config.limit,
@@ -257,6 +267,7 @@ class PreparedEvaluation:
             **self.config.capacity,
             **answered_by,
             "chat_template_sha256": chat_template,
+            "template_date": date,
             "fewshot_seed": likelihood.FEWSHOT_SEED,
             "decoding": "greedy, but where a row has a temperature",
             "suite": self.suite.model_dump(mode="json"),

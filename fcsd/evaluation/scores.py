@@ -139,6 +139,9 @@ def compare(
         tasks[task] = {key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")} | _paired(
             pairs
         )
+        for key, result in (("original_at_limit", before), ("converted_at_limit", after)):
+            if count := result["tasks"][task].get("answers_at_limit"):
+                tasks[task][key] = count
         if members := by_member(one, row["kind"]):
             others = by_member(other, row["kind"])
             tasks[task]["members"] = {
@@ -205,7 +208,7 @@ def _recorded(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) ->
         return {
             "limit": settings["limit"],
             "revision": result["tasks"][task].get("revision"),
-            **{key: settings.get(key) for key in ("chat_template_sha256", "fewshot_seed")},
+            **{key: settings.get(key) for key in ("chat_template_sha256", "template_date", "fewshot_seed")},
             **{key: row.get(key) for key in ("split", "dataset_name", "prompt_template", "tests")},
         }
 

@@ -16,7 +16,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
-from fcsd.evaluation.code.generate import SAMPLING_SEED, completion_of, end_tokens, prompt_tokens
+from fcsd.data.thoughts import Thoughts
+from fcsd.evaluation.code.generate import SAMPLING_SEED, Reader, end_tokens, prompt_tokens
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig
 from fcsd.evaluation.identity import check_identity
@@ -45,6 +46,7 @@ class ServedBackend:
         self.ends = end_tokens(self.generation, tokenizer)
         self.checked: dict[str, Any] | None = None
         self._journal = Journal()
+        self.at_limit: set[str] = set()
 
     def check(self, evaluation: PreparedEvaluation) -> None:
         """Refuse a task that the server cannot answer (no `prompt_logprobs`, a short context). It is not asked."""
@@ -104,31 +106,37 @@ class ServedBackend:
         if row.temperature:
             sampling = {"temperature": row.temperature, "top_p": row.top_p, "top_k": -1, "min_p": 0.0}
         bodies: list[Body] = []
-        for prompt in tokens:
+        thoughts = Thoughts(self.tokenizer)
+        readers = [Reader(thoughts, row, prompt) for prompt in tokens]
+        for prompt, reader in zip(tokens, readers, strict=True):
             for _ in range(row.num_samples):
                 seed = {"seed": SAMPLING_SEED + len(bodies)} if row.temperature else {}
                 bodies.append(
                     {
                         "prompt": prompt,
                         "max_tokens": row.max_new_tokens,
-                        "stop": [] if row.thinking else list(row.stop),  # thoughts hold anything
+                        "stop": reader.stop,
                         "stop_token_ids": self.ends,
                         "repetition_penalty": 1.0,
+                        **({"skip_special_tokens": False} if reader.thinks else {}),
                         **sampling,
                         **seed,
                     }
                 )
-        texts = iter(self.ask("generation", bodies))
+        answers = iter(self.ask("generation", bodies))
+        completions: dict[str, list[str]] = {}
+        self.at_limit = set()
+        for problem, reader in zip(problems, readers, strict=True):
+            samples = [self._completion(next(answers), reader) for _ in range(row.num_samples)]
+            completions[problem.task_id] = [text for text, _ in samples]
+            self.at_limit |= {problem.task_id} if any(at_limit for _, at_limit in samples) else set()
+        return completions
 
-        def text() -> str:
-            answer = next(texts)
-            if not isinstance(answer, str):
-                answer = self.tokenizer.decode(
-                    answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
-                )
-            return completion_of(answer, row)
-
-        return {problem.task_id: [text() for _ in range(row.num_samples)] for problem in problems}
+    def _completion(self, answer: Any, reader: Reader) -> tuple[str, bool]:
+        if isinstance(answer, list):
+            return reader.tokens(answer, self.ends)
+        text = reader.thoughts.without_special(answer["text"]) if reader.thinks else answer["text"]
+        return reader.text(text, answer["at_limit"])
 
     def settings(self) -> dict[str, Any]:
         """Return what a result says: the engine, and how the model was checked."""
@@ -152,7 +160,7 @@ class ServedBackend:
         """Return the answers to requests; only those that the journal (None: the task's) has no answer to are sent.
 
         The answer to a "likelihood" is [log-probabilities, ranks] of the last `answer_tokens` of the prompt; that to a
-        "generation" is its token ids, or its text where the server gives no ids.
+        "generation" is its token ids, or where the server gives no ids {"text": …, "at_limit": …}.
         """
         journal = self._journal if journal is None else journal
         answers = [journal.get(body) for body in bodies]
@@ -183,7 +191,7 @@ class ServedBackend:
             return {"prompt": body["prompt"], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         if self.server.token_ids:
             return {**body, "ignore_eos": True, "return_token_ids": True}
-        return {**body, "skip_special_tokens": True}
+        return {"skip_special_tokens": True, **body}
 
     def _read_likelihood(self, body: Body, answer: Body) -> tuple[list[float], list[int]]:
         entries = answer["choices"][0]["prompt_logprobs"]
@@ -195,7 +203,7 @@ class ServedBackend:
         ]
         return [float(each["logprob"]) for each in tokens], [int(each["rank"]) for each in tokens]
 
-    def _read_generation(self, body: Body, answer: Body) -> list[int] | str:
+    def _read_generation(self, body: Body, answer: Body) -> list[int] | Body:
         (choice,) = answer["choices"]
         tokens, most = choice.get("token_ids"), body["max_tokens"]
         made = (answer.get("usage") or {}).get("completion_tokens", most) if tokens is None else len(tokens)
@@ -204,6 +212,6 @@ class ServedBackend:
                 f"ends answers after {made} tokens, and {most} may be written; lift that limit"
             )
         if tokens is None:
-            return str(choice["text"])
+            return {"text": str(choice["text"]), "at_limit": choice.get("finish_reason") == "length"}
         end = next((place for place, token in enumerate(tokens) if token in self.ends), len(tokens))
         return [int(token) for token in tokens[: end + 1]]

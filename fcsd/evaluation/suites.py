@@ -18,6 +18,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir, inside, make_folder, read_json, write_json, writing
 from fcsd.data.chat import template_errors, tokenizer_name
 from fcsd.data.config import making_of
+from fcsd.data.dates import dated_options
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig
 
 MARK = ".fcsd-fetch"  # no suffix of data: it must not change what identifies the rows
@@ -94,6 +95,7 @@ def chat_text(
     thinking: what a hybrid is asked; templates without that switch pass over it.
     """
     options = {
+        **dated_options(tokenizer),
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": not add_generation_prompt,
     }

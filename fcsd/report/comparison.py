@@ -227,7 +227,7 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
     by_key: dict[str, dict[str, Any]] = {}
     for name, each in evaluated.items():
         settings = each["result"]["settings"]
-        known = {key: settings.get(key) for key in ("limit", "dtype", "device", "scorer")}
+        known = {key: settings.get(key) for key in ("limit", "dtype", "device", "scorer", "template_date")}
         known["engine"] = engine_of(settings)
         bias = settings.get("router_bias")
         known["router bias"] = f"{bias['kind']} {bias['strength']:g}" if bias else "none"
@@ -258,6 +258,8 @@ def settings_line(result: Mapping[str, Any]) -> str:
         text = f"{task} {row['num_fewshot']}-shot{', chat template' if row.get('chat_template') else ''}"
         if cut := row.get("prompts_cut"):
             text += f", {cut} of {row['num_items']} prompts cut on the left to fit the model's positions"
+        if count := row.get("answers_at_limit"):
+            text += f", {count} of {row['num_items']} answers at the token limit"
         tasks.append(text)
     used = [f"{name} {version}" for name, version in settings.get("versions", {}).items()]
     how = [str(settings["dtype"])] if settings.get("dtype") else []

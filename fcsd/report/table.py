@@ -1,7 +1,7 @@
 """Tables for people."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,29 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
         rows.append([name, model["layers"], model["training"], *scores, *ends])
     if len(tasks) > max(5, len(models)):
         header, *rows = [list(line) for line in zip(header, *rows, strict=True)]
-    return markdown(header, rows)
+    notes = [
+        _at_limit(f"{name}, {task}", row.get("answers_at_limit"), row["num_items"])
+        for name, model in models.items()
+        for task, row in model["result"]["tasks"].items()
+    ]
+    return _with_notes(markdown(header, rows), notes)
+
+
+def _at_limit(name: str, count: int | None, num_items: int) -> str:
+    """Say how many answers the token limit ended; "" for none."""
+    return f"{name}: {count} of {num_items} answers hit the token limit (max_new_tokens)." if count else ""
+
+
+def _compared_at_limit(comparison: Mapping[str, Any]) -> list[str]:
+    return [
+        _at_limit(f"{task}, {name}", row.get(f"{key}_at_limit"), row["num_items"])
+        for task, row in comparison["tasks"].items()
+        for name, key in (("original", "original"), ("model", "converted"))
+    ]
+
+
+def _with_notes(table: str, notes: Sequence[str]) -> str:
+    return "\n\n".join([table, *filter(None, notes)])
 
 
 def paired_table(comparison: Mapping[str, Any]) -> str:
@@ -67,7 +89,7 @@ def paired_table(comparison: Mapping[str, Any]) -> str:
     ]
     if mean := comparison["mean"]:
         rows.append(["mean", "", "", "", *_scores(mean), "", "", "", _retained(mean), mean["verdict"]])
-    return markdown(header, rows)
+    return _with_notes(markdown(header, rows), _compared_at_limit(comparison))
 
 
 def narrow_table(comparison: Mapping[str, Any]) -> str:
@@ -79,7 +101,7 @@ def narrow_table(comparison: Mapping[str, Any]) -> str:
     if mean := comparison["mean"]:
         rows.append(["mean", "", *_narrow(mean), mean["verdict"]])
     header = ["task", "metric", "original", "this model", "difference (95 % interval)", "verdict"]
-    return markdown(header, rows, left=2)
+    return _with_notes(markdown(header, rows, left=2), _compared_at_limit(comparison))
 
 
 def _narrow(row: Mapping[str, Any]) -> list[str]:
@@ -134,6 +156,13 @@ def score_table(result: Mapping[str, Any]) -> str:
         for task, row in result["tasks"].items()
         if row.get("prompts_cut")
     ]
+    notes += filter(
+        None,
+        (
+            _at_limit(task, row.get("answers_at_limit"), row["num_items"])
+            for task, row in result["tasks"].items()
+        ),
+    )
     limit = result["settings"]["limit"]
     if limit and "scorer" in result["settings"]:  # a file of ready samples, which holds those of any problems
         notes.append(f"Only the {limit} problems that have samples: a quick look, not a result.")

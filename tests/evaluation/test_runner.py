@@ -15,6 +15,7 @@ from fcsd.base.errors import UserError
 from fcsd.evaluation.config import SuiteConfig, load_suite
 from fcsd.evaluation.results import read_result, write_result
 from fcsd.evaluation.scores import compare
+from fcsd.model.connectivity.load import load_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
 from tests.support import evaluate
@@ -335,3 +336,26 @@ def test_damaged_results_are_refused(model: Any, place: Path, tmp_path: Path) ->
     (tmp_path / "results.json").write_text(json.dumps(good | {"schema_version": 99}))
     with pytest.raises(UserError, match="schema_version is 99, this fcsd reads 1"):
         read_result(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_config_that_asks_for_mtp_is_answered_token_by_token(
+    family: str, place: Path, tmp_path: Path
+) -> None:
+    """transformers takes generation settings from config.json where there is no generation_config.json."""
+    model = tiny_model(family, vocab_size=512, max_position_embeddings=512)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model/generation_config.json").unlink(missing_ok=True)
+    config = json.loads((tmp_path / "model/config.json").read_text()) | {"use_mtp": True}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    drafting = load_model(tmp_path / "model")
+    assert drafting.generation_config.use_mtp
+    rows = [
+        {"task": "t_answers", "kind": "generation", "metric": "exact_match,none", "dataset": "o/answers"},
+        CODE,
+    ]
+    plan = {"data_root": str(place / "data"), "batch_size": 2, "limit": 2, "allow_weak_sandbox": True}
+    _, samples = evaluate(drafting, tiny_tokenizer(), suite(place, *rows), progress=False, **plan)
+    assert drafting.generation_config.use_mtp, "the model is left as it was"
+    _, expected = evaluate(model, tiny_tokenizer(), suite(place, *rows), progress=False, **plan)
+    assert samples == expected

@@ -1,7 +1,8 @@
 """`fcsd chat`: talk to a model, or to a converted one and its original side by side (paper App. B).
 
 Replies stream, with the model's own generation settings. Side by side each model has a conversation of its own, with
-its own replies. Without a terminal every line of stdin is a turn, and is shown before its reply.
+its own replies. Thoughts are neither shown nor kept. Without a terminal every line of stdin is a turn, and is shown
+before its reply.
 
 Not covered: images, tools; beam search, which cannot stream.
 """
@@ -12,13 +13,17 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, TextIO
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.data.chat import template_errors
+from fcsd.data.dates import dated_options
+from fcsd.data.thoughts import END_OF_PROMPT, Thoughts
 from fcsd.evaluation.chat.terminal import GAP, ending, printable, side_by_side
+from fcsd.evaluation.code.generate import TOKEN_BY_TOKEN
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model, load_tokenizer
 from fcsd.model.positions import num_positions
@@ -42,7 +47,8 @@ _MAX_NEW_TOKENS = 2048
 class Speaker:
     """A model, its tokenizer, and the conversation with it.
 
-    thinking: False asks the template of a hybrid for answers without thoughts; others pass over it.
+    thinking: False asks the template of a hybrid for answers without thoughts; others pass over it. today: what the
+    template writes, before and after midnight.
     """
 
     name: str
@@ -50,12 +56,14 @@ class Speaker:
     tokenizer: PreTrainedTokenizerBase
     messages: list[dict[str, str]] = field(default_factory=list)
     thinking: bool = True
+    today: datetime = field(default_factory=datetime.now)
 
     def prompt(self) -> Any:
         """Return the token ids and mask of the conversation and the beginning of a reply; UserError where it does not
         fit.
         """
         options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        options |= dated_options(self.tokenizer, self.today)
         if not self.thinking:
             options["enable_thinking"] = False
         with template_errors(self.name, "the conversation"):
@@ -250,23 +258,41 @@ def _show(names: Sequence[str], replies: Sequence["Reply"], sink: TextIO) -> Non
         print(row, file=sink, flush=True)
 
 
+def _streamer(thoughts: Thoughts) -> Any:
+    """Return a queue of text as it is generated, without special tokens but with those that mark thoughts."""
+    from transformers import TextIteratorStreamer
+
+    class Streamer(TextIteratorStreamer):
+        def put(self, value: Any) -> None:
+            if not self.next_tokens_are_prompt:
+                visible = [token not in thoughts.hidden for token in value.flatten().tolist()]
+                value = value.flatten()[visible]
+                if not len(value):
+                    return
+            super().put(value)
+
+    return Streamer(thoughts.tokenizer, skip_prompt=True, skip_special_tokens=not thoughts.marks)
+
+
 class Reply:
-    """A reply that is generated in a thread; iterate to get its text in pieces.
+    """A reply that is generated in a thread; iterate to get its text, without thoughts, in pieces.
 
     cut: what ended it before the model did, and what one can do; "" otherwise. error: why there is none.
     """
 
     def __init__(self, speaker: Speaker, max_new_tokens: int | None, greedy: bool = False) -> None:
-        from transformers import StoppingCriteriaList, TextIteratorStreamer
+        from transformers import StoppingCriteriaList
 
-        self.text = ""
+        self._written = ""
         self.cut = ""
         self.error: str | None = None
         self._stopped = threading.Event()
         tokenizer: Any = speaker.tokenizer
-        self._streamer: Any = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._thoughts = Thoughts(tokenizer)
+        self._streamer = _streamer(self._thoughts)
         self._model: Any = speaker.model
         inputs = speaker.prompt()
+        self._prompt = str(tokenizer.decode(inputs["input_ids"][0, -END_OF_PROMPT:]))
         own: Any = speaker.model.generation_config
         limit = max_new_tokens or own.max_new_tokens or _MAX_NEW_TOKENS
         self._at_limit = f"cut after {limit} tokens; --max-new-tokens allows more"
@@ -275,6 +301,7 @@ class Reply:
             self._at_limit = f"cut: the model's {speaker.positions} positions are full; /reset begins anew"
         self._options: dict[str, Any] = {
             **inputs,
+            **TOKEN_BY_TOKEN,
             "max_new_tokens": limit,
             "streamer": self._streamer,
             "stopping_criteria": StoppingCriteriaList([self._criterion]),  # type: ignore[list-item]
@@ -284,6 +311,11 @@ class Reply:
         if own.pad_token_id is None:
             self._options["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
         self._thread = threading.Thread(target=self._generate, daemon=True)
+
+    @property
+    def text(self) -> str:
+        """The reply so far."""
+        return self._thoughts.answer(self._written, self._prompt)
 
     def _criterion(self, input_ids: Any, scores: Any, **more: Any) -> Any:
         import torch
@@ -300,16 +332,23 @@ class Reply:
             ends = ends if isinstance(ends, list) else [ends]
             if len(ids) >= self._options["max_new_tokens"] and int(ids[-1]) not in ends:
                 self.cut = self._at_limit
+                whole = self._thoughts.decode(ids.tolist())
+                if whole and not self._thoughts.answer(whole, self._prompt):
+                    self.cut = f"no answer, its thoughts had not ended: {self.cut}"
         except Exception as error:  # said in one line; the chat continues
             self.error = f"{type(error).__name__}: {one_line(error)[:300]}"
         finally:
             self._streamer.end()
 
     def __iter__(self) -> Iterator[str]:
-        for piece in self._streamer:
-            self.text += piece
+        for piece in self._thoughts.streamed(self._pieces(), self._prompt):
             if shown := printable(piece):
                 yield shown
+
+    def _pieces(self) -> Iterator[str]:
+        for piece in self._streamer:
+            self._written += piece
+            yield piece
 
     def stop(self) -> None:
         """End the generation after its present token, and wait for that, whatever keys are pressed meanwhile."""

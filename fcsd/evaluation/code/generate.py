@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import UserError
+from fcsd.data.thoughts import END_OF_PROMPT, Thoughts
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.sanitise import defines, longest_block, sanitised
 from fcsd.evaluation.config import CodeTaskConfig
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SAMPLING_SEED = 1234
+# A config or generation_config.json may ask for MTP layers: they draft for one sequence alone, and are not loaded.
+TOKEN_BY_TOKEN = {"use_mtp": False}
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -53,11 +56,6 @@ def _last_fenced(text: str) -> str:
     if len(fences) < 2:
         return text
     return "".join(lines[fences[-2] + 1 : fences[-1]])
-
-
-def answer_of(text: str) -> str:
-    """Cut off thoughts, which end at `</think>`; without that, all of it is the answer."""
-    return text.rpartition("</think>")[2].lstrip()
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int:
@@ -99,10 +97,37 @@ def prompt_tokens(
     return tokens
 
 
-def completion_of(text: str, task: CodeTaskConfig) -> str:
-    """Return what counts of a generated text: what follows the thoughts, up to the first stop string."""
-    answer = answer_of(text) if task.thinking else text
-    return answer[: first_stop(answer, task.stop)]
+class Reader:
+    """Reads the completions of a code task: what follows the thoughts, up to the first stop string."""
+
+    def __init__(self, thoughts: Thoughts, task: CodeTaskConfig, prompt: Sequence[int]):
+        self.tokenizer, self.task, self.thoughts = thoughts.tokenizer, task, thoughts
+        self.prompt = str(self.tokenizer.decode(prompt[-END_OF_PROMPT:]))
+        self.thinks = task.chat_template and self.thoughts.are_in(self.prompt, bool(task.thinking))
+
+    @property
+    def stop(self) -> list[str]:
+        """The strings at which generation ends; thoughts hold anything."""
+        return [] if self.thinks else list(self.task.stop)
+
+    def tokens(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[str, bool]:
+        """Return the completion in new tokens, and whether the token limit ended it; `ends` end a sequence."""
+        options: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+        if self.thinks:
+            text = self.thoughts.decode(tokens, **options)
+        else:
+            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True, **options))
+        known = {*ends, self.tokenizer.pad_token_id}
+        return self.text(text, len(tokens) >= self.task.max_new_tokens and known.isdisjoint(tokens))
+
+    def text(self, text: str, full: bool) -> tuple[str, bool]:
+        """Return the completion in a text, and whether the token limit ended it.
+
+        full: as many tokens were written as are allowed; a stop string may have ended the completion before.
+        """
+        answer = self.thoughts.answer(text, self.prompt) if self.thinks else text
+        end = first_stop(answer, self.task.stop)
+        return answer[:end], full and end == len(answer)
 
 
 def end_tokens(generation: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:

@@ -17,7 +17,8 @@ from typing import Any
 
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.base.temporary import scratch_folder
-from fcsd.evaluation.code.generate import answer_of, program_in
+from fcsd.data.thoughts import answer_in
+from fcsd.evaluation.code.generate import program_in
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome, OutcomeClass, default_num_workers
 from fcsd.evaluation.config import CodeTaskConfig
@@ -38,7 +39,7 @@ def programs_of(
 ) -> dict[str, list[str]]:
     """Collect task_id -> programs of the lines of a file; ids may be EvalPlus's (`Mbpp/2`) or the Hub's (`2`).
 
-    thinking: completions begin with thoughts, which end at `</think>` and are cut off. chat: completions that `fcsd
+    thinking: completions begin with thoughts, which are cut off (`fcsd.data.thoughts`). chat: completions that `fcsd
     evaluate` wrote are answers to questions.
     """
     by_id = {problem.task_id: problem for problem in problems}
@@ -69,7 +70,7 @@ def _programs(
     if key in ("solution", "code_list"):
         return texts
     if thinking:
-        texts = [answer_of(text) for text in texts]
+        texts = [answer_in(text) for text in texts]
     # An answer to a contest's question never follows the head of a function; `fcsd evaluate` keeps what a model wrote.
     if problem.contest or "doc_id" in sample:
         return [program_in(problem, text, chat=chat) for text in texts]

@@ -8,24 +8,34 @@ Importing this imports lm-eval.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import Collator, normalize_gen_kwargs
+from lm_eval.models.utils import (
+    Collator,
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import draws_foreign_bars
 from fcsd.data.chat import template_errors, tokenizer_name
+from fcsd.data.dates import dated_options
+from fcsd.data.thoughts import Thoughts
+from fcsd.evaluation.code.generate import TOKEN_BY_TOKEN, end_tokens
 from fcsd.parallel.ranks import input_device
 
 # A batch is a list of sequences, a sequence the (number, request) that it answers.
 _Batches = Iterable[list[list[tuple[int, Any]]]]
+Answer = tuple[str, bool]  # a text, and whether the token limit ended it
 
 
 class LanguageModel(HFLM):
-    """HFLM with thoughts on or off, notes of the prompts that were cut, and its bars on a terminal only.
+    """HFLM with thoughts on or off, notes of prompts that were cut and answers that hit the token limit, and its bars
+    on a terminal only.
 
     In a log the line that each task begins with stands for them (`fcsd.evaluation.progress`).
     """
@@ -36,6 +46,7 @@ class LanguageModel(HFLM):
             tokenizer=copy.deepcopy(tokenizer),  # lm-eval changes it
             batch_size=1,  # set for each share
         )
+        self.thoughts = Thoughts(self.tokenizer)
         self.think(False)
         self.silent = silent or not draws_foreign_bars()
         self.cut: set[str] = set()  # the prompts of which the model has seen the end only
@@ -45,11 +56,47 @@ class LanguageModel(HFLM):
         """Tokens of a prompt with its answer, whose last token is no input."""
         return int(self.max_length) + 1
 
-    def think(self, thinking: bool) -> None:
-        """Ask the template of a hybrid for thoughts, which are cut off its answers, or for none, as they would use up
-        the tokens of an answer; other templates pass over it."""
-        self.chat_template_args = {"enable_thinking": thinking}
-        self.think_end_token = "</think>" if thinking else None
+    def think(self, thinking: bool, chat_template: bool = False) -> None:
+        """Begin a task, and ask the template of a hybrid for thoughts, which are cut off its answers, or for none, as
+        they would use up the tokens of an answer; other templates pass over it."""
+        self.chat_template_args = {"enable_thinking": thinking, **dated_options(self.tokenizer)}
+        self.thinking, self.chats = thinking, chat_template
+        self.at_limit: set[tuple[str, int]] = set()  # task and document of answers that the token limit ended
+
+    def has_thoughts(self, context: str) -> bool:
+        """Whether the answer to a prompt has thoughts before it."""
+        return self.chats and self.thoughts.are_in(context, self.thinking)
+
+    def stops(self, context: str, stop: list[str]) -> list[str]:
+        """Return at which of the task's stop strings generation ends: thoughts hold anything, so only at those that
+        are special tokens; the others are for the answer."""
+        return self.thoughts.ends_of_text(stop) if self.has_thoughts(context) else stop
+
+    def answer_of(self, context: str, text: str, stop: list[str]) -> str:
+        """Cut a generated text: thoughts first, and then at the first stop string."""
+        if self.has_thoughts(context):
+            text = self.thoughts.answer(text, context)
+        return str(postprocess_generated_text(text, stop, None))
+
+    def read_tokens(
+        self, context: str, tokens: list[int], stop: list[str], limit: int, ends: Sequence[int]
+    ) -> Answer:
+        """Return the answer in new tokens, of which `limit` were allowed and `ends` end a sequence."""
+        text = self.thoughts.decode(tokens) if self.has_thoughts(context) else str(self.tok_decode(tokens))
+        answer = self.answer_of(context, text, stop)
+        if len(tokens) < limit or not {*ends, self.tokenizer.pad_token_id}.isdisjoint(tokens):
+            return answer, False
+        whole = self.answer_of(context, text, [])
+        raw = str(self.tok_decode(tokens, skip_special_tokens=False))
+        stopped = answer != whole or any(word in raw for word in self.stops(context, stop) if word)
+        return answer, not stopped
+
+    def noted(self, requests: Sequence[Any], answers: Sequence[Answer]) -> list[str]:
+        """Return the texts, and note the answers that the token limit ended."""
+        for request, (_, at_limit) in zip(requests, answers, strict=True):
+            if at_limit:
+                self.at_limit.add((str(request.task_name), int(request.doc_id)))
+        return [text for text, _ in answers]
 
     def apply_chat_template(self, *arguments: Any, **options: Any) -> str:
         """Write turns as text; raises UserError where the template refuses them."""
@@ -114,7 +161,7 @@ class InMemory(LanguageModel):
         )
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """Answer as lm-eval does, each rank its share."""
+        """Answer as lm-eval does, each rank its share; but thoughts are written to their end."""
         size = self._begin(len(requests))
         self.check_prompts(requests)
         numbered = list(enumerate(requests))
@@ -129,13 +176,44 @@ class InMemory(LanguageModel):
             for group in alike.values()
             for chunk in Collator.get_chunks(sorted(group, key=longest_first), n=size)
         ]
-        ask = super().generate_until
+
+        def ask(batch: list[Any]) -> list[Answer]:
+            order = sorted(range(len(batch)), key=lambda place: longest_first((place, batch[place])))
+            answers: dict[int, Answer] = {}
+            for start in range(0, len(order), size := self.batch_size_per_gpu):
+                places = order[start : start + size]
+                part = self._generate([batch[place] for place in places])
+                answers |= zip(places, part, strict=True)
+            return [answers[place] for place in range(len(batch))]
 
         def idle() -> None:
             token = self._one_token()
             self._model_generate(token, max_length=2, stop=[], attention_mask=torch.ones_like(token))
 
-        return self._shared(requests, batches, lambda own: ask(own, disable_tqdm=True), idle)
+        return self.noted(requests, self._shared(requests, batches, ask, idle))
+
+    def _generate(self, requests: Sequence[Any]) -> list[Answer]:
+        """Generate the answers to requests with the same settings in one forward pass, as HFLM (0.4.13) does."""
+        contexts = [request.args[0] for request in requests]
+        settings: Any = dict(normalize_gen_kwargs(requests[0].args[1], self.max_gen_toks))
+        eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        stop, limit = handle_stop_sequences(settings.pop("until"), eos=eos), settings.pop("max_gen_toks")
+        ids, mask = self.tok_batch_encode(
+            contexts, left_truncate_len=self.max_length - limit, truncation=self.truncation
+        )
+        width = ids.shape[1]
+        made = self._model_generate(
+            context=ids.to(self.device),
+            attention_mask=mask.to(self.device),
+            stop=self.stops(contexts[0], stop),
+            max_length=settings.pop("max_length", width + limit),
+            **settings,
+        )
+        ends = end_tokens(self.source.model.generation_config, self.tokenizer)
+        return [
+            self.read_tokens(context, tokens, stop, limit, ends)
+            for context, tokens in zip(contexts, made[:, width:].tolist(), strict=True)
+        ]
 
     def _shared(
         self,
@@ -166,6 +244,5 @@ class InMemory(LanguageModel):
         return torch.full((1, 1), self.prefix_token_id, dtype=torch.long, device=self.device)
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._model_generate(
-            *args, **kwargs, **({"synced_gpus": True} if self.source.ranks.lockstep else {})
-        )
+        synced = {"synced_gpus": True} if self.source.ranks.lockstep else {}
+        return super()._model_generate(*args, **kwargs, **synced, **TOKEN_BY_TOKEN)

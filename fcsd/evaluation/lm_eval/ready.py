@@ -12,6 +12,7 @@ from lm_eval.api.model import LM
 from lm_eval.models.utils import postprocess_generated_text
 
 from fcsd.base.errors import UserError
+from fcsd.data.thoughts import answer_in
 from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.evaluation.lines import texts_of
 from fcsd.evaluation.lm_eval.tasks import run_task
@@ -34,7 +35,7 @@ class Ready(LM):
         self.answers, self.documents, self.thinking = answers, documents or {}, thinking
         self.cut = frozenset[str]()
 
-    def think(self, thinking: bool) -> None:
+    def think(self, thinking: bool, chat_template: bool = False) -> None:
         """Do nothing: what was asked for is in the file."""
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
@@ -46,8 +47,8 @@ class Ready(LM):
             item = (task, self.documents[task][place] if task in self.documents else place)
             text = self.answers[item][counts[item]] if item in self.answers else ""
             counts[item] += 1
-            end = "</think>" if self.thinking else None
-            texts.append(postprocess_generated_text(text, (request.args[1] or {}).get("until"), end))
+            answer = answer_in(text) if self.thinking else text
+            texts.append(postprocess_generated_text(answer, (request.args[1] or {}).get("until"), None))
         return texts
 
     def loglikelihood(self, requests: Any) -> Any:
@@ -67,7 +68,7 @@ def grade_answers(
     mean counts; where the task itself asks several times (`repeats`), it gets them all at once.
 
     tasks: those of the row, loaded without a chat template. partial: documents without an answer are left out.
-    thinking: answers begin with thoughts, which end at `</think>` and are cut off.
+    thinking: answers begin with thoughts, which are cut off (`fcsd.data.thoughts`).
     """
     answers, first_lines = _by_document(row, tasks, lines)
     documents = {

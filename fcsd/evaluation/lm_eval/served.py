@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from fcsd.base.errors import UserError
 from fcsd.evaluation.code.generate import SAMPLING_SEED
 from fcsd.evaluation.config import LMEvalTaskConfig
-from fcsd.evaluation.lm_eval.model import LanguageModel
+from fcsd.evaluation.lm_eval.model import Answer, LanguageModel
 from fcsd.evaluation.lm_eval.tasks import longest_requests
 
 # What a task may ask for beyond length and stop strings. All of it is sent, as a model in memory would have it: what a
@@ -45,7 +45,7 @@ class ServedModel(LanguageModel):
 
     def look(self, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> None:
         """Refuse a task whose longest items the server does not take and the model would, without asking it."""
-        self.think(bool(row.thinking))
+        self.think(bool(row.thinking), row.chat_template)
         self._looking = True
         try:
             for requests in longest_requests(self, row, tasks, limit):
@@ -100,7 +100,7 @@ class ServedModel(LanguageModel):
                 {
                     "prompt": ids[0, -room:].tolist(),
                     "max_tokens": new,
-                    "stop": [word for word in stop if word],
+                    "stop": [word for word in self.stops(context, stop) if word],
                     "stop_token_ids": self.backend.ends,
                     # Stop strings may be special tokens, which a model in memory is stopped by as well.
                     "skip_special_tokens": False,
@@ -110,11 +110,20 @@ class ServedModel(LanguageModel):
         if self._looking:
             return [""] * len(bodies)
         answers = self.backend.ask("generation", bodies)
-        think = self.think_end_token if isinstance(self.think_end_token, str) else None
-        texts = [answer if isinstance(answer, str) else self.tok_decode(answer) for answer in answers]
-        return [
-            postprocess_generated_text(text, stop, think) for text, stop in zip(texts, stops, strict=True)
+        read = [
+            self._read(request.args[0], answer, stop, body["max_tokens"])
+            for request, answer, stop, body in zip(requests, answers, stops, bodies, strict=True)
         ]
+        return self.noted(requests, read)
+
+    def _read(self, context: str, answer: Any, stop: list[str], limit: int) -> Answer:
+        if isinstance(answer, list):
+            return self.read_tokens(context, answer, stop, limit, self.backend.ends)
+        text = answer["text"]
+        if self.has_thoughts(context):
+            text = self.thoughts.without_special(text)
+        whole, cut = self.answer_of(context, text, []), self.answer_of(context, text, stop)
+        return cut, answer["at_limit"] and cut == whole
 
     def _sampling(self, settings: Body, seed: int) -> Body:
         sampled = settings.pop("do_sample", False)

@@ -275,7 +275,7 @@ def run_task(
     """
     for task in tasks.values():  # a task that is run for another model draws the same examples
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
-    language_model.think(bool(row.thinking))
+    language_model.think(bool(row.thinking), row.chat_template)
     with quiet(), _no_bars_while_building():
         from lm_eval.evaluator import evaluate
 

@@ -249,6 +249,10 @@ def _copy(source: BinaryIO, target: BinaryIO, num_bytes: int) -> None:
 
 
 def _take_promises_back(folder: Path, reason: str) -> None:
+    generation = folder / "generation_config.json"
+    settings = read_json(generation) if generation.is_file() else {}
+    if settings.pop("use_mtp", False):  # transformers' generate would look for the layers
+        write_json(generation, settings)
     config = read_json(folder / CONFIG)
     promises = [*_promises(config)]
     if not promises:

@@ -1,6 +1,7 @@
 """`fcsd chat`: replies are those of `generate`, conversations are remembered, one reply can be ended."""
 
 import io
+import json
 import os
 import pty
 import re
@@ -349,3 +350,52 @@ def test_a_row_is_shown_as_soon_as_both_columns_have_it() -> None:
     rows = side_by_side([column("a", "one two three ", "four five"), column("b", "x\n", "y\n", "z")], 10)
     assert next(rows) == "one two    │ x" and asked == ["a", "b"]
     assert list(rows) == ["three four │ y", "five       │ z"]
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>User greets.<|end|><|start|>assistant<|channel|>final<|message|>Hello!"
+)
+FAMILIES = {  # the marker that stands in the template, special tokens, what is written
+    "gptoss": ("<|channel|>", ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"), HARMONY),
+    "mistral": ("[THINK]", ("[THINK]", "[/THINK]"), "[THINK]User greets.[/THINK]Hello!"),
+    "seed": ("</seed:think>", (), "<seed:think>User greets.</seed:think>Hello!"),
+    "qwen3": ("</think>", (), "<think>\nUser greets.\n</think>\n\nHello!"),
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_thoughts_are_neither_shown_nor_kept(
+    base_checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker, special, text = FAMILIES[kind]
+    speaker = load_speaker(str(base_checkpoint))
+    speaker.tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    speaker.tokenizer.chat_template += f"{{# {marker} #}}"
+    ids = speaker.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def generate(input_ids: torch.Tensor, streamer: object, max_new_tokens: int, **_: object) -> torch.Tensor:
+        streamer.put(input_ids)  # type: ignore[attr-defined]
+        for token in ids[:max_new_tokens]:
+            streamer.put(torch.tensor([token]))  # type: ignore[attr-defined]
+        streamer.end()  # type: ignore[attr-defined]
+        return torch.cat([input_ids, torch.tensor([ids[:max_new_tokens]])], dim=1)
+
+    monkeypatch.setattr(speaker.model, "generate", generate)
+    assert transcript([speaker], "hello", max_new_tokens=len(ids) + 1) == "> hello\nHello!\n"
+    assert speaker.messages[-1] == {"role": "assistant", "content": "Hello!"}
+    begun = len(speaker.tokenizer(text[: text.index("greets")], add_special_tokens=False)["input_ids"])
+    note = f"no answer, its thoughts had not ended: cut after {begun} tokens; --max-new-tokens allows more"
+    assert transcript([speaker], "hello", max_new_tokens=begun) == f"> hello\n\n({note})\n"
+
+
+def test_a_model_whose_config_asks_for_mtp_replies_token_by_token(
+    base_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(base_checkpoint, tmp_path / "model"))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | {"use_mtp": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    speaker = load_speaker(str(folder))
+    said([speaker], "hello", max_new_tokens=6)
+    expected = by_hand(base_checkpoint, [{"role": "user", "content": "hello"}], 6)
+    assert speaker.messages[-1]["content"] == expected

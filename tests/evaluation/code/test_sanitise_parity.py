@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from fcsd.evaluation.code.generate import answer_of, program_in
+from fcsd.data.thoughts import answer_in
+from fcsd.evaluation.code.generate import program_in
 from fcsd.evaluation.code.problems import Problem
 from tests.evaluation.code.test_sanitise import DOCUMENTED, FORMS
 
@@ -152,8 +153,8 @@ def test_a_thousand_answers_have_the_programs_and_verdicts_that_evalplus_gives_t
     verdicts, programs, passed = [], [], 0
     for label, name, text in answers():
         problem = Problem("1", "", "", (), entry_point=name)
-        ours = program_in(problem, answer_of(text), chat=True)
-        theirs = sanitizer.sanitize(answer_of(text), entrypoint=name)
+        ours = program_in(problem, answer_in(text), chat=True)
+        theirs = sanitizer.sanitize(answer_in(text), entrypoint=name)
         test = PROGRAMS[name][2]
         passed += passes(theirs, test)
         if passes(ours, test) != passes(theirs, test):

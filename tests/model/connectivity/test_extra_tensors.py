@@ -157,10 +157,13 @@ def test_without_its_checkpoint_a_written_model_promises_no_mtp_layers_and_says_
     key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_mtp(tmp_path / "original", "deepseek_v3", "model.layers.61.", **{key: 1, "use_mtp": True})
+    (tmp_path / "original/generation_config.json").unlink()  # its settings are then those of config.json
     model = load_model(tmp_path / "original")
     shutil.rmtree(tmp_path / "original")
     folder = write(model, tmp_path / "written")
     assert config_of(folder)[key] == 0 and config_of(folder)["use_mtp"] is False
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert not generation.get("use_mtp")  # or transformers' generate would look for them
     assert not [name for name in tensors_of(folder) if ".61." in name]
     said = [line for line in capsys.readouterr().err.splitlines() if "MTP" in line]
     assert len(said) == 1 and f"{key}: 0" in said[0] and str(tmp_path / "original") in said[0]

@@ -1,0 +1,240 @@
+"""Thoughts before answers, in memory and through a server: what ends them, what counts, and what tables say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig, load_suite
+from fcsd.evaluation.results import read_result
+from fcsd.evaluation.scores import compare
+from fcsd.evaluation.stage import Evaluation, run_evaluation
+from fcsd.model.config import ModelConfig
+from fcsd.parallel.launch import join_launch
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from fcsd.report.comparison import settings_line
+from fcsd.report.table import models_table, narrow_table, paired_table, score_table
+from tests.evaluation.test_runner import write_rows
+from tests.evaluation.vllm_protocol import Engine, serving
+from tests.reference.tiny import tiny_model
+from tests.support import evaluate
+
+LIMIT = 150
+TASK = {
+    "task": "sums",
+    "dataset_path": "o/sums",
+    "output_type": "generate_until",
+    "test_split": "test",
+    "doc_to_text": "question",
+    "doc_to_target": "answer",
+    "generation_kwargs": {"until": ["\n\n", "Question:"], "do_sample": False, "max_gen_toks": LIMIT},
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+THINK = "<think> </think>"
+MARKERS = {  # in the template, what opens the thoughts and ends them, and the special tokens
+    "think": (THINK, "<think>", "</think>", ()),
+    "opened by the prompt": (THINK + "{% if add_generation_prompt %}<think>\n{% endif %}", "", "</think>", ()),
+    "seed": ("</seed:think>", "<seed:think>", "</seed:think>", ()),
+    "mistral": ("[/THINK]", "[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
+    "gptoss": (
+        "<|channel|>", "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>",
+        ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"),
+    ),
+}  # fmt: skip
+THOUGHT = "Hm.\n\nQuestion: two? def f(x):\n```python\nassert False\n```\nprint(9)\n\n"
+
+
+def replies(begin: str, end: str) -> dict[str, str]:
+    """What is written to a question: right with stop strings in the thoughts, endless thoughts, an endless answer."""
+    return {
+        "right": f"{begin}{THOUGHT}{end}\n\n7\n\nQuestion: more",
+        "endless": f"{begin}7 " * 90,
+        "long": f"{begin}{THOUGHT[:5]}{end}7" + " is it" * 90,
+    }
+
+
+def tokenizer_of(kind: str) -> Any:
+    marks, _, _, special = MARKERS[kind]
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    # A comment of a template is not written.
+    shown = marks if "{%" in marks else f"{{# {marks} #}}"
+    tokenizer.chat_template = TEMPLATE + (shown.replace(THINK, f"{{# {THINK} #}}"))
+    return tokenizer
+
+
+def script(tokenizer: Any, kind: str, prompt: list[int], new: int) -> list[int]:
+    """The tokens that the model would write, with the end of the sequence where there is room for it."""
+    text = tokenizer.decode(prompt)
+    said = replies(*MARKERS[kind][1:3])
+    reply = next((reply for name, reply in said.items() if name in text), "a probe")
+    ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
+    return [*ids, tokenizer.eos_token_id][:new]
+
+
+def scripted(tokenizer: Any, kind: str) -> Any:
+    """A model that writes what it is told, and obeys the criteria that stop it."""
+    model = tiny_model(
+        "qwen3_moe", vocab_size=len(tokenizer), max_position_embeddings=4096, num_hidden_layers=1
+    )
+
+    def generate(input_ids: Any, stopping_criteria: Any = None, **options: Any) -> Any:
+        width = input_ids.shape[1]
+        new = (
+            options["max_length"] - width
+            if "max_length" in options
+            else options["generation_config"].max_new_tokens
+        )
+        made = input_ids
+        for token in script(tokenizer, kind, input_ids[0].tolist(), new):
+            made = torch.cat([made, torch.tensor([[token]])], dim=1)
+            if stopping_criteria and bool(torch.as_tensor(stopping_criteria(made, None)).all()):
+                break
+        return made
+
+    model.generate = generate
+    return model
+
+
+class Scripted(Engine):
+    """The same behind a server."""
+
+    kind = "think"
+
+    def _generate(self, prompt: list[int], new: int, body: dict[str, Any]) -> tuple[list[int], str, Any]:
+        made: list[int] = []
+        for token in script(self.tokenizer, self.kind, prompt, new):
+            made.append(token)
+            if token in set(body.get("stop_token_ids") or ()):
+                return made, "stop", token
+            text = self.tokenizer.decode(made, skip_special_tokens=body.get("skip_special_tokens", True))
+            for stop in body.get("stop") or ():
+                if stop in text:
+                    return made, "stop", stop
+        return made, "length", None
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("thoughts")
+    (root / "mine").mkdir()
+    (root / "mine/sums.yaml").write_text(yaml.safe_dump(TASK))
+    rows = [{"question": f"{name}: 3 + 4?", "answer": "7"} for name in ("right", "endless", "long")]
+    write_rows(root / "data/o/sums", rows, "test")
+    return root
+
+
+def sums(place: Path, **changes: Any) -> SuiteConfig:
+    row = {
+        "task": "sums", "kind": "generation", "metric": "exact_match,none", "dataset": "o/sums",
+        "lm_eval_include": "mine", "chat_template": True, "thinking": True,
+    }  # fmt: skip
+    (place / "suite.yaml").write_text(yaml.safe_dump({"name": "mine", "tasks": [row | changes]}))
+    return load_suite(place / "suite.yaml")
+
+
+def in_memory(place: Path, kind: str, **changes: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    tokenizer = tokenizer_of(kind)
+    plan: dict[str, Any] = {"data_root": str(place / "data"), "batch_size": 1}
+    result, samples = evaluate(
+        scripted(tokenizer, kind), tokenizer, sums(place, **changes), progress=False, **plan
+    )
+    return result, samples["sums"]
+
+
+@pytest.mark.parametrize("kind", MARKERS)
+def test_stop_strings_end_the_answer_and_not_the_thoughts(place: Path, kind: str) -> None:
+    result, samples = in_memory(place, kind)
+    right, endless, long = (sample["completion"] for sample in samples)
+    assert right.strip() == "7" and samples[0]["score"] == 1
+    assert endless == "" and samples[1]["score"] == 0
+    assert long.startswith("7 is it")
+    assert result["tasks"]["sums"]["answers_at_limit"] == 2
+
+
+@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize("kind", MARKERS)
+def test_a_server_is_asked_for_thoughts_to_their_end_and_gives_the_same(
+    place: Path, tmp_path: Path, kind: str, ids: bool
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    model = tiny_model(
+        "qwen3_moe", vocab_size=len(tokenizer), max_position_embeddings=4096, num_hidden_layers=1
+    )
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    engine = Scripted(model, tokenizer)
+    engine.kind, engine.token_ids = kind, ids
+    with serving(engine) as url:
+        config = EvaluationConfig(data_root=str(place / "data"), server=ServerConfig(url=url, concurrency=1))
+        asked = Evaluation(
+            "model",
+            ModelConfig(path=str(tmp_path / "model")),
+            suite=sums(place),
+            config=config,
+            server_check=False,
+        )
+        run_evaluation(asked, tmp_path / "out", join_launch())
+    result, samples = read_result(tmp_path / "out")
+    _, expected = in_memory(place, kind)
+    assert [each["completion"] for each in samples["sums"]] == [each["completion"] for each in expected]
+    assert result["tasks"]["sums"]["answers_at_limit"] == 2
+
+
+def test_without_thoughts_an_answer_ends_at_its_stop_string(place: Path) -> None:
+    _, samples = in_memory(place, "seed", thinking=False)
+    assert samples[0]["completion"] == "<seed:think>Hm."
+
+
+def test_a_family_that_cannot_answer_without_thoughts_is_read_alike_when_none_are_asked_for(
+    place: Path,
+) -> None:
+    for kind in ("gptoss", "opened by the prompt"):
+        _, samples = in_memory(place, kind, thinking=False)
+        assert samples[0]["completion"].strip() == "7"
+    _, samples = in_memory(place, "gptoss", thinking=None, chat_template=False)
+    assert samples[0]["completion"].startswith("analysis")  # a plain prompt has no turns
+
+
+@pytest.mark.parametrize("kind", MARKERS)
+def test_code_tasks_cut_thoughts_by_the_same_markers_and_count_the_same(tmp_path: Path, kind: str) -> None:
+    code = [
+        {"task_id": n, "prompt": f"{name}: add", "code": "f = 1", "test_imports": [], "test_list": [],
+         "test": "assert True"}
+        for n, name in enumerate(("right", "endless", "long"))
+    ]  # fmt: skip
+    write_rows(tmp_path / "data/o/code", code, "test")
+    row = {
+        "task": "code", "kind": "code", "dataset": "o/code", "max_new_tokens": LIMIT, "chat_template": True,
+        "thinking": True, "stop": ["\n\nQuestion"],
+    }  # fmt: skip
+    tokenizer = tokenizer_of(kind)
+    suite = SuiteConfig.model_validate({"name": "mine", "tasks": [row]})
+    plan: dict[str, Any] = {"data_root": str(tmp_path / "data"), "batch_size": 1, "allow_weak_sandbox": True}
+    result, samples = evaluate(scripted(tokenizer, kind), tokenizer, suite, progress=False, **plan)
+    right, endless, long = (sample["completion"] for sample in samples["code"])
+    assert right == "7" and endless == "" and long.startswith("7 is it")
+    assert result["tasks"]["code"]["answers_at_limit"] == 2
+
+
+def test_every_table_says_how_many_answers_hit_the_token_limit(place: Path) -> None:
+    result, samples = in_memory(place, "think")
+    other, more = in_memory(place, "think", max_new_tokens=LIMIT)
+    assert other["tasks"]["sums"]["answers_at_limit"] == 2
+    compared = compare(
+        {"result": result, "samples": {"sums": samples}}, {"result": other, "samples": {"sums": more}}
+    )
+    said = "2 of 3 answers hit the token limit"
+    assert f"sums: {said}" in score_table(result)
+    for table in (paired_table(compared), narrow_table(compared)):
+        assert f"sums, original: {said}" in table and f"sums, model: {said}" in table
+    models = {"original": {"layers": "0", "training": "", "result": result}}
+    assert f"original, sums: {said}" in models_table(models)
+    assert "2 of 3 answers at the token limit" in settings_line(result)
+    none = json.loads(json.dumps(result))
+    none["tasks"]["sums"]["answers_at_limit"] = 0
+    assert "limit (" not in score_table(none)
