@@ -18,6 +18,8 @@ from fcsd.base.files import read_json
 from fcsd.base.weights import CONFIG
 
 FIELD = "quantization_config"
+DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
+"""Methods of which `fcsd dequantize` knows the tensors."""
 MODELOPT = "hf_quant_config.json"
 _INTEGERS = ("U8", "I8")
 _OWN_NAMES = re.compile(
@@ -63,7 +65,7 @@ class Quantisation(NamedTuple):
 
 def said_quantisation(config: Mapping[str, Any], folder: Path | None = None) -> Quantisation | None:
     """Return what a config, or ModelOpt's file in its folder, says of quantisation; None: nothing."""
-    for place, settings in _fields(config):
+    for place, settings in quantisation_fields(config):
         named = isinstance(settings, Mapping)
         method = str(settings.get("quant_method") if named else None)[:80]
         algorithm = settings.get("quant_algo") or settings.get("format") if named else None
@@ -80,7 +82,7 @@ def modelopt_quantisation(written: Mapping[str, Any]) -> Quantisation:
     return Quantisation("modelopt", MODELOPT, algorithm if isinstance(algorithm, str) else None)
 
 
-def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def quantisation_fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield what transformers reads: the field of the config, or else that of its text config."""
     inner = config.get("text_config")
     if config.get(FIELD):
@@ -130,9 +132,12 @@ def why_not_loaded(said: Quantisation) -> str | None:
     where = f"{said.place}.quant_method" if said.place != MODELOPT else f"{MODELOPT}:"
     reason = _NOT_LOADED.get(said.method)
     name = repr(said.method) + (f" ({said.algorithm})" if said.algorithm else "")
+    way = "`fcsd dequantize` writes it in bfloat16"
+    if said.method not in DEQUANTISED:
+        way = "fetch the checkpoint in another form, bfloat16 say"
     return (
         f"{where} {name} is none that the installed transformers can load{f' ({reason})' if reason else ''}; it loads"
-        f" {', '.join(sorted(known))}; fetch the checkpoint in another form, bfloat16 say"
+        f" {', '.join(sorted(known))}; {way}"
     )
 
 
@@ -140,7 +145,7 @@ def why_not_here(config: Mapping[str, Any]) -> str | None:
     """Return why weights that transformers can load are not loaded on this machine: a package, or a GPU, is missing."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    settings: Any = next((settings for _, settings in _fields(config)), None)
+    settings: Any = next((settings for _, settings in quantisation_fields(config)), None)
     try:
         quantizer = AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
         quantizer.validate_environment(device_map=None, weights_only=True)

@@ -40,6 +40,7 @@ from fcsd.model.connectivity.checkpoint import (
 )
 from fcsd.model.connectivity.export import carry_over, write_code
 from fcsd.model.connectivity.load import check_tensors, config_and_class
+from fcsd.model.connectivity.quantised import without_quantisation
 from fcsd.model.quantised.formats import Settings, Slices
 from fcsd.model.quantised.stored import Contents, Stored, read_contents
 
@@ -265,9 +266,8 @@ def decoded(stored: Stored, shape: tuple[int, ...], parts: Slices, settings: Set
 
 def _write_rest(source: str | Path, checkpoint: Checkpoint, partial: Path) -> None:
     """Write config, tokenizer and code beside the weights."""
-    config = read_checkpoint_json(checkpoint.folder / CONFIG)
+    config = without_quantisation(read_checkpoint_json(checkpoint.folder / CONFIG))
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
-        section.pop("quantization_config", None)
         for key in ("dtype", "torch_dtype"):
             if key in section:
                 section[key] = "bfloat16"

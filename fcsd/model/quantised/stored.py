@@ -14,6 +14,7 @@ from torch import Tensor
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.model.connectivity.checkpoint import CONFIG, Checkpoint
+from fcsd.model.connectivity.quantised import DEQUANTISED, MODELOPT, quantisation_fields
 from fcsd.model.quantised.formats import (
     FP8,
     Settings,
@@ -25,10 +26,6 @@ from fcsd.model.quantised.formats import (
     packed_integers,
     scaled,
 )
-
-MODELOPT = "hf_quant_config.json"
-METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
-"""Quantisation methods whose tensors are known."""
 
 _ACTIVATIONS = (
     "input_scale", "input_global_scale", "input_zero_point", "activation_scale", "activation_scale_inv",
@@ -62,11 +59,9 @@ class Contents:
 
 
 def quantisation(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the quantisation config of a checkpoint: of its config, a section of it, or ModelOpt's file; or None."""
-    config = checkpoint.config
-    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
-        if isinstance(value := section.get("quantization_config"), dict):
-            return value
+    """Return the quantisation config of a checkpoint: of its config, its text config, or ModelOpt's file; or None."""
+    for _, settings in quantisation_fields(checkpoint.config):
+        return settings if isinstance(settings, dict) else {"quant_method": settings}
     file = checkpoint.folder / MODELOPT
     if not file.is_file():
         return None
@@ -111,7 +106,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 def _check_method(config: Mapping[str, Any], folder: Path) -> None:
     method = config.get("quant_method")
-    unknown = method not in METHODS
+    unknown = method not in DEQUANTISED
     turned = [key for key in ("transform_config", "sparsity_config") if config.get(key)]
     if isinstance(sparsity := config.get("sparsity_config"), dict) and sparsity.get("format") == "dense":
         turned.remove("sparsity_config")
@@ -122,7 +117,7 @@ def _check_method(config: Mapping[str, Any], folder: Path) -> None:
         )
         raise UserError(
             f"{folder}: is quantised {what}, which fcsd does not take back; known are"
-            f" {', '.join(METHODS)}; take its unquantised original, or the tool that made it"
+            f" {', '.join(DEQUANTISED)}; take its unquantised original, or the tool that made it"
         )
 
 
