@@ -20,6 +20,7 @@ from fcsd.evaluation.stage import check_server
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity.modeling import base_model_class, register
+from fcsd.model.connectivity.quantised import why_not_trained
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
 from fcsd.model.families.family import text_config
@@ -94,6 +95,8 @@ def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
         raise UserError(
             "lora: adapters on weights that are sharded over ranks are not supported; launch data parallel copies"
         )
+    if recipe.pretrain is None and (reason := why_not_trained(run.original.checkpoint.quantisation)):
+        raise UserError(f"{run.original.config.path}: {reason}")
     by_heldout_kl = recipe.early_stopping is not None and recipe.early_stopping.metric == "heldout_kl"
     refuse_what_cannot_be_sharded(recipe.train, recipe.objective, launch.engine, by_heldout_kl=by_heldout_kl)
     if recipe.pretrain is None or not _unfinished(run.layout.pretrain):  # else its config was looked at

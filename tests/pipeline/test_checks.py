@@ -1,15 +1,25 @@
 """What recipe and machine rule out is said before any model is loaded, not after hours of training."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
+from fcsd.model.connectivity import Connectivity, convert_model
+from fcsd.model.quantised.copy import dequantize_checkpoint
 from fcsd.pipeline import checks
 from fcsd.pipeline.checks import check_run
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from fcsd.planning.cost.estimate import estimate
+from fcsd.recipe.load_recipe import load_recipe
+from fcsd.training.fcsd_trainer import FCSDTrainer
+from tests.model.quantised.test_dequantize import LAYOUTS, write
+from tests.reference.tiny import tiny_model
 from tests.support import Bench, run_of
 
 SWEEP = {"batch_size_tokens": [128, 96], "learning_rate": [1e-3], "steps": 2}
@@ -53,6 +63,28 @@ def test_a_run_that_cannot_end_well_does_not_begin(
     with pytest.raises(UserError, match=message):
         check_run(run_of(bench.recipe("r", **changes)))
     assert not (bench.folder / "r").exists()
+
+
+def test_a_training_whose_weights_could_not_be_saved_does_not_begin(bench: Bench, tmp_path: Path) -> None:
+    """FP8 originals were trained to the end, and then could not be saved."""
+    write(tmp_path / "quantised", *LAYOUTS["block fp8"])
+    recipe = bench.recipe("r", model={"path": str(tmp_path / "quantised")})
+    reason = "its weights are quantised by fp8 .*`fcsd dequantize` writes them in bfloat16"
+    with pytest.raises(UserError, match=reason):
+        check_run(run_of(recipe))
+    refused = estimate(load_recipe(recipe))["refused"]
+    assert len(refused) == 1 and re.search(reason, refused[0])
+    dequantize_checkpoint(tmp_path / "quantised", tmp_path / "plain")
+    assert estimate(load_recipe(bench.recipe("s", model={"path": str(tmp_path / "plain")})))["refused"] == []
+
+
+def test_a_trainer_refuses_weights_that_could_not_be_saved() -> None:
+    model = tiny_model("qwen3_moe")
+    convert_model(model, Connectivity("all"))
+    model.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    rows = Dataset.from_dict({"text": ["one row of text"]})
+    with pytest.raises(UserError, match="FarSkipQwen3MoeForCausalLM: its weights are quantised by fp8"):
+        FCSDTrainer(model, train_dataset=rows, processing_class=tiny_tokenizer())
 
 
 def test_a_recipe_whose_first_layer_is_rewired_has_a_warning_with_what_leaves_it_out(

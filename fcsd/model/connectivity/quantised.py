@@ -20,6 +20,8 @@ from fcsd.base.weights import CONFIG
 FIELD = "quantization_config"
 DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
 """Methods of which `fcsd dequantize` knows the tensors."""
+_TRAINED = ("mxfp4",)
+"""Methods whose weights transformers loads in bfloat16, and saves so."""
 MODELOPT = "hf_quant_config.json"
 _INTEGERS = ("U8", "I8")
 _OWN_NAMES = re.compile(
@@ -139,6 +141,16 @@ def why_not_loaded(said: Quantisation) -> str | None:
         f"{where} {name} is none that the installed transformers can load{f' ({reason})' if reason else ''}; it loads"
         f" {', '.join(sorted(known))}; {way}"
     )
+
+
+def why_not_trained(said: Quantisation | None) -> str | None:
+    """Return why a model cannot be trained: its weights can be loaded, but not be saved as they were; None: it can."""
+    if said is None or said.method not in _PACKING or said.method in _TRAINED:
+        return None
+    way = "`fcsd dequantize` writes them in bfloat16, to train from"
+    if said.method not in DEQUANTISED:
+        way = "train its unquantised original"
+    return f"its weights are quantised by {said.words} ({said.place}), and could not be saved after a training; {way}"
 
 
 def why_not_here(config: Mapping[str, Any]) -> str | None:

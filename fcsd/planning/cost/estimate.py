@@ -7,6 +7,7 @@ from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.data.workers import MOST_WORKERS
+from fcsd.model.connectivity.quantised import said_quantisation, why_not_trained
 from fcsd.model.families import expert_counts
 from fcsd.parallel.shard import fits_whole
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
@@ -70,7 +71,7 @@ def estimate(
             *([] if pretrain else _calibration(recipe, variant, job)),
             *_totals(recipe, training, step_s, with_sweep=not pretrain and variant is None),
         ],
-        "refused": [] if pretrain else list(_refused(recipe, variant, hardware)),
+        "refused": [] if pretrain else list(_refused(recipe, variant, hardware, training)),
         "assumptions": list(_assumptions(job)),
     }
 
@@ -86,8 +87,10 @@ def _tokenizing(num_tokens: int) -> dict[str, Any]:
     }
 
 
-def _refused(recipe: Recipe, variant: str | None, hardware: Hardware) -> Iterator[str]:
-    """Say which other trainings of a run have a batch that cannot be cut over the ranks."""
+def _refused(recipe: Recipe, variant: str | None, hardware: Hardware, training: Training) -> Iterator[str]:
+    """Say that the weights are quantised, and which other trainings have a batch that cannot be cut over the ranks."""
+    if recipe.pretrain is None and (reason := why_not_trained(said_quantisation(training.config))):
+        yield f"{training.where}: {reason}"
     if variant is not None:
         return
     sizes = recipe.sweep.batch_size_tokens if recipe.sweep is not None else []
