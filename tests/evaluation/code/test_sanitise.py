@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fcsd.evaluation.code.generate import completion_of, program_in
+from fcsd.data.thoughts import answer_in
+from fcsd.evaluation.code.generate import program_in
 from fcsd.evaluation.code.problems import Problem, read_problems
 from fcsd.evaluation.code.sanitise import longest_block, sanitised
-from fcsd.evaluation.config import CodeTaskConfig
 from tests.evaluation.rows import humaneval_row, mbpp_row, write_repository
 
 MEAN = """\
@@ -63,13 +63,10 @@ def mean_of(program: str) -> Any:
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_right_program_is_taken_from_every_form_of_answer(form: str, thinking: bool) -> None:
-    task = CodeTaskConfig(
-        task="t", kind="code", dataset="o/d", chat_template=True, thinking=thinking or None, stop=[]
-    )
     text = (
         f"<think>\nPerhaps\n```python\n{WRONG * 9}```\n</think>\n\n{FORMS[form]}" if thinking else FORMS[form]
     )
-    answer = completion_of(text, task)
+    answer = answer_in(text) if thinking else text
     problem = Problem("1", "Average.", "", (), entry_point="mean")
     program = program_in(problem, answer, chat=True)
     assert program == KEPT and mean_of(program) == 3

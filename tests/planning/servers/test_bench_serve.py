@@ -1,5 +1,6 @@
 """Servers of a fake `vllm` are measured in turns; nothing of them is left, and nothing is measured twice."""
 
+import functools
 import json
 import os
 import shlex
@@ -302,7 +303,9 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
         assert main([*shlex.split(command)[1:], "--json"]) == 0
         return json.loads(capsys.readouterr().out)["times"]
 
-    decode, prefill = planned(command), planned(command.replace("decode", "prefill").replace("68", "64"))
+    changes = {"--phase decode": "--phase prefill", "--length 68": "--length 64", "decode-68": "prefill-64"}
+    others = functools.reduce(lambda text, change: text.replace(*change), changes.items(), command)
+    decode, prefill = planned(command), planned(others)
     assert decode["speed_up"] == pytest.approx(50 / 40) and decode["overlapped_s"] == pytest.approx(0.040)
     assert prefill["speed_up"] == pytest.approx(100 / 85) and prefill["overlapped_s"] == pytest.approx(0.1275)
     assert prefill["exposed_s"] == pytest.approx(0.150 * 0.2 * 0.25)

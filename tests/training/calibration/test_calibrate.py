@@ -44,6 +44,7 @@ from fcsd.training.calibration.experts import calls_of
 from fcsd.training.calibration.model import calibrate_model, complaint
 from fcsd.training.calibration.shards import Layerwise, damage_of_copies
 from tests.examples import pack
+from tests.model.quantised.test_dequantize import LAYOUTS, write
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 from tests.support import few
@@ -838,12 +839,10 @@ def test_bad_input_is_one_line(pair: tuple[Any, Any], base: Path, tmp_path: Path
     with pytest.raises(UserError, match="is calibrated already; give the original"):
         fcsd.calibrate(good, teacher, text(24))
     fcsd.convert_checkpoint(base, tmp_path / "converted")
-    shutil.copytree(base, tmp_path / "quantised")
-    config = json.loads((base / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
-    (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
+    write(tmp_path / "quantised", *LAYOUTS["block fp8"])
     for name, message in (
         ("converted", "is converted already; give the original"),
-        ("quantised", "are quantised"),
+        ("quantised", "are quantised, .*`fcsd dequantize`"),
     ):
         with pytest.raises(UserError, match=message):
             run_folder(tmp_path / name, tmp_path / "out", text(24))
