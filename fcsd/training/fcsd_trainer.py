@@ -21,7 +21,6 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from fcsd.base.errors import UserError
 from fcsd.model.autocast import float32_routers
-from fcsd.model.connectivity.quantised import said_quantisation, why_not_trained
 from fcsd.model.dtypes import saved_dtypes
 from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.failure import stop_watching
@@ -117,8 +116,6 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
                 record.complete(model.student, partial(self.inputs.fingerprints, model.rows))
             assert isinstance(model, Ready)
             student, compared = model.student, place_teacher(model.teacher, launch)
-            if reason := why_not_trained(said_quantisation(student.config.to_dict())):
-                raise UserError(f"{type(student).__name__}: {reason}")
             check_vocabularies(student, compared, model.tokenizer, objective)
             self.saved_dtypes = launch.ranks.from_first(partial(saved_dtypes, student))
             prepare_student(student, objective, train, launch)

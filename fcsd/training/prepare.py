@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import Collator
+from fcsd.model.connectivity.quantised import said_quantisation, why_not_trained
 from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import shard_student, shard_teacher
@@ -49,7 +50,10 @@ def prepare_student(
     student: PreTrainedModel, objective: ObjectiveConfig, train: TrainConfig, launch: Launch
 ) -> None:
     """Take it to the dtype of the training, freeze what the objective leaves as it is, attach the loss head, and shard
-    it where the engine shards. UserError where its config asks for a loss that no training of ours has."""
+    it where the engine shards. UserError where its config asks for a loss that no training of ours has, or says that
+    its weights are quantised, and could not be saved."""
+    if reason := why_not_trained(said_quantisation(student.config.to_dict())):
+        raise UserError(f"{type(student).__name__}: {reason}")
     refuse_loss_of_the_model(student.config, train)
     if not launch.engine.shards_when_placed and not has_adapters(student):
         to_dtype(student, dtype_of(train.dtype))

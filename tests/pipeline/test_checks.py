@@ -79,7 +79,7 @@ def test_a_training_whose_weights_could_not_be_saved_does_not_begin(bench: Bench
 
 
 def test_a_trainer_refuses_weights_that_could_not_be_saved() -> None:
-    model = tiny_model("qwen3_moe")
+    model = tiny_model("qwen3_moe", vocab_size=512)
     convert_model(model, Connectivity("all"))
     model.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     rows = Dataset.from_dict({"text": ["one row of text"]})
