@@ -41,7 +41,7 @@ from fcsd.model.connectivity.checkpoint import (
 from fcsd.model.connectivity.export import carry_over, write_code
 from fcsd.model.connectivity.load import check_tensors, config_and_class
 from fcsd.model.connectivity.quantised import without_quantisation
-from fcsd.model.quantised.formats import Settings, Slices
+from fcsd.model.quantised.formats import Block, Slices, bits_of
 from fcsd.model.quantised.stored import Contents, Stored, read_contents
 
 SHARD_BYTES = 5 * 10**9
@@ -165,10 +165,15 @@ class _Source:
                 target.write(stream.read(min(left, _CHUNK_BYTES)))
 
     def shape_of(self, stored: Stored) -> tuple[int, ...]:
-        """Return the shape of a weight; of packed integers a tensor says it."""
+        """Return the shape of a weight; of packed integers a tensor says it, and UserError where it cannot be."""
         if "shape" not in stored.parts:
             return stored.shape
-        return stored.shape[0], int(self._rows(stored.parts["shape"])[:][1])
+        packed, num_columns = self._rows(stored.parts["weight"]), int(self._rows(stored.parts["shape"])[:][1])
+        try:
+            bits_of(packed.get_shape()[1], num_columns)
+        except UserError as error:
+            raise UserError(f"{self.folder}: tensor '{stored.parts['weight']}': {error}") from None
+        return stored.shape[0], num_columns
 
 
 @dataclass(frozen=True)
@@ -246,7 +251,7 @@ def _write_shard(
         if stored is None:
             source.copy(name, target)
         else:
-            for rows in decoded(stored, tensors[name].shape, source.slices(stored.parts), contents.settings):
+            for rows in decoded(stored, tensors[name].shape, source.slices(stored.parts), contents.block):
                 target.write(rows.view(torch.uint8).numpy().data)
         yield name
 
@@ -255,12 +260,12 @@ def _element_bytes(tensor: _Tensor) -> float:
     return tensor.num_bytes / max(1, math.prod(tensor.shape))
 
 
-def decoded(stored: Stored, shape: tuple[int, ...], parts: Slices, settings: Settings) -> Iterator[Tensor]:
+def decoded(stored: Stored, shape: tuple[int, ...], parts: Slices, block: Block) -> Iterator[Tensor]:
     """Yield a weight in bfloat16, a few rows of its first dimension at a time."""
     row = max(1, math.prod(shape[1:]))
     step = max(1, _CHUNK_VALUES // row)
     for begin in range(0, shape[0], step):
-        values = stored.decode(parts, begin, min(begin + step, shape[0]), settings)
+        values = stored.decode(parts, begin, min(begin + step, shape[0]), block)
         yield values.to(torch.bfloat16).contiguous()
 
 

@@ -4,7 +4,8 @@
 |---|---|---|
 | block, row and tensor FP8 | `weight`; `weight_scale_inv` or `weight_scale` | weight × scale of its block, row or all |
 | INT8 | `weight`; `weight_scale`, `weight_zero_point` | (weight − zero point) × scale |
-| packed INT2 to INT8 | `weight_packed` in int32; `weight_scale`, `_shape`, `_zero_point`, `_g_idx` | the same |
+| MXFP8 | `weight`; `weight_scale` in uint8 | weight × 2^(scale − 127) |
+| packed INT2, INT4, INT8 | `weight_packed` in int32; `weight_scale`, `_shape`, `_zero_point`, `_g_idx` | the same |
 | NVFP4 (compressed-tensors) | `weight_packed`; `weight_scale`, `weight_global_scale` | E2M1 × (scale ÷ global scale) |
 | NVFP4 (ModelOpt) | `weight` in uint8; `weight_scale`, `weight_scale_2` | E2M1 × (scale × scale 2) |
 | MXFP4 (compressed-tensors) | `weight_packed`; `weight_scale` in uint8 | E2M1 × 2^(scale − 127) |
@@ -18,7 +19,6 @@ Sources: DeepSeek-V3's `weight_dequant`; the OCP Microscaling specification 1.0;
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,34 +29,29 @@ from fcsd.base.errors import UserError
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP8 = {"F8_E4M3", "F8_E5M2"}
 _PACKED_BITS = 32
+_INTEGERS = (2, 4, 8)
+"""Bits of packed integers. Others lie across two int32, or do not, by the version that packed them."""
 
 Slices = Mapping[str, Any]
 """Part of a weight -> its tensor in a file, of which `[begin:end]` is read."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a checkpoint's quantisation config says beside its tensors.
-
-    block: rows and columns that share a scale, of block FP8. num_bits: of packed integers.
-    """
-
-    block: tuple[int, int] | None = None
-    num_bits: int = 4
+Block = tuple[int, int] | None
+"""Rows and columns that share a scale, as the config of a checkpoint says; None where it says nothing."""
 
 
-def scaled(parts: Slices, begin: int, end: int, settings: Settings) -> Tensor:
+def scaled(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
     """Return rows of FP8 or integer values times their scales: one for all, for a row, a group of columns, a block."""
     weight = parts["weight"][begin:end].to(torch.float32)
     if "zero_point" in parts:
         weight = weight - _spread(parts["zero_point"], parts["weight"].get_shape(), begin, end, None)
-    return weight * _spread(parts["scale"], parts["weight"].get_shape(), begin, end, settings.block)
+    return weight * _spread(parts["scale"], parts["weight"].get_shape(), begin, end, block, is_scale=True)
 
 
-def packed_integers(parts: Slices, begin: int, end: int, settings: Settings) -> Tensor:
+def packed_integers(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
     """Return rows of integers of which several lie in an int32, the first in its lowest bits, times their scales."""
     num_columns = int(parts["shape"][:][1])
-    bits = settings.num_bits
+    bits = bits_of(parts["weight"].get_shape()[1], num_columns)
     values = _unpacked(parts["weight"][begin:end], bits)[:, :num_columns]
     scale = parts["scale"][begin:end].to(torch.float32)
     num_groups = scale.shape[1]
@@ -73,7 +68,7 @@ def packed_integers(parts: Slices, begin: int, end: int, settings: Settings) -> 
     return values * scale[:, group]
 
 
-def nvfp4(parts: Slices, begin: int, end: int, settings: Settings) -> Tensor:
+def nvfp4(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
     """Return rows of E2M1 values times the E4M3 scale of each group of columns, and that of the tensor."""
     scale = parts["scale"][begin:end].to(torch.float32)
     if "global_scale" in parts:
@@ -83,15 +78,14 @@ def nvfp4(parts: Slices, begin: int, end: int, settings: Settings) -> Tensor:
     return _grouped(e2m1(parts["weight"][begin:end]), scale)
 
 
-def mxfp4(parts: Slices, begin: int, end: int, settings: Settings) -> Tensor:
+def mxfp4(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
     """Return rows of E2M1 values times the power of two of each group of columns."""
     return _grouped(e2m1(parts["weight"][begin:end]), _power(parts["scale"][begin:end]))
 
 
-def mxfp4_experts(parts: Slices, begin: int, end: int, settings: Settings) -> Tensor:
+def mxfp4_experts(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
     """Return experts (N, in, out) of blocks (N, out, groups, bytes), as gpt-oss multiplies by them."""
-    blocks = e2m1(parts["weight"][begin:end])
-    values = blocks * _power(parts["scale"][begin:end])[..., None]
+    values = e2m1(parts["weight"][begin:end]) * _power(parts["scale"][begin:end])[..., None]
     return values.flatten(-2).transpose(-1, -2).contiguous()
 
 
@@ -101,6 +95,19 @@ def e2m1(packed: Tensor) -> Tensor:
     packed = packed.view(torch.uint8)
     halves = torch.stack([packed & 0xF, packed >> 4], dim=-1)
     return table[halves.long()].flatten(-2)
+
+
+def bits_of(num_packed: int, num_columns: int) -> int:
+    """Return how many bits an integer has of which `num_columns` lie in `num_packed` int32.
+
+    Raises:
+        UserError: none of the numbers of bits that are known.
+    """
+    for bits in _INTEGERS:
+        if math.ceil(num_columns * bits / _PACKED_BITS) == num_packed:
+            return bits
+    known = ", ".join(map(str, _INTEGERS))
+    raise UserError(f"{num_columns} integers in {num_packed} int32 are none of {known} bits")
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
@@ -126,25 +133,31 @@ def _scalar(part: Any) -> Tensor:
     return value.to(torch.float32).reshape(-1)[0]
 
 
-def _spread(part: Any, shape: list[int], begin: int, end: int, block: tuple[int, int] | None) -> Tensor:
-    """Return a scale for each value of rows `begin` to `end`, in a shape that broadcasts."""
+def _spread(
+    part: Any, shape: list[int], begin: int, end: int, block: Block, *, is_scale: bool = False
+) -> Tensor:
+    """Return a scale, or a zero point, for each value of rows `begin` to `end`, in a shape that broadcasts."""
+
+    def numbers(rows: Tensor) -> Tensor:
+        is_exponent = is_scale and rows.dtype == torch.uint8
+        return _power(rows) if is_exponent else rows.to(torch.float32)
+
     own = part.get_shape()
     if math.prod(own) == 1:
-        return _scalar(part)
+        return numbers(part[:]).reshape(-1)[0]
     if len(own) == 1:  # one for a row
-        rows: Tensor = part[begin:end].to(torch.float32)
-        return rows.reshape(-1, *[1] * (len(shape) - 1))
+        return numbers(part[begin:end]).reshape(-1, *[1] * (len(shape) - 1))
     height, width = block_of(own, shape, block)
     columns = torch.arange(shape[-1]) // width
     if len(shape) > 2:  # experts: rows are the second dimension
-        grid = part[begin:end].to(torch.float32)
+        grid = numbers(part[begin:end])
         return grid[..., torch.arange(shape[-2]) // height, :][..., columns]
     first = begin // height
-    grid = part[first : (end - 1) // height + 1].to(torch.float32)
+    grid = numbers(part[first : (end - 1) // height + 1])
     return grid[torch.arange(begin, end) // height - first][:, columns]
 
 
-def block_of(scales: list[int], shape: list[int], block: tuple[int, int] | None) -> tuple[int, int]:
+def block_of(scales: list[int], shape: list[int], block: Block) -> tuple[int, int]:
     """Return the rows and columns that share a scale; the last block of a dimension may be smaller.
 
     scales, shape: of the scales and of the weight. block: as the config says; None: what divides the weight evenly.

@@ -17,7 +17,7 @@ from fcsd.model.connectivity.checkpoint import CONFIG, Checkpoint
 from fcsd.model.connectivity.quantised import DEQUANTISED, MODELOPT, quantisation_fields
 from fcsd.model.quantised.formats import (
     FP8,
-    Settings,
+    Block,
     Slices,
     block_of,
     mxfp4,
@@ -31,6 +31,8 @@ _ACTIVATIONS = (
     "input_scale", "input_global_scale", "input_zero_point", "activation_scale", "activation_scale_inv",
     "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale",
 )  # fmt: skip
+_GROUPS = {nvfp4: 16, mxfp4: 32}
+"""Form -> columns that share a scale. MXFP6, whose tensors have the names of MXFP4, has another ratio."""
 _PARTS = {"_scale": "scale", "_zero_point": "zero_point", "_g_idx": "g_idx", "_shape": "shape"}
 
 
@@ -43,7 +45,7 @@ class Stored:
 
     shape: tuple[int, ...]
     parts: dict[str, str]
-    decode: Callable[[Slices, int, int, Settings], Tensor]
+    decode: Callable[[Slices, int, int, Block], Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Contents:
 
     weights: dict[str, Stored]
     plain: list[str]
-    settings: Settings
+    block: Block
 
 
 def quantisation(checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -79,11 +81,11 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     if config is None:
         raise UserError(f"{checkpoint.folder}: is not quantised (no quantization_config); nothing to do")
     _check_method(config, checkpoint.folder)
-    settings = _settings(config)
+    block = _block(config)
     weights: dict[str, Stored] = {}
     used: set[str] = set()
     for name, stored in _find(checkpoint):
-        _check_fits(checkpoint, name, stored, settings)
+        _check_fits(checkpoint, name, stored, block)
         weights[name] = stored
         used |= {*stored.parts.values()}
     plain = []
@@ -101,7 +103,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         raise UserError(
             f"{checkpoint.folder / CONFIG}: has a quantization_config, but no tensor is quantised; remove the field"
         )
-    return Contents(weights, plain, settings)
+    return Contents(weights, plain, block)
 
 
 def _check_method(config: Mapping[str, Any], folder: Path) -> None:
@@ -121,16 +123,17 @@ def _check_method(config: Mapping[str, Any], folder: Path) -> None:
         )
 
 
-def _settings(config: Mapping[str, Any]) -> Settings:
-    block, bits = config.get("weight_block_size"), 4
+def _block(config: Mapping[str, Any]) -> Block:
+    """Return the rows and columns that share a scale, of block FP8."""
+    block = config.get("weight_block_size")
     groups = config.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         if isinstance(weights, dict):
             block = weights.get("block_structure") or block
-            bits = weights.get("num_bits") or bits
-    is_pair = isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) for n in block)
-    return Settings((int(block[0]), int(block[1])) if is_pair and block else None, int(bits))
+    if not isinstance(block, list | tuple) or len(block) != 2:
+        return None
+    return int(block[0]), int(block[1])
 
 
 def _find(checkpoint: Checkpoint) -> Iterator[tuple[str, Stored]]:
@@ -177,21 +180,21 @@ def _packed(checkpoint: Checkpoint, name: str) -> tuple[str, Stored]:
     return base, Stored((*shape[:-1], 2 * shape[-1]), parts, mxfp4)
 
 
-def _check_fits(checkpoint: Checkpoint, name: str, stored: Stored, settings: Settings) -> None:
+def _check_fits(checkpoint: Checkpoint, name: str, stored: Stored, block: Block) -> None:
     """Refuse scales that do not fit their weight, before anything is written."""
     shapes = {part: list(checkpoint.shapes[tensor]) for part, tensor in stored.parts.items()}
     scale, weight = shapes["scale"], shapes["weight"]
     if stored.decode is mxfp4_experts:
         fits = len(weight) == 4 and scale == weight[:3]
     elif stored.decode in (nvfp4, mxfp4):
-        fits = scale[:-1] == weight[:-1] and stored.shape[-1] % scale[-1] == 0
+        fits = scale[:-1] == weight[:-1] and stored.shape[-1] == scale[-1] * _GROUPS[stored.decode]
     elif stored.decode is packed_integers:
         fits = len(scale) == 2 and scale[0] == weight[0]
     elif len(scale) < 2 or math.prod(scale) == 1:
         fits = math.prod(scale) in (1, weight[0])
     else:
         try:
-            block_of(scale, weight, settings.block)
+            block_of(scale, weight, block)
         except UserError as error:
             raise UserError(f"{checkpoint.folder}: tensor '{name}': {error}") from None
         fits = len(weight) >= 2 and scale[:-2] == weight[:-2]
