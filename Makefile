@@ -75,7 +75,7 @@ $(OLDEST):  # beside the environment, never in it
 
 EXTRAS := .extras
 
-test-extras: $(STAMP) $(EXTRAS) $(REAL_PACKAGES)  ## evalplus, wandb (offline), trackio, lm-eval's instruct tasks, `make real` in small
+test-extras: $(STAMP) $(EXTRAS) $(REAL_PACKAGES)  ## evalplus, wandb (offline), trackio, lm-eval's instruct tasks, compressed-tensors, `make real` in small
 	PYTHONPATH=$(CURDIR)/$(EXTRAS):$(CURDIR)/$(REAL_PACKAGES) $(TEST_ENV) $(BIN)/python -m pytest -q -m extras
 
 # Beside the environment, and without what that has already: alone, evalplus and trackio would change protobuf and pillow.
@@ -83,7 +83,7 @@ test-extras: $(STAMP) $(EXTRAS) $(REAL_PACKAGES)  ## evalplus, wandb (offline), 
 $(EXTRAS): pyproject.toml
 	rm -rf $@ $@.new && mkdir $@.new
 	{ $(BIN)/python -m pip install --quiet --disable-pip-version-check --dry-run --report $@.new/report.json \
-	    '.[evalplus,instruct,trackio,wandb]' \
+	    '.[evalplus,instruct,quantised,trackio,wandb]' \
 	  && $(BIN)/python -c 'import importlib.metadata as m, json, re, sys; norm = lambda name: re.sub("[-_.]+", "-", name).lower(); here = {norm(d.name) for d in m.distributions()}; new = (p["metadata"] for p in json.load(open(sys.argv[1]))["install"]); print(*(p["name"] + "==" + p["version"] for p in new if norm(p["name"]) not in here), sep="\n")' \
 	    $@.new/report.json > $@.new/requirements.txt \
 	  && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.new \

@@ -147,6 +147,24 @@ def compressed_mxfp4(rows: int, columns: int) -> Made:
     return {"_packed": packed, "_scale": scale}, values
 
 
+def mxfp8(rows: int, columns: int) -> Made:
+    """The scale of 32 columns is a byte, too, and is an exponent."""
+    codes, scale = fp8_bytes(rows, columns), (115 + numbers(rows, columns // 32) % 6).to(torch.uint8)
+    values = table(rows, columns, lambda r, c: fp8(int(codes[r, c])) * 2.0 ** (int(scale[r, c // 32]) - 127))
+    return {"": codes.view(torch.float8_e4m3fn), "_scale": scale}, values
+
+
+def integers_of_two_sizes(rows: int, columns: int) -> Made:
+    """INT4 where there are 32 rows, else INT8: a checkpoint may have both, and its config one list for all."""
+    if rows == 32:
+        return int4(rows, columns)
+    codes = numbers(rows, columns) % 256
+    scale = (0.001 + numbers(rows, 1) % 5 * 0.001).float()
+    words = codes.to(torch.uint8).contiguous().view(torch.int32)
+    values = table(rows, columns, lambda r, c: (int(codes[r, c]) - 128) * float(scale[r, 0]))
+    return {"_packed": words, "_scale": scale, "_shape": torch.tensor([rows, columns])}, values
+
+
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {"num_bits": 4}}}}
 LAYOUTS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "block fp8": (block_fp8, {"quant_method": "fp8", "weight_block_size": [16, 16]}),
@@ -158,6 +176,8 @@ LAYOUTS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "fp8 of modelopt": (tensor_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "int8": (int8, {"quant_method": "compressed-tensors"}),
     "packed int4": (int4, COMPRESSED),
+    "packed int4 and int8": (integers_of_two_sizes, COMPRESSED),
+    "mxfp8": (mxfp8, COMPRESSED),
     "nvfp4 of modelopt": (modelopt_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "nvfp4 of compressed-tensors": (compressed_nvfp4, COMPRESSED),
     "mxfp4 of compressed-tensors": (compressed_mxfp4, COMPRESSED),
@@ -293,6 +313,26 @@ def test_scales_of_other_blocks_are_refused_by_the_tensors_name(tmp_path: Path) 
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"tensor 'model\..*scales of shape .*blocks of 128 x 5"):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
+
+
+@pytest.mark.parametrize(("parts", "message"), [("mxfp6", "do not fit"), ("int3", "none of 2, 4, 8 bits")])
+def test_forms_that_look_like_known_ones_are_refused_before_anything_is_written(
+    parts: str, message: str, tmp_path: Path
+) -> None:
+    """MXFP6 has the names of MXFP4; integers of 3 bits lie across two int32 in some versions only."""
+
+    def made(rows: int, columns: int) -> Made:
+        if parts == "mxfp6":
+            packed = torch.zeros(rows, columns * 6 // 8, dtype=torch.uint8)
+            return {"_packed": packed, "_scale": packed[:, : columns // 32]}, torch.zeros(rows, columns)
+        packed = torch.zeros(rows, columns * 3 // 32, dtype=torch.int32)
+        shape = torch.tensor([rows, columns])
+        return {"_packed": packed, "_scale": torch.ones(rows, 1), "_shape": shape}, torch.zeros(rows, columns)
+
+    write(tmp_path / "q", made, COMPRESSED)
+    with pytest.raises(UserError, match=message):
+        dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
+    assert not [*tmp_path.glob("out*/*.safetensors")]
 
 
 def test_an_expert_that_is_missing_is_seen(tmp_path: Path) -> None:
