@@ -1,14 +1,17 @@
-"""Find the weight files of a checkpoint folder as transformers does, read their headers, and hash them.
+"""Find the weight files of a checkpoint folder as transformers does, read their headers, hash and write them.
 
 Not covered: pickles, which are never read; files of other tools (`consolidated.safetensors`, `original/`).
 """
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_regular, file_state, is_noise, read_json, safetensors_header
@@ -123,6 +126,57 @@ def weight_files(folder: Path) -> list[Path]:
         weights.check_present(folder)
         return [folder / name for name in weights.names]
     return sorted(file for file in folder.glob("*.safetensors") if not is_noise(file.name))
+
+
+class Stored(NamedTuple):
+    """A tensor of a safetensors file: its dtype in the words of safetensors, its shape, and its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def write_safetensors(
+    file: Path, tensors: Mapping[str, Stored], write: Callable[[str, BinaryIO], None]
+) -> None:
+    """Write a safetensors file tensor by tensor, so that none need be in memory, and bring it to the disk.
+
+    write: writes the bytes of the tensor of this name.
+    """
+
+    def element_bytes(name: str) -> float:
+        return tensors[name].num_bytes / max(1, math.prod(tensors[name].shape))
+
+    # The largest elements first, so that all are aligned.
+    names = sorted(tensors, key=lambda name: (-element_bytes(name), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + tensors[name].num_bytes
+        header[name] = {
+            "dtype": tensors[name].dtype,
+            "shape": [*tensors[name].shape],
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as target:
+        target.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            write(name, target)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def copy_bytes(source: BinaryIO, begin: int, num_bytes: int, target: BinaryIO) -> None:
+    """Copy bytes from a place in an open file to where another stands, a block at a time."""
+    source.seek(begin)
+    while num_bytes:
+        block = source.read(min(num_bytes, _BLOCK_BYTES))
+        if not block:
+            raise AssertionError("a file ends before its header says so")
+        target.write(block)
+        num_bytes -= len(block)
 
 
 def weights_fingerprint(folder: Path) -> str:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ADAPTED = ".base_layer"  # what peft adds to the name of a tensor that has adapters
-_UNQUANTISED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes of weights that are not quantised, by their names in safetensors files."""
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -153,9 +154,7 @@ def saved_dtypes(model: "PreTrainedModel") -> FileDtypes:
         checkpoint = None
     if checkpoint is None or declared_dtype(checkpoint) != model.dtype:
         return FileDtypes(model.dtype, dtypes)
-    in_files = {
-        name: _UNQUANTISED[dtype] for name, dtype in checkpoint.dtypes.items() if dtype in _UNQUANTISED
-    }
+    in_files = {name: PLAIN[dtype] for name, dtype in checkpoint.dtypes.items() if dtype in PLAIN}
     for name, names in names_in_files(model).items():
         # One tensor in memory is several in files (an expert's each): the widest keeps them all.
         widths = [in_files[known] for known in (*names, name) if known in in_files]
@@ -169,7 +168,7 @@ def declared_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
     declared = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     if declared is not None:
         return getattr(torch, str(declared).removeprefix("torch."), None)
-    first = (_UNQUANTISED[dtype] for dtype in checkpoint.dtypes.values() if dtype in _UNQUANTISED)
+    first = (PLAIN[dtype] for dtype in checkpoint.dtypes.values() if dtype in PLAIN)
     return next(first, None)
 
 

@@ -20,13 +20,13 @@ from fcsd.evaluation.stage import check_server
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity.modeling import base_model_class, register
-from fcsd.model.connectivity.quantised import why_not_trained
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
 from fcsd.model.families.family import text_config
 from fcsd.model.inspect.checkpoint import config_object
 from fcsd.model.load import ModelFolder
 from fcsd.model.positions import check_positions
+from fcsd.model.quantised.methods import why_not_trained
 from fcsd.parallel.engine import check_precision
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.overlap import check_connections, check_transformers, refusal

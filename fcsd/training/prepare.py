@@ -9,8 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import Collator
-from fcsd.model.connectivity.quantised import said_quantisation, why_not_trained
 from fcsd.model.dtypes import dtype_of, to_dtype
+from fcsd.model.quantised.methods import said_quantisation, why_not_trained
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import shard_student, shard_teacher
 from fcsd.training.config import TrainConfig

@@ -16,15 +16,15 @@ from fcsd.base.files import check_regular, read_json, safetensors_header
 from fcsd.base.fingerprints import TOKENIZER_FILES
 from fcsd.base.weights import CONFIG, INDEX, WEIGHTS, WeightFiles, find_weights, stale_index
 from fcsd.model.connectivity.aliases import has_other_names, in_our_names
-from fcsd.model.connectivity.quantised import (
+from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.families import FAMILIES, NEWER, PREFIX, Family, base_model_type, family_of
+from fcsd.model.families.refused import REFUSED
+from fcsd.model.quantised.methods import (
     Quantisation,
     is_left_over,
     said_quantisation,
     without_quantisation,
 )
-from fcsd.model.connectivity.spec import Connectivity
-from fcsd.model.families import FAMILIES, NEWER, PREFIX, Family, base_model_type, family_of
-from fcsd.model.families.refused import REFUSED
 
 CARRIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*")
 """Patterns of what a checkpoint has beside config and weights. No pickles, and no code except what a tokenizer or

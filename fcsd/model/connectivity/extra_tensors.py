@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
+from fcsd.base.weights import Stored, copy_bytes, write_safetensors
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     INDEX,
@@ -28,9 +29,9 @@ from fcsd.model.connectivity.checkpoint import (
     read_header,
     source_folder,
 )
-from fcsd.model.connectivity.quantised import FIELD, said_quantisation
 from fcsd.model.families import Family, family_of
 from fcsd.model.families.family import text_config
+from fcsd.model.quantised.methods import FIELD, said_quantisation
 
 _PROMISE = re.compile(r"num_(nextn|mtp)_\w+|mtp_num_\w*layers|(use|enable)_mtp")
 """Keys of a config that say how many MTP layers a checkpoint has: `num_nextn_predict_layers`, `num_mtp_modules`, …"""
@@ -217,35 +218,15 @@ def _append(folder: Path, shards: list[dict[str, _Piece]]) -> None:
 
 def _write_shard(path: Path, shard: Mapping[str, _Piece]) -> None:
     """Write a safetensors file of pieces of others, byte for byte, without reading a tensor into memory."""
+    tensors = {
+        name: Stored(piece.header["dtype"], tuple(piece.header["shape"]), piece.num_bytes)
+        for name, piece in shard.items()
+    }
 
-    def element_bytes(name: str) -> float:
-        piece = shard[name]
-        return piece.num_bytes / max(1, math.prod(piece.header["shape"]))
+    def write(name: str, target: BinaryIO) -> None:
+        copy_bytes(shard[name].stream, shard[name].begin, shard[name].num_bytes, target)
 
-    # The largest elements first, so that all are aligned.
-    names = sorted(shard, key=lambda name: (-element_bytes(name), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        begin, end = end, end + shard[name].num_bytes
-        header[name] = shard[name].header | {"data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as target:
-        target.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            piece = shard[name]
-            piece.stream.seek(piece.begin)
-            _copy(piece.stream, target, piece.num_bytes)
-
-
-def _copy(source: BinaryIO, target: BinaryIO, num_bytes: int) -> None:
-    while num_bytes:
-        block = source.read(min(num_bytes, 1 << 24))
-        if not block:
-            raise AssertionError("a file ends before its header says so")
-        target.write(block)
-        num_bytes -= len(block)
+    write_safetensors(path, tensors, write)
 
 
 def _take_promises_back(folder: Path, reason: str) -> None:

@@ -22,17 +22,17 @@ from fcsd.model.connectivity.modeling import (
     with_farskip,
     without_farskip,
 )
-from fcsd.model.connectivity.quantised import (
+from fcsd.model.connectivity.spec import Connectivity, field_text
+from fcsd.model.dtypes import PLAIN
+from fcsd.model.families import Family, family_of, moe_mask
+from fcsd.model.quantised.methods import (
     missing_tensors,
     quantised_tensors,
     quantised_without_word,
     why_not_loaded,
     without_quantisation_fields,
 )
-from fcsd.model.connectivity.spec import Connectivity, field_text
-from fcsd.model.families import Family, family_of, moe_mask
 
-_PLAIN = ("BF16", "F16", "F32", "F64")
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
 
@@ -313,7 +313,7 @@ def _check_quantised(checkpoint: Checkpoint, in_files: Shapes, in_memory: Shapes
     """Refuse quantised weights that lack one of the model's tensors, or in which a plain one has another shape."""
     for name, shape in checkpoint.shapes.items():
         expected = {shapes[name] for shapes in (in_files, in_memory) if name in shapes}
-        if expected and shape not in expected and checkpoint.dtypes[name] in _PLAIN:
+        if expected and shape not in expected and checkpoint.dtypes[name] in PLAIN:
             raise UserError(
                 f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but {CONFIG} says"
                 f" {list(min(expected))}; weights and config belong to different models"

@@ -18,13 +18,13 @@ from fcsd.model.connectivity.checkpoint import (
     local_folder,
     read_checkpoint_json,
 )
-from fcsd.model.connectivity.quantised import (
+from fcsd.model.inspect.memory import BYTES
+from fcsd.model.quantised.methods import (
     MODELOPT,
     Quantisation,
     modelopt_quantisation,
     said_quantisation,
 )
-from fcsd.model.inspect.memory import BYTES
 
 _SHIPPED = Path(__file__).with_name("configs")
 

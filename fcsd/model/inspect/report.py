@@ -77,7 +77,7 @@ def _of_weights(source: Source, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Tell what `fcsd convert` and loading would find: the headers of local weights are read as they read them."""
     from fcsd.model.connectivity.checkpoint import read_checkpoint
     from fcsd.model.connectivity.load import check_tensors, config_and_class
-    from fcsd.model.connectivity.quantised import why_not_here, why_not_loaded
+    from fcsd.model.quantised.methods import why_not_here, why_not_loaded
 
     said = source.quantisation
     try:

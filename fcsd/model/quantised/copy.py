@@ -1,6 +1,6 @@
 """Write a quantised checkpoint again in bfloat16, a few rows of a weight in memory at a time.
 
-Shards are written one after another into `OUT.partial`, brought to the disk and renamed; a copy that was cut off
+Shards are written one after another below `OUT.partial`, brought to the disk and renamed; a copy that was cut off
 continues with the next shard, to the same bytes.
 """
 
@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
     check_folder_place,
+    file_state,
     is_empty,
     make_folder,
     read_json,
@@ -28,6 +28,7 @@ from fcsd.base.files import (
     writing,
 )
 from fcsd.base.text import progress_bar
+from fcsd.base.weights import Stored, copy_bytes, write_safetensors
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     INDEX,
@@ -40,16 +41,15 @@ from fcsd.model.connectivity.checkpoint import (
 )
 from fcsd.model.connectivity.export import carry_over, write_code
 from fcsd.model.connectivity.load import check_tensors, config_and_class
-from fcsd.model.connectivity.quantised import without_quantisation
+from fcsd.model.dtypes import PLAIN
 from fcsd.model.quantised.formats import Block, Slices, bits_of
-from fcsd.model.quantised.stored import Contents, Stored, read_contents
+from fcsd.model.quantised.methods import without_quantisation
+from fcsd.model.quantised.stored import Contents, PackedWeight, read_contents
 
 SHARD_BYTES = 5 * 10**9
-_CHUNK_BYTES = 1 << 24  # copied at once
 _CHUNK_VALUES = 1 << 23  # decoded at once
 _RECORD = "dequantize.json"
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+_DTYPES = PLAIN | {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
@@ -82,15 +82,15 @@ def dequantize_checkpoint(
     partial = destination.with_name(f"{destination.name}.partial")
     check_folder_place(partial, _RECORD, "copy that `fcsd dequantize` began")
     make_folder(partial)
+    folder = partial / "model"
     with writing(partial):
         _begin(checkpoint, partial)
-        _write_shards(checkpoint, contents, partial, shard_bytes)
-        _write_rest(source, checkpoint, partial)
-        _check_result(partial)
-        (partial / _RECORD).unlink()
-        if destination.is_dir():
-            shutil.rmtree(destination)
-        os.rename(partial, destination)
+        folder.mkdir(exist_ok=True)
+        _write_shards(checkpoint, contents, folder, shard_bytes)
+        _write_rest(source, checkpoint, folder)
+        _check_result(folder)
+        os.rename(folder, destination)  # which may be an empty folder
+        shutil.rmtree(partial)
 
 
 def _begin(checkpoint: Checkpoint, partial: Path) -> None:
@@ -98,8 +98,8 @@ def _begin(checkpoint: Checkpoint, partial: Path) -> None:
     facts = {
         name: [checkpoint.dtypes[name], list(shape)] for name, shape in sorted(checkpoint.shapes.items())
     }
-    sizes = {name: (checkpoint.folder / name).stat().st_size for name in checkpoint.weight_files}
-    text = json.dumps([facts, sizes, checkpoint.config], sort_keys=True)
+    states = [file_state(checkpoint.folder / name) for name in checkpoint.weight_files]
+    text = json.dumps([facts, states, checkpoint.config], sort_keys=True)
     record = {"source": hashlib.sha256(text.encode()).hexdigest()}
     if (partial / _RECORD).is_file():
         if read_json(partial / _RECORD) != record:
@@ -160,48 +160,64 @@ class _Source:
         file, entry, begin = self.entries[name]
         first, last = entry["data_offsets"]
         with (self.folder / file).open("rb") as stream:
-            stream.seek(begin + first)
-            for left in range(last - first, 0, -_CHUNK_BYTES):
-                target.write(stream.read(min(left, _CHUNK_BYTES)))
+            copy_bytes(stream, begin + first, last - first, target)
 
-    def shape_of(self, stored: Stored) -> tuple[int, ...]:
+    def shape_of(self, weight: PackedWeight) -> tuple[int, ...]:
         """Return the shape of a weight; of packed integers a tensor says it, and UserError where it cannot be."""
-        if "shape" not in stored.parts:
-            return stored.shape
-        packed, num_columns = self._rows(stored.parts["weight"]), int(self._rows(stored.parts["shape"])[:][1])
+        if "shape" not in weight.parts:
+            return weight.shape
+        packed, num_columns = self._rows(weight.parts["weight"]), int(self._rows(weight.parts["shape"])[:][1])
         try:
             bits_of(packed.get_shape()[1], num_columns)
         except UserError as error:
-            raise UserError(f"{self.folder}: tensor '{stored.parts['weight']}': {error}") from None
-        return stored.shape[0], num_columns
+            raise UserError(f"{self.folder}: tensor '{weight.parts['weight']}': {error}") from None
+        return weight.shape[0], num_columns
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor of the copy. stored: the weight that is decoded; None: the bytes are the source's."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
-    stored: Stored | None
-
-
-def _tensors(contents: Contents, source: _Source) -> dict[str, _Tensor]:
+def _tensors(contents: Contents, source: _Source) -> dict[str, Stored]:
+    """Return what the copy holds."""
     tensors = {}
-    for name, stored in contents.weights.items():
-        shape = source.shape_of(stored)
-        tensors[name] = _Tensor("BF16", shape, 2 * math.prod(shape), stored)
+    for name, weight in contents.weights.items():
+        shape = source.shape_of(weight)
+        tensors[name] = Stored("BF16", shape, 2 * math.prod(shape))
     for name in contents.plain:
         entry = source.entries[name][1]
         begin, end = entry["data_offsets"]
-        tensors[name] = _Tensor(entry["dtype"], tuple(entry["shape"]), end - begin, None)
+        tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), end - begin)
     return tensors
 
 
-def _write_shards(checkpoint: Checkpoint, contents: Contents, partial: Path, shard_bytes: int) -> None:
+def _write_shards(checkpoint: Checkpoint, contents: Contents, folder: Path, shard_bytes: int) -> None:
     """Write the shards that are not there yet, and the index of all."""
     source = _Source(checkpoint)
     tensors = _tensors(contents, source)
+    shards = _shards(tensors, shard_bytes)
+    with progress_bar(total=len(tensors), desc="dequantize", unit="tensor") as bar:
+
+        def write(name: str, target: BinaryIO) -> None:
+            if (weight := contents.weights.get(name)) is None:
+                source.copy(name, target)
+            else:
+                parts = source.slices(weight.parts)
+                for rows in decoded(weight, tensors[name].shape, parts, contents.block):
+                    target.write(rows.view(torch.uint8).numpy().data)
+            bar.update()
+
+        for file, names in shards.items():
+            if (folder / file).is_file():
+                bar.update(len(names))
+                continue
+            temporary = folder / f".{file}.tmp"
+            write_safetensors(temporary, {name: tensors[name] for name in names}, write)
+            os.replace(temporary, folder / file)
+    if len(shards) > 1:
+        total = {"total_size": sum(tensor.num_bytes for tensor in tensors.values())}
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
+
+
+def _shards(tensors: Mapping[str, Stored], shard_bytes: int) -> dict[str, list[str]]:
+    """Return file -> names of its tensors."""
     shards: list[list[str]] = [[]]
     size = 0
     for name in sorted(tensors):
@@ -210,66 +226,22 @@ def _write_shards(checkpoint: Checkpoint, contents: Contents, partial: Path, sha
             size = 0
         shards[-1].append(name)
         size += tensors[name].num_bytes
-    files = [WEIGHTS]
-    if len(shards) > 1:
-        files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    with progress_bar(total=len(tensors), desc="dequantize", unit="tensor") as bar:
-        for file, names in zip(files, shards, strict=True):
-            if not (partial / file).is_file():
-                temporary = partial / f".{file}.tmp"
-                with temporary.open("wb") as target:
-                    for _ in _write_shard(target, {name: tensors[name] for name in names}, source, contents):
-                        bar.update()
-                    target.flush()
-                    os.fsync(target.fileno())
-                os.replace(temporary, partial / file)
-            else:
-                bar.update(len(names))
-    if len(shards) > 1:
-        total = {"total_size": sum(tensor.num_bytes for tensor in tensors.values())}
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        write_json(partial / INDEX, {"metadata": total, "weight_map": weight_map})
+    if len(shards) == 1:
+        return {WEIGHTS: shards[0]}
+    total = len(shards)
+    return {f"model-{k:05}-of-{total:05}.safetensors": names for k, names in enumerate(shards, start=1)}
 
 
-def _write_shard(
-    target: BinaryIO, tensors: Mapping[str, _Tensor], source: _Source, contents: Contents
-) -> Iterator[str]:
-    """Write a safetensors file; yields the name of each tensor that is written."""
-    # The largest elements first, so that all are aligned.
-    names = sorted(tensors, key=lambda name: (-_element_bytes(tensors[name]), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        begin, end = end, end + tensors[name].num_bytes
-        tensor = tensors[name]
-        header[name] = {"dtype": tensor.dtype, "shape": [*tensor.shape], "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    target.write(len(text).to_bytes(8, "little") + text)
-    for name in names:
-        stored = tensors[name].stored
-        if stored is None:
-            source.copy(name, target)
-        else:
-            for rows in decoded(stored, tensors[name].shape, source.slices(stored.parts), contents.block):
-                target.write(rows.view(torch.uint8).numpy().data)
-        yield name
-
-
-def _element_bytes(tensor: _Tensor) -> float:
-    return tensor.num_bytes / max(1, math.prod(tensor.shape))
-
-
-def decoded(stored: Stored, shape: tuple[int, ...], parts: Slices, block: Block) -> Iterator[Tensor]:
+def decoded(weight: PackedWeight, shape: tuple[int, ...], parts: Slices, block: Block) -> Iterator[Tensor]:
     """Yield a weight in bfloat16, a few rows of its first dimension at a time."""
     row = max(1, math.prod(shape[1:]))
     step = max(1, _CHUNK_VALUES // row)
     for begin in range(0, shape[0], step):
-        values = stored.decode(parts, begin, min(begin + step, shape[0]), block)
+        values = weight.decode(parts, begin, min(begin + step, shape[0]), block)
         yield values.to(torch.bfloat16).contiguous()
 
 
-def _write_rest(source: str | Path, checkpoint: Checkpoint, partial: Path) -> None:
+def _write_rest(source: str | Path, checkpoint: Checkpoint, folder: Path) -> None:
     """Write config, tokenizer and code beside the weights."""
     config = without_quantisation(read_checkpoint_json(checkpoint.folder / CONFIG))
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
@@ -279,14 +251,14 @@ def _write_rest(source: str | Path, checkpoint: Checkpoint, partial: Path) -> No
     if not {"dtype", "torch_dtype"} & config.keys():
         config["dtype"] = "bfloat16"
     if checkpoint.connectivity is not None and checkpoint.family is not None:
-        write_code(checkpoint.folder, checkpoint.family, partial)
+        write_code(checkpoint.folder, checkpoint.family, folder)
     is_on_hub = not Path(source).expanduser().is_dir()
-    carry_over(checkpoint.folder, partial, repository=str(source) if is_on_hub else None)
-    write_json(partial / CONFIG, config)
+    carry_over(checkpoint.folder, folder, repository=str(source) if is_on_hub else None)
+    write_json(folder / CONFIG, config)
 
 
-def _check_result(partial: Path) -> None:
+def _check_result(folder: Path) -> None:
     """Compare the copy's tensors with what its config needs, where the family is known."""
-    checkpoint = read_checkpoint(partial, any_family=True)
+    checkpoint = read_checkpoint(folder, any_family=True)
     if checkpoint.family is not None:
         check_tensors(checkpoint, *config_and_class(checkpoint))

@@ -14,7 +14,6 @@ from torch import Tensor
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.model.connectivity.checkpoint import CONFIG, Checkpoint
-from fcsd.model.connectivity.quantised import DEQUANTISED, MODELOPT, quantisation_fields
 from fcsd.model.quantised.formats import (
     FP8,
     Block,
@@ -26,6 +25,7 @@ from fcsd.model.quantised.formats import (
     packed_integers,
     scaled,
 )
+from fcsd.model.quantised.methods import DEQUANTISED, MODELOPT, quantisation_fields
 
 _ACTIVATIONS = (
     "input_scale", "input_global_scale", "input_zero_point", "activation_scale", "activation_scale_inv",
@@ -37,7 +37,7 @@ _PARTS = {"_scale": "scale", "_zero_point": "zero_point", "_g_idx": "g_idx", "_s
 
 
 @dataclass(frozen=True)
-class Stored:
+class PackedWeight:
     """A weight as files hold it.
 
     shape: of the weight. parts: part -> name of its tensor. decode: see `fcsd.model.quantised.formats`.
@@ -55,7 +55,7 @@ class Contents:
     What belongs to quantised activations is in neither.
     """
 
-    weights: dict[str, Stored]
+    weights: dict[str, PackedWeight]
     plain: list[str]
     block: Block
 
@@ -82,7 +82,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         raise UserError(f"{checkpoint.folder}: is not quantised (no quantization_config); nothing to do")
     _check_method(config, checkpoint.folder)
     block = _block(config)
-    weights: dict[str, Stored] = {}
+    weights: dict[str, PackedWeight] = {}
     used: set[str] = set()
     for name, stored in _find(checkpoint):
         _check_fits(checkpoint, name, stored, block)
@@ -136,7 +136,7 @@ def _block(config: Mapping[str, Any]) -> Block:
     return int(block[0]), int(block[1])
 
 
-def _find(checkpoint: Checkpoint) -> Iterator[tuple[str, Stored]]:
+def _find(checkpoint: Checkpoint) -> Iterator[tuple[str, PackedWeight]]:
     """Yield each weight that is held in parts, and its name."""
     shapes, dtypes = checkpoint.shapes, checkpoint.dtypes
     for name in sorted(shapes):
@@ -144,22 +144,22 @@ def _find(checkpoint: Checkpoint) -> Iterator[tuple[str, Stored]]:
         if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in shapes:
             base = name.removesuffix("_blocks")
             whole = (shape[0], shape[2] * shape[3] * 2, shape[1]) if len(shape) == 4 else shape
-            yield base, Stored(whole, {"weight": name, "scale": f"{base}_scales"}, mxfp4_experts)
+            yield base, PackedWeight(whole, {"weight": name, "scale": f"{base}_scales"}, mxfp4_experts)
         elif name.endswith("_packed"):
             yield _packed(checkpoint, name)
         elif dtype == "U8" and {f"{name}_scale", f"{name}_scale_2"} <= shapes.keys():
             parts = {"weight": name, "scale": f"{name}_scale", "scale_2": f"{name}_scale_2"}
-            yield name, Stored((*shape[:-1], 2 * shape[-1]), parts, nvfp4)
+            yield name, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, nvfp4)
         elif dtype in {*FP8, "I8"}:
             scale = next((key for key in (f"{name}_scale_inv", f"{name}_scale") if key in shapes), None)
             if scale is not None:
                 parts = {"weight": name, "scale": scale}
                 if f"{name}_zero_point" in shapes:
                     parts["zero_point"] = f"{name}_zero_point"
-                yield name, Stored(shape, parts, scaled)
+                yield name, PackedWeight(shape, parts, scaled)
 
 
-def _packed(checkpoint: Checkpoint, name: str) -> tuple[str, Stored]:
+def _packed(checkpoint: Checkpoint, name: str) -> tuple[str, PackedWeight]:
     """Return the weight of a packed tensor of compressed-tensors."""
     base, shape = name.removesuffix("_packed"), checkpoint.shapes[name]
     parts = {part: base + end for end, part in _PARTS.items() if base + end in checkpoint.shapes}
@@ -173,14 +173,14 @@ def _packed(checkpoint: Checkpoint, name: str) -> tuple[str, Stored]:
             raise UserError(
                 f"{checkpoint.folder}: tensor '{name}' has no '{base}_shape'; fetch the checkpoint again"
             )
-        return base, Stored((shape[0], 0), parts, packed_integers)
+        return base, PackedWeight((shape[0], 0), parts, packed_integers)
     if f"{base}_global_scale" in checkpoint.shapes:
         parts["global_scale"] = f"{base}_global_scale"
-        return base, Stored((*shape[:-1], 2 * shape[-1]), parts, nvfp4)
-    return base, Stored((*shape[:-1], 2 * shape[-1]), parts, mxfp4)
+        return base, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, nvfp4)
+    return base, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, mxfp4)
 
 
-def _check_fits(checkpoint: Checkpoint, name: str, stored: Stored, block: Block) -> None:
+def _check_fits(checkpoint: Checkpoint, name: str, stored: PackedWeight, block: Block) -> None:
     """Refuse scales that do not fit their weight, before anything is written."""
     shapes = {part: list(checkpoint.shapes[tensor]) for part, tensor in stored.parts.items()}
     scale, weight = shapes["scale"], shapes["weight"]

@@ -29,10 +29,10 @@ from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.modeling import base_model_class
-from fcsd.model.connectivity.quantised import without_quantisation
 from fcsd.model.connectivity.spec import parse_selection
 from fcsd.model.families import family_of
 from fcsd.model.inspect.checkpoint import config_object, find_source
+from fcsd.model.quantised.methods import without_quantisation
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.checks import model_config
 from fcsd.pipeline.tiny.cut import cut_sizes

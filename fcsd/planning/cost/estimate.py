@@ -7,8 +7,8 @@ from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.data.workers import MOST_WORKERS
-from fcsd.model.connectivity.quantised import said_quantisation, why_not_trained
 from fcsd.model.families import expert_counts
+from fcsd.model.quantised.methods import said_quantisation, why_not_trained
 from fcsd.parallel.shard import fits_whole
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.changes import activation_bytes, changes, is_supported

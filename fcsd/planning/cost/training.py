@@ -15,13 +15,13 @@ from fcsd.base.text import progress_bar
 from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.modeling import base_model_class
-from fcsd.model.connectivity.quantised import without_quantisation
 from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import EXPERTS, Family, family_of
 from fcsd.model.inspect import inspect_model
 from fcsd.model.inspect.checkpoint import checkpoint_dtype, config_object, find_source
 from fcsd.model.load import load_tokenizer
+from fcsd.model.quantised.methods import without_quantisation
 from fcsd.parallel.engine import checkpoints_activations
 from fcsd.planning.cost.memory import Layout
 from fcsd.planning.cost.operations import ModelWork

@@ -7,7 +7,6 @@ in float64, from the bits.
 import itertools
 import json
 import math
-import os
 import signal
 import struct
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from fcsd.cli.main import main
 from fcsd.model.connectivity.load import load_model
 from fcsd.model.quantised import copy
 from fcsd.model.quantised.copy import dequantize_checkpoint
+from tests.kills import Places
 from tests.reference.tiny import tiny_model
 from tests.support import in_a_fork
 
@@ -262,32 +262,32 @@ def test_gpt_oss_experts_are_those_that_transformers_unpacks(tmp_path: Path) -> 
     assert_same(read(tmp_path / "out"), expected)
 
 
-def test_a_copy_that_is_killed_continues_to_the_same_bytes(
+def test_a_copy_that_is_killed_at_any_place_continues_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "q", *LAYOUTS["block fp8"], shards=3)
-    dequantize_checkpoint(tmp_path / "q", tmp_path / "whole", shard_bytes=20_000)
-    whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
+
+    def run(folder: Path, **watched: Any) -> int:
+        folder.mkdir(exist_ok=True)
+        Places(folder, **watched).watch()
+        dequantize_checkpoint(tmp_path / "q", folder / "out", shard_bytes=20_000)
+        return 0
+
+    def contents(folder: Path) -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in (folder / "out").iterdir()}
+
+    output, record = tmp_path / "output", tmp_path / "moments"
+    assert in_a_fork(lambda: run(tmp_path / "whole", record=record), output) == 0, output.read_text()
+    whole, moments = contents(tmp_path / "whole"), record.read_text().splitlines()
     assert sum(name.endswith(".safetensors") for name in whole) > 3
-    for number in (1, 5, 12, len(whole)):
-        out = tmp_path / f"out-{number}"
-        calls = itertools.count()
-
-        def killed(*args: Any, calls: Any = calls, number: int = number) -> None:
-            if next(calls) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            os.__dict__["_replace"](*args)
-
-        def cut(out: Path = out, killed: Any = killed) -> None:
-            os.__dict__["_replace"] = os.replace
-            os.replace = killed
-            dequantize_checkpoint(tmp_path / "q", out, shard_bytes=20_000)
-
-        with pytest.raises(Exception):  # noqa: B017
-            in_a_fork(cut)
-        assert not out.exists()
-        dequantize_checkpoint(tmp_path / "q", out, shard_bytes=20_000)
-        assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
+    assert len(moments) > 2 * len([name for name in whole if name.endswith(".safetensors")])
+    for number, moment in enumerate(moments):
+        folder = tmp_path / str(number)
+        status = in_a_fork(lambda folder=folder, moment=moment: run(folder, kill=moment), output)
+        assert status == -signal.SIGKILL, (moment, output.read_text())
+        if not (folder / "out").exists():
+            assert in_a_fork(lambda folder=folder: run(folder), output) == 0, (moment, output.read_text())
+        assert contents(folder) == whole, moment
 
 
 def test_a_begun_copy_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
