@@ -61,6 +61,7 @@ pack() {
     platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
     mkdir "$work/wheels" "$work/data"
     requirements > "$work/requirements"
+    say "downloading $(wc -l < "$work/requirements") packages for Python $TARGET_PYTHON"
     while read -r requirement; do
         "$PYTHON" -m pip download -q --no-deps --only-binary=:all: --python-version "$TARGET_PYTHON" \
             --implementation cp "${platforms[@]}" -d "$work/wheels" "$requirement" 2> "$work/error" ||
@@ -73,7 +74,7 @@ pack() {
     tar -C "$work" -cf - wheels data | split -b "${PART_MIB}m" -d -a 2 - "$work/parts/part."
     (cd "$work/parts" && sha256sum part.* > SHA256SUMS)
     mv "$work/parts" "$parts"
-    ls -l "$parts"
+    say "$parts: $(ls "$parts"/part.* | wc -l) parts; next: add SHA256SUMS and each of them on the GPU's machine"
 }
 
 add() {

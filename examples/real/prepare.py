@@ -355,6 +355,8 @@ def articles(data: Path | None) -> list[str]:
 
 def write_code(file: Path, folder: Path, num_bytes: int) -> None:
     """Write sources and pages, in the order of a draw, cut at line ends into pieces of about a thousand tokens."""
+    if not folder.is_dir():
+        sys.exit(f"--code: {folder} is no folder; name one with .py, .md or .rst files")
     file.parent.mkdir(parents=True, exist_ok=True)
     paths = sorted(path for suffix in ("py", "md", "rst") for path in folder.rglob(f"*.{suffix}"))
     random.Random(0).shuffle(paths)
@@ -369,6 +371,8 @@ def write_code(file: Path, folder: Path, num_bytes: int) -> None:
             piece += line[:1000]
         if num_bytes < 0:
             break
+    if not lines:
+        sys.exit(f"--code: {folder} holds no .py, .md or .rst file; name another folder")
     write_text(file, "".join(lines))
 
 

@@ -140,7 +140,7 @@ def _calibrate_options(parser: ArgumentParser) -> None:
 
 
 def _dequantize_options(parser: ArgumentParser) -> None:
-    model_argument(parser)
+    model_argument(parser, config_only=True)
     parser.add_argument(
         "out", metavar="OUT", type=Path, help="new folder; OUT.partial holds what is not finished"
     )

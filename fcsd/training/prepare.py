@@ -51,7 +51,7 @@ def prepare_student(
 ) -> None:
     """Take it to the dtype of the training, freeze what the objective leaves as it is, attach the loss head, and shard
     it where the engine shards. UserError where its config asks for a loss that no training of ours has, or says that
-    its weights are quantised, and could not be saved."""
+    its weights are quantised."""
     if reason := why_not_trained(said_quantisation(student.config.to_dict())):
         raise UserError(f"{type(student).__name__}: {reason}")
     refuse_loss_of_the_model(student.config, train)

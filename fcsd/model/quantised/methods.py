@@ -144,13 +144,13 @@ def why_not_loaded(said: Quantisation) -> str | None:
 
 
 def why_not_trained(said: Quantisation | None) -> str | None:
-    """Return why a model cannot be trained: its weights can be loaded, but not be saved as they were; None: it can."""
+    """Return why a model is not trained: weights of its method may load, and cannot be saved; None: it is."""
     if said is None or said.method not in _PACKING or said.method in _TRAINED:
         return None
     way = "`fcsd dequantize` writes them in bfloat16, to train from"
     if said.method not in DEQUANTISED:
         way = "train its unquantised original"
-    return f"its weights are quantised by {said.words} ({said.place}), and could not be saved after a training; {way}"
+    return f"its weights are quantised by {said.words} ({said.place}), and a training needs plain ones; {way}"
 
 
 def why_not_here(config: Mapping[str, Any]) -> str | None:
