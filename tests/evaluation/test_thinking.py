@@ -111,10 +111,8 @@ class Scripted(Engine):
             made.append(token)
             if token in set(body.get("stop_token_ids") or ()):
                 return made, "stop", token
-            text = self.tokenizer.decode(made, skip_special_tokens=body.get("skip_special_tokens", True))
-            for stop in body.get("stop") or ():
-                if stop in text:
-                    return made, "stop", stop
+            if (stop := self._stop_in(made, body)) is not None:
+                return made, "stop", stop
         return made, "length", None
 
 

@@ -105,11 +105,14 @@ class Engine:
             read = [token]
             if token in ends:
                 return made, "stop", token
-            text = self.tokenizer.decode(made, skip_special_tokens=body.get("skip_special_tokens", True))
-            for stop in body.get("stop") or ():
-                if stop in text:
-                    return made, "stop", stop
+            if (stop := self._stop_in(made, body)) is not None:
+                return made, "stop", stop
         return made, "length", None
+
+    def _stop_in(self, made: list[int], body: dict[str, Any]) -> str | None:
+        """Return the stop string that the text has come to."""
+        text = self.tokenizer.decode(made, skip_special_tokens=body.get("skip_special_tokens", True))
+        return next((stop for stop in body.get("stop") or () if stop in text), None)
 
     def _text(self, made: list[int], body: dict[str, Any], stopped_by: Any) -> str:
         kept = made[:-1] if isinstance(stopped_by, int) else made
