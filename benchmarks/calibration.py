@@ -1,7 +1,8 @@
-"""What a calibration costs on the shapes of a large model with few layers, and what it does on every family.
+"""What a calibration costs on the shapes of a large model with few layers, and what it
+does on every family.
 
-    python -m benchmarks.calibration layers [--num-layers 2] [--shrink 1] [--tokens 8192] [--device cuda]
-    python -m benchmarks.calibration families
+    python -m benchmarks.calibration layers [--num-layers 2] [--shrink 1] [--tokens
+    8192] [--device cuda] python -m benchmarks.calibration families
 
 `layers`: a random checkpoint of Qwen3-30B-A3B's shapes (widths divided by --shrink, a small vocabulary) is calibrated
 from folder to folder. Seconds a layer, the operations a second that this is (`fcsd.planning.cost.estimate`), and by
@@ -56,7 +57,10 @@ def layers(num_layers: int, shrink: int, tokens: int, device: str) -> dict[str, 
         write_checkpoint(folder / "base", num_layers, shrink)
         (folder / "work").mkdir()
         ids = torch.randint(0, 8192, (-(-tokens // LENGTH), LENGTH))
-        rows = [{"input_ids": row, "position_ids": torch.arange(LENGTH), "labels": row} for row in ids]
+        rows = [
+            {"input_ids": row, "position_ids": torch.arange(LENGTH), "labels": row}
+            for row in ids
+        ]
         before = Path("/proc/self/clear_refs")
         before.write_text("5")  # forget the peak: writing the checkpoint held all of it
         start = _peak_mib()
@@ -69,13 +73,21 @@ def layers(num_layers: int, shrink: int, tokens: int, device: str) -> dict[str, 
             launch=Launch(torch.device(device), Engine("one")),
         )
         checkpoint = read_checkpoint(folder / "base")
-        size = sum(file.stat().st_size for file in (folder / "base").glob("*.safetensors")) / 2**20
+        size = (
+            sum(file.stat().st_size for file in (folder / "base").glob("*.safetensors"))
+            / 2**20
+        )
     width, experts = 2048 // shrink, 128 // shrink
     matrices = {
-        name: shape for name, shape in checkpoint.shapes.items() if ".layers." in name and len(shape) == 2
+        name: shape
+        for name, shape in checkpoint.shapes.items()
+        if ".layers." in name and len(shape) == 2
     }
     size_of = {name: shape[0] * shape[1] for name, shape in matrices.items()}
-    active = sum(number * (8 / experts if ".experts." in name else 1) for name, number in size_of.items())
+    active = sum(
+        number * (8 / experts if ".experts." in name else 1)
+        for name, number in size_of.items()
+    )
     flops = calibration_flops(
         forward=2 * active,
         tokens=calibration["tokens"],
@@ -105,7 +117,10 @@ def _peak_mib() -> float:
 @torch.no_grad()
 def kl(teacher: torch.nn.Module, student: torch.nn.Module, ids: torch.Tensor) -> float:
     """KL(teacher || student), nats a token."""
-    p, q = (m(input_ids=ids, use_cache=False).logits.double().log_softmax(-1) for m in (teacher, student))
+    p, q = (
+        m(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)
+        for m in (teacher, student)
+    )
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
@@ -123,14 +138,19 @@ def families() -> None:
         results = calibrate_model(student, teacher, ids[32:], progress=False)
         after = kl(teacher, student, ids[:32])
         left = {text for result in results for text in result["left"]}
-        print(f"{model_type:24} {before:.3f} -> {after:.3f}  {'; '.join(sorted(left))}", flush=True)
+        print(
+            f"{model_type:24} {before:.3f} -> {after:.3f}  {'; '.join(sorted(left))}",
+            flush=True,
+        )
         worse += [model_type] if after >= before else []
     print(f"worse than untrained: {', '.join(worse) or 'none'}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.calibration", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.calibration", description=__doc__
+    )
     parser.add_argument("what", choices=["layers", "families"])
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--shrink", type=int, default=1)
@@ -140,7 +160,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.what == "families":
         families()
     else:
-        print(json.dumps(layers(options.num_layers, options.shrink, options.tokens, options.device)))
+        print(
+            json.dumps(
+                layers(
+                    options.num_layers, options.shrink, options.tokens, options.device
+                )
+            )
+        )
     return 0
 
 

@@ -1,25 +1,31 @@
-"""What a checkpoint costs a training beside its steps: written while it waits, and in the background.
+"""What a checkpoint costs a training beside its steps: written while it waits, and in
+the background.
 
-    python benchmarks/checkpoints.py [--experts 56] [--checkpoints 6] [--every 16] [--json OUT]
-    python benchmarks/checkpoints.py --kills 20
+    python benchmarks/checkpoints.py [--experts 56] [--checkpoints 6] [--every 16]
+    [--json OUT] python benchmarks/checkpoints.py --kills 20
 
-One process trains a Qwen3-MoE with random weights by `fcsd.training.run.train` (cross-entropy, AdamW, float32; a token
-uses one expert, so that steps are cheap for the size of the checkpoint: 2.0 GiB with 56 experts). Every second
-checkpoint is written while the training waits, the others in the background, so that a busy machine is busy for both.
+One process trains a Qwen3-MoE with random weights by `fcsd.training.run.train`
+(cross-entropy, AdamW, float32; a token uses one expert, so that steps are cheap for the
+size of the checkpoint: 2.0 GiB with 56 experts). Every second checkpoint is written
+while the training waits, the others in the background, so that a busy machine is busy
+for both.
 
     blocked    time of the training's thread in all that belongs to the checkpoint
     slowed     by how much the steps that run beside a writing, or removing, thread take longer than the median of those
                that do not; summed up
     delay      both; of the first checkpoint in the background apart: it maps the memory that later ones use again
 
-The share is the median delay in the background over the median time blocked of the other kind. Times are processor
-time of the training's thread, which a busy machine does not change: without the waiting for the disk, which only the
-training that waits has to do, so that the share is too large. Wall time of what blocked stands beside.
+The share is the median delay in the background over the median time blocked of the
+other kind. Times are processor time of the training's thread, which a busy machine does
+not change: without the waiting for the disk, which only the training that waits has to
+do, so that the share is too large. Wall time of what blocked stands beside.
 
---kills: the training is ended with SIGKILL at a random moment between the begin of its first checkpoint and its end,
-run again, and its weights are compared with those of one that was left alone; all checkpoints in the background.
+--kills: the training is ended with SIGKILL at a random moment between the begin of its
+first checkpoint and its end, run again, and its weights are compared with those of one
+that was left alone; all checkpoints in the background.
 
-glibc keeps what the steps free: they would else map their gradients anew in each, which no GPU does.
+glibc keeps what the steps free: they would else map their gradients anew in each, which
+no GPU does.
 """
 
 import argparse
@@ -36,7 +42,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[1]),
+    str(Path(__file__).resolve().parent),
+]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -61,7 +70,9 @@ class Rows:
     """Random tokens, the same at every start."""
 
     def __init__(self, number: int):
-        self.ids = torch.randint(6, 500, (number, ROW), generator=torch.Generator().manual_seed(0))
+        self.ids = torch.randint(
+            6, 500, (number, ROW), generator=torch.Generator().manual_seed(0)
+        )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -86,7 +97,9 @@ def make_model(num_experts: int) -> Any:
         num_experts_per_tok=1,
         use_cache=False,
     )
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.float32
+    )
 
 
 def train(folder: Path, num_experts: int, steps: int, every: int) -> Any:
@@ -121,13 +134,16 @@ def train(folder: Path, num_experts: int, steps: int, every: int) -> Any:
 
 
 class Watch(TrainerCallback):
-    """Notes of each step its seconds and whether a thread was at work, of each checkpoint what blocked the training."""
+    """Notes of each step its seconds and whether a thread was at work, of each
+    checkpoint what blocked the training.
+    """
 
     def __init__(self, options: argparse.Namespace):
         self.every = options.every
         self.writer: Any = None
         self.blocked_s = (0.0, 0.0)  # of the processor, of the wall
-        self.steps: list[tuple[int, float, bool]] = []  # of which checkpoint, seconds, beside a thread
+        # of which checkpoint, seconds, beside a thread
+        self.steps: list[tuple[int, float, bool]] = []
         self.checkpoints: dict[int, dict[str, Any]] = {}
         self.number, self.began, self.beside = 0, 0.0, False
         for name in ("write", "finish"):
@@ -143,7 +159,8 @@ class Watch(TrainerCallback):
                 inside.next_checkpoint()
             does(writer, *args)
             spent = (time.thread_time() - began[0], time.perf_counter() - began[1])
-            inside.blocked_s = (nested[0] + spent[0], nested[1] + spent[1])  # `write` calls `finish`
+            # `write` calls `finish`
+            inside.blocked_s = (nested[0] + spent[0], nested[1] + spent[1])
 
         setattr(CheckpointWriter, name, timed)
 
@@ -152,13 +169,18 @@ class Watch(TrainerCallback):
         self.number += 1
         in_background = self.number % 2 == 0
         checkpoint_writer.BACKGROUND_FROM = 0 if in_background else 10**12
-        self.checkpoints[self.number] = {"background": in_background, "before_s": self.blocked_s}
+        self.checkpoints[self.number] = {
+            "background": in_background,
+            "before_s": self.blocked_s,
+        }
 
     def settle(self) -> None:
         """Note what has blocked since the last checkpoint began."""
         if self.number:
             row = self.checkpoints[self.number]
-            spent = [b - a for a, b in zip(row.pop("before_s"), self.blocked_s, strict=True)]
+            spent = [
+                b - a for a, b in zip(row.pop("before_s"), self.blocked_s, strict=True)
+            ]
             row["blocked_s"], row["blocked_wall_s"] = spent
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -171,9 +193,15 @@ class Watch(TrainerCallback):
 
     def rows(self) -> list[dict[str, Any]]:
         self.settle()
-        quiet = statistics.median(seconds for number, seconds, beside in self.steps if not beside and number)
+        quiet = statistics.median(
+            seconds for number, seconds, beside in self.steps if not beside and number
+        )
         for number, row in self.checkpoints.items():
-            slow = [seconds - quiet for of, seconds, beside in self.steps if of == number and beside]
+            slow = [
+                seconds - quiet
+                for of, seconds, beside in self.steps
+                if of == number and beside
+            ]
             row |= {"steps_beside": len(slow), "slowed_s": sum(slow), "step_s": quiet}
             row["delay_s"] = row["blocked_s"] + row["slowed_s"]
         return list(self.checkpoints.values())
@@ -206,25 +234,39 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
         "blocking_s": blocking,
         "first_share": first["delay_s"] / blocking,
-        "share": statistics.median(row["delay_s"] for row in others) / blocking if others else None,
-        "blocked_share": statistics.median(row["blocked_s"] for row in others) / blocking if others else None,
+        "share": (
+            statistics.median(row["delay_s"] for row in others) / blocking
+            if others
+            else None
+        ),
+        "blocked_share": (
+            statistics.median(row["blocked_s"] for row in others) / blocking
+            if others
+            else None
+        ),
     }
 
 
 def report(measured: dict[str, Any]) -> None:
-    print(f"a checkpoint of {size(measured['checkpoint_bytes'])}, load {measured['load']:.1f}")
+    print(
+        f"a checkpoint of {size(measured['checkpoint_bytes'])}, load"
+        f" {measured['load']:.1f}"
+    )
     for row in measured["rows"]:
         kind = "background" if row["background"] else "waiting"
         print(
-            f"{kind:10}  blocked {row['blocked_s']:6.2f} s ({row['blocked_wall_s']:.2f} s of wall time),"
-            f" {row['steps_beside']:2} steps beside slowed by {row['slowed_s']:6.2f} s (of {row['step_s']:.2f} s each)"
+            f"{kind:10}  blocked {row['blocked_s']:6.2f} s ({row['blocked_wall_s']:.2f}"
+            f" s of wall time), {row['steps_beside']:2} steps beside slowed by"
+            f" {row['slowed_s']:6.2f} s (of {row['step_s']:.2f} s each)"
         )
     print(
-        f"blocking {measured['blocking_s']:.2f} s; in the background {100 * measured['first_share']:.1f} % (the first)"
+        f"blocking {measured['blocking_s']:.2f} s; in the background"
+        f" {100 * measured['first_share']:.1f} % (the first)"
     )
     if measured["share"] is not None:
         print(
-            f"later ones {100 * measured['share']:.1f} %, of it blocked {100 * measured['blocked_share']:.1f} %"
+            f"later ones {100 * measured['share']:.1f} %, of it blocked"
+            f" {100 * measured['blocked_share']:.1f} %"
         )
 
 
@@ -249,8 +291,17 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def begin(options: argparse.Namespace, folder: Path) -> subprocess.Popen:
-    command = [sys.executable, __file__, "--worker", str(folder), "--experts", str(options.experts)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        str(folder),
+        "--experts",
+        str(options.experts),
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def ended(process: subprocess.Popen) -> str:
@@ -284,12 +335,14 @@ def kills(options: argparse.Namespace) -> None:
             num_killed += killed
             num_same += same
             print(
-                f"after {moment:5.1f} of {duration_s:.1f} s, killed {killed}: {there}, same weights {same}",
+                f"after {moment:5.1f} of {duration_s:.1f} s, killed {killed}: {there},"
+                f" same weights {same}",
                 flush=True,
             )
             subprocess.run(["rm", "-rf", str(folder)], check=True)
     print(
-        f"{num_same} of {options.kills} ended with the same weights, {num_killed} killed, load {load_average():.1f}"
+        f"{num_same} of {options.kills} ended with the same weights, {num_killed}"
+        f" killed, load {load_average():.1f}"
     )
 
 
@@ -299,10 +352,16 @@ def main() -> None:
     )
     parser.add_argument("--experts", type=int, default=56)
     parser.add_argument("--checkpoints", type=int, default=6)
-    parser.add_argument("--every", type=int, default=16, help="steps between checkpoints")
+    parser.add_argument(
+        "--every", type=int, default=16, help="steps between checkpoints"
+    )
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="of the temporary folder, on the disk that is measured")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="of the temporary folder, on the disk that is measured",
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()

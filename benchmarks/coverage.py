@@ -1,13 +1,17 @@
-"""How often the 95 % interval of the mean holds the true mean of the differences, by simulation.
+"""How often the 95 % interval of the mean holds the true mean of the differences, by
+simulation.
 
     python benchmarks/coverage.py [--draws 4000] [--json OUT]
 
-A case is a number of tasks, their numbers of items, and the shares of items gained and lost; an item is gained, lost or
-unchanged independently of the others. Grid: 1 to 30 tasks of 1 to 2,000 items, equally large or of all sizes at once,
-true differences of 0 to -95 points, 0 to 20 % of items gained beside those lost. Per size the least coverage, the case
-that has it, and half the width of the interval in points, at -5 points without gains.
+A case is a number of tasks, their numbers of items, and the shares of items gained and
+lost; an item is gained, lost or unchanged independently of the others. Grid: 1 to 30
+tasks of 1 to 2,000 items, equally large or of all sizes at once, true differences of 0
+to -95 points, 0 to 20 % of items gained beside those lost. Per size the least coverage,
+the case that has it, and half the width of the interval in points, at -5 points without
+gains.
 
-A case below 94 % is drawn again with ten times the draws, so that the least of thousands is not the unluckiest.
+A case below 94 % is drawn again with ten times the draws, so that the least of
+thousands is not the unluckiest.
 """
 
 import argparse
@@ -47,11 +51,19 @@ def coverage(
     """Return the share of draws whose interval holds lost - gained, and half its mean width."""
     rng = numpy.random.default_rng(seed)
     unchanged = max(0.0, 1 - gained - lost)
-    drawn = [rng.multinomial(size, [gained, lost, unchanged], size=draws).tolist() for size in sizes]
+    drawn = [
+        rng.multinomial(size, [gained, lost, unchanged], size=draws).tolist()
+        for size in sizes
+    ]
     held, half = 0, 0.0
     for rows in zip(*drawn, strict=True):
-        deltas = [(up - down) / size for (up, down, _), size in zip(rows, sizes, strict=True)]
-        limits = [_known(up, down, size) for (up, down, _), size in zip(rows, sizes, strict=True)]
+        deltas = [
+            (up - down) / size for (up, down, _), size in zip(rows, sizes, strict=True)
+        ]
+        limits = [
+            _known(up, down, size)
+            for (up, down, _), size in zip(rows, sizes, strict=True)
+        ]
         low, high = mean_interval(deltas, limits)
         held += low - 1e-12 <= gained - lost <= high + 1e-12
         half += (high - low) / 2
@@ -60,7 +72,9 @@ def coverage(
 
 def cases() -> list[tuple[str, tuple[int, ...], float, float]]:
     """List name of the sizes, sizes, shares gained and lost."""
-    shapes = [(str(size), (size,) * number) for size in SIZES for number in NUM_TASKS] + [("mixed", MIXED)]
+    shapes = [
+        (str(size), (size,) * number) for size in SIZES for number in NUM_TASKS
+    ] + [("mixed", MIXED)]
     return [
         (name, sizes, gained, gained + loss)
         for (name, sizes), loss, gained in itertools.product(shapes, LOSSES, GAINED)
@@ -81,14 +95,25 @@ def main(words: Sequence[str] | None = None) -> int:
         row = rows.setdefault(name, {"cases": 0, "coverage": math.inf})
         row["cases"] += 1
         if held < row["coverage"]:
-            row |= {"coverage": held, "tasks": len(sizes), "gained": gained, "lost": lost}
+            row |= {
+                "coverage": held,
+                "tasks": len(sizes),
+                "gained": gained,
+                "lost": lost,
+            }
         if (gained, lost) == (0.0, 0.05) and len(sizes) in (7, 11):
             row["half_width"] = half
-    print("items  cases  least coverage  (tasks, gained, lost)   half width at -5, 11 tasks")
+    print(
+        "items  cases  least coverage  (tasks, gained, lost)   half width at -5, 11"
+        " tasks"
+    )
     for name, row in rows.items():
-        case = f"({row['tasks']}, {100 * row['gained']:.1f} %, {100 * row['lost']:.1f} %)"
+        case = (
+            f"({row['tasks']}, {100 * row['gained']:.1f} %, {100 * row['lost']:.1f} %)"
+        )
         print(
-            f"{name:>5}  {row['cases']:5}  {row['coverage']:14.3f}  {case:22}  {100 * row['half_width']:.2f}"
+            f"{name:>5}  {row['cases']:5}  {row['coverage']:14.3f}  {case:22} "
+            f" {100 * row['half_width']:.2f}"
         )
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

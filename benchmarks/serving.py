@@ -1,17 +1,20 @@
-"""What of its collectives a FarSkip model hides in vLLM, and what that saves: two ranks on a CPU, an emulated network.
+"""What of its collectives a FarSkip model hides in vLLM, and what that saves: two ranks
+on a CPU, an emulated network.
 
     .serving/bin/python benchmarks/serving.py [--rounds N] [--data-parallel] [--real-time]      `make bench-serving`
 
-A model of 8 layers with random weights is run by two ranks (tensor and expert parallel, or with --data-parallel each
-its own prompts and half of the experts), whose collectives take turns in a thread that waits as a network of 2 ms and
-0.5 GB/s would. Both ways are of one engine: overlapped, and
-each collective waited for where it begins. Their steps alternate. Hidden is the part of the collectives' time in which
-the computing thread did not wait for them; other waits are for the other rank, and for threads to run.
+A model of 8 layers with random weights is run by two ranks (tensor and expert parallel,
+or with --data-parallel each its own prompts and half of the experts), whose collectives
+take turns in a thread that waits as a network of 2 ms and 0.5 GB/s would. Both ways are
+of one engine: overlapped, and each collective waited for where it begins. Their steps
+alternate. Hidden is the part of the collectives' time in which the computing thread did
+not wait for them; other waits are for the other rank, and for threads to run.
 
-The network takes its time whatever else the machine does, and the model does not: beside other work, --real-time lets
-the ranks' threads run before it (Linux, root).
+The network takes its time whatever else the machine does, and the model does not:
+beside other work, --real-time lets the ranks' threads run before it (Linux, root).
 
-An emulation shows that the order lets collectives run beside computation, and says nothing about a real network.
+An emulation shows that the order lets collectives run beside computation, and says
+nothing about a real network.
 """
 
 import argparse
@@ -35,7 +38,12 @@ WORK = {"prefill": (4, 32, 1), "decode": (4, 16, 16)}
 CONFIG: dict[str, Any] = {
     "architectures": ["FarSkipQwen3MoeForCausalLM"],
     "model_type": "farskip_qwen3_moe",
-    "farskip": {"version": 1, "layers": list(range(8)), "attention": "partial", "mlp": "outdated"},
+    "farskip": {
+        "version": 1,
+        "layers": list(range(8)),
+        "attention": "partial",
+        "mlp": "outdated",
+    },
     "hidden_size": 1024,
     "intermediate_size": 2048,
     "moe_intermediate_size": 512,
@@ -52,8 +60,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-# With a shared expert, as models that are served so have: a dispatch has attention from its kernel on to run beside, a
-# combine the shared expert and attention up to its kernel.
+# With a shared expert, as models that are served so have: a dispatch has attention from
+# its kernel on to run beside, a combine the shared expert and attention up to its
+# kernel.
 DATA_PARALLEL_CONFIG: dict[str, Any] = {
     **CONFIG,
     "architectures": ["FarSkipQwen2MoeForCausalLM"],
@@ -88,7 +97,9 @@ def start_engine(folder: str, compiled: bool, data_parallel: bool) -> Any:
 
 
 def measure(llm: Any, work: tuple[int, int, int], rounds: int) -> dict[str, Any]:
-    """Return milliseconds a run of both ways, and what was hidden of the overlapped one's collectives."""
+    """Return milliseconds a run of both ways, and what was hidden of the overlapped
+    one's collectives.
+    """
     from vllm import SamplingParams
 
     from fcsd_vllm.communication import Times
@@ -96,17 +107,26 @@ def measure(llm: Any, work: tuple[int, int, int], rounds: int) -> dict[str, Any]
     communication = llm.apply_model(lambda model: model.farskip_communication)[0]
     communication = getattr(communication, "timed", communication)
     overlapped = communication.settings
-    ways = {"overlapped": overlapped, "blocking": replace(overlapped, min_overlap_bytes=2**62)}
+    ways = {
+        "overlapped": overlapped,
+        "blocking": replace(overlapped, min_overlap_bytes=2**62),
+    }
     prompts, tokens, new_tokens = work
-    sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
+    )
     draw = random.Random(0)
     took: dict[str, list[float]] = {name: [] for name in ways}
     times = {name: Times() for name in ways}
     for each in range(rounds + 1):  # the first warms up
         for name, settings in ways.items():
-            communication.settings, communication.times = settings, Times() if each == 0 else times[name]
+            communication.settings, communication.times = (
+                settings,
+                Times() if each == 0 else times[name],
+            )
             rows = [
-                {"prompt_token_ids": [draw.randrange(2, 500) for _ in range(tokens)]} for _ in range(prompts)
+                {"prompt_token_ids": [draw.randrange(2, 500) for _ in range(tokens)]}
+                for _ in range(prompts)
             ]
             begun = time.perf_counter()
             llm.generate(rows, sampling, use_tqdm=False)
@@ -124,7 +144,9 @@ def measure(llm: Any, work: tuple[int, int, int], rounds: int) -> dict[str, Any]
 
 
 def run_first() -> None:
-    """Let this process run before all others, and in it what a collective needs before what computes."""
+    """Let this process run before all others, and in it what a collective needs before
+    what computes.
+    """
     for thread in map(int, os.listdir("/proc/self/task")):
         priority = 10 if thread == os.getpid() else 20
         os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(priority))
@@ -136,7 +158,9 @@ def run_rank(folder: str, compiled: bool, given: argparse.Namespace) -> None:
     if given.real_time:
         run_first()
     results = {name: measure(llm, work, given.rounds) for name, work in WORK.items()}
-    Path(folder, f"results-{int(compiled)}-{os.environ['RANK']}.json").write_text(json.dumps(results))
+    Path(folder, f"results-{int(compiled)}-{os.environ['RANK']}.json").write_text(
+        json.dumps(results)
+    )
 
 
 def launch(folder: str, compiled: bool, rounds: int) -> dict[str, Any]:
@@ -145,7 +169,8 @@ def launch(folder: str, compiled: bool, rounds: int) -> dict[str, Any]:
     if start_ranks(Path(__file__), *words).wait() != 0:
         sys.exit("a rank failed")
     ranks = [
-        json.loads(Path(folder, f"results-{int(compiled)}-{rank}.json").read_text()) for rank in range(2)
+        json.loads(Path(folder, f"results-{int(compiled)}-{rank}.json").read_text())
+        for rank in range(2)
     ]
     for name in WORK:
         for way, measured in ranks[0][name].items():
@@ -168,10 +193,14 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument(
-        "--real-time", action="store_true", help="before other work on this machine; needs root"
+        "--real-time",
+        action="store_true",
+        help="before other work on this machine; needs root",
     )
     parser.add_argument(
-        "--data-parallel", action="store_true", help="attention a rank, experts over the ranks"
+        "--data-parallel",
+        action="store_true",
+        help="attention a rank, experts over the ranks",
     )
     parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
@@ -183,17 +212,20 @@ def main() -> None:
         config = DATA_PARALLEL_CONFIG if given.data_parallel else CONFIG
         Path(folder, "config.json").write_text(json.dumps(config))
         print(
-            "| work | model | blocking ms | overlapped ms | ratio | collectives | ms each | hidden | other waits ms |"
+            "| work | model | blocking ms | overlapped ms | ratio | collectives | ms"
+            " each | hidden | other waits ms |"
         )
         print("|---|---|---|---|---|---|---|---|---|")
         for compiled in (False, True):
             for work, ways in launch(folder, compiled, given.rounds).items():
                 blocking, overlapped = ways["blocking"], ways["overlapped"]
                 print(
-                    f"| {work} | {'compiled' if compiled else 'eager'} | {blocking['median_ms']:.0f}"
-                    f" | {overlapped['median_ms']:.0f} | {overlapped['median_ms'] / blocking['median_ms']:.2f}"
-                    f" | {overlapped['collectives'] // given.rounds} | {overlapped['collective_ms']:.1f}"
-                    f" | {overlapped['hidden']:.1%} | {overlapped['behind_ms']:.0f} |",
+                    f"| {work} | {'compiled' if compiled else 'eager'} |"
+                    f" {blocking['median_ms']:.0f} | {overlapped['median_ms']:.0f} |"
+                    f" {overlapped['median_ms'] / blocking['median_ms']:.2f} |"
+                    f" {overlapped['collectives'] // given.rounds} |"
+                    f" {overlapped['collective_ms']:.1f} | {overlapped['hidden']:.1%} |"
+                    f" {overlapped['behind_ms']:.0f} |",
                     flush=True,
                 )
 

@@ -1,12 +1,14 @@
-"""Real exchanges of what a recipe's steered model sends, beside what is simulated; needs root.
+"""Real exchanges of what a recipe's steered model sends, beside what is simulated;
+needs root.
 
-    fcsd run recipes/studies/camoe.yaml
-    python benchmarks/steered_exchanges.py recipes/studies/camoe.yaml [--names camoe-0.25,bottleneck-0.25]
+    fcsd run recipes/studies/camoe.yaml python benchmarks/steered_exchanges.py
+    recipes/studies/camoe.yaml [--names camoe-0.25,bottleneck-0.25]
 
-The model runs on the recipe's held-out text under each of the run's bias tables. The rows that its tokens make are sent
-by four gloo ranks in network namespaces (tests/steering/network/namespaces.py: CAMoE's appendix A.3, a tenth of its
-rates, five times its delays), and simulated from links that the same ranks have measured. The machine should be idle
-otherwise.
+The model runs on the recipe's held-out text under each of the run's bias tables. The
+rows that its tokens make are sent by four gloo ranks in network namespaces
+(tests/steering/network/namespaces.py: CAMoE's appendix A.3, a tenth of its rates, five
+times its delays), and simulated from links that the same ranks have measured. The
+machine should be idle otherwise.
 """
 
 import argparse
@@ -49,16 +51,27 @@ def traffic(recipe: str, names: list[str]) -> tuple[dict[str, np.ndarray], Paylo
     batches = []
     for start in range(0, EXCHANGES * 4 * size, size):
         batch = Collator()([rows[k] for k in range(start, start + size)])
-        batches.append({"input_ids": batch["input_ids"], "attention_mask": real_tokens(batch).long()})
+        batches.append(
+            {
+                "input_ids": batch["input_ids"],
+                "attention_mask": real_tokens(batch).long(),
+            }
+        )
     calibration = Calibration(load_checkpoint(run.original).eval(), batches, 4)
     tables = {name: read_tables(run.layout.bias_tables(name)) for name in names}
-    counts = {"none": calibration.counts} | {name: calibration.respond(each) for name, each in tables.items()}
+    counts = {"none": calibration.counts} | {
+        name: calibration.respond(each) for name, each in tables.items()
+    }
     placement = next(iter(tables.values())).placement
     payload = Payload(row_width(calibration.model.config), placement.shape[1])
-    return {name: endpoint_counts(pairs, placement) for name, pairs in counts.items()}, payload
+    return {
+        name: endpoint_counts(pairs, placement) for name, pairs in counts.items()
+    }, payload
 
 
-def exchanged(rank: int, sent: dict[str, np.ndarray], payload: Payload) -> dict[str, tuple[float, float]]:
+def exchanged(
+    rank: int, sent: dict[str, np.ndarray], payload: Payload
+) -> dict[str, tuple[float, float]]:
     """Return mean seconds of a layer's exchanges, measured and simulated."""
     torch.set_num_threads(1)
     exchange = GroupExchange(None, "p2p", torch.device("cpu"))

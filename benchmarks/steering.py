@@ -2,10 +2,11 @@
 
     python benchmarks/steering.py [--seeds 3] [--strengths 0.1,0.25,0.5]        70 s
 
-Three layers of 128 experts, 8 a token, on 4 endpoints; logits normal (2.4) around a popularity of the experts (1.0).
-Tables are made on calibration tokens, and everything is measured on others; ours gets the goal at which it is at least
-as fast as CAMoE there. Links: CAMoE's appendix A.3, and four equal ones of 10 Gb/s. Means over seeds; the ratio to
-CAMoE's is in brackets.
+Three layers of 128 experts, 8 a token, on 4 endpoints; logits normal (2.4) around a
+popularity of the experts (1.0). Tables are made on calibration tokens, and everything
+is measured on others; ours gets the goal at which it is at least as fast as CAMoE
+there. Links: CAMoE's appendix A.3, and four equal ones of 10 Gb/s. Means over seeds;
+the ratio to CAMoE's is in brackets.
 """
 
 import argparse
@@ -31,13 +32,19 @@ def main() -> None:
     rows = []
     for name, links in (("A.3", UNEQUAL), ("equal", EQUAL)):
         for strength in map(float, arguments.strengths.split(",")):
-            both = [at_equal_time(links, seed, strength) for seed in range(arguments.seeds)]
+            both = [
+                at_equal_time(links, seed, strength) for seed in range(arguments.seeds)
+            ]
             theirs, ours = (
-                {key: np.mean([each[k][key] for each in both]) for key in both[0][k]} for k in (0, 1)
+                {key: np.mean([each[k][key] for each in both]) for key in both[0][k]}
+                for k in (0, 1)
             )
             for kind, figures in (("camoe", theirs), ("bottleneck", ours)):
                 ratio = {
-                    key: f" ({figures[key] / theirs[key]:.2f})" if kind != "camoe" else "" for key in figures
+                    key: f" ({figures[key] / theirs[key]:.2f})"
+                    if kind != "camoe"
+                    else ""
+                    for key in figures
                 }
                 rows.append(
                     [
@@ -50,7 +57,15 @@ def main() -> None:
                         f"{100 * figures['lost']:.3f} %{ratio['lost']}",
                     ]
                 )
-    head = ["links", "strength", "kind", "time", "layer KL", "routes moved", "routing mass lost"]
+    head = [
+        "links",
+        "strength",
+        "kind",
+        "time",
+        "layer KL",
+        "routes moved",
+        "routing mass lost",
+    ]
     print(markdown(head, rows))
 
 

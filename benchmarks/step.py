@@ -1,29 +1,34 @@
 """Time of a whole optimiser step, ours and TRL's, as ratios measured in one run.
 
-    python benchmarks/step.py [--lengths equal mixed] [--rounds 5] [--json OUT] [--dim 384 --layers 10 …]
+    python benchmarks/step.py [--lengths equal mixed] [--rounds 5] [--json OUT] [--dim
+    384 --layers 10 …]
 
-What is measured: the optimiser steps of real training loops over one and the same batch: fetching, teacher, student,
-loss, backward pass, clipping, AdamW, logging. The model is a Qwen3-MoE with random weights, its student rewired in all
-layers; the head's share of an SFT step's products is printed, in Qwen3-30B-A3B it is a tenth.
+What is measured: the optimiser steps of real training loops over one and the same
+batch: fetching, teacher, student, loss, backward pass, clipping, AdamW, logging. The
+model is a Qwen3-MoE with random weights, its student rewired in all layers; the head's
+share of an SFT step's products is printed, in Qwen3-30B-A3B it is a tenth.
 
     sft         `FCSDTrainer` with objective sft: cross-entropy, no teacher
     control     the same once more: the noise of this run
     kl          a distillation step: the teacher's forward pass is part of it
     kl cached   the teacher's hidden states are read from a cache on disk, and only its head is in memory
     gkd         TRL's experimental GKDTrainer, off-policy forward KL (lmbda 0, beta 0, seq_kd off), its own collator,
-                the same weights, dtype, examples, optimiser and attention; no activation checkpointing in either;
-                padded to the longest example of a micro-batch
+                the same weights, dtype, examples, optimiser and attention; no
+                activation checkpointing in either; padded to the longest example of a
+                micro-batch
     gkd sorted  the same with the examples sorted by length first, which is the least that padding can cost
 
     --lengths equal   every example fills a row: no padding, packing gains nothing
     --lengths mixed   lengths are log-normal (sigma 0.9), an eighth of a row in the mean. fcsd packs them into rows, its
                       default; GKDTrainer cannot pack
 
-A quarter of every example is its prompt and carries no loss. Each variant is a process of its own; all of them stay
-alive and take turns, in an order that changes every round. A ratio is the median over rounds of (time here / time of
-sft in the same round); seconds are those of the fastest round; tokens are those of the examples, without padding. On
-a CPU time is processor time of one thread, memory the peak of resident memory over what was resident before the models
-were made. The losses of `kl` and `gkd` at every step are compared before anything is printed.
+A quarter of every example is its prompt and carries no loss. Each variant is a process
+of its own; all of them stay alive and take turns, in an order that changes every round.
+A ratio is the median over rounds of (time here / time of sft in the same round);
+seconds are those of the fastest round; tokens are those of the examples, without
+padding. On a CPU time is processor time of one thread, memory the peak of resident
+memory over what was resident before the models were made. The losses of `kl` and `gkd`
+at every step are compared before anything is printed.
 """
 
 import argparse
@@ -38,7 +43,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[1]),
+    str(Path(__file__).resolve().parent),
+]
 
 from turns import load_average, reset_peak, resident, take_turns  # noqa: E402
 
@@ -54,7 +62,9 @@ NO_LOSS = -100
 
 
 def example_lengths(options: argparse.Namespace, lengths: str) -> list[int]:
-    """Tokens of each example of the batch; log-normal ones at equidistant quantiles, in a mixed order."""
+    """Tokens of each example of the batch; log-normal ones at equidistant quantiles, in
+    a mixed order.
+    """
     if lengths == "equal":
         return [options.length] * options.rows
     count, mean, sigma = 8 * options.rows, options.length / 8, 0.9
@@ -73,11 +83,18 @@ def examples(options: argparse.Namespace, lengths: str) -> list[dict[str, list]]
     for length in example_lengths(options, lengths):
         ids = torch.randint(6, options.vocab, (length,), generator=generator).tolist()
         prompt = max(1, length // 4)
-        made.append({"input_ids": ids, "loss_mask": [False] * prompt + [True] * (length - prompt)})
+        made.append(
+            {
+                "input_ids": ids,
+                "loss_mask": [False] * prompt + [True] * (length - prompt),
+            }
+        )
     return made
 
 
-def packed_rows(options: argparse.Namespace, batch: list[dict[str, list]]) -> list[dict[str, Any]]:
+def packed_rows(
+    options: argparse.Namespace, batch: list[dict[str, list]]
+) -> list[dict[str, Any]]:
     from tests.examples import pack
 
     return list(pack(batch, options.length, pad_token_id=0))
@@ -134,27 +151,44 @@ def make_model(options: argparse.Namespace, rewired: bool) -> Any:
 
 
 def head_share(model: Any) -> float:
-    """Return the head's share of the matmuls of an SFT step, without attention's scores.
+    """Return the head's share of the matmuls of an SFT step, without attention's
+    scores.
 
     It is head / (head + what a token uses of the layers).
     """
     config = model.config
     head = model.lm_head.weight.numel()
-    experts = {name: p for name, p in model.model.layers.named_parameters() if ".experts." in name}
+    experts = {
+        name: p
+        for name, p in model.model.layers.named_parameters()
+        if ".experts." in name
+    }
     matrices = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
-    used = sum(p.numel() for p in experts.values()) * config.num_experts_per_tok / config.num_experts
+    used = (
+        sum(p.numel() for p in experts.values())
+        * config.num_experts_per_tok
+        / config.num_experts
+    )
     return head / (head + used + matrices)
 
 
 def train_with_fcsd(
-    variant: str, options: argparse.Namespace, batch: list, folder: str, num_steps: int, watcher: Any
+    variant: str,
+    options: argparse.Namespace,
+    batch: list,
+    folder: str,
+    num_steps: int,
+    watcher: Any,
 ) -> None:
     from unittest import mock
 
     from fcsd.pipeline.tiny.models import tiny_tokenizer
     from fcsd.training import run as product
     from fcsd.training.config import TrainConfig
-    from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig, KLObjectiveConfig
+    from fcsd.training.losses.objectives import (
+        CrossEntropyObjectiveConfig,
+        KLObjectiveConfig,
+    )
     from fcsd.training.teachers.base import ModelTeacher
 
     rows = packed_rows(options, batch)
@@ -181,7 +215,11 @@ def train_with_fcsd(
         tokenizer=tiny_tokenizer(512),
         rows=Repeated(rows, num_steps),
         max_length=options.length,
-        objective=KLObjectiveConfig() if has_teacher else CrossEntropyObjectiveConfig(name="sft"),
+        objective=(
+            KLObjectiveConfig()
+            if has_teacher
+            else CrossEntropyObjectiveConfig(name="sft")
+        ),
         train=TrainConfig(
             max_steps=num_steps,
             batch_size_tokens=len(rows) * options.length,
@@ -202,7 +240,9 @@ def train_with_fcsd(
 
 
 def cached_teacher(teacher: Any, rows: list[dict[str, Any]], folder: Path) -> Any:
-    """A cache on disk of these rows, filled by the teacher, of which only the head stays in memory."""
+    """A cache on disk of these rows, filled by the teacher, of which only the head
+    stays in memory.
+    """
     import copy
 
     from fcsd.parallel.launch import join_launch
@@ -210,13 +250,28 @@ def cached_teacher(teacher: Any, rows: list[dict[str, Any]], folder: Path) -> An
     from fcsd.training.teachers.cache_fill import fill_cache
 
     weight = teacher.head.weight
-    identity = {"hidden_size": weight.shape[1], "dtype": str(weight.dtype).removeprefix("torch.")}
-    fill_cache(folder, identity, rows, join_launch(), batch_size=len(rows), load_teacher=lambda: teacher)
+    identity = {
+        "hidden_size": weight.shape[1],
+        "dtype": str(weight.dtype).removeprefix("torch."),
+    }
+    fill_cache(
+        folder,
+        identity,
+        rows,
+        join_launch(),
+        batch_size=len(rows),
+        load_teacher=lambda: teacher,
+    )
     return CachedTeacher(HiddenCache(folder, identity), copy.deepcopy(teacher.head))
 
 
 def train_with_gkd(
-    variant: str, options: argparse.Namespace, batch: list, folder: str, num_steps: int, watcher: Any
+    variant: str,
+    options: argparse.Namespace,
+    batch: list,
+    folder: str,
+    num_steps: int,
+    watcher: Any,
 ) -> None:
     import datasets
     from transformers.trainer_callback import PrinterCallback
@@ -226,7 +281,8 @@ def train_with_gkd(
 
     if variant == "gkd sorted":
         batch = sorted(batch, key=lambda example: len(example["input_ids"]))
-    # One micro-batch of padded examples of mixed lengths would be several times as large as the packed rows.
+    # One micro-batch of padded examples of mixed lengths would be several times as
+    # large as the packed rows.
     micro_batches = 1 if len(batch) == options.rows else options.micro_batches
     records = [
         {
@@ -279,7 +335,12 @@ def train_with_gkd(
 
 
 def train_variant(
-    variant: str, options: argparse.Namespace, lengths: str, folder: str, num_steps: int, watcher: Any
+    variant: str,
+    options: argparse.Namespace,
+    lengths: str,
+    folder: str,
+    num_steps: int,
+    watcher: Any,
 ) -> None:
     """Train for some steps under the eyes of `watcher`, a callback of transformers' Trainer."""
     train = train_with_gkd if variant.startswith("gkd") else train_with_fcsd
@@ -294,7 +355,8 @@ def worker(options: argparse.Namespace) -> None:
     import torch
     from transformers import TrainerCallback
 
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no answer
+    # whatever a library prints is no answer
+    answers, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     cuda = options.device == "cuda"
     clock = time.perf_counter if cuda else time.process_time
@@ -323,18 +385,26 @@ def worker(options: argparse.Namespace) -> None:
             if cuda:
                 torch.cuda.synchronize()
             seconds = clock() - self.begun
-            peak = torch.cuda.max_memory_allocated() if cuda else resident("VmHWM") - before
+            peak = (
+                torch.cuda.max_memory_allocated()
+                if cuda
+                else resident("VmHWM") - before
+            )
             answer = {"seconds": seconds, "peak_bytes": peak, "losses": losses}
             print(json.dumps(answer), file=answers, flush=True)
             self.wait()
 
-        def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
+        def on_log(
+            self, *_: Any, logs: dict[str, Any] | None = None, **__: Any
+        ) -> None:
             if logs and "loss" in logs:
                 losses.append(float(logs["loss"]))
 
     with tempfile.TemporaryDirectory() as folder:
         steps = options.rounds + 2
-        train_variant(options.worker, options, options.lengths[0], folder, steps, Turns())
+        train_variant(
+            options.worker, options, options.lengths[0], folder, steps, Turns()
+        )
 
 
 # ---- all of them
@@ -359,7 +429,9 @@ def run(options: argparse.Namespace, lengths: str) -> dict[str, Any]:
         times = [m["seconds"] for m in measured[name][1:]]
         base = [m["seconds"] for m in measured["sft"][1:]]
         results[name] = {
-            "time_ratio": statistics.median(t / b for t, b in zip(times, base, strict=True)),
+            "time_ratio": statistics.median(
+                t / b for t, b in zip(times, base, strict=True)
+            ),
             "seconds": times,
             "tokens_per_second": num_tokens / min(times),
             "peak_bytes": measured[name][-1]["peak_bytes"],
@@ -386,15 +458,21 @@ def ratios(results: dict[str, Any]) -> dict[str, float]:
     for name, result in results.items():
         if name.startswith("gkd"):
             pairs = zip(result["seconds"], results["kl"]["seconds"], strict=True)
-            figures[f"tokens/s, kl / {name}"] = statistics.median(theirs / ours for theirs, ours in pairs)
+            figures[f"tokens/s, kl / {name}"] = statistics.median(
+                theirs / ours for theirs, ours in pairs
+            )
     return figures
 
 
 def largest_difference(results: dict[str, Any]) -> dict[str, float]:
-    """Relative difference of the losses at the same step, the largest over steps: `kl` against each of the others."""
+    """Relative difference of the losses at the same step, the largest over steps: `kl`
+    against each of the others.
+    """
     ours = results["kl"]["losses"]
     return {
-        name: max(abs(a - b) / abs(a) for a, b in zip(ours, result["losses"], strict=True))
+        name: max(
+            abs(a - b) / abs(a) for a, b in zip(ours, result["losses"], strict=True)
+        )
         for name, result in results.items()
         if name.startswith(("gkd", "kl "))
     }
@@ -412,15 +490,21 @@ def verdict(name: str, value: float) -> str:
 def table(report: dict[str, Any], part: dict[str, Any]) -> str:
     s = report["settings"]
     lines = [
-        f"{part['lengths']} lengths: {part['examples']} examples, {part['tokens']} tokens, in {part['rows']} rows of"
-        f" {s['length']}; {s['dtype']}, {s['device']}, load {part['load'][0]:.1f} to {part['load'][1]:.1f}",
+        (
+            f"{part['lengths']} lengths: {part['examples']} examples, {part['tokens']}"
+            f" tokens, in {part['rows']} rows of {s['length']}; {s['dtype']},"
+            f" {s['device']}, load {part['load'][0]:.1f} to {part['load'][1]:.1f}"
+        ),
         "",
-        f"{'variant':12} {'s a step':>9} {'time / sft':>11} {'tokens/s':>9} {'peak MiB':>9}",
+        (
+            f"{'variant':12} {'s a step':>9} {'time / sft':>11} {'tokens/s':>9}"
+            f" {'peak MiB':>9}"
+        ),
     ]
     for name, r in part["results"].items():
         lines.append(
-            f"{name:12} {min(r['seconds']):9.2f} {r['time_ratio']:11.2f} {r['tokens_per_second']:9.0f}"
-            f" {r['peak_bytes'] / 2**20:9.0f}"
+            f"{name:12} {min(r['seconds']):9.2f} {r['time_ratio']:11.2f}"
+            f" {r['tokens_per_second']:9.0f} {r['peak_bytes'] / 2**20:9.0f}"
         )
     lines.append("")
     for name, value in part["ratios"].items():
@@ -434,17 +518,29 @@ def table(report: dict[str, Any], part: dict[str, Any]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--lengths", nargs="+", choices=["equal", "mixed"], default=["equal", "mixed"])
-    made.add_argument("--rows", type=int, default=2, help="rows of the batch, one micro-batch")
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--lengths", nargs="+", choices=["equal", "mixed"], default=["equal", "mixed"]
+    )
+    made.add_argument(
+        "--rows", type=int, default=2, help="rows of the batch, one micro-batch"
+    )
     made.add_argument("--length", type=int, default=512, help="tokens of a row")
     made.add_argument("--layers", type=int, default=10)
-    made.add_argument("--dim", type=int, default=384, help="hidden size, a multiple of 64")
+    made.add_argument(
+        "--dim", type=int, default=384, help="hidden size, a multiple of 64"
+    )
     made.add_argument("--vocab", type=int, default=6144)
-    made.add_argument("--micro-batches", type=int, default=4, help="of gkd, with mixed lengths")
+    made.add_argument(
+        "--micro-batches", type=int, default=4, help="of gkd, with mixed lengths"
+    )
     made.add_argument("--dtype", choices=LARGEST_DIFFERENCE, default="float32")
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    made.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that is not")
+    made.add_argument(
+        "--rounds", type=int, default=5, help="timed rounds, after one that is not"
+    )
     made.add_argument("--json", type=Path, help="write all measurements here")
     made.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
     return made
@@ -457,18 +553,25 @@ def main(arguments: list[str] | None = None) -> int:
         worker(options)
         return 0
     share = head_share(make_model(options, rewired=False))
-    settings = {k: v for k, v in vars(options).items() if k not in ("json", "worker", "arguments", "lengths")}
+    settings = {
+        k: v
+        for k, v in vars(options).items()
+        if k not in ("json", "worker", "arguments", "lengths")
+    }
     report: dict[str, Any] = {"settings": settings, "head_share": share, "parts": []}
     print(
-        f"Qwen3-MoE, {options.layers} layers, D={options.dim}, V={options.vocab}: the head is {share:.0%} of an"
-        " SFT step's products"
+        f"Qwen3-MoE, {options.layers} layers, D={options.dim}, V={options.vocab}: the"
+        f" head is {share:.0%} of an SFT step's products"
     )
     wrong = False
     for lengths in options.lengths:
         part = run(options, lengths)
         report["parts"].append(part)
         print("\n" + table(report, part), flush=True)
-        wrong |= max(part["largest_loss_difference"].values()) > LARGEST_DIFFERENCE[options.dtype]
+        wrong |= (
+            max(part["largest_loss_difference"].values())
+            > LARGEST_DIFFERENCE[options.dtype]
+        )
     if importlib.util.find_spec("trl") is None:
         print("gkd: not installed (trl)")
     if wrong:

@@ -1,10 +1,12 @@
-"""How fast data are tokenized to disk, what memory it takes, and how long a training waits for a row far into them.
+"""How fast data are tokenized to disk, what memory it takes, and how long a training
+waits for a row far into them.
 
     python benchmarks/tokens.py [--tokens 100_000_000] [--kind text] [--workers 2]
 
-Texts (or conversations of four turns) of random words, written by a seed into JSON lines. The peer is the tokenizer
-alone, on batches of texts in memory in one process; speeds are given by the wall and, for machines with other work, by
-the processor time of the workers.
+Texts (or conversations of four turns) of random words, written by a seed into JSON
+lines. The peer is the tokenizer alone, on batches of texts in memory in one process;
+speeds are given by the wall and, for machines with other work, by the processor time of
+the workers.
 """
 
 import argparse
@@ -29,7 +31,21 @@ from fcsd.data.rows import PackedRows
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 
 LENGTH = 4096
-WORDS = ["the", "model", "reads", "a", "row", "of", "words", "and", "says", "what", "comes", "after", "them"]
+WORDS = [
+    "the",
+    "model",
+    "reads",
+    "a",
+    "row",
+    "of",
+    "words",
+    "and",
+    "says",
+    "what",
+    "comes",
+    "after",
+    "them",
+]
 ROLES = ("user", "assistant", "user", "assistant")
 
 
@@ -42,7 +58,11 @@ def lines(kind: str) -> Iterator[str]:
     """Rows of a file, without end."""
     said = texts(random.Random(0))
     while True:
-        turns = [{"role": role, "content": next(said)[:400]} for role in ROLES] if kind == "chat" else None
+        turns = (
+            [{"role": role, "content": next(said)[:400]} for role in ROLES]
+            if kind == "chat"
+            else None
+        )
         yield json.dumps({"messages": turns} if turns else {"text": next(said)}) + "\n"
 
 
@@ -75,29 +95,44 @@ def main() -> None:
         folder = Path(name)
         write(folder / "rows.jsonl", options.kind, options.tokens, tokenizer)
         peer = tokenizer_speed(tokenizer)
-        columns: Any = {"text": "text"} if options.kind == "text" else {"messages": "messages"}
+        columns: Any = (
+            {"text": "text"} if options.kind == "text" else {"messages": "messages"}
+        )
         source = SourceConfig(path=str(folder / "rows.jsonl"), columns=columns)
         begin, own = time.perf_counter(), time.process_time()
         rows = build_dataset(
-            [source], tokenizer, max_length=LENGTH, num_proc=options.workers, place=(folder, ["tokens"])
+            [source],
+            tokenizer,
+            max_length=LENGTH,
+            num_proc=options.workers,
+            place=(folder, ["tokens"]),
         )
         wall, own = time.perf_counter() - begin, time.process_time() - own
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        helped = usage.ru_utime + usage.ru_stime or own  # a single piece is tokenized here
-        number = sum(int(path.stat().st_size) for path in (folder / "tokens").glob("0*")) // 5
-        print(f"load {load_average():.1f}; {number:,} tokens, {len(rows):,} rows of {LENGTH}; {options.kind}")
+        # a single piece is tokenized here
+        helped = usage.ru_utime + usage.ru_stime or own
+        number = (
+            sum(int(path.stat().st_size) for path in (folder / "tokens").glob("0*"))
+            // 5
+        )
+        print(
+            f"load {load_average():.1f}; {number:,} tokens, {len(rows):,} rows of"
+            f" {LENGTH}; {options.kind}"
+        )
         print(f"the tokenizer alone   {peer:10,.0f} tokens/s of a processor")
         print(
-            f"{options.workers} workers             {number / wall:10,.0f} tokens/s by the wall,"
-            f" {number / helped:,.0f} of a worker's processor ({number / helped / peer:.2f} of the tokenizer alone);"
-            f" the process that reads took {own:.1f} of {wall:.1f} s"
+            f"{options.workers} workers             {number / wall:10,.0f} tokens/s by"
+            f" the wall, {number / helped:,.0f} of a worker's processor"
+            f" ({number / helped / peer:.2f} of the tokenizer alone); the process that"
+            f" reads took {own:.1f} of {wall:.1f} s"
         )
         most = [
             resource.getrusage(who).ru_maxrss / 1024
             for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
         ]
         print(
-            f"memory                {most[0]:,.0f} MiB where it is read, {most[1]:,.0f} MiB in a worker at most"
+            f"memory                {most[0]:,.0f} MiB where it is read, {most[1]:,.0f}"
+            " MiB in a worker at most"
         )
         begin = time.perf_counter()
         again = PackedRows(rows.path)

@@ -1,7 +1,8 @@
-"""Processes that take turns, so that a busy machine is busy for all of them, and what they report of themselves.
+"""Processes that take turns, so that a busy machine is busy for all of them, and what
+they report of themselves.
 
-A benchmark starts itself once a variant (`--worker NAME`); each process answers every line on its input with one
-measurement as JSON.
+A benchmark starts itself once a variant (`--worker NAME`); each process answers every
+line on its input with one measurement as JSON.
 """
 
 import json
@@ -50,14 +51,16 @@ def ask(name: str, process: subprocess.Popen) -> dict[str, Any]:
 def take_turns(
     names: list[str], rounds: int, script: str, arguments: list[str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """The answers of every process: a first one, for which they are started one after the other, and one a round.
+    """The answers of every process: a first one, for which they are started one after
+    the other, and one a round.
 
     The order rotates from round to round.
     """
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     processes: dict[str, subprocess.Popen] = {}
     try:
-        for name in names:  # one after the other: their preparation would disturb each other
+        # one after the other: their preparation would disturb each other
+        for name in names:
             processes[name] = start(script, name, arguments)
             measured[name].append(ask(name, processes[name]))
         for k in range(rounds):
@@ -71,5 +74,7 @@ def take_turns(
 
 
 def load_average() -> float:
-    """Return the load of the last minute: above the benchmark's own processes, times are those of a busy machine."""
+    """Return the load of the last minute: above the benchmark's own processes, times
+    are those of a busy machine.
+    """
     return os.getloadavg()[0]

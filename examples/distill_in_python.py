@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Distil a FarSkip model in Python
 #
-# A small MoE with random weights is given FarSkip connectivity and trained back to what it said before, on one CPU core
-# in under a minute. A real model (`fcsd.load("Qwen/Qwen3-30B-A3B")`) needs lower rates and more steps.
+# A small MoE with random weights is given FarSkip connectivity and trained back to what
+# it said before, on one CPU core in under a minute. A real model
+# (`fcsd.load("Qwen/Qwen3-30B-A3B")`) needs lower rates and more steps.
 
 # %% The original: a transformers model and its tokenizer
 import copy
@@ -22,7 +23,8 @@ original = tiny_model("qwen3_moe", num_hidden_layers=4, vocab_size=300, num_expe
 model = fcsd.convert(copy.deepcopy(original), layers="last:75%")
 print(f"{type(model).__name__}: layers {model.config.farskip['layers']} are rewired")
 
-# %% Text: any data set with the column messages, text, prompt and response, or input_ids
+# %% Text: any data set with the column messages, text, prompt and response, or
+# input_ids
 conversations = [
     {
         "messages": [
@@ -68,11 +70,17 @@ trainer.save_model()
 loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 # %% What came of it
-agreement = [entry["top1_agreement"] for entry in trainer.state.log_history if "top1_agreement" in entry]
+agreement = [
+    entry["top1_agreement"]
+    for entry in trainer.state.log_history
+    if "top1_agreement" in entry
+]
 print(
-    f"held-out KL to the original: {before:.4f} before, {after:.4f} after {trainer.state.global_step} steps"
+    f"held-out KL to the original: {before:.4f} before, {after:.4f} after"
+    f" {trainer.state.global_step} steps"
 )
 print(
-    f"same most probable token as the original: {agreement[0]:.0%} of tokens at first, {agreement[-1]:.0%} at the end"
+    f"same most probable token as the original: {agreement[0]:.0%} of tokens at first,"
+    f" {agreement[-1]:.0%} at the end"
 )
 print(f"saved and loaded again: {type(loaded).__name__} in {folder}")

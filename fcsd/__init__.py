@@ -2,12 +2,13 @@
 
     import fcsd
 
-    model, tokenizer = fcsd.load("Qwen/Qwen3-30B-A3B", layers="last:90%")
-    trainer = fcsd.FCSDTrainer(model=model, args=fcsd.FCSDConfig(...), train_dataset=..., processing_class=tokenizer)
-    trainer.train()
+    model, tokenizer = fcsd.load("Qwen/Qwen3-30B-A3B", layers="last:90%") trainer =
+    fcsd.FCSDTrainer(model=model, args=fcsd.FCSDConfig(...), train_dataset=...,
+    processing_class=tokenizer) trainer.train()
 
-Importing this package loads neither torch nor transformers and never touches the network: each name is imported when it
-is first asked for. docs/python.md has the whole of it.
+Importing this package loads neither torch nor transformers and never touches the
+network: each name is imported when it is first asked for. docs/python.md has the whole
+of it.
 """
 
 import importlib
@@ -44,7 +45,13 @@ __all__ = [
 
 _MODULES = {
     "fcsd.api.evaluation": ("Comparison", "Evaluation", "compare", "evaluate_model"),
-    "fcsd.api.models": ("calibrate", "convert", "convert_checkpoint", "load", "unconvert"),
+    "fcsd.api.models": (
+        "calibrate",
+        "convert",
+        "convert_checkpoint",
+        "load",
+        "unconvert",
+    ),
     "fcsd.api.recipes": ("load_recipe", "run_stage"),
     "fcsd.model.connectivity.spec": ("Connectivity",),
     "fcsd.training.fcsd_config": ("FCSDConfig",),

@@ -31,10 +31,12 @@ os.register_at_fork(after_in_child=own_lock_of_bars)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests go to the workers one by one, but those of a file with fixtures for the module together, first.
+    """Tests go to the workers one by one, but those of a file with fixtures for the
+    module together, first.
 
-    Each worker would make such a fixture for itself, and some take a minute. (`--dist loadgroup` is for this, but
-    pytest-xdist 3.8 loses the groups under pytest 9.2, whose nodes keep their id elsewhere.)
+    Each worker would make such a fixture for itself, and some take a minute. (`--dist
+    loadgroup` is for this, but pytest-xdist 3.8 loses the groups under pytest 9.2,
+    whose nodes keep their id elsewhere.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -48,19 +50,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--shuffle", type=int, metavar="SEED", help="files, and tests in a file, in a random order"
+        "--shuffle",
+        type=int,
+        metavar="SEED",
+        help="files, and tests in a file, in a random order",
     )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`--shuffle`: no test may need another one before it. Else long tests go to the workers first, so that none is
-    left alone with one at the end."""
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """`--shuffle`: no test may need another one before it. Else long tests go to the
+    workers first, so that none is left alone with one at the end."""
     if (seed := config.getoption("--shuffle")) is not None:
         order = random.Random(seed)
-        places = {file: order.random() for file in sorted({item.path for item in items})}
+        places = {
+            file: order.random() for file in sorted({item.path for item in items})
+        }
         order.shuffle(items)
         items.sort(key=lambda item: places[item.path])
-    elif hasattr(config, "workerinput"):  # without workers a module's fixtures would be made twice
+    # without workers a module's fixtures would be made twice
+    elif hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
@@ -72,8 +82,9 @@ def pytest_runtest_setup() -> None:
 
 @functools.lru_cache(maxsize=1)
 def keep_imports_out_of_collections(hundreds_of_modules: int) -> None:
-    """A full collection looks at a million objects of imported modules for half a second, and in a fork copies them;
-    a loaded model, an epoch, the end of every training ask for one."""
+    """A full collection looks at a million objects of imported modules for half a
+    second, and in a fork copies them; a loaded model, an epoch, the end of every
+    training ask for one."""
     gc.collect()
     gc.freeze()
 
@@ -84,7 +95,9 @@ def pytest_runtest_call() -> None:
 
 
 def seed_everything() -> None:
-    """A test draws the same numbers after any other test, and whether or not it is the first to need a fixture."""
+    """A test draws the same numbers after any other test, and whether or not it is the
+    first to need a fixture.
+    """
     import numpy
     import torch
 
@@ -95,7 +108,9 @@ def seed_everything() -> None:
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """A command that a test runs in this process sets variables for its own libraries; the next test has not these."""
+    """A command that a test runs in this process sets variables for its own libraries;
+    the next test has not these.
+    """
     before = dict(os.environ)
     yield
     for name in (os.environ.keys() | before.keys()) - {"PYTEST_CURRENT_TEST"}:
@@ -117,7 +132,9 @@ def base_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.reference.tiny import tiny_model
 
     folder = tmp_path_factory.mktemp("base") / "model"
-    tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=300, num_experts=4).save_pretrained(folder)
+    tiny_model(
+        "qwen2_moe", num_hidden_layers=2, vocab_size=300, num_experts=4
+    ).save_pretrained(folder)
     tiny_tokenizer(300).save_pretrained(folder)
     return folder
 
@@ -131,15 +148,21 @@ def float64() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real data sets, where the machine has them; where a user says that it has them, they must be there."""
+    """Real data sets, where the machine has them; where a user says that it has them,
+    they must be there.
+    """
     if not (SHARED_DATA / "hub").is_dir():
         missing = f"no real data sets at {SHARED_DATA}/hub (set FCSD_SHARED_DATA)"
-        pytest.fail(missing) if "FCSD_SHARED_DATA" in os.environ else pytest.skip(missing)
+        pytest.fail(missing) if "FCSD_SHARED_DATA" in os.environ else pytest.skip(
+            missing
+        )
     return SHARED_DATA
 
 
 @pytest.fixture
-def bench(base_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(
+    base_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Bench:
     """A place for one test's runs."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -1,13 +1,14 @@
 """What tests need of the environment, whatever the shell's is.
 
-`conftest.py` imports this before torch and transformers, which read some of it once; the processes that tests start
-inherit it.
+`conftest.py` imports this before torch and transformers, which read some of it once;
+the processes that tests start inherit it.
 """
 
 import os
 
 SETTINGS = {
-    "OMP_NUM_THREADS": "1",  # the order of sums depends on it; two workers on two cores, and ranks fork further
+    # the order of sums depends on it; two workers on two cores, and ranks fork further
+    "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -32,7 +33,16 @@ _OTHERS += (
     "COLUMNS",
     "LINES",
 )
-_FAMILIES = ("ACCELERATE_", "FSDP_", "PMI_", "OMPI_", "MV2_", "TQDM_", "TRANSFORMERS_", "WANDB_")
+_FAMILIES = (
+    "ACCELERATE_",
+    "FSDP_",
+    "PMI_",
+    "OMPI_",
+    "MV2_",
+    "TQDM_",
+    "TRANSFORMERS_",
+    "WANDB_",
+)
 
 for name in [*os.environ]:
     if name in _OTHERS or name.startswith(_FAMILIES):

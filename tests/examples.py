@@ -11,7 +11,10 @@ from fcsd.data.rows import first_fit, row_of
 
 
 def tokenize_example(
-    example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any, loss_on: str = "response"
+    example: Mapping[str, Any],
+    columns: Mapping[Any, str],
+    tokenizer: Any,
+    loss_on: str = "response",
 ) -> dict[str, Any]:
     """Tokenize one example; what is bad about it is raised."""
     (result,) = tokenize_examples([example], columns, tokenizer, loss_on)
@@ -21,16 +24,27 @@ def tokenize_example(
 
 
 def pack(
-    examples: Sequence[Mapping[str, Any]], max_length: int, *, pad_token_id: int, **options: Any
+    examples: Sequence[Mapping[str, Any]],
+    max_length: int,
+    *,
+    pad_token_id: int,
+    **options: Any,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Pack tokenized examples into rows of exactly `max_length` tokens; options as `first_fit`.
+    """Pack tokenized examples into rows of exactly `max_length` tokens; options as
+    `first_fit`.
 
-    One that is longer than a row is truncated; one of which no token would be predicted is left out.
+    One that is longer than a row is truncated; one of which no token would be predicted
+    is left out.
     """
     lengths = [
-        len(one["input_ids"][:max_length]) if np.any(one["loss_mask"][1:max_length]) else 0
+        len(one["input_ids"][:max_length])
+        if np.any(one["loss_mask"][1:max_length])
+        else 0
         for one in examples
     ]
     for numbers in first_fit(lengths, max_length, **options):
-        parts = [(examples[number]["input_ids"], examples[number]["loss_mask"]) for number in numbers]
+        parts = [
+            (examples[number]["input_ids"], examples[number]["loss_mask"])
+            for number in numbers
+        ]
         yield row_of(parts, max_length, pad_token_id)

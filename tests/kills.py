@@ -1,11 +1,12 @@
-"""Kills at a place, not at a time: before and after each rename and removal of files that a command makes.
+"""Kills at a place, not at a time: before and after each rename and removal of files
+that a command makes.
 
     moments = ...                                 # of a whole run, by `Places(folder, record=file)` in its process
     Places(folder, kill=moments[3]).watch()       # in the process of another run, which ends there with SIGKILL
 
-A manifest is a rename, too: it is written under another name. A tree that is removed has three moments:
-before it, when the first of its files is gone, and after it. Two moments between which nothing in the folder has
-changed are one.
+A manifest is a rename, too: it is written under another name. A tree that is removed
+has three moments: before it, when the first of its files is gone, and after it. Two
+moments between which nothing in the folder has changed are one.
 """
 
 import hashlib
@@ -22,7 +23,8 @@ from typing import Any
 _RANDOM = re.compile(r"[0-9a-f]{8}-\d+-[0-9a-f]{8}")  # in the names of temporary files
 # Times, and the hashes of files with times in them.
 _TIMES = re.compile(
-    rb'"(finished|seconds|[a-z_]*_s|date|sha256|[\w.-]+\.jsonl?)": [^,\n]*|\d{4}-\d\d-\d\dT[\d:.-]+'
+    rb'"(finished|seconds|[a-z_]*_s|date|sha256|[\w.-]+\.jsonl?)":'
+    rb" [^,\n]*|\d{4}-\d\d-\d\dT[\d:.-]+"
 )
 
 
@@ -33,12 +35,16 @@ class _Tree(threading.local):
 
 
 class Places:
-    """Watches the renames and removals below a folder, and beside it under names that begin as its own does.
+    """Watches the renames and removals below a folder, and beside it under names that
+    begin as its own does.
 
-    kill: the moment, as a line of `record`, at which this process ends. record: a file that gets a line a moment.
+    kill: the moment, as a line of `record`, at which this process ends. record: a file
+    that gets a line a moment.
     """
 
-    def __init__(self, folder: Path, kill: str | None = None, record: Path | None = None):
+    def __init__(
+        self, folder: Path, kill: str | None = None, record: Path | None = None
+    ):
         self.folder, self.kill, self.record = folder, kill, record
         self._counts: Counter[str] = Counter()
         self._state = ""
@@ -61,7 +67,9 @@ class Places:
                 if tree.num_removed == 1:
                     self._pass(f"within {tree.name}")
                 return None
-            place = self._name(Path(paths[-1] if name in ("replace", "rename") else paths[0]))
+            place = self._name(
+                Path(paths[-1] if name in ("replace", "rename") else paths[0])
+            )
             if place is None or options.get("dir_fd") is not None:
                 return act(*paths, **options)
             verb = "rename to" if name in ("replace", "rename") else "removal of"
@@ -99,8 +107,14 @@ def state_of(folder: Path) -> str:
     """Hash names and bytes of all that lies in a folder, but for times and random names."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        digest.update(_RANDOM.sub("RANDOM", str(path.relative_to(folder))).encode() + b"\0")
+        digest.update(
+            _RANDOM.sub("RANDOM", str(path.relative_to(folder))).encode() + b"\0"
+        )
         if path.is_file() and not path.is_symlink():
             data = path.read_bytes()
-            digest.update(_TIMES.sub(b"", data) if path.suffix in (".json", ".jsonl", ".yaml") else data)
+            digest.update(
+                _TIMES.sub(b"", data)
+                if path.suffix in (".json", ".jsonl", ".yaml")
+                else data
+            )
     return digest.hexdigest()

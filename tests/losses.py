@@ -26,8 +26,13 @@ def fused_divergence(
     teacher_scaling: tuple[float, float | None] = (1.0, None),
     **options: Any,
 ) -> tuple[Tensor, TokenStatistics | None]:
-    """Return the sum of a divergence between teacher and student; scalings: logit scale and softcap."""
-    student, teacher = Head(h, w, bias, *scaling), Head(th, tw, teacher_bias, *teacher_scaling)
+    """Return the sum of a divergence between teacher and student; scalings: logit scale
+    and softcap.
+    """
+    student, teacher = (
+        Head(h, w, bias, *scaling),
+        Head(th, tw, teacher_bias, *teacher_scaling),
+    )
     return fused_linear_loss(student, teacher, divergence, **options)
 
 
@@ -44,4 +49,6 @@ def fused_cross_entropy(
     scaling: tuple[float, float | None] = (1.0, None),
     **options: Any,
 ) -> Tensor:
-    return fused_linear_loss(Head(h, w, bias, *scaling), labels, objective_of("ce"), **options)[0]
+    return fused_linear_loss(
+        Head(h, w, bias, *scaling), labels, objective_of("ce"), **options
+    )[0]

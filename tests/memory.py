@@ -1,4 +1,6 @@
-"""Peak memory of real training steps on a CPU: each in a process of its own, none of which inherits another's."""
+"""Peak memory of real training steps on a CPU: each in a process of its own, none of
+which inherits another's.
+"""
 
 import contextlib
 import gc
@@ -65,18 +67,26 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(6, self.vocabulary, (self.length,))
-        return {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(self.length)}
+        return {
+            "input_ids": ids,
+            "labels": ids.clone(),
+            "position_ids": torch.arange(self.length),
+        }
 
 
 class Ready(Teacher):
     """As one that reads from a cache: hidden states and a head, no model."""
 
     def __init__(self, head: torch.nn.Linear):
-        self.head = torch.nn.Linear(head.in_features, head.out_features, bias=False).requires_grad_(False)
+        self.head = torch.nn.Linear(
+            head.in_features, head.out_features, bias=False
+        ).requires_grad_(False)
 
     def prepare(self, batches: list[dict[str, torch.Tensor]]) -> None:
         for batch in batches:
-            number = int(next_token_targets(batch["labels"], batch["position_ids"])[0].sum())
+            number = int(
+                next_token_targets(batch["labels"], batch["position_ids"])[0].sum()
+            )
             batch["teacher_hidden"] = torch.randn(number, self.head.in_features)
 
 
@@ -88,7 +98,9 @@ def train_two_steps(folder: Path, setting: Setting, **overrides: Any) -> None:
     if setting.adapters:
         adapters = add_adapters(student, AdapterConfig(), seed=0, dtype=torch.float32)
     if setting.has_teacher:
-        original = small_model(**overrides) if setting.teacher != "adapter_off" else None
+        original = (
+            small_model(**overrides) if setting.teacher != "adapter_off" else None
+        )
         teacher = {
             "sharded": lambda: original,
             "adapter_off": lambda: AdapterOffTeacher(student),
@@ -109,7 +121,9 @@ def train_two_steps(folder: Path, setting: Setting, **overrides: Any) -> None:
             rows=Rows(2 * rows, setting.num_tokens, student.config.vocab_size),
             max_length=setting.num_tokens,
             objective=setting.objective.model_copy(
-                update={"freeze_embeddings_and_head": setting.freeze_embeddings_and_head}
+                update={
+                    "freeze_embeddings_and_head": setting.freeze_embeddings_and_head
+                }
             ),
             train=TrainConfig(
                 max_steps=2,
@@ -134,7 +148,9 @@ def peak_of_two_steps(setting: Setting, **overrides: Any) -> int:
     with tempfile.TemporaryDirectory() as folder:
         warm_up = {"vocab_size": 512, "hidden_size": 64, "moe_intermediate_size": 32}
         few = {"num_rows": 2, "num_tokens": 16}
-        train_two_steps(Path(folder) / "a", Setting(**{**vars(setting), **few}), **warm_up)
+        train_two_steps(
+            Path(folder) / "a", Setting(**{**vars(setting), **few}), **warm_up
+        )
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = memory_of_this_process("VmRSS")
@@ -143,14 +159,18 @@ def peak_of_two_steps(setting: Setting, **overrides: Any) -> int:
 
 
 def peak_on_two_ranks(setting: Setting, **overrides: Any) -> int:
-    """As `peak_of_two_steps`, of the rank that needs more, under FSDP2; the second rank starts without weights."""
+    """As `peak_of_two_steps`, of the rank that needs more, under FSDP2; the second rank
+    starts without weights.
+    """
     from tests.parallel.test_engines import environment
 
     variables = environment(ROOT / "configs" / "cpu_2_fsdp2.yaml")
     return max(run_ranks(_rank_peak, 2, variables, setting, overrides, timeout_s=400))
 
 
-def _rank_peak(rank: int, variables: dict[str, str], setting: Setting, overrides: dict[str, Any]) -> int:
+def _rank_peak(
+    rank: int, variables: dict[str, str], setting: Setting, overrides: dict[str, Any]
+) -> int:
     from accelerate.state import AcceleratorState
 
     os.environ.update(variables)
@@ -185,14 +205,20 @@ def _measure_all(module: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     measure = importlib.import_module(module).measure
     with contextlib.suppress(ImportError):
-        importlib.import_module("deepspeed")  # which a training looks for: half a second in each fork
+        # which a training looks for: half a second in each fork
+        importlib.import_module("deepspeed")
     gc.collect()
     gc.freeze()  # what is imported stays out of the collections of each fork
-    print("RESULT", json.dumps({name: forked(lambda name=name: measure(name)) for name in names}))
+    print(
+        "RESULT",
+        json.dumps({name: forked(lambda name=name: measure(name)) for name in names}),
+    )
 
 
 def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
-    """The values of a parameter in those tests that are run of the ones that ask for the fixture of this request."""
+    """The values of a parameter in those tests that are run of the ones that ask for
+    the fixture of this request.
+    """
     asking = (each for each in request.session.items if each.path == request.path)
     return [
         each.callspec.params[parameter]
@@ -202,15 +228,24 @@ def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
 
 
 def measured_by(module: str, names: list[str]) -> dict[str, int]:
-    """{name: `measure(name)` of that test module}, each in a fork of one process that has only imported it."""
+    """{name: `measure(name)` of that test module}, each in a fork of one process that
+    has only imported it.
+    """
     if not Path("/proc/self/clear_refs").exists():
-        pytest.skip("the peak of a process is read from /proc, which this system does not have")
+        pytest.skip(
+            "the peak of a process is read from /proc, which this system does not have"
+        )
     code = (
         "import warnings; warnings.simplefilter('ignore');"
         f"from tests.memory import _measure_all as m; m({module!r}, {names!r})"
     )
-    # With a fixed threshold every tensor goes back to the system when it is freed: resident memory is what lives.
-    environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # With a fixed threshold every tensor goes back to the system when it is freed:
+    # resident memory is what lives.
+    environment = {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

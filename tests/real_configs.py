@@ -20,7 +20,9 @@ def real_folder(name: str, folder: Path) -> Path:
 
 
 def real_config(name: str, folder: Path) -> tuple[Family, Any]:
-    """Return the family and the config object, read as from a checkpoint; `folder` is scratch space."""
+    """Return the family and the config object, read as from a checkpoint; `folder` is
+    scratch space.
+    """
     family = read_config(real_folder(name, folder))[1]
     assert family is not None
     return family, base_model_class(family).config_class.from_pretrained(folder)

@@ -29,7 +29,9 @@ from fcsd.parallel.ranks import ALONE, Ranks
 from tests.float64 import BOUND, error, logits_in_float64
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED_DATA = Path(os.environ.get("FCSD_SHARED_DATA") or ROOT.parent / "shared" / "data")
+SHARED_DATA = Path(
+    os.environ.get("FCSD_SHARED_DATA") or ROOT.parent / "shared" / "data"
+)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,25 +40,39 @@ KINDS = {
     "axk1", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoeshared", "instella_moe", "llama4_text", "minimax",
     "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe",
 }  # fmt: skip
-"""Families of each kind: norms, shared experts, dense layers, latent, linear and chunked attention, images."""
+"""Families of each kind: norms, shared experts, dense layers, latent, linear and
+chunked attention, images.
+"""
 
 
 def cache_of(out: Any) -> dict[str, Any]:
-    """The cache of what a model put out, by the argument that takes it: past_key_values before transformers 5.24."""
+    """The cache of what a model put out, by the argument that takes it: past_key_values
+    before transformers 5.24.
+    """
     name = "cache" if "cache" in out else "past_key_values"
     return {name: out[name]}
 
 
-def few(cases: Iterable[Any], number: int | None = None, kinds: Container[str] = KINDS) -> list[Any]:
-    """The cases, of which `make test` has the first `number`, of families those of each kind; the rest is breadth."""
+def few(
+    cases: Iterable[Any], number: int | None = None, kinds: Container[str] = KINDS
+) -> list[Any]:
+    """The cases, of which `make test` has the first `number`, of families those of each
+    kind; the rest is breadth.
+    """
     sets = [
-        each if hasattr(each, "marks") else pytest.param(*(each if isinstance(each, tuple) else [each]))
+        (
+            each
+            if hasattr(each, "marks")
+            else pytest.param(*(each if isinstance(each, tuple) else [each]))
+        )
         for each in cases
     ]
     return [
-        each
-        if (each.values[0] in kinds if number is None else k < number)
-        else each._replace(marks=(*each.marks, pytest.mark.breadth))
+        (
+            each
+            if (each.values[0] in kinds if number is None else k < number)
+            else each._replace(marks=(*each.marks, pytest.mark.breadth))
+        )
         for k, each in enumerate(sets)
     ]
 
@@ -65,19 +81,28 @@ UNLIKE = KINDS - {"axk1", "glm4_moe", "mixtral"}
 """Those of `KINDS` that are least like each other, for what takes seconds a family."""
 
 
-def few_and_others(families: Iterable[str], parts: int = 1, kinds: Container[str] = KINDS) -> list[Any]:
-    """The families of each kind as one case, where one process looks at many, and the others in so many parts."""
+def few_and_others(
+    families: Iterable[str], parts: int = 1, kinds: Container[str] = KINDS
+) -> list[Any]:
+    """The families of each kind as one case, where one process looks at many, and the
+    others in so many parts.
+    """
     families = list(families)
     others = [name for name in families if name not in kinds]
     return [
         pytest.param([name for name in families if name in kinds], id="few"),
-        *(pytest.param(others[k::parts], id=f"others {k}", marks=pytest.mark.breadth) for k in range(parts)),
+        *(
+            pytest.param(others[k::parts], id=f"others {k}", marks=pytest.mark.breadth)
+            for k in range(parts)
+        ),
     ]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where the base checkpoint, the training rows and the code problems lie, and a place for runs."""
+    """Where the base checkpoint, the training rows and the code problems lie, and a
+    place for runs.
+    """
 
     base: Path
     rows: Path
@@ -103,7 +128,11 @@ class Bench:
             **changes,
         }
         path = self.folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not None}))
+        path.write_text(
+            yaml.safe_dump(
+                {key: value for key, value in recipe.items() if value is not None}
+            )
+        )
         return path
 
     @property
@@ -117,11 +146,20 @@ class Bench:
 
     @property
     def choice(self) -> dict[str, Any]:
-        """Scores by an lm-eval task, multiple choice: four of its eight items, after every second step."""
+        """Scores by an lm-eval task, multiple choice: four of its eight items, after
+        every second step.
+        """
         folder = self.folder.parent / "choice"
         write_rows(
             folder / "test.jsonl",
-            [{"question": f"{n}+1", "choices": ["1", "2", "3 is it"], "answer": n % 3} for n in range(8)],
+            [
+                {
+                    "question": f"{n}+1",
+                    "choices": ["1", "2", "3 is it"],
+                    "answer": n % 3,
+                }
+                for n in range(8)
+            ],
         )
         task = {
             "metric": "acc,none", "kind": "likelihood", "task": "tiny_choice", "dataset": str(folder),
@@ -146,7 +184,9 @@ def make_bench(base: Path, folder: Path) -> Bench:
     }  # fmt: skip
     write_rows(folder / "problems.jsonl", [problem])
     (folder / "runs").mkdir()
-    return Bench(base, folder / "rows.jsonl", folder / "problems.jsonl", folder / "runs")
+    return Bench(
+        base, folder / "rows.jsonl", folder / "problems.jsonl", folder / "runs"
+    )
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -156,17 +196,21 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def assert_same_model(loaded: Any, model: Any, inputs: dict[str, Any]) -> None:
-    """Weights to the last bit. Logits in float64 but for the order of summation, which the alignment of a
-    memory-mapped file changes."""
+    """Weights to the last bit. Logits in float64 but for the order of summation, which
+    the alignment of a memory-mapped file changes."""
     state = model.state_dict()
     assert loaded.state_dict().keys() == state.keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+    assert all(
+        torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items()
+    )
     one, other = (logits_in_float64(each, inputs) for each in (loaded, model))
     assert error(one, other) < BOUND
 
 
 def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
-    """Begin a command in a process of its own, as a user would, with one thread and without network."""
+    """Begin a command in a process of its own, as a user would, with one thread and
+    without network.
+    """
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=cwd,
@@ -177,14 +221,21 @@ def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Pop
     )
 
 
-def in_forked_ranks(call: Callable[[int], int], world_size: int, folder: Path) -> list[tuple[int, str]]:
-    """(exit status as of `in_a_fork`, output) of `call(rank)` in each of `world_size` forks that form a gloo group.
+def in_forked_ranks(
+    call: Callable[[int], int], world_size: int, folder: Path
+) -> list[tuple[int, str]]:
+    """(exit status as of `in_a_fork`, output) of `call(rank)` in each of `world_size`
+    forks that form a gloo group.
 
-    Unlike `tests.reference.ranks.run_ranks` it lets every rank end as it will, and keeps how.
+    Unlike `tests.reference.ranks.run_ranks` it lets every rank end as it will, and
+    keeps how.
     """
     children = forked_ranks(call, world_size, folder)
     statuses = [status_of(child) for child, _ in children]
-    return [(status, output.read_text()) for status, (_, output) in zip(statuses, children, strict=True)]
+    return [
+        (status, output.read_text())
+        for status, (_, output) in zip(statuses, children, strict=True)
+    ]
 
 
 def status_of(child: int) -> int:
@@ -192,8 +243,12 @@ def status_of(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def forked_ranks(call: Callable[[int], int], world_size: int, folder: Path) -> list[tuple[int, Path]]:
-    """(process, output file) of `call(rank)` in each of `world_size` forks that form a gloo group, and run."""
+def forked_ranks(
+    call: Callable[[int], int], world_size: int, folder: Path
+) -> list[tuple[int, Path]]:
+    """(process, output file) of `call(rank)` in each of `world_size` forks that form a
+    gloo group, and run.
+    """
     port = str(free_port())
     store = Path(tempfile.mkdtemp(dir=folder)) / "store"
 
@@ -202,16 +257,25 @@ def forked_ranks(call: Callable[[int], int], world_size: int, folder: Path) -> l
         from accelerate.state import AcceleratorState
 
         torch.set_num_threads(1)
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        numbers = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+        }
         os.environ.update({name: str(number) for name, number in numbers.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
+        # the parent may have run alone before
+        AcceleratorState._reset_state(reset_partial_state=True)
         files = dist.FileStore(str(store), world_size)
         dist.init_process_group("gloo", rank=rank, world_size=world_size, store=files)
         return call(rank)
 
     outputs = [store.with_name(f"output-{rank}") for rank in range(world_size)]
-    return [(forked(partial(joined, rank), output), output) for rank, output in enumerate(outputs)]
+    return [
+        (forked(partial(joined, rank), output), output)
+        for rank, output in enumerate(outputs)
+    ]
 
 
 def free_port() -> int:
@@ -222,14 +286,18 @@ def free_port() -> int:
 
 
 def in_a_fork(call: Callable[[], int], output: Path) -> int:
-    """The exit status of `call` in a forked process, negative for a signal; its stdout and stderr go to `output`."""
+    """The exit status of `call` in a forked process, negative for a signal; its stdout
+    and stderr go to `output`.
+    """
     return status_of(forked(call, output))
 
 
 def end_if_it_hangs() -> None:
-    """Let a forked process that hangs end, and say where; also when pytest's own process ends.
+    """Let a forked process that hangs end, and say where; also when pytest's own
+    process ends.
 
-    The watch of pytest's configuration ends at a fork, and waits for ever for its thread when it is set again there.
+    The watch of pytest's configuration ends at a fork, and waits for ever for its
+    thread when it is set again there.
     """
     faulthandler.register(signal.SIGALRM, file=2, chain=True)
     signal.alarm(600)
@@ -257,8 +325,12 @@ def forked(call: Callable[[], int], output: Path) -> int:
     return child
 
 
-def killed_after(monkeypatch: Any, module: Any, name: str, call: Callable[[], int], output: Path) -> None:
-    """Run `call` in a fork that is killed when `module.name` has done its work for the first time."""
+def killed_after(
+    monkeypatch: Any, module: Any, name: str, call: Callable[[], int], output: Path
+) -> None:
+    """Run `call` in a fork that is killed when `module.name` has done its work for the
+    first time.
+    """
     does = getattr(module, name)
 
     def killed() -> int:
@@ -275,7 +347,11 @@ def killed_after(monkeypatch: Any, module: Any, name: str, call: Callable[[], in
 def documented_keys(chapter: str) -> set[str]:
     """Return the keys that a chapter of docs/results.md names."""
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    return set(re.findall(r"`([a-z0-9_]+)`", text.split(f"\n## {chapter}\n")[1].split("\n## ")[0]))
+    return set(
+        re.findall(
+            r"`([a-z0-9_]+)`", text.split(f"\n## {chapter}\n")[1].split("\n## ")[0]
+        )
+    )
 
 
 def run_of(recipe: Any) -> Any:
@@ -285,7 +361,9 @@ def run_of(recipe: Any) -> Any:
     from fcsd.recipe.load_recipe import load_recipe
     from fcsd.recipe.recipe import Recipe
 
-    return Run(recipe if isinstance(recipe, Recipe) else load_recipe(recipe), join_launch())
+    return Run(
+        recipe if isinstance(recipe, Recipe) else load_recipe(recipe), join_launch()
+    )
 
 
 def evaluate(
@@ -298,9 +376,15 @@ def evaluate(
     progress: bool = True,
     **plan: Any,
 ) -> Any:
-    """Result and samples of one model; plan: keys of a recipe's `evaluation`, which may be out of their range."""
+    """Result and samples of one model; plan: keys of a recipe's `evaluation`, which may
+    be out of their range.
+    """
     prepared = prepare_evaluation(
-        tokenizer, suite, EvaluationConfig.model_construct(**plan), ranks=ranks, progress=progress
+        tokenizer,
+        suite,
+        EvaluationConfig.model_construct(**plan),
+        ranks=ranks,
+        progress=progress,
     )
     with preserved(model, tokenizer), prepared as ask:
         return ask(model, name)

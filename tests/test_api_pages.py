@@ -1,4 +1,6 @@
-"""The pages of docs/api: what they name exists, and what a package exports can be read without importing it."""
+"""The pages of docs/api: what they name exists, and what a package exports can be read
+without importing it.
+"""
 
 import ast
 import importlib
@@ -18,11 +20,17 @@ DOCS = ROOT / "docs"
 def documented() -> list[str]:
     """List the packages that a page of docs/api documents: its lines `::: package`."""
     pages = sorted((DOCS / "api").glob("*.md"))
-    return [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.M)]
+    return [
+        name
+        for page in pages
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.M)
+    ]
 
 
 def bound_names(body: list[ast.stmt]) -> Iterator[str]:
-    """Yield what a module binds at its top, also under `if TYPE_CHECKING`, where lazy names are imported."""
+    """Yield what a module binds at its top, also under `if TYPE_CHECKING`, where lazy
+    names are imported.
+    """
     for node in body:
         if isinstance(node, ast.ImportFrom | ast.Import):
             yield from (name.asname or name.name for name in node.names)
@@ -40,8 +48,12 @@ def test_the_public_package_and_the_connectivity_have_pages() -> None:
 
 
 @pytest.mark.parametrize("name", documented())
-def test_what_a_package_exports_is_seen_by_the_documentation_and_has_a_docstring(name: str) -> None:
-    """mkdocstrings reads the source: a name that only `__getattr__` knows would be missing from the page."""
+def test_what_a_package_exports_is_seen_by_the_documentation_and_has_a_docstring(
+    name: str,
+) -> None:
+    """mkdocstrings reads the source: a name that only `__getattr__` knows would be
+    missing from the page.
+    """
     module = importlib.import_module(name)
     assert module.__doc__ and module.__file__
     exported = getattr(module, "__all__", [])
@@ -50,7 +62,9 @@ def test_what_a_package_exports_is_seen_by_the_documentation_and_has_a_docstring
     assert not unseen, f"{name}: import {sorted(unseen)} under `if TYPE_CHECKING:`, too"
     values = {one: getattr(module, one) for one in exported}
     undocumented = [
-        one for one, value in values.items() if inspect.isroutine(value) or inspect.isclass(value)
+        one
+        for one, value in values.items()
+        if inspect.isroutine(value) or inspect.isclass(value)
     ]
     assert not [one for one in undocumented if not inspect.getdoc(values[one])]
 
@@ -63,7 +77,9 @@ def test_every_line_of_an_args_section_names_one_parameter(name: str) -> None:
         value = getattr(module, one)
         if not (inspect.isroutine(value) or inspect.isclass(value)):
             continue
-        if section := re.search(r"^Args:\n((?:    .*\n|\n)+)", f"{inspect.getdoc(value)}\n", flags=re.M):
+        if section := re.search(
+            r"^Args:\n((?:    .*\n|\n)+)", f"{inspect.getdoc(value)}\n", flags=re.M
+        ):
             named = re.findall(r"^    (\S[^:]*):", section[1], flags=re.M)
             assert set(named) <= set(inspect.signature(value).parameters), one
 
@@ -81,7 +97,11 @@ def test_the_site_and_its_first_page_have_every_page_of_docs() -> None:
     assert len(listed) == len(set(listed))
     every = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert set(listed) == every
-    linked = set(re.findall(r"\]\(([^)#]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8")))
+    linked = set(
+        re.findall(
+            r"\]\(([^)#]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8")
+        )
+    )
     assert every - linked == {
         "index.md",
         "api/connectivity.md",

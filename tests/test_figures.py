@@ -1,4 +1,6 @@
-"""The headline figures of README and docs: where each lives, and that what quotes it says the same (figures.yaml)."""
+"""The headline figures of README and docs: where each lives, and that what quotes it
+says the same (figures.yaml).
+"""
 
 import re
 from pathlib import Path
@@ -8,14 +10,18 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-FIGURES: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests" / "figures.yaml").read_text(encoding="utf-8"))
+FIGURES: list[dict[str, Any]] = yaml.safe_load(
+    (ROOT / "tests" / "figures.yaml").read_text(encoding="utf-8")
+)
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 DECISIONS = "docs/decisions.md"
 
-every_figure = pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure["figure"])
+every_figure = pytest.mark.parametrize(
+    "figure", FIGURES, ids=lambda figure: figure["figure"]
+)
 
 
 def sections(text: str) -> list[str]:
@@ -24,27 +30,37 @@ def sections(text: str) -> list[str]:
 
 
 def flat(text: str) -> str:
-    """Make each run of white space one space, so that a page's line breaks and padded tables do not matter."""
+    """Make each run of white space one space, so that a page's line breaks and padded
+    tables do not matter.
+    """
     return " ".join(text.split())
 
 
 def numbers(text: str) -> set[float]:
     """Find the numbers of a text that are no part of a name, such as a `p2p`."""
-    return {float(number) for number in re.findall(r"(?<![\w.,-])\d+(?:\.\d+)?(?!\w)", text)}
+    return {
+        float(number) for number in re.findall(r"(?<![\w.,-])\d+(?:\.\d+)?(?!\w)", text)
+    }
 
 
 @every_figure
-def test_a_figure_stands_in_its_page_with_date_machine_and_setting(figure: dict[str, Any]) -> None:
+def test_a_figure_stands_in_its_page_with_date_machine_and_setting(
+    figure: dict[str, Any],
+) -> None:
     introduction, *others = sections(PAGES[figure["home"]])
     (section,) = [one for one in (introduction, *others) if figure["text"] in one]
-    assert [words for words in figure["with"] if words not in introduction + section] == []
+    assert [
+        words for words in figure["with"] if words not in introduction + section
+    ] == []
 
 
 @every_figure
 def test_what_quotes_a_figure_has_its_numbers(figure: dict[str, Any]) -> None:
     for page, words in figure.get("quoted", {}).items():
         assert words in flat(PAGES[page]), f"{page} should say: {words}"
-        assert numbers(words) <= numbers(figure["text"]) | set(figure.get("numbers", []))
+        assert numbers(words) <= numbers(figure["text"]) | set(
+            figure.get("numbers", [])
+        )
 
 
 @every_figure
@@ -65,25 +81,43 @@ def test_a_figure_stands_nowhere_else_and_its_kinder_versions_in_the_decisions_a
 
 
 @pytest.mark.parametrize(
-    "figure", [one for one in FIGURES if "log" in one], ids=lambda figure: figure["figure"]
+    "figure",
+    [one for one in FIGURES if "log" in one],
+    ids=lambda figure: figure["figure"],
 )
-def test_a_figure_is_that_of_the_last_entry_of_the_decisions_on_its_benchmark(figure: dict[str, Any]) -> None:
-    (date,) = [start[0] for words in figure["with"] if (start := re.match(r"\d{4}-\d\d-\d\d", words))]
-    entries = re.findall(r"^- (\d{4}-\d\d-\d\d): (.*(?:\n  .*)*)", PAGES[DECISIONS], flags=re.M)
+def test_a_figure_is_that_of_the_last_entry_of_the_decisions_on_its_benchmark(
+    figure: dict[str, Any],
+) -> None:
+    (date,) = [
+        start[0]
+        for words in figure["with"]
+        if (start := re.match(r"\d{4}-\d\d-\d\d", words))
+    ]
+    entries = re.findall(
+        r"^- (\d{4}-\d\d-\d\d): (.*(?:\n  .*)*)", PAGES[DECISIONS], flags=re.M
+    )
     assert len(entries) > 50
-    assert [(day, text) for day, text in entries if figure["log"] in text and day > date] == []
+    assert [
+        (day, text) for day, text in entries if figure["log"] in text and day > date
+    ] == []
 
 
 def demo_table(page: str, start: str, end: str) -> dict[str, list[str]]:
     """Read a table of models: name -> cells."""
     lines = PAGES[page].partition(start)[2].partition(end)[0].splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("|")
+    ]
     return {cells[0]: cells for cells in rows[2:]}
 
 
 def test_the_page_says_of_the_demo_what_its_table_says() -> None:
     text = PAGES["docs/get-started.md"]
-    demo = demo_table("docs/get-started.md", "<!-- demo-table -->", "<!-- /demo-table -->")
+    demo = demo_table(
+        "docs/get-started.md", "<!-- demo-table -->", "<!-- /demo-table -->"
+    )
     assert len(demo) == 7
     original, fcsd, sft = (float(demo[name][6]) for name in ("original", "fcsd", "sft"))
     for name, column in (("tiny_code", 3), ("tiny_choice", 4), ("tiny_answers", 5)):
@@ -95,7 +129,14 @@ def test_the_page_says_of_the_demo_what_its_table_says() -> None:
 
 def test_readme_says_of_real_weights_what_their_table_says() -> None:
     real = demo_table("docs/real.md", "<!-- real-table -->", "<!-- /real-table -->")
-    assert [*real] == ["original", "converted", "calibrated", "fcsd", "sft", "attention-half"]
+    assert [*real] == [
+        "original",
+        "converted",
+        "calibrated",
+        "fcsd",
+        "sft",
+        "attention-half",
+    ]
     short = demo_table("README.md", "make real", "## Qwen3-30B-A3B")
     assert [*short] == [*real]
     for name, (_, training, *scores) in short.items():

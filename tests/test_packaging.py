@@ -18,7 +18,9 @@ import yaml
 import fcsd
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
 APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
 """SHA-256 of the text that the Apache Software Foundation publishes."""
 
@@ -49,7 +51,9 @@ def sdist(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(source: Path, place: Path, *targets: str) -> Path:
     """Build with the backend that pyproject.toml names, in this environment: nothing is fetched."""
     if find_spec("hatchling") is None:
-        pytest.skip("the build backend hatchling is not installed; pip install -e '.[dev]' brings it")
+        pytest.skip(
+            "the build backend hatchling is not installed; pip install -e '.[dev]' brings it"
+        )
     command = [sys.executable, "-m", "hatchling", "build", "--directory", str(place)]
     for target in targets:
         command += ["--target", target]
@@ -70,7 +74,11 @@ def metadata(wheel: dict[str, bytes]) -> email.message.Message:
 
 
 def files_below(folder: Path, pattern: str = "*") -> set[str]:
-    paths = (path for path in folder.rglob(pattern) if path.is_file() and "__pycache__" not in path.parts)
+    paths = (
+        path
+        for path in folder.rglob(pattern)
+        if path.is_file() and "__pycache__" not in path.parts
+    )
     return {str(path.relative_to(ROOT)) for path in paths}
 
 
@@ -78,20 +86,28 @@ def test_the_licence_is_the_whole_apache_licence_and_is_in_both_distributions(
     wheel: dict[str, bytes], sdist: Path
 ) -> None:
     (name,) = (name for name in wheel if name.endswith(".dist-info/licenses/LICENSE"))
-    for text in ((ROOT / "LICENSE").read_bytes(), wheel[name], (sdist / "LICENSE").read_bytes()):
+    for text in (
+        (ROOT / "LICENSE").read_bytes(),
+        wheel[name],
+        (sdist / "LICENSE").read_bytes(),
+    ):
         assert hashlib.sha256(text).hexdigest() == APACHE_2
     assert metadata(wheel)["License-Expression"] == "Apache-2.0"
     assert metadata(wheel)["License-File"] == "LICENSE"
 
 
-def test_the_wheel_has_every_module_and_says_that_it_is_typed(wheel: dict[str, bytes]) -> None:
+def test_the_wheel_has_every_module_and_says_that_it_is_typed(
+    wheel: dict[str, bytes],
+) -> None:
     modules = files_below(ROOT / "fcsd", "*.py")
     assert len(modules) > 50
     assert {name for name in wheel if name.endswith(".py")} == modules
     assert "fcsd/py.typed" in wheel
 
 
-def test_the_wheel_has_every_recipe_suite_task_and_configuration(wheel: dict[str, bytes]) -> None:
+def test_the_wheel_has_every_recipe_suite_task_and_configuration(
+    wheel: dict[str, bytes],
+) -> None:
     for folder in ("recipes", "eval", "configs"):
         shipped = files_below(ROOT / folder)
         assert shipped
@@ -101,12 +117,21 @@ def test_the_wheel_has_every_recipe_suite_task_and_configuration(wheel: dict[str
         }
 
 
-def test_the_wheel_has_no_tests_and_nothing_beside_the_package(wheel: dict[str, bytes]) -> None:
-    assert {re.sub(r"^fcsd-.*\.dist-info$", "dist-info", name.split("/")[0]) for name in wheel} == {
+def test_the_wheel_has_no_tests_and_nothing_beside_the_package(
+    wheel: dict[str, bytes],
+) -> None:
+    assert {
+        re.sub(r"^fcsd-.*\.dist-info$", "dist-info", name.split("/")[0])
+        for name in wheel
+    } == {
         "fcsd",
         "dist-info",
     }
-    tests = [name for name in wheel if re.search(r"(^|/)(tests?/|test_[^/]*\.py$|conftest\.py$)", name)]
+    tests = [
+        name
+        for name in wheel
+        if re.search(r"(^|/)(tests?/|test_[^/]*\.py$|conftest\.py$)", name)
+    ]
     assert not tests
 
 
@@ -117,7 +142,12 @@ def test_the_metadata_says_who_and_for_what(wheel: dict[str, bytes]) -> None:
     assert facts["Requires-Python"] == ">=3.11"
     assert "mixture of experts" in facts["Keywords"]
     assert "Typing :: Typed" in facts.get_all("Classifier", [])
-    assert not [line for line in facts.get_all("Classifier", []) if line.startswith("License ::")]  # PEP 639
+    # PEP 639
+    assert not [
+        line
+        for line in facts.get_all("Classifier", [])
+        if line.startswith("License ::")
+    ]
 
 
 def test_the_source_distribution_builds_the_same_wheel(
@@ -129,7 +159,9 @@ def test_the_source_distribution_builds_the_same_wheel(
 def test_an_installed_wheel_finds_shipped_recipes_suites_and_first_steps_outside_the_checkout(
     built: Path, tmp_path: Path
 ) -> None:
-    """The wheel with the libraries of this environment, in an empty folder, by the words of `fcsd --help`."""
+    """The wheel with the libraries of this environment, in an empty folder, by the
+    words of `fcsd --help`.
+    """
     place, folder = tmp_path / "site", tmp_path / "empty"
     folder.mkdir()
     (file,) = built.glob("*.whl")
@@ -148,11 +180,16 @@ def test_an_installed_wheel_finds_shipped_recipes_suites_and_first_steps_outside
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    first_steps = re.search(r"`fcsd (tiny-data \S+) && fcsd run (\S+)`", fcsd_says("--help"))
+    first_steps = re.search(
+        r"`fcsd (tiny-data \S+) && fcsd run (\S+)`", fcsd_says("--help")
+    )
     assert first_steps is not None
     assert fcsd_says(*first_steps[1].split()).strip() == "runs/tiny-data"
     recipe = yaml.safe_load(fcsd_says("recipe", first_steps[2]))
-    assert all((folder / source["path"]).is_file() for source in recipe["pretrain"]["data"]["train"])
+    assert all(
+        (folder / source["path"]).is_file()
+        for source in recipe["pretrain"]["data"]["train"]
+    )
 
 
 def packed_files(sdist: Path) -> set[str]:
@@ -165,22 +202,33 @@ def test_the_source_distribution_has_what_its_makefile_needs(sdist: Path) -> Non
     assert files_below(ROOT / "tests") <= packed
 
 
-def test_the_source_distribution_has_nothing_that_git_does_not_know(sdist: Path) -> None:
+def test_the_source_distribution_has_nothing_that_git_does_not_know(
+    sdist: Path,
+) -> None:
     if not (ROOT / ".git").exists():
-        pytest.skip("no git checkout to compare with: these tests run from a source distribution")
+        pytest.skip(
+            "no git checkout to compare with: these tests run from a source distribution"
+        )
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    known = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    known = subprocess.run(
+        listed, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
     assert packed_files(sdist) - set(known) == {"PKG-INFO"}
 
 
 def test_the_workflow_tests_the_versions_that_the_metadata_promises() -> None:
-    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    workflow = yaml.safe_load(
+        (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    )
     matrix = workflow["jobs"]["test"]["strategy"]["matrix"]
     promised = [
-        re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", c) for c in PROJECT["classifiers"]
+        re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", c)
+        for c in PROJECT["classifiers"]
     ]
     assert matrix["python"] == [match[1] for match in promised if match]
-    (transformers,) = (line for line in PROJECT["dependencies"] if line.startswith("transformers"))
+    (transformers,) = (
+        line for line in PROJECT["dependencies"] if line.startswith("transformers")
+    )
     lowest, *left_out, below = transformers.removeprefix("transformers>=").split(",")
     assert all(one.startswith("!=") for one in left_out)
     assert matrix["transformers"] == [f"=={lowest}.0", ",".join([*left_out, below])]

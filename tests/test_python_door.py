@@ -1,4 +1,6 @@
-"""The Python door: `import fcsd` is light, its names are those that are written down, the docs and the example run."""
+"""The Python door: `import fcsd` is light, its names are those that are written down,
+the docs and the example run.
+"""
 
 import ast
 import re
@@ -17,8 +19,13 @@ PAGE = ROOT / "docs" / "python.md"
 
 
 def test_importing_it_loads_neither_torch_nor_transformers() -> None:
-    code = "import fcsd, sys; print(*{m.split('.')[0] for m in sys.modules} & {'torch', 'transformers', 'datasets'})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        "import fcsd, sys; print(*{m.split('.')[0] for m in sys.modules} & {'torch',"
+        " 'transformers', 'datasets'})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == ""
 
 
@@ -38,10 +45,14 @@ def test_every_name_is_there_and_type_checkers_see_it() -> None:
 
 
 def blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S
+    )
 
 
-def test_every_code_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_code_block_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     names: dict[str, object] = {"__name__": "page"}
@@ -50,7 +61,9 @@ def test_every_code_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.M
         exec(compile(block, f"{PAGE.name}, block {number + 1}", "exec"), names)
 
 
-def test_the_lines_of_the_readme_run_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lines_of_the_readme_run_on_a_tiny_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fcsd.pipeline.tiny.models import tiny_tokenizer
     from tests.reference.tiny import tiny_model
 
@@ -64,9 +77,14 @@ def test_the_lines_of_the_readme_run_on_a_tiny_model(tmp_path: Path, monkeypatch
     for real, small in tiny.items():
         assert real in block
         block = block.replace(real, small)
-    tiny_model("qwen3_moe", num_hidden_layers=4, vocab_size=300).save_pretrained(tmp_path / "tiny")
+    tiny_model("qwen3_moe", num_hidden_layers=4, vocab_size=300).save_pretrained(
+        tmp_path / "tiny"
+    )
     tiny_tokenizer(300).save_pretrained(tmp_path / "tiny")
-    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2 it is"}]
+    turns = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "2 it is"},
+    ]
     write_rows(tmp_path / "chats.jsonl", [{"messages": turns}] * 40)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -80,6 +98,8 @@ def test_the_example_trains_saves_and_loads_again(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     runpy.run_path(str(ROOT / "examples" / "distill_in_python.py"))
     said = capsys.readouterr().out
-    match = re.search(r"held-out KL to the original: ([\d.]+) before, ([\d.]+) after 40 steps", said)
+    match = re.search(
+        r"held-out KL to the original: ([\d.]+) before, ([\d.]+) after 40 steps", said
+    )
     assert match is not None and float(match[2]) < 0.6 * float(match[1])
     assert "saved and loaded again: FarSkipQwen3MoeForCausalLM in" in said

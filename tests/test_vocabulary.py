@@ -1,4 +1,6 @@
-"""The words of docs/vocabulary.md, in pages, code, messages and help: those that its table keeps out are not there."""
+"""The words of docs/vocabulary.md, in pages, code, messages and help: those that its
+table keeps out are not there.
+"""
 
 import ast
 import re
@@ -9,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = ROOT / "docs" / "vocabulary.md"
-PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page != VOCABULARY] + [ROOT / "README.md"]
+PAGES = [
+    page for page in sorted((ROOT / "docs").rglob("*.md")) if page != VOCABULARY
+] + [ROOT / "README.md"]
 CODE = ("fcsd", "tests", "serving", "benchmarks", "examples")
 NO_NAMES = {"found", "told"}  # a name says what a thing is, not what was done to get it
 OF = r"(?:^|[\"'.:#] ?)Of (?!course)[a-z]"  # begins a sentence
@@ -19,12 +23,18 @@ def kept_out(mark: str) -> list[str]:
     """List the words of the table's last column between `mark`s: `**` bold, `*` italic."""
     rows = re.findall(r"^\| .* \| .* \| (.+) \|$", VOCABULARY.read_text(), flags=re.M)
     mark = re.escape(mark)
-    return [word for row in rows for word in re.findall(rf"(?<!\*){mark}([^*]+){mark}(?!\*)", row)]
+    return [
+        word
+        for row in rows
+        for word in re.findall(rf"(?<!\*){mark}([^*]+){mark}(?!\*)", row)
+    ]
 
 
 def uses(words: list[str], text: str) -> list[str]:
     """Find words in a text, in the singular and the plural, verbs in their forms."""
-    stems = "|".join(sorted(re.sub(r"^go\b", "(?:go|goes|went)", word) for word in words))
+    stems = "|".join(
+        sorted(re.sub(r"^go\b", "(?:go|goes|went)", word) for word in words)
+    )
     return re.findall(rf"(?i)\b(?:{stems})s?\b", " ".join(text.split()))
 
 
@@ -34,19 +44,34 @@ def prose(source: str) -> str:
 
 
 def names(source: str) -> Iterator[str]:
-    """Yield every name that the code gives: of variables, parameters, functions, classes, attributes, keys."""
+    """Yield every name that the code gives: of variables, parameters, functions,
+    classes, attributes, keys.
+    """
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(attr=name, ctx=ast.Store())
+            ):
                 yield name
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 yield name
-            case ast.arg(arg=name) | ast.keyword(arg=str(name)) | ast.alias(asname=str(name)):
+            case (
+                ast.arg(arg=name)
+                | ast.keyword(arg=str(name))
+                | ast.alias(asname=str(name))
+            ):
                 yield name
             case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
                 yield name
             case ast.Dict(keys=keys):
-                yield from (str(key.value) for key in keys if isinstance(key, ast.Constant))
+                yield from (
+                    str(key.value) for key in keys if isinstance(key, ast.Constant)
+                )
 
 
 def test_the_table_says_which_words_are_kept_out_of_what() -> None:
@@ -54,7 +79,9 @@ def test_the_table_says_which_words_are_kept_out_of_what() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_pages_have_none_of_the_words_that_the_vocabulary_takes_others_for(page: Path) -> None:
+def test_the_pages_have_none_of_the_words_that_the_vocabulary_takes_others_for(
+    page: Path,
+) -> None:
     text = " ".join(page.read_text().split())
     assert uses([*kept_out("**"), *kept_out("*")], text) == []
     assert not re.search(OF, text), "a sentence begins with Of"
@@ -65,7 +92,10 @@ def test_no_docstring_comment_message_or_help_has_them_either(folder: str) -> No
     words, wrong = kept_out("**"), []
     for path in sorted((ROOT / folder).rglob("*.py")):
         text = prose(path.read_text(encoding="utf-8"))
-        wrong += [f"{path.relative_to(ROOT)}: {one}" for one in (*uses(words, text), *re.findall(OF, text))]
+        wrong += [
+            f"{path.relative_to(ROOT)}: {one}"
+            for one in (*uses(words, text), *re.findall(OF, text))
+        ]
     assert wrong == []
 
 
@@ -76,6 +106,8 @@ def test_nothing_is_named_by_what_was_done_to_get_it(folder: str) -> None:
         source = path.read_text(encoding="utf-8")
         if any(word in source for word in NO_NAMES):
             wrong += [
-                f"{path.relative_to(ROOT)}: {name}" for name in names(source) if NO_NAMES & {*name.split("_")}
+                f"{path.relative_to(ROOT)}: {name}"
+                for name in names(source)
+                if NO_NAMES & {*name.split("_")}
             ]
     assert wrong == []

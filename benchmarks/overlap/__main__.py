@@ -20,28 +20,46 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        description=benchmarks.overlap.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=benchmarks.overlap.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    made.add_argument("--link", choices=["emulated", "plain", "netns"], default="emulated")
-    made.add_argument("--compute", choices=["sleeps", "real"], help="default: sleeps on a CPU, real on a GPU")
+    made.add_argument(
+        "--link", choices=["emulated", "plain", "netns"], default="emulated"
+    )
+    made.add_argument(
+        "--compute",
+        choices=["sleeps", "real"],
+        help="default: sleeps on a CPU, real on a GPU",
+    )
     made.add_argument("--model", choices=["shared", "none"], default="shared")
     made.add_argument(
-        "--modes", nargs="+", choices=MODES, help="default: all; the first is what others are compared with"
+        "--modes",
+        nargs="+",
+        choices=MODES,
+        help="default: all; the first is what others are compared with",
     )
     made.add_argument("--checkpointing", action="store_true")
     made.add_argument("--ranks", type=int, help="default: 2 on a CPU; a GPU has 1")
-    made.add_argument("--virtual-ranks", type=int, default=8, help="of a GPU's emulated link")
-    made.add_argument("--rate-gb-s", type=float, default=150.0, help="of a GPU's emulated link, GB/s")
     made.add_argument(
-        "--exchange-ms", type=float, default=60.0, help="of a CPU's emulated link: one exchange"
+        "--virtual-ranks", type=int, default=8, help="of a GPU's emulated link"
+    )
+    made.add_argument(
+        "--rate-gb-s", type=float, default=150.0, help="of a GPU's emulated link, GB/s"
+    )
+    made.add_argument(
+        "--exchange-ms",
+        type=float,
+        default=60.0,
+        help="of a CPU's emulated link: one exchange",
     )
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--rows", type=int, help="sequences a rank")
     made.add_argument("--length", type=int, help="tokens a sequence")
     for name in ("layers", "dim", "expert-dim", "experts", "top-k", "heads"):
         made.add_argument(f"--{name}", type=int)
-    made.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # a process that --link netns has started
+    # a process that --link netns has started
+    made.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     made.add_argument("--store", help=argparse.SUPPRESS)
     made.add_argument("--json", type=Path)
     made.add_argument(
@@ -53,20 +71,33 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-_SIZE_NAMES = ("layers", "dim", "expert_dim", "experts", "top_k", "heads", "rows", "length")
+_SIZE_NAMES = (
+    "layers",
+    "dim",
+    "expert_dim",
+    "experts",
+    "top_k",
+    "heads",
+    "rows",
+    "length",
+)
 _SIZES = {
     "sleeps": (4, 64, 32, 16, 4, 4, 2, 64),
     "real": (4, 512, 256, 16, 4, 8, 2, 512),
     "cuda": (6, 2048, 1408, 8, 6, 16, 4, 4096),
 }
-"""By name. cuda: the layer of DeepSeek-V2-Lite as one of 8 ranks computes it: 8 of its 64 experts, and as many rows."""
+"""By name. cuda: the layer of DeepSeek-V2-Lite as one of 8 ranks computes it: 8 of its
+64 experts, and as many rows.
+"""
 
 
 def complete(options: argparse.Namespace) -> argparse.Namespace:
     cuda = options.device == "cuda"
     options.compute = options.compute or ("real" if cuda else "sleeps")
     options.ranks = 1 if cuda else options.ranks or 2
-    for name, value in zip(_SIZE_NAMES, _SIZES["cuda" if cuda else options.compute], strict=True):
+    for name, value in zip(
+        _SIZE_NAMES, _SIZES["cuda" if cuda else options.compute], strict=True
+    ):
         if getattr(options, name) is None:
             setattr(options, name, value)
     if options.link == "netns":
@@ -116,7 +147,10 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
             context = multiprocessing.get_context("spawn")
             receiver, sender = context.Pipe(duplex=False)
             ranks = [
-                context.Process(target=run_rank, args=(r, options, store, sender if r == 0 else None))
+                context.Process(
+                    target=run_rank,
+                    args=(r, options, store, sender if r == 0 else None),
+                )
                 for r in range(options.ranks)
             ]
             for each in ranks:
@@ -131,7 +165,11 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
     if options.times is not None:
         write_blocking_times(options, measurements["blocking"])
     if options.json is not None:
-        options.json.write_text(json.dumps({"options": vars(options), "table": table}, indent=1, default=str))
+        options.json.write_text(
+            json.dumps(
+                {"options": vars(options), "table": table}, indent=1, default=str
+            )
+        )
     return table
 
 

@@ -1,4 +1,6 @@
-"""What carries the rows in the benchmark: a thread or a stream that is busy for bytes / rate, or network namespaces."""
+"""What carries the rows in the benchmark: a thread or a stream that is busy for bytes /
+rate, or network namespaces.
+"""
 
 import contextlib
 import os
@@ -14,7 +16,9 @@ import torch.distributed as dist
 
 
 class Link:
-    """A link between CPU ranks: one exchange after the other, each busy for the bytes that leave this rank."""
+    """A link between CPU ranks: one exchange after the other, each busy for the bytes
+    that leave this rank.
+    """
 
     def __init__(self, seconds_per_byte: float):
         self.seconds_per_byte = seconds_per_byte
@@ -29,7 +33,13 @@ class Link:
             work = self.jobs.get()
             began = time.perf_counter()
             work.exchange()
-            time.sleep(max(0.0, work.num_bytes * self.seconds_per_byte - (time.perf_counter() - began)))
+            time.sleep(
+                max(
+                    0.0,
+                    work.num_bytes * self.seconds_per_byte
+                    - (time.perf_counter() - began),
+                )
+            )
             work.finish()
 
 
@@ -43,7 +53,9 @@ class _OnLink:
         own = send[dist.get_rank(self.group)]
         row_bytes = sent[:1].numel() * sent.element_size() if len(sent) else 0
         work = _Work(
-            lambda: dist.all_to_all_single(received, sent, receive, send, group=self.group),
+            lambda: dist.all_to_all_single(
+                received, sent, receive, send, group=self.group
+            ),
             (sum(send) - own) * row_bytes,
         )
         self.link.jobs.put(work)
@@ -73,11 +85,14 @@ class _Work:
 
 
 class CudaLink:
-    """A link of one GPU to `ranks` - 1 others that are not there: rows are copied, and the link's stream is busy."""
+    """A link of one GPU to `ranks` - 1 others that are not there: rows are copied, and
+    the link's stream is busy.
+    """
 
     def __init__(self, bytes_per_second: float, ranks: int):
         self.stream = torch.cuda.Stream(priority=-1)
-        self.share, self.stands_for = (ranks - 1) / ranks, 1.0  # rows that one of this rank's stands for
+        # rows that one of this rank's stands for
+        self.share, self.stands_for = (ranks - 1) / ranks, 1.0
         self.cycles_per_byte = _cycles_per_second() / bytes_per_second
 
     def __call__(self, group: Any) -> "CudaLink":
@@ -87,7 +102,9 @@ class CudaLink:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             received.copy_(sent)
-            num_bytes = sent.numel() * sent.element_size() * self.share * self.stands_for
+            num_bytes = (
+                sent.numel() * sent.element_size() * self.share * self.stands_for
+            )
             torch.cuda._sleep(int(num_bytes * self.cycles_per_byte))
             arrived = torch.cuda.Event()
             arrived.record()
@@ -130,7 +147,14 @@ def namespaces(rate_bits: float) -> Iterator[list[str]]:
             run(*inside, "ip", "addr", "add", f"10.44.0.{end + 1}/24", "dev", name)
             run(*inside, "ip", "link", "set", name, "up")
             run(*inside, "ip", "link", "set", "lo", "up")
-            limit = ("rate", f"{int(rate_bits)}bit", "burst", "32kb", "latency", "400ms")
+            limit = (
+                "rate",
+                f"{int(rate_bits)}bit",
+                "burst",
+                "32kb",
+                "latency",
+                "400ms",
+            )
             run(*inside, "tc", "qdisc", "replace", "dev", name, "root", "tbf", *limit)
         yield names
     finally:

@@ -1,4 +1,6 @@
-"""The benchmark's models: of a few layers, with their experts spread over all ranks, and sleeps in them."""
+"""The benchmark's models: of a few layers, with their experts spread over all ranks,
+and sleeps in them.
+"""
 
 import argparse
 import contextlib
@@ -12,7 +14,14 @@ from fcsd.parallel.overlap import schedule
 from fcsd.parallel.overlap.block import BlockNames, BlockRun, Call
 from fcsd.parallel.overlap.experts import OverlappedEP
 
-SLEEPS_MS = {"a": 30.0, "b": 50.0, "shared": 25.0, "experts": 40.0, "router": 5.0, "share": 1.0}
+SLEEPS_MS = {
+    "a": 30.0,
+    "b": 50.0,
+    "shared": 25.0,
+    "experts": 40.0,
+    "router": 5.0,
+    "share": 1.0,
+}
 
 
 def config_of(options: argparse.Namespace) -> Any:
@@ -54,20 +63,29 @@ def config_of(options: argparse.Namespace) -> Any:
 
 
 def spread_experts(model: Any) -> None:
-    """Spread the experts of a model's MoE blocks (`mlp.experts`) over all ranks, and nothing else of it."""
+    """Spread the experts of a model's MoE blocks (`mlp.experts`) over all ranks, and
+    nothing else of it.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     import fcsd.parallel.overlap  # noqa: F401  # registers the implementation
 
     device = next(model.parameters()).device.type
-    mesh = init_device_mesh(device, (torch.distributed.get_world_size(), 1), mesh_dim_names=("ep", "tp"))
+    mesh = init_device_mesh(
+        device, (torch.distributed.get_world_size(), 1), mesh_dim_names=("ep", "tp")
+    )
     plan = {}
     for name, _ in model.named_modules():
         if name.endswith("mlp.experts"):
-            plan |= {f"{name}.gate_up_proj": "grouped_gemm", f"{name}.down_proj": "grouped_gemm"}
+            plan |= {
+                f"{name}.gate_up_proj": "grouped_gemm",
+                f"{name}.down_proj": "grouped_gemm",
+            }
             plan[name] = "ep_dispatch_experts"
-    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan, ep_implementation="farskip")
+    apply_expert_parallelism(
+        model, mesh["ep"], mesh["tp"], plan, ep_implementation="farskip"
+    )
 
 
 def spread_model(options: argparse.Namespace, rewired: bool) -> Any:
@@ -99,7 +117,9 @@ class InHalves(BlockRun):
         if self.shared is None:
             self.shared = expert(tokens[:half])
         else:
-            self.shared = torch.cat([self.shared, expert(tokens[half:])]).view_as(self.m)
+            self.shared = torch.cat([self.shared, expert(tokens[half:])]).view_as(
+                self.m
+            )
 
 
 def in_steps(model: Any, transport: Any, mode: str) -> None:
@@ -118,7 +138,12 @@ def in_steps(model: Any, transport: Any, mode: str) -> None:
 
         def forward(x: Any, block: Any = block, names: Any = names) -> Any:
             run = made(
-                block.experts.farskip_ep, names, block, Call(None, False, False, 1), steps, lambda _: None
+                block.experts.farskip_ep,
+                names,
+                block,
+                Call(None, False, False, 1),
+                steps,
+                lambda _: None,
             )
             run.m = x
             run.until(None)
@@ -129,17 +154,24 @@ def in_steps(model: Any, transport: Any, mode: str) -> None:
 
 @contextlib.contextmanager
 def a_row_for_each_expert(top_k: int) -> Iterator[None]:
-    """Let a token send each of its experts a row of its own while the context lasts, as if it were so many tokens."""
+    """Let a token send each of its experts a row of its own while the context lasts, as
+    if it were so many tokens.
+    """
     start, finish = OverlappedEP.start_dispatch, OverlappedEP.finish_combine
 
-    def start_dispatch(self: Any, rows: Any, experts: Any, weights: Any, sizes: Any) -> Any:
+    def start_dispatch(
+        self: Any, rows: Any, experts: Any, weights: Any, sizes: Any
+    ) -> Any:
         rows = rows.repeat_interleave(top_k, 0)
         return start(self, rows, experts.reshape(-1, 1), weights.reshape(-1, 1), sizes)
 
     def finish_combine(token: Any, exchange: Any, dispatch: Any) -> Any:
         return finish(token, exchange, dispatch).unflatten(0, (-1, top_k)).sum(1)
 
-    names = {"start_dispatch": start_dispatch, "finish_combine": staticmethod(finish_combine)}
+    names = {
+        "start_dispatch": start_dispatch,
+        "finish_combine": staticmethod(finish_combine),
+    }
     own = {name: vars(OverlappedEP)[name] for name in names}
     for name, function in names.items():
         setattr(OverlappedEP, name, function)
@@ -151,7 +183,9 @@ def a_row_for_each_expert(top_k: int) -> Iterator[None]:
 
 
 def add_sleeps(model: Any, num_tokens: int) -> None:
-    """Let parts of a layer sleep. num_tokens: of a batch; the shared expert of a part of them sleeps for that part."""
+    """Let parts of a layer sleep. num_tokens: of a batch; the shared expert of a part
+    of them sleeps for that part.
+    """
 
     class Sleep(torch.autograd.Function):
         @staticmethod
@@ -166,7 +200,9 @@ def add_sleeps(model: Any, num_tokens: int) -> None:
             return gradient, None
 
     def sleeps(module: Any, milliseconds: float) -> None:
-        module.register_forward_pre_hook(lambda _, args: (Sleep.apply(args[0], milliseconds), *args[1:]))
+        module.register_forward_pre_hook(
+            lambda _, args: (Sleep.apply(args[0], milliseconds), *args[1:])
+        )
 
     def partly(_: Any, args: Any) -> Any:
         share = args[0].shape[:-1].numel() / num_tokens / SLEEPS_MS["share"]
@@ -174,11 +210,16 @@ def add_sleeps(model: Any, num_tokens: int) -> None:
 
     for layer in model.model.layers:
         attention, block = layer.self_attn, layer.mlp
-        sleeps(getattr(attention, "kv_a_proj_with_mqa", None) or attention.v_proj, SLEEPS_MS["a"])
+        sleeps(
+            getattr(attention, "kv_a_proj_with_mqa", None) or attention.v_proj,
+            SLEEPS_MS["a"],
+        )
         sleeps(attention.o_proj, SLEEPS_MS["b"])
         sleeps(block.gate, SLEEPS_MS["router"])
         if hasattr(block, "shared_experts"):
             block.shared_experts.register_forward_pre_hook(partly)
         ep = block.experts.farskip_ep
         own = ep.experts_forward
-        ep.experts_forward = lambda x, *rest, own=own: own(Sleep.apply(x, SLEEPS_MS["experts"]), *rest)
+        ep.experts_forward = lambda x, *rest, own=own: own(
+            Sleep.apply(x, SLEEPS_MS["experts"]), *rest
+        )

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.overlap.links import CudaLink, Link
-from benchmarks.overlap.models import SLEEPS_MS, a_row_for_each_expert, add_sleeps, in_steps, spread_model
+from benchmarks.overlap.models import (
+    SLEEPS_MS,
+    a_row_for_each_expert,
+    add_sleeps,
+    in_steps,
+    spread_model,
+)
 from benchmarks.overlap.one_node import one_node
 from benchmarks.overlap.report import flat
 from fcsd.steering.network.simulate import rows_per_token
@@ -26,7 +32,9 @@ ON_A_CPU = ("batons", "one-node")
 
 
 class Batons:
-    """Two threads of which one computes; each hands on when it waits, so the order is the same on all ranks."""
+    """Two threads of which one computes; each hands on when it waits, so the order is
+    the same on all ranks.
+    """
 
     def __init__(self) -> None:
         self.changed, self.turn, self.running = threading.Condition(), 0, {0, 1}
@@ -34,7 +42,10 @@ class Batons:
 
     def run(self, functions: Any) -> None:
         self.turn, self.running = 0, {0, 1}
-        threads = [threading.Thread(target=self._run, args=pair) for pair in enumerate(functions)]
+        threads = [
+            threading.Thread(target=self._run, args=pair)
+            for pair in enumerate(functions)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -104,7 +115,11 @@ class Bench:
         regular, options = mode in REGULAR, self.options
         if options.device == "cuda":
             experts = options.experts * options.virtual_ranks
-            rows = 1.0 if mode in EACH else rows_per_token(experts, options.top_k, options.virtual_ranks)
+            rows = (
+                1.0
+                if mode in EACH
+                else rows_per_token(experts, options.top_k, options.virtual_ranks)
+            )
             self.link.stands_for = rows
         if regular not in self.models:
             model = self.models[regular] = spread_model(self.options, not regular)
@@ -115,7 +130,11 @@ class Bench:
         model = self.models[regular]
         if regular:
             link = self.link or AllToAll
-            transport = (lambda group: self.batons.transport(link(group))) if mode == "batons" else link
+            transport = (
+                (lambda group: self.batons.transport(link(group)))
+                if mode == "batons"
+                else link
+            )
             in_steps(model, transport, mode)
         else:
             detach(model)
@@ -142,7 +161,8 @@ class Bench:
         self.synchronize()
         ended = time.perf_counter()
         measured: dict[str, Any] = {"step": ended - began, "forward": middle - began}
-        if self.options.device != "cuda" and mode != "batons":  # whose waits are the other half's computation
+        # whose waits are the other half's computation
+        if self.options.device != "cuda" and mode != "batons":
             measured |= self.hidden()
         if mode == "blocking":
             measured["exchanges"] = exchange_times(
@@ -162,7 +182,9 @@ class Bench:
         if mode == "batons":
             halves = self.ids.chunk(2, dim=0 if len(self.ids) > 1 else 1)
             SLEEPS_MS["share"] = 0.5
-            self.batons.run([lambda x=x: model(x, labels=x).loss.backward() for x in halves])
+            self.batons.run(
+                [lambda x=x: model(x, labels=x).loss.backward() for x in halves]
+            )
             SLEEPS_MS["share"] = 1.0
             return began
         loss = model(self.ids, labels=self.ids).loss
@@ -178,7 +200,9 @@ class Bench:
         from fcsd.parallel.overlap.measure import from_records
 
         time.sleep(0.02)  # callbacks of the last exchange
-        measured = from_records(record for event, record in self.records if event == "start")
+        measured = from_records(
+            record for event, record in self.records if event == "start"
+        )
         return flat(measured)
 
     def traced(self, mode: str, path: Path) -> dict[str, float]:
@@ -187,13 +211,17 @@ class Bench:
 
         from fcsd.parallel.overlap.measure import from_trace
 
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with profile(
+            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        ) as profiler:
             self.step(mode)
         profiler.export_chrome_trace(str(path))
         return flat(from_trace(path))
 
 
-def run_rank(number: int, options: argparse.Namespace, store: str, pipe: Any = None) -> dict[str, Any]:
+def run_rank(
+    number: int, options: argparse.Namespace, store: str, pipe: Any = None
+) -> dict[str, Any]:
     """Take all steps of one rank; seconds of each, by mode."""
     import transformers
 
@@ -208,7 +236,11 @@ def run_rank(number: int, options: argparse.Namespace, store: str, pipe: Any = N
         world_size=options.ranks,
     )
     bench = Bench(options)
-    modes = [mode for mode in options.modes if options.device == "cpu" or mode not in ON_A_CPU]
+    modes = [
+        mode
+        for mode in options.modes
+        if options.device == "cpu" or mode not in ON_A_CPU
+    ]
     measurements: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     for number_of_round in range(options.rounds + 1):
         for mode in modes:
@@ -231,4 +263,12 @@ def run_rank(number: int, options: argparse.Namespace, store: str, pipe: Any = N
 def exchanged_bytes(options: argparse.Namespace) -> float:
     """What leaves a CPU rank in one exchange, on average, beside the pairs' words."""
     each = rows_per_token(options.experts, options.top_k, options.ranks)
-    return options.rows * options.length * each * options.dim * 4 * (options.ranks - 1) / options.ranks
+    return (
+        options.rows
+        * options.length
+        * each
+        * options.dim
+        * 4
+        * (options.ranks - 1)
+        / options.ranks
+    )

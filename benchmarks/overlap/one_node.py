@@ -1,13 +1,16 @@
-"""The paper's backward pass (its section 4): one autograd node an exchange, and sequence numbers that are set.
+"""The paper's backward pass (its section 4): one autograd node an exchange, and
+sequence numbers that are set.
 
-The node launches, in both passes, and gives a buffer that rows are yet to arrive in. In the forward pass the runtime
-waits where its schedule says. In the backward pass a hook on the node behind the exchange, which reads the gradients
-next, waits before it. By itself autograd would run that node at once: of the nodes that are ready it takes the one
-that was made last. So the exchange's node gets the number of the place where the forward pass has waited for it: it
-launches as early as it can, and what was made between launch and wait runs before the hook.
+The node launches, in both passes, and gives a buffer that rows are yet to arrive in. In
+the forward pass the runtime waits where its schedule says. In the backward pass a hook
+on the node behind the exchange, which reads the gradients next, waits before it. By
+itself autograd would run that node at once: of the nodes that are ready it takes the
+one that was made last. So the exchange's node gets the number of the place where the
+forward pass has waited for it: it launches as early as it can, and what was made
+between launch and wait runs before the hook.
 
-For float32, without FSDP and without checkpointing: an unready buffer travels through autograd, where casts and hooks
-would read it.
+For float32, without FSDP and without checkpointing: an unready buffer travels through
+autograd, where casts and hooks would read it.
 """
 
 import contextlib
@@ -22,7 +25,9 @@ from fcsd.parallel.overlap.rows import pairs_of
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, exchange: Any, handles: dict[str, Any]) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, exchange: Any, handles: dict[str, Any]
+    ) -> torch.Tensor:
         ctx.exchange, ctx.handles = exchange, handles
         handles["forward"] = _launch(exchange, rows, backward=False)
         return handles["forward"].tensors[0]
@@ -34,9 +39,15 @@ class _Node(torch.autograd.Function):
 
 
 def _launch(exchange: Any, rows: torch.Tensor, *, backward: bool) -> Any:
-    send, receive = (exchange.receive, exchange.send) if backward else (exchange.send, exchange.receive)
+    send, receive = (
+        (exchange.receive, exchange.send)
+        if backward
+        else (exchange.send, exchange.receive)
+    )
     received = rows.new_empty((sum(receive), *rows.shape[1:]))
-    return exchange.port.launch(exchange.kind, backward, received, rows.contiguous(), receive, send)
+    return exchange.port.launch(
+        exchange.kind, backward, received, rows.contiguous(), receive, send
+    )
 
 
 def _start(rows: torch.Tensor, exchange: Any) -> torch.Tensor:
@@ -62,18 +73,28 @@ class _DispatchStart:
 
     @staticmethod
     def apply(
-        rows: torch.Tensor, weights: torch.Tensor, codes: torch.Tensor, sent: Any, exchange: Any
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        codes: torch.Tensor,
+        sent: Any,
+        exchange: Any,
     ) -> Any:
         of_rows, of_words = sent.places()
-        pairs = torch.stack([codes.int().view(torch.float32), weights.float()], 1).view(-1)
-        parcels = rows.new_zeros(sum(sent.splits), rows.shape[1]).index_put((of_rows,), rows)
+        pairs = torch.stack([codes.int().view(torch.float32), weights.float()], 1).view(
+            -1
+        )
+        parcels = rows.new_zeros(sum(sent.splits), rows.shape[1]).index_put(
+            (of_rows,), rows
+        )
         packed = parcels.view(-1).index_put((of_words,), pairs).view_as(parcels)
         return _start(packed, exchange)
 
 
 class _DispatchFinish:
     @staticmethod
-    def apply(parcels: torch.Tensor, received: Any, num_experts: int, exchange: Any) -> Any:
+    def apply(
+        parcels: torch.Tensor, received: Any, num_experts: int, exchange: Any
+    ) -> Any:
         parcels = _finish(parcels, exchange)
         of_rows, of_words = received.places()
         codes, weights = parcels.view(-1)[of_words].view(-1, 2).unbind(1)
@@ -87,14 +108,27 @@ class _CombineStart:
     """Weighs the outputs at the expert, where autograd has the weights' gradient."""
 
     @staticmethod
-    def apply(outputs: Any, weights: torch.Tensor, row: torch.Tensor, lengths: Any, exchange: Any) -> Any:
+    def apply(
+        outputs: Any,
+        weights: torch.Tensor,
+        row: torch.Tensor,
+        lengths: Any,
+        exchange: Any,
+    ) -> Any:
         weighed = outputs * weights.unsqueeze(-1)
-        return _start(weighed.new_zeros(len(lengths), weighed.shape[1]).index_add(0, row, weighed), exchange)
+        return _start(
+            weighed.new_zeros(len(lengths), weighed.shape[1]).index_add(
+                0, row, weighed
+            ),
+            exchange,
+        )
 
 
 class _CombineFinish:
     @staticmethod
-    def apply(rows: torch.Tensor, exchange: Any, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def apply(
+        rows: torch.Tensor, exchange: Any, tokens: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
         rows = _finish(rows, exchange)
         return rows.new_zeros(num_tokens, rows.shape[1]).index_add(0, tokens, rows)
 

@@ -12,15 +12,20 @@ def flat(measured: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def summary(measurements: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Return, for each mode, seconds of a step, its ratio to the first mode's, and what was hidden of what was sent."""
+def summary(
+    measurements: dict[str, list[dict[str, Any]]],
+) -> dict[str, dict[str, float]]:
+    """Return, for each mode, seconds of a step, its ratio to the first mode's, and what
+    was hidden of what was sent.
+    """
     first = next(iter(measurements))
     table = {}
     for mode, rounds in measurements.items():
         row = {
             "step": statistics.median(each["step"] for each in rounds),
             "ratio": statistics.median(
-                base["step"] / each["step"] for base, each in zip(measurements[first], rounds, strict=True)
+                base["step"] / each["step"]
+                for base, each in zip(measurements[first], rounds, strict=True)
             ),
         }
         for key in ("all", "forward", "backward", "dispatch", "combine"):
@@ -31,7 +36,11 @@ def summary(measurements: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str
             ]
             if shares:
                 row[f"hidden of {key}"] = statistics.median(shares)
-        totals = [each["total of all"] / each["step"] for each in rounds if "total of all" in each]
+        totals = [
+            each["total of all"] / each["step"]
+            for each in rounds
+            if "total of all" in each
+        ]
         if totals:
             row["communication / step"] = statistics.median(totals)
         table[mode] = row
@@ -39,7 +48,9 @@ def summary(measurements: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str
 
 
 def write_blocking_times(options: Any, rounds: list[dict[str, Any]]) -> None:
-    """Write what `fcsd plan --measured` reads: times of the blocking mode, and the configuration of its model."""
+    """Write what `fcsd plan --measured` reads: times of the blocking mode, and the
+    configuration of its model.
+    """
     from benchmarks.overlap.models import config_of
     from fcsd.model.config import ConnectivityConfig
     from fcsd.parallel.overlap.measure import median_times
@@ -55,8 +66,12 @@ def write_blocking_times(options: Any, rounds: list[dict[str, Any]]) -> None:
         batch=options.rows,
         length=options.length,
         step_s=statistics.median(each["step"] for each in rounds),
-        exchanges=[ExchangeTime(**each) for each in median_times([each["exchanges"] for each in rounds])],
-        slowdown=0.0 if options.compute == "sleeps" else None,  # sleeps lose nothing to what runs beside them
+        exchanges=[
+            ExchangeTime(**each)
+            for each in median_times([each["exchanges"] for each in rounds])
+        ],
+        # sleeps lose nothing to what runs beside them
+        slowdown=0.0 if options.compute == "sleeps" else None,
     )
     write_times(options.times / "times.json", times)
 
@@ -72,11 +87,26 @@ def printed(table: dict[str, dict[str, float]]) -> str:
     ]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for mode, row in table.items():
-        shares = [f"{row[f'hidden of {key}']:.1%}" if f"hidden of {key}" in row else "-" for key in keys]
-        share = f"{row['communication / step']:.0%}" if "communication / step" in row else "-"
+        shares = [
+            f"{row[f'hidden of {key}']:.1%}" if f"hidden of {key}" in row else "-"
+            for key in keys
+        ]
+        share = (
+            f"{row['communication / step']:.0%}"
+            if "communication / step" in row
+            else "-"
+        )
         lines.append(
             "| "
-            + " | ".join([mode, f"{row['step'] * 1e3:.0f}", f"{row['ratio']:.2f}", share, *shares])
+            + " | ".join(
+                [
+                    mode,
+                    f"{row['step'] * 1e3:.0f}",
+                    f"{row['ratio']:.2f}",
+                    share,
+                    *shares,
+                ]
+            )
             + " |"
         )
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""How many tokens a conversion needs to recover: small MoEs, real text and code, several seeds.
+"""How many tokens a conversion needs to recover: small MoEs, real text and code,
+several seeds.
 
     python -m benchmarks.recovery runs/recovery
 

@@ -1,12 +1,15 @@
 """Run what is missing, then write the table and the figure.
 
-    python -m benchmarks.recovery OUT [--models plain shared] [--seeds 0 1 2] [--methods 'kl*' …] [--text FILE …]
-    python -m benchmarks.recovery OUT --study --models plain plain-12x96 --seeds 0 --methods 'kl *ema 0.95' 'ours *'
+    python -m benchmarks.recovery OUT [--models plain shared] [--seeds 0 1 2] [--methods
+    'kl*' …] [--text FILE …] python -m benchmarks.recovery OUT --study --models plain
+    plain-12x96 --seeds 0 --methods 'kl *ema 0.95' 'ours *'
 
-Every run is a variant of `recipe.yaml` with what `models.yaml` says of the model, distilled as `fcsd distill` does it.
-A finished run is `OUT/results/MODEL/seed-N/METHOD.json` and is never run again; the teacher of a model is trained once.
-`--study` measures the untrained model, too, and gives other seeds than the first only to the best of the `kl` methods
-and to the best of the rest. One core per process: start it twice, with different --models or --seeds, to use two.
+Every run is a variant of `recipe.yaml` with what `models.yaml` says of the model,
+distilled as `fcsd distill` does it. A finished run is
+`OUT/results/MODEL/seed-N/METHOD.json` and is never run again; the teacher of a model is
+trained once. `--study` measures the untrained model, too, and gives other seeds than
+the first only to the best of the `kl` methods and to the best of the rest. One core per
+process: start it twice, with different --models or --seeds, to use two.
 """
 
 import argparse
@@ -41,7 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--models", nargs="+", choices=MODELS["models"], default=["plain", "shared"])
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS["models"], default=["plain", "shared"]
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument(
         "--methods",
@@ -50,17 +55,29 @@ def main(arguments: list[str] | None = None) -> int:
         help="patterns of names in methods.yaml; none: untrained models only",
     )
     parser.add_argument(
-        "--text", nargs="+", type=Path, default=[], help="text and code in place of Python's own"
+        "--text",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="text and code in place of Python's own",
     )
     parser.add_argument(
-        "--study", action="store_true", help="untrained models, and other seeds for the best only"
+        "--study",
+        action="store_true",
+        help="untrained models, and other seeds for the best only",
     )
     parser.add_argument("--only-report", action="store_true", help="train nothing")
     parser.add_argument(
-        "--plot", nargs="+", default=["*"], help="patterns of the methods that the figure shows"
+        "--plot",
+        nargs="+",
+        default=["*"],
+        help="patterns of the methods that the figure shows",
     )
     parser.add_argument(
-        "--set", action="append", default=[], help="dotted.key=value in every recipe, for tests"
+        "--set",
+        action="append",
+        default=[],
+        help="dotted.key=value in every recipe, for tests",
     )
     options = parser.parse_args(arguments)
     try:
@@ -75,7 +92,14 @@ def main(arguments: list[str] | None = None) -> int:
                 for seed in options.seeds:
                     for model in options.models:
                         for method in methods:
-                            measure(options.out, model, seed, method, methods[method], options.set)
+                            measure(
+                                options.out,
+                                model,
+                                seed,
+                                method,
+                                methods[method],
+                                options.set,
+                            )
         if not options.study or any(options.out.glob("results/*/seed-*/*.json")):
             print(write_report(options.out, options.plot))
         if any(options.out.glob("results/*/untrained.json")):
@@ -86,7 +110,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def chosen_methods(methods: dict[str, dict[str, Any]], patterns: list[str]) -> dict[str, dict[str, Any]]:
+def chosen_methods(
+    methods: dict[str, dict[str, Any]], patterns: list[str]
+) -> dict[str, dict[str, Any]]:
     """The methods that one of the patterns names.
 
     Raises:
@@ -94,14 +120,26 @@ def chosen_methods(methods: dict[str, dict[str, Any]], patterns: list[str]) -> d
     """
     for pattern in patterns:
         if not fnmatch.filter(methods, pattern):
-            raise UserError(f"--methods {pattern}: no such method; there are: {'; '.join(methods)}")
-    return {name: methods[name] for name in methods if any(fnmatch.fnmatch(name, p) for p in patterns)}
+            raise UserError(
+                f"--methods {pattern}: no such method; there are: {'; '.join(methods)}"
+            )
+    return {
+        name: methods[name]
+        for name in methods
+        if any(fnmatch.fnmatch(name, p) for p in patterns)
+    }
 
 
 def study(
-    out: Path, model: str, seeds: list[int], methods: dict[str, dict[str, Any]], overrides: list[str]
+    out: Path,
+    model: str,
+    seeds: list[int],
+    methods: dict[str, dict[str, Any]],
+    overrides: list[str],
 ) -> None:
-    """Measure the untrained model, all methods with the first seed, and with the others the best of either kind."""
+    """Measure the untrained model, all methods with the first seed, and with the others
+    the best of either kind.
+    """
     from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.context import Run
     from fcsd.pipeline.pretrain import pretrain
@@ -112,17 +150,27 @@ def study(
     for method in methods:
         measure(out, model, seeds[0], method, methods[method], overrides)
     last = {
-        method: read_json(result_path(out, model, seeds[0], method))["curve"][-1][1] for method in methods
+        method: read_json(result_path(out, model, seeds[0], method))["curve"][-1][1]
+        for method in methods
     }
     plain = [method for method in methods if method.startswith(BASELINE)]
-    best = [min(kind, key=last.__getitem__) for kind in (plain, [*methods.keys() - {*plain}]) if kind]
+    best = [
+        min(kind, key=last.__getitem__)
+        for kind in (plain, [*methods.keys() - {*plain}])
+        if kind
+    ]
     for seed in seeds[1:]:
         for method in best:
             measure(out, model, seed, method, methods[method], overrides)
 
 
 def measure(
-    out: Path, model: str, seed: int, method: str, replacements: dict[str, Any], overrides: list[str]
+    out: Path,
+    model: str,
+    seed: int,
+    method: str,
+    replacements: dict[str, Any],
+    overrides: list[str],
 ) -> None:
     """One run, unless its result is there."""
     from fcsd.parallel.launch import join_launch
@@ -147,7 +195,8 @@ def measure(
     teacher = model_recipe(out, model, overrides)
     student = {
         "pretrain": None,
-        "model": teacher.model.model_dump() | {"path": str(teacher.folder / "pretrain" / "model")},
+        "model": teacher.model.model_dump()
+        | {"path": str(teacher.folder / "pretrain" / "model")},
         "seed": seed,
         "output_dir": str(out / model / f"seed-{seed}"),
         "variants": {"method": replacements},
@@ -158,7 +207,8 @@ def measure(
     pretrain(Run(teacher, launch))
     started = time.perf_counter()
     folder = recipe.folder / "variants" / "method"
-    running = out / "running" / f"{model}-{seed}.json"  # what the folder of an interrupted run belongs to
+    # what the folder of an interrupted run belongs to
+    running = out / "running" / f"{model}-{seed}.json"
     calibration = recipe.variant("method").calibration
     calibrated = Run(recipe, launch).layout.calibration("method")
     if running.is_file() and read_json(running) != asked:
@@ -168,7 +218,11 @@ def measure(
     write_json(running, asked)
     distill(Run(recipe, launch), "method")
     train = recipe.variant("method").train
-    used = read_json(calibrated / "manifest.json")["results"]["tokens"] if calibration is not None else 0
+    used = (
+        read_json(calibrated / "manifest.json")["results"]["tokens"]
+        if calibration is not None
+        else 0
+    )
     curve = [
         [point["step"] * train.batch_size_tokens, point["score"]]
         for point in read_json(folder / "scores.json")["points"]
@@ -189,7 +243,10 @@ def measure(
     shutil.rmtree(folder)
     shutil.rmtree(calibrated, ignore_errors=True)
     running.unlink()
-    print(f"  KL {curve[0][1]:.4f} -> {curve[-1][1]:.4f} in {row['seconds']} s", flush=True)
+    print(
+        f"  KL {curve[0][1]:.4f} -> {curve[-1][1]:.4f} in {row['seconds']} s",
+        flush=True,
+    )
 
 
 def result_path(out: Path, model: str, seed: int, method: str) -> Path:
@@ -203,12 +260,20 @@ def model_recipe(out: Path, model: str, overrides: list[str]) -> Recipe:
     columns = {"text": "text"}
     own = MODELS["models"][model]
     places = {
-        **{f"pretrain.config.{key}": value for key, value in MODELS["kinds"][own["kind"]].items()},
+        **{
+            f"pretrain.config.{key}": value
+            for key, value in MODELS["kinds"][own["kind"]].items()
+        },
         "pretrain.config.num_hidden_layers": own["layers"],
-        **{f"pretrain.train.{key}": value for key, value in MODELS["teachers"][own["teacher"]].items()},
+        **{
+            f"pretrain.train.{key}": value
+            for key, value in MODELS["teachers"][own["teacher"]].items()
+        },
         "output_dir": str(out / model),
         "pretrain.tokenizer": str(corpus / "tokenizer"),
-        "pretrain.data.train": [{"path": str(corpus / "train.jsonl"), "columns": columns}],
+        "pretrain.data.train": [
+            {"path": str(corpus / "train.jsonl"), "columns": columns}
+        ],
         "data.train": [{"path": str(corpus / "distill.jsonl"), "columns": columns}],
         "data.heldout": {"path": str(corpus / "heldout.jsonl"), "columns": columns},
     }

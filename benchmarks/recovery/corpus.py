@@ -1,4 +1,5 @@
-"""Real text and code that every machine has: Python's reference, docstrings and standard library; or files of yours.
+"""Real text and code that every machine has: Python's reference, docstrings and
+standard library; or files of yours.
 
     folder/tokenizer/       byte-level BPE, trained on `train.jsonl`
     folder/train.jsonl      for the teacher
@@ -6,8 +7,9 @@
     folder/heldout.jsonl    where KL to the teacher is measured: other documents again
     folder/corpus.json      what it was made from, sizes and a hash
 
-A document (a module, a topic of the reference, a file given) is in one split only, and so are its docstrings. Half of
-every split is text and half is code. Documents are cut at line ends into pieces that fit into a row.
+A document (a module, a topic of the reference, a file given) is in one split only, and
+so are its docstrings. Half of every split is text and half is code. Documents are cut
+at line ends into pieces that fit into a row.
 """
 
 import ast
@@ -37,30 +39,50 @@ _LEFT_OUT = {
     "pydoc_data",
     "lib2to3",
 }
-_CODE_SUFFIXES = {".py", ".pyi", ".c", ".h", ".cpp", ".rs", ".go", ".js", ".ts", ".java"}
+_CODE_SUFFIXES = {
+    ".py",
+    ".pyi",
+    ".c",
+    ".h",
+    ".cpp",
+    ".rs",
+    ".go",
+    ".js",
+    ".ts",
+    ".java",
+}
 
 
 def write_corpus(folder: Path, files: list[Path]) -> None:
-    """Write the splits and the tokenizer; a folder made from the same documents is left as it is.
+    """Write the splits and the tokenizer; a folder made from the same documents is left
+    as it is.
 
-    files: text and code to use in place of Python's own; a suffix such as .py or .c says that it is code.
+    files: text and code to use in place of Python's own; a suffix such as .py or .c
+    says that it is code.
 
     Raises:
-        UserError: a file that cannot be read, too little of text or of code, a folder with another corpus.
+        UserError: a file that cannot be read, too little of text or of code, a folder
+            with another corpus.
     """
     documents = list(_given(files)) if files else [*_reference(), *_standard_library()]
     digest = hashlib.sha256()
     for name, kind, text in documents:
         digest.update(f"{name}\0{kind}\0{text}\0".encode())
     source = "files" if files else f"Python {platform.python_version()}"
-    settings = {"source": source, "sha256": digest.hexdigest(), "vocabulary": VOCABULARY, "length": LENGTH}
+    settings = {
+        "source": source,
+        "sha256": digest.hexdigest(),
+        "vocabulary": VOCABULARY,
+        "length": LENGTH,
+    }
     record = folder / "corpus.json"
     if record.is_file():
         existing = json.loads(record.read_text(encoding="utf-8"))
         if {key: existing[key] for key in settings} != settings:
             raise UserError(
-                f"{folder}: holds the corpus of {existing['source']} (sha256 {existing['sha256'][:12]}), asked for is"
-                f" that of {source} ({settings['sha256'][:12]}); name another folder, or remove this one"
+                f"{folder}: holds the corpus of {existing['source']} (sha256"
+                f" {existing['sha256'][:12]}), asked for is that of {source}"
+                f" ({settings['sha256'][:12]}); name another folder, or remove this one"
             )
         return
     with new_folder(folder) as made:
@@ -71,10 +93,15 @@ def write_corpus(folder: Path, files: list[Path]) -> None:
         for name, texts in splits.items():
             pieces = [piece for text in texts for piece in _pieces(text, tokenizer)]
             random.Random(name).shuffle(pieces)
-            counts[name] = {"pieces": len(pieces), "bytes": sum(len(piece.encode()) for piece in pieces)}
+            counts[name] = {
+                "pieces": len(pieces),
+                "bytes": sum(len(piece.encode()) for piece in pieces),
+            }
             lines = (json.dumps({"text": piece}) + "\n" for piece in pieces)
             (made / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-        (made / "corpus.json").write_text(json.dumps(settings | {"splits": counts}, indent=1) + "\n")
+        (made / "corpus.json").write_text(
+            json.dumps(settings | {"splits": counts}, indent=1) + "\n"
+        )
 
 
 def _reference() -> Iterator[tuple[str, str, str]]:
@@ -98,13 +125,19 @@ def _standard_library() -> Iterator[tuple[str, str, str]]:
         except (UnicodeDecodeError, SyntaxError):
             continue
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+        docstrings = [
+            ast.get_docstring(node)
+            for node in ast.walk(tree)
+            if isinstance(node, kinds)
+        ]
         yield str(name), "code", code
         yield str(name), "text", "\n\n".join(text for text in docstrings if text)
 
 
 def _given(files: list[Path]) -> Iterator[tuple[str, str, str]]:
-    """The files as documents; cut into documents of 5,000 characters, so that every split gets some."""
+    """The files as documents; cut into documents of 5,000 characters, so that every
+    split gets some.
+    """
     for path in files:
         try:
             text = path.read_text(encoding="utf-8")
@@ -126,13 +159,22 @@ def _balanced(documents: list[tuple[str, str, str]], split: str) -> list[str]:
     wanted = SPLIT_BYTES[split] // 2
     kinds = {}
     for kind in ("text", "code"):
-        mine = [text for name, own, text in documents if own == kind and _split(name) == split]
+        mine = [
+            text
+            for name, own, text in documents
+            if own == kind and _split(name) == split
+        ]
         random.Random(split).shuffle(mine)
         kinds[kind] = _up_to(mine, wanted)
-    size = min(sum(map(len, texts)) for texts in kinds.values() if texts) if any(kinds.values()) else 0
+    size = (
+        min(sum(map(len, texts)) for texts in kinds.values() if texts)
+        if any(kinds.values())
+        else 0
+    )
     if size < 10_000:
         raise UserError(
-            f"too little text for the split '{split}': {size} characters; give more files with --text"
+            f"too little text for the split '{split}': {size} characters; give more"
+            " files with --text"
         )
     return [text for texts in kinds.values() for text in _up_to(texts, size)]
 
@@ -162,12 +204,17 @@ def _train_tokenizer(texts: list[str]):  # type: ignore[no-untyped-def]
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
     )
 
 
 def _pieces(text: str, tokenizer) -> Iterator[str]:  # type: ignore[no-untyped-def]
-    """Runs of whole lines that fit into a row with their end of sequence; a longer line is a piece of its own."""
+    """Runs of whole lines that fit into a row with their end of sequence; a longer line
+    is a piece of its own.
+    """
     lines = [line for line in re.split(r"(?<=\n)", text) if line]
     if not lines:
         return

@@ -17,7 +17,13 @@ UNTRAINED = [
     "but 1, copied",
     "but 1, 2, 3, calibrated",
 ]
-TRAINED = ["model", "plain FCSD's batch, rate", "its last KL", "ours, half of the tokens", "share"]
+TRAINED = [
+    "model",
+    "plain FCSD's batch, rate",
+    "its last KL",
+    "ours, half of the tokens",
+    "share",
+]
 KINDS = {
     "plain": "width 96",
     "wide": "width 192",
@@ -27,7 +33,8 @@ KINDS = {
 
 
 def write_depth(out: Path, models: dict[str, Any]) -> str:
-    """Leave `depth.md` and `depth.png` in `out`; returns the tables. models: of models.yaml.
+    """Leave `depth.md` and `depth.png` in `out`; returns the tables. models: of
+    models.yaml.
 
     A model without a baseline yet has its untrained figures only.
     """
@@ -35,7 +42,9 @@ def write_depth(out: Path, models: dict[str, Any]) -> str:
     for name, own in models["models"].items():
         path = out / "results" / name / "untrained.json"
         if path.is_file():
-            trained = [read_json(file) for file in sorted(path.parent.glob("seed-*/*.json"))]
+            trained = [
+                read_json(file) for file in sorted(path.parent.glob("seed-*/*.json"))
+            ]
             rows.append({"model": name, **own, **read_json(path), **_best(trained)})
     tables = [
         markdown(UNTRAINED, [_untrained(row) for row in rows]),
@@ -48,7 +57,9 @@ def write_depth(out: Path, models: dict[str, Any]) -> str:
 
 
 def _best(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The baseline and the best of the calibrated methods with most seeds, rows of `summary`; None: not run yet."""
+    """The baseline and the best of the calibrated methods with most seeds, rows of
+    `summary`; None: not run yet.
+    """
     try:
         table = summary(results)
     except UserError:
@@ -59,10 +70,14 @@ def _best(results: list[dict[str, Any]]) -> dict[str, Any]:
     ours = [
         row
         for row in table
-        if row["method"] in calibrated and row["budget_tokens"] <= plain["budget_tokens"] / 2
+        if row["method"] in calibrated
+        and row["budget_tokens"] <= plain["budget_tokens"] / 2
     ]
     most = max((len(row["kl"]) for row in ours), default=0)
-    return {"plain": plain, "ours": next((row for row in ours if len(row["kl"]) == most), None)}
+    return {
+        "plain": plain,
+        "ours": next((row for row in ours if len(row["kl"]) == most), None),
+    }
 
 
 def _untrained(row: dict[str, Any]) -> list[str]:
@@ -70,20 +85,35 @@ def _untrained(row: dict[str, Any]) -> list[str]:
     kl = row["kl"]
     both = "; ".join(nats(kl["all"][which]) for which in ("copied", "calibrated"))
     calibrated = ", ".join(
-        nats(kl[f"but-{count}"]["calibrated"]) for count in (1, 2, 3) if f"but-{count}" in kl
+        nats(kl[f"but-{count}"]["calibrated"])
+        for count in (1, 2, 3)
+        if f"but-{count}" in kl
     )
     copied = [nats(kl[name]["copied"]) for name in ("first", "but-1")]
     return [row["model"], f"{row['teacher_ce']:.2f}", both, *copied, calibrated]
 
 
 def _trained(row: dict[str, Any]) -> list[str]:
-    """Last KL by seed, and share of the baseline's tokens at which the calibrated run is where the baseline ends."""
+    """Last KL by seed, and share of the baseline's tokens at which the calibrated run
+    is where the baseline ends.
+    """
     plain, ours = row["plain"], row["ours"]
     setting = re.search(r"(\S+), (\d+) tokens a step", plain["method"])
-    cells = [row["model"], f"{setting[2]}, {setting[1]}" if setting else plain["method"].removeprefix("kl ")]
-    cells += [", ".join(nats(value) for value in own["kl"].values()) if own else "" for own in (plain, ours)]
+    cells = [
+        row["model"],
+        f"{setting[2]}, {setting[1]}"
+        if setting
+        else plain["method"].removeprefix("kl "),
+    ]
+    cells += [
+        ", ".join(nats(value) for value in own["kl"].values()) if own else ""
+        for own in (plain, ours)
+    ]
     shares = ours["share"].values() if ours else []
-    return [*cells, ", ".join("never" if share is None else f"{share:.2f}" for share in shares)]
+    return [
+        *cells,
+        ", ".join("never" if share is None else f"{share:.2f}" for share in shares),
+    ]
 
 
 def nats(value: float) -> str:
@@ -92,7 +122,9 @@ def nats(value: float) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Share of tokens, and untrained KL, against depth: a line a kind of model, means and range over seeds."""
+    """Share of tokens, and untrained KL, against depth: a line a kind of model, means
+    and range over seeds.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -101,20 +133,38 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     styles = {"copied": "-", "calibrated": "--", "but-1": ":"}
     for kind, color in zip(KINDS, ("C0", "C1", "C2", "C3"), strict=True):
-        own = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["layers"])
+        own = sorted(
+            (row for row in rows if row["kind"] == kind), key=lambda row: row["layers"]
+        )
         depths = [row["layers"] for row in own]
         reached = {
-            row["layers"]: [share for share in row["ours"]["share"].values() if share is not None]
+            row["layers"]: [
+                share for share in row["ours"]["share"].values() if share is not None
+            ]
             for row in own
             if row["ours"]
         }
         points = {depth: shares for depth, shares in reached.items() if shares}
         means = [sum(shares) / len(shares) for shares in points.values()]
         spread = [
-            [mean - min(shares) for mean, shares in zip(means, points.values(), strict=True)],
-            [max(shares) - mean for mean, shares in zip(means, points.values(), strict=True)],
+            [
+                mean - min(shares)
+                for mean, shares in zip(means, points.values(), strict=True)
+            ],
+            [
+                max(shares) - mean
+                for mean, shares in zip(means, points.values(), strict=True)
+            ],
         ]
-        left.errorbar(list(points), means, yerr=spread, marker="o", capsize=3, color=color, label=KINDS[kind])
+        left.errorbar(
+            list(points),
+            means,
+            yerr=spread,
+            marker="o",
+            capsize=3,
+            color=color,
+            label=KINDS[kind],
+        )
         curves = {
             "copied": [row["kl"]["all"]["copied"] for row in own],
             "calibrated": [row["kl"]["all"]["calibrated"] for row in own],
@@ -129,9 +179,17 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     ):
         right.plot([], [], style, color="black", label=label)
     left.set(
-        title="tokens to plain FCSD's end", xlabel="layers", ylabel="share of plain FCSD's", ylim=(0, 0.6)
+        title="tokens to plain FCSD's end",
+        xlabel="layers",
+        ylabel="share of plain FCSD's",
+        ylim=(0, 0.6),
     )
-    right.set(title="untrained", xlabel="layers", ylabel="KL to the teacher, held out (nats)", yscale="log")
+    right.set(
+        title="untrained",
+        xlabel="layers",
+        ylabel="KL to the teacher, held out (nats)",
+        yscale="log",
+    )
     right.set_ylim(top=10)  # room for the legend
     for axis in (left, right):
         axis.set_xticks([6, 12, 24])

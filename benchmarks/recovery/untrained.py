@@ -1,4 +1,6 @@
-"""A model before any distillation: its teacher's loss, and the KL of rewired selections, copied and calibrated."""
+"""A model before any distillation: its teacher's loss, and the KL of rewired
+selections, copied and calibrated.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,14 +22,20 @@ TOKENS = 8_192  # of the text to calibrate on
 
 
 def measure_untrained(recipe: Recipe, path: Path) -> None:
-    """Leave in `path` what the pre-trained model of `recipe` is worth and what rewiring costs it, unless it is there.
+    """Leave in `path` what the pre-trained model of `recipe` is worth and what rewiring
+    costs it, unless it is there.
 
-    `teacher_ce` is its cross-entropy on the held-out text, `kl` has for each selection the KL to it with copied and
-    with calibrated weights, nats a token; `first` is the first layer alone, `but-N` all but the first N.
+    `teacher_ce` is its cross-entropy on the held-out text, `kl` has for each selection
+    the KL to it with copied and with calibrated weights, nats a token; `first` is the
+    first layer alone, `but-N` all but the first N.
     """
     if path.is_file():
         return
-    teacher = find_model(recipe.model.model_copy(update={"path": str(recipe.folder / "pretrain" / "model")}))
+    teacher = find_model(
+        recipe.model.model_copy(
+            update={"path": str(recipe.folder / "pretrain" / "model")}
+        )
+    )
     plan = Study(
         model=teacher.config,
         text=recipe.data.heldout,
@@ -46,7 +54,14 @@ def measure_untrained(recipe: Recipe, path: Path) -> None:
             }
             print(f"untrained {path.parent.name}: {name} {kl[name]}", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"num_layers": num_layers, "teacher_ce": _cross_entropy(recipe, teacher), "kl": kl})
+    write_json(
+        path,
+        {
+            "num_layers": num_layers,
+            "teacher_ce": _cross_entropy(recipe, teacher),
+            "kl": kl,
+        },
+    )
 
 
 def selections(num_layers: int) -> Iterator[tuple[str, list[int]]]:
@@ -71,7 +86,11 @@ def _cross_entropy(recipe: Recipe, teacher: Any) -> float:
     total, count = 0.0, 0
     for batch in in_batches(rows, 8):
         keep, targets = next_token_targets(batch["labels"], batch["position_ids"])
-        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-        total += float(nn.functional.cross_entropy(logits[keep].float(), targets, reduction="sum"))
+        logits = model(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"]
+        ).logits
+        total += float(
+            nn.functional.cross_entropy(logits[keep].float(), targets, reduction="sum")
+        )
         count += len(targets)
     return total / count

@@ -66,7 +66,9 @@ def text(
     )
 
 
-def box(x: float, y: float, width: float, height: float, fill: str, *, extra: str = "") -> str:
+def box(
+    x: float, y: float, width: float, height: float, fill: str, *, extra: str = ""
+) -> str:
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}"{extra}/>'
 
 
@@ -77,11 +79,19 @@ def block(x: float, y: float, width: float, name: str) -> str:
 
 
 def line(
-    *points: tuple[float, float], colour: str = INK, width: float = 1.5, arrow: bool = False, dash: str = ""
+    *points: tuple[float, float],
+    colour: str = INK,
+    width: float = 1.5,
+    arrow: bool = False,
+    dash: str = "",
 ) -> str:
     """Draw straight strokes from point to point."""
     path = "M" + " L".join(f"{x:g} {y:g}" for x, y in points)
-    head = f' marker-end="url(#{"net" if colour == COMMUNICATION else "ink"})"' if arrow else ""
+    head = (
+        f' marker-end="url(#{"net" if colour == COMMUNICATION else "ink"})"'
+        if arrow
+        else ""
+    )
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
     return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"{dashes}{head}/>'
 
@@ -105,28 +115,42 @@ def connectivity(left: float, top: float, *, farskip: bool) -> list[str]:
         return left + x, top + y
 
     stream, attention, shared, routed, edge = 80, 30, 124, 170, 430
-    before, inside = ("*o*_{k−1} − routed_{k−1}", "*o*_{k−1}") if farskip else ("*o*_{k−1}", "*h*")
+    before, inside = (
+        ("*o*_{k−1} − routed_{k−1}", "*o*_{k−1}") if farskip else ("*o*_{k−1}", "*h*")
+    )
     after = "*o*_{k} − routed_{k}" if farskip else "*o*_{k}"
     drawn = [
         line(at(0, stream), at(edge, stream), width=2.5, arrow=True),
         line(at(32, stream), at(32, attention), at(50, attention), arrow=True),
         line(at(182, stream), at(182, shared), at(230, shared), arrow=True),
         line(at(182, shared), at(182, routed)),
-        line(at(182, routed), at(230, routed), colour=COMMUNICATION, width=2.5, arrow=True),
+        line(
+            at(182, routed),
+            at(230, routed),
+            colour=COMMUNICATION,
+            width=2.5,
+            arrow=True,
+        ),
         line(at(334, shared), at(348, shared), at(348, stream + 9), arrow=True),
     ]
     if farskip:
         drawn += [
-            line(at(130, attention), at(348, attention), at(348, stream - 9), arrow=True),
+            line(
+                at(130, attention), at(348, attention), at(348, stream - 9), arrow=True
+            ),
             in_flight(at(0, routed), at(150, routed), at(150, stream + 9)),
             in_flight(at(334, routed), at(edge, routed)),
             text(*at(0, routed - 8), "routed_{k−1}, in flight", colour=COMMUNICATION),
-            text(*at(edge, routed - 8), "in flight", colour=COMMUNICATION, anchor="end"),
+            text(
+                *at(edge, routed - 8), "in flight", colour=COMMUNICATION, anchor="end"
+            ),
         ]
     else:
         out = (at(334, routed), at(392, routed), at(392, stream + 9))
         drawn += [
-            line(at(130, attention), at(150, attention), at(150, stream - 9), arrow=True),
+            line(
+                at(130, attention), at(150, attention), at(150, stream - 9), arrow=True
+            ),
             line(*out, colour=COMMUNICATION, width=2.5, arrow=True),
             plus(*at(392, stream)),
         ]
@@ -137,8 +161,20 @@ def connectivity(left: float, top: float, *, farskip: bool) -> list[str]:
         block(*at(52, attention - 14), 78, "attention"),
         block(*at(232, shared - 14), 102, "shared experts"),
         block(*at(232, routed - 14), 102, "routed experts"),
-        text(*at(205, routed + 18), "dispatch", size=11.5, colour=COMMUNICATION, anchor="middle"),
-        text(*at(363, routed + 18), "combine", size=11.5, colour=COMMUNICATION, anchor="middle"),
+        text(
+            *at(205, routed + 18),
+            "dispatch",
+            size=11.5,
+            colour=COMMUNICATION,
+            anchor="middle",
+        ),
+        text(
+            *at(363, routed + 18),
+            "combine",
+            size=11.5,
+            colour=COMMUNICATION,
+            anchor="middle",
+        ),
         text(*at(40, stream - 8), before),
         text(*at(162, stream - 8), inside),
         text(*at(edge, stream - 8), after, anchor="end"),
@@ -156,14 +192,18 @@ class Axis:
 
     def x(self, time: float) -> float:
         time = min(max(time, self.begin), self.end)
-        return self.left + (time - self.begin) / (self.end - self.begin) * (self.right - self.left)
+        return self.left + (time - self.begin) / (self.end - self.begin) * (
+            self.right - self.left
+        )
 
 
 COMPUTE_ROW, NETWORK_ROW = (24, 32), (66, 24)
 """Distance from the top of a timeline, and height."""
 
 
-def timeline(axis: Axis, top: float, name: str, operations: list[Operation]) -> list[str]:
+def timeline(
+    axis: Axis, top: float, name: str, operations: list[Operation]
+) -> list[str]:
     """Draw the two queues around layer 0 of `operations`: computation, and below it the network."""
     placed = schedule(operations)
     zero = placed["q, k, v", 0][0]
@@ -175,7 +215,11 @@ def timeline(axis: Axis, top: float, name: str, operations: list[Operation]) -> 
         *brackets(axis, top, spans["q, k, v", 1][0]),
         *waits(axis, top, spans),
         *results(axis, top, operations, spans),
-        *(part for one in operations for part in bar(axis, top, one, spans[one.name, one.layer])),
+        *(
+            part
+            for one in operations
+            for part in bar(axis, top, one, spans[one.name, one.layer])
+        ),
     ]
 
 
@@ -189,10 +233,15 @@ def brackets(axis: Axis, top: float, finish: float) -> list[str]:
         text(middle, y + 4, "layer *k*", colour=FAINT, anchor="middle"),
         text((axis.left + begin) / 2, y + 4, "*k* − 1", colour=FAINT, anchor="middle"),
     ]
-    return [*drawn, text((axis.right + end) / 2, y + 4, "*k* + 1", colour=FAINT, anchor="middle")]
+    return [
+        *drawn,
+        text((axis.right + end) / 2, y + 4, "*k* + 1", colour=FAINT, anchor="middle"),
+    ]
 
 
-def waits(axis: Axis, top: float, spans: dict[tuple[str, int], tuple[float, float]]) -> list[str]:
+def waits(
+    axis: Axis, top: float, spans: dict[tuple[str, int], tuple[float, float]]
+) -> list[str]:
     """Fill the times in which the compute queue is empty."""
     drawn = []
     busy = sorted(span for (name, _), span in spans.items() if queue(name) == "compute")
@@ -202,7 +251,9 @@ def waits(axis: Axis, top: float, spans: dict[tuple[str, int], tuple[float, floa
             y, height = top + COMPUTE_ROW[0], COMPUTE_ROW[1]
             drawn += [
                 box(begin + 1, y, end - begin - 2, height, "url(#waits)"),
-                text((begin + end) / 2, y + 20.5, "waits", colour=FAINT, anchor="middle"),
+                text(
+                    (begin + end) / 2, y + 20.5, "waits", colour=FAINT, anchor="middle"
+                ),
             ]
     return drawn
 
@@ -224,7 +275,11 @@ def results(
     for need, start in readers.items():
         if axis.begin < spans[need][1] and start < axis.end:
             y, x = top + NETWORK_ROW[0] + NETWORK_ROW[1] / 2, axis.x(start) + 6
-            points = ((axis.x(spans[need][1]) - 2, y), (x, y), (x, top + sum(COMPUTE_ROW) + 1))
+            points = (
+                (axis.x(spans[need][1]) - 2, y),
+                (x, y),
+                (x, top + sum(COMPUTE_ROW) + 1),
+            )
             drawn.append(line(*points, colour=COMMUNICATION, arrow=True))
     return drawn
 
@@ -238,12 +293,28 @@ def bar(axis: Axis, top: float, one: Operation, span: tuple[float, float]) -> li
     y, height, colour = top + row[0], row[1], COLOURS[one.name]
     drawn = [box(begin + 1, y, end - begin - 2, height, PAPER)] if one.layer else []
     drawn.append(
-        box(begin + 1, y, end - begin - 2, height, colour, extra=' fill-opacity="0.15"' if one.layer else "")
+        box(
+            begin + 1,
+            y,
+            end - begin - 2,
+            height,
+            colour,
+            extra=' fill-opacity="0.15"' if one.layer else "",
+        )
     )
     for label in (one.name, one.name.split()[-1]):
         if end - begin > 6.3 * len(label) + 6:
             ink = colour if one.layer else PAPER
-            return [*drawn, text((begin + end) / 2, y + height / 2 + 4.5, label, colour=ink, anchor="middle")]
+            return [
+                *drawn,
+                text(
+                    (begin + end) / 2,
+                    y + height / 2 + 4.5,
+                    label,
+                    colour=ink,
+                    anchor="middle",
+                ),
+            ]
     return drawn
 
 
@@ -264,7 +335,9 @@ DESCRIPTION = (
     " waits for dispatch and combine; in the FarSkip layer dispatch runs beside attention, and combine beside the"
     " shared experts and the next layer's queries, keys and values."
 )
-REGULAR = "*h* = *o*_{k−1} + attn(*o*_{k−1}),\u2003*o*_{k} = *h* + shared(*h*) + routed(*h*)"
+REGULAR = (
+    "*h* = *o*_{k−1} + attn(*o*_{k−1}),\u2003*o*_{k} = *h* + shared(*h*) + routed(*h*)"
+)
 FARSKIP = "*o*_{k} = *o*_{k−1} + attn(*o*_{k−1} − routed_{k−1}) + shared(*o*_{k−1}) + routed(*o*_{k−1})"
 CAPTION = (
     "Forward pass under expert parallelism; lengths are not measurements. Shared experts can hide part of a regular"
@@ -301,9 +374,18 @@ def picture() -> str:
         line((20, 286), (WIDTH - 20, 286), colour=RULE, width=1),
         *timeline(axis, 306, "Regular", regular),
         *timeline(axis, 420, "FarSkip", farskip),
-        *(text(20, HEIGHT - 34 + 17 * i, words, size=11.5, colour=FAINT) for i, words in enumerate(CAPTION)),
+        *(
+            text(20, HEIGHT - 34 + 17 * i, words, size=11.5, colour=FAINT)
+            for i, words in enumerate(CAPTION)
+        ),
         text(WIDTH - 66, HEIGHT - 17, "time", size=11.5, colour=FAINT, anchor="end"),
-        line((WIDTH - 60, HEIGHT - 21), (WIDTH - 20, HEIGHT - 21), colour=FAINT, width=1.2, arrow=True),
+        line(
+            (WIDTH - 60, HEIGHT - 21),
+            (WIDTH - 20, HEIGHT - 21),
+            colour=FAINT,
+            width=1.2,
+            arrow=True,
+        ),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"

@@ -70,7 +70,9 @@ def farskip_layer(k: int) -> list[Operation]:
     ]
 
 
-def schedule(operations: Iterable[Operation]) -> dict[tuple[str, int], tuple[float, float]]:
+def schedule(
+    operations: Iterable[Operation],
+) -> dict[tuple[str, int], tuple[float, float]]:
     """Place operations on two queues: each starts when its queue is free and all that it reads is there.
 
     Returns: (name, layer) -> (start, end). What no listed operation produces is there from the beginning.

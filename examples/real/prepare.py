@@ -1,4 +1,5 @@
-"""Prepare what `examples/real/smollm2.yaml` reads: a pre-trained language model as two MoEs, and text.
+"""Prepare what `examples/real/smollm2.yaml` reads: a pre-trained language model as two
+MoEs, and text.
 
     python examples/real/prepare.py runs/real --model FOLDER_OR_HUB_ID
 
@@ -8,11 +9,11 @@
     runs/real/data         train.jsonl, heldout.jsonl (conversations) and text.jsonl
     runs/real/code.jsonl   with --code: sources and documentation from a folder, for long trainings
 
-The routed experts are unlike each other from the start, without any training. The neurons of an MLP
-that add the most to its output become the shared expert. What the others read is clustered; the
-router points at the clusters, and each expert keeps the neurons that matter most in its own, with
-an output projection that least squares fit to what all of them would add there. As many neurons are
-active as in the dense model.
+The routed experts are unlike each other from the start, without any training. The
+neurons of an MLP that add the most to its output become the shared expert. What the
+others read is clustered; the router points at the clusters, and each expert keeps the
+neurons that matter most in its own, with an output projection that least squares fit to
+what all of them would add there. As many neurons are active as in the dense model.
 
 A folder that is there is not made again. Not covered: training, which is the recipe's.
 """
@@ -60,29 +61,53 @@ def main() -> None:
     )
     parser.add_argument("output", type=Path, help="folder for models and data")
     parser.add_argument(
-        "--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="hub id, or a folder; of GGUF, too"
+        "--model",
+        default="HuggingFaceTB/SmolLM2-135M-Instruct",
+        help="hub id, or a folder; of GGUF, too",
     )
     parser.add_argument(
-        "--data", type=Path, help="folder with `hub/` and `corpora/`; without it data come from the Hub"
+        "--data",
+        type=Path,
+        help="folder with `hub/` and `corpora/`; without it data come from the Hub",
     )
     parser.add_argument(
-        "--tokens", type=int, default=24576, help="tokens that the routed experts are fitted on"
+        "--tokens",
+        type=int,
+        default=24576,
+        help="tokens that the routed experts are fitted on",
     )
     parser.add_argument(
-        "--layers", type=int, help="cut the model to its first layers, for a test of the whole path"
+        "--layers",
+        type=int,
+        help="cut the model to its first layers, for a test of the whole path",
     )
     parser.add_argument(
-        "--code", type=Path, help="write what this folder has of sources and pages as text, too"
+        "--code",
+        type=Path,
+        help="write what this folder has of sources and pages as text, too",
     )
-    parser.add_argument("--code-bytes", type=int, default=200_000_000, help="of them, at most")
+    parser.add_argument(
+        "--code-bytes", type=int, default=200_000_000, help="of them, at most"
+    )
     options = parser.parse_args()
     if options.code is not None and not (options.output / "code.jsonl").is_file():
         write_code(options.output / "code.jsonl", options.code, options.code_bytes)
-    prepare(options.output, options.model, options.data, num_tokens=options.tokens, num_layers=options.layers)
+    prepare(
+        options.output,
+        options.model,
+        options.data,
+        num_tokens=options.tokens,
+        num_layers=options.layers,
+    )
 
 
 def prepare(
-    output: Path, model: str, data: Path | None, *, num_tokens: int, num_layers: int | None = None
+    output: Path,
+    model: str,
+    data: Path | None,
+    *,
+    num_tokens: int,
+    num_layers: int | None = None,
 ) -> None:
     """Make what is not there of the four folders."""
     if not (output / "data").is_dir():
@@ -113,17 +138,25 @@ def write_dense(folder: Path, model: str, num_layers: int | None) -> None:
     source = {"gguf_file": files[0].name} if files else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, **source)
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **source)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, **source
+        )
     except (OSError, ImportError) as error:
-        sys.exit(f"{model}: cannot be read ({one_line(error)}); give --model, a folder or a hub id")
+        sys.exit(
+            f"{model}: cannot be read ({one_line(error)}); give --model, a folder or a"
+            " hub id"
+        )
     config = loaded.config.to_dict()
-    # transformers does not save a model that was read from GGUF: its config says that it is quantised.
+    # transformers does not save a model that was read from GGUF: its config says that
+    # it is quantised.
     config.pop("quantization_config", None)
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
     dense = LlamaForCausalLM(AutoConfig.for_model(**config))
     wanted = dense.state_dict().keys()
-    dense.load_state_dict({name: value for name, value in loaded.state_dict().items() if name in wanted})
+    dense.load_state_dict(
+        {name: value for name, value in loaded.state_dict().items() if name in wanted}
+    )
     save(dense, tokenizer, folder)
 
 
@@ -152,7 +185,9 @@ def shape_of(dense: LlamaForCausalLM) -> dict[str, Any]:
 
 
 def upcycled(dense: LlamaForCausalLM, num_experts: int = 4) -> MixtralForCausalLM:
-    """Copy each MLP into every expert. The weights of those that are chosen sum to 1, so nothing changes."""
+    """Copy each MLP into every expert. The weights of those that are chosen sum to 1,
+    so nothing changes.
+    """
     config = MixtralConfig(
         **shape_of(dense),
         intermediate_size=dense.config.intermediate_size,
@@ -169,14 +204,18 @@ def upcycled(dense: LlamaForCausalLM, num_experts: int = 4) -> MixtralForCausalL
         tensors[f"{prefix}.gate.weight"] = 0.02 * torch.randn(
             num_experts, dense.config.hidden_size, generator=generator
         )
-        tensors[f"{prefix}.experts.gate_up_proj"] = torch.cat([gate, up]).repeat(num_experts, 1, 1)
+        tensors[f"{prefix}.experts.gate_up_proj"] = torch.cat([gate, up]).repeat(
+            num_experts, 1, 1
+        )
         tensors[f"{prefix}.experts.down_proj"] = down.repeat(num_experts, 1, 1)
     model.load_state_dict(tensors)
     return model
 
 
 def partitioned(dense: LlamaForCausalLM, rows: Tensor) -> Qwen2MoeForCausalLM:
-    """Split each MLP into a shared expert and routed ones that are fitted on rows (B, T) of text."""
+    """Split each MLP into a shared expert and routed ones that are fitted on rows (B,
+    T) of text.
+    """
     size = dense.config.intermediate_size
     shared_size = size - NUM_ACTIVE * EXPERT_SIZE
     config = Qwen2MoeConfig(
@@ -195,9 +234,13 @@ def partitioned(dense: LlamaForCausalLM, rows: Tensor) -> Qwen2MoeForCausalLM:
     positions = torch.arange(rows.shape[1])[None]
     missed = []
     with torch.no_grad():
-        for index, layer in enumerate(progress_bar(dense.model.layers, desc="experts", unit="layer")):
+        for index, layer in enumerate(
+            progress_bar(dense.model.layers, desc="experts", unit="layer")
+        ):
             read: list[Tensor] = []
-            watch = layer.mlp.register_forward_pre_hook(lambda _, inputs, read=read: read.append(inputs[0]))
+            watch = layer.mlp.register_forward_pre_hook(
+                lambda _, inputs, read=read: read.append(inputs[0])
+            )
             hidden = torch.cat([
                 layer(
                     part,
@@ -208,13 +251,18 @@ def partitioned(dense: LlamaForCausalLM, rows: Tensor) -> Qwen2MoeForCausalLM:
                 for part in hidden.split(8)
             ])  # fmt: skip
             watch.remove()
-            experts = split_mlp(torch.cat(read).flatten(0, 1), *matrices(layer.mlp), shared_size)
+            experts = split_mlp(
+                torch.cat(read).flatten(0, 1), *matrices(layer.mlp), shared_size
+            )
             missed.append(experts.missed)
             prefix = f"model.layers.{index}.mlp"
-            tensors |= {f"{prefix}.{name}": value for name, value in experts.tensors().items()}
+            tensors |= {
+                f"{prefix}.{name}": value for name, value in experts.tensors().items()
+            }
     model.load_state_dict(tensors)
     print(
-        f"experts: miss {sum(missed) / len(missed):.4f} of what an MLP adds (squares, a quarter of the text left out)"
+        f"experts: miss {sum(missed) / len(missed):.4f} of what an MLP adds (squares, a"
+        " quarter of the text left out)"
     )
     return model
 
@@ -227,12 +275,18 @@ def shared_tensors(model: Any, dense: LlamaForCausalLM) -> dict[str, Tensor]:
 
 def matrices(mlp: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return gate (F, D), up (F, D) and down (D, F)."""
-    return mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach(), mlp.down_proj.weight.detach()
+    return (
+        mlp.gate_proj.weight.detach(),
+        mlp.up_proj.weight.detach(),
+        mlp.down_proj.weight.detach(),
+    )
 
 
 @dataclass
 class Experts:
-    """The experts of one layer. missed: share of the MLP's squared output that they miss on text left out."""
+    """The experts of one layer. missed: share of the MLP's squared output that they
+    miss on text left out.
+    """
 
     router: Tensor
     shared: tuple[Tensor, Tensor, Tensor]
@@ -249,13 +303,19 @@ class Experts:
             # The gate of the shared expert is the sigmoid of 0.
             "shared_expert.down_proj.weight": 2 * down,
             "shared_expert_gate.weight": torch.zeros(1, gate.shape[1]),
-            "experts.gate_up_proj": torch.stack([torch.cat([gate, up]) for gate, up, _ in self.routed]),
+            "experts.gate_up_proj": torch.stack(
+                [torch.cat([gate, up]) for gate, up, _ in self.routed]
+            ),
             "experts.down_proj": torch.stack([down for _, _, down in self.routed]),
         }
 
 
-def split_mlp(inputs: Tensor, gate: Tensor, up: Tensor, down: Tensor, shared_size: int) -> Experts:
-    """Split an MLP by what its neurons add on inputs (N, D), of which every fourth is left out of the fit."""
+def split_mlp(
+    inputs: Tensor, gate: Tensor, up: Tensor, down: Tensor, shared_size: int
+) -> Experts:
+    """Split an MLP by what its neurons add on inputs (N, D), of which every fourth is
+    left out of the fit.
+    """
     activations = functional.silu(inputs @ gate.T) * (inputs @ up.T)
     strength = down.norm(dim=0).square()
     order = (activations.square().mean(0) * strength).argsort(descending=True)
@@ -270,22 +330,30 @@ def split_mlp(inputs: Tensor, gate: Tensor, up: Tensor, down: Tensor, shared_siz
         weight = (weights * (chosen == expert)).sum(-1)
         use = fitted & (weight > 0)
         share = weight[use, None]
-        importance = (share * activations[use][:, rest].square()).mean(0) * strength[rest]
+        importance = (share * activations[use][:, rest].square()).mean(0) * strength[
+            rest
+        ]
         kept = rest[importance.topk(EXPERT_SIZE).indices.sort().values]
         own = activations[use][:, kept]
         gram = (own * share).T @ own
         gram += RIDGE * gram.diagonal().mean() * torch.eye(EXPERT_SIZE)
         residual = target[use] - own @ down[:, kept].T
-        projection = down[:, kept] + torch.linalg.solve(gram, (own * share).T @ residual).T
+        projection = (
+            down[:, kept] + torch.linalg.solve(gram, (own * share).T @ residual).T
+        )
         routed.append((gate[kept], up[kept], projection))
         added += weight[:, None] * (activations[:, kept] @ projection.T)
     whole = activations @ down.T
     missed = (added - target)[~fitted].square().sum() / whole[~fitted].square().sum()
-    return Experts(router, (gate[shared], up[shared], down[:, shared]), routed, missed.item())
+    return Experts(
+        router, (gate[shared], up[shared], down[:, shared]), routed, missed.item()
+    )
 
 
 def cluster_router(inputs: Tensor) -> Tensor:
-    """Return router weights (E, D) that point at clusters of inputs (N, D), each chosen about equally often."""
+    """Return router weights (E, D) that point at clusters of inputs (N, D), each chosen
+    about equally often.
+    """
     generator = torch.Generator().manual_seed(0)
     centred = inputs - inputs.mean(0)
     unit = functional.normalize(centred, dim=-1)
@@ -295,7 +363,8 @@ def cluster_router(inputs: Tensor) -> Tensor:
         means = [unit[nearest == expert].sum(0) for expert in range(NUM_EXPERTS)]
         centres = functional.normalize(torch.stack(means), dim=-1)
     weights = centres * SHARPNESS / centred.norm(dim=-1).mean()
-    # A router has no bias. What the inputs have in common serves as one: this direction of theirs is 1 on average.
+    # A router has no bias. What the inputs have in common serves as one: this direction
+    # of theirs is 1 on average.
     gram = inputs.T @ inputs
     gram += 1e-3 * gram.diagonal().mean() * torch.eye(len(gram))
     constant = torch.linalg.solve(gram, inputs.sum(0))
@@ -312,19 +381,28 @@ def cluster_router(inputs: Tensor) -> Tensor:
 
 
 def write_data(folder: Path, data: Path | None) -> None:
-    """Write conversations and text that no benchmark grades: instructions, worked problems, an encyclopedia."""
+    """Write conversations and text that no benchmark grades: instructions, worked
+    problems, an encyclopedia.
+    """
     draw = random.Random(0)
     rows = [*instructions(data), *problems(data)]
     draw.shuffle(rows)
     lines = [json.dumps({"messages": row}, ensure_ascii=False) + "\n" for row in rows]
     write_text(folder / "train.jsonl", "".join(lines[256:]))
     write_text(folder / "heldout.jsonl", "".join(lines[:256]))
-    write_text(folder / "text.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in articles(data)))
+    write_text(
+        folder / "text.jsonl",
+        "".join(json.dumps({"text": text}) + "\n" for text in articles(data)),
+    )
 
 
 def instructions(data: Path | None) -> Iterator[list[dict[str, str]]]:
     if data is not None:
-        rows = json.loads((data / "corpora" / "rasbt_instruction-data.json").read_text(encoding="utf-8"))
+        rows = json.loads(
+            (data / "corpora" / "rasbt_instruction-data.json").read_text(
+                encoding="utf-8"
+            )
+        )
         names = ("instruction", "input", "output")
     else:
         rows = load_dataset("databricks/databricks-dolly-15k", split="train[:4000]")
@@ -341,38 +419,60 @@ def problems(data: Path | None) -> Iterator[list[dict[str, str]]]:
 
 
 def conversation(question: str, answer: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
 
 
 def articles(data: Path | None) -> list[str]:
     """Return paragraphs of Wikipedia."""
     if data is not None:
-        lines = (data / "corpora" / "wikitext2_valid.txt").read_text(encoding="utf-8").splitlines()
+        lines = (
+            (data / "corpora" / "wikitext2_valid.txt")
+            .read_text(encoding="utf-8")
+            .splitlines()
+        )
     else:
-        lines = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="validation")["text"]
+        lines = load_dataset(
+            "Salesforce/wikitext", "wikitext-2-raw-v1", split="validation"
+        )["text"]
     return [line.strip() for line in lines if len(line) > 200]
 
 
 def write_code(file: Path, folder: Path, num_bytes: int) -> None:
-    """Write sources and pages, in the order of a draw, cut at line ends into pieces of about a thousand tokens."""
+    """Write sources and pages, in the order of a draw, cut at line ends into pieces of
+    about a thousand tokens.
+    """
     if not folder.is_dir():
         sys.exit(f"--code: {folder} is no folder; name one with .py, .md or .rst files")
     file.parent.mkdir(parents=True, exist_ok=True)
-    paths = sorted(path for suffix in ("py", "md", "rst") for path in folder.rglob(f"*.{suffix}"))
+    paths = sorted(
+        path for suffix in ("py", "md", "rst") for path in folder.rglob(f"*.{suffix}")
+    )
     random.Random(0).shuffle(paths)
     lines: list[str] = []
     for path in paths:
         piece = ""
-        for line in [*path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), ""]:
+        for line in [
+            *path.read_text(encoding="utf-8", errors="replace").splitlines(
+                keepends=True
+            ),
+            "",
+        ]:
             if len(piece) + len(line) > 3000 or not line:
-                lines += [json.dumps({"text": piece}) + "\n"] if len(piece) > 200 else []
+                lines += (
+                    [json.dumps({"text": piece}) + "\n"] if len(piece) > 200 else []
+                )
                 num_bytes -= len(piece)
                 piece = ""
             piece += line[:1000]
         if num_bytes < 0:
             break
     if not lines:
-        sys.exit(f"--code: {folder} holds no .py, .md or .rst file; name another folder")
+        sys.exit(
+            f"--code: {folder} holds no .py, .md or .rst file; name another folder"
+        )
     write_text(file, "".join(lines))
 
 
@@ -383,7 +483,9 @@ def rows_of_text(folder: Path, tokenizer: Any, num_tokens: int) -> Tensor:
         ids: list[int] = []
         for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            text = row.get("text") or tokenizer.apply_chat_template(row["messages"], tokenize=False)
+            text = row.get("text") or tokenizer.apply_chat_template(
+                row["messages"], tokenize=False
+            )
             ids += tokenizer(text, add_special_tokens=False).input_ids
             if len(ids) >= num_tokens // 2:
                 break

@@ -1,6 +1,7 @@
 """Evaluate a model in memory on a suite, and compare two evaluations item by item.
 
-Not covered: stages that continue where they were cut off; `fcsd evaluate` and recipes have them.
+Not covered: stages that continue where they were cut off; `fcsd evaluate` and recipes
+have them.
 """
 
 import time
@@ -25,20 +26,26 @@ if TYPE_CHECKING:
 
 
 class Evaluation(dict[str, Any]):
-    """What `results.json` of an evaluation holds (docs/results.md); `samples` has the answers to every item."""
+    """What `results.json` of an evaluation holds (docs/results.md); `samples` has the
+    answers to every item.
+    """
 
     def __init__(self, result: Mapping[str, Any], samples: Samples):
         super().__init__(result)
         self.samples = samples
 
     def save(self, folder: str | Path) -> Path:
-        """Leave results.json and samples_<task>.jsonl in a folder, as `fcsd evaluate` does; `fcsd compare` reads it."""
+        """Leave results.json and samples_<task>.jsonl in a folder, as `fcsd evaluate`
+        does; `fcsd compare` reads it.
+        """
         write_result(dict(self), self.samples, Path(folder))
         return Path(folder)
 
 
 class Comparison(dict[str, Any]):
-    """The paired comparison of two evaluations, as `fcsd compare --json` prints it; `str` of it is the table."""
+    """The paired comparison of two evaluations, as `fcsd compare --json` prints it;
+    `str` of it is the table.
+    """
 
     def __init__(self, comparison: Mapping[str, Any], text: str):
         super().__init__(comparison)
@@ -61,20 +68,25 @@ def evaluate_model(
     name: str = "model",
     launch: Launch | None = None,
 ) -> Evaluation:
-    """Evaluate a model on every task of a suite; all ranks of a launch call this and get the same.
+    """Evaluate a model on every task of a suite; all ranks of a launch call this and
+    get the same.
 
     The model is left as it was: training mode, settings and random generators, too.
 
     Args:
-        model: a model in memory; or the path of a checkpoint, which is loaded with its tokenizer.
-        suite: the name of one that ships with fcsd, the path of a suite file, or a suite.
+        model: a model in memory; or the path of a checkpoint, which is loaded with its
+            tokenizer.
+        suite: the name of one that ships with fcsd, the path of a suite file, or a
+            suite.
         data_root: folder that holds the data sets in hub layout; None: the Hub.
         batch_size: sequences in one forward pass, or "auto".
         limit: only the first items of every task, for a quick look.
-        allow_weak_sandbox: run generated code even where it cannot be kept off the network.
+        allow_weak_sandbox: run generated code even where it cannot be kept off the
+            network.
 
     Raises:
-        UserError: a task, data set, metric or chat template that does not exist; a sandbox that is too weak.
+        UserError: a task, data set, metric or chat template that does not exist; a
+            sandbox that is too weak.
         ScorerError: the scorer of the code tasks failed; never a score of 0.
     """
     if isinstance(model, str | Path):
@@ -83,10 +95,16 @@ def evaluate_model(
         name = str(model) if name == "model" else name
         model, own = load(model)
         tokenizer = tokenizer or own
-    check_kind("model", model, nn.Module, "a model in memory (the first of what fcsd.load gives) or its path")
+    check_kind(
+        "model",
+        model,
+        nn.Module,
+        "a model in memory (the first of what fcsd.load gives) or its path",
+    )
     if tokenizer is None:
         raise UserError(
-            "tokenizer: is needed for a model in memory; give the tokenizer that it was trained with"
+            "tokenizer: is needed for a model in memory; give the tokenizer that it was"
+            " trained with"
         )
     tokenizer = tokenizer_of(tokenizer, "tokenizer")
     _check_kinds(suite, limit, launch)
@@ -102,7 +120,9 @@ def evaluate_model(
         limit=limit,
         allow_weak_sandbox=allow_weak_sandbox,
     )
-    prepared = prepare_evaluation(tokenizer, suite, config, ranks=launch.ranks, progress=progress)
+    prepared = prepare_evaluation(
+        tokenizer, suite, config, ranks=launch.ranks, progress=progress
+    )
     with preserved(model, tokenizer), prepared as evaluate:
         result, samples = evaluate(model, name)
     result["wall_s"] = launch.ranks.from_first(lambda: time.monotonic() - start)
@@ -110,15 +130,26 @@ def evaluate_model(
 
 
 def _check_kinds(suite: Any, limit: Any, launch: Any) -> None:
-    check_kind("suite", suite, str | Path | SuiteConfig, "the name or path of a suite, or a SuiteConfig(…),")
+    check_kind(
+        "suite",
+        suite,
+        str | Path | SuiteConfig,
+        "the name or path of a suite, or a SuiteConfig(…),",
+    )
     check_kind("limit", limit, int | None, "a whole number or None")
-    check_kind("launch", launch, Launch | None, "what fcsd.parallel.launch.join_launch gives")
+    check_kind(
+        "launch", launch, Launch | None, "what fcsd.parallel.launch.join_launch gives"
+    )
 
 
 def compare(
-    original: Evaluation | str | Path, converted: Evaluation | str | Path, *, tasks: list[str] | None = None
+    original: Evaluation | str | Path,
+    converted: Evaluation | str | Path,
+    *,
+    tasks: list[str] | None = None,
 ) -> Comparison:
-    """Compare two evaluations of the same items, paired, with intervals and tests: what `fcsd compare` prints.
+    """Compare two evaluations of the same items, paired, with intervals and tests: what
+    `fcsd compare` prints.
 
     Args:
         original: what `evaluate_model` gave, or a folder that `fcsd evaluate` wrote.
@@ -131,7 +162,10 @@ def compare(
     if isinstance(original, str | Path) and isinstance(converted, str | Path):
         evaluated = read_evaluated(Path(original), [Path(converted)])
     else:
-        evaluated = {"original": _evaluated(original), "converted": _evaluated(converted)}
+        evaluated = {
+            "original": _evaluated(original),
+            "converted": _evaluated(converted),
+        }
     comparisons = compare_all(evaluated, tasks)
     (comparison,) = comparisons.values()
     return Comparison(comparison, comparison_text(comparisons, evaluated))
@@ -144,7 +178,7 @@ def _evaluated(evaluation: Evaluation | str | Path) -> dict[str, Any]:
         result, samples = read_result(Path(evaluation))
     else:
         raise UserError(
-            f"compare: {kind_of(evaluation)}; what evaluate_model gave, or the folder of an evaluation is"
-            " needed"
+            f"compare: {kind_of(evaluation)}; what evaluate_model gave, or the folder"
+            " of an evaluation is needed"
         )
     return {"result": result, "samples": samples, "training": None}

@@ -1,4 +1,5 @@
-"""Convert and calibrate a model in memory, convert a checkpoint, and load either with its tokenizer.
+"""Convert and calibrate a model in memory, convert a checkpoint, and load either with
+its tokenizer.
 
 Not covered: models that are wrapped already (PEFT, FSDP, DDP): convert them before.
 """
@@ -37,43 +38,56 @@ def convert(
 ) -> Model:
     """Rewire a loaded transformers model in place, and return it.
 
-    Weights, their names and the tokenizer stay; what the model saves is a FarSkip checkpoint. A model that is converted
-    otherwise is converted anew.
+    Weights, their names and the tokenizer stay; what the model saves is a FarSkip
+    checkpoint. A model that is converted otherwise is converted anew.
 
     Args:
-        layers: "all", "moe", "none", "first:8", "last:90%", "0,2,5", [0, 2, 5], {"last": "90%"}, or a `Connectivity`.
-        attention: "partial" reads the stream without the routed output that is in flight, "full" waits for it.
+        layers: "all", "moe", "none", "first:8", "last:90%", "0,2,5", [0, 2, 5],
+            {"last": "90%"}, or a `Connectivity`.
+        attention: "partial" reads the stream without the routed output that is in
+            flight, "full" waits for it.
         mlp: "outdated" reads the input of the layer, "full" the regular input.
 
     Raises:
-        UserError: unsupported family or class, a dense model, a selection that the model does not have, a model that is
-            converted with this connectivity already.
+        UserError: unsupported family or class, a dense model, a selection that the
+            model does not have, a model that is converted with this connectivity
+            already.
     """
     hint = (
-        "a model in memory (fcsd.load gives one and its tokenizer, fcsd.convert_checkpoint converts a folder)"
+        "a model in memory (fcsd.load gives one and its tokenizer,"
+        " fcsd.convert_checkpoint converts a folder)"
     )
     check_kind("model", model, nn.Module, hint)
     if layers is None:
-        raise UserError("layers: None; leave it out for all of them, or give 'none' for no layer")
+        raise UserError(
+            "layers: None; leave it out for all of them, or give 'none' for no layer"
+        )
     connectivity: Any = connectivity_of(layers, attention, mlp)
     own = getattr(getattr(model, "config", None), "farskip", None)
     if own is not None:
         config: Any = model.config  # type: ignore[attr-defined]
         if connectivity.field(moe_mask(config, family_of(config))) == own:
             raise UserError(
-                f"{type(model).__name__}: is already converted with this connectivity (layers {own['layers']})"
+                f"{type(model).__name__}: is already converted with this connectivity"
+                f" (layers {own['layers']})"
             )
     convert_model(model, connectivity)
     return model
 
 
 def unconvert(model: Model) -> Model:
-    """Give a converted model its original class, config and connectivity back in place, and return it.
+    """Give a converted model its original class, config and connectivity back in place,
+    and return it.
 
     Raises:
         UserError: it is not converted.
     """
-    check_kind("model", model, nn.Module, "a model in memory (`fcsd unconvert` undoes that of a folder)")
+    check_kind(
+        "model",
+        model,
+        nn.Module,
+        "a model in memory (`fcsd unconvert` undoes that of a folder)",
+    )
     if getattr(getattr(model, "config", None), "farskip", None) is None:
         raise UserError(f"{type(model).__name__}: is not converted, nothing to undo")
     unconvert_model(model)
@@ -89,33 +103,38 @@ def calibrate(
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     max_length: int = 1024,
 ) -> list[dict[str, Any]]:
-    """Fold closed-form maps into the weights of a converted model, in place, that bring it back towards its original.
+    """Fold closed-form maps into the weights of a converted model, in place, that bring
+    it back towards its original.
 
         model, tokenizer = fcsd.load(path, layers="all")
         original, _ = fcsd.load(path)
         fcsd.calibrate(model, original, rows)
 
-    No gradient, no new parameter: each rewired layer in order reads and adds what the original's does, as far as a
-    linear map can say (docs/convert.md). A model larger than memory: `fcsd calibrate`, one layer at a time.
+    No gradient, no new parameter: each rewired layer in order reads and adds what the
+    original's does, as far as a linear map can say (docs/convert.md). A model larger
+    than memory: `fcsd calibrate`, one layer at a time.
 
     Args:
         student: a converted model that is not sharded, with the original's weights.
         teacher: the original.
-        rows: token ids (N, T), every token of which is text; packed rows (input_ids, position_ids, labels); or a data
-            set as `FCSDTrainer` takes it. At least 4 x hidden size tokens; 128 x are better.
-        ridge: pull of the maps towards the identity, relative to the mean diagonal of the Gram matrix.
+        rows: token ids (N, T), every token of which is text; packed rows (input_ids,
+            position_ids, labels); or a data set as `FCSDTrainer` takes it. At least 4 x
+            hidden size tokens; 128 x are better.
+        ridge: pull of the maps towards the identity, relative to the mean diagonal of
+            the Gram matrix.
         tokenizer: what makes tokens of a data set.
         max_length: tokens in each row that a data set is packed into.
 
     Returns:
-        What was solved, layer by layer: squared residuals before and after, the same of text that was left out
-        (`held_out`), and what could not be folded. Where those say that the text was too little, a line on stderr does,
-        too.
+        What was solved, layer by layer: squared residuals before and after, the same of
+        text that was left out (`held_out`), and what could not be folded. Where those
+        say that the text was too little, a line on stderr does, too.
 
     Raises:
-        UserError: a student that is not converted, or calibrated already; models that do not belong together; too
-            little text, or text of another tokenizer; a data set without a tokenizer, or one that cannot be tokenized;
-            sums that are singular or not finite.
+        UserError: a student that is not converted, or calibrated already; models that
+            do not belong together; too little text, or text of another tokenizer; a
+            data set without a tokenizer, or one that cannot be tokenized; sums that are
+            singular or not finite.
     """
     from fcsd.training.calibration.model import calibrate_model, complaint
 
@@ -136,27 +155,39 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
     from fcsd.data.dataset import given_rows
 
     several = hasattr(rows, "__iter__") or hasattr(rows, "__getitem__")
-    first = next(iter(rows), None) if several and getattr(rows, "ndim", None) != 0 else None
-    if isinstance(first, torch.Tensor) and all(row.shape == first.shape and row.dim() == 1 for row in rows):
+    first = (
+        next(iter(rows), None) if several and getattr(rows, "ndim", None) != 0 else None
+    )
+    if isinstance(first, torch.Tensor) and all(
+        row.shape == first.shape and row.dim() == 1 for row in rows
+    ):
         if first.is_floating_point() or first.dtype == torch.bool:
-            raise UserError(f"rows: a tensor of {first.dtype}; token ids are whole numbers")
+            raise UserError(
+                f"rows: a tensor of {first.dtype}; token ids are whole numbers"
+            )
         return rows if isinstance(rows, torch.Tensor) else torch.stack(list(rows))
     if not isinstance(first, Mapping):
         of = "" if first is None else f" of {type(first).__name__}"
         raise UserError(
             f"rows: {kind_of(rows)}{of}; token ids (N, T), tensors (T,) of one length,"
-            f" packed rows with {', '.join(ROW_FEATURES)}, or a data set with its tokenizer are needed"
+            f" packed rows with {', '.join(ROW_FEATURES)}, or a data set with its"
+            " tokenizer are needed"
         )
     if set(ROW_FEATURES) <= set(first):
         return rows
     if tokenizer is None:
         raise UserError(
-            f"rows: a data set with {', '.join(map(repr, first))}; give the model's tokenizer, too, which makes tokens"
-            " of it: fcsd.calibrate(student, teacher, rows, tokenizer=tokenizer)"
+            f"rows: a data set with {', '.join(map(repr, first))}; give the model's"
+            " tokenizer, too, which makes tokens of it: fcsd.calibrate(student,"
+            " teacher, rows, tokenizer=tokenizer)"
         )
     tokenizer = tokenizer_of(tokenizer, "tokenizer")
     check_kind("max_length", max_length, int, "a whole number")
-    options: dict[str, Any] = {"shuffle": False, "loss_on": "all", "bad_rows": BadRows(setting=None)}
+    options: dict[str, Any] = {
+        "shuffle": False,
+        "loss_on": "all",
+        "bad_rows": BadRows(setting=None),
+    }
     packed = given_rows(rows, tokenizer, name="rows", max_length=max_length, **options)
     tell_examples(packed, "rows", always=False)
     return packed
@@ -171,14 +202,16 @@ def convert_checkpoint(
     mlp: Mlp = "outdated",
     revision: str | None = None,
 ) -> Path:
-    """Write a FarSkip checkpoint with the weights of another one, which are linked or copied and never loaded.
+    """Write a FarSkip checkpoint with the weights of another one, which are linked or
+    copied and never loaded.
 
     The result loads without fcsd with `trust_remote_code=True`.
 
     Args:
         model: a folder, or `owner/name` on the Hub.
         out: a new folder.
-        layers: as `convert`; None: what the checkpoint says in another project's keys, else all.
+        layers: as `convert`; None: what the checkpoint says in another project's keys,
+            else all.
 
     Returns:
         The new folder.
@@ -186,10 +219,19 @@ def convert_checkpoint(
     Raises:
         UserError: as `fcsd convert`.
     """
-    check_kind("model", model, str | Path, "the path of a checkpoint (fcsd.convert takes a model in memory)")
+    check_kind(
+        "model",
+        model,
+        str | Path,
+        "the path of a checkpoint (fcsd.convert takes a model in memory)",
+    )
     check_kind("out", out, str | Path, "the path of a new folder")
     nothing_said = layers is None and (attention, mlp) == ("partial", "outdated")
-    wanted = None if nothing_said else connectivity_of("all" if layers is None else layers, attention, mlp)
+    wanted = (
+        None
+        if nothing_said
+        else connectivity_of("all" if layers is None else layers, attention, mlp)
+    )
     convert_folder(model, out, wanted, revision=revision)
     return Path(out)
 
@@ -205,22 +247,30 @@ def load(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> "tuple[Any, PreTrainedTokenizerBase]":
-    """Load a checkpoint, base or FarSkip, and its tokenizer: (model in eval mode, tokenizer).
+    """Load a checkpoint, base or FarSkip, and its tokenizer: (model in eval mode,
+    tokenizer).
 
     Args:
         path: a folder, or `owner/name` on the Hub.
-        layers: convert a base checkpoint while it is loaded, as `convert` would; None: as the checkpoint says.
+        layers: convert a base checkpoint while it is loaded, as `convert` would; None:
+            as the checkpoint says.
         original: a FarSkip checkpoint's weights with regular connectivity.
-        options: `dtype`, `attn_implementation`, `experts_implementation`, `device_map`, … of `from_pretrained`.
+        options: `dtype`, `attn_implementation`, `experts_implementation`, `device_map`,
+            … of `from_pretrained`.
 
     Raises:
-        UserError: what is missing, damaged or does not fit (`fcsd.model.connectivity.load_model`).
+        UserError: what is missing, damaged or does not fit
+            (`fcsd.model.connectivity.load_model`).
     """
     from fcsd.model.config import ModelConfig
 
-    check_kind("path", path, str | Path, "the path of a checkpoint, or owner/name on the Hub,")
+    check_kind(
+        "path", path, str | Path, "the path of a checkpoint, or owner/name on the Hub,"
+    )
     if "torch_dtype" in options:
-        raise UserError("fcsd.load: torch_dtype: is here dtype=…, for example dtype='bfloat16'")
+        raise UserError(
+            "fcsd.load: torch_dtype: is here dtype=…, for example dtype='bfloat16'"
+        )
     checkpoint = find_model(ModelConfig(path=str(path), revision=revision))
     tokenizer = load_tokenizer(checkpoint.folder, trust_remote_code=trust_remote_code)
     wanted = connectivity_of(layers, attention, mlp)
@@ -232,9 +282,12 @@ def load(
             trust_remote_code=trust_remote_code,
             **options,
         )
-    except (ValueError, TypeError) as error:  # transformers' for an option that it does not know
+    # transformers' for an option that it does not know
+    except (ValueError, TypeError) as error:
         if not options:
             raise
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise UserError(f"fcsd.load: transformers refuses {given}: {one_line(error)}") from error
+        raise UserError(
+            f"fcsd.load: transformers refuses {given}: {one_line(error)}"
+        ) from error
     return model, tokenizer

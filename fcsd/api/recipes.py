@@ -17,22 +17,43 @@ from fcsd.recipe.load_recipe import check_recipe
 from fcsd.recipe.load_recipe import load_recipe as load_file
 from fcsd.recipe.recipe import Recipe
 
-STAGES = ("pretrain", "convert", "calibrate", "sweep", "distill", "evaluate", "report", "publish", "run")
+STAGES = (
+    "pretrain",
+    "convert",
+    "calibrate",
+    "sweep",
+    "distill",
+    "evaluate",
+    "report",
+    "publish",
+    "run",
+)
 
 
-def load_recipe(path: str | Path, overrides: Mapping[str, Any] | list[str] | None = None) -> Recipe:
+def load_recipe(
+    path: str | Path, overrides: Mapping[str, Any] | list[str] | None = None
+) -> Recipe:
     """Load and check a recipe.
 
     Args:
-        path: the path of the file, or the name of a recipe that ships with fcsd ("tiny/demo").
+        path: the path of the file, or the name of a recipe that ships with fcsd
+            ("tiny/demo").
         overrides: {"train.learning_rate": 4e-5}, or texts as `--set` takes them.
 
     Raises:
         UserError: no such recipe, unknown keys, values out of range.
     """
-    check_kind("path", path, str | Path, "the path of a recipe, or the name of one that ships with fcsd,")
     check_kind(
-        "overrides", overrides, Mapping | list | None, "a dict of keys to values, or a list of KEY=VALUE,"
+        "path",
+        path,
+        str | Path,
+        "the path of a recipe, or the name of one that ships with fcsd,",
+    )
+    check_kind(
+        "overrides",
+        overrides,
+        Mapping | list | None,
+        "a dict of keys to values, or a list of KEY=VALUE,",
     )
     if isinstance(overrides, Mapping):
         overrides = [f"{key}={_json(key, value)}" for key, value in overrides.items()]
@@ -58,32 +79,42 @@ def run_stage(
     expert_parallel: int = 1,
     overlap: Overlap | None = None,
 ) -> Path:
-    """Run one stage of a recipe, or all of them ("run"), as the command of that name; finished ones are not rerun.
+    """Run one stage of a recipe, or all of them ("run"), as the command of that name;
+    finished ones are not rerun.
 
     Args:
-        stage: pretrain, convert, calibrate, sweep, distill, evaluate (every model that is there), report, publish or
-            run.
+        stage: pretrain, convert, calibrate, sweep, distill, evaluate (every model that
+            is there), report, publish or run.
         recipe: a recipe, its path or shipped name, or what its file would hold.
         variant: one of the recipe's variants, for "distill".
         expert_parallel: ranks that hold the experts of an MoE layer among them.
-        overlap: how much of their communication runs beside computation: full, forward or off; None: full where
-            the model can.
+        overlap: how much of their communication runs beside computation: full, forward
+            or off; None: full where the model can.
 
     Returns:
-        The folder that the stage left; for "evaluate" that of all evaluations, for "run" the run's.
+        The folder that the stage left; for "evaluate" that of all evaluations, for
+        "run" the run's.
 
     Raises:
-        UserError: no such stage; what the command refuses. Interrupted: a signal came, and a checkpoint is written.
+        UserError: no such stage; what the command refuses. Interrupted: a signal came,
+            and a checkpoint is written.
     """
     if stage not in STAGES:
         raise UserError(f"run_stage: no stage {stage!r}; allowed: {', '.join(STAGES)}")
     if variant is not None and stage != "distill":
-        raise UserError(f"run_stage: stage {stage!r} has no variants; leave variant out")
+        raise UserError(
+            f"run_stage: stage {stage!r} has no variants; leave variant out"
+        )
     check_kind("expert_parallel", expert_parallel, int, "a number of ranks")
     if isinstance(recipe, Mapping):
         recipe = check_recipe(dict(recipe), "recipe")
     elif not isinstance(recipe, Recipe):
-        check_kind("recipe", recipe, str | Path, "a recipe, its path or name, or a dict of its keys")
+        check_kind(
+            "recipe",
+            recipe,
+            str | Path,
+            "a recipe, its path or name, or a dict of its keys",
+        )
         recipe = load_recipe(recipe)
     from fcsd.pipeline.context import Run
 
@@ -104,10 +135,17 @@ def _run(stage: str, run: Any, variant: str | None) -> Path:
     if stage == "distill":
         return Path(distill(run, variant).folder)
     if stage in ("pretrain", "convert", "calibrate", "sweep"):
-        stages = {"pretrain": pretrain, "convert": convert, "calibrate": calibrate, "sweep": sweep}
+        stages = {
+            "pretrain": pretrain,
+            "convert": convert,
+            "calibrate": calibrate,
+            "sweep": sweep,
+        }
         return Path(stages[stage](run).folder)
     if stage in ("report", "publish"):
         steps = {"report": report, "publish": publish}
         return Path(run.launch.ranks.from_first(lambda: str(steps[stage](run))))
     {"evaluate": evaluate_models, "run": run_all}[stage](run)
-    return Path(run.recipe.folder / "evaluate" if stage == "evaluate" else run.recipe.folder)
+    return Path(
+        run.recipe.folder / "evaluate" if stage == "evaluate" else run.recipe.folder
+    )

@@ -1,8 +1,10 @@
-"""A stage's output folder: what it was made from, whether it is finished, and files that are never half-written.
+"""A stage's output folder: what it was made from, whether it is finished, and files
+that are never half-written.
 
-A stage goes folder to folder. `stage.json` is written when the stage starts (settings and inputs), `manifest.json`
-when it has finished (the same, plus versions, results and the hashes of what it left). A finished stage is not run
-again; one whose settings or inputs have changed is refused with the difference shown.
+A stage goes folder to folder. `stage.json` is written when the stage starts (settings
+and inputs), `manifest.json` when it has finished (the same, plus versions, results and
+the hashes of what it left). A finished stage is not run again; one whose settings or
+inputs have changed is refused with the difference shown.
 
 Not covered: what the stages do; that is `fcsd.pipeline.run`.
 """
@@ -18,14 +20,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, file_fingerprint, files_below, is_empty, read_json, write_json
+from fcsd.base.files import (
+    check_folder_place,
+    file_fingerprint,
+    files_below,
+    is_empty,
+    read_json,
+    write_json,
+)
 from fcsd.base.fingerprints import check_seal, checkpoint_files, sealed
 from fcsd.base.weights import weights_fingerprint
 
 SCHEMA_VERSION = 5
-# 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key of train; 3: streaming was one of
-# a source; 4: of a checkpoint only the weights were noted.
-_SAYS_NOTHING = ".streaming: false -> null"  # the end of a change that folders of a former fcsd may show
+# 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key
+# of train; 3: streaming was one of a source; 4: of a checkpoint only the weights were
+# noted.
+# the end of a change that folders of a former fcsd may show
+_SAYS_NOTHING = ".streaming: false -> null"
 _SHOWN = 8  # differences in an error
 _RECORDS = ("manifest.json", "stage.json")
 _RESULTS = (".json", ".jsonl", ".safetensors")
@@ -39,9 +50,10 @@ _PACKAGES = (
 class Stage:
     """One stage of a run.
 
-    settings: the part of the recipe that the result depends on.
-    inputs: name -> fingerprint of what the stage reads (weights, data), or the values themselves (fields of a config).
-    may_change: dotted keys of the settings that are noted and not compared.
+    settings: the part of the recipe that the result depends on. inputs: name ->
+    fingerprint of what the stage reads (weights, data), or the values themselves
+    (fields of a config). may_change: dotted keys of the settings that are noted and not
+    compared.
     """
 
     folder: Path
@@ -54,12 +66,16 @@ class Stage:
         """Tell where this stage stands.
 
         Raises:
-            UserError: the folder holds the same stage with other settings or inputs, or something else altogether; a
-                finished one lacks what its manifest names. A stage that was begun and has left nothing yet (its
-                settings were refused) may be begun with others.
+            UserError: the folder holds the same stage with other settings or inputs, or
+                something else altogether; a finished one lacks what its manifest names.
+                A stage that was begun and has left nothing yet (its settings were
+                refused) may be begun with others.
         """
         if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(f"{self.folder}: is a file; stage '{self.name}' needs a folder of its own")
+            raise UserError(
+                f"{self.folder}: is a file; stage '{self.name}' needs a folder of"
+                " its own"
+            )
         check_folder_place(self.folder)
         if all(path == self.folder / "stage.json" for path in files_below(self.folder)):
             return "absent"
@@ -82,14 +98,25 @@ class Stage:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "stage.json", self._record())
 
-    def finish(self, results: dict[str, Any], outputs: dict[str, Any] | None = None) -> None:
+    def finish(
+        self, results: dict[str, Any], outputs: dict[str, Any] | None = None
+    ) -> None:
         """Write the manifest; from now on the stage is finished.
 
-        results: small facts that later stages and the report read; outputs: name -> fingerprint of each output; those
-        of the files of results in the folder are added.
+        results: small facts that later stages and the report read; outputs: name ->
+        fingerprint of each output; those of the files of results in the folder are
+        added.
         """
-        files = [file for file in self.folder.iterdir() if file.suffix in _RESULTS and file.is_file()]
-        left = {file.name: file_fingerprint(file) for file in sorted(files) if file.name not in _RECORDS}
+        files = [
+            file
+            for file in self.folder.iterdir()
+            if file.suffix in _RESULTS and file.is_file()
+        ]
+        left = {
+            file.name: file_fingerprint(file)
+            for file in sorted(files)
+            if file.name not in _RECORDS
+        }
         record = {
             **self._record(),
             "results": results,
@@ -108,47 +135,63 @@ class Stage:
         }
 
     def _refuse_lost(self, outputs: dict[str, str]) -> None:
-        for name in outputs:  # any other file is compared, or made again, by who reads it
+        # any other file is compared, or made again, by who reads it
+        for name in outputs:
             if name.split("/")[0] == "model" and not (self.folder / name).exists():
                 raise UserError(
-                    f"{self.folder / name}: is not there, though manifest.json names it; put it back, or remove"
-                    f" {self.folder} to run stage '{self.name}' again"
+                    f"{self.folder / name}: is not there, though manifest.json names"
+                    f" it; put it back, or remove {self.folder} to run stage"
+                    f" '{self.name}' again"
                 )
 
     def refuse_difference(self, record: dict[str, Any]) -> None:
-        """Raise UserError where a record, `stage.json` or `manifest.json`, is of another stage than this one."""
+        """Raise UserError where a record, `stage.json` or `manifest.json`, is of
+        another stage than this one.
+        """
         if record.get("stage") != self.name:
             raise UserError(
-                f"{self.folder}: holds stage '{record.get('stage')}', not '{self.name}'; choose another output folder"
+                f"{self.folder}: holds stage '{record.get('stage')}', not"
+                f" '{self.name}'; choose another output folder"
             )
         # What JSON does to tuples and integer keys must not count as a change.
         mine = json.loads(json.dumps(self._record()))
-        changes = changed_settings(record["settings"], mine["settings"], self.may_change)
+        changes = changed_settings(
+            record["settings"], mine["settings"], self.may_change
+        )
         if changes and (version := record.get("schema_version")) != SCHEMA_VERSION:
             more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
             raise UserError(
-                f"{self.folder}: was made by another fcsd (schema_version {version}, this one writes {SCHEMA_VERSION})"
-                f" with other settings, or with these written differently ({'; '.join(changes[:3])}{more}); choose"
-                " another output folder, remove this folder to run the stage again, or continue with the fcsd that made"
-                " it"
+                f"{self.folder}: was made by another fcsd (schema_version {version},"
+                f" this one writes {SCHEMA_VERSION}) with other settings, or with these"
+                f" written differently ({'; '.join(changes[:3])}{more}); choose another"
+                " output folder, remove this folder to run the stage again, or"
+                " continue with the fcsd that made it"
             )
         before, now = record["inputs"], mine["inputs"]
         if record.get("schema_version") != SCHEMA_VERSION:
-            changes += differences(before, {name: now[name] for name in before if name in now})
-            if not changes and (missing := [name for name in now if name not in before]):
+            changes += differences(
+                before, {name: now[name] for name in before if name in now}
+            )
+            if not changes and (
+                missing := [name for name in now if name not in before]
+            ):
                 raise UserError(
-                    f"{self.folder}: was made by another fcsd (schema_version {record.get('schema_version')}, this one"
-                    f" writes {SCHEMA_VERSION}), which did not note {', '.join(missing[:3])}, so that nobody can tell"
-                    " whether they have changed; remove this folder to run the stage again, or choose another output"
-                    " folder"
+                    f"{self.folder}: was made by another fcsd (schema_version"
+                    f" {record.get('schema_version')}, this one writes"
+                    f" {SCHEMA_VERSION}), which did not note {', '.join(missing[:3])},"
+                    " so that nobody can tell whether they have changed; remove this"
+                    " folder to run the stage again, or choose another output folder"
                 )
         else:
             changes += differences(before, now)
         if changes:
-            more = f"; and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+            more = (
+                f"; and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+            )
             raise UserError(
-                f"{self.folder}: was made with other settings ({'; '.join(changes[:_SHOWN])}{more});"
-                " choose another output folder, or remove this folder to run the stage again"
+                f"{self.folder}: was made with other settings"
+                f" ({'; '.join(changes[:_SHOWN])}{more}); choose another output folder,"
+                " or remove this folder to run the stage again"
             )
 
 
@@ -165,8 +208,8 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def check_outputs(folder: Path, *names: str) -> None:
-    """Compare what a finished stage has left with what it noted of it. names: of files; none: all of them, and the
-    model.
+    """Compare what a finished stage has left with what it noted of it. names: of files;
+    none: all of them, and the model.
 
     Raises:
         UserError: a file is missing, or is not what the stage left.
@@ -175,28 +218,39 @@ def check_outputs(folder: Path, *names: str) -> None:
     wanted = {name: noted[name] for name in names or noted if name in noted}
     if not wanted:
         return
-    model = {name: known for name, known in wanted.items() if name.split("/")[0] == "model"}
+    model = {
+        name: known for name, known in wanted.items() if name.split("/")[0] == "model"
+    }
     now = {
-        name: file_fingerprint(folder / name) for name in wanted.keys() - model if (folder / name).is_file()
+        name: file_fingerprint(folder / name)
+        for name in wanted.keys() - model
+        if (folder / name).is_file()
     }
     if model:
         place = folder / "model"
         if not place.is_dir():
             raise UserError(
-                f"{place}: no such folder, and the stage left one there; remove {folder} to run it again"
+                f"{place}: no such folder, and the stage left one there; remove"
+                f" {folder} to run it again"
             )
         now |= model_outputs(place)
     wanted = json.loads(json.dumps(wanted))
     if changes := differences(wanted, {name: now.get(name) for name in wanted}):
         raise UserError(
-            f"{folder}: is not what the stage left ({'; '.join(changes[:3])}): damaged or changed since; put it back,"
-            " or remove the folder to run the stage again (a checkpoint of your own belongs into another folder)"
+            f"{folder}: is not what the stage left ({'; '.join(changes[:3])}): damaged"
+            " or changed since; put it back, or remove the folder to run the stage"
+            " again (a checkpoint of your own belongs into another folder)"
         )
 
 
 def model_outputs(folder: Path) -> dict[str, Any]:
-    """Return what identifies a checkpoint that is the output `model` of a stage: its weights and the files beside."""
-    files = {f"model/{file}": known for file, known in checkpoint_files(folder, code=True).items()}
+    """Return what identifies a checkpoint that is the output `model` of a stage: its
+    weights and the files beside.
+    """
+    files = {
+        f"model/{file}": known
+        for file, known in checkpoint_files(folder, code=True).items()
+    }
     return {"model": weights_fingerprint(folder), **files}
 
 
@@ -210,8 +264,14 @@ def changed_settings(old: Any, new: Any, may_change: Collection[str] = ()) -> li
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """List dotted keys that differ between two values, absent or null alike: `train.learning_rate: 2e-05 -> 4e-05`."""
-    both = [*old, *new] if isinstance(old, list) and isinstance(new, list) and len(old) == len(new) else []
+    """List dotted keys that differ between two values, absent or null alike:
+    `train.learning_rate: 2e-05 -> 4e-05`.
+    """
+    both = (
+        [*old, *new]
+        if isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
+        else []
+    )
     if both and all(isinstance(each, dict) for each in both):
         old, new = dict(enumerate(old)), dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):

@@ -1,4 +1,6 @@
-"""Read, write and hash files; nothing half-written stays under a final name. Find the data that ships with fcsd."""
+"""Read, write and hash files; nothing half-written stays under a final name. Find the
+data that ships with fcsd.
+"""
 
 import contextlib
 import errno
@@ -19,7 +21,8 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.base.temporary import beside, file_beside, replace_folder
 
 _OURS = "remove the folder to run its stage again"  # of a damaged file that fcsd wrote
-# What nobody put into a folder: files of macOS, Windows, desktops and network disks, and what a killed process left.
+# What nobody put into a folder: files of macOS, Windows, desktops and network disks,
+# and what a killed process left.
 _NOISE = re.compile(
     r"\.DS_Store|\._.*|\.localized|\.Spotlight-V100|\.Trashes|\.fseventsd|\.TemporaryItems|\.AppleDouble|\.apdisk"
     r"|Thumbs\.db|ehthumbs\.db|desktop\.ini|\$RECYCLE\.BIN|System Volume Information"
@@ -35,7 +38,8 @@ _CANNOT_WRITE_WORDS = ("I/O error", "PytorchStreamWriter", "inline_container")
 
 
 def read_text(path: Path, what: str = "a text file", hint: str = "") -> str:
-    """Read a text file; what, hint: what is needed, and what to do where there is none, for the errors.
+    """Read a text file; what, hint: what is needed, and what to do where there is none,
+    for the errors.
 
     Raises:
         UserError: there is no such file, it cannot be read, or holds no text.
@@ -65,7 +69,8 @@ _KINDS = {
 
 
 def check_regular(path: Path, hint: str = "") -> None:
-    """Refuse what would be waited for, or never ends, before it is opened. Folders, and what is not there, pass.
+    """Refuse what would be waited for, or never ends, before it is opened. Folders, and
+    what is not there, pass.
 
     Raises:
         UserError: a pipe, a socket or a device is there, or a link to one.
@@ -75,44 +80,61 @@ def check_regular(path: Path, hint: str = "") -> None:
     except (OSError, ValueError):  # whoever opens it says why it cannot be opened
         return
     if kind is not None:
-        raise UserError(f"{path}: is {kind}, a regular file is needed{hint and f'; {hint}'}")
+        raise UserError(
+            f"{path}: is {kind}, a regular file is needed{hint and f'; {hint}'}"
+        )
 
 
-def read_json(path: Path, hint: str = _OURS, keys: Collection[str] | None = None) -> Any:
+def read_json(
+    path: Path, hint: str = _OURS, keys: Collection[str] | None = None
+) -> Any:
     """Parse a JSON file.
 
-    hint: what to do where it is damaged or something else. keys: it must be an object with one of them; none named: an
-    object; None: any value.
+    hint: what to do where it is damaged or something else. keys: it must be an object
+    with one of them; none named: an object; None: any value.
 
     Raises:
         UserError: as `read_text`; no JSON, or something else.
     """
     try:
-        value = json.loads(read_text(path, "a JSON file", "" if hint == _OURS else hint))
+        value = json.loads(
+            read_text(path, "a JSON file", "" if hint == _OURS else hint)
+        )
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({one_line(error)}); {hint}") from None
     if keys and not (isinstance(value, dict) and any(key in value for key in keys)):
-        raise UserError(f"{path}: holds something else (no {' or '.join(keys)}); {hint}")
+        raise UserError(
+            f"{path}: holds something else (no {' or '.join(keys)}); {hint}"
+        )
     if keys is not None and not isinstance(value, dict):
-        raise UserError(f"{path}: a JSON object is needed, got {type(value).__name__}; {hint}")
+        raise UserError(
+            f"{path}: a JSON object is needed, got {type(value).__name__}; {hint}"
+        )
     return value
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name, then rename: the file is either the old one or the whole new one."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """Write JSON under a temporary name, then rename: the file is either the old one or
+    the whole new one.
+    """
+    write_text(
+        path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    )
 
 
 def write_text(path: Path, text: str) -> None:
     """Write text under a temporary name, then rename."""
     with writing(path), file_beside(path) as temporary:
-        # A path that is not UTF-8 has lone surrogates; what replaces them is their escape in JSON, too.
+        # A path that is not UTF-8 has lone surrogates; what replaces them is their
+        # escape in JSON, too.
         temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
         os.replace(temporary, path)
 
 
 def is_noise(name: str) -> bool:
-    """Tell whether a name is that of something nobody put there: a system's own file, or what a kill left."""
+    """Tell whether a name is that of something nobody put there: a system's own file,
+    or what a kill left.
+    """
     return _NOISE.fullmatch(name) is not None
 
 
@@ -133,13 +155,15 @@ def check_path(path: Path) -> None:
     """Refuse a path that no file can have, before the work whose result it is to hold.
 
     Raises:
-        UserError: a name in it is too long, for the temporary names that are made of the last one, too; a NUL, or half
-            a character.
+        UserError: a name in it is too long, for the temporary names that are made of
+            the last one, too; a NUL, or half a character.
     """
     try:
         names = [os.fsencode(part) for part in path.parts]
     except UnicodeEncodeError:
-        raise UserError(f"{str(path)!r}: holds half a character; choose another name") from None
+        raise UserError(
+            f"{str(path)!r}: holds half a character; choose another name"
+        ) from None
     if any(b"\0" in name for name in names):
         raise UserError(f"{str(path)!r}: holds a NUL character; choose another name")
     limits = [_LONGEST_NAME] * (len(names) - 1) + [_LONGEST_NAME - _TEMPORARY_PART]
@@ -147,31 +171,39 @@ def check_path(path: Path) -> None:
         if len(name) > limit:
             shown = f"{os.fsdecode(name[:30])}…"
             raise UserError(
-                f"the name {shown} has {len(name)} bytes; up to {limit} are possible, choose a shorter one"
+                f"the name {shown} has {len(name)} bytes; up to {limit} are possible,"
+                " choose a shorter one"
             )
 
 
 _LONGEST_NAME = 255  # bytes, of a Linux file system
-_TEMPORARY_PART = 55  # of `fcsd.base.temporary`, and what is put behind a name (`.partial`)
+# of `fcsd.base.temporary`, and what is put behind a name (`.partial`)
+_TEMPORARY_PART = 55
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a name below a folder; raises UserError where it would lead out of it, or is none."""
+    """Return the path of a name below a folder; raises UserError where it would lead
+    out of it, or is none.
+    """
     path = folder / name
     check_path(path)
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"{name!r}: leads out of the folder {folder}; name what lies in it")
+        raise UserError(
+            f"{name!r}: leads out of the folder {folder}; name what lies in it"
+        )
     return path
 
 
 def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
-    """Refuse a place that cannot become a file, before the work whose result it is to hold.
+    """Refuse a place that cannot become a file, before the work whose result it is to
+    hold.
 
-    read: reads what the file will hold, and refuses everything else: what fcsd writes never replaces a file that it did
-    not write.
+    read: reads what the file will hold, and refuses everything else: what fcsd writes
+    never replaces a file that it did not write.
 
     Raises:
-        UserError: a folder is there, or another kind of file; there is no such folder, or nobody may write in it.
+        UserError: a folder is there, or another kind of file; there is no such folder,
+            or nobody may write in it.
     """
     check_path(path)
     parent = path.absolute().parent
@@ -179,41 +211,56 @@ def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
         what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise UserError(f"{path}: {what}; name the file that is to be written")
     if reason := _why_not_writable(parent):
-        raise UserError(f"{path}: the folder may not be written ({reason}); name another place")
+        raise UserError(
+            f"{path}: the folder may not be written ({reason}); name another place"
+        )
     if path.exists():
         try:
             read(path)
         except UserError:
             raise UserError(
-                f"{path}: exists and is another kind of file; name another file, or remove it"
+                f"{path}: exists and is another kind of file; name another file, or"
+                " remove it"
             ) from None
 
 
 def check_folder_place(folder: Path, mark: str | None = None, what: str = "") -> None:
-    """Refuse a place that cannot become a folder, before the work whose result it is to hold.
+    """Refuse a place that cannot become a folder, before the work whose result it is to
+    hold.
 
-    mark: a file that every folder of ours has, without which one that holds something is somebody else's, as
-    `check_file_place` has it for a file; None: whatever is there has been checked. what: what such a folder is.
+    mark: a file that every folder of ours has, without which one that holds something
+    is somebody else's, as `check_file_place` has it for a file; None: whatever is there
+    has been checked. what: what such a folder is.
 
     Raises:
-        UserError: a file is there or on the way to it; a folder on the way may not be written; somebody else's.
+        UserError: a file is there or on the way to it; a folder on the way may not be
+            written; somebody else's.
     """
     check_path(folder)
     if mark is not None and (
-        folder.is_file() or (folder.is_dir() and not is_empty(folder) and not (folder / mark).exists())
+        folder.is_file()
+        or (folder.is_dir() and not is_empty(folder) and not (folder / mark).exists())
     ):
         raise UserError(f"{folder}: exists and is no {what}; choose another folder")
-    above = next(part for part in (folder, *folder.absolute().parents) if os.path.lexists(part))
+    above = next(
+        part for part in (folder, *folder.absolute().parents) if os.path.lexists(part)
+    )
     if not above.is_dir():
-        raise UserError(f"{folder}: cannot be made, {above} is no folder; choose another output folder")
+        raise UserError(
+            f"{folder}: cannot be made, {above} is no folder; choose another output"
+            " folder"
+        )
     if above != folder and (reason := _why_not_writable(above)):
         raise UserError(
-            f"{folder}: cannot be made, {above} may not be written ({reason}); choose another output folder"
+            f"{folder}: cannot be made, {above} may not be written ({reason}); choose"
+            " another output folder"
         )
 
 
 def _why_not_writable(folder: Path) -> str:
-    """Return why nothing can be made in a folder; "": it can. File systems say it only when something is made."""
+    """Return why nothing can be made in a folder; "": it can. File systems say it only
+    when something is made.
+    """
     try:
         with beside(folder / "fcsd"):
             return ""
@@ -222,7 +269,9 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it; raises UserError as `check_folder_place` does, and for a full disk."""
+    """Make a folder, and those above it; raises UserError as `check_folder_place` does,
+    and for a full disk.
+    """
     check_folder_place(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -232,11 +281,13 @@ def make_folder(folder: Path) -> None:
 def new_folder(
     path: Path, mark: str | None = None, what: str = "", *, replaces: bool = True
 ) -> Iterator[Path]:
-    """Make a temporary sibling of `path` to write into; it becomes `path` when the block ends well, else it is removed.
+    """Make a temporary sibling of `path` to write into; it becomes `path` when the
+    block ends well, else it is removed.
 
-    An existing `path` is replaced only at the end; of a link to a folder, the folder that it leads to. mark, what: as
-    `check_folder_place` has them. replaces: False refuses a `path` that is there, unless it is an empty folder, also
-    where another process has made it in the meantime.
+    An existing `path` is replaced only at the end; of a link to a folder, the folder
+    that it leads to. mark, what: as `check_folder_place` has them. replaces: False
+    refuses a `path` that is there, unless it is an empty folder, also where another
+    process has made it in the meantime.
 
     Raises:
         UserError: the disk is full, or what `check_folder_place` refuses.
@@ -245,10 +296,17 @@ def new_folder(
     if replaces and path.is_symlink():
         path = path.resolve()
     with writing(path):
-        if not replaces and (path.is_symlink() or (path.exists() and not path.is_dir())):
-            raise UserError(f"{path}: exists and is not a folder; choose another destination")
+        if not replaces and (
+            path.is_symlink() or (path.exists() and not path.is_dir())
+        ):
+            raise UserError(
+                f"{path}: exists and is not a folder; choose another destination"
+            )
         if not replaces and path.is_dir() and not is_empty(path):
-            raise UserError(f"{path}: exists and is not empty; choose another destination or remove it first")
+            raise UserError(
+                f"{path}: exists and is not empty; choose another destination or remove"
+                " it first"
+            )
         check_folder_place(path, mark, what)
         make_folder(path.parent)
         with beside(path) as temporary:
@@ -260,7 +318,9 @@ def new_folder(
 
 
 def _take_place(made: Path, path: Path) -> None:
-    """Rename a folder to a name that nobody has, or that is an empty folder's; the system does it in one step."""
+    """Rename a folder to a name that nobody has, or that is an empty folder's; the
+    system does it in one step.
+    """
     try:
         if path.is_dir() and is_empty(path):
             for noise in path.iterdir():
@@ -270,13 +330,16 @@ def _take_place(made: Path, path: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         raise UserError(
-            f"{path}: another process has made it in the meantime, which stays; choose another destination"
+            f"{path}: another process has made it in the meantime, which stays; choose"
+            " another destination"
         ) from None
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the libraries raise when a file cannot be written (full disk, no permission) into one line."""
+    """Turn what the libraries raise when a file cannot be written (full disk, no
+    permission) into one line.
+    """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -288,18 +351,22 @@ def writing(path: Path) -> Iterator[None]:
             raise
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise UserError(
-            f"{path}: could not be written ({reason}); nothing was left under this name, free some space and run again"
+            f"{path}: could not be written ({reason}); nothing was left under this"
+            " name, free some space and run again"
         ) from error
 
 
-_HELD: dict[Path, int] = {}  # folders that this process works in -> the descriptor that holds the lock
+# folders that this process works in -> the descriptor that holds the lock
+_HELD: dict[Path, int] = {}
 
 
 def hold_folder(folder: Path) -> None:
-    """Let no other process work in `folder` until this one has ended, or has called `release_folder`.
+    """Let no other process work in `folder` until this one has ended, or has called
+    `release_folder`.
 
-    The lock is on the folder itself, so that nothing is left behind; the system gives it back when the process ends,
-    however it does. File systems that know no locks (some network ones) are not watched.
+    The lock is on the folder itself, so that nothing is left behind; the system gives
+    it back when the process ends, however it does. File systems that know no locks
+    (some network ones) are not watched.
 
     Raises:
         UserError: another process holds it.
@@ -313,7 +380,8 @@ def hold_folder(folder: Path) -> None:
     except BlockingIOError:
         os.close(descriptor)
         raise UserError(
-            f"{folder}: another process is working in this folder; wait for it or end it, or choose another"
+            f"{folder}: another process is working in this folder; wait for it or end"
+            " it, or choose another"
         ) from None
     except OSError:
         os.close(descriptor)
@@ -351,8 +419,8 @@ _KNOWN_FILES: dict[tuple[int, ...], str] = {}  # state of a file -> its SHA-256
 
 
 def file_fingerprint(path: Path) -> str:
-    """Hash one file with SHA-256, once a process: again where its size, time or inode has changed. Hard links are one
-    file."""
+    """Hash one file with SHA-256, once a process: again where its size, time or inode
+    has changed. Hard links are one file."""
     state = file_state(path)
     if state not in _KNOWN_FILES:
         _KNOWN_FILES[state] = file_sha256(path)
@@ -376,6 +444,8 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def data_dir(name: str) -> Path:
-    """Find the shipped folder `name` (eval, recipes, configs), inside an installed wheel or beside it in a checkout."""
+    """Find the shipped folder `name` (eval, recipes, configs), inside an installed
+    wheel or beside it in a checkout.
+    """
     installed = _PACKAGE / "_data" / name
     return installed if installed.is_dir() else _PACKAGE.parent / name

@@ -1,7 +1,9 @@
-"""Identify a checkpoint by what is computed with it, and a JSON file by what it was written with.
+"""Identify a checkpoint by what is computed with it, and a JSON file by what it was
+written with.
 
-The identity of a checkpoint is its weights, the fields of its config that change a number, its generation defaults and
-the files of its tokenizer and processor. Neither its place nor the transformers that wrote it is part of it.
+The identity of a checkpoint is its weights, the fields of its config that change a
+number, its generation defaults and the files of its tokenizer and processor. Neither
+its place nor the transformers that wrote it is part of it.
 
 Not covered: code that a checkpoint brings, unless it is asked for.
 """
@@ -27,28 +29,46 @@ NOT_COMPUTED = frozenset({
     "label2id", "chunk_size_feed_forward", "problem_type", "tokenizer_class",
 })  # fmt: skip
 """Fields of a config that change no number."""
-_NOT_ENCODED = {"name_or_path", "transformers_version", "tokenizer_file", "special_tokens_map_file"}
+_NOT_ENCODED = {
+    "name_or_path",
+    "transformers_version",
+    "tokenizer_file",
+    "special_tokens_map_file",
+}
 _SEAL = "sha256"
 
 
 def checkpoint_files(folder: Path, *, code: bool = False) -> dict[str, Any]:
     """Return what identifies the files beside a checkpoint's weights, by their names.
 
-    Of `config.json` and `generation_config.json` it is their fields, so that a difference can be named; of any other
-    its hash. code: whether its Python files are read, too.
+    Of `config.json` and `generation_config.json` it is their fields, so that a
+    difference can be named; of any other its hash. code: whether its Python files are
+    read, too.
     """
     identity: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
             identity[name] = _fields(folder / name)
     modules = sorted(folder.glob("*.py")) if code else []
-    return identity | tokenizer_files(folder) | {file.name: file_fingerprint(file) for file in modules}
+    return (
+        identity
+        | tokenizer_files(folder)
+        | {file.name: file_fingerprint(file) for file in modules}
+    )
 
 
 def tokenizer_files(folder: Path) -> dict[str, str]:
     """Return the hashes of the files that a tokenizer or processor is read from, by their names."""
-    files = {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
-    return {str(file.relative_to(folder)): _encoding_fingerprint(file) for file in sorted(files)}
+    files = {
+        file
+        for pattern in TOKENIZER_FILES
+        for file in folder.glob(pattern)
+        if file.is_file()
+    }
+    return {
+        str(file.relative_to(folder)): _encoding_fingerprint(file)
+        for file in sorted(files)
+    }
 
 
 def _fields(file: Path) -> Any:
@@ -59,15 +79,25 @@ def _fields(file: Path) -> Any:
 
 
 def computed_fields(value: Any) -> Any:
-    """Leave the fields of a config that change a number, at every depth; a dtype has one spelling."""
+    """Leave the fields of a config that change a number, at every depth; a dtype has
+    one spelling.
+    """
     if isinstance(value, list):
         return [computed_fields(item) for item in value]
     if not isinstance(value, dict):
         return value
-    fields = {key: computed_fields(item) for key, item in value.items() if key not in NOT_COMPUTED}
+    fields = {
+        key: computed_fields(item)
+        for key, item in value.items()
+        if key not in NOT_COMPUTED
+    }
     dtype = fields.pop("torch_dtype", None)  # as transformers 4 wrote it
     dtype = fields.pop("dtype", None) or dtype
-    return fields if dtype is None else fields | {"dtype": str(dtype).removeprefix("torch.")}
+    return (
+        fields
+        if dtype is None
+        else fields | {"dtype": str(dtype).removeprefix("torch.")}
+    )
 
 
 def _encoding_fingerprint(file: Path) -> str:
@@ -79,7 +109,9 @@ def _encoding_fingerprint(file: Path) -> str:
     except ValueError:
         return file_fingerprint(file)
     if isinstance(settings, dict):
-        settings = {key: value for key, value in settings.items() if key not in _NOT_ENCODED}
+        settings = {
+            key: value for key, value in settings.items() if key not in _NOT_ENCODED
+        }
     return content_fingerprint(settings)
 
 
@@ -99,7 +131,8 @@ def write_sealed(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_sealed(path: Path, hint: str) -> dict[str, Any]:
-    """Read what `write_sealed` wrote, without the hash. hint: what to do where it is damaged.
+    """Read what `write_sealed` wrote, without the hash. hint: what to do where it is
+    damaged.
 
     Raises:
         UserError: as `read_json`; the content is not what was written, or has no hash.
@@ -112,9 +145,13 @@ def read_sealed(path: Path, hint: str) -> dict[str, Any]:
 
 
 def check_seal(path: Path, value: Any, hint: str) -> None:
-    """Raise UserError where an object that was read from `path` has a hash, and is not what was written with it."""
+    """Raise UserError where an object that was read from `path` has a hash, and is not
+    what was written with it.
+    """
     if not isinstance(value, dict) or not isinstance(value.get(_SEAL), str):
         return
     content = {key: item for key, item in value.items() if key != _SEAL}
     if content_fingerprint(content) != value[_SEAL]:
-        raise UserError(f"{path}: is damaged: its content is not what was written; {hint}")
+        raise UserError(
+            f"{path}: is damaged: its content is not what was written; {hint}"
+        )

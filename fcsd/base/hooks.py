@@ -1,4 +1,6 @@
-"""See what modules are given and give while they run. Hooks are removed at the end, whatever happens."""
+"""See what modules are given and give while they run. Hooks are removed at the end,
+whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ After = Callable[[Any, Any, Any], None]
 
 
 class Stopped(BaseException):
-    """Ends a pass when everything that was wanted has been seen; raised by a hook, suppressed by the pass's caller."""
+    """Ends a pass when everything that was wanted has been seen; raised by a hook,
+    suppressed by the pass's caller.
+    """
 
 
 @contextlib.contextmanager
@@ -26,7 +30,8 @@ def hooked(
     after: Iterable[tuple[nn.Module, After]] = (),
     prepend: bool = False,
 ) -> Iterator[None]:
-    """Call functions before and after each call of modules in the block; what they return is not looked at.
+    """Call functions before and after each call of modules in the block; what they
+    return is not looked at.
 
     prepend: before and after the hooks that others have registered, not behind them.
     """
@@ -40,24 +45,33 @@ def hooked(
     options = {"with_kwargs": True, "prepend": prepend}
     with contextlib.ExitStack() as stack:
         for module, call in before:
-            stack.callback(module.register_forward_pre_hook(first(call), **options).remove)
+            stack.callback(
+                module.register_forward_pre_hook(first(call), **options).remove
+            )
         for module, called in after:
             stack.callback(module.register_forward_hook(last(called), **options).remove)
         yield
 
 
 def first_tensor(values: Any) -> Tensor | None:
-    """Return the first tensor of a value, at any depth of lists, tuples and dictionaries; None where it has none."""
+    """Return the first tensor of a value, at any depth of lists, tuples and
+    dictionaries; None where it has none.
+    """
     if isinstance(values, Tensor):
         return values
     if isinstance(values, dict):
         values = list(values.values())
     if isinstance(values, list | tuple):
-        return next((tensor for value in values if (tensor := first_tensor(value)) is not None), None)
+        return next(
+            (tensor for value in values if (tensor := first_tensor(value)) is not None),
+            None,
+        )
     return None
 
 
 def hidden_states(args: Any, kwargs: Any) -> Tensor | None:
-    """Return the hidden states that a module is called with, by that name or as the first tensor."""
+    """Return the hidden states that a module is called with, by that name or as the
+    first tensor.
+    """
     states: Tensor | None = kwargs.get("hidden_states", first_tensor(args))
     return states

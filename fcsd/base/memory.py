@@ -9,24 +9,38 @@ _CGROUPS, _GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_memory() -> int:
-    """Return the bytes that this process may still use: what the machine has, and what its job (cgroup) may have."""
+    """Return the bytes that this process may still use: what the machine has, and what
+    its job (cgroup) may have.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         groups = _GROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
-    free = [next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))]
+    free = [
+        next(
+            int(line.split()[1]) * 1024
+            for line in lines
+            if line.startswith("MemAvailable:")
+        )
+    ]
     for line in groups:
         _, kind, path = line.split(":", 2)
         if kind in ("", "memory"):  # of version 2, and of version 1
             root = _CGROUPS / kind
             place = root / path.lstrip("/")
-            free += [room for folder in (place, *place.parents) if (room := _room(folder)) is not None]
+            free += [
+                room
+                for folder in (place, *place.parents)
+                if (room := _room(folder)) is not None
+            ]
     return max(0, min(free))
 
 
 def _room(folder: Path) -> int | None:
-    """Return the bytes that a cgroup's limit leaves, pages of its files not counted; None where it has no limit."""
+    """Return the bytes that a cgroup's limit leaves, pages of its files not counted;
+    None where it has no limit.
+    """
     names = (
         ("memory.max", "memory.current", "file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "cache"),
@@ -38,6 +52,8 @@ def _room(folder: Path) -> int | None:
             held = int((folder / used).read_text(encoding="ascii"))
         except OSError:
             continue
-        cached = next((int(line.split()[1]) for line in stat if line.split()[0] == pages), 0)
+        cached = next(
+            (int(line.split()[1]) for line in stat if line.split()[0] == pages), 0
+        )
         return None if text == "max" else int(text) - held + cached
     return None

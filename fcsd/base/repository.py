@@ -1,4 +1,5 @@
-"""Say how the plugin for servers is installed: from fcsd's repository, by URL and commit. It is on no package index.
+"""Say how the plugin for servers is installed: from fcsd's repository, by URL and
+commit. It is on no package index.
 
 Not covered: whether the commit has been pushed there.
 """
@@ -18,17 +19,26 @@ _OPEN_HOSTS = tuple(f"https://{host}/" for host in _HOSTS)
 
 
 def plugin_install(folder: Path = _CHECKOUT, *, published: bool = False) -> str:
-    """Return the command that installs fcsd-serving as it belongs to this fcsd, in words where its URL is not known.
+    """Return the command that installs fcsd-serving as it belongs to this fcsd, in
+    words where its URL is not known.
 
-    folder: the checkout that fcsd runs from; of an installed fcsd, pip's record has URL and commit. published: whether
-    strangers will read it, who neither reach nor are to know a host of one's own. Neither credentials nor folders of
-    this machine are in the text.
+    folder: the checkout that fcsd runs from; of an installed fcsd, pip's record has URL
+    and commit. published: whether strangers will read it, who neither reach nor are to
+    know a host of one's own. Neither credentials nor folders of this machine are in the
+    text.
     """
-    url, commit = _of_checkout(folder) if (folder / PLUGIN / "pyproject.toml").is_file() else _of_package()
+    url, commit = (
+        _of_checkout(folder)
+        if (folder / PLUGIN / "pyproject.toml").is_file()
+        else _of_package()
+    )
     if url is None or (published and not url.startswith(_OPEN_HOSTS)):
         at = f" at commit {commit}" if commit else ""
         return f"`pip install ./{PLUGIN}` in a checkout of fcsd's repository{at}"
-    return f"`pip install 'fcsd-serving @ git+{url}{f'@{commit}' if commit else ''}#subdirectory={PLUGIN}'`"
+    return (
+        "`pip install 'fcsd-serving @"
+        f" git+{url}{f'@{commit}' if commit else ''}#subdirectory={PLUGIN}'`"
+    )
 
 
 @functools.cache
@@ -42,20 +52,28 @@ def _of_checkout(folder: Path) -> tuple[str | None, str | None]:
 
 @functools.cache
 def _of_package() -> tuple[str | None, str | None]:
-    """Return URL and commit that pip has noted (PEP 610) of an fcsd that was installed from a repository."""
+    """Return URL and commit that pip has noted (PEP 610) of an fcsd that was installed
+    from a repository.
+    """
     try:
         text = importlib.metadata.distribution("fcsd").read_text("direct_url.json")
         record = json.loads(text or "{}")
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return None, None
     noted = record.get("vcs_info") or {}
-    return (_address(record.get("url")), noted.get("commit_id")) if noted else (None, None)
+    return (
+        (_address(record.get("url")), noted.get("commit_id")) if noted else (None, None)
+    )
 
 
 def _git(folder: Path, *words: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):  # no git, or no such value
         return None
@@ -63,16 +81,27 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def _address(url: str | None) -> str | None:
-    """Return the address of a remote as pip takes it, without credentials; None for a folder of this machine."""
+    """Return the address of a remote as pip takes it, without credentials; None for a
+    folder of this machine.
+    """
     if url is None:
         return None
-    if match := re.fullmatch(r"[\w.-]+@([\w.-]+):(?!/)(.+)", url):  # git@host:owner/name
+    # git@host:owner/name
+    if match := re.fullmatch(r"[\w.-]+@([\w.-]+):(?!/)(.+)", url):
         url = f"ssh://{match[1]}/{match[2]}"
     scheme, _, rest = url.removeprefix("git+").partition("://")
     host, slash, path = rest.partition("/")
-    if scheme not in ("https", "http", "ssh") or not path or re.search(r"[\s'`#?@]", path):
+    if (
+        scheme not in ("https", "http", "ssh")
+        or not path
+        or re.search(r"[\s'`#?@]", path)
+    ):
         return None
     host = host.rpartition("@")[2]
     if scheme == "ssh":
-        return f"https://{host}{slash}{path}" if host in _HOSTS else f"ssh://git@{host}{slash}{path}"
+        return (
+            f"https://{host}{slash}{path}"
+            if host in _HOSTS
+            else f"ssh://git@{host}{slash}{path}"
+        )
     return f"{scheme}://{host}{slash}{path}"

@@ -1,6 +1,7 @@
 """Compute standard errors, intervals, ratios and Holm's correction from plain numbers.
 
-Not covered: where the scores come from, and which of them are compared (`fcsd.evaluation.scores`).
+Not covered: where the scores come from, and which of them are compared
+(`fcsd.evaluation.scores`).
 """
 
 import math
@@ -8,8 +9,8 @@ from collections.abc import Sequence
 
 
 def ratio(sums: list[float], counts: list[int]) -> dict[str, float | None]:
-    """Compute the ratio estimate and its standard error (Cochran, Sampling Techniques, 6.4): residuals s_i - r c_i over
-    rows; None where a single row has tokens."""
+    """Compute the ratio estimate and its standard error (Cochran, Sampling Techniques,
+    6.4): residuals s_i - r c_i over rows; None where a single row has tokens."""
     num_tokens = sum(counts)
     if num_tokens == 0:
         return {"kl": None, "stderr": None, "num_tokens": 0}
@@ -17,36 +18,54 @@ def ratio(sums: list[float], counts: list[int]) -> dict[str, float | None]:
     n = len(sums)
     if sum(count > 0 for count in counts) < 2:
         return {"kl": ratio, "stderr": None, "num_tokens": num_tokens}
-    residuals = math.fsum((total - ratio * count) ** 2 for total, count in zip(sums, counts, strict=True))
-    return {"kl": ratio, "stderr": math.sqrt(n / (n - 1) * residuals) / num_tokens, "num_tokens": num_tokens}
+    residuals = math.fsum(
+        (total - ratio * count) ** 2 for total, count in zip(sums, counts, strict=True)
+    )
+    return {
+        "kl": ratio,
+        "stderr": math.sqrt(n / (n - 1) * residuals) / num_tokens,
+        "num_tokens": num_tokens,
+    }
 
 
 ALPHA = 0.05
 
 
 def standard_error(scores: Sequence[float]) -> float | None:
-    """Compute the standard error of the mean, sqrt(sum (x - mean)^2 / (n - 1) / n), as lm-eval's; None for one item."""
+    """Compute the standard error of the mean, sqrt(sum (x - mean)^2 / (n - 1) / n), as
+    lm-eval's; None for one item.
+    """
     count = len(scores)
     if count < 2:
         return None
     mean = math.fsum(scores) / count
-    return math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / (count - 1) / count)
+    return math.sqrt(
+        math.fsum((score - mean) ** 2 for score in scores) / (count - 1) / count
+    )
 
 
 def pooled_standard_error(groups: Sequence[Sequence[float]]) -> float | None:
-    """Compute the standard error of the mean over all items of a group of tasks, from the variance within its tasks
-    alone: sqrt(sum_g sum (x - mean_g)^2 / (N - G) / N), as lm-eval's; None where a task has a single item."""
-    sizes, errors = [len(group) for group in groups], [standard_error(group) for group in groups]
+    """Compute the standard error of the mean over all items of a group of tasks, from
+    the variance within its tasks alone: sqrt(sum_g sum (x - mean_g)^2 / (N - G) / N),
+    as lm-eval's; None where a task has a single item."""
+    sizes, errors = (
+        [len(group) for group in groups],
+        [standard_error(group) for group in groups],
+    )
     known = [error for error in errors if error is not None]
     if len(known) < len(errors):
         return None
-    within = math.fsum(size * (size - 1) * error**2 for size, error in zip(sizes, known, strict=True))
+    within = math.fsum(
+        size * (size - 1) * error**2 for size, error in zip(sizes, known, strict=True)
+    )
     return math.sqrt(within / (sum(sizes) - len(sizes)) / sum(sizes))
 
 
-def plain_mean(values: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:
-    """Compute the unweighted mean of (value, standard error) and its own standard error sqrt(sum se^2) / n, tasks
-    independent; None where one of them has none."""
+def plain_mean(
+    values: Sequence[tuple[float, float | None]],
+) -> tuple[float, float | None]:
+    """Compute the unweighted mean of (value, standard error) and its own standard error
+    sqrt(sum se^2) / n, tasks independent; None where one of them has none."""
     if not values:
         raise ValueError("mean of no values")
     count = len(values)
@@ -56,13 +75,16 @@ def plain_mean(values: Sequence[tuple[float, float | None]]) -> tuple[float, flo
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for their number (Holm 1979): the i-th smallest of m times m - i + 1, never falling, at
-    most 1.
+    """Return p-values adjusted for their number (Holm 1979): the i-th smallest of m
+    times m - i + 1, never falling, at most 1.
 
-    Calling every task different whose adjusted p is below alpha is wrong about any of them with probability alpha.
+    Calling every task different whose adjusted p is below alpha is wrong about any of
+    them with probability alpha.
     """
     adjusted, least = [0.0] * len(p_values), 0.0
-    for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+    for place, index in enumerate(
+        sorted(range(len(p_values)), key=p_values.__getitem__)
+    ):
         least = max(least, min(1.0, (len(p_values) - place) * p_values[index]))
         adjusted[index] = least
     return adjusted
@@ -72,11 +94,14 @@ Interval = tuple[float, float]
 
 
 def interval(differences: Sequence[float]) -> Interval | None:
-    """Compute the 95 % interval of a mean paired difference; None where one item cannot tell.
+    """Compute the 95 % interval of a mean paired difference; None where one item cannot
+    tell.
 
-    Where all n are -1, 0 or 1, one gained and one lost item are added to the n + 2 (Bonett and Price 2012): the plain
-    interval would have no width where no item changed, as if nothing could. Elsewhere it stands around the mean.
-    Both with Student's t. It may go beyond -1 and 1, as `mean_interval` needs it; `clipped` is for people.
+    Where all n are -1, 0 or 1, one gained and one lost item are added to the n + 2
+    (Bonett and Price 2012): the plain interval would have no width where no item
+    changed, as if nothing could. Elsewhere it stands around the mean. Both with
+    Student's t. It may go beyond -1 and 1, as `mean_interval` needs it; `clipped` is
+    for people.
     """
     from scipy.stats import t
 
@@ -84,10 +109,16 @@ def interval(differences: Sequence[float]) -> Interval | None:
     if all(difference in (-1, 0, 1) for difference in differences):
         gained, lost = (sum(d == sign for d in differences) + 1 for sign in (1, -1))
         centre = (gained - lost) / (count + 2)
-        error: float | None = math.sqrt(gained + lost - (gained - lost) * centre) / (count + 2)
+        error: float | None = math.sqrt(gained + lost - (gained - lost) * centre) / (
+            count + 2
+        )
         freedom = count + 2
     else:
-        centre, error, freedom = math.fsum(differences) / count, standard_error(differences), count - 1
+        centre, error, freedom = (
+            math.fsum(differences) / count,
+            standard_error(differences),
+            count - 1,
+        )
     if error is None:
         return None
     half = float(t.ppf(1 - ALPHA / 2, freedom)) * error
@@ -95,23 +126,31 @@ def interval(differences: Sequence[float]) -> Interval | None:
 
 
 def mean_interval(deltas: Sequence[float], intervals: Sequence[Interval]) -> Interval:
-    """Compute the 95 % interval of the unweighted mean of independent deltas, each with an interval of its own:
-    mean -+ sqrt(sum (delta - limit)^2) / n, the variance of each taken at its own limit (MOVER, Zou and Donner 2008).
+    """Compute the 95 % interval of the unweighted mean of independent deltas, each with
+    an interval of its own: mean -+ sqrt(sum (delta - limit)^2) / n, the variance of
+    each taken at its own limit (MOVER, Zou and Donner 2008).
 
-    Around the deltas as they were measured: the centres of intervals of few items are drawn to 0, all to the same side,
-    which a mean of them would add up.
+    Around the deltas as they were measured: the centres of intervals of few items are
+    drawn to 0, all to the same side, which a mean of them would add up.
     """
     count = len(deltas)
     mean = math.fsum(deltas) / count
     below, above = (
-        math.hypot(*(delta - limits[end] for delta, limits in zip(deltas, intervals, strict=True)))
+        math.hypot(
+            *(
+                delta - limits[end]
+                for delta, limits in zip(deltas, intervals, strict=True)
+            )
+        )
         for end in (0, 1)
     )
     return mean - below / count, mean + above / count
 
 
 def clipped(interval: Interval | None, *, shares: bool) -> list[float] | None:
-    """Return an interval as results hold it; shares: differences are of shares of right answers, within -1 and 1."""
+    """Return an interval as results hold it; shares: differences are of shares of right
+    answers, within -1 and 1.
+    """
     if interval is None:
         return None
     return [max(-1.0, interval[0]), min(1.0, interval[1])] if shares else list(interval)

@@ -1,4 +1,5 @@
-"""Strict YAML documents: unknown keys are errors with a suggestion, messages name the file and the key.
+"""Strict YAML documents: unknown keys are errors with a suggestion, messages name the
+file and the key.
 
 Recipes and suites are both read through here, so that they fail in the same words.
 """
@@ -10,7 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from pathlib import Path
 from types import MappingProxyType, UnionType
-from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    NoReturn,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 
 import yaml
 from pydantic import (
@@ -31,7 +42,9 @@ from fcsd.base.files import check_path, read_text
 class Strict(BaseModel):
     """A frozen record that accepts no key it does not know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
     # Keys that a user may look for in this record -> what to say of them.
     elsewhere: ClassVar[dict[str, str]] = {}
@@ -55,9 +68,11 @@ class Strict(BaseModel):
         foreign: Mapping[str, str] = MappingProxyType({}),
         needs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Refuse keys that the record does not know, and those that it misses; `true` where a number is needed.
+        """Refuse keys that the record does not know, and those that it misses; `true`
+        where a number is needed.
 
-        foreign: key that others of a union know -> what is said of it. needs: required key -> for what.
+        foreign: key that others of a union know -> what is said of it. needs: required
+        key -> for what.
         """
         wrong = {}
         for key, entry in value.items():
@@ -65,7 +80,9 @@ class Strict(BaseModel):
                 unknown = f"unknown key{did_you_mean(str(key), list(cls.model_fields))}"
                 wrong[key] = foreign.get(key) or cls.elsewhere.get(key) or unknown
             else:
-                for place, boolean in _booleans(cls.model_fields[key].annotation, [(key, entry)]):
+                for place, boolean in _booleans(
+                    cls.model_fields[key].annotation, [(key, entry)]
+                ):
                     wrong[place] = f"a number is needed, got {boolean!r}"
         missing = {}
         for key, field in cls.model_fields.items():
@@ -82,26 +99,43 @@ class Strict(BaseModel):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], **own: Any) -> Self:
-        """Build a record from the options of a command that are called like its fields; None: not given.
+        """Build a record from the options of a command that are called like its fields;
+        None: not given.
 
         own: fields that the options do not give as they are.
 
         Raises:
             UserError: one line that names the option: `--text-examples: …`.
         """
-        names = {name: flag_of(cls, name).lstrip("-").replace("-", "_") for name in cls.model_fields}
-        values = {name: options[key] for name, key in names.items() if options.get(key) is not None}
+        names = {
+            name: flag_of(cls, name).lstrip("-").replace("-", "_")
+            for name in cls.model_fields
+        }
+        values = {
+            name: options[key]
+            for name, key in names.items()
+            if options.get(key) is not None
+        }
         return _build(cls, values | own, "", options=True)
 
 
 def option(
-    default: Any, help: str, *, metavar: str | None = None, flag: str | None = None, **bounds: Any
+    default: Any,
+    help: str,
+    *,
+    metavar: str | None = None,
+    flag: str | None = None,
+    **bounds: Any,
 ) -> Any:
-    """Declare a field that is an option of a command, too; metavar: what its value is called in the help.
+    """Declare a field that is an option of a command, too; metavar: what its value is
+    called in the help.
 
-    default: `...` where it must be given. flag: `--tp`, where it is not called like the field.
+    default: `...` where it must be given. flag: `--tp`, where it is not called like the
+    field.
     """
-    own: dict[str, Any] = {name: text for name, text in (("metavar", metavar), ("flag", flag)) if text}
+    own: dict[str, Any] = {
+        name: text for name, text in (("metavar", metavar), ("flag", flag)) if text
+    }
     return Field(default, description=help, json_schema_extra=own or None, **bounds)
 
 
@@ -117,13 +151,17 @@ def like(record: type[BaseModel], name: str) -> Any:
     return copy(record.model_fields[name])
 
 
-def refuse_keys(wrong: Mapping[str, str], missing: Mapping[str, str] = MappingProxyType({})) -> NoReturn:
+def refuse_keys(
+    wrong: Mapping[str, str], missing: Mapping[str, str] = MappingProxyType({})
+) -> NoReturn:
     """Raise pydantic's error for keys of a mapping -> what is wrong with each."""
     raise ValidationError.from_exception_data(
         "record",
         [
             InitErrorDetails(
-                type=PydanticCustomError(kind, "{text}", {"text": text}), loc=(str(key),), input=None
+                type=PydanticCustomError(kind, "{text}", {"text": text}),
+                loc=(str(key),),
+                input=None,
             )
             for kind, texts in (("key", wrong), ("missing", missing))
             for key, text in texts.items()
@@ -133,21 +171,34 @@ def refuse_keys(wrong: Mapping[str, str], missing: Mapping[str, str] = MappingPr
 
 def _kinds(annotation: Any) -> list[Any]:
     """Return the members of a union, or the one type itself, without their bounds."""
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in members]
+    members = (
+        get_args(annotation)
+        if get_origin(annotation) in (Union, UnionType)
+        else (annotation,)
+    )
+    return [
+        get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in members
+    ]
 
 
 def _booleans(
     annotation: Any, values: Iterable[tuple[Any, Any]], before: str = ""
 ) -> Iterator[tuple[str, bool]]:
-    """Yield the booleans that stand where a number is needed, also in lists and mappings: pydantic would take true for
-    1. values: (key, value) of this annotation; before: dotted key of what they are in, with a dot.
+    """Yield the booleans that stand where a number is needed, also in lists and
+    mappings: pydantic would take true for
+    1. values: (key, value) of this annotation; before: dotted key of what they are in,
+       with a dot.
 
-    The annotation is read once for all items of a list: the links of a thousand endpoints are millions of numbers.
+    The annotation is read once for all items of a list: the links of a thousand
+    endpoints are millions of numbers.
     """
     kinds = _kinds(annotation)
     are_numbers = bool not in kinds and (int in kinds or float in kinds)
-    inner = [(get_origin(kind), get_args(kind)[-1]) for kind in kinds if get_origin(kind) in (list, dict)]
+    inner = [
+        (get_origin(kind), get_args(kind)[-1])
+        for kind in kinds
+        if get_origin(kind) in (list, dict)
+    ]
     if not (are_numbers or inner):
         return
     for key, value in values:
@@ -163,12 +214,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def check_name(text: str) -> str:
-    """Return a name that may become one of a folder or file; raises ValueError for any other text."""
+    """Return a name that may become one of a folder or file; raises ValueError for any
+    other text.
+    """
     if _NAME.fullmatch(text):
         return text
     raise ValueError(
-        "up to 100 letters (A to Z), digits, '.', '_' and '-', of which the first is a letter or digit, are allowed,"
-        f" got {text if len(text) <= 60 else f'{text[:59]}…'!r}"
+        "up to 100 letters (A to Z), digits, '.', '_' and '-', of which the first is a"
+        " letter or digit, are allowed, got"
+        f" {text if len(text) <= 60 else f'{text[:59]}…'!r}"
     )
 
 
@@ -188,11 +242,21 @@ FolderPath = Annotated[str, AfterValidator(_check_folder)]
 """A path that a folder can have (`check_path`)."""
 
 Document = TypeVar("Document", bound=Strict)
-_TYPES = {"int", "str", "float", "bool", "constrained-int", "constrained-str", "constrained-float"}
+_TYPES = {
+    "int",
+    "str",
+    "float",
+    "bool",
+    "constrained-int",
+    "constrained-str",
+    "constrained-float",
+}
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `2e-5` as a number (YAML 1.1 wants `2.0e-5`) and refuses a key given twice."""
+    """SafeLoader that reads `2e-5` as a number (YAML 1.1 wants `2.0e-5`) and refuses a
+    key given twice.
+    """
 
 
 def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float | str:
@@ -210,7 +274,9 @@ _Loader.add_constructor("tag:fcsd,2026:float", _float)
 
 
 def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    number = loader.construct_yaml_int(node) if len(node.value) <= _MOST_DIGITS else 1 << 63
+    number = (
+        loader.construct_yaml_int(node) if len(node.value) <= _MOST_DIGITS else 1 << 63
+    )
     if not -(1 << 63) <= number < 1 << 63:
         raise yaml.constructor.ConstructorError(
             None, None, "an integer of more than 64 bits", node.start_mark
@@ -240,8 +306,8 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 def parse_yaml(text: str, where: str) -> Any:
     """Parse YAML text; a syntax error is a `UserError` that names `where` and the line.
 
-    So is a document that is nested too deep, or whose aliases (`*name`) stand for too much: what works through it would
-    not end.
+    So is a document that is nested too deep, or whose aliases (`*name`) stand for too
+    much: what works through it would not end.
     """
     try:
         loader = _Loader(text)
@@ -254,11 +320,13 @@ def parse_yaml(text: str, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}, line {mark.line + 1}" if mark else where
         raise UserError(
-            f"{place}: not valid YAML: {getattr(error, 'problem', None) or one_line(error)}"
+            f"{place}: not valid YAML:"
+            f" {getattr(error, 'problem', None) or one_line(error)}"
         ) from None
     except RecursionError:
         raise UserError(f"{where}: not valid YAML: {_TOO_DEEP}") from None
-    except Exception as error:  # a value that is not of its tag: each of PyYAML's constructors raises its own
+    # a value that is not of its tag: each of PyYAML's constructors raises its own
+    except Exception as error:
         raise UserError(
             f"{where}: not valid YAML: a value does not fit its tag ({one_line(error)})"
         ) from None
@@ -269,10 +337,14 @@ _DEEPEST, _MOST_REPEATED = 100, 100_000
 _TOO_DEEP = f"nested deeper than {_DEEPEST} levels"
 
 
-def _check_size(node: yaml.Node, known: dict[int, tuple[int, int] | None], depth: int) -> tuple[int, int]:
-    """Return how many values a node stands for, and in how many levels, each alias counted with all that it repeats.
+def _check_size(
+    node: yaml.Node, known: dict[int, tuple[int, int] | None], depth: int
+) -> tuple[int, int]:
+    """Return how many values a node stands for, and in how many levels, each alias
+    counted with all that it repeats.
 
-    depth: of the node. known: the same of nodes by `id`; None of those that this one is in.
+    depth: of the node. known: the same of nodes by `id`; None of those that this one is
+    in.
     """
 
     def refuse(problem: str) -> NoReturn:
@@ -289,7 +361,10 @@ def _check_size(node: yaml.Node, known: dict[int, tuple[int, int] | None], depth
         elif isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
             refuse(f"{node.value!r} holds half a character")
         sizes = [_check_size(child, known, depth + 1) for child in children]
-        counted = 1 + sum(size for size, _ in sizes), 1 + max((levels for _, levels in sizes), default=0)
+        counted = (
+            1 + sum(size for size, _ in sizes),
+            1 + max((levels for _, levels in sizes), default=0),
+        )
         known[id(node)] = counted
     if depth + counted[1] > _DEEPEST:
         refuse(_TOO_DEEP)
@@ -307,27 +382,45 @@ def validate(kind: type[Document], value: Any, where: str) -> Document:
     """Build a `kind` (a class, or a union of classes) from plain data.
 
     Raises:
-        UserError: one line that says what is wrong first: `recipes/x.yaml: train.foo: unknown key …`.
+        UserError: one line that says what is wrong first: `recipes/x.yaml: train.foo:
+            unknown key …`.
     """
     if not isinstance(value, dict):
-        raise UserError(f"{where}: a mapping of keys to values is needed, got {type(value).__name__}")
+        raise UserError(
+            f"{where}: a mapping of keys to values is needed, got"
+            f" {type(value).__name__}"
+        )
     return _build(kind, value, f"{where}: ")
 
 
-def _build(kind: type[Document], value: dict[str, Any], before: str, *, options: bool = False) -> Document:
+def _build(
+    kind: type[Document], value: dict[str, Any], before: str, *, options: bool = False
+) -> Document:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         # What is missing comes last: often it is there under a wrong name.
-        problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing")
+        problems = sorted(
+            error.errors(include_url=False),
+            key=lambda problem: problem["type"] == "missing",
+        )
         lines = [_line(problem, kind if options else None) for problem in problems]
-        more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})" if len(lines) > 1 else ""
+        more = (
+            f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})"
+            if len(lines) > 1
+            else ""
+        )
         raise UserError(f"{before}{lines[0]}{more}") from None
 
 
 def _line(problem: Any, options_of: Any) -> str:
-    # pydantic adds the types that it tried to the place of a union that is tried one after the other.
-    keys = [key for key in problem["loc"] if not (isinstance(key, str) and ("[" in key or key in _TYPES))]
+    # pydantic adds the types that it tried to the place of a union that is tried one
+    # after the other.
+    keys = [
+        key
+        for key in problem["loc"]
+        if not (isinstance(key, str) and ("[" in key or key in _TYPES))
+    ]
     dotted = ".".join(_shown(str(key)) for key in keys)
     if options_of and (names := [key for key in keys if isinstance(key, str)]):
         dotted = flag_of(options_of, names[-1])
@@ -336,8 +429,13 @@ def _line(problem: Any, options_of: Any) -> str:
         message = "a mapping of keys to values is needed"
     value = problem.get("input")
     is_shown = problem["type"] not in ("key", "missing") and "got" not in message
-    shown = f", got {value!r}" if is_shown and isinstance(value, str | int | float | bool | None) else ""
-    return f"{dotted}: {message}{shown}" if dotted else f"{message}{shown}"  # a rule for the whole has none
+    shown = (
+        f", got {value!r}"
+        if is_shown and isinstance(value, str | int | float | bool | None)
+        else ""
+    )
+    # a rule for the whole has none
+    return f"{dotted}: {message}{shown}" if dotted else f"{message}{shown}"
 
 
 def _shown(key: str) -> str:

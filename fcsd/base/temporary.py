@@ -1,9 +1,12 @@
-"""Temporary folders and files with an owner: what a killed process leaves behind, the next process removes.
+"""Temporary folders and files with an owner: what a killed process leaves behind, the
+next process removes.
 
-The name has the host and a random part, so that no two jobs ever share one. A lock on it says whether its owner
-lives: the system gives it back when the process ends, however it does.
+The name has the host and a random part, so that no two jobs ever share one. A lock on
+it says whether its owner lives: the system gives it back when the process ends, however
+it does.
 
-Not covered: what was left on another host, or on a file system that knows no locks (some network ones): it stays.
+Not covered: what was left on another host, or on a file system that knows no locks
+(some network ones): it stays.
 """
 
 import contextlib
@@ -21,7 +24,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """Make a temporary folder on the disk of `path`; it, or a file in it, can be renamed to `path`.
+    """Make a temporary folder on the disk of `path`; it, or a file in it, can be
+    renamed to `path`.
 
     What was not renamed is removed at the end.
     """
@@ -31,16 +35,20 @@ def beside(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def file_beside(path: Path) -> Iterator[Path]:
-    """Make an empty temporary file on the disk of `path`, to be renamed to `path`; then there is nothing to remove."""
+    """Make an empty temporary file on the disk of `path`, to be renamed to `path`; then
+    there is nothing to remove.
+    """
     with _owned(path.parent, f".{path.name}", 0o666, is_file=True) as made:
         yield made
 
 
 @contextlib.contextmanager
 def scratch_folder(name: str) -> Iterator[Path]:
-    """Make a folder in the system's temporary directory that nobody else can read; it is removed at the end.
+    """Make a folder in the system's temporary directory that nobody else can read; it
+    is removed at the end.
 
-    name: begins with `fcsd-`, by which `sweep_scratch` finds the folders of killed processes.
+    name: begins with `fcsd-`, by which `sweep_scratch` finds the folders of killed
+    processes.
     """
     with _owned(Path(tempfile.gettempdir()), name, 0o700) as made:
         yield made
@@ -52,7 +60,9 @@ def sweep_scratch() -> None:
 
 
 @contextlib.contextmanager
-def _owned(folder: Path, name: str, mode: int, *, is_file: bool = False) -> Iterator[Path]:
+def _owned(
+    folder: Path, name: str, mode: int, *, is_file: bool = False
+) -> Iterator[Path]:
     sweep(folder, f"{name}.")
     owner, descriptor = os.getpid(), None
     while descriptor is None:
@@ -89,7 +99,9 @@ os.register_at_fork(after_in_child=_leave_locks)
 
 
 def _locked(made: Path) -> int | None:
-    """Lock what has just been made; None where another process has taken it for a dead one's before that."""
+    """Lock what has just been made; None where another process has taken it for a dead
+    one's before that.
+    """
     try:
         descriptor = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -108,8 +120,12 @@ def _locked(made: Path) -> int | None:
 
 
 def sweep(folder: Path, start: str) -> None:
-    """Remove files and folders of ended processes of this host from `folder`, if their names begin with `start`."""
-    owned = re.compile(rf"{re.escape(start)}(.*\.)?{_host()}-\d+-[0-9a-f]{{8}}\.(tmp|old)")
+    """Remove files and folders of ended processes of this host from `folder`, if their
+    names begin with `start`.
+    """
+    owned = re.compile(
+        rf"{re.escape(start)}(.*\.)?{_host()}-\d+-[0-9a-f]{{8}}\.(tmp|old)"
+    )
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if owned.fullmatch(name):
@@ -118,7 +134,9 @@ def sweep(folder: Path, start: str) -> None:
 
 
 def _remove_if_dead(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    descriptor = os.open(
+        path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    )
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _remove(path)
@@ -134,7 +152,8 @@ def replace_folder(source: Path, destination: Path) -> None:
 
 
 def discard_folder(folder: Path) -> None:
-    """Remove a folder, which loses its name first: a process that is killed here leaves it whole, or not at all.
+    """Remove a folder, which loses its name first: a process that is killed here leaves
+    it whole, or not at all.
 
     What killed processes left of it goes, too.
     """
@@ -144,7 +163,9 @@ def discard_folder(folder: Path) -> None:
 
 def _retired(folder: Path) -> Path:
     """Give a folder, if it is there, a name by which `sweep` finds it, and return that."""
-    old = folder.with_name(f".{folder.name}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}.old")
+    old = folder.with_name(
+        f".{folder.name}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}.old"
+    )
     if folder.exists():
         os.replace(folder, old)
     return old

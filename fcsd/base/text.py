@@ -10,14 +10,16 @@ RELATIVE = ("heldout_kl",)  # metrics whose min_delta is a share of the score
 
 
 def scored_row(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what an `early_stopping` section scores: its task, or for held-out KL the section itself."""
+    """Return what an `early_stopping` section scores: its task, or for held-out KL the
+    section itself.
+    """
     task = section.get("task")
     return task if isinstance(task, Mapping) else section
 
 
 def stopping_text(section: Mapping[str, Any]) -> str:
-    """Name what a recipe's `early_stopping` section (or a manifest's) scores: "acc_norm of hellaswag on
-    `Rowan/hellaswag`, split `train`"."""
+    """Name what a recipe's `early_stopping` section (or a manifest's) scores: "acc_norm
+    of hellaswag on `Rowan/hellaswag`, split `train`"."""
     row = scored_row(section)
     if row.get("metric") == "heldout_kl":
         return "KL to the original on held-out text"
@@ -36,14 +38,18 @@ _METRICS = {
 
 
 def metric_words(metric: str) -> str:
-    """Format lm-eval's `metric,filter` for people: `em,strict-match` -> `exact match (strict match)`."""
+    """Format lm-eval's `metric,filter` for people: `em,strict-match` -> `exact match
+    (strict match)`.
+    """
     name, _, rule = metric.partition(",")
     words = _METRICS.get(name, name.replace("_", " "))
     return words if rule in ("", "none") else f"{words} ({rule.replace('-', ' ')})"
 
 
 def plus_minus(value: float, error: float | None, sign: str = "") -> str:
-    """Format `0.4120 ± 0.0250`, with as many digits as small figures need; without an error where there is none."""
+    """Format `0.4120 ± 0.0250`, with as many digits as small figures need; without an
+    error where there is none.
+    """
     size = max(abs(value), error or 0.0)
     digits = 4 if size >= 0.01 else _decimals(size)
     text = f"{value:{sign}.{digits}f}"
@@ -51,25 +57,37 @@ def plus_minus(value: float, error: float | None, sign: str = "") -> str:
 
 
 def calibration_kl_text(kl: Mapping[str, Any] | None) -> str:
-    """Say what a calibration measured of its result: the `kl` of its manifest; "" where it left no text out."""
+    """Say what a calibration measured of its result: the `kl` of its manifest; "" where
+    it left no text out.
+    """
     if not kl or not kl["num_tokens"]:
         return ""
-    calibrated, copied = (plus_minus(kl[name]["kl"], kl[name]["stderr"]) for name in ("calibrated", "copied"))
+    calibrated, copied = (
+        plus_minus(kl[name]["kl"], kl[name]["stderr"])
+        for name in ("calibrated", "copied")
+    )
     worse = kl["calibrated"]["kl"] >= kl["copied"]["kl"]
     return (
-        f"KL to the original {calibrated} nats per token, with copied weights {copied}, on {kl['num_tokens']:,} tokens"
-        f" that no map was solved on{' (the calibration did not help: give more text)' if worse else ''}"
+        f"KL to the original {calibrated} nats per token, with copied weights {copied},"
+        f" on {kl['num_tokens']:,} tokens that no map was solved"
+        f" on{' (the calibration did not help: give more text)' if worse else ''}"
     )
 
 
 def nats(value: float) -> str:
-    """Format a KL or a loss with four significant digits, however small it is: `1.062`, `0.00001234`; 0 is `0`."""
+    """Format a KL or a loss with four significant digits, however small it is: `1.062`,
+    `0.00001234`; 0 is `0`.
+    """
     return f"{value:.{_decimals(value)}f}" if value else "0"
 
 
 def _decimals(value: float) -> int:
     """Count the decimals that give a number four significant digits, 12 at most."""
-    return min(12, max(0, 3 - math.floor(math.log10(abs(value))))) if value and math.isfinite(value) else 4
+    return (
+        min(12, max(0, 3 - math.floor(math.log10(abs(value)))))
+        if value and math.isfinite(value)
+        else 4
+    )
 
 
 def items_text(metric: str, num_items: int | None, num_items_total: int | None) -> str:
@@ -84,7 +102,11 @@ def duration(seconds: float) -> str:
     minutes = round(seconds / 60)
     if seconds < 60:
         return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return (
+        f"{minutes} min"
+        if minutes < 60
+        else f"{minutes // 60} h {minutes % 60:02d} min"
+    )
 
 
 def size(value: int) -> str:
@@ -101,9 +123,12 @@ Rows = Sequence[Sequence[str]]
 
 
 def markdown(header: Sequence[str], rows: Rows, left: int = 1) -> str:
-    """Format a Markdown table that also reads well as plain text: columns padded, all but the first `left` of them
-    aligned to the right."""
-    widths = [max(len(line[index]) for line in [header, *rows]) for index in range(len(header))]
+    """Format a Markdown table that also reads well as plain text: columns padded, all
+    but the first `left` of them aligned to the right."""
+    widths = [
+        max(len(line[index]) for line in [header, *rows])
+        for index in range(len(header))
+    ]
 
     def line(cells: Sequence[str]) -> str:
         padded = [
@@ -113,7 +138,10 @@ def markdown(header: Sequence[str], rows: Rows, left: int = 1) -> str:
         return f"| {' | '.join(padded)} |"
 
     # Columns on the left are ruled `|----|`, the others `|---:|`, which aligns them to the right.
-    rule = "|".join("-" * (width + 1) + ("-" if index < left else ":") for index, width in enumerate(widths))
+    rule = "|".join(
+        "-" * (width + 1) + ("-" if index < left else ":")
+        for index, width in enumerate(widths)
+    )
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
 
 
@@ -123,9 +151,11 @@ def fold(summary: str, text: str) -> str:
 
 
 def progress_bar(values: Any = None, *, shown: bool = True, **options: Any) -> Any:
-    """Make a bar of tqdm over `values`; one that is not shown, or with TQDM_DISABLE=1, draws nothing.
+    """Make a bar of tqdm over `values`; one that is not shown, or with TQDM_DISABLE=1,
+    draws nothing.
 
-    tqdm reads its variables as defaults: what is said outright, `disable=False` too, overrules them.
+    tqdm reads its variables as defaults: what is said outright, `disable=False` too,
+    overrules them.
     """
     from tqdm import tqdm
 
@@ -133,5 +163,7 @@ def progress_bar(values: Any = None, *, shown: bool = True, **options: Any) -> A
 
 
 def draws_foreign_bars() -> bool:
-    """Tell whether libraries may draw a bar for each of many small parts: on a terminal, without TQDM_DISABLE=1."""
+    """Tell whether libraries may draw a bar for each of many small parts: on a
+    terminal, without TQDM_DISABLE=1.
+    """
     return sys.stderr.isatty() and not os.environ.get("TQDM_DISABLE")

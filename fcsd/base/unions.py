@@ -1,4 +1,5 @@
-"""Unions of records of which one key says which it is: an objective, a teacher, a suite's task.
+"""Unions of records of which one key says which it is: an objective, a teacher, a
+suite's task.
 
 Not covered: unions that are tried one after the other (`int | Literal["auto"]`).
 """
@@ -19,11 +20,12 @@ from fcsd.base.strict import Strict, refuse_keys
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """Stands beside a union of records in `Annotated`, and says which of them a mapping is.
+    """Stands beside a union of records in `Annotated`, and says which of them a mapping
+    is.
 
-    key: the key that decides. members: its values -> records. default: the value of a mapping without the key; None:
-    it is required. else_default: another value stands for the default, too. name: what messages call the key; "": the
-    value says it all.
+    key: the key that decides. members: its values -> records. default: the value of a
+    mapping without the key; None: it is required. else_default: another value stands
+    for the default, too. name: what messages call the key; "": the value says it all.
     """
 
     key: str
@@ -40,23 +42,33 @@ class OneOf:
         return self.default if self.else_default else None
 
     def member(self, value: Any) -> type[Strict] | None:
-        """Return the record of a plain value; None for what is no mapping, or has a value that is not allowed."""
-        return self.members.get(self.tag(value) or "") if isinstance(value, dict) else None
+        """Return the record of a plain value; None for what is no mapping, or has a
+        value that is not allowed.
+        """
+        return (
+            self.members.get(self.tag(value) or "") if isinstance(value, dict) else None
+        )
 
-    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, union: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._read, handler(union))
 
     def _read(self, value: Any) -> Any:
         if isinstance(value, tuple(self.members.values())):
             return value
         if not isinstance(value, dict):
-            raise PydanticCustomError("mapping", "a mapping of keys to values is needed")
+            raise PydanticCustomError(
+                "mapping", "a mapping of keys to values is needed"
+            )
         kind, tag = self.member(value), self.tag(value)
         if kind is None:
             *most, last = map(repr, self.members)
             allowed = f"{', '.join(most)} or {last}"
             if self.key in value:
-                refuse_keys({self.key: f"Input should be {allowed}, got {value[self.key]!r}"})
+                refuse_keys(
+                    {self.key: f"Input should be {allowed}, got {value[self.key]!r}"}
+                )
             refuse_keys({self.key: f"is required: {allowed}"})
         if self.key in kind.model_fields:
             value = {self.key: tag} | value
@@ -73,17 +85,31 @@ class OneOf:
             for other in self.members.values()
             for key in other.model_fields.keys() - kind.model_fields.keys()
         }
-        return {key: f"no meaning for {which}, only for {', '.join(owners)}" for key, owners in tags.items()}
+        return {
+            key: f"no meaning for {which}, only for {', '.join(owners)}"
+            for key, owners in tags.items()
+        }
 
     def _needed_by_some(self) -> set[str]:
         """Return the keys that not every member requires."""
         every = self.members.values()
-        return {key for one in every for key in one.model_fields if not all(x.requires(key) for x in every)}
+        return {
+            key
+            for one in every
+            for key in one.model_fields
+            if not all(x.requires(key) for x in every)
+        }
 
 
-def one_of(key: str, *kinds: type[Strict], default: str | None = None, name: str | None = None) -> OneOf:
+def one_of(
+    key: str, *kinds: type[Strict], default: str | None = None, name: str | None = None
+) -> OneOf:
     """Choose among records by a key that is a `Literal` in each of them."""
-    tags = {tag: kind for kind in kinds for tag in get_args(kind.model_fields[key].annotation)}
+    tags = {
+        tag: kind
+        for kind in kinds
+        for tag in get_args(kind.model_fields[key].annotation)
+    }
     return OneOf(key, tags, default, name=name)
 
 
@@ -96,20 +122,26 @@ def choice_of(annotation: Any) -> OneOf | None:
         annotation, *beside = get_args(annotation)
     if choice := next((each for each in beside if isinstance(each, OneOf)), None):
         return choice
-    inside = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    inside = (
+        get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    )
     return next((choice for each in inside if (choice := choice_of(each))), None)
 
 
-def drop_foreign_keys(annotation: Any, raw: Any, changes: Collection[str], prefix: str = "") -> None:
-    """Take out of plain values, in place, the keys that the record of their union does not have; those in
-    `changes`, dotted, or below or above one of them, stay."""
+def drop_foreign_keys(
+    annotation: Any, raw: Any, changes: Collection[str], prefix: str = ""
+) -> None:
+    """Take out of plain values, in place, the keys that the record of their union does
+    not have; those in `changes`, dotted, or below or above one of them, stay."""
     choice = choice_of(annotation)
     if choice is not None:
         kind = choice.member(raw)
     else:
         own = annotation.annotation if isinstance(annotation, FieldInfo) else annotation
         kinds = [
-            each for each in (own, *get_args(own)) if isinstance(each, type) and issubclass(each, Strict)
+            each
+            for each in (own, *get_args(own))
+            if isinstance(each, type) and issubclass(each, Strict)
         ]
         kind = kinds[0] if kinds else None
     if kind is None or not isinstance(raw, dict):

@@ -1,6 +1,8 @@
-"""Find the weight files of a checkpoint folder as transformers does, read their headers, hash and write them.
+"""Find the weight files of a checkpoint folder as transformers does, read their
+headers, hash and write them.
 
-Not covered: pickles, which are never read; files of other tools (`consolidated.safetensors`, `original/`).
+Not covered: pickles, which are never read; files of other tools
+(`consolidated.safetensors`, `original/`).
 """
 
 import contextlib
@@ -14,7 +16,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_regular, file_state, is_noise, read_json, safetensors_header
+from fcsd.base.files import (
+    check_regular,
+    file_state,
+    is_noise,
+    read_json,
+    safetensors_header,
+)
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -27,7 +35,9 @@ _NOT_FINITE = {
     "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F80_0000), "F64": ("<u8", 0x7FF0 << 48),
     "F8_E5M2": ("u1", 0x7C), "F8_E4M3": ("u1", 0x7F), "F8_E8M0": ("u1", 0xFF),
 }  # fmt: skip
-"""Dtype in the words of safetensors -> integers of its width, and the bits that are all set in NaN and infinity."""
+"""Dtype in the words of safetensors -> integers of its width, and the bits that are all
+set in NaN and infinity.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,22 +50,27 @@ class WeightFiles:
     weight_map: dict[str, str] | None
     """Tensor -> file, as the index says."""
     passed_over: tuple[str, ...] = ()
-    """Other weight files, in an index that does not count because `model.safetensors` lies beside it."""
+    """Other weight files, in an index that does not count because `model.safetensors`
+    lies beside it.
+    """
 
     def check_present(self, folder: Path) -> None:
         """Raise UserError where a file is missing."""
         if missing := [name for name in self.names if not (folder / name).is_file()]:
             raise UserError(
-                f"{folder / missing[0]}: no such file, but {self.index or f'{NAMED} in {CONFIG}'} names it"
-                f" ({len(missing)} of {len(self.names)} shards are missing); fetch the checkpoint again"
+                f"{folder / missing[0]}: no such file, but"
+                f" {self.index or f'{NAMED} in {CONFIG}'} names it ({len(missing)} of"
+                f" {len(self.names)} shards are missing); fetch the checkpoint again"
             )
 
 
 def find_weights(folder: Path, config: Mapping[str, Any]) -> WeightFiles | None:
-    """Return the weight files that `from_pretrained` of transformers loads; None where there are none.
+    """Return the weight files that `from_pretrained` of transformers loads; None where
+    there are none.
 
-    Its rule: the file or index that `transformers_weights` in the config names, else `model.safetensors`, else what
-    `model.safetensors.index.json` names. Files of other names do not count; some of those that do may be missing.
+    Its rule: the file or index that `transformers_weights` in the config names, else
+    `model.safetensors`, else what `model.safetensors.index.json` names. Files of other
+    names do not count; some of those that do may be missing.
 
     Raises:
         UserError: an index that is missing, damaged or names files outside the folder.
@@ -68,8 +83,9 @@ def find_weights(folder: Path, config: Mapping[str, Any]) -> WeightFiles | None:
     is_index = str(name).endswith(".safetensors.index.json")
     if not (is_index and Path(name).name == name) and not _is_shard_name(name):
         raise UserError(
-            f"{folder / CONFIG}: {NAMED} names {str(name)[:80]!r}; the name of a .safetensors file or of a"
-            " .safetensors.index.json in this folder is needed"
+            f"{folder / CONFIG}: {NAMED} names {str(name)[:80]!r}; the name of a"
+            " .safetensors file or of a .safetensors.index.json in this folder is"
+            " needed"
         )
     return _indexed(folder, name) if is_index else WeightFiles((name,), None, None)
 
@@ -82,8 +98,8 @@ def _indexed(folder: Path, index: str) -> WeightFiles:
         raise UserError(f"{folder / index}: weight_map is missing or empty; {hint}")
     if wrong := [name for name in weight_map.values() if not _is_shard_name(name)]:
         raise UserError(
-            f"{folder / index}: weight_map names {str(wrong[0])[:80]!r}; the name of a .safetensors file in this"
-            f" folder is needed, {hint}"
+            f"{folder / index}: weight_map names {str(wrong[0])[:80]!r}; the name of a"
+            f" .safetensors file in this folder is needed, {hint}"
         )
     names = sorted(set(weight_map.values()))
     return WeightFiles(tuple(names), index, weight_map)
@@ -103,21 +119,28 @@ def stale_index(folder: Path, passed_over: tuple[str, ...]) -> str:
     if not passed_over:
         return ""
     return (
-        f"{folder / INDEX}: is not read, and neither are the {len(passed_over)} weight files that it names"
-        f" ({passed_over[0]}): {WEIGHTS} lies beside it, which transformers loads instead; remove {WEIGHTS} if they are"
-        " the model, else the index and them"
+        f"{folder / INDEX}: is not read, and neither are the {len(passed_over)} weight"
+        f" files that it names ({passed_over[0]}): {WEIGHTS} lies beside it, which"
+        f" transformers loads instead; remove {WEIGHTS} if they are the model, else the"
+        " index and them"
     )
 
 
 def _is_shard_name(name: Any) -> bool:
-    """Tell whether a file of this name would lie in the folder itself; "../x" or a path lead out of it."""
+    """Tell whether a file of this name would lie in the folder itself; "../x" or a path
+    lead out of it.
+    """
     if not isinstance(name, str) or len(name.encode(errors="replace")) > 255:
         return False
-    return Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
+    return (
+        Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder that `find_weights` gives; without any, all of its safetensors files."""
+    """Return the weight files of a folder that `find_weights` gives; without any, all
+    of its safetensors files.
+    """
     config: Any = None
     with contextlib.suppress(UserError):
         config = read_json(folder / CONFIG, keys=())
@@ -125,11 +148,15 @@ def weight_files(folder: Path) -> list[Path]:
     if weights is not None:
         weights.check_present(folder)
         return [folder / name for name in weights.names]
-    return sorted(file for file in folder.glob("*.safetensors") if not is_noise(file.name))
+    return sorted(
+        file for file in folder.glob("*.safetensors") if not is_noise(file.name)
+    )
 
 
 class Stored(NamedTuple):
-    """A tensor of a safetensors file: its dtype in the words of safetensors, its shape, and its bytes."""
+    """A tensor of a safetensors file: its dtype in the words of safetensors, its shape,
+    and its bytes.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -139,7 +166,8 @@ class Stored(NamedTuple):
 def write_safetensors(
     file: Path, tensors: Mapping[str, Stored], write: Callable[[str, BinaryIO], None]
 ) -> None:
-    """Write a safetensors file tensor by tensor, so that none need be in memory, and bring it to the disk.
+    """Write a safetensors file tensor by tensor, so that none need be in memory, and
+    bring it to the disk.
 
     write: writes the bytes of the tensor of this name.
     """
@@ -180,9 +208,11 @@ def copy_bytes(source: BinaryIO, begin: int, num_bytes: int, target: BinaryIO) -
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Hash names and bytes of the weight files of a checkpoint folder: the identity of its weights.
+    """Hash names and bytes of the weight files of a checkpoint folder: the identity of
+    its weights.
 
-    A file is read once a process, unless its size, time or inode has changed: every stage asks for the original's.
+    A file is read once a process, unless its size, time or inode has changed: every
+    stage asks for the original's.
     """
     digest = hashlib.sha256()
     files = weight_files(folder)
@@ -194,33 +224,47 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def check_finite(folder: Path) -> None:
-    """Refuse weights with values that are NaN or infinite; they are counted while the files are hashed.
+    """Refuse weights with values that are NaN or infinite; they are counted while the
+    files are hashed.
 
     Raises:
-        UserError: as `find_weights`; tensors with such values, the first of which are named.
+        UserError: as `find_weights`; tensors with such values, the first of which are
+            named.
     """
-    counts = {name: count for file in weight_files(folder) for name, count in _scan(file).not_finite.items()}
+    counts = {
+        name: count
+        for file in weight_files(folder)
+        for name, count in _scan(file).not_finite.items()
+    }
     if not counts:
         return
-    shown = [f"'{name}' ({count} of {size})" for name, (count, size) in sorted(counts.items())[:_SHOWN]]
+    shown = [
+        f"'{name}' ({count} of {size})"
+        for name, (count, size) in sorted(counts.items())[:_SHOWN]
+    ]
     more = f" and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else ""
     raise UserError(
-        f"{folder}: weights are NaN or infinite in {len(counts)} tensors: {', '.join(shown)}{more}; so is what is"
-        " computed with them: fetch the checkpoint again, or take an earlier one"
+        f"{folder}: weights are NaN or infinite in {len(counts)} tensors:"
+        f" {', '.join(shown)}{more}; so is what is computed with them: fetch the"
+        " checkpoint again, or take an earlier one"
     )
 
 
 class _Scan(NamedTuple):
     sha256: str
     not_finite: dict[str, tuple[int, int]]
-    """Tensor -> how many of its values are NaN or infinite, of how many; only those that have such."""
+    """Tensor -> how many of its values are NaN or infinite, of how many; only those
+    that have such.
+    """
 
 
 _KNOWN_FILES: dict[tuple[int, ...], _Scan] = {}
 
 
 def _scan(file: Path) -> _Scan:
-    """Hash a safetensors file with SHA-256 and count its values that are not finite, in one pass; once a process."""
+    """Hash a safetensors file with SHA-256 and count its values that are not finite, in
+    one pass; once a process.
+    """
     check_regular(file)
     state = file_state(file)
     if state not in _KNOWN_FILES:
@@ -233,14 +277,26 @@ def _read(file: Path) -> _Scan:
     not_finite: dict[str, tuple[int, int]] = {}
     try:
         header, begin = safetensors_header(file)
-        tensors = sorted((*tensor["data_offsets"], name, tensor["dtype"]) for name, tensor in header.items())
-    except (ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError):
+        tensors = sorted(
+            (*tensor["data_offsets"], name, tensor["dtype"])
+            for name, tensor in header.items()
+        )
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        MemoryError,
+        OverflowError,
+    ):
         tensors, begin = [], 0  # a damaged file: who loads it says so
     with file.open("rb") as stream:
         digest.update(stream.read(begin))
         for start, end, name, dtype in tensors:
             remaining, count = end - start, 0
-            while remaining > 0 and (block := stream.read(min(remaining, _BLOCK_BYTES))):
+            while remaining > 0 and (
+                block := stream.read(min(remaining, _BLOCK_BYTES))
+            ):
                 digest.update(block)
                 count += _count_not_finite(block, dtype)
                 remaining -= len(block)
@@ -253,7 +309,9 @@ def _read(file: Path) -> _Scan:
 
 
 def _count_not_finite(block: bytes, dtype: str) -> int:
-    """Count the values of a block that are NaN or infinite; 0 for integers and dtypes without such values."""
+    """Count the values of a block that are NaN or infinite; 0 for integers and dtypes
+    without such values.
+    """
     if dtype not in _NOT_FINITE:
         return 0
     import numpy as np

@@ -14,7 +14,9 @@ with lazy_imports():
 
 
 def _bench(arguments: Namespace) -> None:
-    engine, program = ("sglang", arguments.sglang) if arguments.sglang else ("vllm", arguments.vllm)
+    engine, program = (
+        ("sglang", arguments.sglang) if arguments.sglang else ("vllm", arguments.vllm)
+    )
     benchmark = Benchmark.from_options(vars(arguments), engine=engine)
     result = bench_serve(benchmark, program, arguments.output, plot_serving)
     print_result(arguments, result, table)
@@ -22,24 +24,38 @@ def _bench(arguments: Namespace) -> None:
 
 def _bench_options(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "benchmark", choices=["serve"], metavar="serve", help="what is measured; serve: servers"
+        "benchmark",
+        choices=["serve"],
+        metavar="serve",
+        help="what is measured; serve: servers",
     )
-    parser.add_argument("model", metavar="MODEL", help="the converted model, hub id or local folder")
+    parser.add_argument(
+        "model", metavar="MODEL", help="the converted model, hub id or local folder"
+    )
     field_options(parser, Benchmark, "against", type=None)
     parser.add_argument(
-        "--output", type=Path, required=True, help="folder for the runs, the table and the figure"
+        "--output",
+        type=Path,
+        required=True,
+        help="folder for the runs, the table and the figure",
     )
     engines = parser.add_mutually_exclusive_group()
     engines.add_argument(
         "--vllm",
         default="vllm",
         metavar="PATH",
-        help="the `vllm` program of an environment with vLLM and fcsd-serving; it is not fcsd's own environment",
+        help=(
+            "the `vllm` program of an environment with vLLM and fcsd-serving; it is not"
+            " fcsd's own environment"
+        ),
     )
     engines.add_argument(
         "--sglang",
         metavar="PATH",
-        help="the `sglang` program of an environment with SGLang and fcsd-serving, whose servers are measured instead",
+        help=(
+            "the `sglang` program of an environment with SGLang and fcsd-serving, whose"
+            " servers are measured instead"
+        ),
     )
     field_options(parser, Benchmark)
     json_argument(parser)
@@ -47,11 +63,13 @@ def _bench_options(parser: ArgumentParser) -> None:
 
 COMMANDS = {
     "bench": Command(
-        "Measure a converted model and its original in servers of vLLM or SGLang: times of first and further tokens.",
+        "Measure a converted model and its original in servers of vLLM or SGLang: times"
+        " of first and further tokens.",
         _bench_options,
         _bench,
-        "`fcsd bench serve MODEL --against ORIGINAL --output DIR` starts one server after another, in turns: stock,"
-        " stock with each exact way to hide communication that this machine has, FarSkip blocking and overlapped."
-        " The same command continues where it was cut off (docs/serve.md).",
+        "`fcsd bench serve MODEL --against ORIGINAL --output DIR` starts one server"
+        " after another, in turns: stock, stock with each exact way to hide"
+        " communication that this machine has, FarSkip blocking and overlapped. The"
+        " same command continues where it was cut off (docs/serve.md).",
     ),
 }

@@ -21,7 +21,11 @@ with lazy_imports():
     from fcsd.evaluation.config import EvaluationConfig
     from fcsd.model.config import ModelConfig
     from fcsd.model.connectivity.checkpoint import read_checkpoint
-    from fcsd.model.connectivity.export import convert_checkpoint, export_checkpoint, unconvert_checkpoint
+    from fcsd.model.connectivity.export import (
+        convert_checkpoint,
+        export_checkpoint,
+        unconvert_checkpoint,
+    )
     from fcsd.model.connectivity.load import load_config
     from fcsd.model.families.table import families_facts, families_table
     from fcsd.model.inspect import inspect_model, report_table
@@ -34,14 +38,18 @@ with lazy_imports():
 
 
 def _inspect(arguments: Namespace) -> None:
-    print_result(arguments, inspect_model(arguments.model, arguments.revision), report_table)
+    print_result(
+        arguments, inspect_model(arguments.model, arguments.revision), report_table
+    )
 
 
 def _convert(arguments: Namespace) -> None:
     record = {  # what `fcsd push` cannot see from the checkpoint: where it comes from
         "schema_version": SCHEMA_VERSION,
         "stage": "convert",
-        "settings": {"model": {"path": str(arguments.model), "revision": arguments.revision}},
+        "settings": {
+            "model": {"path": str(arguments.model), "revision": arguments.revision}
+        },
         "versions": versions(),
     }
     convert_checkpoint(
@@ -66,7 +74,9 @@ def _calibrate(arguments: Namespace) -> None:
             "name": "calibrate",
             "output_dir": f"{arguments.out}.partial",
             "model": ModelConfig.from_options(options, path=arguments.model),
-            "connectivity": {key: options[key] for key in ("layers", "attention", "mlp")},
+            "connectivity": {
+                key: options[key] for key in ("layers", "attention", "mlp")
+            },
             "calibration": {key: options[key] for key in ("tokens", "ridge")},
             "data": {
                 "train": [source],
@@ -112,7 +122,10 @@ def _inspect_options(parser: ArgumentParser) -> None:
 def _convert_options(parser: ArgumentParser) -> None:
     model_argument(parser)
     parser.add_argument(
-        "out", metavar="OUT", type=Path, help="new folder; written under another name, then renamed"
+        "out",
+        metavar="OUT",
+        type=Path,
+        help="new folder; written under another name, then renamed",
     )
     connectivity_arguments(parser)
 
@@ -120,21 +133,29 @@ def _convert_options(parser: ArgumentParser) -> None:
 def _calibrate_options(parser: ArgumentParser) -> None:
     model_argument(parser)
     parser.add_argument(
-        "out", metavar="OUT", type=Path, help="new folder; OUT.partial holds what is not finished"
+        "out",
+        metavar="OUT",
+        type=Path,
+        help="new folder; OUT.partial holds what is not finished",
     )
     connectivity_arguments(parser, "all")
     parser.add_argument(
         "--text",
         required=True,
-        help=".jsonl file, data set folder or hub id, or one source as in a recipe's data.train, in YAML:"
-        " '{path: X, columns: {text: body}, split: train}'",
+        help=(
+            ".jsonl file, data set folder or hub id, or one source as in a recipe's"
+            " data.train, in YAML: '{path: X, columns: {text: body}, split: train}'"
+        ),
     )
     field_options(parser, CalibrationConfig, "tokens", "ridge")
     field_options(parser, DataConfig, "max_length")
     parser.add_argument(
         "--decontaminate",
         metavar="SUITE",
-        help="leave out text that shares an n-gram of 13 words with an item of this suite",
+        help=(
+            "leave out text that shares an n-gram of 13 words with an item of this"
+            " suite"
+        ),
     )
     field_options(parser, EvaluationConfig, "data_root", type=None)
 
@@ -142,7 +163,10 @@ def _calibrate_options(parser: ArgumentParser) -> None:
 def _dequantize_options(parser: ArgumentParser) -> None:
     model_argument(parser, config_only=True)
     parser.add_argument(
-        "out", metavar="OUT", type=Path, help="new folder; OUT.partial holds what is not finished"
+        "out",
+        metavar="OUT",
+        type=Path,
+        help="new folder; OUT.partial holds what is not finished",
     )
 
 
@@ -154,13 +178,17 @@ def _unconvert_options(parser: ArgumentParser) -> None:
 def _export_options(parser: ArgumentParser) -> None:
     _unconvert_options(parser)
     parser.add_argument(
-        "--format", choices=("amd",), required=True, help="the project whose keys are written"
+        "--format",
+        choices=("amd",),
+        required=True,
+        help="the project whose keys are written",
     )
 
 
 COMMANDS = {
     "inspect": Command(
-        "Show what a checkpoint is, which layers would be rewired, and what memory that needs; no weights are loaded.",
+        "Show what a checkpoint is, which layers would be rewired, and what memory that"
+        " needs; no weights are loaded.",
         _inspect_options,
         _inspect,
         "Only config.json is fetched from the Hub.",
@@ -169,37 +197,45 @@ COMMANDS = {
         "Rewire a checkpoint: same weights, same tensor names, FarSkip connectivity.",
         _convert_options,
         _convert,
-        "The result loads with AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True), without fcsd.",
+        "The result loads with AutoModelForCausalLM.from_pretrained(OUT,"
+        " trust_remote_code=True), without fcsd.",
     ),
     "calibrate": Command(
-        "Rewire a checkpoint, and fold closed-form maps into its weights that bring it nearer to the original: no"
-        " gradient, no new parameter.",
+        "Rewire a checkpoint, and fold closed-form maps into its weights that bring it"
+        " nearer to the original: no gradient, no new parameter.",
         _calibrate_options,
         _calibrate,
-        "One layer's weights are in memory at a time. The same command continues a conversion that was cut"
-        " off. On several GPUs, which share the text: accelerate launch -m fcsd calibrate …",
+        "One layer's weights are in memory at a time. The same command continues a"
+        " conversion that was cut off. On several GPUs, which share the text:"
+        " accelerate launch -m fcsd calibrate …",
     ),
     "dequantize": Command(
-        "Write a quantised checkpoint in bfloat16, which can be converted, calibrated and trained.",
+        "Write a quantised checkpoint in bfloat16, which can be converted, calibrated"
+        " and trained.",
         _dequantize_options,
         _dequantize,
-        "Read are FP8 (block, row, tensor), INT8, packed integers, MXFP4 and NVFP4, of the methods fp8, mxfp4,"
-        " compressed-tensors and modelopt. A few rows of a weight are in memory at a time. The same command continues"
-        " a copy that was cut off.",
+        "Read are FP8 (block, row, tensor), INT8, packed integers, MXFP4 and NVFP4, of"
+        " the methods fp8, mxfp4, compressed-tensors and modelopt. A few rows of a"
+        " weight are in memory at a time. The same command continues a copy that was"
+        " cut off.",
     ),
     "unconvert": Command(
-        "Undo a conversion: write a checkpoint of the original family with the same weights.",
+        "Undo a conversion: write a checkpoint of the original family with the same"
+        " weights.",
         _unconvert_options,
         _unconvert,
     ),
     "export": Command(
-        "Write a checkpoint in another project's keys: AMD's, for its code of transformers 4.57 and its SGLang.",
+        "Write a checkpoint in another project's keys: AMD's, for its code of"
+        " transformers 4.57 and its SGLang.",
         _export_options,
         _export,
-        "The format is for Instella-MoE, DeepSeek-V3 and DeepSeek-V2. transformers alone loads the result as a regular"
-        " model.",
+        "The format is for Instella-MoE, DeepSeek-V3 and DeepSeek-V2. transformers"
+        " alone loads the result as a regular model.",
     ),
     "families": Command(
-        "List the model families that can be converted, and those that are refused.", json_argument, _families
+        "List the model families that can be converted, and those that are refused.",
+        json_argument,
+        _families,
     ),
 }

@@ -34,7 +34,12 @@ with lazy_imports():
     from fcsd.evaluation.stage import Evaluation, run_evaluation
     from fcsd.evaluation.suites import fetch_suite
     from fcsd.model.config import ModelConfig
-    from fcsd.report.comparison import compare_all, comparison_text, read_evaluated, write_comparison
+    from fcsd.report.comparison import (
+        compare_all,
+        comparison_text,
+        read_evaluated,
+        write_comparison,
+    )
     from fcsd.report.table import result_table, score_table
     from fcsd.steering.routing.bias import read_tables
 
@@ -65,7 +70,9 @@ def _evaluate(arguments: Namespace) -> None:
 
 
 def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
-    """Return the evaluation that the options describe; `run_evaluation` checks the ranges of numbers."""
+    """Return the evaluation that the options describe; `run_evaluation` checks the
+    ranges of numbers.
+    """
     data_root, cache = arguments.fetch or arguments.data_root, arguments.cache
     return Evaluation(
         name=arguments.model,
@@ -83,7 +90,11 @@ def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
         ),
         device_map=arguments.device_map,
         server_check=not arguments.no_server_check,
-        bias=None if arguments.router_bias is None else read_tables(arguments.router_bias),
+        bias=(
+            None
+            if arguments.router_bias is None
+            else read_tables(arguments.router_bias)
+        ),
     )
 
 
@@ -91,27 +102,38 @@ def _server(arguments: Namespace) -> ServerConfig | None:
     if arguments.server is None:
         for option in ("concurrency", "no_server_check"):
             if getattr(arguments, option) not in (None, False):
-                raise UserError(f"--{option.replace('_', '-')} has no meaning without --server")
+                raise UserError(
+                    f"--{option.replace('_', '-')} has no meaning without --server"
+                )
         return None
     if arguments.batch_size != EvaluationConfig.model_fields["batch_size"].default:
         raise UserError(
-            "--batch-size has no meaning with --server; how many are asked at a time is --concurrency"
+            "--batch-size has no meaning with --server; how many are asked at a time is"
+            " --concurrency"
         )
     if arguments.device_map is not None and arguments.no_server_check:
-        raise UserError("--device-map has no meaning with --server and --no-server-check: no model is loaded")
+        raise UserError(
+            "--device-map has no meaning with --server and --no-server-check: no model"
+            " is loaded"
+        )
     settings = {"url": arguments.server, "concurrency": arguments.concurrency}
     settings = {name: value for name, value in settings.items() if value is not None}
     return ServerConfig.from_plain(settings, "--server")
 
 
 def _suite(arguments: Namespace) -> SuiteConfig:
-    """Return the suite, or the tasks that are named, under the settings that are given for all of them."""
+    """Return the suite, or the tasks that are named, under the settings that are given
+    for all of them.
+    """
     suite = load_suite(arguments.suite)
     if arguments.tasks is not None:
         names = [name for word in arguments.tasks.split(",") if (name := word.strip())]
         suite = chosen_suite(list(dict.fromkeys(names)), suite, arguments.include_path)
     elif arguments.include_path is not None:
-        raise UserError("--include-path has no meaning without --tasks, which names tasks of that folder")
+        raise UserError(
+            "--include-path has no meaning without --tasks, which names tasks of that"
+            " folder"
+        )
     return changed_suite(
         suite,
         chat_template=arguments.apply_chat_template or None,
@@ -121,16 +143,24 @@ def _suite(arguments: Namespace) -> SuiteConfig:
 
 
 def _score(arguments: Namespace) -> None:
-    print_result(arguments, score_file(Scoring.from_options(vars(arguments))), score_table)
+    print_result(
+        arguments, score_file(Scoring.from_options(vars(arguments))), score_table
+    )
 
 
 def _compare(arguments: Namespace) -> None:
     evaluated = read_evaluated(arguments.original, arguments.converted)
-    only = None if arguments.tasks is None else [task.strip() for task in arguments.tasks.split(",")]
+    only = (
+        None
+        if arguments.tasks is None
+        else [task.strip() for task in arguments.tasks.split(",")]
+    )
     comparisons = compare_all(evaluated, only)
     if arguments.output is not None:
         write_comparison(evaluated, arguments.output, only)
-    print_result(arguments, comparisons, lambda result: comparison_text(result, evaluated))
+    print_result(
+        arguments, comparisons, lambda result: comparison_text(result, evaluated)
+    )
 
 
 def _evaluate_options(parser: ArgumentParser) -> None:
@@ -139,14 +169,19 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         parser,
         EvaluationConfig,
         "suite",
-        help="paper11, paper11_chat, pretrain9, camoe9, instruct, livecodebench, tiny, or the path of your suite file"
-        " (docs/evaluate.md)",
+        help=(
+            "paper11, paper11_chat, pretrain9, camoe9, instruct, livecodebench, tiny,"
+            " or the path of your suite file (docs/evaluate.md)"
+        ),
         default="paper11",
     )
     parser.add_argument(
         "--tasks",
         metavar="A,B,…",
-        help="evaluate these only: rows of the suite, or any task or group of lm-eval, with its own shots and metric",
+        help=(
+            "evaluate these only: rows of the suite, or any task or group of lm-eval,"
+            " with its own shots and metric"
+        ),
     )
     field_options(
         parser,
@@ -161,20 +196,33 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         help="ask every task through the chat template, shots as turns",
     )
     parser.add_argument(
-        "--system-prompt", metavar="TEXT", help="system prompt of every task with a chat template"
+        "--system-prompt",
+        metavar="TEXT",
+        help="system prompt of every task with a chat template",
     )
     field_options(
-        parser, Scoring, "thinking", help="let a hybrid model think before it answers (needs room for it)"
+        parser,
+        Scoring,
+        "thinking",
+        help="let a hybrid model think before it answers (needs room for it)",
     )
     field_options(parser, EvaluationConfig, "data_root", type=Path)
     parser.add_argument(
         "--fetch",
         type=Path,
         metavar="ROOT",
-        help="first fill this folder with the suite's data sets from the Hub, and use it as --data-root; without MODEL"
-        " that is all",
+        help=(
+            "first fill this folder with the suite's data sets from the Hub, and use it"
+            " as --data-root; without MODEL that is all"
+        ),
     )
-    field_options(parser, Scoring, "output", type=Path, help="folder for results.json and samples_*.jsonl")
+    field_options(
+        parser,
+        Scoring,
+        "output",
+        type=Path,
+        help="folder for results.json and samples_*.jsonl",
+    )
     field_options(parser, EvaluationConfig, "batch_size")
     field_options(parser, EvaluationConfig, "cache", type=Path)
     field_options(parser, EvaluationConfig, "limit")
@@ -186,7 +234,10 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         "--router-bias",
         type=Path,
         metavar="TABLES",
-        help="steer the model's routers by what `fcsd bias` wrote; batch j of a task belongs to endpoint j mod N",
+        help=(
+            "steer the model's routers by what `fcsd bias` wrote; batch j of a task"
+            " belongs to endpoint j mod N"
+        ),
     )
     _server_arguments(parser)
     field_options(parser, EvaluationConfig, "allow_weak_sandbox")
@@ -197,39 +248,57 @@ def _server_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--server",
         metavar="URL",
-        help="ask a server for all answers (`vllm serve MODEL`), after a check that it serves MODEL; its key, if it"
-        " wants one, is in FCSD_SERVER_API_KEY",
+        help=(
+            "ask a server for all answers (`vllm serve MODEL`), after a check that it"
+            " serves MODEL; its key, if it wants one, is in FCSD_SERVER_API_KEY"
+        ),
     )
     field_options(parser, ServerConfig, "concurrency", default=None)
     parser.add_argument(
         "--no-server-check",
         action="store_true",
-        help="with --server: do not load MODEL to check that it is what the server serves; the result says so",
+        help=(
+            "with --server: do not load MODEL to check that it is what the server"
+            " serves; the result says so"
+        ),
     )
 
 
 def _score_options(parser: ArgumentParser) -> None:
-    parser.add_argument("samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file")
+    parser.add_argument(
+        "samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file"
+    )
     field_options(parser, Scoring)
     json_argument(parser)
 
 
 def _compare_options(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "original", metavar="A", type=Path, help="folder of `fcsd evaluate`, or of lm_eval --log_samples"
+        "original",
+        metavar="A",
+        type=Path,
+        help="folder of `fcsd evaluate`, or of lm_eval --log_samples",
     )
     parser.add_argument(
-        "converted", metavar="B", type=Path, nargs="+", help="folders that are compared with A"
+        "converted",
+        metavar="B",
+        type=Path,
+        nargs="+",
+        help="folders that are compared with A",
     )
     field_options(
         parser,
         Scoring,
         "output",
         type=Path,
-        help="new folder for table, figures, a page of all answers, and lm-eval's files",
+        help=(
+            "new folder for table, figures, a page of all answers, and lm-eval's files"
+        ),
     )
     parser.add_argument(
-        "--tasks", metavar="A,B,…", help="compare these tasks only, where the results differ in their tasks"
+        "--tasks",
+        metavar="A,B,…",
+        help="compare these tasks only, where the results differ in their tasks",
     )
     json_argument(parser)
 
@@ -239,25 +308,30 @@ COMMANDS = {
         "Evaluate a checkpoint on a suite of tasks.",
         _evaluate_options,
         _evaluate,
-        "For the original and for the converted model: `fcsd evaluate MODEL --output results/NAME --batch-size auto`;"
-        " then `fcsd compare` sets both side by side. Without a network, --data-root ROOT reads a folder that"
-        " `fcsd evaluate --fetch ROOT` has filled. Finished tasks are kept: the same command continues with the next"
-        " one. Generated code runs only in a sandbox. On several GPUs: accelerate launch --multi_gpu -m fcsd evaluate"
-        " MODEL … (docs/evaluate.md).",
+        "For the original and for the converted model: `fcsd evaluate MODEL --output"
+        " results/NAME --batch-size auto`; then `fcsd compare` sets both side by side."
+        " Without a network, --data-root ROOT reads a folder that `fcsd evaluate"
+        " --fetch ROOT` has filled. Finished tasks are kept: the same command continues"
+        " with the next one. Generated code runs only in a sandbox. On several GPUs:"
+        " accelerate launch --multi_gpu -m fcsd evaluate MODEL … (docs/evaluate.md).",
     ),
     "score": Command(
-        "Grade a file of ready samples, programs or answers to lm-eval's generation tasks.",
+        "Grade a file of ready samples, programs or answers to lm-eval's generation"
+        " tasks.",
         _score_options,
         _score,
-        "A line is {doc_id, completion}, {task_id, solution}, {task_id, completion}, or what `fcsd evaluate` wrote into"
-        " samples_TASK.jsonl; several samples of a problem give pass@k, several answers the mean. Programs run only"
-        " in the sandbox, answers are graded by lm-eval's own filters and metrics.",
+        "A line is {doc_id, completion}, {task_id, solution}, {task_id, completion}, or"
+        " what `fcsd evaluate` wrote into samples_TASK.jsonl; several samples of a"
+        " problem give pass@k, several answers the mean. Programs run only in the"
+        " sandbox, answers are graded by lm-eval's own filters and metrics.",
     ),
     "compare": Command(
-        "Compare converted models with their original, task by task, with paired errors.",
+        "Compare converted models with their original, task by task, with paired"
+        " errors.",
         _compare_options,
         _compare,
-        "The table has the difference and its 95 % interval, items gained and lost, the exact McNemar p, and a verdict"
-        " in words. Results may be of different times; other items, prompts, shots or data are refused.",
+        "The table has the difference and its 95 % interval, items gained and lost, the"
+        " exact McNemar p, and a verdict in words. Results may be of different times;"
+        " other items, prompts, shots or data are refused.",
     ),
 }

@@ -1,4 +1,5 @@
-"""Imports that stand at the top of a module and load nothing until a name is used, so that help and mistakes are quick.
+"""Imports that stand at the top of a module and load nothing until a name is used, so
+that help and mistakes are quick.
 
     with lazy_imports():
         from fcsd.pipeline.distill import distill
@@ -6,9 +7,10 @@
     def _distill(arguments):
         distill(...)  # here torch is loaded
 
-A name stands for what it names where it is called, or an attribute of it is asked for, and nowhere else: a class is not
-handed on, a constant is not imported here. (`importlib.util.LazyLoader` is no choice: what looks through `sys.modules`,
-as `inspect.getmodule` does while torch is loaded, loads all of its modules.)
+A name stands for what it names where it is called, or an attribute of it is asked for,
+and nowhere else: a class is not handed on, a constant is not imported here.
+(`importlib.util.LazyLoader` is no choice: what looks through `sys.modules`, as
+`inspect.getmodule` does while torch is loaded, loads all of its modules.)
 """
 
 import builtins
@@ -52,7 +54,11 @@ def lazy_imports() -> Iterator[None]:
 
     def imported(name: str, importer: Any = None, *rest: Any) -> Any:
         here = str((importer or {}).get("__name__")).startswith("fcsd.cli.")
-        return _Module(name) if here and name.startswith("fcsd.") else load(name, importer, *rest)
+        return (
+            _Module(name)
+            if here and name.startswith("fcsd.")
+            else load(name, importer, *rest)
+        )
 
     builtins.__import__ = cast(Any, imported)
     try:

@@ -1,4 +1,6 @@
-"""The `fcsd` command: one thin function a stage. Heavy libraries are imported only by the command that needs them."""
+"""The `fcsd` command: one thin function a stage. Heavy libraries are imported only by
+the command that needs them.
+"""
 
 import errno
 import io
@@ -12,7 +14,15 @@ from fcsd import __version__
 from fcsd.base.errors import Interrupted, ScorerError, UserError, is_out_of_memory
 from fcsd.base.files import release_folders
 from fcsd.base.temporary import sweep_scratch
-from fcsd.cli import benchmarks, checkpoints, evaluation, planning, publishing, recipes, routing
+from fcsd.cli import (
+    benchmarks,
+    checkpoints,
+    evaluation,
+    planning,
+    publishing,
+    recipes,
+    routing,
+)
 from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import Command, Help
 from fcsd.parallel import failure as rank_failure
@@ -32,37 +42,55 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; a user's mistake is one line on stderr and exit status 2, Ctrl-C is 130, SIGTERM 143."""
+    """Run one command; a user's mistake is one line on stderr and exit status 2, Ctrl-C
+    is 130, SIGTERM 143.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in words if not word.startswith("-")), "")
     parser = build_parser(command)
     if words[:1] == [command] and command not in parser.commands:
-        parser.error(f"no command '{command}'{did_you_mean(command, list(parser.commands))}")
+        parser.error(
+            f"no command '{command}'{did_you_mean(command, list(parser.commands))}"
+        )
     arguments = parser.parse_args(words)
     if arguments.command is None:
         parser.print_help()
         return 2
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be UTF-8
+        # the name of a file need not be UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_MININTERVAL", "15")  # seconds between the lines of a bar in a log file
+        # seconds between the lines of a bar in a log file
+        os.environ.setdefault("TQDM_MININTERVAL", "15")
     first = os.environ.get("RANK", "0") == "0"
     if not first:
-        os.environ.setdefault("TQDM_DISABLE", "1")  # its bars stand for all, those of libraries too
+        # its bars stand for all, those of libraries too
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
-        sweep_scratch()  # of commands that were killed, also where this one needs no folder
+        # of commands that were killed, also where this one needs no folder
+        sweep_scratch()
         arguments.run(arguments)
         return 0
     except (UserError, ScorerError) as error:
         status = 2 if isinstance(error, UserError) else 1
-        return _failed(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", status, error)
+        return _failed(
+            f"fcsd {arguments.command}: error: {' '.join(str(error).split())}",
+            status,
+            error,
+        )
     except Interrupted as interruption:
         if first:
-            print(f"fcsd {arguments.command}: {interruption}{_launchers_end()}", file=sys.stderr)
+            print(
+                f"fcsd {arguments.command}: {interruption}{_launchers_end()}",
+                file=sys.stderr,
+            )
         return interruption.status
     except KeyboardInterrupt:
         if first:
-            text = f"\nfcsd {arguments.command}: interrupted; run the same command again to continue"
+            text = (
+                f"\nfcsd {arguments.command}: interrupted; run the same command again"
+                " to continue"
+            )
             print(f"{text}{_launchers_end()}", file=sys.stderr)
         return 130
     except BrokenPipeError:
@@ -71,15 +99,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
             reason = (" ".join(str(error).split()) or "the host's memory is full")[:200]
             text = (
-                f"fcsd {arguments.command}: error: out of memory: {reason}; `fcsd estimate RECIPE` says what a training"
-                " needs, `fcsd inspect MODEL` what its weights need"
+                f"fcsd {arguments.command}: error: out of memory: {reason}; `fcsd"
+                " estimate RECIPE` says what a training needs, `fcsd inspect MODEL`"
+                " what its weights need"
             )
             return _failed(text, 2, error)
         if (problem := _wrong_path(error)) is not None:
             return _failed(f"fcsd {arguments.command}: error: {problem}", 2, error)
         if _number_of_processes() == 1:
             raise
-        return _failed(f"{traceback.format_exc()}fcsd {arguments.command}: failed", 1, error)
+        return _failed(
+            f"{traceback.format_exc()}fcsd {arguments.command}: failed", 1, error
+        )
     finally:
         rank_failure.stop_watching()
         release_folders()
@@ -88,7 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _failed(text: str, status: int, error: Exception) -> int:
     """Print an error, once in a launch of several processes."""
     if _number_of_processes() > 1:
-        text = f"{text} (rank {os.environ.get('RANK', '?')} of {_number_of_processes()})"
+        text = (
+            f"{text} (rank {os.environ.get('RANK', '?')} of {_number_of_processes()})"
+        )
     to_print, status = rank_failure.first_failure(text, status, error)
     if to_print is not None:
         print(to_print, file=sys.stderr)
@@ -97,12 +130,20 @@ def _failed(text: str, status: int, error: Exception) -> int:
 
 
 def _wrong_path(error: Exception) -> str | None:
-    """Say of a path that no file can have what is wrong with it, whoever tried to open it; None of other errors."""
+    """Say of a path that no file can have what is wrong with it, whoever tried to open
+    it; None of other errors.
+    """
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or "a path")
-        return f"{name if len(name) <= 200 else f'{name[:199]}…'}: {error.strerror}; choose a shorter name"
+        return (
+            f"{name if len(name) <= 200 else f'{name[:199]}…'}: {error.strerror};"
+            " choose a shorter name"
+        )
     if isinstance(error, UnicodeEncodeError) and "surrogates" in error.reason:
-        return f"{error.object[:200]!r}: holds half a character, or is not UTF-8; choose another name"
+        return (
+            f"{error.object[:200]!r}: holds half a character, or is not UTF-8; choose"
+            " another name"
+        )
     return None
 
 
@@ -110,7 +151,10 @@ def _launchers_end() -> str:
     """Say what torch's launcher makes of a signal; its status is not ours."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
-    return " (the launcher's status 1 and traceback, which follow, mean this signal and no other error)"
+    return (
+        " (the launcher's status 1 and traceback, which follow, mean this signal and no"
+        " other error)"
+    )
 
 
 def _number_of_processes() -> int:
@@ -124,19 +168,31 @@ class _Parser(ArgumentParser):
 
 
 def build_parser(command_name: str | None = None) -> _Parser:
-    """Build the parser of all commands, each with its options, or with those of the one that is asked for."""
+    """Build the parser of all commands, each with its options, or with those of the one
+    that is asked for.
+    """
     parser = _Parser(
         prog="fcsd",
-        description="Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it from the original,"
-        " evaluate it against the original and leave it ready to publish.",
-        epilog="First steps: `fcsd tiny-data runs/tiny-data && fcsd run tiny/demo` trains, converts and"
-        " evaluates a small MoE on a CPU. `fcsd COMMAND --help` explains each command.",
+        description=(
+            "Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it"
+            " from the original, evaluate it against the original and leave it ready to"
+            " publish."
+        ),
+        epilog=(
+            "First steps: `fcsd tiny-data runs/tiny-data && fcsd run tiny/demo` trains,"
+            " converts and evaluates a small MoE on a CPU. `fcsd COMMAND --help`"
+            " explains each command."
+        ),
     )
     parser.add_argument("--version", action="version", version=f"fcsd {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=ArgumentParser)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", parser_class=ArgumentParser
+    )
     for name, (text, options, run, more) in COMMANDS.items():
         description = f"{text} {more}".strip()
-        command = commands.add_parser(name, help=text, description=description, formatter_class=Help)
+        command = commands.add_parser(
+            name, help=text, description=description, formatter_class=Help
+        )
         command.set_defaults(run=run)
         if command_name in (None, name):
             options(command)

@@ -1,4 +1,6 @@
-"""Commands, options that mirror the fields of a record, options that several share, and the help formatter."""
+"""Commands, options that mirror the fields of a record, options that several share, and
+the help formatter.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """A command: what it does in one line, what adds its options, what runs it, and what its help says besides."""
+    """A command: what it does in one line, what adds its options, what runs it, and
+    what its help says besides.
+    """
 
     text: str
     options: Callable[[ArgumentParser], None]
@@ -33,7 +37,8 @@ class Command(NamedTuple):
 
 
 SEVERAL = (
-    "On several GPUs: accelerate launch --config_file configs/fsdp2_8.yaml -m fcsd {} RECIPE (docs/scale.md)."
+    "On several GPUs: accelerate launch --config_file configs/fsdp2_8.yaml -m fcsd {}"
+    " RECIPE (docs/scale.md)."
 )
 
 
@@ -53,28 +58,52 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        plain = action.default is None or action.default is False or action.default == []
+        plain = (
+            action.default is None or action.default is False or action.default == []
+        )
         return action.help if plain else super()._get_help_string(action)
 
 
 def field_options(
-    parser: argparse._ActionsContainer, record: type[BaseModel], *names: str, **changes: Any
+    parser: argparse._ActionsContainer,
+    record: type[BaseModel],
+    *names: str,
+    **changes: Any,
 ) -> None:
-    """Add options that mirror fields of a record: type, choices, default and help are those of the field.
+    """Add options that mirror fields of a record: type, choices, default and help are
+    those of the field.
 
-    names: of the fields; none: of all that are declared as options, but for those that are there already. changes: what
-    is different here, in the words of `add_argument`; with `default=None` what is not given can be told from the
-    default, which the help names. Whether a value is in its range is for the record to say.
+    names: of the fields; none: of all that are declared as options, but for those that
+    are there already. changes: what is different here, in the words of `add_argument`;
+    with `default=None` what is not given can be told from the default, which the help
+    names. Whether a value is in its range is for the record to say.
     """
-    declared = [name for name, field in record.model_fields.items() if field.description is not None]
-    for name in names or [n for n in declared if flag_of(record, n) not in parser._option_string_actions]:
+    declared = [
+        name
+        for name, field in record.model_fields.items()
+        if field.description is not None
+    ]
+    for name in names or [
+        n for n in declared if flag_of(record, n) not in parser._option_string_actions
+    ]:
         field = record.model_fields[name]
         default = field.get_default(call_default_factory=True)
-        options: dict[str, Any] = {"help": (field.description or "").replace("%", "%%"), "default": default}
+        options: dict[str, Any] = {
+            "help": (field.description or "").replace("%", "%%"),
+            "default": default,
+        }
         if "default" in changes and isinstance(default, int | float | str):
-            options["help"] += f" (default: {default})" if changes["default"] is None else ""
-        members = get_args(field.annotation) if get_origin(field.annotation) is not Literal else ()
-        kinds = [kind for kind in members or (field.annotation,) if kind is not type(None)]
+            options["help"] += (
+                f" (default: {default})" if changes["default"] is None else ""
+            )
+        members = (
+            get_args(field.annotation)
+            if get_origin(field.annotation) is not Literal
+            else ()
+        )
+        kinds = [
+            kind for kind in members or (field.annotation,) if kind is not type(None)
+        ]
         if field.is_required():
             options |= {"required": True, "default": None}
         elif isinstance(default, list | dict):  # in words, which the record reads
@@ -83,13 +112,20 @@ def field_options(
         elif kinds == [bool]:
             options["action"] = "store_true"
         elif len(kinds) > 1:
-            words = [word for kind in kinds for word in get_args(kind) if isinstance(word, str)]
+            words = [
+                word
+                for kind in kinds
+                for word in get_args(kind)
+                if isinstance(word, str)
+            ]
             options["type"] = _number_or(words)
         elif get_origin(kinds[0]) is Literal:
             options["choices"] = list(get_args(kinds[0]))
         elif isinstance(kinds[0], type):  # else it is text, which the record reads
             options["type"] = kinds[0]
-        own = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        own = (
+            field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        )
         options |= {key: value for key, value in own.items() if key != "flag"}
         parser.add_argument(flag_of(record, name), **options | changes)
 
@@ -106,12 +142,19 @@ def _number_or(words: list[str]) -> Callable[[str], int | str]:
     return read
 
 
-def model_argument(parser: ArgumentParser, *, optional: bool = False, config_only: bool = False) -> None:
+def model_argument(
+    parser: ArgumentParser, *, optional: bool = False, config_only: bool = False
+) -> None:
     """Add MODEL and what finds it; config_only: its config is read, and no code of its own runs."""
     parser.add_argument(
-        "model", metavar="MODEL", help="hub id or local folder", nargs="?" if optional else None
+        "model",
+        metavar="MODEL",
+        help="hub id or local folder",
+        nargs="?" if optional else None,
     )
-    field_options(parser, ModelConfig, "revision", *([] if config_only else ["trust_remote_code"]))
+    field_options(
+        parser, ModelConfig, "revision", *([] if config_only else ["trust_remote_code"])
+    )
 
 
 def expert_parallel_argument(parser: ArgumentParser) -> None:
@@ -120,21 +163,28 @@ def expert_parallel_argument(parser: ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="shard the experts over groups of N processes, which send each other tokens instead of weights"
-        " (configs/ep_8.yaml)",
+        help=(
+            "shard the experts over groups of N processes, which send each other tokens"
+            " instead of weights (configs/ep_8.yaml)"
+        ),
     )
     parser.add_argument(
         "--overlap",
         choices=["full", "forward", "off"],
-        help="with --expert-parallel: run what rewired layers send beside attention and the shared expert, in both"
-        " passes, in the forward pass only, or not at all (default: full where the model can; docs/scale.md)",
+        help=(
+            "with --expert-parallel: run what rewired layers send beside attention and"
+            " the shared expert, in both passes, in the forward pass only, or not at"
+            " all (default: full where the model can; docs/scale.md)"
+        ),
     )
 
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
     """Join the launch, with the engine that the options of `expert_parallel_argument` choose."""
     options = {
-        name: value for name, value in vars(arguments).items() if name in ("expert_parallel", "overlap")
+        name: value
+        for name, value in vars(arguments).items()
+        if name in ("expert_parallel", "overlap")
     }
     return join_launch(**options)
 
@@ -143,20 +193,37 @@ def device_map_argument(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--device-map",
         choices=["auto"],
-        help="auto: one process puts the layers on all devices, and what does not fit into main memory",
+        help=(
+            "auto: one process puts the layers on all devices, and what does not fit"
+            " into main memory"
+        ),
     )
 
 
 def connectivity_arguments(parser: ArgumentParser, layers: str | None = None) -> None:
-    """Add --layers, --attention and --mlp; layers: the default of the first, None where that says more than `all`."""
-    help = "layers to rewire: all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5 | 4-11"
-    parser.add_argument("--layers", default=layers, help=f"{help} (default: all)" if layers is None else help)
+    """Add --layers, --attention and --mlp; layers: the default of the first, None where
+    that says more than `all`.
+    """
+    help = (
+        "layers to rewire: all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5"
+        " | 4-11"
+    )
+    parser.add_argument(
+        "--layers",
+        default=layers,
+        help=f"{help} (default: all)" if layers is None else help,
+    )
     field_options(parser, ConnectivityConfig, "attention", "mlp")
 
 
 def connectivity_of(arguments: argparse.Namespace) -> Connectivity | None:
-    """Return the connectivity that the options choose; None (a checkpoint keeps its own) where they choose none."""
-    if arguments.layers is None and (arguments.attention, arguments.mlp) == ("partial", "outdated"):
+    """Return the connectivity that the options choose; None (a checkpoint keeps its
+    own) where they choose none.
+    """
+    if arguments.layers is None and (arguments.attention, arguments.mlp) == (
+        "partial",
+        "outdated",
+    ):
         return None
     layers = "all" if arguments.layers is None else arguments.layers
     return Connectivity(layers, arguments.attention, arguments.mlp)
@@ -166,15 +233,21 @@ def text_argument(parser: ArgumentParser, text: str) -> None:
     """Add --text; text: what it is for."""
     parser.add_argument(
         "--text",
-        help=f"{text}: .jsonl file, data set folder or hub id, or a source as in a recipe's data.heldout, in YAML:"
-        " '{path: X, columns: {text: body}, split: test}'",
+        help=(
+            f"{text}: .jsonl file, data set folder or hub id, or a source as in a"
+            " recipe's data.heldout, in YAML: '{path: X, columns: {text: body},"
+            " split: test}'"
+        ),
     )
 
 
 def task_arguments(parser: ArgumentParser, task: str) -> None:
     """Add --task, the suite that it is of, and where its data lie; task: what is done with it."""
     parser.add_argument(
-        "--task", action="append", default=[], help=f"{task} of the suite; may be given several times"
+        "--task",
+        action="append",
+        default=[],
+        help=f"{task} of the suite; may be given several times",
     )
     field_options(parser, EvaluationConfig, "suite", "data_root")
 
@@ -185,7 +258,10 @@ def recipe_arguments(parser: ArgumentParser, *, with_variant: bool = False) -> N
         "recipe",
         metavar="RECIPE",
         type=Path,
-        help="YAML file, or the name of a shipped recipe such as tiny/demo (docs/recipes.md)",
+        help=(
+            "YAML file, or the name of a shipped recipe such as tiny/demo"
+            " (docs/recipes.md)"
+        ),
     )
     parser.add_argument(
         "--set",
@@ -193,18 +269,26 @@ def recipe_arguments(parser: ArgumentParser, *, with_variant: bool = False) -> N
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="replace one value, for example train.learning_rate=4e-5; may be given several times",
+        help=(
+            "replace one value, for example train.learning_rate=4e-5; may be given"
+            " several times"
+        ),
     )
     parser.add_argument(
         "--rehearse",
         type=Path,
         metavar="FOLDER",
-        help="rehearse in FOLDER: run the same recipe on a tiny model of its family, a few invented rows in the columns"
-        " of its data, and a few steps",
+        help=(
+            "rehearse in FOLDER: run the same recipe on a tiny model of its family, a"
+            " few invented rows in the columns of its data, and a few steps"
+        ),
     )
     if with_variant:
         parser.add_argument(
-            "--variant", help="name of one of the recipe's variants, instead of its main distillation"
+            "--variant",
+            help=(
+                "name of one of the recipe's variants, instead of its main distillation"
+            ),
         )
 
 
@@ -219,6 +303,8 @@ def json_argument(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def print_result(arguments: argparse.Namespace, result: Any, text: Callable[[Any], str]) -> None:
+def print_result(
+    arguments: argparse.Namespace, result: Any, text: Callable[[Any], str]
+) -> None:
     """Print the result of a command: as JSON where --json is given, else as text."""
     print(json.dumps(result, indent=2) if arguments.json else text(result))

@@ -1,4 +1,6 @@
-"""Commands that estimate what a conversion will bring, and which layers to rewire: plan, layers, plan-layers."""
+"""Commands that estimate what a conversion will bring, and which layers to rewire:
+plan, layers, plan-layers.
+"""
 
 import os
 from argparse import ArgumentParser, Namespace
@@ -31,7 +33,13 @@ with lazy_imports():
     from fcsd.planning.cost.plan import write_windows
     from fcsd.planning.cost.planned import PlanSettings
     from fcsd.planning.cost.table import plan_table
-    from fcsd.planning.layers.proposal import layers_within, plan_layers, plan_text, study_table, within_text
+    from fcsd.planning.layers.proposal import (
+        layers_within,
+        plan_layers,
+        plan_text,
+        study_table,
+        within_text,
+    )
     from fcsd.planning.layers.settings import Study, study_from_options
     from fcsd.planning.layers.study import read_study, study_layers
     from fcsd.report.figure import check_figure
@@ -44,17 +52,22 @@ _MACHINE = ("gpu", "nodes", "gpus_per_node", "network_gb_s")
 
 def _plan(arguments: Namespace) -> None:
     options = vars(arguments) | _cluster(arguments)
-    settings = PlanSettings.from_options(options, connectivity=connectivity_of(arguments))
+    settings = PlanSettings.from_options(
+        options, connectivity=connectivity_of(arguments)
+    )
     if arguments.windows is not None:
         if settings.phase != "train" and settings.data_parallel is None:
             raise UserError(
-                f"--windows: of dispatch and combine, which --phase {arguments.phase} has not; use train, or --dp"
+                f"--windows: of dispatch and combine, which --phase {arguments.phase}"
+                " has not; use train, or --dp"
             )
         check_file_place(arguments.windows, read_windows_file)
     if arguments.figure is not None:
         check_file_place(arguments.figure, check_figure)
     names = ("links", "measured", "routing", "study", "metric", "figure")
-    facts = plan_from_files(settings, **{name: getattr(arguments, name) for name in names})
+    facts = plan_from_files(
+        settings, **{name: getattr(arguments, name) for name in names}
+    )
     if arguments.windows is not None:
         write_windows(facts, arguments.windows)
     print_result(arguments, facts, plan_table)
@@ -66,7 +79,10 @@ def _cluster(arguments: Namespace) -> dict[str, Any]:
         return {}
     if chosen := [name for name in _MACHINE if getattr(arguments, name) is not None]:
         name = chosen[0].replace("_", "-")
-        raise UserError(f"--cluster and --{name} are both given; the cluster file has both, leave one out")
+        raise UserError(
+            f"--cluster and --{name} are both given; the cluster file has both, leave"
+            " one out"
+        )
     return read_cluster(arguments.cluster)
 
 
@@ -76,7 +92,10 @@ def _plan_options(parser: ArgumentParser) -> None:
         "--cluster",
         type=Path,
         metavar="FILE",
-        help="YAML with gpu, nodes, gpus_per_node, network_gb_s and assumptions, instead of the next four options",
+        help=(
+            "YAML with gpu, nodes, gpus_per_node, network_gb_s and assumptions, instead"
+            " of the next four options"
+        ),
     )
     field_options(parser, PlanSettings, *_MACHINE, default=None)
     field_options(parser, PlanSettings)
@@ -91,25 +110,39 @@ def _plan_options(parser: ArgumentParser) -> None:
         "--measured",
         type=Path,
         metavar="FILE",
-        help="times that `fcsd trace` or `fcsd bench serve` measured, instead of the roofline",
+        help=(
+            "times that `fcsd trace` or `fcsd bench serve` measured, instead of the"
+            " roofline"
+        ),
     )
     parser.add_argument(
         "--routing",
         type=Path,
         metavar="FOLDER",
-        help="study of `fcsd routing`, whose imbalance of the ranks is used instead of even routing",
+        help=(
+            "study of `fcsd routing`, whose imbalance of the ranks is used instead of"
+            " even routing"
+        ),
     )
     parser.add_argument(
         "--study",
         type=Path,
         metavar="FOLDER",
-        help="study of `fcsd layers`, which adds what each selection costs in quality to what it gains in time",
+        help=(
+            "study of `fcsd layers`, which adds what each selection costs in quality to"
+            " what it gains in time"
+        ),
     )
     parser.add_argument(
-        "--metric", metavar="NAME", help="metric of the study that is shown (default: its first)"
+        "--metric",
+        metavar="NAME",
+        help="metric of the study that is shown (default: its first)",
     )
     parser.add_argument(
-        "--figure", type=Path, metavar="FILE", help="with --study: write a PNG of speed-up against quality"
+        "--figure",
+        type=Path,
+        metavar="FILE",
+        help="with --study: write a PNG of speed-up against quality",
     )
     parser.add_argument(
         "--windows",
@@ -133,10 +166,12 @@ def _plan_layers(arguments: Namespace) -> None:
     if arguments.max_loss is not None:
         if arguments.verify or arguments.calibrated or arguments.model is not None:
             raise UserError(
-                "--max-loss reads the finished study, with copied and with calibrated weights; --verify, --calibrated"
-                " and --model belong to --budget"
+                "--max-loss reads the finished study, with copied and with calibrated"
+                " weights; --verify, --calibrated and --model belong to --budget"
             )
-        counts = layers_within(arguments.study, arguments.max_loss, metric=arguments.metric)
+        counts = layers_within(
+            arguments.study, arguments.max_loss, metric=arguments.metric
+        )
         print_result(arguments, counts, within_text)
         return
     quiet_transformers()
@@ -155,29 +190,56 @@ def _plan_layers(arguments: Namespace) -> None:
 
 def _layers_options(parser: ArgumentParser) -> None:
     model_argument(parser)
-    parser.add_argument("--output", type=Path, required=True, help="folder for layers.json and layers.png")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="folder for layers.json and layers.png",
+    )
     text_argument(parser, "measure the KL to the original on this text")
     field_options(parser, Study, "text_examples", "max_length")
-    field_options(parser, Study, "loss_on", help="tokens that the KL is computed on: response or all")
+    field_options(
+        parser,
+        Study,
+        "loss_on",
+        help="tokens that the KL is computed on: response or all",
+    )
     parser.add_argument(
         "--calibrated",
         metavar="TEXT",
-        help="measure every selection with calibrated weights too (`fcsd calibrate`), solved on this text, written as"
-        " for --text; not on the text that is measured",
+        help=(
+            "measure every selection with calibrated weights too (`fcsd calibrate`),"
+            " solved on this text, written as for --text; not on the text that is"
+            " measured"
+        ),
     )
-    field_options(parser, Study, "calibration_tokens", help="with --calibrated: tokens to solve on")
+    field_options(
+        parser,
+        Study,
+        "calibration_tokens",
+        help="with --calibrated: tokens to solve on",
+    )
     task_arguments(parser, "measure this task")
     field_options(
-        parser, EvaluationConfig, "batch_size", type=int, help="sequences in one forward pass of a task"
+        parser,
+        EvaluationConfig,
+        "batch_size",
+        type=int,
+        help="sequences in one forward pass of a task",
     )
     field_options(parser, Study, "limit")
     parser.add_argument(
-        "--sides", help="sides to measure, some of first,last,single (default: all that can be measured)"
+        "--sides",
+        help=(
+            "sides to measure, some of first,last,single (default: all that can be"
+            " measured)"
+        ),
     )
     numbers = parser.add_mutually_exclusive_group()
     field_options(numbers, Study, "every")
     numbers.add_argument(
-        "--counts", help="for first and last: measure these numbers of layers, for example 1,2,4,8"
+        "--counts",
+        help="for first and last: measure these numbers of layers, for example 1,2,4,8",
     )
     field_options(parser, Study, "attention", "mlp")
     field_options(parser, ModelConfig, "dtype")
@@ -186,50 +248,72 @@ def _layers_options(parser: ArgumentParser) -> None:
 
 
 def _plan_layers_options(parser: ArgumentParser) -> None:
-    parser.add_argument("study", metavar="STUDY", type=Path, help="folder that `fcsd layers` wrote")
+    parser.add_argument(
+        "study", metavar="STUDY", type=Path, help="folder that `fcsd layers` wrote"
+    )
     wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--budget", help="share of the layers (90%%) or their number (43)")
+    wanted.add_argument(
+        "--budget", help="share of the layers (90%%) or their number (43)"
+    )
     wanted.add_argument(
         "--max-loss",
         type=float,
         metavar="X",
-        help="answer instead how many layers, from either end, can be rewired without training for this KL, or this"
-        " loss of a task's score",
+        help=(
+            "answer instead how many layers, from either end, can be rewired without"
+            " training for this KL, or this loss of a task's score"
+        ),
     )
     parser.add_argument(
-        "--metric", help="kl or a task of the study (default: the first one, kl if it was measured)"
+        "--metric",
+        help=(
+            "kl or a task of the study (default: the first one, kl if it was measured)"
+        ),
     )
     parser.add_argument(
         "--calibrated",
         action="store_true",
-        help="choose by what the layers cost with calibrated weights (needs a study with --calibrated)",
+        help=(
+            "choose by what the layers cost with calibrated weights (needs a study with"
+            " --calibrated)"
+        ),
     )
     parser.add_argument(
-        "--verify", action="store_true", help="measure the proposal and the last N layers on the study's data"
+        "--verify",
+        action="store_true",
+        help="measure the proposal and the last N layers on the study's data",
     )
-    parser.add_argument("--model", help="with --verify: the path of the study's model, where it has moved")
+    parser.add_argument(
+        "--model",
+        help="with --verify: the path of the study's model, where it has moved",
+    )
     json_argument(parser)
 
 
 COMMANDS = {
     "plan": Command(
-        "Predict what FarSkip connectivity gains on a cluster: time of a step or to a token, regular and overlapped.",
+        "Predict what FarSkip connectivity gains on a cluster: time of a step or to a"
+        " token, regular and overlapped.",
         _plan_options,
         _plan,
-        "No weights are loaded and nothing is trained; only config.json is fetched from the Hub (docs/plan.md).",
+        "No weights are loaded and nothing is trained; only config.json is fetched from"
+        " the Hub (docs/plan.md).",
     ),
     "layers": Command(
-        "Measure quality against the number of rewired layers, untrained (paper Fig. 3).",
+        "Measure quality against the number of rewired layers, untrained (paper"
+        " Fig. 3).",
         _layers_options,
         _layers,
-        "Layers are rewired from the start, from the end, and one at a time; quality is measured by suite tasks, KL to"
-        " the original, or both. The same command continues where it was cut off.",
+        "Layers are rewired from the start, from the end, and one at a time; quality is"
+        " measured by suite tasks, KL to the original, or both. The same command"
+        " continues where it was cut off.",
     ),
     "plan-layers": Command(
-        "Propose which layers to rewire for a given share, from a finished layer study.",
+        "Propose which layers to rewire for a given share, from a finished layer"
+        " study.",
         _plan_layers_options,
         _plan_layers,
-        "They are those that cost least when each is rewired alone, compared with the last N. Prints --layers text and"
-        " YAML.",
+        "They are those that cost least when each is rewired alone, compared with the"
+        " last N. Prints --layers text and YAML.",
     ),
 }

@@ -16,11 +16,14 @@ with lazy_imports():
 
 def _chat(arguments: Namespace) -> None:
     if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens: must be at least 1, got {arguments.max_new_tokens}")
+        raise UserError(
+            f"--max-new-tokens: must be at least 1, got {arguments.max_new_tokens}"
+        )
     from transformers.utils import logging
 
     quiet_transformers()
-    logging.set_verbosity_error()  # advice on generation settings would stand between the replies
+    # advice on generation settings would stand between the replies
+    logging.set_verbosity_error()
     options = {
         "trust_remote_code": arguments.trust_remote_code,
         "device_map": arguments.device_map,
@@ -46,40 +49,69 @@ def _push(arguments: Namespace) -> None:
         folder = arguments.folder.resolve()
         out = folder.with_name(f"{folder.name}-hub")
     card = NewCard(
-        arguments.base_model, arguments.license, tuple(arguments.results) if arguments.results else None
+        arguments.base_model,
+        arguments.license,
+        tuple(arguments.results) if arguments.results else None,
     )
-    print(push(arguments.folder, arguments.repo_id, private=arguments.private, dry_run=out, card=card))
+    print(
+        push(
+            arguments.folder,
+            arguments.repo_id,
+            private=arguments.private,
+            dry_run=out,
+            card=card,
+        )
+    )
 
 
 def _chat_options(parser: ArgumentParser) -> None:
     model_argument(parser)
     parser.add_argument(
-        "--beside", metavar="ORIGINAL", help="hub id or folder of a second model that answers beside it"
+        "--beside",
+        metavar="ORIGINAL",
+        help="hub id or folder of a second model that answers beside it",
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument(
-        "--max-new-tokens", type=int, help="longest reply (default: the model's own setting, or 2048)"
+        "--max-new-tokens",
+        type=int,
+        help="longest reply (default: the model's own setting, or 2048)",
     )
     parser.add_argument(
         "--greedy",
         action="store_true",
-        help="always take the likeliest token, so that two models differ by nothing else",
+        help=(
+            "always take the likeliest token, so that two models differ by nothing else"
+        ),
     )
     parser.add_argument(
-        "--no-thinking", action="store_true", help="ask a hybrid model for answers without thoughts"
+        "--no-thinking",
+        action="store_true",
+        help="ask a hybrid model for answers without thoughts",
     )
     parser.add_argument(
-        "--device-map", metavar="MAP", help='transformers\' device_map, for example "auto": several GPUs'
+        "--device-map",
+        metavar="MAP",
+        help='transformers\' device_map, for example "auto": several GPUs',
     )
 
 
 def _push_options(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "folder", metavar="DIR", type=Path, help="a run, its publish folder, or a converted checkpoint"
+        "folder",
+        metavar="DIR",
+        type=Path,
+        help="a run, its publish folder, or a converted checkpoint",
     )
-    parser.add_argument("repo_id", metavar="OWNER/NAME", help="model repository; created if there is none")
     parser.add_argument(
-        "--private", action="store_true", help="make the repository private when it is created"
+        "repo_id",
+        metavar="OWNER/NAME",
+        help="model repository; created if there is none",
+    )
+    parser.add_argument(
+        "--private",
+        action="store_true",
+        help="make the repository private when it is created",
     )
     parser.add_argument(
         "--dry-run",
@@ -87,7 +119,10 @@ def _push_options(parser: ArgumentParser) -> None:
         type=Path,
         nargs="?",
         const=Path(),
-        help="only write the folder that would be uploaded (default: DIR with -hub after its name)",
+        help=(
+            "only write the folder that would be uploaded (default: DIR with -hub after"
+            " its name)"
+        ),
     )
     field_options(parser, PublicationConfig, "base_model", "license")
     parser.add_argument(
@@ -95,23 +130,28 @@ def _push_options(parser: ArgumentParser) -> None:
         nargs=2,
         type=Path,
         metavar=("ORIGINAL", "MODEL"),
-        help="for a checkpoint without README.md: what `fcsd evaluate` wrote for the original and for it",
+        help=(
+            "for a checkpoint without README.md: what `fcsd evaluate` wrote for the"
+            " original and for it"
+        ),
     )
 
 
 COMMANDS = {
     "chat": Command(
-        "Talk to a model, or to a converted one and its original side by side (paper App. B).",
+        "Talk to a model, or to a converted one and its original side by side (paper"
+        " App. B).",
         _chat_options,
         _chat,
-        "Replies stream with the model's own generation settings. Without a terminal every line of stdin is a turn."
-        " MODEL computes on the accelerator if there is one.",
+        "Replies stream with the model's own generation settings. Without a terminal"
+        " every line of stdin is a turn. MODEL computes on the accelerator if there is"
+        " one.",
     ),
     "push": Command(
         "Put a FarSkip checkpoint with its card and results on the Hub.",
         _push_options,
         _push,
-        "After an interruption the same command continues from what has arrived. The access token is that of"
-        " `hf auth login`, or HF_TOKEN.",
+        "After an interruption the same command continues from what has arrived. The"
+        " access token is that of `hf auth login`, or HF_TOKEN.",
     ),
 }

@@ -1,4 +1,6 @@
-"""Commands that take a recipe: recipe, estimate, and the stages; what they need beside it: tiny-data, configs."""
+"""Commands that take a recipe: recipe, estimate, and the stages; what they need beside
+it: tiny-data, configs.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ with lazy_imports():
 
 def _load_recipe(arguments: Namespace) -> Recipe:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    return recipe if arguments.rehearse is None else rehearse(recipe, arguments.rehearse, join_launch())
+    return (
+        recipe
+        if arguments.rehearse is None
+        else rehearse(recipe, arguments.rehearse, join_launch())
+    )
 
 
 def _run(arguments: Namespace) -> Run:
@@ -65,7 +71,9 @@ def _estimate(arguments: Namespace) -> None:
         raise UserError("--variant and --pretrain are both given; leave one out")
     hardware = Hardware.from_options(vars(arguments))
     recipe = _load_recipe(arguments)
-    facts = estimate(recipe, hardware, variant=arguments.variant, pretrain=arguments.pretrain)
+    facts = estimate(
+        recipe, hardware, variant=arguments.variant, pretrain=arguments.pretrain
+    )
     print_result(arguments, facts, estimate_table)
 
 
@@ -73,19 +81,32 @@ def _tokenize(arguments: Namespace) -> None:
     if arguments.show is not None:
         check_number(arguments.show, "--show")
     for key, (rows, tokenizer) in tokenize(_run(arguments)).items():
-        print(f"{key}: {len(rows):,} rows of {rows.layout.max_length} tokens, in {rows.path.parent}")
+        print(
+            f"{key}: {len(rows):,} rows of {rows.layout.max_length} tokens, in"
+            f" {rows.path.parent}"
+        )
         tell_examples(rows, key)
         if arguments.show is not None:
             print_rows(rows, tokenizer, arguments.show)
 
 
 def _cache_teacher(arguments: Namespace) -> None:
-    print(cache_teacher(_run(arguments), arguments.variant, arguments.output, verify=arguments.verify))
+    print(
+        cache_teacher(
+            _run(arguments),
+            arguments.variant,
+            arguments.output,
+            verify=arguments.verify,
+        )
+    )
 
 
 def _trace(arguments: Namespace) -> None:
     for name, measured in trace(_run(arguments), arguments.output).items():
-        parts = [f"{key} {one.overlap:.1%} of {one.total * 1e3:.1f} ms" for key, one in measured.items()]
+        parts = [
+            f"{key} {one.overlap:.1%} of {one.total * 1e3:.1f} ms"
+            for key, one in measured.items()
+        ]
         print(f"{name}: hidden {', '.join(parts)}")
 
 
@@ -120,8 +141,11 @@ def _tokenize_options(parser: ArgumentParser) -> None:
         "--show",
         metavar="N",
         type=int,
-        help="print the text of the first N rows: special tokens written out, padding left out, what carries loss in"
-        " [[double brackets]], or in reverse video on a terminal",
+        help=(
+            "print the text of the first N rows: special tokens written out, padding"
+            " left out, what carries loss in [[double brackets]], or in reverse video"
+            " on a terminal"
+        ),
     )
 
 
@@ -135,14 +159,21 @@ def _cache_teacher_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         type=Path,
-        help="folder of the cache (default: the recipe's teacher.cache, else output_dir/teacher-cache)",
+        help=(
+            "folder of the cache (default: the recipe's teacher.cache, else"
+            " output_dir/teacher-cache)"
+        ),
     )
     parser.add_argument(
-        "--verify", action="store_true", help="read the finished cache once more and check its checksums"
+        "--verify",
+        action="store_true",
+        help="read the finished cache once more and check its checksums",
     )
 
 
-def _report_options(parser: ArgumentParser, recipe: Callable[..., None] = recipe_arguments) -> None:
+def _report_options(
+    parser: ArgumentParser, recipe: Callable[..., None] = recipe_arguments
+) -> None:
     recipe(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -150,14 +181,20 @@ def _report_options(parser: ArgumentParser, recipe: Callable[..., None] = recipe
 def _trace_options(parser: ArgumentParser) -> None:
     _sweep_options(parser)
     parser.add_argument(
-        "--output", type=Path, required=True, help="folder of the traces (ui.perfetto.dev) and the figure"
+        "--output",
+        type=Path,
+        required=True,
+        help="folder of the traces (ui.perfetto.dev) and the figure",
     )
 
 
 def _tiny_data_options(parser: ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="new folder")
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the generator; the same seed gives the same bytes"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the generator; the same seed gives the same bytes",
     )
 
 
@@ -174,8 +211,8 @@ def _configs_options(parser: ArgumentParser) -> None:
 
 COMMANDS = {
     "estimate": Command(
-        "Estimate what a training needs before it starts: memory of a rank, FLOPs, time, and what to change if it does"
-        " not fit.",
+        "Estimate what a training needs before it starts: memory of a rank, FLOPs,"
+        " time, and what to change if it does not fit.",
         _estimate_options,
         _estimate,
         "Nothing is loaded; only config.json is fetched from the Hub.",
@@ -187,12 +224,15 @@ COMMANDS = {
         "Exits with an error when the recipe is not valid.",
     ),
     "tokenize": Command(
-        "Tokenize the training data of a recipe, once for all its trainings; needs no GPU.",
+        "Tokenize the training data of a recipe, once for all its trainings; needs no"
+        " GPU.",
         _tokenize_options,
         _tokenize,
-        "Every other stage does it when it needs the tokens. One process runs on each core, eight at most; the same"
-        " command continues where it was cut off. `fcsd estimate` says how long it takes and which disk it needs."
-        " The command counts the examples that were read, cut and left out; `--show 3` prints the text of three rows.",
+        "Every other stage does it when it needs the tokens. One process runs on each"
+        " core, eight at most; the same command continues where it was cut off. `fcsd"
+        " estimate` says how long it takes and which disk it needs. The command counts"
+        " the examples that were read, cut and left out; `--show 3` prints the text of"
+        " three rows.",
     ),
     "pretrain": Command(
         "Train a model from scratch, regular or FarSkip (paper App. A).",
@@ -213,14 +253,16 @@ COMMANDS = {
         f"{SEVERAL.format('distill')} The same command continues where it was cut off.",
     ),
     "cache-teacher": Command(
-        "Run the teacher once over a recipe's training rows and keep its final hidden states on disk.",
+        "Run the teacher once over a recipe's training rows and keep its final hidden"
+        " states on disk.",
         _cache_teacher_options,
         _cache_teacher,
-        "With `teacher: {backend: cache, cache: FOLDER}` trainings then read them: no teacher in memory, and about"
-        " the cost of plain fine-tuning. It pays when rows are seen several times: a sweep, variants, epochs."
-        " Needs hidden size x 2 bytes (bfloat16) for each token with loss; the need is printed before it starts."
-        f" {SEVERAL.format('cache-teacher')}"
-        " The same command continues where it was cut off and computes no row twice.",
+        "With `teacher: {backend: cache, cache: FOLDER}` trainings then read them:"
+        " no teacher in memory, and about the cost of plain fine-tuning. It pays when"
+        " rows are seen several times: a sweep, variants, epochs. Needs hidden size x"
+        " 2 bytes (bfloat16) for each token with loss; the need is printed before it"
+        f" starts. {SEVERAL.format('cache-teacher')} The same command continues where"
+        " it was cut off and computes no row twice.",
     ),
     "report": Command(
         "Write the report of a run from the results of its stages.",
@@ -231,26 +273,33 @@ COMMANDS = {
         "Run all stages of a recipe, one after the other.",
         partial(_report_options, recipe=_sweep_options),
         lambda arguments: run_all(_run(arguments), as_json=arguments.json),
-        "The stages are pretrain, convert, sweep, distill, the variants, the evaluation of every model, the layer"
-        " study, report and publish, as far as the recipe has them; each leaves a folder in the recipe's output_dir. A"
-        " finished stage is not run again, one that was cut off continues; one whose settings changed is refused with"
-        f" the difference shown. {SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads it.",
+        "The stages are pretrain, convert, sweep, distill, the variants, the"
+        " evaluation of every model, the layer study, report and publish, as far as"
+        " the recipe has them; each leaves a folder in the recipe's output_dir. A"
+        " finished stage is not run again, one that was cut off continues; one whose"
+        " settings changed is refused with the difference shown."
+        f" {SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads it.",
     ),
     "trace": Command(
-        "Profile one step of the regular and of the rewired model: traces, a figure, how much is hidden.",
+        "Profile one step of the regular and of the rewired model: traces, a figure,"
+        " how much is hidden.",
         _trace_options,
         _trace,
-        "Launch it as a training with --expert-parallel N (docs/scale.md). Tokens are random, and no weights are kept.",
+        "Launch it as a training with --expert-parallel N (docs/scale.md). Tokens are"
+        " random, and no weights are kept.",
     ),
     "tiny-data": Command(
-        "Generate the instruct-to-Python tasks, tokenizer and test data of recipes/tiny.",
+        "Generate the instruct-to-Python tasks, tokenizer and test data of"
+        " recipes/tiny.",
         _tiny_data_options,
         _tiny_data,
     ),
     "configs": Command(
-        "Copy the configurations of `accelerate launch` that ship with fcsd, to be used and edited.",
+        "Copy the configurations of `accelerate launch` that ship with fcsd, to be used"
+        " and edited.",
         _configs_options,
         _configs,
-        "They are what docs and messages call configs/fsdp2_8.yaml and so on (docs/scale.md).",
+        "They are what docs and messages call configs/fsdp2_8.yaml and so on"
+        " (docs/scale.md).",
     ),
 }

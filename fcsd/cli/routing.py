@@ -45,7 +45,9 @@ def _routing(arguments: Namespace) -> None:
     quiet_transformers()
     options, against = vars(arguments), None
     if arguments.against is not None:
-        against = ModelConfig.from_options(options | {"revision": None}, path=arguments.against)
+        against = ModelConfig.from_options(
+            options | {"revision": None}, path=arguments.against
+        )
     study = RoutingStudy.from_options(options, against=against)
     launch = launch_of(arguments)
     inputs, prompts = {}, None
@@ -78,11 +80,16 @@ def _bias(arguments: Namespace) -> None:
         change = f"{before:.4g} -> {after:.4g} ms ({100 * (after / before - 1):+.1f} %)"
         print(f"exchanges, mean over layers and this text: {change}")
         if facts.get("left"):
-            print(f"layers that no bias brings into their windows, and that have none: {facts['left']}")
+            print(
+                "layers that no bias brings into their windows, and that have none:"
+                f" {facts['left']}"
+            )
         print(arguments.out)
 
 
-def _prompts(study: RoutingStudy) -> tuple[dict[str, str], Callable[[Any], list[list[int]]]]:
+def _prompts(
+    study: RoutingStudy,
+) -> tuple[dict[str, str], Callable[[Any], list[list[int]]]]:
     """Return what identifies the tasks' items, and a function that tokenizes their prompts."""
     suite = named_tasks(study.suite, study.tasks)
     root = Path(study.data_root) if study.data_root is not None else None
@@ -94,12 +101,18 @@ def _prompts(study: RoutingStudy) -> tuple[dict[str, str], Callable[[Any], list[
 def _routing_options(parser: ArgumentParser) -> None:
     model_argument(parser)
     parser.add_argument(
-        "--output", type=Path, required=True, help="folder for routing.json, routing.md and figures"
+        "--output",
+        type=Path,
+        required=True,
+        help="folder for routing.json, routing.md and figures",
     )
     parser.add_argument(
         "--against",
         metavar="MODEL2",
-        help="the model that MODEL is compared with on the same tokens: the original of a conversion",
+        help=(
+            "the model that MODEL is compared with on the same tokens: the original of"
+            " a conversion"
+        ),
     )
     _text_arguments(parser)
     field_options(parser, RoutingStudy)
@@ -111,7 +124,9 @@ def _routing_options(parser: ArgumentParser) -> None:
 
 def _bias_options(parser: ArgumentParser) -> None:
     model_argument(parser)
-    parser.add_argument("out", metavar="OUT", type=Path, help="file for the tables (safetensors)")
+    parser.add_argument(
+        "out", metavar="OUT", type=Path, help="file for the tables (safetensors)"
+    )
     field_options(parser, BiasSettings, "links", type=None)
     field_options(parser, BiasSettings, "kind", "strength")
     field_options(parser, BiasSettings, "windows", type=None)
@@ -119,7 +134,10 @@ def _bias_options(parser: ArgumentParser) -> None:
     field_options(parser, BiasSettings, "sigma_floor", default=None)
     _text_arguments(parser)
     field_options(
-        parser, BiasSettings, "endpoints", help="number of endpoints; the links must be between as many"
+        parser,
+        BiasSettings,
+        "endpoints",
+        help="number of endpoints; the links must be between as many",
     )
     field_options(parser, ModelConfig, "dtype")
     expert_parallel_argument(parser)
@@ -128,7 +146,12 @@ def _bias_options(parser: ArgumentParser) -> None:
 def _text_arguments(parser: ArgumentParser) -> None:
     text_argument(parser, "text to route")
     field_options(parser, RoutingStudy, "text_examples")
-    field_options(parser, RoutingStudy, "max_length", help="tokens of one row; what is longer is cut")
+    field_options(
+        parser,
+        RoutingStudy,
+        "max_length",
+        help="tokens of one row; what is longer is cut",
+    )
     task_arguments(parser, "route the prompts of this task")
     field_options(parser, RoutingStudy, "limit", "batch_size")
 
@@ -155,65 +178,85 @@ def _from_nccl_tests(arguments: Namespace) -> None:
     for option in ("max_bytes", "check"):
         if getattr(arguments, option):
             raise UserError(
-                f"--{option.replace('_', '-')} has no meaning with --nccl-tests: nothing is measured"
+                f"--{option.replace('_', '-')} has no meaning with --nccl-tests:"
+                " nothing is measured"
             )
     check_file_place(arguments.links, read_links)
     links = read_nccl_tests(arguments.nccl_tests)
     write_links(arguments.links, links)
     print(describe(links))
     print(
-        "nccl-tests times all edges together: all have the same latency and rate here, and no port is known"
+        "nccl-tests times all edges together: all have the same latency and rate here,"
+        " and no port is known"
     )
 
 
 def _profile_network_options(parser: ArgumentParser) -> None:
-    parser.add_argument("links", metavar="LINKS", type=Path, help="file for the links (JSON)")
+    parser.add_argument(
+        "links", metavar="LINKS", type=Path, help="file for the links (JSON)"
+    )
     parser.add_argument(
         "--collective",
         choices=["all_to_all_single", "p2p"],
         default="all_to_all_single",
-        help="what is measured: the all-to-all that expert parallelism uses, or every irecv, then every isend",
+        help=(
+            "what is measured: the all-to-all that expert parallelism uses, or every"
+            " irecv, then every isend"
+        ),
     )
     parser.add_argument(
         "--max-bytes",
         type=int,
         metavar="N",
-        help="largest message on one edge: what a rank sends another in one exchange (default: 1 MiB, 16 MiB on a GPU)",
+        help=(
+            "largest message on one edge: what a rank sends another in one exchange"
+            " (default: 1 MiB, 16 MiB on a GPU)"
+        ),
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="exchange 18 patterns of traffic afterwards, and print how far the simulation is off",
+        help=(
+            "exchange 18 patterns of traffic afterwards, and print how far the"
+            " simulation is off"
+        ),
     )
     parser.add_argument(
         "--nccl-tests",
         type=Path,
         metavar="FILE",
-        help="read this output of alltoall_perf or sendrecv_perf (nccl-tests, rccl-tests) instead of measuring",
+        help=(
+            "read this output of alltoall_perf or sendrecv_perf (nccl-tests,"
+            " rccl-tests) instead of measuring"
+        ),
     )
 
 
 COMMANDS = {
     "routing": Command(
-        "Count where a model's routers send the tokens of a text, and compute what that costs on given links.",
+        "Count where a model's routers send the tokens of a text, and compute what that"
+        " costs on given links.",
         _routing_options,
         _routing,
-        "The result has the loads of experts, the traffic between endpoints, what capacity factors drop, and with"
-        " --links the time of the exchanges and placements that lower it; with --against what a conversion changed"
+        "The result has the loads of experts, the traffic between endpoints, what"
+        " capacity factors drop, and with --links the time of the exchanges and"
+        " placements that lower it; with --against what a conversion changed"
         " (docs/steer.md).",
     ),
     "bias": Command(
-        "Write tables that steer a model's routers away from slow links, from its traffic on a text.",
+        "Write tables that steer a model's routers away from slow links, from its"
+        " traffic on a text.",
         _bias_options,
         _bias,
-        "`fcsd evaluate --router-bias OUT` measures what they cost in quality; a recipe's evaluation.router_bias sweeps"
-        " strengths (docs/steer.md).",
+        "`fcsd evaluate --router-bias OUT` measures what they cost in quality; a"
+        " recipe's evaluation.router_bias sweeps strengths (docs/steer.md).",
     ),
     "profile-network": Command(
-        "Measure latency and rate of the links between the ranks of a launch, from which exchanges are simulated.",
+        "Measure latency and rate of the links between the ranks of a launch, from"
+        " which exchanges are simulated.",
         _profile_network_options,
         _profile_network,
-        "Run it as: accelerate launch --config_file configs/cpu_2.yaml -m fcsd profile-network links.json"
-        " (docs/steer.md).",
+        "Run it as: accelerate launch --config_file configs/cpu_2.yaml -m fcsd"
+        " profile-network links.json (docs/steer.md).",
     ),
 }

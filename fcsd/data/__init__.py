@@ -1,4 +1,5 @@
-"""Text to packed rows: sources, chat templates, tokens on disk, packing, batches, decontamination.
+"""Text to packed rows: sources, chat templates, tokens on disk, packing, batches,
+decontamination.
 
 Not covered: images, video and audio.
 """

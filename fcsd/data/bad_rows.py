@@ -1,4 +1,6 @@
-"""Count the examples that cannot be tokenized: the run ends with the first one, or leaves them out up to a cap."""
+"""Count the examples that cannot be tokenized: the run ends with the first one, or
+leaves them out up to a cap.
+"""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -16,24 +18,37 @@ Policy = Literal["error", "skip"]
 class BadRows:
     """The record of bad examples, and what becomes of a run that meets one.
 
-    policy: error: the first one ends the run; skip: they are left out, up to 1 % of the examples that were read, and
-    ten in any case. setting: what errors call the setting that chooses the policy; None: there is none.
+    policy: error: the first one ends the run; skip: they are left out, up to 1 % of the
+    examples that were read, and ten in any case. setting: what errors call the setting
+    that chooses the policy; None: there is none.
     """
 
-    def __init__(self, policy: Policy = "error", setting: str | None = "data.on_bad_row"):
+    def __init__(
+        self, policy: Policy = "error", setting: str | None = "data.on_bad_row"
+    ):
         self.policy, self.setting = policy, setting
         self.num_examples = 0
         self.num_bad = 0
         self._listed: dict[str, str] = {}  # where -> what is wrong
 
     def __repr__(self) -> str:
-        listed = [f"{where}: {reason}" for where, reason in list(self._listed.items())[:_SHOWN]]
-        more = [f"and {self.num_bad - len(listed)} more"] if self.num_bad > len(listed) else []
-        return "\n".join([f"{self.num_bad} of {self.num_examples} examples left out", *listed, *more])
+        listed = [
+            f"{where}: {reason}"
+            for where, reason in list(self._listed.items())[:_SHOWN]
+        ]
+        more = (
+            [f"and {self.num_bad - len(listed)} more"]
+            if self.num_bad > len(listed)
+            else []
+        )
+        return "\n".join(
+            [f"{self.num_bad} of {self.num_examples} examples left out", *listed, *more]
+        )
 
     def add(self, examples: Sequence[tuple[str, str]], num_read: int = 0) -> None:
-        """Record bad examples, where each is and what is wrong with it, among `num_read` more that were read; UserError
-        where there is one that is not to be left out, or too many.
+        """Record bad examples, where each is and what is wrong with it, among
+        `num_read` more that were read; UserError where there is one that is not to be
+        left out, or too many.
         """
         self.num_examples += num_read
         for where, reason in examples:
@@ -49,21 +64,29 @@ class BadRows:
         if self.policy == "error":
             others = len(examples) - 1
             more = (
-                f" ({others} more row{'' if others == 1 else 's'} cannot be tokenized either)"
+                f" ({others} more row{'' if others == 1 else 's'} cannot be tokenized"
+                " either)"
                 if others
                 else ""
             )
-            skip = f", or set {self.setting}: skip to leave out such rows" if self.setting else ""
+            skip = (
+                f", or set {self.setting}: skip to leave out such rows"
+                if self.setting
+                else ""
+            )
             raise UserError(f"{where}: {reason}{more}; correct it{skip}")
         if self.num_bad > max(_ALWAYS_ALLOWED, CAP * self.num_examples):
             raise UserError(
-                f"{self.num_bad} of {self.num_examples} examples cannot be tokenized, and {self.setting}: skip leaves"
-                f" out {CAP:.0%} at most; one of them: {where}: {reason}; correct the data, or `columns`"
+                f"{self.num_bad} of {self.num_examples} examples cannot be tokenized,"
+                f" and {self.setting}: skip leaves out {CAP:.0%} at most; one of them:"
+                f" {where}: {reason}; correct the data, or `columns`"
             )
 
     def listed(self) -> list[dict[str, str]]:
         """List the bad examples, the first ten thousand of them."""
-        return [{"where": where, "reason": reason} for where, reason in self._listed.items()]
+        return [
+            {"where": where, "reason": reason} for where, reason in self._listed.items()
+        ]
 
     def summary(self) -> dict[str, int]:
         """Sum up for a manifest: examples read, and left out."""

@@ -15,7 +15,8 @@ NO_LOSS = -100
 
 
 ROW_FEATURES = {
-    name: datasets.List(datasets.Value("int32")) for name in ("input_ids", "position_ids", "labels")
+    name: datasets.List(datasets.Value("int32"))
+    for name in ("input_ids", "position_ids", "labels")
 }
 
 
@@ -23,9 +24,11 @@ _TAIL_MULTIPLE = 64
 
 
 class Collator:
-    """Rows to int64 tensors (B, T): input_ids, position_ids, labels. No attention mask: position ids say it all.
+    """Rows to int64 tensors (B, T): input_ids, position_ids, labels. No attention mask:
+    position ids say it all.
 
-    ahead: is shown each batch; with a worker process that collates, this is well before the batch is used.
+    ahead: is shown each batch; with a worker process that collates, this is well before
+    the batch is used.
     """
 
     def __init__(self, ahead: Callable[[dict[str, Tensor]], None] | None = None):
@@ -33,7 +36,12 @@ class Collator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         batch = {
-            name: torch.stack([torch.as_tensor(np.asarray(row[name]), dtype=torch.int64) for row in rows])
+            name: torch.stack(
+                [
+                    torch.as_tensor(np.asarray(row[name]), dtype=torch.int64)
+                    for row in rows
+                ]
+            )
             for name in ROW_FEATURES
         }
         if self.ahead is not None:
@@ -53,10 +61,12 @@ def in_batches(rows: Sequence[Mapping[str, Any]], size: int) -> list[Batch]:
 def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the token that each position has to predict.
 
-    Position t predicts the label at t+1, if that carries loss and belongs to the same example.
+    Position t predicts the label at t+1, if that carries loss and belongs to the same
+    example.
 
-    Args: labels, position_ids (B, T). Returns: keep, (B, T) bool, True where a position has a target; targets
-    (N,) token ids of those positions, in the order of `hidden[keep]`.
+    Args: labels, position_ids (B, T). Returns: keep, (B, T) bool, True where a position
+    has a target; targets (N,) token ids of those positions, in the order of
+    `hidden[keep]`.
     """
     keep = torch.zeros_like(labels, dtype=torch.bool)
     keep[:, :-1] = (labels[:, 1:] != NO_LOSS) & (position_ids[:, 1:] != 0)
@@ -66,7 +76,8 @@ def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Te
 def real_tokens(batch: Batch) -> Tensor:
     """Tell which of a batch's tokens (B, T) are text: all but the padding at the end of a row."""
     labels, positions = batch["labels"], batch["position_ids"]
-    last = (labels != NO_LOSS).int().flip(1).argmax(1)  # tokens behind the last one with loss
+    # tokens behind the last one with loss
+    last = (labels != NO_LOSS).int().flip(1).argmax(1)
     place = torch.arange(labels.shape[1]).expand_as(labels)
     behind = place >= labels.shape[1] - last[:, None]
     # An example may end without loss; padding begins at position 0.
@@ -75,12 +86,16 @@ def real_tokens(batch: Batch) -> Tensor:
 
 
 def trim_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Cut the batch behind the last position with loss in any of its rows: what follows is padding, mostly.
+    """Cut the batch behind the last position with loss in any of its rows: what follows
+    is padding, mostly.
 
-    No kept position sees what is cut off. The length stays a multiple of 64, or as it was, so that shapes recur; it
-    matters where rows are not packed.
+    No kept position sees what is cut off. The length stays a multiple of 64, or as it
+    was, so that shapes recur; it matters where rows are not packed.
     """
     with_loss = (batch["labels"] != NO_LOSS).any(dim=0).nonzero()
     length = int(with_loss.max()) + 1 if len(with_loss) else 1
     length = -(-length // _TAIL_MULTIPLE) * _TAIL_MULTIPLE
-    return {name: batch[name][:, :length] if name in ROW_FEATURES else batch[name] for name in batch}
+    return {
+        name: batch[name][:, :length] if name in ROW_FEATURES else batch[name]
+        for name in batch
+    }

@@ -25,7 +25,10 @@ class SourceConfig(Strict):
     max_examples: int | None = Field(None, gt=0)
 
     elsewhere: ClassVar[dict[str, str]] = {
-        "streaming": "every source is tokenized once, as much of it as the longest training needs; leave the key out",
+        "streaming": (
+            "every source is tokenized once, as much of it as the longest training"
+            " needs; leave the key out"
+        ),
     }
 
     @model_validator(mode="after")
@@ -36,24 +39,35 @@ class SourceConfig(Strict):
 
 
 def making_of(*places: str | None) -> str:
-    """Say which command makes the data of recipes/tiny, the first of `places` being one of them; "" of other data.
+    """Say which command makes the data of recipes/tiny, the first of `places` being one
+    of them; "" of other data.
 
     places: a path or the id of a data set, and where it may lie.
     """
-    folder = next((part for place in places if (part := re.match(r".*?tiny-data(?=/|$)", place or ""))), None)
+    folder = next(
+        (
+            part
+            for place in places
+            if (part := re.match(r".*?tiny-data(?=/|$)", place or ""))
+        ),
+        None,
+    )
     if folder is None and not (places[0] or "").startswith("fcsd/tiny-"):
         return ""
     return f"; `fcsd tiny-data {folder[0] if folder else 'OUT'}` makes it"
 
 
 def source_option(text: str | None, option: str) -> dict[str, Any] | None:
-    """Read an option that names a text: a path, a hub id, or YAML of what a recipe's `data.heldout` holds.
+    """Read an option that names a text: a path, a hub id, or YAML of what a recipe's
+    `data.heldout` holds.
 
     Where `columns` are not said they are seen from their names.
     """
     if text is None:
         return None
-    source = parse_yaml(text, option) if text.lstrip().startswith("{") else {"path": text}
+    source = (
+        parse_yaml(text, option) if text.lstrip().startswith("{") else {"path": text}
+    )
     return validate(SourceConfig, {"columns": None} | source, option).model_dump()
 
 
@@ -64,11 +78,14 @@ class TestSetConfig(Strict):
     name: str | None = None  # configuration of the data set
     split: str = "test"
     revision: str | None = None
-    columns: list[str] = Field(default_factory=list)  # whose text counts; none: all of them
+    # whose text counts; none: all of them
+    columns: list[str] = Field(default_factory=list)
 
 
 class DecontaminateConfig(Strict):
-    """Training examples that share `ngram` words in a row with a test item are left out and listed."""
+    """Training examples that share `ngram` words in a row with a test item are left out
+    and listed.
+    """
 
     suite: str | None = None  # name in eval/suites, or a path: the items of its tasks
     against: list[TestSetConfig] = Field(default_factory=list)  # and of these data sets
@@ -77,7 +94,9 @@ class DecontaminateConfig(Strict):
     @model_validator(mode="after")
     def _has_test_items(self) -> "DecontaminateConfig":
         if self.suite is None and not self.against:
-            raise ValueError("needs test items: name a suite, or data sets under `against`")
+            raise ValueError(
+                "needs test items: name a suite, or data sets under `against`"
+            )
         return self
 
 
@@ -90,7 +109,8 @@ class DataConfig(Strict):
     heldout_examples: int = option(256, "number of examples of the text", gt=0)
     max_length: int = option(4096, "tokens in one row of the text", gt=1)
     packing: bool = True
-    on_bad_row: Literal["error", "skip"] = "error"  # skip: leave out, up to 1 %, and ten in any case
+    # skip: leave out, up to 1 %, and ten in any case
+    on_bad_row: Literal["error", "skip"] = "error"
     loss_on: Literal["response", "all"] = option(
         "response", "tokens that the loss is computed on: response or all"
     )
@@ -103,16 +123,26 @@ class ModelStudy(Strict):
     text: SourceConfig | None = None
     text_examples: int = like(DataConfig, "heldout_examples")
     max_length: int = like(DataConfig, "max_length")
-    suite: str = option("tiny", "name of a shipped suite (eval/suites), or a path to a suite file")
+    suite: str = option(
+        "tiny", "name of a shipped suite (eval/suites), or a path to a suite file"
+    )
     tasks: list[str] = Field(default_factory=list)
-    data_root: str | None = option(None, "folder in hub layout (owner/name/…); without it the Hub is used")
+    data_root: str | None = option(
+        None, "folder in hub layout (owner/name/…); without it the Hub is used"
+    )
     limit: int | None = option(
-        None, "number of first items of every task, for a quick look; every table says so", gt=0
+        None,
+        "number of first items of every task, for a quick look; every table says so",
+        gt=0,
     )
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], **own: Any) -> Self:
-        """Build a study from the options of a command: MODEL, --text, --task, and those called like its fields."""
+        """Build a study from the options of a command: MODEL, --text, --task, and those
+        called like its fields.
+        """
         model = ModelConfig.from_options(options, path=options["model"])
         text = source_option(options["text"], "--text")
-        return super().from_options(options, model=model, text=text, tasks=options["task"], **own)
+        return super().from_options(
+            options, model=model, text=text, tasks=options["task"], **own
+        )

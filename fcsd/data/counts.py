@@ -1,6 +1,8 @@
-"""Count the examples of a data set that reach the rows, whole or cut, and tell people of those that do not.
+"""Count the examples of a data set that reach the rows, whole or cut, and tell people
+of those that do not.
 
-Not covered: which examples were left out, and why (`fcsd.data.bad_rows`, `fcsd.data.decontaminate`).
+Not covered: which examples were left out, and why (`fcsd.data.bad_rows`,
+`fcsd.data.decontaminate`).
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ WARNED = 0.05  # share of the examples that were read
 
 @dataclass(frozen=True)
 class ExampleCounts:
-    """What became of the examples of sources; each is counted in one of these, or is whole.
+    """What became of the examples of sources; each is counted in one of these, or is
+    whole.
 
-    read: all that were read; cut: tokens with loss lie behind `max_length`, others before it; without_loss: no token
-    has loss; cut_away: all tokens with loss lie behind `max_length`; bad: cannot be tokenized; overlapping: share words
-    with a test item.
+    read: all that were read; cut: tokens with loss lie behind `max_length`, others
+    before it; without_loss: no token has loss; cut_away: all tokens with loss lie
+    behind `max_length`; bad: cannot be tokenized; overlapping: share words with a test
+    item.
     """
 
     read: int = 0
@@ -37,7 +41,9 @@ class ExampleCounts:
     overlapping: int = 0
 
     def __add__(self, other: ExampleCounts) -> ExampleCounts:
-        return ExampleCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return ExampleCounts(
+            *(a + b for a, b in zip(astuple(self), astuple(other), strict=True))
+        )
 
     @property
     def left_out(self) -> int:
@@ -55,7 +61,9 @@ class ExampleCounts:
             "left out": self.left_out,
             "never used": num_never_used,
         }
-        text = ", ".join(f"{number:,} {name}" for name, number in parts.items() if number is not None)
+        text = ", ".join(
+            f"{number:,} {name}" for name, number in parts.items() if number is not None
+        )
         return f"{self.read:,} example{'' if self.read == 1 else 's'} read: {text}"
 
     def warnings(self, max_length: int) -> Iterator[str]:
@@ -64,7 +72,10 @@ class ExampleCounts:
         for number, reason in (
             (self.cut, f"are cut: some of their {behind}"),
             (self.cut_away, f"are without loss: all of their {behind}"),
-            (self.without_loss, "are without loss: they have no answer; check the data, or `columns`"),
+            (
+                self.without_loss,
+                "are without loss: they have no answer; check the data, or `columns`",
+            ),
             (self.bad, "are left out: they cannot be tokenized"),
             (self.overlapping, "are left out: they overlap with test items"),
         ):
@@ -83,11 +94,19 @@ def count_shard(shard: Shard, max_length: int) -> ExampleCounts:
     """Count the examples of a shard by what rows of `max_length` tokens hold of them."""
     first, ends = shard.array("first_loss"), shard.array("ends")
     lengths = np.diff(ends, prepend=0)
-    longer = np.flatnonzero((first >= 0) & (first < max_length) & (lengths > max_length))
+    longer = np.flatnonzero(
+        (first >= 0) & (first < max_length) & (lengths > max_length)
+    )
     num_cut = 0
     if len(longer):
-        before = np.concatenate([[0], np.cumsum(shard.array("loss"))])  # tokens with loss before each token
-        num_cut = int((before[ends[longer]] > before[ends[longer] - lengths[longer] + max_length]).sum())
+        # tokens with loss before each token
+        before = np.concatenate([[0], np.cumsum(shard.array("loss"))])
+        num_cut = int(
+            (
+                before[ends[longer]]
+                > before[ends[longer] - lengths[longer] + max_length]
+            ).sum()
+        )
     return ExampleCounts(
         read=shard.record["num_rows"],
         cut=num_cut,
@@ -98,24 +117,30 @@ def count_shard(shard: Shard, max_length: int) -> ExampleCounts:
     )
 
 
-def no_rows(sources: Sequence[Source], counts: ExampleCounts, max_length: int) -> UserError:
-    """Return the error where examples make no row: none has an answer, every answer is cut away, or none is left."""
+def no_rows(
+    sources: Sequence[Source], counts: ExampleCounts, max_length: int
+) -> UserError:
+    """Return the error where examples make no row: none has an answer, every answer is
+    cut away, or none is left.
+    """
     names = ", ".join(source.path for source in sources)
     if counts.cut_away:
         reason = (
-            f"not one of {counts.read} examples has a response token within max_length: {max_length}; raise max_length"
-            " or check `columns`"
+            f"not one of {counts.read} examples has a response token within max_length:"
+            f" {max_length}; raise max_length or check `columns`"
         )
     elif counts.without_loss:
-        missing = ", or ".join(dict.fromkeys(_answer_of(source.columns or {}) for source in sources))
+        missing = ", or ".join(
+            dict.fromkeys(_answer_of(source.columns or {}) for source in sources)
+        )
         reason = (
-            f"not one of {counts.read} examples has a token with loss: {missing}; check the data, or name other columns"
-            " under `columns`"
+            f"not one of {counts.read} examples has a token with loss: {missing}; check"
+            " the data, or name other columns under `columns`"
         )
     else:
         reason = (
-            f"none of {counts.read} examples is left: {counts.bad} cannot be tokenized, {counts.overlapping} overlap"
-            " with test items; use other data"
+            f"none of {counts.read} examples is left: {counts.bad} cannot be tokenized,"
+            f" {counts.overlapping} overlap with test items; use other data"
         )
     return UserError(f"data set {names}: {reason}")
 
@@ -123,22 +148,29 @@ def no_rows(sources: Sequence[Source], counts: ExampleCounts, max_length: int) -
 def _answer_of(columns: Mapping[Any, str]) -> str:
     """Say what examples with these columns do not have."""
     if "messages" in columns:
-        return f"column {columns['messages']!r} has no message of an assistant with text"
+        return (
+            f"column {columns['messages']!r} has no message of an assistant with text"
+        )
     if "response" in columns:
         return f"column {columns['response']!r} has no response with text"
     if "text" in columns:
         return f"column {columns['text']!r} has no text of two tokens"
     if "labels" in columns:
-        return f"column {columns['labels']!r} has no label but {NO_LOSS} behind an example's first token"
+        return (
+            f"column {columns['labels']!r} has no label but {NO_LOSS} behind an"
+            " example's first token"
+        )
     if "input_ids" in columns:
         return f"column {columns['input_ids']!r} has no example of two tokens"
     return "there is no answer in it"
 
 
 def tell_examples(rows: Any, name: str, *, always: bool = True) -> None:
-    """Print on stderr what became of the examples of rows, and warnings; nothing of rows that were packed elsewhere.
+    """Print on stderr what became of the examples of rows, and warnings; nothing of
+    rows that were packed elsewhere.
 
-    name: what the data are called. always: also where all examples are in the rows, and whole.
+    name: what the data are called. always: also where all examples are in the rows, and
+    whole.
     """
     counts = getattr(rows, "counts", None)
     if counts is not None and (always or counts.cut or counts.usable < counts.read):

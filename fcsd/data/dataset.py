@@ -2,11 +2,13 @@
 
     open_source → read_pieces → Tokenizing → PackedRows → Collator → next_token_targets
 
-Several examples share a row of `max_length` tokens. Position ids restart at 0 at each of them, which is how
-transformers (with no attention mask and no cache) keeps them from seeing each other. Labels follow the convention of
-transformers: the label at position t is the token at position t, -100 where there is no loss.
+Several examples share a row of `max_length` tokens. Position ids restart at 0 at each
+of them, which is how transformers (with no attention mask and no cache) keeps them from
+seeing each other. Labels follow the convention of transformers: the label at position t
+is the token at position t, -100 where there is no loss.
 
-Data that a caller holds already go the same way (`given_rows`); what their columns mean is seen from their names.
+Data that a caller holds already go the same way (`given_rows`); what their columns mean
+is seen from their names.
 
 Not covered: where the rows of a recipe lie (`fcsd.pipeline.rows`).
 """
@@ -51,27 +53,39 @@ def build_dataset(
     vocab_size: int | None = None,
     **layout: Any,
 ) -> PackedRows:
-    """Build the rows of all sources, mixed, shuffled and packed; the same seed gives the same rows in the same order.
+    """Build the rows of all sources, mixed, shuffled and packed; the same seed gives
+    the same rows in the same order.
 
-    One source: all its examples once. Several: each next example comes from a source drawn with probability
-    proportional to its `weight`, until every source has been read to its end; those that end early start again. A
-    source that is too large to be tokenized whole gives as much as `num_rows` rows need (None: all of it).
-    `decontaminator` (or what it gives when it is called, once it is needed) leaves out the examples that overlap with
-    test items, and keeps the record; `bad_rows` says what becomes of those that cannot be tokenized (None: the first
-    one is an error), and keeps theirs.
+    One source: all its examples once. Several: each next example comes from a source
+    drawn with probability proportional to its `weight`, until every source has been
+    read to its end; those that end early start again. A source that is too large to be
+    tokenized whole gives as much as `num_rows` rows need (None: all of it).
+    `decontaminator` (or what it gives when it is called, once it is needed) leaves out
+    the examples that overlap with test items, and keeps the record; `bad_rows` says
+    what becomes of those that cannot be tokenized (None: the first one is an error),
+    and keeps theirs.
 
     Args:
         num_proc: processes that tokenize; None: one a core, eight at most.
-        place: where the tokens are kept, and a folder's name for each source, which says all that they depend on; None:
-            until this process ends.
-        vocab_size: tokens that the model knows, so that the examples with others are found; None: not known.
+        place: where the tokens are kept, and a folder's name for each source, which
+            says all that they depend on; None: until this process ends.
+        vocab_size: tokens that the model knows, so that the examples with others are
+            found; None: not known.
         layout: `max_length`, and what else a `Layout` has.
 
-    Raises: UserError as `load_source` and `tokenize_examples`; also when no example has a token to predict.
+    Raises: UserError as `load_source` and `tokenize_examples`; also when no example has
+    a token to predict.
     """
-    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    pad_token_id = (
+        tokenizer.pad_token_id
+        if tokenizer.pad_token_id is not None
+        else tokenizer.eos_token_id
+    )
     if pad_token_id is None:
-        raise UserError(f"{tokenizer_name(tokenizer)}: neither a padding nor an end-of-sequence token")
+        raise UserError(
+            f"{tokenizer_name(tokenizer)}: neither a padding nor an end-of-sequence"
+            " token"
+        )
     folder, names = place or (scratch(), [*map(str, range(len(sources)))])
     path = write_rows(
         [*zip(sources, names, strict=True)],
@@ -91,10 +105,14 @@ def heldout_rows(
     num_examples: int,
     **options: Any,
 ) -> Any:
-    """Build rows of the first `num_examples` of held-out text, in order; options as `build_dataset`."""
+    """Build rows of the first `num_examples` of held-out text, in order; options as
+    `build_dataset`.
+    """
     limit = min(num_examples, source.max_examples or num_examples)
     first = source.model_copy(update={"max_examples": limit})
-    return build_dataset([first], tokenizer, shuffle=False, bad_rows=BadRows(setting=None), **options)
+    return build_dataset(
+        [first], tokenizer, shuffle=False, bad_rows=BadRows(setting=None), **options
+    )
 
 
 def given_rows(
@@ -106,10 +124,11 @@ def given_rows(
     columns: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Any:
-    """Make packed rows of `data`, as `build_dataset` does of sources, in the same order for a seed.
+    """Make packed rows of `data`, as `build_dataset` does of sources, in the same order
+    for a seed.
 
-    Rows that are packed already (columns input_ids, position_ids and labels) come back as they are, of a stream as many
-    as `num_rows` on disk.
+    Rows that are packed already (columns input_ids, position_ids and labels) come back
+    as they are, of a stream as many as `num_rows` on disk.
 
     name: what errors call the data, for example "train_dataset". columns: {"messages": …} | {"prompt": …, "response":
     …} | {"prompt": …, "completion": …} | {"text": …}, names of columns, and what stands beside them
@@ -117,13 +136,16 @@ def given_rows(
     packed as they are. options: as `build_dataset`.
 
     Raises:
-        UserError: no such columns, no examples, what `tokenize_examples` refuses, packed rows of another length.
+        UserError: no such columns, no examples, what `tokenize_examples` refuses,
+            packed rows of another length.
     """
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
         data = _of_list(data, name)
     names = _column_names(data, name)
     if set(ROW_FEATURES) <= set(names) and columns is None:
-        return _packed(data, name, max_length, options.get("num_rows"), options.get("vocab_size"))
+        return _packed(
+            data, name, max_length, options.get("num_rows"), options.get("vocab_size")
+        )
     if not isinstance(data, datasets.Dataset | datasets.IterableDataset):
         raise _no_data(data, name)
     # Tensors of a format that was set would not tokenize.
@@ -132,19 +154,22 @@ def given_rows(
         if not isinstance(columns, Mapping):
             column = columns if isinstance(columns, str) else "body"
             raise UserError(
-                f"columns: {kind_of(columns)}, {columns!r}; what a column means and its name are needed, for example"
-                f" columns={{'text': {column!r}}}"
+                f"columns: {kind_of(columns)}, {columns!r}; what a column means and its"
+                f" name are needed, for example columns={{'text': {column!r}}}"
             )
         try:
             check_meanings(columns)
         except ValueError as error:
             raise UserError(str(error)) from None
-    source = GivenSource(name, column_meanings(name, names, columns, form="columns={1}"), plain)
+    source = GivenSource(
+        name, column_meanings(name, names, columns, form="columns={1}"), plain
+    )
     return build_dataset([source], tokenizer, max_length=max_length, **options)
 
 
 def _of_list(examples: Sequence[Any], name: str) -> datasets.Dataset:
-    """Return a data set of a list of examples; a column that an example lacks is None in it.
+    """Return a data set of a list of examples; a column that an example lacks is None
+    in it.
 
     Lists of messages keep each value as it is written.
     """
@@ -152,31 +177,44 @@ def _of_list(examples: Sequence[Any], name: str) -> datasets.Dataset:
     for number, example in enumerate(examples, 1):
         if not isinstance(example, Mapping):
             raise UserError(
-                f"data set {name}, row {number}: {kind_of(example)}; an example is a mapping of columns to values:"
-                " {'text': …}, {'messages': […]}, or {'input_ids': […]}"
+                f"data set {name}, row {number}: {kind_of(example)}; an example is a"
+                " mapping of columns to values: {'text': …}, {'messages': […]}, or"
+                " {'input_ids': […]}"
             )
         names |= dict.fromkeys(example)
-    columns = {column: [example.get(column) for example in examples] for column in names}
-    plain = {column: values for column, values in columns.items() if not any(map(_is_chat, values))}
+    columns = {
+        column: [example.get(column) for example in examples] for column in names
+    }
+    plain = {
+        column: values
+        for column, values in columns.items()
+        if not any(map(_is_chat, values))
+    }
     try:
         types = datasets.Dataset.from_dict(plain, on_mixed_types="use_json").features
-        features = datasets.Features({column: types.get(column, datasets.Json()) for column in columns})
+        features = datasets.Features(
+            {column: types.get(column, datasets.Json()) for column in columns}
+        )
         return datasets.Dataset.from_dict(columns, features=features)
-    except (ValueError, TypeError, OverflowError) as error:  # pyarrow's are of the first two
+    # pyarrow's are of the first two
+    except (ValueError, TypeError, OverflowError) as error:
         raise UserError(
-            f"data set {name}: its examples have no common columns ({one_line(error)}); values of one column must be of"
-            " one kind"
+            f"data set {name}: its examples have no common columns ({one_line(error)});"
+            " values of one column must be of one kind"
         ) from None
 
 
 def _no_data(data: Any, name: str) -> UserError:
     needed = (
-        "a datasets.Dataset or IterableDataset, or a list of examples is needed, or packed rows with"
-        f" {', '.join(ROW_FEATURES)}"
+        "a datasets.Dataset or IterableDataset, or a list of examples is needed, or"
+        f" packed rows with {', '.join(ROW_FEATURES)}"
     )
     hint = ""
     if isinstance(data, str | Path):
-        hint = "; datasets.load_dataset reads files and the Hub: load_dataset('json', data_files=PATH, split='train')"
+        hint = (
+            "; datasets.load_dataset reads files and the Hub: load_dataset('json',"
+            " data_files=PATH, split='train')"
+        )
     elif type(data).__name__ == "DataFrame":
         hint = "; datasets.Dataset.from_pandas makes one of it"
     return UserError(f"data set {name}: {kind_of(data)}; {needed}{hint}")
@@ -189,20 +227,26 @@ def _is_chat(value: Any) -> bool:
 def _column_names(data: Any, name: str) -> list[str]:
     if isinstance(data, Mapping):  # a DatasetDict, too
         if any(
-            isinstance(each, list) and each and not isinstance(each[0], Mapping) for each in data.values()
+            isinstance(each, list) and each and not isinstance(each[0], Mapping)
+            for each in data.values()
         ):
             raise UserError(
-                f"data set {name}: columns {', '.join(map(repr, data))} in a dict; datasets.Dataset.from_dict makes a"
-                " data set of them"
+                f"data set {name}: columns {', '.join(map(repr, data))} in a dict;"
+                " datasets.Dataset.from_dict makes a data set of them"
             )
-        raise UserError(f"data set {name}: holds several ({', '.join(map(repr, data))}); give one of them")
+        raise UserError(
+            f"data set {name}: holds several ({', '.join(map(repr, data))}); give one"
+            " of them"
+        )
     if isinstance(data, datasets.Dataset):
         if len(data) == 0:
             raise UserError(f"data set {name}: it is empty")
         return data.column_names
     if isinstance(data, datasets.IterableDataset) and data.column_names is not None:
         return data.column_names
-    if isinstance(data, str | Path) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
+    if isinstance(data, str | Path) or not (
+        hasattr(data, "__iter__") or hasattr(data, "__getitem__")
+    ):
         raise _no_data(data, name)
     first = next(iter(data), None)
     if first is None:
@@ -210,25 +254,33 @@ def _column_names(data: Any, name: str) -> list[str]:
     return list(first) if isinstance(first, Mapping) else []
 
 
-def _packed(data: Any, name: str, max_length: int, num_rows: int | None, vocab_size: int | None) -> Any:
+def _packed(
+    data: Any, name: str, max_length: int, num_rows: int | None, vocab_size: int | None
+) -> Any:
     row = data[0] if hasattr(data, "__len__") else next(iter(data))
     if (length := len(row["input_ids"])) != max_length:
         raise UserError(
-            f"data set {name}: its rows are packed already, with {length} tokens, and max_length is {max_length}; set"
-            f" max_length to {length}"
+            f"data set {name}: its rows are packed already, with {length} tokens, and"
+            f" max_length is {max_length}; set max_length to {length}"
         )
     if isinstance(data, datasets.Dataset):
         _check_packed(data, name, vocab_size)
     if hasattr(data, "__len__"):
         return data
     rows = partial(itertools.islice, data, num_rows)
-    return datasets.Dataset.from_generator(rows, cache_dir=str(scratch()), fingerprint="rows")
+    return datasets.Dataset.from_generator(
+        rows, cache_dir=str(scratch()), fingerprint="rows"
+    )
 
 
 def _check_packed(data: datasets.Dataset, name: str, vocab_size: int | None) -> None:
     """Raise UserError where a row has a token that the model does not know."""
     start = 0
-    for block in data.with_format("numpy").select_columns("input_ids").iter(batch_size=_ROWS_AT_A_TIME):
+    for block in (
+        data.with_format("numpy")
+        .select_columns("input_ids")
+        .iter(batch_size=_ROWS_AT_A_TIME)
+    ):
         for number, ids in enumerate(block["input_ids"], start + 1):
             try:
                 token_ids(ids, vocab_size)

@@ -1,10 +1,12 @@
-"""The date that chat templates write (`strftime_now`: gpt-oss, Llama 3.2 and others), which stands still.
+"""The date that chat templates write (`strftime_now`: gpt-oss, Llama 3.2 and others),
+which stands still.
 
-An evaluation writes `TEMPLATE_DATE`, or the same model would be asked other prompts every day, and over midnight both;
-results record it. Rows of training have the day on which the process began.
+An evaluation writes `TEMPLATE_DATE`, or the same model would be asked other prompts
+every day, and over midnight both; results record it. Rows of training have the day on
+which the process began.
 
-Not covered: a date that a template has from another variable (`date_string`), which data may set; a training that
-continues on another day.
+Not covered: a date that a template has from another variable (`date_string`), which
+data may set; a training that continues on another day.
 """
 
 from datetime import datetime
@@ -23,20 +25,32 @@ def writes_date(template: Any) -> bool:
 
 
 def dated(template: str, date: datetime) -> str:
-    """Return a chat template that writes this date for today's; the same template where it writes none.
+    """Return a chat template that writes this date for today's; the same template where
+    it writes none.
 
-    transformers (5.23) gives templates no function but its own, so a macro takes the place of its clock.
+    transformers (5.23) gives templates no function but its own, so a macro takes the
+    place of its clock.
     """
     if not writes_date(template):
         return template
-    directives = [("%%", "\0"), *((name, date.strftime(name)) for name in _DIRECTIVES), ("\0", "%")]
+    directives = [
+        ("%%", "\0"),
+        *((name, date.strftime(name)) for name in _DIRECTIVES),
+        ("\0", "%"),
+    ]
     filters = "".join(f"|replace({name!r},{value!r})" for name, value in directives)
-    # transformers takes off the line break, so the template begins at the beginning of a line, as without the macro.
-    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
+    # transformers takes off the line break, so the template begins at the beginning of
+    # a line, as without the macro.
+    return (
+        f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro"
+        f" %}}\n{template}"
+    )
 
 
 def dated_options(tokenizer: Any, date: datetime = TEMPLATE_DATE) -> dict[str, str]:
-    """Return what `apply_chat_template` is given beside the conversation so that it writes this date."""
+    """Return what `apply_chat_template` is given beside the conversation so that it
+    writes this date.
+    """
     if not writes_date(getattr(tokenizer, "chat_template", None)):
         return {}
     return {"chat_template": dated(tokenizer.get_chat_template(), date)}

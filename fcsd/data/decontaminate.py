@@ -1,12 +1,15 @@
-"""Find the training examples that share an n-gram with a test item, leave them out, and list them.
+"""Find the training examples that share an n-gram with a test item, leave them out, and
+list them.
 
-The rule is that of GPT-3 (Brown et al. 2020, arXiv:2005.14165, App. C), also lm-eval's: texts become lower-case words
-without punctuation, and an example is left out when it shares `ngram` (13) words in a row with a test item. Two
-additions. A text of an item that is shorter counts when it is found whole and has at least `SHORTEST` words, GPT-3's
-lower limit. What says nothing about an item does not count: wordings that more than `COMMON` items of a benchmark
-have, and n-grams of which more than half are numbers.
+The rule is that of GPT-3 (Brown et al. 2020, arXiv:2005.14165, App. C), also lm-eval's:
+texts become lower-case words without punctuation, and an example is left out when it
+shares `ngram` (13) words in a row with a test item. Two additions. A text of an item
+that is shorter counts when it is found whole and has at least `SHORTEST` words, GPT-3's
+lower limit. What says nothing about an item does not count: wordings that more than
+`COMMON` items of a benchmark have, and n-grams of which more than half are numbers.
 
-Not covered: paraphrases, translations, items that are shorter (they are counted), text that is written without spaces.
+Not covered: paraphrases, translations, items that are shorter (they are counted), text
+that is written without spaces.
 """
 
 import hashlib
@@ -28,7 +31,9 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Item:
-    """One item of a test set; `id` is that of the evaluation's samples, `texts` are compared one by one."""
+    """One item of a test set; `id` is that of the evaluation's samples, `texts` are
+    compared one by one.
+    """
 
     task: str
     id: str
@@ -54,29 +59,39 @@ class ItemIndex:
         self.ngram, self.first = ngram, min(SHORTEST, ngram)
         self.vocabulary: dict[str, int] = {}  # word -> number from 1
         self.items: list[tuple[str, str]] = []
-        self.unchecked: Counter[str] = Counter()  # task -> items that have no text long enough
+        # task -> items that have no text long enough
+        self.unchecked: Counter[str] = Counter()
         texts: list[np.ndarray] = []
         owners: list[int] = []
         for item in items:
-            item_texts = [self._number(words(text)) for text in dict.fromkeys(item.texts)]
+            item_texts = [
+                self._number(words(text)) for text in dict.fromkeys(item.texts)
+            ]
             item_texts = [text for text in item_texts if len(text) >= self.first]
             self.unchecked[item.task] += not item_texts
             texts += item_texts
             owners += [len(self.items)] * len(item_texts)
             self.items.append((item.task, item.id))
-        # One random number a word; an n-gram is the sum of theirs, each times a power of an odd number.
+        # One random number a word; an n-gram is the sum of theirs, each times a power
+        # of an odd number.
         generator = np.random.default_rng(0)
-        self._values = generator.integers(1, 2**64, len(self.vocabulary) + 1, dtype=np.uint64)
+        self._values = generator.integers(
+            1, 2**64, len(self.vocabulary) + 1, dtype=np.uint64
+        )
         self._names = ["", *self.vocabulary]
         self._is_number = np.array([name.isdigit() for name in self._names])
         self._add(texts, owners)
 
     def _number(self, text: list[str]) -> np.ndarray:
-        numbers = [self.vocabulary.setdefault(word, len(self.vocabulary) + 1) for word in text]
+        numbers = [
+            self.vocabulary.setdefault(word, len(self.vocabulary) + 1) for word in text
+        ]
         return np.array(numbers, np.int32)
 
     def _add(self, texts: list[np.ndarray], owners: list[int]) -> None:
-        """Add n-grams: where each begins in all texts, its length, its item; sorted by their first words."""
+        """Add n-grams: where each begins in all texts, its length, its item; sorted by
+        their first words.
+        """
         indices, numbers = np.zeros(0, np.int64), np.zeros(0, np.uint64)
         ngrams = [(indices, indices, indices, numbers, numbers)]
         offset = 0
@@ -87,20 +102,39 @@ class ItemIndex:
             whole = self._keys(text, length)[where] + np.uint64(length)
             first = self._keys(text, self.first)[where]
             ngrams.append(
-                (where + offset, np.full(len(where), length), np.full(len(where), owner), whole, first)
+                (
+                    where + offset,
+                    np.full(len(where), length),
+                    np.full(len(where), owner),
+                    whole,
+                    first,
+                )
             )
             offset += len(text)
         self._words = np.concatenate([*texts, np.zeros(0, np.int32)])
-        starts, lengths, items, wholes, firsts = map(np.concatenate, zip(*ngrams, strict=True))
+        starts, lengths, items, wholes, firsts = map(
+            np.concatenate, zip(*ngrams, strict=True)
+        )
         kept = self._uncommon(wholes, items)
         order = kept[np.argsort(firsts[kept], kind="stable")]
-        self._starts, self._lengths, self._items = starts[order], lengths[order], items[order]
+        self._starts, self._lengths, self._items = (
+            starts[order],
+            lengths[order],
+            items[order],
+        )
         self._first = firsts[order]
 
     def _uncommon(self, whole: np.ndarray, item: np.ndarray) -> np.ndarray:
         """Return the indices of the n-grams that no more than `COMMON` items of one task have."""
-        tasks = {task: number for number, task in enumerate(dict.fromkeys(task for task, _ in self.items))}
-        task = np.array([tasks[name] for name, _ in self.items], np.uint64)[item] if len(item) else whole
+        tasks = {
+            task: number
+            for number, task in enumerate(dict.fromkeys(task for task, _ in self.items))
+        }
+        task = (
+            np.array([tasks[name] for name, _ in self.items], np.uint64)[item]
+            if len(item)
+            else whole
+        )
         mixed = whole * np.uint64(0x9E3779B97F4A7C15) + task
         owned = np.unique(np.stack([mixed, item.astype(np.uint64)]), axis=1)[0]
         keys, counts = np.unique(owned, return_counts=True)
@@ -116,17 +150,26 @@ class ItemIndex:
 
     def find(self, text: str) -> tuple[str, str, str] | None:
         """Find task, item and n-gram of the first overlap of a text; None where there is none."""
-        numbers = np.array([self.vocabulary.get(word, 0) for word in words(text)], np.int32)
+        numbers = np.array(
+            [self.vocabulary.get(word, 0) for word in words(text)], np.int32
+        )
         if len(numbers) < self.first or not len(self._first):
             return None
         keys = self._keys(numbers, self.first)
-        rows, ends = np.searchsorted(self._first, keys), np.searchsorted(self._first, keys, "right")
+        rows, ends = (
+            np.searchsorted(self._first, keys),
+            np.searchsorted(self._first, keys, "right"),
+        )
         known = _windows(numbers == 0, self.first) == 0
         for begin in np.flatnonzero(known & (rows < ends)):
             for row in range(rows[begin], ends[begin]):
-                mine = self._words[self._starts[row] : self._starts[row] + self._lengths[row]]
+                mine = self._words[
+                    self._starts[row] : self._starts[row] + self._lengths[row]
+                ]
                 if np.array_equal(mine, numbers[begin : begin + len(mine)]):
-                    return *self.items[self._items[row]], " ".join(self._names[word] for word in mine)
+                    return *self.items[self._items[row]], " ".join(
+                        self._names[word] for word in mine
+                    )
         return None
 
 
@@ -142,7 +185,9 @@ def _windows(flags: np.ndarray, length: int) -> np.ndarray:
 
 
 class Decontaminator:
-    """Finds the examples that overlap with test items, and keeps the record of those that are left out."""
+    """Finds the examples that overlap with test items, and keeps the record of those
+    that are left out.
+    """
 
     def __init__(self, index: ItemIndex):
         self.index = index
@@ -150,7 +195,8 @@ class Decontaminator:
         self._overlaps: dict[tuple[str, str], Overlap] = {}
 
     def find(self, source: Source, example: Mapping[str, Any]) -> Overlap | None:
-        """Find the first overlap of an example of `source` with a test item, or None; records nothing.
+        """Find the first overlap of an example of `source` with a test item, or None;
+        records nothing.
 
         Raises: BadExample as `example_texts`.
         """
@@ -163,23 +209,33 @@ class Decontaminator:
                 return Overlap(_name(source), digest, whole[:80], *match)
         return None
 
-    def note(self, source: Source, num_examples: int, overlaps: Iterable[Overlap]) -> None:
+    def note(
+        self, source: Source, num_examples: int, overlaps: Iterable[Overlap]
+    ) -> None:
         """Record that examples of `source` were looked at, and those among them that overlap."""
         self.num_examples[_name(source)] += num_examples
-        self._overlaps |= {(overlap.source, overlap.example_sha256): overlap for overlap in overlaps}
+        self._overlaps |= {
+            (overlap.source, overlap.example_sha256): overlap for overlap in overlaps
+        }
 
     def overlaps(self) -> list[dict[str, str]]:
         return [asdict(overlap) for overlap in self._overlaps.values()]
 
     def summary(self) -> dict[str, Any]:
-        """Sum up for a manifest: test items, of them unchecked; examples left out, by task and by source."""
+        """Sum up for a manifest: test items, of them unchecked; examples left out, by
+        task and by source.
+        """
         by_source = Counter(overlap.source for overlap in self._overlaps.values())
         return {
             "ngram": self.index.ngram,
             "num_items": len(self.index.items),
             "num_items_too_short": dict(sorted((+self.index.unchecked).items())),
             "num_left_out": len(self._overlaps),
-            "by_task": dict(sorted(Counter(overlap.task for overlap in self._overlaps.values()).items())),
+            "by_task": dict(
+                sorted(
+                    Counter(overlap.task for overlap in self._overlaps.values()).items()
+                )
+            ),
             "by_source": {
                 source: {"num_examples": number, "num_left_out": by_source[source]}
                 for source, number in sorted(self.num_examples.items())

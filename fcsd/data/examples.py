@@ -2,7 +2,8 @@
 
 What its columns would set and cannot be followed is a `BadExample`.
 
-Not covered: what the messages hold (`fcsd.data.messages`), and what the chat template takes (`fcsd.data.template`).
+Not covered: what the messages hold (`fcsd.data.messages`), and what the chat template
+takes (`fcsd.data.template`).
 """
 
 from __future__ import annotations
@@ -14,15 +15,22 @@ from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import NO_LOSS
-from fcsd.data.messages import LOSS_KEYS, BadExample, decoded_json, messages_of, short, without_none
+from fcsd.data.messages import (
+    LOSS_KEYS,
+    BadExample,
+    decoded_json,
+    messages_of,
+    short,
+    without_none,
+)
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Messages for a chat template, and the tools and options that it is given.
 
-    answered: the message from which on there is loss on what the assistant says. loss_keys: messages whose own keys say
-    whether there is loss on them.
+    answered: the message from which on there is loss on what the assistant says.
+    loss_keys: messages whose own keys say whether there is loss on them.
     """
 
     messages: list[dict]
@@ -40,12 +48,22 @@ class Conversation:
         for index, learned in self.loss_keys.items():
             role = self.messages[index]["role"]
             is_answer = role == "assistant" and index >= self.answered
-            if learned if loss_on != "all" and not is_answer else not learned and loss_on == "all":
+            if (
+                learned
+                if loss_on != "all" and not is_answer
+                else not learned and loss_on == "all"
+            ):
                 raise BadExample(
-                    f"message {index + 1}, of role {role!r}, says that {'loss' if learned else 'no loss'} is on it, and"
-                    f" `loss_on: {loss_on}` puts loss on "
-                    + ("all tokens" if loss_on == "all" else "what the assistant says in answer")
-                    + f"; take the key ({', '.join(LOSS_KEYS)}) out of it, or change loss_on"
+                    f"message {index + 1}, of role {role!r}, says that"
+                    f" {'loss' if learned else 'no loss'} is on it, and `loss_on:"
+                    f" {loss_on}` puts loss on "
+                    + (
+                        "all tokens"
+                        if loss_on == "all"
+                        else "what the assistant says in answer"
+                    )
+                    + f"; take the key ({', '.join(LOSS_KEYS)}) out of it, or change"
+                    " loss_on"
                 )
             if not learned and is_answer:
                 silent.add(index)
@@ -80,18 +98,26 @@ def read_example(
     for index, message in enumerate(messages):
         said = {bool(message.pop(key)) for key in LOSS_KEYS if key in message}
         if len(said) > 1:
-            raise BadExample(f"message {index + 1}: its keys {', '.join(LOSS_KEYS)} say different things")
+            raise BadExample(
+                f"message {index + 1}: its keys {', '.join(LOSS_KEYS)} say different"
+                " things"
+            )
         loss_keys |= dict.fromkeys([index] if said else [], True in said)
     options = _options(example, columns)
     return Conversation(
-        messages, answered + len(system) if answered else 0, _tools(example, columns), options, loss_keys
+        messages,
+        answered + len(system) if answered else 0,
+        _tools(example, columns),
+        options,
+        loss_keys,
     )
 
 
 def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[str]:
     """Return what an example says, one text a message or column.
 
-    Raises: BadExample when a column does not hold what it should; UserError for token ids, which say nothing.
+    Raises: BadExample when a column does not hold what it should; UserError for token
+    ids, which say nothing.
     """
     read = read_example(example, columns)
     if isinstance(read, str):
@@ -101,7 +127,8 @@ def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> lis
     if isinstance(read, Conversation):
         return [message["content"] for message in read.messages]
     raise UserError(
-        "token ids cannot be compared with test items; give messages or text, or set decontaminate: null"
+        "token ids cannot be compared with test items; give messages or text, or set"
+        " decontaminate: null"
     )
 
 
@@ -111,7 +138,11 @@ def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> lis
 def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:
     """Return the tokens that are attended to; loss is where the labels and all masks say so."""
     ids = _list(example, columns["input_ids"])
-    seen = _list(example, columns["attention_mask"]) if "attention_mask" in columns else [1] * len(ids)
+    seen = (
+        _list(example, columns["attention_mask"])
+        if "attention_mask" in columns
+        else [1] * len(ids)
+    )
     masks = {
         columns[name]: _list(example, columns[name])
         for name in ("completion_mask", "assistant_masks", "loss_mask")
@@ -120,16 +151,22 @@ def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str,
     for name, mask in masks.items():
         if len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
             raise BadExample(
-                f"column {name!r}: 0 or 1 is needed for each of the {len(ids)} tokens, got {len(mask)}: {short(mask)}"
+                f"column {name!r}: 0 or 1 is needed for each of the {len(ids)} tokens,"
+                f" got {len(mask)}: {short(mask)}"
             )
-    learned = [all(values) for values in zip(*masks.values(), strict=True)] if masks else [True] * len(ids)
+    learned = (
+        [all(values) for values in zip(*masks.values(), strict=True)]
+        if masks
+        else [True] * len(ids)
+    )
     labels = _list(example, columns["labels"]) if "labels" in columns else ids
     if not len(ids) == len(labels) == len(seen) or any(
         label not in (token, NO_LOSS) for token, label in zip(ids, labels, strict=True)
     ):
         raise BadExample(
-            f"column {columns.get('labels', columns['input_ids'])!r}: each label must be the token of its own position,"
-            f" or {NO_LOSS} where there is no loss (they are shifted later), got {short(labels)} for {short(ids)}"
+            f"column {columns.get('labels', columns['input_ids'])!r}: each label must"
+            f" be the token of its own position, or {NO_LOSS} where there is no loss"
+            f" (they are shifted later), got {short(labels)} for {short(ids)}"
         )
     labelled = [label != NO_LOSS for label in labels]
     differ = [
@@ -139,35 +176,45 @@ def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str,
     ]
     if differ:
         raise BadExample(
-            f"columns {columns['labels']!r} and {', '.join(map(repr, masks))}: they differ on where loss is, first at"
-            f" token {differ[0] + 1}; remove one of them"
+            f"columns {columns['labels']!r} and {', '.join(map(repr, masks))}: they"
+            f" differ on where loss is, first at token {differ[0] + 1}; remove one of"
+            " them"
         )
     loss = [label and mask for label, mask in zip(labelled, learned, strict=True)]
     kept = [at for at, here in enumerate(seen) if here]
-    return {"input_ids": [ids[at] for at in kept], "loss_mask": [loss[at] for at in kept]}
+    return {
+        "input_ids": [ids[at] for at in kept],
+        "loss_mask": [loss[at] for at in kept],
+    }
 
 
 # ---- prompts and answers
 
 
 def _completion(example: Mapping[str, Any], columns: Mapping[Any, str]) -> Completion:
-    """Read prompt and completion that are text; what only a chat template could write is refused."""
+    """Read prompt and completion that are text; what only a chat template could write
+    is refused.
+    """
     prompt, completion = (example[columns[name]] for name in ("prompt", "completion"))
     if not isinstance(completion, str):
         raise BadExample(
-            f"columns {columns['prompt']!r} and {columns['completion']!r}: both must be text or both lists of messages,"
-            f" got {short(completion)}; as `response` such a list is the answer to a prompt that is text"
+            f"columns {columns['prompt']!r} and {columns['completion']!r}: both must be"
+            f" text or both lists of messages, got {short(completion)}; as `response`"
+            " such a list is the answer to a prompt that is text"
         )
     for name in ("tools", "system", "chat_template_kwargs"):
         if name in columns and example.get(columns[name]):
             raise BadExample(
-                f"column {columns[name]!r}: goes with messages, and not with a prompt and a completion that are taken"
-                " as they are written; say `response` instead of `completion` under `columns`, or give messages"
+                f"column {columns[name]!r}: goes with messages, and not with a prompt"
+                " and a completion that are taken as they are written; say `response`"
+                " instead of `completion` under `columns`, or give messages"
             )
     return Completion(prompt, completion)
 
 
-def _conversation(example: Mapping[str, Any], columns: Mapping[Any, str]) -> tuple[list[dict], int]:
+def _conversation(
+    example: Mapping[str, Any], columns: Mapping[Any, str]
+) -> tuple[list[dict], int]:
     """Return the conversation, and the number of its first message that the loss may be on."""
     if "messages" in columns:
         return messages_of(example, columns["messages"]), 0
@@ -175,7 +222,11 @@ def _conversation(example: Mapping[str, Any], columns: Mapping[Any, str]) -> tup
         prompt = messages_of(example, columns["prompt"])
         return [*prompt, *messages_of(example, columns["completion"])], len(prompt)
     given, response = (
-        messages_of(example, columns[name]) if isinstance(example[columns[name]], list) else None
+        (
+            messages_of(example, columns[name])
+            if isinstance(example[columns[name]], list)
+            else None
+        )
         for name in ("prompt", "response")
     )
     extra = example.get(columns["input"]) if "input" in columns else None
@@ -183,26 +234,38 @@ def _conversation(example: Mapping[str, Any], columns: Mapping[Any, str]) -> tup
     if given is not None:
         if extra or history:
             name = columns["input" if extra else "history"]
-            raise BadExample(f"column {name!r}: goes with a prompt that is text, not with messages")
+            raise BadExample(
+                f"column {name!r}: goes with a prompt that is text, not with messages"
+            )
         prompt, answered = given, len(given)
     else:
         question = _text(example, columns["prompt"])
         more = f"\n\n{_text(example, columns['input'])}" if extra else ""
-        prompt, answered = [{"role": "user", "content": question + more}], 0 if history else 1
+        prompt, answered = (
+            [{"role": "user", "content": question + more}],
+            0 if history else 1,
+        )
     if response is None:
-        response = [{"role": "assistant", "content": _text(example, columns["response"])}]
+        response = [
+            {"role": "assistant", "content": _text(example, columns["response"])}
+        ]
     return [*history, *prompt, *response], answered
 
 
 def _history(example: Mapping[str, Any], column: str) -> list[dict]:
-    """Read the earlier turns of a prompt: pairs of prompt and response, which are learned, too (LLaMA-Factory)."""
+    """Read the earlier turns of a prompt: pairs of prompt and response, which are
+    learned, too (LLaMA-Factory).
+    """
     turns = example.get(column) or []
     if not isinstance(turns, list) or not all(
-        isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
+        isinstance(turn, list | tuple)
+        and len(turn) == 2
+        and all(isinstance(text, str) for text in turn)
         for turn in turns
     ):
         raise BadExample(
-            f"column {column!r}: a list of pairs of texts, prompt and response, is needed, got {short(turns)}"
+            f"column {column!r}: a list of pairs of texts, prompt and response, is"
+            f" needed, got {short(turns)}"
         )
     return [
         {"role": role, "content": text}
@@ -211,8 +274,12 @@ def _history(example: Mapping[str, Any], column: str) -> list[dict]:
     ]
 
 
-def _system(example: Mapping[str, Any], columns: Mapping[Any, str], messages: list[dict]) -> list[dict]:
-    """Return the system message that a column of its own gives, which a conversation does not have already."""
+def _system(
+    example: Mapping[str, Any], columns: Mapping[Any, str], messages: list[dict]
+) -> list[dict]:
+    """Return the system message that a column of its own gives, which a conversation
+    does not have already.
+    """
     if "system" not in columns or not example.get(columns["system"]):
         return []
     text = _text(example, columns["system"])
@@ -221,8 +288,8 @@ def _system(example: Mapping[str, Any], columns: Mapping[Any, str], messages: li
         return [{"role": "system", "content": text}]
     if first["content"] != text:
         raise BadExample(
-            f"column {columns['system']!r}: the conversation begins with another system message,"
-            f" {short(first['content'])}; remove one of them"
+            f"column {columns['system']!r}: the conversation begins with another system"
+            f" message, {short(first['content'])}; remove one of them"
         )
     return []
 
@@ -238,31 +305,47 @@ def _tools(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[Any] 
             tools = json.loads(tools) if tools else None
         except ValueError:
             tools = value
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
         raise BadExample(
-            f"column {columns['tools']!r}: a list of tools, or JSON text of one, is needed, got {short(value)}"
+            f"column {columns['tools']!r}: a list of tools, or JSON text of one, is"
+            f" needed, got {short(value)}"
         )
-    return [_tool(tool, columns["tools"]) for tool in without_none(tools)] if tools else None
+    return (
+        [_tool(tool, columns["tools"]) for tool in without_none(tools)]
+        if tools
+        else None
+    )
 
 
 def _tool(tool: dict[str, Any], column: str) -> dict[str, Any]:
     """Decode the parameters of a tool that are JSON text, which a template would encode again."""
     function = tool.get("function")
     if isinstance(function, dict) and isinstance(function.get("parameters"), str):
-        parameters = decoded_json(function["parameters"], column, "the parameters of a tool")
+        parameters = decoded_json(
+            function["parameters"], column, "the parameters of a tool"
+        )
         return tool | {"function": function | {"parameters": parameters}}
     return tool
 
 
 def _options(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, Any]:
     """Return the options that an example gives its chat template."""
-    if "chat_template_kwargs" not in columns or not (value := example.get(columns["chat_template_kwargs"])):
+    if "chat_template_kwargs" not in columns or not (
+        value := example.get(columns["chat_template_kwargs"])
+    ):
         return {}
     column = columns["chat_template_kwargs"]
-    options = decoded_json(value, column, "options of the chat template") if isinstance(value, str) else value
+    options = (
+        decoded_json(value, column, "options of the chat template")
+        if isinstance(value, str)
+        else value
+    )
     if not isinstance(options, Mapping):
         raise BadExample(
-            f"column {column!r}: options of the chat template are needed, name and value, got {short(value)}"
+            f"column {column!r}: options of the chat template are needed, name and"
+            f" value, got {short(value)}"
         )
     return dict(without_none(options))
 
@@ -277,5 +360,7 @@ def _text(example: Mapping[str, Any], column: str) -> str:
 def _list(example: Mapping[str, Any], column: str) -> list:
     value = example[column]
     if not hasattr(value, "__iter__") or isinstance(value, str | Mapping):
-        raise BadExample(f"column {column!r}: a list of token ids is needed, got {short(value)}")
+        raise BadExample(
+            f"column {column!r}: a list of token ids is needed, got {short(value)}"
+        )
     return list(value)

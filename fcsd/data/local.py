@@ -1,7 +1,8 @@
 """Reading local data sets: always the bytes that lie there now.
 
-`datasets` (5.2) names the cache of a local folder after the folder's last name and its README, not after its content:
-two folders called `tiny-code`, or one whose files have changed, give the rows that were read first.
+`datasets` (5.2) names the cache of a local folder after the folder's last name and its
+README, not after its content: two folders called `tiny-code`, or one whose files have
+changed, give the rows that were read first.
 """
 
 import atexit
@@ -17,10 +18,11 @@ from fcsd.base.temporary import scratch_folder
 
 
 def data_fingerprint(location: str, revision: str | None = None) -> str:
-    """Identify the bytes of a data set: a hash for local files, id and revision for the Hub.
+    """Identify the bytes of a data set: a hash for local files, id and revision for the
+    Hub.
 
-    Of a folder it is all that `datasets` may read: every file, of README.md the settings above the text; what is
-    hidden is no data.
+    Of a folder it is all that `datasets` may read: every file, of README.md the
+    settings above the text; what is hidden is no data.
     """
     path = Path(location).expanduser()
     check_data(path)
@@ -30,31 +32,47 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
         digest = hashlib.sha256()
         for file in sorted(path.rglob("*")):
             name = file.relative_to(path)
-            hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+            hidden = any(
+                part.startswith(".") or part == "__pycache__" for part in name.parts
+            )
             if file.is_file() and not hidden:
-                known = _settings_fingerprint(file) if file.name == "README.md" else file_fingerprint(file)
-                digest.update(str(name).encode("utf-8", "surrogateescape") + b"\0" + known.encode())
+                known = (
+                    _settings_fingerprint(file)
+                    if file.name == "README.md"
+                    else file_fingerprint(file)
+                )
+                digest.update(
+                    str(name).encode("utf-8", "surrogateescape")
+                    + b"\0"
+                    + known.encode()
+                )
         return digest.hexdigest()
     return f"{location}@{revision or 'main'}"
 
 
 def check_data(path: Path) -> None:
-    """Refuse what would be waited for, or never ends, as data or in a folder of them; raises as `check_regular`."""
+    """Refuse what would be waited for, or never ends, as data or in a folder of them;
+    raises as `check_regular`.
+    """
     for file in (path, *(path.rglob("*") if path.is_dir() else ())):
         check_regular(file, "remove it, or name other data")
 
 
 def _settings_fingerprint(readme: Path) -> str:
-    """Hash what stands between the --- lines of a README.md: which files make which configuration and split."""
+    """Hash what stands between the --- lines of a README.md: which files make which
+    configuration and split.
+    """
     head, *rest = readme.read_bytes().split(b"\n---", 1)
     return hashlib.sha256(head if rest and head.startswith(b"---") else b"").hexdigest()
 
 
 @contextlib.contextmanager
 def fresh_cache(location: str | Path) -> Iterator[None]:
-    """Let `datasets` read a local `location` into a cache of its own in the block; for a hub id nothing changes.
+    """Let `datasets` read a local `location` into a cache of its own in the block; for
+    a hub id nothing changes.
 
-    The cache is removed when the process ends, not before: rows are memory-mapped, and `map` writes beside them.
+    The cache is removed when the process ends, not before: rows are memory-mapped, and
+    `map` writes beside them.
     """
     if not Path(location).exists():
         yield

@@ -1,9 +1,11 @@
 """Mark the texts of a conversation, to see where a chat template writes them.
 
-A template is a program: it takes thoughts out of earlier turns, moves system prompts, repeats the names of tools. So
-nothing is concluded from its source. The texts of all messages are marked with private characters, and the conversation
-is rendered with and without them: the marks must be all that differs. Where they change anything else (a template looks
-for tags in a text, or strips it), they are put into words instead of at the ends, or left out.
+A template is a program: it takes thoughts out of earlier turns, moves system prompts,
+repeats the names of tools. So nothing is concluded from its source. The texts of all
+messages are marked with private characters, and the conversation is rendered with and
+without them: the marks must be all that differs. Where they change anything else (a
+template looks for tags in a text, or strips it), they are put into words instead of at
+the ends, or left out.
 """
 
 from __future__ import annotations
@@ -19,14 +21,29 @@ from fcsd.base.errors import UserError
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
-"""Writes a conversation, opened for the assistant's next turn if so wanted; raises UserError where it is refused."""
+"""Writes a conversation, opened for the assistant's next turn if so wanted; raises
+UserError where it is refused.
+"""
 
-TAG = re.compile(r"</?[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")  # what templates look for, and most tokens of chats
-PRIVATE = [chr(code) for code in range(0xF0000, 0xFFFFE)]  # characters that mean nothing to anyone
+# what templates look for, and most tokens of chats
+TAG = re.compile(r"</?[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
+# characters that mean nothing to anyone
+PRIVATE = [chr(code) for code in range(0xF0000, 0xFFFFE)]
 
 _MARK = re.compile(f"[{PRIVATE[0]}-{PRIVATE[-1]}]")
-_NOT_SAID = frozenset(  # keys of a message that a template compares, or that tell messages apart
-    ["role", "name", "type", "id", "tool_call_id", "tool_name", "channel", "recipient", "phase"]
+# keys of a message that a template compares, or that tell messages apart
+_NOT_SAID = frozenset(
+    [
+        "role",
+        "name",
+        "type",
+        "id",
+        "tool_call_id",
+        "tool_name",
+        "channel",
+        "recipient",
+        "phase",
+    ]
 )
 _PROBES = 3  # of the private characters are for messages that a template is tried with
 _WORD = re.compile(r"\w+")
@@ -60,7 +77,9 @@ class Leaf:
         return [begin, max(begin, len(self.text.rstrip()))]
 
     def _words(self) -> list[int]:
-        """Return places behind first letters of words, so that a tag stays whole and a text keeps its ends."""
+        """Return places behind first letters of words, so that a tag stays whole and a
+        text keeps its ends.
+        """
         tags = [tag.span() for tag in TAG.finditer(self.text)]
         if len(tags) > _TAGS:
             tags = tags[: _TAGS // 2] + tags[-_TAGS // 2 :]
@@ -76,23 +95,32 @@ class Leaf:
         edges = [0, *(place for place, _ in self.marks), len(self.text)]
         pieces = [self.text[begin:end] for begin, end in itertools.pairwise(edges)]
         return pieces[0] + "".join(
-            mark + piece for (_, mark), piece in zip(self.marks, pieces[1:], strict=True)
+            mark + piece
+            for (_, mark), piece in zip(self.marks, pieces[1:], strict=True)
         )
 
     def is_torn(self, text: str) -> bool:
         """Whether only one of the marks at its ends is written."""
         written = [mark in text for _, mark in self.marks]
-        return [place for place, _ in self.marks] == self._ends() and len({*written}) == 2
+        return [place for place, _ in self.marks] == self._ends() and len(
+            {*written}
+        ) == 2
 
     @property
     def must_be_written(self) -> bool:
-        """Whether a template that leaves it out loses what is said; thoughts may go, in tags too."""
+        """Whether a template that leaves it out loses what is said; thoughts may go, in
+        tags too.
+        """
         behind_tags = self.text[max(self.text.rfind("<"), self.text.rfind(">")) + 1 :]
-        return self.path[0] in ("content", "tool_calls") and _WORD.search(behind_tags) is not None
+        return (
+            self.path[0] in ("content", "tool_calls")
+            and _WORD.search(behind_tags) is not None
+        )
 
 
 class MarkedChat:
-    """A conversation with marks: its `messages`, its `text`, and where in it the texts of each message stand.
+    """A conversation with marks: its `messages`, its `text`, and where in it the texts
+    of each message stand.
 
     plain: the text without marks.
     """
@@ -100,15 +128,20 @@ class MarkedChat:
     def __init__(self, render: Render, messages: Sequence[Message]):
         self._render, self._messages = render, messages
         self.plain = render(messages, False)
-        self._leaves = [leaf for i, message in enumerate(messages) for leaf in _leaves(i, message)]
+        self._leaves = [
+            leaf for i, message in enumerate(messages) for leaf in _leaves(i, message)
+        ]
         texts = [self.plain, *(leaf.text for leaf in self._leaves)]
         present = {mark for text in texts for mark in _MARK.findall(text)}
         self._free = (mark for mark in PRIVATE[:-_PROBES] if mark not in present)
         self.messages, self.text = self._mark()
         owners = {mark: leaf.message for leaf in self._leaves for _, mark in leaf.marks}
-        self._places = [mark.start() for mark in _MARK.finditer(self.text) if mark[0] in owners]
+        self._places = [
+            mark.start() for mark in _MARK.finditer(self.text) if mark[0] in owners
+        ]
         self._owners = [owners[self.text[place]] for place in self._places]
-        self._first: dict[str, int] = {}  # a template may name a tool again where it answers
+        # a template may name a tool again where it answers
+        self._first: dict[str, int] = {}
         for place in self._places:
             self._first.setdefault(self.text[place], place)
 
@@ -125,7 +158,9 @@ class MarkedChat:
                     break
         messages, text = self._rendered(self._leaves)
         if text is None:
-            raise UnclearTurnError("it writes each message otherwise when another one changes")
+            raise UnclearTurnError(
+                "it writes each message otherwise when another one changes"
+            )
         return messages, text
 
     def _place(self, leaf: Leaf, places: list[int]) -> None:
@@ -135,23 +170,34 @@ class MarkedChat:
         leaf.marks = [*zip(places, marks, strict=True)]
 
     def _rendered(self, leaves: Sequence[Leaf]) -> tuple[list[Message], str | None]:
-        """Render with the marks of some texts; None: something else has changed, or half of a text is not there."""
+        """Render with the marks of some texts; None: something else has changed, or
+        half of a text is not there.
+        """
         messages = [*self._messages]
         for leaf in leaves:
-            messages[leaf.message] = _with(messages[leaf.message], leaf.path, leaf.marked)
+            messages[leaf.message] = _with(
+                messages[leaf.message], leaf.path, leaf.marked
+            )
         try:
             text = self._render(messages, False)
         except UserError:
             return messages, None
         marks = {mark for leaf in leaves for _, mark in leaf.marks}
-        if _MARK.sub(lambda mark: "" if mark[0] in marks else mark[0], text) != self.plain:
+        if (
+            _MARK.sub(lambda mark: "" if mark[0] in marks else mark[0], text)
+            != self.plain
+        ):
             return messages, None
         return messages, None if any(leaf.is_torn(text) for leaf in leaves) else text
 
     def lost(self, message: int) -> str | None:
-        """Return the key of what is said and not written: that of a call, or of a content without any call."""
+        """Return the key of what is said and not written: that of a call, or of a
+        content without any call.
+        """
         leaves = [
-            leaf for leaf in self._leaves if leaf.message == message and leaf.must_be_written and leaf.marks
+            leaf
+            for leaf in self._leaves
+            if leaf.message == message and leaf.must_be_written and leaf.marks
         ]
         lost = {leaf.path[0] for leaf in leaves if not self._written(leaf)}
         if "tool_calls" in lost:
@@ -163,7 +209,9 @@ class MarkedChat:
         return [self._first[mark] for _, mark in leaf.marks if mark in self._first]
 
     def pieces(self, message: int) -> list[tuple[int, int]]:
-        """Return where the texts of a message begin and end, marks included, each time that others stand between."""
+        """Return where the texts of a message begin and end, marks included, each time
+        that others stand between.
+        """
         leaves = (leaf for leaf in self._leaves if leaf.message == message)
         pieces: list[tuple[int, int]] = []
         for place in sorted(place for leaf in leaves for place in self._written(leaf)):
@@ -176,16 +224,23 @@ class MarkedChat:
     def end_before(self, message: int, place: int) -> int:
         """Return where the texts of other messages end before a place."""
         before = range(bisect.bisect_left(self._places, place) - 1, -1, -1)
-        return next((self._places[n] + 1 for n in before if self._owners[n] != message), 0)
+        return next(
+            (self._places[n] + 1 for n in before if self._owners[n] != message), 0
+        )
 
     def begin_after(self, message: int, place: int) -> int:
         """Return where the texts of other messages begin after a place."""
         after = range(bisect.bisect_left(self._places, place), len(self._places))
-        return next((self._places[n] for n in after if self._owners[n] != message), len(self.text))
+        return next(
+            (self._places[n] for n in after if self._owners[n] != message),
+            len(self.text),
+        )
 
     def owners(self, begin: int, end: int) -> set[int]:
         """Return the messages that have texts in a part of the conversation."""
-        first, last = (bisect.bisect_left(self._places, place) for place in (begin, end))
+        first, last = (
+            bisect.bisect_left(self._places, place) for place in (begin, end)
+        )
         return {*self._owners[first:last]}
 
     def without_marks(self, place: int) -> int:
@@ -194,17 +249,25 @@ class MarkedChat:
 
     def first_mark(self, text: str) -> int | None:
         """Return where the first mark stands in what was written of some of the marked messages."""
-        return next((mark.start() for mark in _MARK.finditer(text) if mark[0] in self._first), None)
+        return next(
+            (mark.start() for mark in _MARK.finditer(text) if mark[0] in self._first),
+            None,
+        )
 
     def last_mark(self, text: str) -> int | None:
         """Return where the last mark stands in what was written of some of the marked messages."""
-        return max((mark.start() for mark in _MARK.finditer(text) if mark[0] in self._first), default=None)
+        return max(
+            (mark.start() for mark in _MARK.finditer(text) if mark[0] in self._first),
+            default=None,
+        )
 
 
 def _leaves(index: int, message: Message) -> Iterator[Leaf]:
     """Yield the texts of a message; that of an empty turn is empty."""
     for key, value in message.items():
-        if key in ("content", "tool_calls") or (isinstance(value, str) and key not in _NOT_SAID):
+        if key in ("content", "tool_calls") or (
+            isinstance(value, str) and key not in _NOT_SAID
+        ):
             for path, text in _texts(value, (key,)):
                 if text.strip() or (key == "content" and not message.get("tool_calls")):
                     yield Leaf(index, path, text)

@@ -19,8 +19,9 @@ _BLOCK = 256  # examples that are read, and tokenized, at a time
 class Piece(NamedTuple):
     """Examples of one file that follow each other.
 
-    blocks: columns of examples, pickled; place: as of `place_of`; file: its number in the source; first: the row of its
-    first example, from 1; last: whether the file ends with it.
+    blocks: columns of examples, pickled; place: as of `place_of`; file: its number in
+    the source; first: the row of its first example, from 1; last: whether the file ends
+    with it.
     """
 
     blocks: list[bytes]
@@ -36,24 +37,36 @@ def place_of(path: str, file: str | None) -> str:
     if file is None or Path(path).expanduser().is_file():
         return f"data set {path}"
     folder = Path(path).expanduser()
-    name = os.path.relpath(file, folder.resolve()) if folder.is_dir() and os.path.isabs(file) else file
+    name = (
+        os.path.relpath(file, folder.resolve())
+        if folder.is_dir() and os.path.isabs(file)
+        else file
+    )
     return f"data set {path}, file {name}"
 
 
 def read_pieces(opened: Opened, done: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    """Yield the pieces behind those that were read before (`done`); the same pieces every time.
+    """Yield the pieces behind those that were read before (`done`); the same pieces
+    every time.
 
-    A source that is taken whole is read in its own order. The files of any other come in an order that is random and
-    always the same: what is read first should be like the rest. Raises UserError for a file that cannot be read.
+    A source that is taken whole is read in its own order. The files of any other come
+    in an order that is random and always the same: what is read first should be like
+    the rest. Raises UserError for a file that cannot be read.
     """
     number = opened.num_files
-    files = range(number) if opened.whole else np.random.default_rng(0).permutation(number).tolist()
+    files = (
+        range(number)
+        if opened.whole
+        else np.random.default_rng(0).permutation(number).tolist()
+    )
     rest = opened.settings.max_examples
     for file in files:
         earlier = [one for one in done if one["file"] == file]
         rows = sum(one["num_rows"] for one in earlier)
         if not (earlier and earlier[-1]["last"]):
-            for piece in _pieces_of_file(opened, file, rows, None if rest is None else rest - rows):
+            for piece in _pieces_of_file(
+                opened, file, rows, None if rest is None else rest - rows
+            ):
                 rows += piece.num_rows
                 yield piece
         if rest is not None:
@@ -62,7 +75,9 @@ def read_pieces(opened: Opened, done: Sequence[Mapping[str, Any]]) -> Iterator[P
                 return
 
 
-def _pieces_of_file(opened: Opened, file: int, done: int, limit: int | None) -> Iterator[Piece]:
+def _pieces_of_file(
+    opened: Opened, file: int, done: int, limit: int | None
+) -> Iterator[Piece]:
     name = opened.files[file] if opened.files else None
     place = place_of(opened.settings.path, name)
     blocks: list[bytes] = []
@@ -99,7 +114,8 @@ def _blocks(
             columns = {name: block[name] for name in names if name in block}
             yield pickle.dumps(columns, pickle.HIGHEST_PROTOCOL), number
             row += number
-    except Exception as error:  # file formats, compression and the network have a kind each
+    # file formats, compression and the network have a kind each
+    except Exception as error:
         raise UserError(
             f"{place}, row {row + 1}, or soon after it: cannot be read ({one_line(error)})"
         ) from error

@@ -1,8 +1,11 @@
-"""Rows of a mixture: which examples of the sources' shards share a row, written once and mapped by every rank.
+"""Rows of a mixture: which examples of the sources' shards share a row, written once
+and mapped by every rank.
 
-The order of a source's examples is a permutation that the seed decides, that of a mixture the draws of the same seed;
-rows are filled in this order, and a training permutes the rows by its own seed and epoch. All of it is as in
-`datasets` 5.2 (`shuffle`, `interleave_datasets` with `all_exhausted`), computed from the examples' numbers alone.
+The order of a source's examples is a permutation that the seed decides, that of a
+mixture the draws of the same seed; rows are filled in this order, and a training
+permutes the rows by its own seed and epoch. All of it is as in `datasets` 5.2
+(`shuffle`, `interleave_datasets` with `all_exhausted`), computed from the examples'
+numbers alone.
 
     FOLDER/SOURCE/00000.safetensors …   tokens (`fcsd.data.shards`); end.json once the source has been read to its end
     FOLDER/rows-KEY.safetensors         first: (rows + 1,) where in `examples` a row begins; examples: their numbers,
@@ -41,12 +44,18 @@ _OPEN_ROWS = 64
 
 
 def first_fit(
-    lengths: Iterable[int], max_length: int, *, packing: bool = True, num_open_rows: int = _OPEN_ROWS
+    lengths: Iterable[int],
+    max_length: int,
+    *,
+    packing: bool = True,
+    num_open_rows: int = _OPEN_ROWS,
 ) -> Iterator[list[int]]:
-    """Yield for each row of `max_length` tokens the numbers of the examples in it, by their lengths.
+    """Yield for each row of `max_length` tokens the numbers of the examples in it, by
+    their lengths.
 
-    An example goes into the first open row that has room, else into a new one; when more than `num_open_rows`
-    are open the oldest is closed. With packing=False each has a row of its own. One of length 0 is left out.
+    An example goes into the first open row that has room, else into a new one; when
+    more than `num_open_rows` are open the oldest is closed. With packing=False each has
+    a row of its own. One of length 0 is left out.
     """
     open_rows: list[list[int]] = []
     room: list[int] = []
@@ -70,11 +79,14 @@ def first_fit(
     yield from open_rows
 
 
-def row_of(examples: Iterable[tuple[Any, Any]], max_length: int, pad_token_id: int) -> dict[str, np.ndarray]:
+def row_of(
+    examples: Iterable[tuple[Any, Any]], max_length: int, pad_token_id: int
+) -> dict[str, np.ndarray]:
     """Put examples, token ids and loss masks, into one row.
 
-    Returns: {"input_ids", "position_ids", "labels"}, int32 (max_length,). Position ids restart at 0 at every
-        example and at the padding. No loss on padding, nor on the first token of an example, which nothing predicts.
+    Returns: {"input_ids", "position_ids", "labels"}, int32 (max_length,). Position ids
+        restart at 0 at every example and at the padding. No loss on padding, nor on the
+        first token of an example, which nothing predicts.
     """
     input_ids = np.full(max_length, pad_token_id, np.int32)
     position_ids = np.zeros(max_length, np.int32)
@@ -94,7 +106,8 @@ def row_of(examples: Iterable[tuple[Any, Any]], max_length: int, pad_token_id: i
 class Layout:
     """How examples are put into rows.
 
-    num_rows: as many as a training reads, of sources that hold more than can be tokenized as a whole; None: all.
+    num_rows: as many as a training reads, of sources that hold more than can be
+    tokenized as a whole; None: all.
     """
 
     max_length: int
@@ -106,11 +119,13 @@ class Layout:
 
 
 class _SourceTokens:
-    """The shards of one source: those that are there, and those that are still to be written.
+    """The shards of one source: those that are there, and those that are still to be
+    written.
 
-    num_read: examples of the shards that were handed out; shards: those that are written, in order; lengths: of their
-    examples as they are in a row, 0: no token of it would be predicted; num_kept: their tokens, or examples where
-    rows are not packed; counts: what became of them.
+    num_read: examples of the shards that were handed out; shards: those that are
+    written, in order; lengths: of their examples as they are in a row, 0: no token of
+    it would be predicted; num_kept: their tokens, or examples where rows are not
+    packed; counts: what became of them.
     """
 
     def __init__(self, index: int, source: Source, folder: Path):
@@ -128,8 +143,12 @@ class _SourceTokens:
         self.is_bad: list[np.ndarray] = []
 
     def _known_total(self) -> int | None:
-        """Return how many shards the source has; None: it is to be read, from behind those that are whole."""
-        number = next(number for number in itertools.count() if not keep_whole(self._path(number)))
+        """Return how many shards the source has; None: it is to be read, from behind
+        those that are whole.
+        """
+        number = next(
+            number for number in itertools.count() if not keep_whole(self._path(number))
+        )
         with contextlib.suppress(UserError):
             if read_json(self._end, keys=["shards"])["shards"] == number:
                 return number
@@ -161,7 +180,9 @@ class _SourceTokens:
         self.shards.append(shard)
         self.lengths.append(lengths)
         self.is_bad.append(first == BAD)
-        self.num_kept += int(lengths.sum() if layout.packing else np.count_nonzero(lengths))
+        self.num_kept += int(
+            lengths.sum() if layout.packing else np.count_nonzero(lengths)
+        )
         self.counts += count_shard(shard, layout.max_length)
 
     def note_end(self) -> None:
@@ -181,27 +202,44 @@ def write_rows(
     bad_rows: BadRows,
     num_workers: int | None = None,
 ) -> Path:
-    """Write the rows of sources, and what is missing of their tokens; return the file, which may be there already.
+    """Write the rows of sources, and what is missing of their tokens; return the file,
+    which may be there already.
 
-    sources: each with the name of its folder, which says everything that its tokens depend on. num_workers: processes
-    that tokenize; None: one a core, eight at most.
+    sources: each with the name of its folder, which says everything that its tokens
+    depend on. num_workers: processes that tokenize; None: one a core, eight at most.
 
     Raises:
-        UserError: sources that cannot be read; too many examples that cannot be tokenized; no row.
+        UserError: sources that cannot be read; too many examples that cannot be
+            tokenized; no row.
     """
     parts = [[name, source.weight] for source, name in sources]
-    key = hashlib.sha256(json.dumps([_FORMAT, parts, asdict(layout)]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        json.dumps([_FORMAT, parts, asdict(layout)]).encode()
+    ).hexdigest()[:16]
     path = folder / f"rows-{key}.safetensors"
     if _whole_rows(path):
         known = Shard(path).record["bad_rows"]
-        bad_rows.add([(one["where"], one["reason"]) for one in known["left_out"]], known["num_examples"])
+        bad_rows.add(
+            [(one["where"], one["reason"]) for one in known["left_out"]],
+            known["num_examples"],
+        )
         return path
     decontaminator = tokenizing.decontaminator
     if decontaminator is not None and not isinstance(decontaminator, Decontaminator):
-        tokenizing = replace(tokenizing, decontaminator=(decontaminator := decontaminator()))
-    tokens = [_SourceTokens(index, source, folder / name) for index, (source, name) in enumerate(sources)]
+        tokenizing = replace(
+            tokenizing, decontaminator=(decontaminator := decontaminator())
+        )
+    tokens = [
+        _SourceTokens(index, source, folder / name)
+        for index, (source, name) in enumerate(sources)
+    ]
     order = _Order(tokens, layout)
-    rows = _complete(order, tokenizing, bad_rows, default_workers() if num_workers is None else num_workers)
+    rows = _complete(
+        order,
+        tokenizing,
+        bad_rows,
+        default_workers() if num_workers is None else num_workers,
+    )
     counts = sum((one.counts for one in tokens), ExampleCounts())
     if not rows:
         raise no_rows([one.source for one in tokens], counts, layout.max_length)
@@ -220,7 +258,9 @@ def write_rows(
         "decontamination": None,
     }
     if decontaminator is not None:
-        record["decontamination"] = decontaminator.summary() | {"left_out": decontaminator.overlaps()}
+        record["decontamination"] = decontaminator.summary() | {
+            "left_out": decontaminator.overlaps()
+        }
     for one in tokens:
         one.note_end()
     write_arrays(path, arrays, record)  # last: who finds it looks no further
@@ -228,7 +268,9 @@ def write_rows(
 
 
 def _whole_rows(path: Path) -> bool:
-    """Tell whether rows and all their tokens are there and what was written; damaged files are removed."""
+    """Tell whether rows and all their tokens are there and what was written; damaged
+    files are removed.
+    """
     names = Shard(path).record["shards"] if keep_whole(path) else [path.name]
     whole = all(keep_whole(path.parent / name) for name in names)
     if not whole:
@@ -236,7 +278,9 @@ def _whole_rows(path: Path) -> bool:
     return whole
 
 
-def _complete(order: _Order, tokenizing: Tokenizing, bad_rows: BadRows, num_workers: int) -> list[list[int]]:
+def _complete(
+    order: _Order, tokenizing: Tokenizing, bad_rows: BadRows, num_workers: int
+) -> list[list[int]]:
     """Write the shards that are missing, as many as are needed, and return the rows."""
 
     def work(job: _Job) -> None:
@@ -245,7 +289,10 @@ def _complete(order: _Order, tokenizing: Tokenizing, bad_rows: BadRows, num_work
             tokenizing.write(order.tokens[index].source, piece, path)
 
     jobs = in_order(work, order.jobs(), num_workers)
-    with contextlib.closing(jobs), progress_bar(desc="Tokenizing", unit="example", leave=False) as bar:
+    with (
+        contextlib.closing(jobs),
+        progress_bar(desc="Tokenizing", unit="example", leave=False) as bar,
+    ):
         for (index, path, _), _ in jobs:
             shard, one = Shard(path), order.tokens[index]
             one.add(shard, order.layout)
@@ -284,11 +331,16 @@ class _Order:
                 yield job
 
     def enough(self) -> list[list[int]] | None:
-        """Return as many rows as are wanted, if a source that is not taken whole has given so many."""
+        """Return as many rows as are wanted, if a source that is not taken whole has
+        given so many.
+        """
         wanted, layout = self.layout.num_rows, self.layout
         if wanted is None or all(one.whole for one in self.tokens):
             return None
-        full = sum(one.num_kept // (layout.max_length if layout.packing else 1) for one in self.tokens)
+        full = sum(
+            one.num_kept // (layout.max_length if layout.packing else 1)
+            for one in self.tokens
+        )
         if full < max(wanted, self._tried * 1.01):
             return None
         self._tried = full
@@ -297,8 +349,12 @@ class _Order:
 
     def rows(self) -> list[list[int]]:
         numbers, layout = self.numbers(), self.layout
-        lengths = np.concatenate([each for one in self.tokens for each in one.lengths] or [np.zeros(0, int)])
-        rows = first_fit(lengths[numbers].tolist(), layout.max_length, packing=layout.packing)
+        lengths = np.concatenate(
+            [each for one in self.tokens for each in one.lengths] or [np.zeros(0, int)]
+        )
+        rows = first_fit(
+            lengths[numbers].tolist(), layout.max_length, packing=layout.packing
+        )
         return [numbers[row].tolist() for row in rows]
 
     def numbers(self) -> np.ndarray:
@@ -317,20 +373,29 @@ class _Order:
             return orders[0]
         total = sum(one.source.weight for one in self.tokens)
         shares = [one.source.weight / total for one in self.tokens]
-        return _mixed(orders, [not (one.whole or one.ended) for one in self.tokens], shares, seed)
+        return _mixed(
+            orders, [not (one.whole or one.ended) for one in self.tokens], shares, seed
+        )
 
 
 def _mixed(
-    parts: Sequence[np.ndarray], more: Sequence[bool], shares: Sequence[float], seed: int
+    parts: Sequence[np.ndarray],
+    more: Sequence[bool],
+    shares: Sequence[float],
+    seed: int,
 ) -> np.ndarray:
-    """Mix examples: each next one comes from a source drawn by its share, until each has been read to its end.
+    """Mix examples: each next one comes from a source drawn by its share, until each
+    has been read to its end.
 
-    Those that end early begin again. more: which sources have examples that are not among `parts`: the order ends where
-    one of them would be next.
+    Those that end early begin again. more: which sources have examples that are not
+    among `parts`: the order ends where one of them would be next.
     """
     ends = np.array([len(part) for part in parts])
     if (empty := np.flatnonzero((ends == 0) & ~np.array(more))).size:
-        raise UserError(f"data.train.{empty[0]}: not one of its examples is left; take it out of the mixture")
+        raise UserError(
+            f"data.train.{empty[0]}: not one of its examples is left; take it out of"
+            " the mixture"
+        )
     generator, open_ = np.random.default_rng(seed), np.array(more)
     blocks: list[np.ndarray] = []
     counts = np.zeros(len(parts), np.int64)
@@ -341,7 +406,9 @@ def _mixed(
     numbers, stops = np.empty_like(drawn), []
     for index, part in enumerate(parts):
         where = np.flatnonzero(drawn == index)
-        numbers[where] = part[np.arange(len(where)) % max(1, len(part))] if len(part) else -1
+        numbers[where] = (
+            part[np.arange(len(where)) % max(1, len(part))] if len(part) else -1
+        )
         if more[index] and len(where) > len(part):
             stops.append(where[len(part)])
         elif not open_.any():
@@ -364,7 +431,9 @@ class PackedRows(torch.utils.data.Dataset):
         return len(self._first) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return row_of(self.examples_of(index), self.layout.max_length, self.layout.pad_token_id)
+        return row_of(
+            self.examples_of(index), self.layout.max_length, self.layout.pad_token_id
+        )
 
     @property
     def counts(self) -> ExampleCounts:
@@ -372,7 +441,9 @@ class PackedRows(torch.utils.data.Dataset):
         return ExampleCounts(**self.record["examples"])
 
     def examples_of(self, index: int) -> list[Tokens]:
-        """Return the examples of a row, token ids and loss masks; the last one may be longer than the row."""
+        """Return the examples of a row, token ids and loss masks; the last one may be
+        longer than the row.
+        """
         row = range(len(self))[index]
         numbers = self._examples[self._first[row] : self._first[row + 1]]
         return [self._example(int(number)) for number in numbers]
@@ -380,7 +451,9 @@ class PackedRows(torch.utils.data.Dataset):
     def num_examples(self, chosen: np.ndarray | None = None) -> int:
         """Count the examples in rows; chosen: (rows,) bool, which rows; None: all of them."""
         is_there = np.zeros(int(self._shard_ends[-1]), bool)
-        in_chosen = slice(None) if chosen is None else np.repeat(chosen, np.diff(self._first))
+        in_chosen = (
+            slice(None) if chosen is None else np.repeat(chosen, np.diff(self._first))
+        )
         is_there[self._examples[in_chosen]] = True
         return int(is_there.sum())
 

@@ -1,11 +1,13 @@
-"""Shards of tokens: what the examples of one piece of a source become, in flat arrays in one file.
+"""Shards of tokens: what the examples of one piece of a source become, in flat arrays
+in one file.
 
     ids          int32 (tokens,)   of all examples, one after the other
     loss         bool  (tokens,)   which of them are to be predicted
     ends         int64 (examples,) where in them each example ends
     first_loss   int32 (examples,) its first token that can be predicted; NONE: there is none; BAD: not tokenized
 
-An example that overlaps with a test item is not among them; the file's metadata have what was left out, and why.
+An example that overlaps with a test item is not among them; the file's metadata have
+what was left out, and why.
 """
 
 import functools
@@ -42,7 +44,8 @@ Tokens = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """How examples become tokens: the tokenizer, where loss is, and the test items that are kept out.
+    """How examples become tokens: the tokenizer, where loss is, and the test items that
+    are kept out.
 
     vocab_size: tokens that the model knows; None: not known.
     """
@@ -67,7 +70,8 @@ class Tokenizing:
         for block in piece.blocks:
             columns: Mapping[str, list] = pickle.loads(block)
             examples = [
-                dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+                dict(zip(columns, values, strict=True))
+                for values in zip(*columns.values(), strict=True)
             ]
             outputs = self._tokens(source, examples)
             for one in outputs:
@@ -95,14 +99,22 @@ class Tokenizing:
         write_arrays(path, arrays, record)
 
     def _tokens(self, source: Source, examples: list[dict[str, Any]]) -> list[Any]:
-        """Return for each example its tokens, or the `Overlap` that it has, or why it is a `BadExample`."""
+        """Return for each example its tokens, or the `Overlap` that it has, or why it
+        is a `BadExample`.
+        """
         overlaps: list[Any] = [self._overlap(source, example) for example in examples]
-        clean = [example for example, overlap in zip(examples, overlaps, strict=True) if overlap is None]
+        clean = [
+            example
+            for example, overlap in zip(examples, overlaps, strict=True)
+            if overlap is None
+        ]
         columns = columns_of(source)
         tokens = iter(tokenize_examples(clean, columns, self.tokenizer, self.loss_on))
         if (
             "input_ids" in columns
-        ):  # any others are the tokenizer's, which is compared with the model as a whole
+            # any others are the tokenizer's, which is compared with the model as a
+            # whole
+        ):
             tokens = map(self._checked, tokens)
         return [next(tokens) if overlap is None else overlap for overlap in overlaps]
 
@@ -120,14 +132,18 @@ class Tokenizing:
         try:
             decontaminator = self.decontaminator
             return (
-                decontaminator.find(source, example) if isinstance(decontaminator, Decontaminator) else None
+                decontaminator.find(source, example)
+                if isinstance(decontaminator, Decontaminator)
+                else None
             )
         except BadExample:  # reported when it is tokenized
             return None
 
 
 def token_ids(values: Any, vocab_size: int | None) -> np.ndarray:
-    """Return token ids as they are stored; BadExample where they are no whole numbers, or none of the vocabulary's."""
+    """Return token ids as they are stored; BadExample where they are no whole numbers,
+    or none of the vocabulary's.
+    """
     try:
         ids = np.asarray(values)
     except ValueError:  # lists of several lengths
@@ -135,14 +151,16 @@ def token_ids(values: Any, vocab_size: int | None) -> np.ndarray:
     if ids.size == 0:
         return np.zeros(0, np.int32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise BadExample(f"token ids: a list of whole numbers is needed, got {_short(values)}")
+        raise BadExample(
+            f"token ids: a list of whole numbers is needed, got {_short(values)}"
+        )
     outside = (ids < 0) | (ids >= (_MOST_TOKENS if vocab_size is None else vocab_size))
     if outside.any():
         position = int(outside.argmax())
         has = "" if vocab_size is None else f", which has {vocab_size} tokens"
         raise BadExample(
-            f"token id {ids[position]} at position {position} is not in the model's vocabulary{has}; use the tokenizer"
-            " that belongs to the model"
+            f"token id {ids[position]} at position {position} is not in the model's"
+            f" vocabulary{has}; use the tokenizer that belongs to the model"
         )
     return ids.astype(np.int32)
 
@@ -157,12 +175,15 @@ def _first_loss(mask: np.ndarray) -> int:
     return int(mask[1:].argmax()) + 1 if mask[1:].any() else NONE
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
+def write_arrays(
+    path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]
+) -> None:
     """Write flat arrays and a record of JSON into one file, under its name when it is whole."""
     # One entry: safetensors writes several in any order.
     text = json.dumps({"sha256": _checksum(arrays, record), "record": record})
     with writing(path), file_beside(path) as temporary:
-        # Not save_file: safetensors 0.8 writes under a name of its own first, and nobody sweeps what a kill leaves.
+        # Not save_file: safetensors 0.8 writes under a name of its own first, and
+        # nobody sweeps what a kill leaves.
         temporary.write_bytes(save({**arrays}, {_RECORD: text}))
         os.replace(temporary, path)
         _WHOLE.add(_state(path))
@@ -177,7 +198,8 @@ def _checksum(arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> st
     return digest.hexdigest()
 
 
-_WHOLE: set[tuple[int, ...]] = set()  # states of files that this process has written or compared
+# states of files that this process has written or compared
+_WHOLE: set[tuple[int, ...]] = set()
 
 
 def _state(path: Path) -> tuple[int, ...]:
@@ -186,7 +208,8 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def keep_whole(path: Path) -> bool:
-    """Tell whether a file of `write_arrays` is there and what was written; a damaged one is removed, with a line.
+    """Tell whether a file of `write_arrays` is there and what was written; a damaged
+    one is removed, with a line.
 
     A file is read once a process.
     """
@@ -221,16 +244,21 @@ class Shard:
             return safe_open(self.path, "numpy")
         except (OSError, SafetensorError) as error:
             raise UserError(
-                f"{self.path}: is damaged or gone ({one_line(error)}); run the same command again, which makes it anew"
+                f"{self.path}: is damaged or gone ({one_line(error)}); run the same"
+                " command again, which makes it anew"
             ) from None
 
     @functools.cached_property
     def record(self) -> dict[str, Any]:
         """What was written beside the arrays."""
         try:
-            record: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])["record"]
+            record: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])[
+                "record"
+            ]
         except (KeyError, TypeError, ValueError):
-            raise UserError(f"{self.path}: holds no tokens of fcsd; remove it, and run again") from None
+            raise UserError(
+                f"{self.path}: holds no tokens of fcsd; remove it, and run again"
+            ) from None
         return record
 
     def array(self, name: str) -> np.ndarray:
@@ -243,5 +271,8 @@ class Shard:
 
     def example(self, number: int) -> Tokens:
         """Read the token ids and the loss mask of one example."""
-        begin, end = int(self._ends[number - 1]) if number else 0, int(self._ends[number])
+        begin, end = (
+            int(self._ends[number - 1]) if number else 0,
+            int(self._ends[number]),
+        )
         return tuple(self._file.get_slice(name)[begin:end] for name in ("ids", "loss"))  # type: ignore[return-value]

@@ -1,11 +1,12 @@
-"""Show people what is trained: the text of rows, with the tokens that carry loss marked.
+"""Show people what is trained: the text of rows, with the tokens that carry loss
+marked.
 
     row 1 of 24: 3 examples, 62 of 64 tokens, 21 with loss
     -- example 1 of 3: 20 tokens, 7 with loss
     <|user|>0 + 1<|end|><|assistant|>[[1 is it<|end|>]]
 
-What is in double brackets has loss; on a terminal it is in reverse video instead. Special tokens are written out,
-padding is left out.
+What is in double brackets has loss; on a terminal it is in reverse video instead.
+Special tokens are written out, padding is left out.
 
 Not covered: what was left out of the rows (`fcsd.data.counts`).
 """
@@ -34,50 +35,79 @@ def check_number(number: int, name: str) -> None:
 
 def print_rows(rows: Any, tokenizer: Any, number: int) -> None:
     """Print the first `number` rows of a data set on stdout; all, where there are fewer."""
-    marks = _REVERSE if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else _BRACKETS
+    marks = (
+        _REVERSE
+        if sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        else _BRACKETS
+    )
     for index in range(min(number, len(rows))):
         for line in row_lines(rows, index, tokenizer, marks):
             print(line)
         print()
 
 
-def row_lines(rows: Any, index: int, tokenizer: Any, marks: tuple[str, str] = _BRACKETS) -> Iterator[str]:
-    """Yield a row in lines for people: what it holds, and each of its examples. marks: around tokens with loss."""
+def row_lines(
+    rows: Any, index: int, tokenizer: Any, marks: tuple[str, str] = _BRACKETS
+) -> Iterator[str]:
+    """Yield a row in lines for people: what it holds, and each of its examples. marks:
+    around tokens with loss.
+    """
     batch = Collator()([rows[index]])
     ids, positions = batch["input_ids"][0].numpy(), batch["position_ids"][0].numpy()
-    has_loss = np.zeros(len(ids), bool)  # each token is predicted at the position before it
-    has_loss[1:] = next_token_targets(batch["labels"], batch["position_ids"])[0][0, :-1].numpy()
+    # each token is predicted at the position before it
+    has_loss = np.zeros(len(ids), bool)
+    has_loss[1:] = next_token_targets(batch["labels"], batch["position_ids"])[0][
+        0, :-1
+    ].numpy()
     num_tokens = int(real_tokens(batch).sum())
     begins = [*np.flatnonzero(positions[:num_tokens] == 0).tolist(), num_tokens]
     yield (
-        f"row {index + 1} of {len(rows)}: {_number(len(begins) - 1, 'example')}, {num_tokens} of {len(ids)} tokens,"
-        f" {has_loss.sum()} with loss"
+        f"row {index + 1} of {len(rows)}: {_number(len(begins) - 1, 'example')},"
+        f" {num_tokens} of {len(ids)} tokens, {has_loss.sum()} with loss"
     )
-    whole = [len(tokens) for tokens, _ in rows.examples_of(index)] if hasattr(rows, "examples_of") else []
+    whole = (
+        [len(tokens) for tokens, _ in rows.examples_of(index)]
+        if hasattr(rows, "examples_of")
+        else []
+    )
     for example, (begin, end) in enumerate(pairwise(begins)):
         length = end - begin
-        cut = f", cut from {whole[example]}" if whole and whole[example] > length else ""
-        yield (
-            f"-- example {example + 1} of {len(begins) - 1}: {_number(length, 'token')}{cut},"
-            f" {has_loss[begin:end].sum()} with loss"
+        cut = (
+            f", cut from {whole[example]}" if whole and whole[example] > length else ""
         )
-        yield _marked(ids[begin:end].tolist(), has_loss[begin:end].tolist(), tokenizer, marks)
+        yield (
+            f"-- example {example + 1} of {len(begins) - 1}:"
+            f" {_number(length, 'token')}{cut}, {has_loss[begin:end].sum()} with loss"
+        )
+        yield _marked(
+            ids[begin:end].tolist(), has_loss[begin:end].tolist(), tokenizer, marks
+        )
 
 
 def _number(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _marked(ids: list[int], has_loss: list[bool], tokenizer: Any, marks: tuple[str, str]) -> str:
+def _marked(
+    ids: list[int], has_loss: list[bool], tokenizer: Any, marks: tuple[str, str]
+) -> str:
     """Decode the tokens of an example, with marks around each run of them that has loss."""
     text, end, before = "", 0, ""
     for marked, run in groupby(has_loss):
         end += len(list(run))
-        # A tokenizer may leave out the space at the beginning of what it decodes: so all of it is, and the new cut off.
-        so_far = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # A tokenizer may leave out the space at the beginning of what it decodes: so
+        # all of it is, and the new cut off.
+        so_far = tokenizer.decode(
+            ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         pairs = zip(before, so_far, strict=False)
-        new = so_far[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
+        new = so_far[
+            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :
+        ]
         before = so_far
-        visible = "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in new)
+        visible = "".join(
+            char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1]
+            for char in new
+        )
         text += f"{marks[0]}{visible}{marks[1]}" if marked else visible
     return text

@@ -18,7 +18,9 @@ from fcsd.data.local import check_data, fresh_cache
 
 @dataclass(frozen=True)
 class GivenSource:
-    """Examples that a caller holds, with the keys of a `SourceConfig`. path: what errors call them."""
+    """Examples that a caller holds, with the keys of a `SourceConfig`. path: what
+    errors call them.
+    """
 
     path: str
     columns: dict[Any, str]
@@ -31,11 +33,15 @@ class GivenSource:
 
 Source = SourceConfig | GivenSource
 
-_PART_OF_SPLIT = r"[\[+]"  # begins what cannot be read file by file: train[:90%], train+test
+# begins what cannot be read file by file: train[:90%], train+test
+_PART_OF_SPLIT = r"[\[+]"
 WHOLE_BYTES = 4 << 30
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Files that are not read, by their last ending -> how one that is read is made of them.
-_CONVERTED = "datasets.load_dataset({!r}, data_files=PATH, split='train').to_json('rows.jsonl') writes one"
+_CONVERTED = (
+    "datasets.load_dataset({!r}, data_files=PATH, split='train').to_json('rows.jsonl')"
+    " writes one"
+)
 _OTHER_FORMATS = {
     ".csv": _CONVERTED.format("csv"),
     ".tsv": _CONVERTED.format("csv").replace("=PATH", "=PATH, sep='\\t'"),
@@ -52,8 +58,8 @@ def columns_of(source: Source) -> Mapping[Any, str]:
 
 
 def check_place(source: SourceConfig) -> None:
-    """Refuse, before anything is read, a file or folder that is not there, a kind of file that is not read, and a split
-    that a file does not have.
+    """Refuse, before anything is read, a file or folder that is not there, a kind of
+    file that is not read, and a split that a file does not have.
     """
     path = Path(source.path).expanduser()
     check_data(path)
@@ -61,32 +67,56 @@ def check_place(source: SourceConfig) -> None:
         return
     if path.suffix in _FILE_FORMATS:
         if not path.is_file():
-            raise UserError(f"data set {source.path}: no such file{making_of(source.path)}")
+            raise UserError(
+                f"data set {source.path}: no such file{making_of(source.path)}"
+            )
         if not source.split.startswith("train"):
             raise UserError(
-                f"data set {source.path}: no split {source.split!r}; a file has the split 'train' only"
+                f"data set {source.path}: no split {source.split!r}; a file has the"
+                " split 'train' only"
             )
     elif path.exists() or path.suffix in _OTHER_FORMATS:
-        what = "a file of this kind is not read" if path.exists() else "no such file, nor is this kind read"
-        hint = _OTHER_FORMATS.get(path.suffix, "a .jsonl file has one JSON object a line")
-        raise UserError(
-            f"data set {source.path}: {what}; {', '.join(_FILE_FORMATS)} files are, and folders in hub layout; {hint}"
+        what = (
+            "a file of this kind is not read"
+            if path.exists()
+            else "no such file, nor is this kind read"
         )
-    elif path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") > 1:
-        raise UserError(f"data set {source.path}: no such folder, and not the name of a data set on the Hub")
+        hint = _OTHER_FORMATS.get(
+            path.suffix, "a .jsonl file has one JSON object a line"
+        )
+        raise UserError(
+            f"data set {source.path}: {what}; {', '.join(_FILE_FORMATS)} files are, and"
+            f" folders in hub layout; {hint}"
+        )
+    elif (
+        path.is_absolute()
+        or source.path.startswith((".", "~"))
+        or source.path.count("/") > 1
+    ):
+        raise UserError(
+            f"data set {source.path}: no such folder, and not the name of a data set on"
+            " the Hub"
+        )
 
 
 def check_source(source: SourceConfig) -> None:
-    """Refuse, before a model is loaded, local data that cannot be read, are empty, or lack a column; reads one row."""
+    """Refuse, before a model is loaded, local data that cannot be read, are empty, or
+    lack a column; reads one row.
+    """
     check_place(source)
     if Path(source.path).expanduser().exists():
-        open_source(source.model_copy(update={"split": re.split(_PART_OF_SPLIT, source.split)[0]}))
+        open_source(
+            source.model_copy(
+                update={"split": re.split(_PART_OF_SPLIT, source.split)[0]}
+            )
+        )
 
 
 def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
     """Load the examples of `source`, untouched but for `max_examples`.
 
-    Raises: UserError for a path, configuration or split that is not there, a missing column, no examples.
+    Raises: UserError for a path, configuration or split that is not there, a missing
+    column, no examples.
     """
     opened = open_source(source)
     limit = opened.settings.max_examples
@@ -97,8 +127,9 @@ def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
 class Opened:
     """A source whose columns are known, and all its examples.
 
-    files: names of the files that the examples are in, one a shard; empty where they are not known.
-    whole: all of it is tokenized, however few tokens a training needs: it is here, and of no more than `WHOLE_BYTES`.
+    files: names of the files that the examples are in, one a shard; empty where they
+    are not known. whole: all of it is tokenized, however few tokens a training needs:
+    it is here, and of no more than `WHOLE_BYTES`.
     """
 
     settings: Source
@@ -114,44 +145,72 @@ class Opened:
 def open_source(source: Any) -> Opened:
     """Open `source`; its first example tells what its columns mean. Raises as `load_source`."""
     if isinstance(source, GivenSource):
-        return Opened(source, source.examples, isinstance(source.examples, datasets.Dataset))
+        return Opened(
+            source, source.examples, isinstance(source.examples, datasets.Dataset)
+        )
     check_place(source)
     try:
         with fresh_cache(Path(source.path).expanduser()):
             opened = _open(source, None)
             first = _first_example(opened.examples, source)
             columns = column_meanings(source.path, list(first), source.columns)
-            if columns and (features := _as_written(opened.examples, columns.values(), first)):
+            if columns and (
+                features := _as_written(opened.examples, columns.values(), first)
+            ):
                 opened = _open(source, features)
     except StopIteration:  # `datasets` 5.2 looks for the first line of an empty file
         raise _empty(source) from None
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         # Where `datasets` wraps an error of its reader, that one says more.
-        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
-        raise UserError(f"data set {source.path}: {one_line(cause or error)}") from error
-    return dataclasses.replace(opened, settings=source.model_copy(update={"columns": columns}))
+        cause = (
+            error.__cause__
+            if isinstance(error, datasets.exceptions.DatasetGenerationError)
+            else None
+        )
+        raise UserError(
+            f"data set {source.path}: {one_line(cause or error)}"
+        ) from error
+    return dataclasses.replace(
+        opened, settings=source.model_copy(update={"columns": columns})
+    )
 
 
 def _open(source: SourceConfig, features: datasets.Features | None) -> Opened:
-    """Open files one by one; a part of a split, and a data set of the Hub that is small or here, as a whole."""
+    """Open files one by one; a part of a split, and a data set of the Hub that is small
+    or here, as a whole.
+    """
     path, options = Path(source.path).expanduser(), {"features": features}
     if features is not None:
         options["on_mixed_types"] = None  # of JSON files: an error, not texts in quotes
     if path.suffix in _FILE_FORMATS and not path.is_dir():
-        options |= {"path": _FILE_FORMATS[path.suffix], "data_files": {"train": str(path)}}
+        options |= {
+            "path": _FILE_FORMATS[path.suffix],
+            "data_files": {"train": str(path)},
+        }
     else:
         here = path.is_dir()
         options |= {"path": str(path) if here else source.path, "name": source.name}
         options["revision"] = None if here else source.revision
     builder = datasets.load_dataset_builder(**options)
     is_part = re.search(_PART_OF_SPLIT, source.split) is not None
-    if is_part or (not path.exists() and (Path(builder.cache_dir).is_dir() or _says_small(builder, source))):
-        return Opened(source, datasets.load_dataset(**options, split=source.split), whole=True)
+    if is_part or (
+        not path.exists()
+        and (Path(builder.cache_dir).is_dir() or _says_small(builder, source))
+    ):
+        return Opened(
+            source, datasets.load_dataset(**options, split=source.split), whole=True
+        )
     examples = builder.as_streaming_dataset(split=source.split)
     files = (builder.config.data_files or {}).get(source.split, [])
     files = tuple(map(str, files)) if len(files) == examples.num_shards else ()
-    sizes = sum(os.path.getsize(file) for file in files if os.path.isfile(file)) if path.exists() else None
-    whole = source.max_examples is not None or (sizes is not None and sizes <= WHOLE_BYTES)
+    sizes = (
+        sum(os.path.getsize(file) for file in files if os.path.isfile(file))
+        if path.exists()
+        else None
+    )
+    whole = source.max_examples is not None or (
+        sizes is not None and sizes <= WHOLE_BYTES
+    )
     return Opened(source, examples, whole, files)
 
 
@@ -161,7 +220,9 @@ def _says_small(builder: Any, source: SourceConfig) -> bool:
 
 
 def _first_example(examples: Any, source: SourceConfig) -> dict[str, Any]:
-    """Return the first example, with all columns; files fail, or turn out to be empty, when they are read."""
+    """Return the first example, with all columns; files fail, or turn out to be empty,
+    when they are read.
+    """
     first: dict[str, Any] | None = next(iter(examples), None)
     if first is None:
         raise _empty(source)
@@ -175,19 +236,29 @@ def _empty(source: SourceConfig) -> UserError:
 def _as_written(
     examples: Any, columns: Collection[str], first: Mapping[str, Any]
 ) -> datasets.Features | None:
-    """Return features that keep each value of these columns of JSON files as it is written; None: for other files.
+    """Return features that keep each value of these columns of JSON files as it is
+    written; None: for other files.
 
-    `datasets` (5.2) gives a column the type of its values in the first 10 MB. Where one further on has another type,
-    all of that stretch becomes text: the number, and quotes around every text beside it. As `Json` each value is kept,
-    but for a text that is JSON itself, such as "5"; so texts stay texts, and a number among them cannot be read.
+    `datasets` (5.2) gives a column the type of its values in the first 10 MB. Where one
+    further on has another type, all of that stretch becomes text: the number, and
+    quotes around every text beside it. As `Json` each value is kept, but for a text
+    that is JSON itself, such as "5"; so texts stay texts, and a number among them
+    cannot be read.
 
-    first: the first example, which tells the types where the whole of a file has to be read for them.
+    first: the first example, which tells the types where the whole of a file has to be
+    read for them.
     """
     if examples.info.builder_name != "json":
         return None
     text, types = datasets.Value("string"), examples.features
     names = first if types is None else types
-    is_text = {name: isinstance(first[name], str) if types is None else types[name] == text for name in names}
+    is_text = {
+        name: isinstance(first[name], str) if types is None else types[name] == text
+        for name in names
+    }
     return datasets.Features(
-        {name: text if name in columns and is_text[name] else datasets.Json() for name in names}
+        {
+            name: text if name in columns and is_text[name] else datasets.Json()
+            for name in names
+        }
     )

@@ -1,7 +1,9 @@
-"""Where a model's thoughts end and its answer begins: the one place that knows how the families mark it.
+"""Where a model's thoughts end and its answer begins: the one place that knows how the
+families mark it.
 
-What a family writes is read from its chat template; where that is silent, from the tokens that its tokenizer has.
-Markers can be special tokens (gpt-oss, Mistral), which decoding removes by default: `Thoughts.decode` keeps them.
+What a family writes is read from its chat template; where that is silent, from the
+tokens that its tokenizer has. Markers can be special tokens (gpt-oss, Mistral), which
+decoding removes by default: `Thoughts.decode` keeps them.
 
 Not covered: tool calls, which are no answer; a model that thinks without any marker.
 """
@@ -18,9 +20,10 @@ END_OF_PROMPT = 32  # tokens; a template may open the thoughts in the last of th
 class Markers:
     """How a family marks thoughts.
 
-    begin: what opens them. end: a regular expression; the answer follows its last match. stop: a regular expression of
-    what ends the answer. tokens: further markers, which decoding has to keep. wrapper: what the answer stands between.
-    always: the template cannot ask for answers without markers.
+    begin: what opens them. end: a regular expression; the answer follows its last
+    match. stop: a regular expression of what ends the answer. tokens: further markers,
+    which decoding has to keep. wrapper: what the answer stands between. always: the
+    template cannot ask for answers without markers.
     """
 
     begin: str
@@ -33,7 +36,14 @@ class Markers:
     @property
     def literal(self) -> str:
         """All markers as text."""
-        return " ".join([self.begin, self.end.replace("\\", ""), *self.tokens, *(self.wrapper or ())])
+        return " ".join(
+            [
+                self.begin,
+                self.end.replace("\\", ""),
+                *self.tokens,
+                *(self.wrapper or ()),
+            ]
+        )
 
 
 def _pair(begin: str, end: str) -> Markers:
@@ -46,7 +56,15 @@ _HARMONY = Markers(
     "<|channel|>",
     r"<\|channel\|>\s*final\b(?:(?!<\|message\|>).)*<\|message\|>",
     r"<\|(?:end|return|call|start|channel)\|>",
-    ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"),
+    (
+        "<|channel|>",
+        "<|message|>",
+        "<|start|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|constrain|>",
+    ),
     always=True,
 )
 # Muse: "to=self<|message|>…<|eom|><|start|>assistant to=user<|message|>…<|eot|>".
@@ -81,25 +99,39 @@ _WRAPPERS = (
 
 
 def markers_in(text: str) -> Markers | None:
-    """Return the markers that a chat template or an answer holds; None where it holds none that is known."""
+    """Return the markers that a chat template or an answer holds; None where it holds
+    none that is known.
+    """
     markers: Markers | None = next(
-        (family for family in _FAMILIES if family.begin in text or re.search(family.end, text)), None
+        (
+            family
+            for family in _FAMILIES
+            if family.begin in text or re.search(family.end, text)
+        ),
+        None,
     )
-    if markers is None and (tag := _TAG.search(text) or re.search(_TAG.pattern.replace("</", "<"), text)):
+    if markers is None and (
+        tag := _TAG.search(text) or re.search(_TAG.pattern.replace("</", "<"), text)
+    ):
         markers = _pair(f"<{tag[1]}>", f"</{tag[1]}>")
     if markers is None or markers.always:
         return markers
-    return replace(markers, wrapper=next((pair for pair in _WRAPPERS if pair[0] in text), None))
+    return replace(
+        markers, wrapper=next((pair for pair in _WRAPPERS if pair[0] in text), None)
+    )
 
 
 def answer_in(text: str) -> str:
-    """Cut the thoughts off an answer of a model that is not known, by whichever markers it holds."""
+    """Cut the thoughts off an answer of a model that is not known, by whichever markers
+    it holds.
+    """
     bare = re.match(_BARE_HARMONY.end, text, re.DOTALL) is not None
     return answer_after(text, _BARE_HARMONY if bare else markers_in(text) or _THINK)
 
 
 def answer_after(text: str, markers: Markers, opened: bool = False) -> str:
-    """Return what follows the thoughts; "" where they never end, all of the text where there are none.
+    """Return what follows the thoughts; "" where they never end, all of the text where
+    there are none.
 
     opened: the prompt has begun the thoughts.
     """
@@ -112,15 +144,17 @@ def answer_after(text: str, markers: Markers, opened: bool = False) -> str:
     if _begins(answer, markers):
         return ""
     if markers.wrapper is not None and answer.startswith(markers.wrapper[0]):
-        answer = answer.removeprefix(markers.wrapper[0]).rpartition(markers.wrapper[1])[0] or (
-            answer.removeprefix(markers.wrapper[0])
-        )
+        answer = answer.removeprefix(markers.wrapper[0]).rpartition(markers.wrapper[1])[
+            0
+        ] or (answer.removeprefix(markers.wrapper[0]))
         return answer.strip()
     return answer
 
 
 def _begins(text: str, markers: Markers) -> bool:
-    """Whether thoughts are opened in it, at the beginning of a line: prose and programs may quote a marker."""
+    """Whether thoughts are opened in it, at the beginning of a line: prose and programs
+    may quote a marker.
+    """
     if markers.always:
         return markers.begin in text
     return re.search(rf"^\s*{re.escape(markers.begin)}", text, re.MULTILINE) is not None
@@ -131,10 +165,22 @@ class Thoughts:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        added = {int(place): token for place, token in tokenizer.added_tokens_decoder.items()}
+        added = {
+            int(place): token for place, token in tokenizer.added_tokens_decoder.items()
+        }
         self.markers = markers_of(tokenizer, map(str, added.values()))
-        special = {place: str(token) for place, token in added.items() if getattr(token, "special", True)}
-        special |= dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True))
+        special = {
+            place: str(token)
+            for place, token in added.items()
+            if getattr(token, "special", True)
+        }
+        special |= dict(
+            zip(
+                tokenizer.all_special_ids,
+                map(str, tokenizer.all_special_tokens),
+                strict=True,
+            )
+        )
         self.special = frozenset(special.values())
         literal = self.markers.literal
         self.marks = {place for place, text in special.items() if text in literal}
@@ -145,23 +191,33 @@ class Thoughts:
         return prompt.rstrip().endswith(self.markers.begin)
 
     def are_in(self, prompt: str, asked: bool) -> bool:
-        """Whether the answer to a prompt has thoughts: they are asked for, or this template cannot leave them out."""
+        """Whether the answer to a prompt has thoughts: they are asked for, or this
+        template cannot leave them out.
+        """
         return asked or self.markers.always or self.opened_by(prompt)
 
     def ends_of_text(self, stop: Iterable[str]) -> list[str]:
-        """Return the stop strings at which an answer with thoughts may end while it is written: special tokens, which
-        thoughts do not hold."""
-        return [word for word in stop if word in self.special and word not in self.markers.literal]
+        """Return the stop strings at which an answer with thoughts may end while it is
+        written: special tokens, which thoughts do not hold."""
+        return [
+            word
+            for word in stop
+            if word in self.special and word not in self.markers.literal
+        ]
 
     def decode(self, tokens: Sequence[int], **options: Any) -> str:
         """Decode without special tokens, but with those that mark thoughts."""
         if not self.marks:
-            return str(self.tokenizer.decode(tokens, skip_special_tokens=True, **options))
+            return str(
+                self.tokenizer.decode(tokens, skip_special_tokens=True, **options)
+            )
         visible = [token for token in tokens if token not in self.hidden]
         return str(self.tokenizer.decode(visible, skip_special_tokens=False, **options))
 
     def without_special(self, text: str) -> str:
-        """Take the special tokens out of a text that was decoded with them, but those that mark thoughts."""
+        """Take the special tokens out of a text that was decoded with them, but those
+        that mark thoughts.
+        """
         for token in self.special:
             if token not in self.markers.literal:
                 text = text.replace(token, "")
@@ -172,7 +228,9 @@ class Thoughts:
         return answer_after(text, self.markers, self.opened_by(prompt))
 
     def streamed(self, pieces: Iterable[str], prompt: str) -> Iterator[str]:
-        """Yield the answer in a text that comes in pieces, as soon as it is certain to be of the answer."""
+        """Yield the answer in a text that comes in pieces, as soon as it is certain to
+        be of the answer.
+        """
         text, length = "", 0
         for piece in pieces:
             text += piece
@@ -186,9 +244,11 @@ class Thoughts:
             yield answer[length:]
 
     def _uncertain(self, answer: str, whole: bool) -> int:
-        """Count the characters at the end of which a marker may become, or white space that may be taken off.
+        """Count the characters at the end of which a marker may become, or white space
+        that may be taken off.
 
-        whole: the answer is all that was written so far, so that thoughts may still begin.
+        whole: the answer is all that was written so far, so that thoughts may still
+        begin.
         """
         # A reply is short enough to be read again with every piece.
         begin = self.markers.begin
@@ -196,14 +256,29 @@ class Thoughts:
             return len(answer)
         if whole and begin.startswith(answer.strip()):
             return len(answer)
-        words = [begin, begin.replace("<", "</", 1).replace("[", "[/", 1), *self.markers.tokens]
+        words = [
+            begin,
+            begin.replace("<", "</", 1).replace("[", "[/", 1),
+            *self.markers.tokens,
+        ]
         words += self.markers.wrapper or ()
-        begun = (n for word in words for n in range(1, len(word)) if answer.endswith(word[:n]))
+        begun = (
+            n
+            for word in words
+            for n in range(1, len(word))
+            if answer.endswith(word[:n])
+        )
         return max(begun, default=len(answer) - len(answer.rstrip()))
 
 
 def markers_of(tokenizer: Any, added: Iterable[str]) -> Markers:
-    """Return the markers of a family: those in its chat template, else among its tokens, else `</think>`."""
+    """Return the markers of a family: those in its chat template, else among its
+    tokens, else `</think>`.
+    """
     template = getattr(tokenizer, "chat_template", None) or ""
-    text = template if isinstance(template, str) else "\n".join(map(str, template.values()))
+    text = (
+        template
+        if isinstance(template, str)
+        else "\n".join(map(str, template.values()))
+    )
     return markers_in(text) or markers_in("\n".join(added)) or _THINK

@@ -23,8 +23,14 @@ _work: Callable[[Any], Any]  # of a worker, which has one for its life
 
 
 def default_workers() -> int:
-    """Return how many processes tokenize: one for each core, eight at most; the ranks wait for them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many processes tokenize: one for each core, eight at most; the ranks
+    wait for them.
+    """
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
     return min(MOST_WORKERS, cores)
 
 
@@ -33,17 +39,23 @@ def in_order(
 ) -> Generator[tuple[Any, Any]]:
     """Yield piece and `work(piece)` of every piece, in their order.
 
-    The workers are forks: `work` may be any function, and sees what this process has now. A single piece, or fewer than
-    two workers, is work for this process. Raises UserError: a worker has ended, or `work` has raised it.
+    The workers are forks: `work` may be any function, and sees what this process has
+    now. A single piece, or fewer than two workers, is work for this process. Raises
+    UserError: a worker has ended, or `work` has raised it.
     """
-    first = [piece for piece in (next(pieces, None), next(pieces, None)) if piece is not None]
-    alone = multiprocessing.current_process().daemon or not hasattr(os, "fork")  # a daemon has no children
+    first = [
+        piece for piece in (next(pieces, None), next(pieces, None)) if piece is not None
+    ]
+    # a daemon has no children
+    alone = multiprocessing.current_process().daemon or not hasattr(os, "fork")
     if num_workers < 2 or len(first) < 2 or alone:
         for piece in itertools.chain(first, pieces):
             yield piece, work(piece)
         return
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(num_workers, context, initializer=_begin, initargs=(work, os.getpid()))
+    pool = ProcessPoolExecutor(
+        num_workers, context, initializer=_begin, initargs=(work, os.getpid())
+    )
     waiting: deque[tuple[Any, Future[Any]]] = deque()
     try:
         for piece in itertools.chain(first, pieces):
@@ -56,8 +68,9 @@ def in_order(
             yield earliest, future.result()
     except BrokenProcessPool:
         raise UserError(
-            "data: a process that tokenizes has ended; it may have been killed for the memory that it took. Run the"
-            " same command again to continue from the last shard"
+            "data: a process that tokenizes has ended; it may have been killed for the"
+            " memory that it took. Run the same command again to continue from the last"
+            " shard"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -65,7 +78,8 @@ def in_order(
 
 def _submit(pool: ProcessPoolExecutor, piece: Any) -> Future[Any]:
     with warnings.catch_warnings():
-        # Python 3.12 warns of forks beside threads; the child runs no code that takes their locks.
+        # Python 3.12 warns of forks beside threads; the child runs no code that takes
+        # their locks.
         warnings.simplefilter("ignore", DeprecationWarning)
         return pool.submit(_do, piece)
 

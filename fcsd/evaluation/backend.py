@@ -1,4 +1,6 @@
-"""What answers the questions of an evaluation: a model in memory, or one behind a server (`fcsd.evaluation.served`)."""
+"""What answers the questions of an evaluation: a model in memory, or one behind a
+server (`fcsd.evaluation.served`).
+"""
 
 import contextlib
 import functools
@@ -9,7 +11,12 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
@@ -32,25 +39,30 @@ from fcsd.parallel.shard import gathered_once
 
 BatchSize = int | Literal["auto"]
 Result = TypeVar("Result")
-_FIRST, _ON_CPU = 128, 16  # without an accelerator memory runs out without an error that could be caught
+# without an accelerator memory runs out without an error that could be caught
+_FIRST, _ON_CPU = 128, 16
 
 
 def check_batch_size(size: BatchSize, ranks: Ranks = ALONE) -> None:
-    """Raise UserError for a number below 1, and for "auto" where the weights are sharded over the ranks."""
+    """Raise UserError for a number below 1, and for "auto" where the weights are
+    sharded over the ranks.
+    """
     if size == "auto" and ranks.lockstep:
         raise UserError(
-            "batch_size: 'auto' needs a rank that can try again alone, and this launch shards the weights over"
-            f" {ranks.size}; give a number"
+            "batch_size: 'auto' needs a rank that can try again alone, and this launch"
+            f" shards the weights over {ranks.size}; give a number"
         )
     if isinstance(size, int) and size < 1:
         raise UserError(f"batch_size: must be at least 1, got {size}")
 
 
 class BatchSizer:
-    """The batch size of an evaluation; "auto" begins every task at 128 and halves when memory runs out.
+    """The batch size of an evaluation; "auto" begins every task at 128 and halves when
+    memory runs out.
 
-    lm-eval and `InMemoryBackend.complete` begin with the longest sequences, so a failure comes early and costs little.
-    Where several ranks hold whole copies, each may halve its own.
+    lm-eval and `InMemoryBackend.complete` begin with the longest sequences, so a
+    failure comes early and costs little. Where several ranks hold whole copies, each
+    may halve its own.
     """
 
     def __init__(self, size: BatchSize, model: PreTrainedModel):
@@ -59,12 +71,16 @@ class BatchSizer:
         self.size: int = size if isinstance(size, int) else self._first
 
     def begin(self, count: int, ranks: Ranks) -> None:
-        """Start a task of `count` sequences at the full size again, with some sequences for every rank."""
+        """Start a task of `count` sequences at the full size again, with some sequences
+        for every rank.
+        """
         if self.automatic:
             self.size = max(1, min(self._first, math.ceil(count / ranks.size)))
 
     def run(self, work: Callable[[int], Result]) -> Result:
-        """Return work(size), with half the size again when out of memory; UserError where it cannot be halved."""
+        """Return work(size), with half the size again when out of memory; UserError
+        where it cannot be halved.
+        """
         while True:
             try:
                 return work(self.size)
@@ -75,7 +91,9 @@ class BatchSizer:
                         if self.size > 1
                         else "the model leaves no room for one sequence"
                     )
-                    raise UserError(f"out of memory with batch_size {self.size}: {hint}") from error
+                    raise UserError(
+                        f"out of memory with batch_size {self.size}: {hint}"
+                    ) from error
             self.size //= 2
             free_memory()
 
@@ -83,13 +101,16 @@ class BatchSizer:
 class Backend(Protocol):
     """A model that can be asked, wherever it is computed.
 
-    at_limit: the problems of the last code task of which a completion ended at the token limit.
+    at_limit: the problems of the last code task of which a completion ended at the
+    token limit.
     """
 
     at_limit: set[str]
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
-        """Give the block in which all questions are asked; afterwards the model is as it was before."""
+        """Give the block in which all questions are asked; afterwards the model is as
+        it was before.
+        """
 
     def begin(self, journal: Journal) -> None:
         """Start a task, whose single answers may be kept in `journal`."""
@@ -98,8 +119,12 @@ class Backend(Protocol):
     def language_model(self) -> Any:
         """The model that lm-eval asks, one for all tasks, with `think`, `cut` and `at_limit`."""
 
-    def complete(self, problems: Sequence[Problem], row: CodeTaskConfig) -> dict[str, list[str]]:
-        """Return `row.num_samples` completions of every problem: task_id -> texts up to the first stop string."""
+    def complete(
+        self, problems: Sequence[Problem], row: CodeTaskConfig
+    ) -> dict[str, list[str]]:
+        """Return `row.num_samples` completions of every problem: task_id -> texts up to
+        the first stop string.
+        """
 
     def settings(self) -> dict[str, Any]:
         """Return what a result says of it."""
@@ -107,7 +132,9 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Batches:
-    """What is done before a batch is asked, given its number in the task; and what a result says of that."""
+    """What is done before a batch is asked, given its number in the task; and what a
+    result says of that.
+    """
 
     begin: Callable[[int], None] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -126,14 +153,24 @@ class InMemoryBackend:
         *,
         progress: bool = True,
     ):
-        self.model, self.tokenizer, self.ranks, self.progress = model, tokenizer, ranks, progress
+        self.model, self.tokenizer, self.ranks, self.progress = (
+            model,
+            tokenizer,
+            ranks,
+            progress,
+        )
         self.batch, self.batches = BatchSizer(batch, model), batches or Batches()
         self.at_limit: set[str] = set()
 
     @contextlib.contextmanager
     def asking(self) -> Any:
-        """Keep the model's mode, settings and the random generators, and gather sharded weights once if they fit."""
-        with preserved(self.model, self.tokenizer), gathered_once(self.model, self.ranks):
+        """Keep the model's mode, settings and the random generators, and gather sharded
+        weights once if they fit.
+        """
+        with (
+            preserved(self.model, self.tokenizer),
+            gathered_once(self.model, self.ranks),
+        ):
             self.model.eval()
             yield
 
@@ -160,10 +197,11 @@ class InMemoryBackend:
         idle: Callable[[], Any],
         **bar: Any,
     ) -> list[Any]:
-        """Ask batch by batch, each on the rank that it is dealt to; all answers in order, on all ranks.
+        """Ask batch by batch, each on the rank that it is dealt to; all answers in
+        order, on all ranks.
 
-        ask: is given a batch and how much of it goes into one forward. idle: a pass whose result nobody reads. bar: of
-        its progress, as `progress_bar` takes it.
+        ask: is given a batch and how much of it goes into one forward. idle: a pass
+        whose result nobody reads. bar: of its progress, as `progress_bar` takes it.
         """
 
         def answer(number: int, batch: Any) -> list[Any]:
@@ -173,39 +211,64 @@ class InMemoryBackend:
             shown.update(len(batch))
             return answers
 
-        with progress_bar(total=sum(map(len, self.ranks.deal(batches))), **bar) as shown:
-            return [each for answers in self.ranks.each(batches, answer, idle) for each in answers]
+        with progress_bar(
+            total=sum(map(len, self.ranks.deal(batches))), **bar
+        ) as shown:
+            return [
+                each
+                for answers in self.ranks.each(batches, answer, idle)
+                for each in answers
+            ]
 
-    def complete(self, problems: Sequence[Problem], row: CodeTaskConfig) -> dict[str, list[str]]:
-        """Generate on all ranks, which call this together; the completions in the order of the problems.
+    def complete(
+        self, problems: Sequence[Problem], row: CodeTaskConfig
+    ) -> dict[str, list[str]]:
+        """Generate on all ranks, which call this together; the completions in the order
+        of the problems.
 
-        Temperature 0 is greedy. Samples are drawn from a generator that is seeded for every batch, so the same problems
-        and batch size give the same samples, on any number of ranks. Batches are sorted by prompt length, longest
-        first, and padded on the left; a batch ends when all its sequences have. Mode and settings of the model and the
-        state of all random generators are as before.
+        Temperature 0 is greedy. Samples are drawn from a generator that is seeded for
+        every batch, so the same problems and batch size give the same samples, on any
+        number of ranks. Batches are sorted by prompt length, longest first, and padded
+        on the left; a batch ends when all its sequences have. Mode and settings of the
+        model and the state of all random generators are as before.
 
         Raises:
-            UserError: a prompt and its completion do not fit the model's positions; no chat template.
+            UserError: a prompt and its completion do not fit the model's positions; no
+                chat template.
         """
         tokens = prompt_tokens(self.model.config, self.tokenizer, problems, row)
         order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
         samples = [index for index in order for _ in range(row.num_samples)]
         self.batch.begin(len(samples), self.ranks)
         size = self.batch.size
-        batches = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
+        batches = [
+            range(start, min(start + size, len(samples)))
+            for start in range(0, len(samples), size)
+        ]
 
         def made(batch: range, size: int) -> list[tuple[str, bool]]:
-            return self._generate_pieces({sample: tokens[samples[sample]] for sample in batch}, row, size)
+            return self._generate_pieces(
+                {sample: tokens[samples[sample]] for sample in batch}, row, size
+            )
 
         def idle() -> None:
-            self._generate([tokens[samples[-1]]], row.model_copy(update={"max_new_tokens": 1}))
+            self._generate(
+                [tokens[samples[-1]]], row.model_copy(update={"max_new_tokens": 1})
+            )
 
-        share = f" (the first of {self.ranks.size} ranks)" if self.ranks.size > 1 else ""
-        bar = {"desc": f"generation{share}", "shown": self.progress and self.ranks.first}
+        share = (
+            f" (the first of {self.ranks.size} ranks)" if self.ranks.size > 1 else ""
+        )
+        bar = {
+            "desc": f"generation{share}",
+            "shown": self.progress and self.ranks.first,
+        }
         with preserved(self.model), torch.no_grad():
             self.model.eval()
             texts = self.in_batches(batches, made, idle, **bar)
-        completions: dict[str, list[str]] = {problem.task_id: [] for problem in problems}
+        completions: dict[str, list[str]] = {
+            problem.task_id: [] for problem in problems
+        }
         self.at_limit = set()
         for index, (text, at_limit) in zip(samples, texts, strict=True):
             completions[problems[index].task_id].append(text)
@@ -215,7 +278,9 @@ class InMemoryBackend:
     def _generate_pieces(
         self, sequences: Mapping[int, list[int]], row: CodeTaskConfig, size: int
     ) -> list[tuple[str, bool]]:
-        """Generate from the prompts of a batch, by their number among all, `size` at a time, each time with a seed."""
+        """Generate from the prompts of a batch, by their number among all, `size` at a
+        time, each time with a seed.
+        """
         numbers, texts = list(sequences), list[tuple[str, bool]]()
         for start in range(0, len(numbers), size):
             piece = numbers[start : start + size]
@@ -223,21 +288,40 @@ class InMemoryBackend:
             texts += self._generate([sequences[number] for number in piece], row)
         return texts
 
-    def _generate(self, prompts: Sequence[list[int]], row: CodeTaskConfig) -> list[tuple[str, bool]]:
+    def _generate(
+        self, prompts: Sequence[list[int]], row: CodeTaskConfig
+    ) -> list[tuple[str, bool]]:
         model, tokenizer = self.model, self.tokenizer
         readers = [Reader(self.thoughts, row, prompt) for prompt in prompts]
         stop = readers[0].stop
         ends = end_tokens(model.generation_config, tokenizer)
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends[0] if ends else 0)
-        ids = pad_sequence([torch.tensor(prompt, dtype=torch.long) for prompt in prompts], True, pad, "left")
+        pad = (
+            tokenizer.pad_token_id
+            if tokenizer.pad_token_id is not None
+            else (ends[0] if ends else 0)
+        )
+        ids = pad_sequence(
+            [torch.tensor(prompt, dtype=torch.long) for prompt in prompts],
+            True,
+            pad,
+            "left",
+        )
         mask = pad_sequence(
-            [torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], True, 0, "left"
+            [torch.ones(len(prompt), dtype=torch.long) for prompt in prompts],
+            True,
+            0,
+            "left",
         )
         width = ids.shape[1]
         sampling: dict[str, Any] = {"do_sample": False}
         if row.temperature:
             # top_k: transformers' own default would cut the distribution to 50 tokens.
-            sampling = {"do_sample": True, "temperature": row.temperature, "top_p": row.top_p, "top_k": 0}
+            sampling = {
+                "do_sample": True,
+                "temperature": row.temperature,
+                "top_p": row.top_p,
+                "top_k": 0,
+            }
         # A fresh configuration: the model's own may sample, or penalise repetition.
         config = GenerationConfig(
             **sampling,
@@ -249,7 +333,9 @@ class InMemoryBackend:
             use_cache=True,
             **TOKEN_BY_TOKEN,
         )
-        criteria = StoppingCriteriaList([StopAtText(tokenizer, stop, width)] if stop else [])
+        criteria = StoppingCriteriaList(
+            [StopAtText(tokenizer, stop, width)] if stop else []
+        )
         device = input_device(model)
         made = model.generate(  # type: ignore[operator]
             input_ids=ids.to(device),
@@ -259,7 +345,10 @@ class InMemoryBackend:
             synced_gpus=True if self.ranks.lockstep else None,
         )
         new = made[:, width:].tolist()
-        return [reader.tokens(tokens, ends) for reader, tokens in zip(readers, new, strict=True)]
+        return [
+            reader.tokens(tokens, ends)
+            for reader, tokens in zip(readers, new, strict=True)
+        ]
 
     def settings(self) -> dict[str, Any]:
         """Return precision and device."""

@@ -1,5 +1,5 @@
-"""Schemas of a suite (`eval/suites/*.yaml`; docs/evaluate.md has the keys), of a recipe's `evaluation`, and of
-`fcsd score`.
+"""Schemas of a suite (`eval/suites/*.yaml`; docs/evaluate.md has the keys), of a
+recipe's `evaluation`, and of `fcsd score`.
 """
 
 import re
@@ -12,20 +12,29 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
-from fcsd.base.strict import Name, Strict, did_you_mean, like, option, read_yaml, validate
+from fcsd.base.strict import (
+    Name,
+    Strict,
+    did_you_mean,
+    like,
+    option,
+    read_yaml,
+    validate,
+)
 from fcsd.base.unions import one_of
 from fcsd.data.config import ModelStudy
 from fcsd.steering.config import RouterBiasConfig
 from fcsd.training.config import check_capacity
 
-# Where a base model's program ends; the strings of EvalPlus 0.3.1 (evalplus/provider/utility.py) without
-# special tokens.
+# Where a base model's program ends; the strings of EvalPlus 0.3.1
+# (evalplus/provider/utility.py) without special tokens.
 CODE_STOP = ["\nif __name__", "\ndef main(", "\nprint(", "\nassert ", '\n"""']
 
 
 class TaskBase(Strict, strict=True):
-    """What tasks of every kind have. A key that has no meaning for a task's kind is an error, not ignored; so is a
-    value of another type (`num_fewshot: "5"`), which would not be converted back when a result is compared."""
+    """What tasks of every kind have. A key that has no meaning for a task's kind is an
+    error, not ignored; so is a value of another type (`num_fewshot: "5"`), which would
+    not be converted back when a result is compared."""
 
     task: Name
     kind: str
@@ -33,10 +42,12 @@ class TaskBase(Strict, strict=True):
     headline: bool = True  # counts in the suite's plain mean
     dataset: str  # hub id; with a data root the folder of that name below it
     dataset_name: str | None = None  # configuration; null: what the lm-eval task names
-    revision: str | None = None  # of the data set on the Hub; a folder below data_root has none
+    # of the data set on the Hub; a folder below data_root has none
+    revision: str | None = None
     chat_template: bool = False
     system_prompt: str | None = None  # with chat_template: the first turn
-    thinking: bool | None = None  # with chat_template: what a hybrid's template is asked; null: no thoughts
+    # with chat_template: what a hybrid's template is asked; null: no thoughts
+    thinking: bool | None = None
 
     @model_validator(mode="after")
     def _turns_need_a_template(self) -> "TaskBase":
@@ -44,7 +55,9 @@ class TaskBase(Strict, strict=True):
             if getattr(self, key) and not self.chat_template:
                 raise ValueError(f"{key} needs chat_template: true")
         if self.thinking and self.kind == "likelihood":
-            raise ValueError("thinking has no meaning for kind 'likelihood', whose answers are given")
+            raise ValueError(
+                "thinking has no meaning for kind 'likelihood', whose answers are given"
+            )
         return self
 
 
@@ -53,8 +66,9 @@ class LMEvalTaskConfig(TaskBase):
 
     num_fewshot: int = Field(0, ge=0)
     split: str | None = None  # graded split; null: what the lm-eval task names
-    # Folder with the lm-eval task's YAML; looked for beside the suite file, in eval/tasks, and in lm-eval's
-    # own tasks folder (`arc`, `mmlu/default`). null: lm-eval's folder named like the task.
+    # Folder with the lm-eval task's YAML; looked for beside the suite file, in
+    # eval/tasks, and in lm-eval's own tasks folder (`arc`, `mmlu/default`). null:
+    # lm-eval's folder named like the task.
     lm_eval_include: str | None = None
 
     @field_validator("metric")
@@ -62,7 +76,8 @@ class LMEvalTaskConfig(TaskBase):
     def _metric_names_its_filter(cls, value: str) -> str:
         if "," not in value:
             raise ValueError(
-                f"metric is lm-eval's key 'metric,filter' (for example 'acc,none'), got {value!r}"
+                "metric is lm-eval's key 'metric,filter' (for example 'acc,none'), got"
+                f" {value!r}"
             )
         return value
 
@@ -82,22 +97,27 @@ class GenerationTaskConfig(LMEvalTaskConfig):
 
 
 class CodeTaskConfig(TaskBase):
-    """Write programs in MBPP's, HumanEval's or LiveCodeBench's schema, which fcsd's own scorer runs in a sandbox."""
+    """Write programs in MBPP's, HumanEval's or LiveCodeBench's schema, which fcsd's own
+    scorer runs in a sandbox.
+    """
 
     kind: Literal["code"]
     metric: str = "pass@1"  # "pass@10", …
     split: str = "test"
     max_new_tokens: int = Field(768, gt=0)
     stop: list[str] = CODE_STOP  # besides the end of the sequence
-    # Processor time of a program (of each test of a contest's); three times it on the clock.
+    # Processor time of a program (of each test of a contest's); three times it on the
+    # clock.
     timeout_s: float = Field(10.0, gt=0)
-    # What the model is shown: {prompt} is the data set's prompt, {test} its first visible test, {tests} all
-    # of them.
+    # What the model is shown: {prompt} is the data set's prompt, {test} its first
+    # visible test, {tests} all of them.
     prompt_template: str = "{prompt}"
-    # What decides: the data set's `test`, or only the first three visible tests, as lm-eval's mbpp tasks do; of
-    # contests the public and private tests, or the public ones.
+    # What decides: the data set's `test`, or only the first three visible tests, as
+    # lm-eval's mbpp tasks do; of contests the public and private tests, or the public
+    # ones.
     tests: Literal["all", "visible"] = "all"
-    num_samples: int = Field(1, gt=0)  # completions of one problem; pass@k needs k of them or more
+    # completions of one problem; pass@k needs k of them or more
+    num_samples: int = Field(1, gt=0)
     temperature: float = Field(0.0, ge=0)  # 0: greedy
     top_p: float = Field(1.0, gt=0, le=1)
 
@@ -107,17 +127,28 @@ class CodeTaskConfig(TaskBase):
     @classmethod
     def _shots_are_in_the_prompt(cls, value: int) -> int:
         if value:
-            raise ValueError("has no meaning for kind 'code', whose shots are part of prompt_template")
+            raise ValueError(
+                "has no meaning for kind 'code', whose shots are part of"
+                " prompt_template"
+            )
         return value
 
     @model_validator(mode="after")
     def _samples_are_enough(self) -> "CodeTaskConfig":
         if not re.fullmatch(r"pass@[1-9][0-9]*", self.metric):
-            raise ValueError(f"metric of a code task is 'pass@k', for example 'pass@1', got {self.metric!r}")
+            raise ValueError(
+                "metric of a code task is 'pass@k', for example 'pass@1', got"
+                f" {self.metric!r}"
+            )
         if pass_k(self) > self.num_samples:
-            raise ValueError(f"{self.metric} needs num_samples of {pass_k(self)} or more")
+            raise ValueError(
+                f"{self.metric} needs num_samples of {pass_k(self)} or more"
+            )
         if self.num_samples > 1 and not self.temperature:
-            raise ValueError("several samples of greedy decoding are the same; set a temperature above 0")
+            raise ValueError(
+                "several samples of greedy decoding are the same; set a temperature"
+                " above 0"
+            )
         if "{prompt}" not in self.prompt_template:
             raise ValueError("prompt_template must contain {prompt}")
         return self
@@ -136,7 +167,9 @@ def pass_k(row: CodeTaskConfig) -> int:
 
 
 Column = Literal["text", "text with _", "4 texts", "labelled"] | list[int | str]
-"""What a column of a benchmark's rows holds: text, a list, {text: [texts], label: [texts]}, or one of these values."""
+"""What a column of a benchmark's rows holds: text, a list, {text: [texts], label:
+[texts]}, or one of these values.
+"""
 
 
 class SuiteConfig(Strict, strict=True):
@@ -145,9 +178,11 @@ class SuiteConfig(Strict, strict=True):
     name: Name
     description: str = ""
     tasks: list[TaskConfig] = Field(min_length=1)
-    # Task -> column -> what it holds; a task that another suite of fcsd describes needs no entry here.
+    # Task -> column -> what it holds; a task that another suite of fcsd describes needs
+    # no entry here.
     columns: dict[str, dict[str, Column]] = Field({}, exclude=True)
-    folder: str = Field("", exclude=True)  # where the suite file lies; set by `load_suite`
+    # where the suite file lies; set by `load_suite`
+    folder: str = Field("", exclude=True)
 
     @model_validator(mode="after")
     def _names_differ(self) -> "SuiteConfig":
@@ -173,10 +208,12 @@ def is_suite_file(text: str) -> bool:
 
 
 def load_suite(name_or_path: str | Path) -> SuiteConfig:
-    """Read a shipped suite by name, or a suite file by its path (a text with `/` or ending in .yaml).
+    """Read a shipped suite by name, or a suite file by its path (a text with `/` or
+    ending in .yaml).
 
     Raises:
-        UserError: no such suite, invalid YAML, unknown key, or a key that does not belong to the task's kind.
+        UserError: no such suite, invalid YAML, unknown key, or a key that does not
+            belong to the task's kind.
     """
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or is_suite_file(text):
@@ -185,7 +222,8 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
         names = suite_names()
         if text not in names:
             raise UserError(
-                f"suite {text!r}: no such suite{did_you_mean(text, names)} (or give the path of a .yaml file)"
+                f"suite {text!r}: no such suite{did_you_mean(text, names)} (or give the"
+                " path of a .yaml file)"
             )
         path = data_dir("eval") / "suites" / f"{text}.yaml"
     suite = validate(SuiteConfig, read_yaml(path), str(path))
@@ -195,28 +233,39 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
 
 
 def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
-    """Return a suite with these of its tasks, in the order given; UserError where it has no such task."""
+    """Return a suite with these of its tasks, in the order given; UserError where it
+    has no such task.
+    """
     suite = load_suite(suite_name)
     rows = {row.task: row for row in suite.tasks}
     for task in tasks:
         if task not in rows:
-            raise UserError(f"task {task!r}: not in suite {suite.name}{did_you_mean(task, list(rows))}")
+            raise UserError(
+                f"task {task!r}: not in suite"
+                f" {suite.name}{did_you_mean(task, list(rows))}"
+            )
     # A single task that is no headline of its suite is one here.
     chosen = [rows[task].model_copy(update={"headline": True}) for task in tasks]
     return suite.model_copy(update={"tasks": chosen})
 
 
 def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
-    """Return the suite with settings that all its tasks take (None: as they have it); thinking is for those that
-    write their answers."""
+    """Return the suite with settings that all its tasks take (None: as they have it);
+    thinking is for those that write their answers."""
     changes = {key: value for key, value in settings.items() if value is not None}
     if not changes:
         return suite
     rows = []
     for row in suite.tasks:
-        own = {key: value for key, value in changes.items() if key != "thinking" or row.kind != "likelihood"}
+        own = {
+            key: value
+            for key, value in changes.items()
+            if key != "thinking" or row.kind != "likelihood"
+        }
         rows.append(row.model_dump(mode="json", exclude_unset=True) | own)
-    changed = validate(SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}")
+    changed = validate(
+        SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}"
+    )
     return suite.model_copy(update={"tasks": changed.tasks})
 
 
@@ -224,15 +273,19 @@ class ServerConfig(Strict):
     """A server that answers for the model that is evaluated, by HTTP."""
 
     url: str  # as http://localhost:8000
-    concurrency: PositiveInt = option(64, "with --server: number of requests at a time", metavar="N")
+    concurrency: PositiveInt = option(
+        64, "with --server: number of requests at a time", metavar="N"
+    )
 
     @field_validator("url")
     @classmethod
     def _address_alone(cls, value: str) -> str:
-        if any(mark in value for mark in "@?#"):  # not a ValueError, whose message would show it
+        # not a ValueError, whose message would show it
+        if any(mark in value for mark in "@?#"):
             raise UserError(
-                "evaluation.server.url (--server): holds a name or password, or something behind ? or #; leave it out,"
-                " and give a key in the environment variable FCSD_SERVER_API_KEY"
+                "evaluation.server.url (--server): holds a name or password, or"
+                " something behind ? or #; leave it out, and give a key in the"
+                " environment variable FCSD_SERVER_API_KEY"
             )
         parts = urlsplit(value)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -248,7 +301,11 @@ class LayerStudyConfig(Strict):
 
     tasks: list[str] = Field(default_factory=list)  # of the suite
     sides: list[Side] | None = None  # null: all that differ
-    every: int = option(1, "for first and last: measure every Nth number of layers, and all layers", gt=0)
+    every: int = option(
+        1,
+        "for first and last: measure every Nth number of layers, and all layers",
+        gt=0,
+    )
 
 
 class EvaluationConfig(Strict):
@@ -263,28 +320,34 @@ class EvaluationConfig(Strict):
     # null: one in each evaluation
     cache: str | None = option(
         None,
-        "folder of finished tasks that several evaluations share, under hashes of weights, tokenizer, data and"
-        " settings, never under a path",
+        "folder of finished tasks that several evaluations share, under hashes of"
+        " weights, tokenizer, data and settings, never under a path",
     )
     server: ServerConfig | None = None  # null: the model is in memory
-    # Untrained quality against the number of rewired layers (paper Fig. 3); true: its KL alone.
+    # Untrained quality against the number of rewired layers (paper Fig. 3); true: its
+    # KL alone.
     layer_study: LayerStudyConfig | None = None
     router_bias: RouterBiasConfig | None = (
         None  # models of the run again, their routers steered away from slow links
     )
     allow_weak_sandbox: bool = option(
         False,
-        "run generated code even where this machine's sandbox cannot keep it off the network and from writing files",
+        "run generated code even where this machine's sandbox cannot keep it off the"
+        " network and from writing files",
     )
-    # The experts' capacity in each forward pass, as train.capacity_factor; with batch_size 1.
+    # The experts' capacity in each forward pass, as train.capacity_factor; with
+    # batch_size 1.
     capacity_factor: float | None = option(
         None,
-        "drop pairs of token and expert above this times the mean load of a sequence; needs --batch-size 1",
+        "drop pairs of token and expert above this times the mean load of a sequence;"
+        " needs --batch-size 1",
         gt=0,
         allow_inf_nan=False,
     )
     capacity_drop: Literal["order", "weight"] | None = option(
-        None, "with --capacity-factor: the last pairs in order (default), or those of the smallest weights"
+        None,
+        "with --capacity-factor: the last pairs in order (default), or those of the"
+        " smallest weights",
     )
 
     @property
@@ -292,7 +355,10 @@ class EvaluationConfig(Strict):
         """What scores depend on where pairs are dropped; {} where none are."""
         if self.capacity_factor is None:
             return {}
-        return {"capacity_factor": self.capacity_factor, "capacity_drop": self.capacity_drop or "order"}
+        return {
+            "capacity_factor": self.capacity_factor,
+            "capacity_drop": self.capacity_drop or "order",
+        }
 
     def check_capacity(self) -> None:
         """Raise ValueError where a capacity has no meaning, or not that of one sequence."""
@@ -301,16 +367,21 @@ class EvaluationConfig(Strict):
             return
         if self.server is not None:
             raise ValueError(
-                "capacity_factor: a server drops what it drops; evaluate in memory, without a server"
+                "capacity_factor: a server drops what it drops; evaluate in memory,"
+                " without a server"
             )
         if self.batch_size != 1:
             raise ValueError(
-                f"capacity_factor: needs batch_size 1, not {self.batch_size}: what is dropped would depend on the"
-                " batch, and padding, of which lm-eval tells nothing, would take room"
+                f"capacity_factor: needs batch_size 1, not {self.batch_size}: what is"
+                " dropped would depend on the batch, and padding, of which lm-eval"
+                " tells nothing, would take room"
             )
-        if self.router_bias is not None or (self.layer_study is not None and self.layer_study.tasks):
+        if self.router_bias is not None or (
+            self.layer_study is not None and self.layer_study.tasks
+        ):
             raise ValueError(
-                "capacity_factor: not with router_bias or layer_study.tasks; leave one of them out"
+                "capacity_factor: not with router_bias or layer_study.tasks; leave one"
+                " of them out"
             )
 
     @model_validator(mode="after")
@@ -329,13 +400,14 @@ class EvaluationConfig(Strict):
             return self
         if self.server is not None:
             raise ValueError(
-                "server: a router bias is one for each endpoint that tokens come from, and the ranks of a server that"
-                " end a layer in an all-reduce all hold the same tokens: leave the section out, or router_bias"
+                "server: a router bias is one for each endpoint that tokens come from,"
+                " and the ranks of a server that end a layer in an all-reduce all hold"
+                " the same tokens: leave the section out, or router_bias"
             )
         if self.batch_size == "auto":
             raise ValueError(
-                "batch_size: 'auto' has no meaning with router_bias: which endpoint an item belongs to depends on the"
-                " batch size; give a number"
+                "batch_size: 'auto' has no meaning with router_bias: which endpoint an"
+                " item belongs to depends on the batch size; give a number"
             )
         return self
 
@@ -346,21 +418,30 @@ class Scoring(Strict):
     samples: Path
     dataset: str | None = option(
         None,
-        "a task of the suite or of lm-eval, or the path of a code data set; without it, every line has its `task`",
+        "a task of the suite or of lm-eval, or the path of a code data set; without it,"
+        " every line has its `task`",
         metavar="TASK",
     )
     suite: str = option("paper11", "suite whose rows say how a task is graded")
-    include_path: Path | None = option(None, "your own task definitions (lm-eval YAML)", metavar="DIR")
+    include_path: Path | None = option(
+        None, "your own task definitions (lm-eval YAML)", metavar="DIR"
+    )
     thinking: bool = option(
-        False, "cut off the thoughts before an answer; thoughts that never end are no answer"
+        False,
+        "cut off the thoughts before an answer; thoughts that never end are no answer",
     )
     data_root: Path | None = like(EvaluationConfig, "data_root")
     output: Path | None = option(None, "folder for results.json and samples_*.jsonl")
     partial: bool = option(False, "grade only the problems that have a sample")
-    timeout_s: float | None = option(None, "processor time of one program, in seconds (default: 10)")
+    timeout_s: float | None = option(
+        None, "processor time of one program, in seconds (default: 10)"
+    )
     scorer: Literal["fcsd", "evalplus"] = option(
         "fcsd",
-        "what grades programs; evalplus: the package of that name, in a process of its own, without fcsd's sandbox",
+        "what grades programs; evalplus: the package of that name, in a process of its"
+        " own, without fcsd's sandbox",
     )
-    evalplus_data: Path | None = option(None, "with --scorer evalplus: its own .jsonl.gz file of problems")
+    evalplus_data: Path | None = option(
+        None, "with --scorer evalplus: its own .jsonl.gz file of problems"
+    )
     allow_weak_sandbox: bool = like(EvaluationConfig, "allow_weak_sandbox")

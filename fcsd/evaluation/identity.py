@@ -1,9 +1,11 @@
-"""Check that a server serves a model: log-probabilities of 8 prompts, against one forward of the model in memory.
+"""Check that a server serves a model: log-probabilities of 8 prompts, against one
+forward of the model in memory.
 
-A stock engine serves the weights of a FarSkip checkpoint with regular connectivity, and a served name says nothing.
+A stock engine serves the weights of a FarSkip checkpoint with regular connectivity, and
+a served name says nothing.
 
-Not covered: two models that answer alike within float noise, unless the server was started with a folder of this
-machine, whose weights are compared then.
+Not covered: two models that answer alike within float noise, unless the server was
+started with a folder of this machine, whose weights are compared then.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,19 +22,41 @@ from fcsd.evaluation.server import Server
 from fcsd.model.load import ModelFolder, free_memory
 from fcsd.parallel.ranks import input_device
 
-# Two forwards of one model differ by float noise, stock connectivity by 0.5 nats and more.
+# Two forwards of one model differ by float noise, stock connectivity by 0.5 nats and
+# more.
 _ALLOWED = {"float32": 1e-4, "float64": 1e-4}
 _ALLOWED_OTHERWISE = 0.05
 _CHECK_TOKENS = 64
 _PROMPTS = (
-    "The capital of France is Paris, and the capital of Italy is Rome. The capital of Spain is",
-    "Water boils at 100 degrees Celsius at sea level, because there its vapour pressure equals that of the air.",
-    "def mean(values):\n    if not values:\n        return 0.0\n    return sum(values) / len(values)\n",
-    "Question: Tom has 12 apples and gives away 5 of them. How many apples are left?\nAnswer: 12 - 5 = 7",
+    (
+        "The capital of France is Paris, and the capital of Italy is Rome. The capital"
+        " of Spain is"
+    ),
+    (
+        "Water boils at 100 degrees Celsius at sea level, because there its vapour"
+        " pressure equals that of the air."
+    ),
+    (
+        "def mean(values):\n    if not values:\n        return 0.0\n    return"
+        " sum(values) / len(values)\n"
+    ),
+    (
+        "Question: Tom has 12 apples and gives away 5 of them. How many apples are"
+        " left?\nAnswer: 12 - 5 = 7"
+    ),
     "1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377",
-    "She opened the letter, read it twice, and put it back into the drawer without saying a word.",
-    "Der Zug nach Hamburg fährt heute um neun Uhr von Gleis vier ab; in Hannover muss man umsteigen.",
-    '{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"], "alive": false}',
+    (
+        "She opened the letter, read it twice, and put it back into the drawer without"
+        " saying a word."
+    ),
+    (
+        "Der Zug nach Hamburg fährt heute um neun Uhr von Gleis vier ab; in Hannover"
+        " muss man umsteigen."
+    ),
+    (
+        '{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"], "alive":'
+        " false}"
+    ),
 )
 
 
@@ -43,47 +67,68 @@ def check_identity(
     tokenizer: PreTrainedTokenizerBase,
     load: Callable[[], PreTrainedModel],
 ) -> dict[str, Any]:
-    """Return how far the log-probabilities of 8 prompts differ, in nats a token, and how far they may.
+    """Return how far the log-probabilities of 8 prompts differ, in nats a token, and
+    how far they may.
 
-    ask: rows of tokens -> the server's log-probability of each token but the first. load: loads the model,
-    which is freed at the end.
+    ask: rows of tokens -> the server's log-probability of each token but the first.
+    load: loads the model, which is freed at the end.
 
     Raises:
-        UserError: another model, connectivity, vocabulary or precision; no `prompt_logprobs`.
+        UserError: another model, connectivity, vocabulary or precision; no
+            `prompt_logprobs`.
     """
     path = model.config.path
     _check_folder(server, model)
     if not server.prompt_logprobs:
         raise server.error(
-            "returns no prompt_logprobs, by which it is checked whether it serves this model; --no-server-check leaves"
-            " that out"
+            "returns no prompt_logprobs, by which it is checked whether it serves this"
+            " model; --no-server-check leaves that out"
         )
     length = min(_CHECK_TOKENS, (server.context or _CHECK_TOKENS + 1) - 1)
-    rows = [row for text in _PROMPTS if len(row := tokenizer(text)["input_ids"][:length]) > 1]
+    rows = [
+        row
+        for text in _PROMPTS
+        if len(row := tokenizer(text)["input_ids"][:length]) > 1
+    ]
     try:
         server_logprobs = ask(rows)
     except UserError as error:
-        raise UserError(f"{error} (asked for 8 prompts in tokens of {path}: is it this model?)") from None
+        raise UserError(
+            f"{error} (asked for 8 prompts in tokens of {path}: is it this model?)"
+        ) from None
     loaded = load()
-    model_logprobs, dtype = _logprobs(loaded, rows), str(loaded.dtype).removeprefix("torch.")
+    model_logprobs, dtype = (
+        _logprobs(loaded, rows),
+        str(loaded.dtype).removeprefix("torch."),
+    )
     del loaded
     free_memory()
     pairs = [
-        pair for a, b in zip(server_logprobs, model_logprobs, strict=True) for pair in zip(a, b, strict=True)
+        pair
+        for a, b in zip(server_logprobs, model_logprobs, strict=True)
+        for pair in zip(a, b, strict=True)
     ]
     difference = sum(abs(a - b) for a, b in pairs) / len(pairs)
     allowed = _ALLOWED.get(dtype, _ALLOWED_OTHERWISE)
     if not difference <= allowed:
         raise server.error(
-            f"serves {server.model}, and not {path} as it is in {dtype}: log-probabilities of 8 prompts differ by"
-            f" {difference:.2g} nats a token (at most {allowed:g}); other weights, another precision, or regular"
-            f" connectivity (a FarSkip checkpoint needs the plugin fcsd-serving). Serve it: vllm serve {model.folder}"
+            f"serves {server.model}, and not {path} as it is in {dtype}:"
+            f" log-probabilities of 8 prompts differ by {difference:.2g} nats a token"
+            f" (at most {allowed:g}); other weights, another precision, or regular"
+            " connectivity (a FarSkip checkpoint needs the plugin fcsd-serving). Serve"
+            f" it: vllm serve {model.folder}"
         )
-    return {"prompts": len(rows), "mean_difference": difference, "allowed": allowed, "dtype": dtype}
+    return {
+        "prompts": len(rows),
+        "mean_difference": difference,
+        "allowed": allowed,
+        "dtype": dtype,
+    }
 
 
 def _check_folder(server: Server, model: ModelFolder) -> None:
-    """Refuse a server that was started with another folder of this machine: two trainings may answer alike.
+    """Refuse a server that was started with another folder of this machine: two
+    trainings may answer alike.
 
     A relative one is looked for from here, where a server is usually started, too.
     """
@@ -91,20 +136,34 @@ def _check_folder(server: Server, model: ModelFolder) -> None:
     if not server.root or root == model.folder.resolve() or not weight_files(root):
         return
     served = weights_fingerprint(root), read_json(root / "config.json").get("farskip")
-    if served != (model.weights, read_json(model.folder / "config.json").get("farskip")):
+    if served != (
+        model.weights,
+        read_json(model.folder / "config.json").get("farskip"),
+    ):
         raise server.error(
-            f"serves {server.root}, in this machine's {root}, which is another model than {model.config.path}. Serve"
-            f" that: vllm serve {model.folder.resolve()}"
+            f"serves {server.root}, in this machine's {root}, which is another model"
+            f" than {model.config.path}. Serve that: vllm serve"
+            f" {model.folder.resolve()}"
         )
 
 
-def _logprobs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+def _logprobs(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]]
+) -> list[list[float]]:
     """Return the log-probability of each token but the first, from one forward of all rows."""
     device = input_device(model)
     width = max(map(len, rows))
-    ids = torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+    ids = torch.tensor(
+        [[*row, *[row[-1]] * (width - len(row))] for row in rows], device=device
+    )
+    mask = torch.tensor(
+        [[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device
+    )
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
-    logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None].to(logits.device))[..., 0]
-    return [each[: len(row) - 1].tolist() for each, row in zip(logprobs, rows, strict=True)]
+    logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None].to(logits.device))[
+        ..., 0
+    ]
+    return [
+        each[: len(row) - 1].tolist() for each, row in zip(logprobs, rows, strict=True)
+    ]

@@ -1,4 +1,6 @@
-"""The texts of test items, for training data to be compared with; and the prompts of a suite as tokens."""
+"""The texts of test items, for training data to be compared with; and the prompts of a
+suite as tokens.
+"""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -18,8 +20,12 @@ from fcsd.evaluation.suites import chat_text, dataset_location
 _GENERATED = ("test", "public_test_cases", "private_test_cases")
 
 
-def suite_items(suite: SuiteConfig, data_root: Path | None, tokenizer: Any) -> Iterator[Item]:
-    """Collect the items of all tasks of a suite, with every text that their rows hold; code without generated tests."""
+def suite_items(
+    suite: SuiteConfig, data_root: Path | None, tokenizer: Any
+) -> Iterator[Item]:
+    """Collect the items of all tasks of a suite, with every text that their rows hold;
+    code without generated tests.
+    """
     for row in suite.tasks:
         yield from (
             _code_items(row, data_root)
@@ -31,8 +37,11 @@ def suite_items(suite: SuiteConfig, data_root: Path | None, tokenizer: Any) -> I
 def _code_items(row: CodeTaskConfig, data_root: Path | None) -> Iterator[Item]:
     location = dataset_location(row, data_root)
     for index, problem in enumerate(_load(location, row, row.dataset_name)):
-        # Generated inputs and outputs, megabytes of numbers; what a reader sees is in the other columns.
-        shown = {name: value for name, value in problem.items() if name not in _GENERATED}
+        # Generated inputs and outputs, megabytes of numbers; what a reader sees is in
+        # the other columns.
+        shown = {
+            name: value for name, value in problem.items() if name not in _GENERATED
+        }
         item = problem.get("task_id", problem.get("question_id", index))
         yield Item(row.task, str(item), tuple(all_texts(shown)))
 
@@ -49,17 +58,23 @@ def _lm_eval_items(
 def dataset_items(test_set: TestSetConfig, data_root: Path | None) -> Iterator[Item]:
     """Read the rows of one split as items."""
     location = test_set_location(test_set.path, data_root)
-    for index, row in enumerate(_load(location, test_set, test_set.name, test_set.columns)):
+    for index, row in enumerate(
+        _load(location, test_set, test_set.name, test_set.columns)
+    ):
         counted = {column: row[column] for column in test_set.columns} or row
         yield Item(test_set.path, str(index), tuple(all_texts(counted)))
 
 
 def _load(
-    location: str, test_set: TestSetConfig | CodeTaskConfig, name: str | None, columns: Sequence[str] = ()
+    location: str,
+    test_set: TestSetConfig | CodeTaskConfig,
+    name: str | None,
+    columns: Sequence[str] = (),
 ) -> Any:
     """Read a split; the revision is one of the Hub, and holds for no folder."""
     revision = None if Path(location).exists() else test_set.revision
-    # Not validated: the columns of a test set are any, those of a training source make an example.
+    # Not validated: the columns of a test set are any, those of a training source make
+    # an example.
     wanted: Any = {f"item's {column}": column for column in columns}
     options = {
         "path": location,
@@ -72,14 +87,16 @@ def _load(
 
 
 def test_set_location(path: str, data_root: Path | None) -> str:
-    """Find where a data set lies: the path itself where it exists, its folder below `data_root`, or its hub id."""
+    """Find where a data set lies: the path itself where it exists, its folder below
+    `data_root`, or its hub id.
+    """
     if data_root is None or Path(path).exists():
         return path
     folder = data_root / path
     if not folder.exists():
         raise UserError(
-            f"{folder}: no such folder; evaluation.data_root must hold the data set {path} in the layout of its hub"
-            " repository"
+            f"{folder}: no such folder; evaluation.data_root must hold the data set"
+            f" {path} in the layout of its hub repository"
         )
     return str(folder.resolve())
 
@@ -87,7 +104,9 @@ def test_set_location(path: str, data_root: Path | None) -> str:
 def suite_prompts(
     suite: SuiteConfig, data_root: Path | None, tokenizer: Any, limit: int | None
 ) -> list[list[int]]:
-    """Tokenize the prompts of all tasks of a suite, one an item, in order; the first `limit` items of each."""
+    """Tokenize the prompts of all tasks of a suite, one an item, in order; the first
+    `limit` items of each.
+    """
     token_rows: list[list[int]] = []
     for row in suite.tasks:
         if row.kind == "code":
@@ -97,9 +116,14 @@ def suite_prompts(
             texts = [
                 str(requests[0].args[0])
                 for task in load_task(row, suite, data_root, tokenizer).values()
-                for requests in item_requests(task, row, range(num_items({"": task}, limit)), chat)
+                for requests in item_requests(
+                    task, row, range(num_items({"": task}, limit)), chat
+                )
             ]
-        # As lm-eval does, without a first token of ours; a chat template writes its own.
+        # As lm-eval does, without a first token of ours; a chat template writes its
+        # own.
         special = row.kind == "code" and not row.chat_template
-        token_rows += [tokenizer(text, add_special_tokens=special)["input_ids"] for text in texts]
+        token_rows += [
+            tokenizer(text, add_special_tokens=special)["input_ids"] for text in texts
+        ]
     return token_rows

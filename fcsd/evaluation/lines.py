@@ -1,4 +1,6 @@
-"""Read files of one JSON value a line (samples, and data sets that `datasets` cannot read), and the texts of a line."""
+"""Read files of one JSON value a line (samples, and data sets that `datasets` cannot
+read), and the texts of a line.
+"""
 
 import gzip
 import json
@@ -11,25 +13,37 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import check_regular
 
 
-def json_lines(path: Path, what: str = "valid JSON", advice: str = "") -> list[tuple[str, Any]]:
-    """Read the values of a .jsonl or .jsonl.gz file, each with where it is; lines without text are passed over.
+def json_lines(
+    path: Path, what: str = "valid JSON", advice: str = ""
+) -> list[tuple[str, Any]]:
+    """Read the values of a .jsonl or .jsonl.gz file, each with where it is; lines
+    without text are passed over.
 
     what: what each line should be, for the message. advice: ends the message.
     """
     check_regular(path)
     try:
         data = path.read_bytes()
-        # Not `splitlines`: a text in a line of JSON may hold line separators of Unicode.
-        texts = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").split("\n")
+        # Not `splitlines`: a text in a line of JSON may hold line separators of
+        # Unicode.
+        texts = (
+            (gzip.decompress(data) if path.suffix == ".gz" else data)
+            .decode("utf-8")
+            .split("\n")
+        )
     except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: is no .jsonl or .jsonl.gz file of UTF-8 text ({error}){advice}") from None
+        raise UserError(
+            f"{path}: is no .jsonl or .jsonl.gz file of UTF-8 text ({error}){advice}"
+        ) from None
     values = []
     for number, text in enumerate(texts, start=1):
         where = f"{path}, line {number}"
         try:
             values += [(where, json.loads(text))] if text.strip() else []
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not {what} ({one_line(error)}){advice}") from None
+            raise UserError(
+                f"{where}: not {what} ({one_line(error)}){advice}"
+            ) from None
     return values
 
 
@@ -38,12 +52,19 @@ def texts_of(
 ) -> tuple[str, list[str]]:
     """Return the first of these keys that a line has, and its texts, at least one.
 
-    keys: key -> whether it holds a list of texts, or one. missing: what an error says of a line without any.
+    keys: key -> whether it holds a list of texts, or one. missing: what an error says
+    of a line without any.
     """
     key = next((key for key in keys if key in line), None)
     if key is None:
         raise UserError(f"{where}: {missing}")
     texts = line[key] if keys[key] else [line[key]]
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"{where}: {key}: text is needed, got {type(line[key]).__name__}")
+    if (
+        not isinstance(texts, list)
+        or not texts
+        or not all(isinstance(text, str) for text in texts)
+    ):
+        raise UserError(
+            f"{where}: {key}: text is needed, got {type(line[key]).__name__}"
+        )
     return key, texts

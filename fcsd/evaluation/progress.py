@@ -1,4 +1,6 @@
-"""Print how far an evaluation, or a run of several stages, is, and how long the rest takes: a line before each task."""
+"""Print how far an evaluation, or a run of several stages, is, and how long the rest
+takes: a line before each task.
+"""
 
 import sys
 import time
@@ -11,9 +13,11 @@ from fcsd.base.text import duration
 
 @dataclass(frozen=True)
 class Work:
-    """The work that one part asks of a model: an item of MMLU with five shots takes as long as ten of PIQA.
+    """The work that one part asks of a model: an item of MMLU with five shots takes as
+    long as ten of PIQA.
 
-    unit: of `amount`, such as characters that the model reads, or tokens that it may write; each has its own pace.
+    unit: of `amount`, such as characters that the model reads, or tokens that it may
+    write; each has its own pace.
     """
 
     items: int
@@ -22,11 +26,12 @@ class Work:
 
 
 class Progress:
-    """Counts tasks, or stages; the time left is that of the work still to come, at the pace of its kind so far.
+    """Counts tasks, or stages; the time left is that of the work still to come, at the
+    pace of its kind so far.
 
-    tasks: name -> its work, of those still to do, in order. kept: how many were finished before. label: of a name, its
-    place and its work, what the line begins with. ended: of a name and its duration, the line that says how long it
-    took.
+    tasks: name -> its work, of those still to do, in order. kept: how many were
+    finished before. label: of a name, its place and its work, what the line begins
+    with. ended: of a name and its duration, the line that says how long it took.
     """
 
     def __init__(
@@ -39,7 +44,12 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.tasks, self.kept, self._stream, self._clock = dict(tasks), kept, stream, clock
+        self.tasks, self.kept, self._stream, self._clock = (
+            dict(tasks),
+            kept,
+            stream,
+            clock,
+        )
         self._label, self._ended = label, ended
         self._began = clock()
         self._spent: dict[str, tuple[float, float]] = {}
@@ -57,7 +67,9 @@ class Progress:
         self._print(line)
 
     def end(self) -> None:
-        """Count the time of the current task, which has ended, and say it where `ended` has words for it."""
+        """Count the time of the current task, which has ended, and say it where `ended`
+        has words for it.
+        """
         if self._current is not None and self._ended is not None:
             task, began = self._current
             self._print(self._ended(task, duration(self._clock() - began)))
@@ -67,18 +79,29 @@ class Progress:
         print(line, file=self._stream or sys.stderr, flush=True)
 
     def left(self, done: float = 0.0) -> str:
-        """Estimate the time that all is still to take, when the share `done` of the current task is; "" while nothing
-        says so."""
+        """Estimate the time that all is still to take, when the share `done` of the
+        current task is; "" while nothing says so."""
         assert self._current is not None
         names, spent = list(self.tasks), self._with_current(done)
-        pace = {unit: seconds / amount for unit, (seconds, amount) in spent.items() if amount}
+        pace = {
+            unit: seconds / amount
+            for unit, (seconds, amount) in spent.items()
+            if amount
+        }
         coming = [self.tasks[name] for name in names[names.index(self._current[0]) :]]
-        parts = [(work.unit, work.amount * (1 if index else 1 - done)) for index, work in enumerate(coming)]
+        parts = [
+            (work.unit, work.amount * (1 if index else 1 - done))
+            for index, work in enumerate(coming)
+        ]
         known = [pace[unit] * amount for unit, amount in parts if unit in pace]
         if sum(known) < 1:
             return ""
         # A kind of work that is still to come may have no pace yet.
-        word = "about" if all(unit in pace or not amount for unit, amount in parts) else "at least"
+        word = (
+            "about"
+            if all(unit in pace or not amount for unit, amount in parts)
+            else "at least"
+        )
         return f"{word} {duration(sum(known))}"
 
     def _with_current(self, done: float) -> dict[str, tuple[float, float]]:
@@ -88,4 +111,6 @@ class Progress:
         (task, began), spent = self._current, dict(self._spent)
         work = self.tasks[task]
         seconds, amount = spent.get(work.unit, (0.0, 0.0))
-        return spent | {work.unit: (seconds + self._clock() - began, amount + done * work.amount)}
+        return spent | {
+            work.unit: (seconds + self._clock() - began, amount + done * work.amount)
+        }

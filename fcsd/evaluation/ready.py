@@ -1,7 +1,9 @@
-"""`fcsd score`: grade samples that are ready in a file, of code tasks and of those whose answers lm-eval grades.
+"""`fcsd score`: grade samples that are ready in a file, of code tasks and of those
+whose answers lm-eval grades.
 
-A line is a JSON object; `task` names its task where --dataset does not (docs/evaluate.md). What `fcsd evaluate` wrote
-is read for both. Not covered: tasks that are scored by likelihood.
+A line is a JSON object; `task` names its task where --dataset does not
+(docs/evaluate.md). What `fcsd evaluate` wrote is read for both. Not covered: tasks that
+are scored by likelihood.
 """
 
 import json
@@ -24,7 +26,13 @@ from fcsd.evaluation.config import (
 )
 from fcsd.evaluation.lines import json_lines
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
-from fcsd.evaluation.results import code_sample, evaluation_versions, task_result, whole_result, write_result
+from fcsd.evaluation.results import (
+    code_sample,
+    evaluation_versions,
+    task_result,
+    whole_result,
+    write_result,
+)
 
 _SUITE = "score "  # begins the name of the suite in a result
 Lines = Sequence[tuple[str, Mapping[str, Any]]]
@@ -36,7 +44,8 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
     """Grade a file of samples: the result, in the form of `fcsd evaluate`.
 
     Raises:
-        UserError: a file, line, column or problem that is not as it should be, or a scorer that cannot run.
+        UserError: a file, line, column or problem that is not as it should be, or a
+            scorer that cannot run.
     """
     if scoring.timeout_s is not None and scoring.timeout_s <= 0:
         raise UserError(f"--timeout-s: must be above 0, got {scoring.timeout_s:g}")
@@ -47,7 +56,10 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
     rows, suite = _rows(scoring)
     for row, _ in rows:
         if scoring.scorer == "evalplus" and row.kind != "code":
-            raise UserError(f"--scorer evalplus: grades mbpp_plus and humaneval_plus, not {row.task}")
+            raise UserError(
+                "--scorer evalplus: grades mbpp_plus and humaneval_plus, not"
+                f" {row.task}"
+            )
     graded: dict[str, Graded] = {}
     tasks: dict[str, dict[str, Any]] = {}
     for row, lines in rows:
@@ -57,7 +69,10 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
             graded[row.task] = _answers(scoring, suite, row, lines)
         tasks[row.task] = task_result(row, *graded[row.task][:2], scoring.data_root)
     kept = {task: samples for task, (samples, *_) in graded.items()}
-    count, total = sum(map(len, kept.values())), sum(size for _, size, _ in graded.values())
+    count, total = (
+        sum(map(len, kept.values())),
+        sum(size for _, size, _ in graded.values()),
+    )
     settings = {
         "limit": count if count < total else None,
         "scorer": scoring.scorer,
@@ -66,7 +81,9 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
         "versions": evaluation_versions(),
     }
     layers = next((own for *_, own in reversed(graded.values()) if own), None)
-    result = whole_result(f"{_SUITE}{' '.join(tasks)}", str(scoring.samples), tasks, settings, layers)
+    result = whole_result(
+        f"{_SUITE}{' '.join(tasks)}", str(scoring.samples), tasks, settings, layers
+    )
     if scoring.output is not None:
         write_result(result, kept, scoring.output)
     return result
@@ -74,9 +91,17 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
 
 def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig]:
     """Return the rows to grade, each with its lines, and the suite of which they are."""
-    samples, dataset, suite = scoring.samples, scoring.dataset, load_suite(scoring.suite)
+    samples, dataset, suite = (
+        scoring.samples,
+        scoring.dataset,
+        load_suite(scoring.suite),
+    )
     limit = {} if scoring.timeout_s is None else {"timeout_s": scoring.timeout_s}
-    if dataset is not None and dataset not in {row.task for row in suite.tasks} and Path(dataset).exists():
+    if (
+        dataset is not None
+        and dataset not in {row.task for row in suite.tasks}
+        and Path(dataset).exists()
+    ):
         dataset = str(Path(dataset).resolve())
     if dataset is not None and "/" in dataset:  # a path, or a hub id
         own = CodeTaskConfig(task=Path(dataset).stem, kind="code", dataset=dataset)
@@ -85,19 +110,27 @@ def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig
     for where, line in _lines(samples):
         name = line.get("task") if dataset is None else dataset
         if not isinstance(name, str):
-            raise UserError(f"{where}: names no task; add a key 'task', or give --dataset for the whole file")
+            raise UserError(
+                f"{where}: names no task; add a key 'task', or give --dataset for the"
+                " whole file"
+            )
         by_task.setdefault(name, []).append((where, line))
     chosen = chosen_suite(list(by_task), suite, scoring.include_path)
     for row in chosen.tasks:
         if row.kind == "likelihood":
             raise UserError(
-                f"task {row.task}: is scored by likelihood, which a file of answers does not hold"
+                f"task {row.task}: is scored by likelihood, which a file of answers"
+                " does not hold"
             )
     rows: list[tuple[TaskConfig, Lines]] = []
     for row in chosen.tasks:
         lines = by_task[row.task]
         if row.kind == "code":  # of others, a line may name a member of a group
-            lines = [(where, line) for where, line in lines if line.get("task", row.task) == row.task]
+            lines = [
+                (where, line)
+                for where, line in lines
+                if line.get("task", row.task) == row.task
+            ]
             row = row.model_copy(update=limit)
         rows.append((row, lines))
     return rows, chosen
@@ -107,23 +140,34 @@ def _lines(path: Path) -> Lines:
     lines = json_lines(path)
     for where, line in lines:
         if not isinstance(line, dict):
-            raise UserError(f"{where}: a JSON object is needed, got {type(line).__name__}")
+            raise UserError(
+                f"{where}: a JSON object is needed, got {type(line).__name__}"
+            )
     if not lines:
-        raise UserError(f"{path}: holds no samples; a line is {{'task_id': …, 'solution': …}}")
+        raise UserError(
+            f"{path}: holds no samples; a line is {{'task_id': …, 'solution': …}}"
+        )
     return lines
 
 
 def _refuse_foreign(output: Path) -> None:
-    """Refuse a folder that is no earlier result of this command: a result may replace such a one, and nothing else."""
+    """Refuse a folder that is no earlier result of this command: a result may replace
+    such a one, and nothing else.
+    """
     if not output.exists():
         return check_folder_place(output)
     try:
-        earlier = json.loads((output / "results.json").read_text(encoding="utf-8"))["suite"]
+        earlier = json.loads((output / "results.json").read_text(encoding="utf-8"))[
+            "suite"
+        ]
     except (OSError, ValueError, KeyError, TypeError):
         earlier = ""
-    if not output.is_dir() or (not is_empty(output) and not str(earlier).startswith(_SUITE)):
+    if not output.is_dir() or (
+        not is_empty(output) and not str(earlier).startswith(_SUITE)
+    ):
         raise UserError(
-            f"{output}: holds something else than a result of `fcsd score`; choose another --output"
+            f"{output}: holds something else than a result of `fcsd score`; choose"
+            " another --output"
         )
 
 
@@ -133,23 +177,35 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
     programs = programs_of(lines, problems, thinking=thinking, chat=row.chat_template)
     if not programs:
         raise UserError(f"{scoring.samples}: holds no sample of task {row.task}")
-    missing = [problem.task_id for problem in problems if problem.task_id not in programs]
+    missing = [
+        problem.task_id for problem in problems if problem.task_id not in programs
+    ]
     if missing and not scoring.partial:
         raise UserError(
-            f"{scoring.samples}: {len(missing)} of {len(problems)} problems have no sample (the first is {missing[0]});"
-            f" add them, or grade the others of task {row.task} alone with --partial"
+            f"{scoring.samples}: {len(missing)} of {len(problems)} problems have no"
+            f" sample (the first is {missing[0]}); add them, or grade the others of"
+            f" task {row.task} alone with --partial"
         )
     graded = [problem for problem in problems if problem.task_id in programs]
     layers: dict[str, Any] | None = None
     if scoring.scorer == "evalplus":
         if missing:
-            raise UserError(f"task {row.task}: EvalPlus grades whole benchmarks only; leave --partial out")
-        outcomes = evalplus_outcomes(row, graded, programs, scoring.evalplus_data, scoring.allow_weak_sandbox)
+            raise UserError(
+                f"task {row.task}: EvalPlus grades whole benchmarks only; leave"
+                " --partial out"
+            )
+        outcomes = evalplus_outcomes(
+            row, graded, programs, scoring.evalplus_data, scoring.allow_weak_sandbox
+        )
     else:
         with CodeScorer(allow_weak_sandbox=scoring.allow_weak_sandbox) as pool:
             pool.self_check(graded, timeout_s=row.timeout_s, progress=True)
             outcomes = pool.score_samples(
-                graded, programs, timeout_s=row.timeout_s, whole_programs=True, progress=True
+                graded,
+                programs,
+                timeout_s=row.timeout_s,
+                whole_programs=True,
+                progress=True,
             )
             layers = pool.layers
     kept = [
@@ -159,13 +215,20 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
     return kept, len(problems), layers
 
 
-def _answers(scoring: Scoring, suite: SuiteConfig, row: LMEvalTaskConfig, lines: Lines) -> Graded:
+def _answers(
+    scoring: Scoring, suite: SuiteConfig, row: LMEvalTaskConfig, lines: Lines
+) -> Graded:
     from fcsd.evaluation.lm_eval.ready import grade_answers
     from fcsd.evaluation.lm_eval.tasks import load_task, num_items
 
-    # How the model was asked is not known here, and no tokenizer is: prompts are hashed as plain text.
-    plain = row.model_copy(update={"chat_template": False, "system_prompt": None, "thinking": None})
+    # How the model was asked is not known here, and no tokenizer is: prompts are hashed
+    # as plain text.
+    plain = row.model_copy(
+        update={"chat_template": False, "system_prompt": None, "thinking": None}
+    )
     tasks = load_task(plain, suite, scoring.data_root, None)
     thinking = scoring.thinking or bool(row.thinking)
-    graded = grade_answers(scoring.samples, plain, tasks, lines, partial=scoring.partial, thinking=thinking)
+    graded = grade_answers(
+        scoring.samples, plain, tasks, lines, partial=scoring.partial, thinking=thinking
+    )
     return graded, num_items(tasks, None), None

@@ -1,4 +1,5 @@
-"""Build, write and read the results of an evaluation: `results.json` and one file of samples for each task.
+"""Build, write and read the results of an evaluation: `results.json` and one file of
+samples for each task.
 
 `docs/results.md` has every key.
 """
@@ -27,25 +28,44 @@ SCHEMA_VERSION = 1
 Samples = dict[str, list[dict[str, Any]]]
 _SAMPLE_KEYS = ("doc_id", "doc_hash", "prompt_hash", "score")
 _LONGEST = 2000  # characters of a prompt; the whole prompt is identified by its hash
-_ROW_KEYS = ("metric", "value", "stderr", "num_items", "num_fewshot", "kind", "headline")
+_ROW_KEYS = (
+    "metric",
+    "value",
+    "stderr",
+    "num_items",
+    "num_fewshot",
+    "kind",
+    "headline",
+)
 
 
 def shown_question(requests: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the end of the prompt, and the choices: {"prompt": …, "choices": […]}; {} for no request.
+    """Return the end of the prompt, and the choices: {"prompt": …, "choices": […]}; {}
+    for no request.
 
-    requests: (context, continuation) of every request about one item; one request: no choices. Where contexts differ
-    (WinoGrande), the prompt is what they share, and a choice is the rest of its context too.
+    requests: (context, continuation) of every request about one item; one request: no
+    choices. Where contexts differ (WinoGrande), the prompt is what they share, and a
+    choice is the rest of its context too.
     """
     if not requests:
         return {}
-    first, last = min(context for context, _ in requests), max(context for context, _ in requests)
-    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    first, last = (
+        min(context for context, _ in requests),
+        max(context for context, _ in requests),
+    )
+    same = next(
+        (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
+        len(first),
+    )
     if same < len(last):  # they differ, and may do so in the middle of a word
         same = max(first.rfind(space, 0, same) for space in " \n") + 1
-    prompt = first[:same]  # what the first and the last in the order of text share, all share
+    # what the first and the last in the order of text share, all share
+    prompt = first[:same]
     shown: dict[str, Any] = {"prompt": end_of(prompt)}
     if len(requests) > 1:
-        shown["choices"] = [context[len(prompt) :] + continuation for context, continuation in requests]
+        shown["choices"] = [
+            context[len(prompt) :] + continuation for context, continuation in requests
+        ]
     return shown
 
 
@@ -55,11 +75,15 @@ def end_of(prompt: str) -> str:
 
 
 def lm_eval_sample(
-    row: Mapping[str, Any], score: float, member: str | None, arguments: Sequence[Sequence[Any]]
+    row: Mapping[str, Any],
+    score: float,
+    member: str | None,
+    arguments: Sequence[Sequence[Any]],
 ) -> dict[str, Any]:
     """Build a sample of ours from one that lm-eval logs.
 
-    member: the task that the item is of, in a group. arguments: those of every request about the item.
+    member: the task that the item is of, in a group. arguments: those of every request
+    about the item.
     """
     doc_id = int(row["doc_id"])
     sample: dict[str, Any] = {
@@ -69,9 +93,12 @@ def lm_eval_sample(
         "score": score,
         "target": str(row.get("target", "")),
     }
-    requests = [(str(context), str(more[0]) if more else "") for context, *more in arguments]
+    requests = [
+        (str(context), str(more[0]) if more else "") for context, *more in arguments
+    ]
     response = (row.get("resps") or [[""]])[0][0]
-    if isinstance(response, list | tuple):  # log-likelihood, and whether it is the greedy answer
+    # log-likelihood, and whether it is the greedy answer
+    if isinstance(response, list | tuple):
         sample["loglikelihoods"] = [float(choice[0][0]) for choice in row["resps"]]
     else:
         sample["completion"] = str(response)
@@ -86,10 +113,14 @@ def code_sample(
     completions: Sequence[str],
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
-    """Keep what is needed of one problem: its score is the estimate of pass@k, so 0 or 1 for one completion."""
+    """Keep what is needed of one problem: its score is the estimate of pass@k, so 0 or
+    1 for one completion.
+    """
     sample: dict[str, Any] = {
         "doc_id": problem.task_id,
-        "doc_hash": text_hash(json.dumps([problem.prompt, *problem.base_tests, *problem.tests])),
+        "doc_hash": text_hash(
+            json.dumps([problem.prompt, *problem.base_tests, *problem.tests])
+        ),
         "prompt_hash": text_hash(prompt),
         "score": _pass_at_k(outcomes, pass_k(row)),
         "target": problem.canonical,
@@ -114,12 +145,17 @@ def code_sample(
 
 
 def _pass_at_k(outcomes: Sequence[Outcome], k: int, *, base: bool = False) -> float:
-    passed = sum((outcome.base if base else outcome.outcome) == "passed" for outcome in outcomes)
+    passed = sum(
+        (outcome.base if base else outcome.outcome) == "passed" for outcome in outcomes
+    )
     return pass_at_k(len(outcomes), passed, k)
 
 
 def task_result(
-    row: TaskConfig, samples: Sequence[Mapping[str, Any]], num_items_total: int, data_root: Path | None
+    row: TaskConfig,
+    samples: Sequence[Mapping[str, Any]],
+    num_items_total: int,
+    data_root: Path | None,
 ) -> dict[str, Any]:
     """Sum up one task as the result has it."""
     result: dict[str, Any] = {
@@ -132,7 +168,9 @@ def task_result(
         "headline": row.headline,
         "chat_template": row.chat_template,
         "dataset": dataset_location(row, data_root),
-        "revision": row.revision if data_root is None else fetched_revision(row, data_root),
+        "revision": (
+            row.revision if data_root is None else fetched_revision(row, data_root)
+        ),
     }
     if row.kind == "code":
         result |= code_numbers(samples)
@@ -147,16 +185,29 @@ def mean_of(scores: Sequence[float]) -> dict[str, Any]:
 
 
 def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Count outcome classes over all programs; compute the base score, and pass@k for the usual k up to the samples."""
-    outcomes = [name for sample in samples for name in sample.get("outcomes") or [sample["outcome"]]]
-    numbers: dict[str, Any] = {"outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))}}
+    """Count outcome classes over all programs; compute the base score, and pass@k for
+    the usual k up to the samples.
+    """
+    outcomes = [
+        name
+        for sample in samples
+        for name in sample.get("outcomes") or [sample["outcome"]]
+    ]
+    numbers: dict[str, Any] = {
+        "outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))}
+    }
     if all("base_score" in sample for sample in samples):
         numbers["base"] = mean_of([sample["base_score"] for sample in samples])
     count = min(len(sample.get("outcomes") or [0]) for sample in samples)
     if count > 1:
-        passed = [[name == "passed" for name in sample["outcomes"]] for sample in samples]
+        passed = [
+            [name == "passed" for name in sample["outcomes"]] for sample in samples
+        ]
         numbers["pass_at_k"] = {
-            str(k): math.fsum(pass_at_k(len(each), sum(each), k) for each in passed) / len(passed)
+            str(k): (
+                math.fsum(pass_at_k(len(each), sum(each), k) for each in passed)
+                / len(passed)
+            )
             for k in (1, 5, 10, 100)
             if k <= count
         }
@@ -174,12 +225,15 @@ def whole_result(
 
     sandbox: the layers that generated code ran in; None for none.
     """
-    mean, error = plain_mean([(task["value"], task["stderr"]) for task in tasks.values() if task["headline"]])
+    mean, error = plain_mean(
+        [(task["value"], task["stderr"]) for task in tasks.values() if task["headline"]]
+    )
     return {
         "schema_version": SCHEMA_VERSION,
         "suite": suite,
         "model": model,
-        "complete": not settings["limit"],  # false: a quick look at the first items, not a result
+        # false: a quick look at the first items, not a result
+        "complete": not settings["limit"],
         "tasks": tasks,
         "mean": mean,
         "mean_stderr": error,
@@ -196,26 +250,34 @@ def text_hash(text: str) -> str:
 def evaluation_versions() -> dict[str, str]:
     """Collect the versions of the packages that scores depend on."""
     others = ("lm-eval", "transformers", "torch", "datasets")
-    return {"fcsd": fcsd.__version__} | {name: importlib.metadata.version(name) for name in others}
+    return {"fcsd": fcsd.__version__} | {
+        name: importlib.metadata.version(name) for name in others
+    }
 
 
 def write_result(
-    result: Mapping[str, Any], samples: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path
+    result: Mapping[str, Any],
+    samples: Mapping[str, Sequence[Mapping[str, Any]]],
+    folder: Path,
 ) -> None:
     """Write `samples_<task>.jsonl` and, last, `results.json`; each appears whole or not at all."""
     make_folder(folder)
     for task, items in samples.items():
         lines = [json.dumps(item, allow_nan=False) + "\n" for item in items]
         write_text(folder / f"samples_{task}.jsonl", "".join(lines))
-    # Not `write_json`: a path may hold halves of characters, which JSON can escape and UTF-8 cannot hold.
-    write_text(folder / "results.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
+    # Not `write_json`: a path may hold halves of characters, which JSON can escape and
+    # UTF-8 cannot hold.
+    write_text(
+        folder / "results.json", json.dumps(result, indent=2, allow_nan=False) + "\n"
+    )
 
 
 def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
     """Read what `write_result` wrote: (result, samples).
 
     Raises:
-        UserError: no result there, a damaged file, or a version of the format that this fcsd does not know.
+        UserError: no result there, a damaged file, or a version of the format that this
+            fcsd does not know.
     """
     path = folder / "results.json"
     if folder.is_file():
@@ -231,8 +293,8 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
         raise UserError(f"{path}: not a result of `fcsd evaluate`")
     if result.get("schema_version") != SCHEMA_VERSION:
         raise UserError(
-            f"{path}: schema_version is {result.get('schema_version')}, this fcsd reads {SCHEMA_VERSION};"
-            " evaluate again"
+            f"{path}: schema_version is {result.get('schema_version')}, this fcsd reads"
+            f" {SCHEMA_VERSION}; evaluate again"
         )
     if "limit" not in (result.get("settings") or {}):
         raise UserError(f"{path}: lacks settings.limit; evaluate again")
@@ -241,30 +303,45 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
             check_name(task)  # becomes one of files
         except ValueError as error:
             raise UserError(f"{path}: tasks: {error}; evaluate again") from None
-    return result, {task: read_samples(folder, task, row) for task, row in result["tasks"].items()}
+    return result, {
+        task: read_samples(folder, task, row) for task, row in result["tasks"].items()
+    }
 
 
-def read_samples(folder: Path, task: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Read the samples of one task; `row` is what results.json has of it. Raises as `read_result`."""
+def read_samples(
+    folder: Path, task: str, row: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Read the samples of one task; `row` is what results.json has of it. Raises as
+    `read_result`.
+    """
     if missing := [key for key in _ROW_KEYS if key not in row]:
-        raise UserError(f"{folder / 'results.json'}: task {task} lacks {', '.join(missing)}; evaluate again")
+        raise UserError(
+            f"{folder / 'results.json'}: task {task} lacks {', '.join(missing)};"
+            " evaluate again"
+        )
     file = folder / f"samples_{task}.jsonl"
     if not file.is_file():
-        raise UserError(f"{file}: no such file, though results.json has the task {task}; evaluate again")
+        raise UserError(
+            f"{file}: no such file, though results.json has the task {task}; evaluate"
+            " again"
+        )
     check_outputs(folder, file.name)
     samples = []
     for where, sample in json_lines(file, advice="; evaluate again"):
         if not isinstance(sample, dict) or not sample.keys() >= set(_SAMPLE_KEYS):
-            raise UserError(f"{where}: not a sample ({', '.join(_SAMPLE_KEYS)}); evaluate again")
+            raise UserError(
+                f"{where}: not a sample ({', '.join(_SAMPLE_KEYS)}); evaluate again"
+            )
         samples.append(sample)
     if len(samples) != row["num_items"]:
         raise UserError(
-            f"{file}: {len(samples)} samples, but results.json says {row['num_items']}; evaluate again"
+            f"{file}: {len(samples)} samples, but results.json says {row['num_items']};"
+            " evaluate again"
         )
     mean = math.fsum(sample["score"] for sample in samples) / max(1, len(samples))
     if not math.isclose(mean, row["value"], rel_tol=1e-9, abs_tol=1e-9):
         raise UserError(
-            f"{file}: its samples average {mean:.6g}, but results.json says {row['value']:.6g}: they are not of one"
-            " evaluation; evaluate again"
+            f"{file}: its samples average {mean:.6g}, but results.json says"
+            f" {row['value']:.6g}: they are not of one evaluation; evaluate again"
         )
     return samples

@@ -1,7 +1,8 @@
 """Run a suite on models, in memory or behind a server.
 
-With a `TaskStore`, finished tasks are kept and not run again. On several ranks (`ranks=launch.ranks`) all of them
-make these calls and return the same; the first one alone prints, keeps and writes.
+With a `TaskStore`, finished tasks are kept and not run again. On several ranks
+(`ranks=launch.ranks`) all of them make these calls and return the same; the first one
+alone prints, keeps and writes.
 
 Not covered: a model that some of the ranks do not hold.
 """
@@ -23,7 +24,13 @@ from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend, check_bat
 from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import Problem, load_problems
 from fcsd.evaluation.code.scorer import CodeScorer
-from fcsd.evaluation.config import CODE_STOP, CodeTaskConfig, EvaluationConfig, SuiteConfig, TaskConfig
+from fcsd.evaluation.config import (
+    CODE_STOP,
+    CodeTaskConfig,
+    EvaluationConfig,
+    SuiteConfig,
+    TaskConfig,
+)
 from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.progress import Progress, Work
 from fcsd.evaluation.results import (
@@ -50,33 +57,43 @@ def prepare_evaluation(
     progress: bool = True,
     any_direction: bool = False,
 ) -> Iterator["PreparedEvaluation"]:
-    """Prepare data and sandbox once, to evaluate one model after another; gives a function of model and name.
+    """Prepare data and sandbox once, to evaluate one model after another; gives a
+    function of model and name.
 
     All data, templates and the sandbox are checked before a model is asked anything.
 
-    config: its batch size, limit, data root and `allow_weak_sandbox` are read. store: where the first rank keeps
-    finished tasks and looks for them. ranks: those that share the work; by default this process does all of it.
-    any_direction: take metrics of which less is better, too; for scores that are not compared between models.
+    config: its batch size, limit, data root and `allow_weak_sandbox` are read. store:
+    where the first rank keeps finished tasks and looks for them. ranks: those that
+    share the work; by default this process does all of it. any_direction: take metrics
+    of which less is better, too; for scores that are not compared between models.
 
     Raises:
-        UserError: a task, data set, metric or chat template that does not exist; a sandbox that is too weak.
+        UserError: a task, data set, metric or chat template that does not exist; a
+            sandbox that is too weak.
         ScorerError: the scorer of the code tasks failed; never a score of 0.
     """
     _check(config, ranks)
     data_root = Path(config.data_root) if config.data_root is not None else None
     kept = ranks.from_first(
-        lambda: {row.task: task for row in suite.tasks if store is not None and (task := store.get(row))}
+        lambda: {
+            row.task: task
+            for row in suite.tasks
+            if store is not None and (task := store.get(row))
+        }
     )
     missing = [row for row in suite.tasks if row.task not in kept]
     prepared: dict[str, Any] = {}
     facts = {task: own for task, (_, own) in kept.items()}
     for row in missing:
-        prepared[row.task], own = _prepare_task(row, suite, data_root, tokenizer, config.limit)
+        prepared[row.task], own = _prepare_task(
+            row, suite, data_root, tokenizer, config.limit
+        )
         facts[row.task] = own
         if not (own["higher_is_better"] or any_direction):
             raise UserError(
-                f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is"
-                " better, so choose one of those, or leave the task out"
+                f"task {row.task}: lower is better in {row.metric}; models are compared"
+                " by metrics of which more is better, so choose one of those, or leave"
+                " the task out"
             )
     code = [row for row in missing if row.kind == "code"]
     finished = {task: samples for task, (samples, _) in kept.items()}
@@ -86,7 +103,9 @@ def prepare_evaluation(
         def start() -> dict[str, Any]:
             """Start the sandbox, of which one is enough for all ranks, and return its layers."""
             nonlocal scorer
-            scorer = stack.enter_context(_checked_scorer(code, prepared, config, progress))
+            scorer = stack.enter_context(
+                _checked_scorer(code, prepared, config, progress)
+            )
             return scorer.layers
 
         if code:
@@ -94,7 +113,17 @@ def prepare_evaluation(
             for row in code:
                 facts[row.task]["sandbox"] = layers
         yield PreparedEvaluation(
-            tokenizer, suite, config, finished, missing, prepared, facts, scorer, store, ranks, progress
+            tokenizer,
+            suite,
+            config,
+            finished,
+            missing,
+            prepared,
+            facts,
+            scorer,
+            store,
+            ranks,
+            progress,
         )
 
 
@@ -110,13 +139,18 @@ def _check(config: EvaluationConfig, ranks: Ranks) -> None:
 
 @contextlib.contextmanager
 def _checked_scorer(
-    code: Sequence[CodeTaskConfig], prepared: Mapping[str, Any], config: EvaluationConfig, progress: bool
+    code: Sequence[CodeTaskConfig],
+    prepared: Mapping[str, Any],
+    config: EvaluationConfig,
+    progress: bool,
 ) -> Iterator[CodeScorer]:
     """Give a scorer that the canonical solutions of these tasks have passed."""
     with CodeScorer(allow_weak_sandbox=config.allow_weak_sandbox) as scorer:
         for row in code:
             try:
-                scorer.self_check(prepared[row.task], timeout_s=row.timeout_s, progress=progress)
+                scorer.self_check(
+                    prepared[row.task], timeout_s=row.timeout_s, progress=progress
+                )
             except ScorerError as error:
                 raise ScorerError(f"task {row.task}: {error}") from error
         yield scorer
@@ -129,15 +163,23 @@ def _prepare_task(
     tokenizer: PreTrainedTokenizerBase,
     limit: int | None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the items of a task, and the facts of its result that are known before a model is asked."""
+    """Return the items of a task, and the facts of its result that are known before a
+    model is asked.
+    """
     if row.kind == "code":
         problems = load_problems(row, data_root)
         prompts(tokenizer, problems[:1], row)
-        if problems[0].contest and (cut := [stop for stop in row.stop if stop in CODE_STOP]):
+        if problems[0].contest and (
+            cut := [stop for stop in row.stop if stop in CODE_STOP]
+        ):
             raise UserError(
-                f"task {row.task}: stop {cut[0]!r} would cut programs that print; set stop: [] for this task"
+                f"task {row.task}: stop {cut[0]!r} would cut programs that print; set"
+                " stop: [] for this task"
             )
-        return problems[:limit], {"num_items_total": len(problems), "higher_is_better": True}
+        return problems[:limit], {
+            "num_items_total": len(problems),
+            "higher_is_better": True,
+        }
     task = likelihood.load_task(row, suite, data_root, tokenizer)
     return task, {
         "num_items_total": likelihood.num_items(task, None),
@@ -149,7 +191,8 @@ def _prepare_task(
 class PreparedEvaluation:
     """A suite whose data and sandbox are ready: call it with a model and its name.
 
-    finished: samples of tasks that the store has. missing: the rows to run. prepared: their items. facts: of each task.
+    finished: samples of tasks that the store has. missing: the rows to run. prepared:
+    their items. facts: of each task.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -169,12 +212,18 @@ class PreparedEvaluation:
     ) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model in memory, both JSON-able."""
         size = self.config.batch_size
-        backend = InMemoryBackend(model, self.tokenizer, size, self.ranks, batches, progress=self.progress)
+        backend = InMemoryBackend(
+            model, self.tokenizer, size, self.ranks, batches, progress=self.progress
+        )
         if self.config.capacity_factor is None:
             return self.ask(backend, name)
-        with dropping(model, self.config.capacity_factor, self.config.capacity_drop or "order") as counts:
+        with dropping(
+            model, self.config.capacity_factor, self.config.capacity_drop or "order"
+        ) as counts:
             result, samples = self.ask(backend, name)
-        pairs = self.ranks.share(lambda: [int(number) for number in counts.take() or (0, 0)])
+        pairs = self.ranks.share(
+            lambda: [int(number) for number in counts.take() or (0, 0)]
+        )
         dropped, whole = (sum(of_ranks) for of_ranks in zip(*pairs, strict=True))
         # The share is that of the tasks that were not finished before; None: all were.
         result["settings"]["dropped_share"] = dropped / whole if whole else None
@@ -183,26 +232,42 @@ class PreparedEvaluation:
     def ask(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model wherever it is computed, both JSON-able."""
         start = time.monotonic()
-        samples, facts = dict(self.finished), {task: dict(known) for task, known in self.facts.items()}
-        steps = Progress({row.task: self._work(row) for row in self.missing}, len(self.finished))
+        samples, facts = (
+            dict(self.finished),
+            {task: dict(known) for task, known in self.facts.items()},
+        )
+        steps = Progress(
+            {row.task: self._work(row) for row in self.missing}, len(self.finished)
+        )
         with backend.asking():
             for row in self.missing:
                 if self.progress and self.ranks.first:
                     steps.start(row.task)
-                backend.begin(self.store.journal(row) if self.store is not None else Journal())
+                backend.begin(
+                    self.store.journal(row) if self.store is not None else Journal()
+                )
                 try:
                     if row.kind == "code":
                         samples[row.task] = self._run_code(backend, row)
                     else:
                         samples[row.task] = likelihood.run_task(
-                            backend.language_model, row, self.prepared[row.task], self.config.limit
+                            backend.language_model,
+                            row,
+                            self.prepared[row.task],
+                            self.config.limit,
                         )
                 except (UserError, ScorerError) as error:
                     if self.store is None or not samples:
                         raise
-                    kept = "finished task is" if len(samples) == 1 else f"{len(samples)} finished tasks are"
+                    kept = (
+                        "finished task is"
+                        if len(samples) == 1
+                        else f"{len(samples)} finished tasks are"
+                    )
                     kind = UserError if isinstance(error, UserError) else ScorerError
-                    raise kind(f"{error} (the {kept} kept; run again to continue)") from error
+                    raise kind(
+                        f"{error} (the {kept} kept; run again to continue)"
+                    ) from error
                 if row.kind != "likelihood":
                     source = backend if row.kind == "code" else backend.language_model
                     facts[row.task]["answers_at_limit"] = len(source.at_limit)
@@ -216,11 +281,15 @@ class PreparedEvaluation:
     def _work(self, row: TaskConfig) -> Work:
         items = self.prepared[row.task]
         if row.kind == "code":
-            return Work(len(items), "tokens", len(items) * row.num_samples * row.max_new_tokens)
+            return Work(
+                len(items), "tokens", len(items) * row.num_samples * row.max_new_tokens
+            )
         return likelihood.work(row, items, self.config.limit)
 
     def _run_code(self, backend: Backend, row: CodeTaskConfig) -> list[dict[str, Any]]:
-        """Generate on all ranks, and score on the first, which has the scorer; one sample a problem."""
+        """Generate on all ranks, and score on the first, which has the scorer; one
+        sample a problem.
+        """
         problems: Sequence[Problem] = self.prepared[row.task]
         completions = backend.complete(problems, row)
 
@@ -233,33 +302,52 @@ class PreparedEvaluation:
             }
             try:
                 outcomes = self.scorer.score_samples(problems, completions, **options)
-            except ScorerError:  # once more, with new servers: what was generated is worth hours
+            # once more, with new servers: what was generated is worth hours
+            except ScorerError:
                 outcomes = self.scorer.score_samples(problems, completions, **options)
             texts = prompts(self.tokenizer, problems, row)
             return [
                 code_sample(row, problem, prompt, completions[problem.task_id], grades)
-                for problem, prompt, grades in zip(problems, texts, outcomes, strict=True)
+                for problem, prompt, grades in zip(
+                    problems, texts, outcomes, strict=True
+                )
             ]
 
         return self.ranks.from_first(scored)
 
     def _result(
-        self, answered_by: dict[str, Any], samples: Samples, facts: dict[str, dict[str, Any]], name: str
+        self,
+        answered_by: dict[str, Any],
+        samples: Samples,
+        facts: dict[str, dict[str, Any]],
+        name: str,
     ) -> dict[str, Any]:
-        data_root, tasks = Path(self.config.data_root) if self.config.data_root is not None else None, {}
+        data_root, tasks = (
+            Path(self.config.data_root) if self.config.data_root is not None else None,
+            {},
+        )
         for row in self.suite.tasks:
             known = facts[row.task]
-            summed = task_result(row, samples[row.task], known["num_items_total"], data_root)
+            summed = task_result(
+                row, samples[row.task], known["num_items_total"], data_root
+            )
             tasks[row.task] = summed | {
-                key: known[key] for key in ("higher_is_better", "answers_at_limit") if key in known
+                key: known[key]
+                for key in ("higher_is_better", "answers_at_limit")
+                if key in known
             }
-        # A task that was finished before may have run in another sandbox: the first one counts.
-        sandbox = next((known["sandbox"] for known in facts.values() if "sandbox" in known), None)
+        # A task that was finished before may have run in another sandbox: the first one
+        # counts.
+        sandbox = next(
+            (known["sandbox"] for known in facts.values() if "sandbox" in known), None
+        )
         chat_template = date = None
         if any(row.chat_template for row in self.suite.tasks):
             if writes_date(self.tokenizer.chat_template):
                 date = f"{TEMPLATE_DATE:%Y-%m-%d}"
-            chat_template = text_hash(json.dumps(self.tokenizer.chat_template, sort_keys=True))
+            chat_template = text_hash(
+                json.dumps(self.tokenizer.chat_template, sort_keys=True)
+            )
         settings = {
             "limit": self.config.limit,
             "batch_size": self.config.batch_size,

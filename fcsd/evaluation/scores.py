@@ -1,9 +1,11 @@
-"""Score arithmetic: means, standard errors, and the paired comparison of two models on the same items. Pure
-functions.
+"""Score arithmetic: means, standard errors, and the paired comparison of two models on
+the same items. Pure functions.
 
-A sample is a mapping with `doc_id`, `doc_hash`, `prompt_hash` and `score` (`fcsd.evaluation.results`).
+A sample is a mapping with `doc_id`, `doc_hash`, `prompt_hash` and `score`
+(`fcsd.evaluation.results`).
 
-Not covered: several samples an item; tasks that share items (they count as independent in the plain mean).
+Not covered: several samples an item; tasks that share items (they count as independent
+in the plain mean).
 """
 
 import math
@@ -11,17 +13,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.stats import ALPHA, clipped, holm, interval, mean_interval, plain_mean, standard_error
+from fcsd.base.stats import (
+    ALPHA,
+    clipped,
+    holm,
+    interval,
+    mean_interval,
+    plain_mean,
+    standard_error,
+)
 
 Sample = Mapping[str, Any]
-# What two rows must agree on: of the result, and of the suite where both results say it.
+# What two rows must agree on: of the result, and of the suite where both results say
+# it.
 _SAME_ROW = ("metric", "num_fewshot", "chat_template")
 _SAME_SUITE_ROW = (
     "system_prompt", "thinking", "max_new_tokens", "stop", "num_samples", "temperature", "top_p", "timeout_s",
 )  # fmt: skip
 
 
-def paired(original: Sequence[Sample], converted: Sequence[Sample], task: str = "task") -> dict[str, Any]:
+def paired(
+    original: Sequence[Sample], converted: Sequence[Sample], task: str = "task"
+) -> dict[str, Any]:
     """Compare two models on the same items of one task.
 
     delta       mean of the differences d = converted - original
@@ -67,26 +80,35 @@ def _shares(pairs: Sequence[tuple[float, float]]) -> bool:
     return all(score in (0, 1) for pair in pairs for score in pair)
 
 
-def _join(original: Sequence[Sample], converted: Sequence[Sample], task: str) -> list[tuple[float, float]]:
+def _join(
+    original: Sequence[Sample], converted: Sequence[Sample], task: str
+) -> list[tuple[float, float]]:
     if not original or not converted:
-        raise UserError(f"{task}: no samples to compare; evaluate both models on the same suite")
+        raise UserError(
+            f"{task}: no samples to compare; evaluate both models on the same suite"
+        )
     if len(original) != len(converted):
         raise UserError(
-            f"{task}: {len(original)} items against {len(converted)}; evaluate both models with"
-            " the same limit and the same data"
+            f"{task}: {len(original)} items against {len(converted)}; evaluate both"
+            " models with the same limit and the same data"
         )
     before, after = _by_item(original, task), _by_item(converted, task)
     if before.keys() != after.keys():
         other = sorted(str(key[0]) for key in before.keys() ^ after.keys())
         raise UserError(
-            f"{task}: the items differ (item {other[0]}); evaluate both models on the same revision"
-            " of the data"
+            f"{task}: the items differ (item {other[0]}); evaluate both models on the"
+            " same revision of the data"
         )
-    changed = [str(key[0]) for key in before if before[key]["prompt_hash"] != after[key]["prompt_hash"]]
+    changed = [
+        str(key[0])
+        for key in before
+        if before[key]["prompt_hash"] != after[key]["prompt_hash"]
+    ]
     if changed:
         raise UserError(
-            f"{task}: the prompts differ in {len(changed)} of {len(before)} items (item {changed[0]});"
-            " evaluate both models with the same shots, chat template and prompt"
+            f"{task}: the prompts differ in {len(changed)} of {len(before)} items (item"
+            f" {changed[0]}); evaluate both models with the same shots, chat template"
+            " and prompt"
         )
     return [(float(before[key]["score"]), float(after[key]["score"])) for key in before]
 
@@ -99,9 +121,11 @@ def _by_item(samples: Sequence[Sample], task: str) -> dict[tuple[Any, str], Samp
 
 
 def by_member(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
-    """Split the samples of a group (`mmlu`) by its member tasks; {} for a task that is no group.
+    """Split the samples of a group (`mmlu`) by its member tasks; {} for a task that is
+    no group.
 
-    Items of a group are named `member/number`; so are problems of code tasks (`Mbpp/2`), which have no members.
+    Items of a group are named `member/number`; so are problems of code tasks
+    (`Mbpp/2`), which have no members.
     """
     members: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -113,17 +137,21 @@ def by_member(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
 
 
 def compare(
-    original: Mapping[str, Any], converted: Mapping[str, Any], only: Sequence[str] | None = None
+    original: Mapping[str, Any],
+    converted: Mapping[str, Any],
+    only: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Compare all tasks of two evaluations, and the plain mean over the headline tasks; docs/results.md has the keys.
+    """Compare all tasks of two evaluations, and the plain mean over the headline tasks;
+    docs/results.md has the keys.
 
-    original, converted: {"result": …, "samples": …} as `read_result` gives them. only: tasks to compare where the
-    results have others, too. A task is "lost" or "gained" where its p after Holm's correction for the number of tasks
-    is below 0.05; the mean where its interval does not hold 0, of one task as that task.
+    original, converted: {"result": …, "samples": …} as `read_result` gives them. only:
+    tasks to compare where the results have others, too. A task is "lost" or "gained"
+    where its p after Holm's correction for the number of tasks is below 0.05; the mean
+    where its interval does not hold 0, of one task as that task.
 
     Raises:
-        UserError: other tasks, metrics, shots or decoding, or samples that do not match; a metric of which less is
-            better.
+        UserError: other tasks, metrics, shots or decoding, or samples that do not
+            match; a metric of which less is better.
     """
     before, after = original["result"], converted["result"]
     tasks: dict[str, Any] = {}
@@ -136,54 +164,82 @@ def compare(
             pairs = scores[task] = _join(one, other, task)
         except UserError as error:
             raise UserError(f"{error}{_recorded(task, before, after)}") from None
-        tasks[task] = {key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")} | _paired(
-            pairs
-        )
-        for key, result in (("original_at_limit", before), ("converted_at_limit", after)):
+        tasks[task] = {
+            key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")
+        } | _paired(pairs)
+        for key, result in (
+            ("original_at_limit", before),
+            ("converted_at_limit", after),
+        ):
             if count := result["tasks"][task].get("answers_at_limit"):
                 tasks[task][key] = count
         if members := by_member(one, row["kind"]):
             others = by_member(other, row["kind"])
             tasks[task]["members"] = {
-                name: paired(items, others[name], f"{task} {name}") for name, items in members.items()
+                name: paired(items, others[name], f"{task} {name}")
+                for name, items in members.items()
             }
     adjusted = holm([row["p_value"] for row in tasks.values()])
     for row, p_value in zip(tasks.values(), adjusted, strict=True):
         row["p_holm"] = p_value
         row["verdict"] = (
-            "within noise" if p_value >= ALPHA else "gained" if row["gained"] > row["lost"] else "lost"
+            "within noise"
+            if p_value >= ALPHA
+            else "gained"
+            if row["gained"] > row["lost"]
+            else "lost"
         )
-    limits = [each["settings"]["limit"] for each in (before, after) if each["settings"]["limit"] is not None]
+    limits = [
+        each["settings"]["limit"]
+        for each in (before, after)
+        if each["settings"]["limit"] is not None
+    ]
     return {
         "complete": not limits,
         "limit": min(limits, default=None),
         "tasks": tasks,
-        "mean": _mean({task: row for task, row in tasks.items() if row["headline"]}, scores),
+        "mean": _mean(
+            {task: row for task, row in tasks.items() if row["headline"]}, scores
+        ),
     }
 
 
-def _common(before: Mapping[str, Any], after: Mapping[str, Any], only: Sequence[str] | None) -> list[str]:
+def _common(
+    before: Mapping[str, Any], after: Mapping[str, Any], only: Sequence[str] | None
+) -> list[str]:
     both = [task for task in before if task in after]
     if only is not None:
         if missing := [task for task in only if task not in both]:
             raise UserError(
-                f"task {missing[0]}: not in both results; both have {', '.join(both) or 'none in common'}"
+                f"task {missing[0]}: not in both results; both have"
+                f" {', '.join(both) or 'none in common'}"
             )
         return [task for task in both if task in only]
     if before.keys() != after.keys():
         missing_text = ", ".join(sorted(before.keys() ^ after.keys()))
         advice = "evaluate both on the same suite"
         if both:
-            advice += f", or compare what both have with --tasks {','.join(both)} (in Python: tasks={both})"
-        raise UserError(f"the two results have different tasks ({missing_text} in one only); {advice}")
+            advice += (
+                f", or compare what both have with --tasks {','.join(both)} (in Python:"
+                f" tasks={both})"
+            )
+        raise UserError(
+            f"the two results have different tasks ({missing_text} in one only);"
+            f" {advice}"
+        )
     return both
 
 
-def _require_same(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    if any(each["tasks"][task].get("higher_is_better") is False for each in (before, after)):
+def _require_same(
+    task: str, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> None:
+    if any(
+        each["tasks"][task].get("higher_is_better") is False for each in (before, after)
+    ):
         raise UserError(
-            f"{task}: lower is better in {before['tasks'][task]['metric']}; only metrics of which more is better are"
-            " compared; leave the task out with --tasks (in Python: tasks=[…])"
+            f"{task}: lower is better in {before['tasks'][task]['metric']}; only"
+            " metrics of which more is better are compared; leave the task out with"
+            " --tasks (in Python: tasks=[…])"
         )
     for row, other, keys in (
         (before["tasks"][task], after["tasks"][task], _SAME_ROW),
@@ -192,7 +248,9 @@ def _require_same(task: str, before: Mapping[str, Any], after: Mapping[str, Any]
         for key in keys:
             one, two = row.get(key), other.get(key)
             if one != two and one is not None and two is not None:
-                raise UserError(f"{task}: {key} is {one} against {two}; evaluate both the same way")
+                raise UserError(
+                    f"{task}: {key} is {one} against {two}; evaluate both the same way"
+                )
 
 
 def _suite_row(result: Mapping[str, Any], task: str) -> Mapping[str, Any]:
@@ -208,12 +266,20 @@ def _recorded(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) ->
         return {
             "limit": settings["limit"],
             "revision": result["tasks"][task].get("revision"),
-            **{key: settings.get(key) for key in ("chat_template_sha256", "template_date", "fewshot_seed")},
-            **{key: row.get(key) for key in ("split", "dataset_name", "prompt_template", "tests")},
+            **{
+                key: settings.get(key)
+                for key in ("chat_template_sha256", "template_date", "fewshot_seed")
+            },
+            **{
+                key: row.get(key)
+                for key in ("split", "dataset_name", "prompt_template", "tests")
+            },
         }
 
     one, two = recorded(before), recorded(after)
-    changes = [f"{key} {one[key]} against {two[key]}" for key in one if one[key] != two[key]]
+    changes = [
+        f"{key} {one[key]} against {two[key]}" for key in one if one[key] != two[key]
+    ]
     return f" (recorded: {'; '.join(changes)})" if changes else ""
 
 
@@ -227,13 +293,21 @@ def _mean(
         mean[key], mean[f"{key}_stderr"] = plain_mean(
             [(row[key], row[f"{key}_stderr"]) for row in tasks.values()]
         )
-    limits = [limit for task in tasks if (limit := interval([b - a for a, b in scores[task]])) is not None]
+    limits = [
+        limit
+        for task in tasks
+        if (limit := interval([b - a for a, b in scores[task]])) is not None
+    ]
     deltas = [row["delta"] for row in tasks.values()]
     unclipped = mean_interval(deltas, limits) if len(limits) == len(deltas) else None
-    mean["interval"] = clipped(unclipped, shares=all(_shares(scores[task]) for task in tasks))
+    mean["interval"] = clipped(
+        unclipped, shares=all(_shares(scores[task]) for task in tasks)
+    )
     low, high = mean["interval"] or (0.0, 0.0)
     mean["verdict"] = "lost" if high < 0 else "gained" if low > 0 else "within noise"
     if len(tasks) == 1:  # its exact test decides, here as there
         mean["verdict"] = next(iter(tasks.values()))["verdict"]
-    mean["retained_percent"] = 100 * (mean["converted"] / mean["original"]) if mean["original"] else None
+    mean["retained_percent"] = (
+        100 * (mean["converted"] / mean["original"]) if mean["original"] else None
+    )
     return mean

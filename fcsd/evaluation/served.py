@@ -1,8 +1,10 @@
-"""A model behind a server: the questions of an evaluation as token ids, and whether it is the model at all.
+"""A model behind a server: the questions of an evaluation as token ids, and whether it
+is the model at all.
 
-Single answers are kept (`fcsd.evaluation.store.Journal`): an evaluation whose server or client was killed continues
-with the next one. Temperature 0 is greedy; a sample is drawn with a seed of its own, so neither the order of requests
-nor their concurrency changes it, but it is not the sample that transformers draws.
+Single answers are kept (`fcsd.evaluation.store.Journal`): an evaluation whose server or
+client was killed continues with the next one. Temperature 0 is greedy; a sample is
+drawn with a seed of its own, so neither the order of requests nor their concurrency
+changes it, but it is not the sample that transformers draws.
 
 Not covered: KL, which needs all logits; several ranks.
 """
@@ -17,7 +19,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
-from fcsd.evaluation.code.generate import SAMPLING_SEED, Reader, end_tokens, prompt_tokens
+from fcsd.evaluation.code.generate import (
+    SAMPLING_SEED,
+    Reader,
+    end_tokens,
+    prompt_tokens,
+)
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig
 from fcsd.evaluation.identity import check_identity
@@ -49,18 +56,31 @@ class ServedBackend:
         self.at_limit: set[str] = set()
 
     def check(self, evaluation: PreparedEvaluation) -> None:
-        """Refuse a task that the server cannot answer (no `prompt_logprobs`, a short context). It is not asked."""
+        """Refuse a task that the server cannot answer (no `prompt_logprobs`, a short
+        context). It is not asked.
+        """
         for row in evaluation.missing:
             self._check(row, evaluation.prepared[row.task], evaluation.config.limit)
 
     def identify(self, load: Callable[[], PreTrainedModel]) -> None:
-        """Check that the server serves this model; `load` loads it into memory, where it is freed afterwards."""
+        """Check that the server serves this model; `load` loads it into memory, where
+        it is freed afterwards.
+        """
 
         def ask(rows: Sequence[Sequence[int]]) -> list[list[float]]:
-            bodies = [{"prompt": list(row), "answer_tokens": len(row) - 1} for row in rows]
-            return [logprobs for logprobs, _ in self.ask("likelihood", bodies, Journal(), quietly=True)]
+            bodies = [
+                {"prompt": list(row), "answer_tokens": len(row) - 1} for row in rows
+            ]
+            return [
+                logprobs
+                for logprobs, _ in self.ask(
+                    "likelihood", bodies, Journal(), quietly=True
+                )
+            ]
 
-        self.checked = check_identity(self.server, ask, self.model, self.tokenizer, load)
+        self.checked = check_identity(
+            self.server, ask, self.model, self.tokenizer, load
+        )
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -72,7 +92,8 @@ class ServedBackend:
         if row.kind != "code":
             if row.kind == "likelihood" and not self.server.prompt_logprobs:
                 raise self.server.error(
-                    f"returns no prompt_logprobs, and task {row.task} is scored by likelihood; vLLM has them"
+                    f"returns no prompt_logprobs, and task {row.task} is scored by"
+                    " likelihood; vLLM has them"
                 )
             try:
                 self.language_model.look(row, items, limit)
@@ -83,8 +104,9 @@ class ServedBackend:
         needed = max(map(len, tokens), default=0) + row.max_new_tokens
         if context is not None and needed > context:
             raise self.server.error(
-                f"takes {context} tokens, and task {row.task} needs {needed} for a prompt and its completion; start it"
-                f" with --max-model-len {needed} or more"
+                f"takes {context} tokens, and task {row.task} needs {needed} for a"
+                f" prompt and its completion; start it with --max-model-len {needed} or"
+                " more"
             )
 
     def begin(self, journal: Journal) -> None:
@@ -99,12 +121,19 @@ class ServedBackend:
 
             return ServedModel(self)
 
-    def complete(self, problems: Sequence[Problem], row: CodeTaskConfig) -> dict[str, list[str]]:
+    def complete(
+        self, problems: Sequence[Problem], row: CodeTaskConfig
+    ) -> dict[str, list[str]]:
         """Generate the completions; the n-th sample of all has the n-th seed."""
         tokens = prompt_tokens(self.config, self.tokenizer, problems, row)
         sampling: Body = {"temperature": 0.0}
         if row.temperature:
-            sampling = {"temperature": row.temperature, "top_p": row.top_p, "top_k": -1, "min_p": 0.0}
+            sampling = {
+                "temperature": row.temperature,
+                "top_p": row.top_p,
+                "top_k": -1,
+                "min_p": 0.0,
+            }
         bodies: list[Body] = []
         thoughts = Thoughts(self.tokenizer)
         readers = [Reader(thoughts, row, prompt) for prompt in tokens]
@@ -127,15 +156,23 @@ class ServedBackend:
         completions: dict[str, list[str]] = {}
         self.at_limit = set()
         for problem, reader in zip(problems, readers, strict=True):
-            samples = [self._completion(next(answers), reader) for _ in range(row.num_samples)]
+            samples = [
+                self._completion(next(answers), reader) for _ in range(row.num_samples)
+            ]
             completions[problem.task_id] = [text for text, _ in samples]
-            self.at_limit |= {problem.task_id} if any(at_limit for _, at_limit in samples) else set()
+            self.at_limit |= (
+                {problem.task_id} if any(at_limit for _, at_limit in samples) else set()
+            )
         return completions
 
     def _completion(self, answer: Any, reader: Reader) -> tuple[str, bool]:
         if isinstance(answer, list):
             return reader.tokens(answer, self.ends)
-        text = reader.thoughts.without_special(answer["text"]) if reader.thinks else answer["text"]
+        text = (
+            reader.thoughts.without_special(answer["text"])
+            if reader.thinks
+            else answer["text"]
+        )
         return reader.text(text, answer["at_limit"])
 
     def settings(self) -> dict[str, Any]:
@@ -155,12 +192,19 @@ class ServedBackend:
         }
 
     def ask(
-        self, what: str, bodies: Sequence[Body], journal: Journal | None = None, *, quietly: bool = False
+        self,
+        what: str,
+        bodies: Sequence[Body],
+        journal: Journal | None = None,
+        *,
+        quietly: bool = False,
     ) -> list[Any]:
-        """Return the answers to requests; only those that the journal (None: the task's) has no answer to are sent.
+        """Return the answers to requests; only those that the journal (None: the
+        task's) has no answer to are sent.
 
-        The answer to a "likelihood" is [log-probabilities, ranks] of the last `answer_tokens` of the prompt; that to a
-        "generation" is its token ids, or where the server gives no ids {"text": …, "at_limit": …}.
+        The answer to a "likelihood" is [log-probabilities, ranks] of the last
+        `answer_tokens` of the prompt; that to a "generation" is its token ids, or where
+        the server gives no ids {"text": …, "at_limit": …}.
         """
         journal = self._journal if journal is None else journal
         answers = [journal.get(body) for body in bodies]
@@ -179,39 +223,68 @@ class ServedBackend:
                 bar.update()
 
             new = self.server.answers(
-                requests, lambda place, answer: read(bodies[missing[place]], answer), note
+                requests,
+                lambda place, answer: read(bodies[missing[place]], answer),
+                note,
             )
         for number, answer in zip(missing, new, strict=True):
             answers[number] = answer
         return answers
 
     def _request(self, what: str, body: Body) -> Body:
-        """Return what is sent. What ends an answer is ours alone where the server gives tokens, by which it is cut."""
+        """Return what is sent. What ends an answer is ours alone where the server gives
+        tokens, by which it is cut.
+        """
         if what == "likelihood":
-            return {"prompt": body["prompt"], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+            return {
+                "prompt": body["prompt"],
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "prompt_logprobs": 0,
+            }
         if self.server.token_ids:
             return {**body, "ignore_eos": True, "return_token_ids": True}
         return {"skip_special_tokens": True, **body}
 
-    def _read_likelihood(self, body: Body, answer: Body) -> tuple[list[float], list[int]]:
+    def _read_likelihood(
+        self, body: Body, answer: Body
+    ) -> tuple[list[float], list[int]]:
         entries = answer["choices"][0]["prompt_logprobs"]
         count = body["answer_tokens"]
         if len(entries) != len(body["prompt"]):
-            raise ValueError(f"{len(entries)} prompt_logprobs for {len(body['prompt'])} tokens")
+            raise ValueError(
+                f"{len(entries)} prompt_logprobs for {len(body['prompt'])} tokens"
+            )
         tokens = [
-            entry[str(token)] for entry, token in zip(entries[-count:], body["prompt"][-count:], strict=True)
+            entry[str(token)]
+            for entry, token in zip(
+                entries[-count:], body["prompt"][-count:], strict=True
+            )
         ]
-        return [float(each["logprob"]) for each in tokens], [int(each["rank"]) for each in tokens]
+        return [float(each["logprob"]) for each in tokens], [
+            int(each["rank"]) for each in tokens
+        ]
 
     def _read_generation(self, body: Body, answer: Body) -> list[int] | Body:
         (choice,) = answer["choices"]
         tokens, most = choice.get("token_ids"), body["max_tokens"]
-        made = (answer.get("usage") or {}).get("completion_tokens", most) if tokens is None else len(tokens)
+        made = (
+            (answer.get("usage") or {}).get("completion_tokens", most)
+            if tokens is None
+            else len(tokens)
+        )
         if choice.get("finish_reason") == "length" and made < most:
             raise self.server.error(
-                f"ends answers after {made} tokens, and {most} may be written; lift that limit"
+                f"ends answers after {made} tokens, and {most} may be written; lift"
+                " that limit"
             )
         if tokens is None:
-            return {"text": str(choice["text"]), "at_limit": choice.get("finish_reason") == "length"}
-        end = next((place for place, token in enumerate(tokens) if token in self.ends), len(tokens))
+            return {
+                "text": str(choice["text"]),
+                "at_limit": choice.get("finish_reason") == "length",
+            }
+        end = next(
+            (place for place, token in enumerate(tokens) if token in self.ends),
+            len(tokens),
+        )
         return [int(token) for token in tokens[: end + 1]]

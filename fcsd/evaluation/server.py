@@ -1,7 +1,7 @@
 """Ask an OpenAI-compatible server by HTTP: vLLM, and what answers as it does.
 
-Prompts are lists of token ids, never text. The key of a server that asks for one is read from FCSD_SERVER_API_KEY and
-goes into the header of a request, nowhere else.
+Prompts are lists of token ids, never text. The key of a server that asks for one is
+read from FCSD_SERVER_API_KEY and goes into the header of a request, nowhere else.
 
 Not covered: starting a server; chat completions, whose template is the server's.
 """
@@ -22,10 +22,12 @@ import httpx2
 from fcsd.base.errors import UserError, one_line
 
 API_KEY = "FCSD_SERVER_API_KEY"
-PATIENCE_S = 300.0  # without any answer, until an evaluation gives up: a server restarts in minutes
+# without any answer, until an evaluation gives up: a server restarts in minutes
+PATIENCE_S = 300.0
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _LONGEST_WAIT_S, _REPORT_AFTER_S = 15.0, 10.0
-_TIMEOUT = httpx2.Timeout(10.0, read=3600.0, write=60.0, pool=None)  # a long answer comes in one piece
+# a long answer comes in one piece
+_TIMEOUT = httpx2.Timeout(10.0, read=3600.0, write=60.0, pool=None)
 Body = dict[str, Any]
 
 
@@ -51,7 +53,9 @@ class _Outage:
             self.reported = True
             minutes = f"{PATIENCE_S / 60:g} minutes"
             print(
-                f"server {url} does not answer ({reason}); trying for {minutes}", file=sys.stderr, flush=True
+                f"server {url} does not answer ({reason}); trying for {minutes}",
+                file=sys.stderr,
+                flush=True,
             )
         return now_s - self.since
 
@@ -60,13 +64,15 @@ class Server:
     """One address; `look` must be the first call.
 
     Attributes:
-        model: what the server calls the model; context: tokens of prompt and answer that it takes, None if it does not
-        say; facts: engine, version, dtype and parallelism, as far as it tells, for records and keys.
-        root: the folder or hub id that it was started with; prompt_logprobs, token_ids: whether it returns
-        them, of the prompt and of an answer.
+        model: what the server calls the model; context: tokens of prompt and answer
+        that it takes, None if it does not say; facts: engine, version, dtype and
+        parallelism, as far as it tells, for records and keys.
+        root: the folder or hub id that it was started with; prompt_logprobs, token_ids:
+        whether it returns them, of the prompt and of an answer.
 
     Raises (all methods):
-        UserError: one line that names the address: nothing answers, no such server, a key is asked for, a refusal.
+        UserError: one line that names the address: nothing answers, no such server, a
+            key is asked for, a refusal.
     """
 
     def __init__(self, url: str, *, concurrency: int = 64):
@@ -81,36 +87,66 @@ class Server:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def look(self, model: str) -> None:
-        """Find what is served, and which engine does it; of several the one that is called like `model`."""
+        """Find what is served, and which engine does it; of several the one that is
+        called like `model`.
+        """
         cards = self._get("/v1/models").get("data")
-        if not isinstance(cards, list) or not cards or not all(isinstance(card, dict) for card in cards):
-            raise self.error("lists no model at /v1/models: this is no OpenAI-compatible server")
+        if (
+            not isinstance(cards, list)
+            or not cards
+            or not all(isinstance(card, dict) for card in cards)
+        ):
+            raise self.error(
+                "lists no model at /v1/models: this is no OpenAI-compatible server"
+            )
         names = {model, str(Path(model).resolve())}
-        own = [card for card in cards if names & {str(card.get("id")), str(card.get("root"))}]
-        whole = [card for card in cards if not card.get("parent")]  # others are adapters of these
+        own = [
+            card
+            for card in cards
+            if names & {str(card.get("id")), str(card.get("root"))}
+        ]
+        # others are adapters of these
+        whole = [card for card in cards if not card.get("parent")]
         if len(chosen := own[:1] or whole) != 1:
             served = ", ".join(str(card.get("id")) for card in cards)
-            raise self.error(f"serves {served}, and none is called {model}; serve {model} alone")
+            raise self.error(
+                f"serves {served}, and none is called {model}; serve {model} alone"
+            )
         card = chosen[0]
         self.model, self.root = str(card.get("id")), str(card.get("root") or "")
         self.context = int(card["max_model_len"]) if card.get("max_model_len") else None
-        info = self._optional("/server_info?config_format=json") or self._optional("/get_server_info")
+        info = self._optional("/server_info?config_format=json") or self._optional(
+            "/get_server_info"
+        )
         vllm = info["vllm_config"] if isinstance(info.get("vllm_config"), dict) else {}
         dtype = (vllm.get("model_config") or {}).get("dtype") or info.get("dtype")
         version = self._optional("/version").get("version") or info.get("version")
-        sizes = {"tp": info.get("tp_size"), "dp": info.get("dp_size"), "ep": info.get("ep_size")}
-        self._parallelism = "-".join(f"{name}{n}" for name, n in sizes.items() if n and n != 1) or None
+        sizes = {
+            "tp": info.get("tp_size"),
+            "dp": info.get("dp_size"),
+            "ep": info.get("ep_size"),
+        }
+        self._parallelism = (
+            "-".join(f"{name}{n}" for name, n in sizes.items() if n and n != 1) or None
+        )
         self.facts = {
             "engine": str(card.get("owned_by") or "unknown"),
             "version": str(version) if version else None,
-            "dtype": str(dtype).removeprefix("torch.") if dtype and dtype != "auto" else None,
+            "dtype": (
+                str(dtype).removeprefix("torch.") if dtype and dtype != "auto" else None
+            ),
         }
         self._probe()
         self.facts["parallelism"] = self._parallelism
 
     def _probe(self) -> None:
         """Learn from one answer what it holds, and what vLLM writes into its fingerprint."""
-        body = {"prompt": [1, 2], "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
+        body = {
+            "prompt": [1, 2],
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "return_token_ids": True,
+        }
         try:
             answer = self.ask({**body, "prompt_logprobs": 0})
         except UserError:
@@ -133,34 +169,49 @@ class Server:
         read: Callable[[int, Body], Any],
         note: Callable[[int, Any], None] = lambda number, answer: None,
     ) -> list[Any]:
-        """Ask for completions and return read(number, answer) of each, in order; `note` is called with each as soon as
-        it is there.
+        """Ask for completions and return read(number, answer) of each, in order; `note`
+        is called with each as soon as it is there.
 
-        Overload (429), failures (5xx) and dropped connections are tried again, with growing pauses, until all of them
-        have failed for `PATIENCE_S`, or one alone for four times as long.
+        Overload (429), failures (5xx) and dropped connections are tried again, with
+        growing pauses, until all of them have failed for `PATIENCE_S`, or one alone for
+        four times as long.
         """
         return asyncio.run(self._answers(bodies, read, note)) if bodies else []
 
     async def _answers(
-        self, bodies: Sequence[Body], read: Callable[[int, Body], Any], note: Callable[[int, Any], None]
+        self,
+        bodies: Sequence[Body],
+        read: Callable[[int, Body], Any],
+        note: Callable[[int, Any], None],
     ) -> list[Any]:
         answers: list[Any] = [None] * len(bodies)
         waiting = iter(range(len(bodies)))
         outage = _Outage()
-        pool = httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
+        pool = httpx2.Limits(
+            max_connections=self.concurrency, max_keepalive_connections=self.concurrency
+        )
 
         async def worker(client: httpx2.AsyncClient) -> None:
             for number in waiting:
                 answer = await self._patiently(client, bodies[number], outage)
                 try:
                     answers[number] = read(number, answer)
-                except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                except (
+                    KeyError,
+                    IndexError,
+                    TypeError,
+                    ValueError,
+                    AttributeError,
+                ) as error:
                     raise self.error(
-                        f"answers /v1/completions without what was asked for ({one_line(error)})"
+                        "answers /v1/completions without what was asked for"
+                        f" ({one_line(error)})"
                     ) from None
                 note(number, answers[number])
 
-        async with httpx2.AsyncClient(headers=self._headers, timeout=_TIMEOUT, limits=pool) as client:
+        async with httpx2.AsyncClient(
+            headers=self._headers, timeout=_TIMEOUT, limits=pool
+        ) as client:
             try:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(min(self.concurrency, len(bodies))):
@@ -169,7 +220,9 @@ class Server:
                 raise errors.exceptions[0] from None
         return answers
 
-    async def _patiently(self, client: httpx2.AsyncClient, body: Body, outage: "_Outage") -> Body:
+    async def _patiently(
+        self, client: httpx2.AsyncClient, body: Body, outage: "_Outage"
+    ) -> Body:
         """Ask until an answer comes; outage: what all that wait share."""
         pause = 0.25
         own: float | None = None
@@ -177,27 +230,42 @@ class Server:
         while True:
             try:
                 if dropped:  # it may have been started again, with something else
-                    self._require_same(self._checked(await client.get(f"{self.url}/v1/models"), "/v1/models"))
+                    self._require_same(
+                        self._checked(
+                            await client.get(f"{self.url}/v1/models"), "/v1/models"
+                        )
+                    )
                     dropped = False
-                response = await client.post(f"{self.url}/v1/completions", json={"model": self.model, **body})
+                response = await client.post(
+                    f"{self.url}/v1/completions", json={"model": self.model, **body}
+                )
                 answer = self._checked(response, "/v1/completions")
-                ended = {choice.get("finish_reason") for choice in answer.get("choices") or ()}
-                if not ended <= {"stop", "length"}:  # a server that is being ended cuts its answers off
+                ended = {
+                    choice.get("finish_reason")
+                    for choice in answer.get("choices") or ()
+                }
+                # a server that is being ended cuts its answers off
+                if not ended <= {"stop", "length"}:
                     raise _Retry(f"finish_reason {', '.join(map(str, ended))}")
                 if self._engine and (now := _engine_of(answer)) != self._engine:
                     raise self.error(
-                        f"answers from another engine than before ({now}, not {self._engine}); serve with the former"
-                        " settings, or evaluate into another folder"
+                        f"answers from another engine than before ({now}, not"
+                        f" {self._engine}); serve with the former settings, or evaluate"
+                        " into another folder"
                     )
                 outage.since, outage.reported = None, False
                 return answer
             except (httpx2.TransportError, _Retry) as error:
                 now_s, text = time.monotonic(), one_line(error)
                 own = own or now_s
-                if max(outage.lasted(self.url, text, now_s), (now_s - own) / 4) > PATIENCE_S:
+                if (
+                    max(outage.lasted(self.url, text, now_s), (now_s - own) / 4)
+                    > PATIENCE_S
+                ):
                     raise self.error(
-                        f"has not answered for {PATIENCE_S:g} s ({text}); start it again as it was, and"
-                        " run the same command: answers that came are kept"
+                        f"has not answered for {PATIENCE_S:g} s ({text}); start it"
+                        " again as it was, and run the same command: answers that came"
+                        " are kept"
                     ) from None
                 dropped = isinstance(error, httpx2.TransportError)
                 after = error.after_s if isinstance(error, _Retry) else 0.0
@@ -205,25 +273,34 @@ class Server:
             pause = min(2 * pause, _LONGEST_WAIT_S)
 
     def _require_same(self, models: Body) -> None:
-        served = {str(card.get("id")): str(card.get("root") or "") for card in models.get("data") or ()}
+        served = {
+            str(card.get("id")): str(card.get("root") or "")
+            for card in models.get("data") or ()
+        }
         if served.get(self.model) != self.root:
             now = ", ".join(root or name for name, root in served.items())
             raise self.error(
-                f"serves {now} now, and not {self.root or self.model} as before; start it again as it was, and run the"
-                " same command: answers that came are kept"
+                f"serves {now} now, and not {self.root or self.model} as before; start"
+                " it again as it was, and run the same command: answers that came are"
+                " kept"
             )
 
     def _get(self, path: str) -> Body:
         try:
-            response = httpx2.get(self.url + path, headers=self._headers, timeout=_TIMEOUT)
+            response = httpx2.get(
+                self.url + path, headers=self._headers, timeout=_TIMEOUT
+            )
         except (httpx2.TransportError, httpx2.InvalidURL) as error:
             raise self.error(
-                f"cannot be reached ({one_line(error)}); is the server up, and is this its address?"
+                f"cannot be reached ({one_line(error)}); is the server up, and is this"
+                " its address?"
             ) from None
         try:
             return self._checked(response, path)
         except _Retry as error:
-            raise self.error(f"is not ready ({error}); wait until it serves, and run again") from None
+            raise self.error(
+                f"is not ready ({error}); wait until it serves, and run again"
+            ) from None
 
     def _optional(self, path: str) -> Body:
         with contextlib.suppress(UserError):
@@ -233,7 +310,11 @@ class Server:
     def _checked(self, response: httpx2.Response, path: str) -> Body:
         status = response.status_code
         if status in (401, 403):
-            reason = f"refuses the key in {API_KEY}" if self._headers else f"asks for a key; set {API_KEY}"
+            reason = (
+                f"refuses the key in {API_KEY}"
+                if self._headers
+                else f"asks for a key; set {API_KEY}"
+            )
             raise self.error(f"{reason} (HTTP {status})")
         if status in _RETRIED:
             after = response.headers.get("retry-after", "")
@@ -243,13 +324,16 @@ class Server:
         except ValueError:
             kind = response.headers.get("content-type", "no type").partition(";")[0]
             raise self.error(
-                f"answers {path} with HTTP {status} and {kind}, not JSON: another program is there, or a proxy stands"
-                " between"
+                f"answers {path} with HTTP {status} and {kind}, not JSON: another"
+                " program is there, or a proxy stands between"
             ) from None
         if status != 200:
             raise self.error(f"refuses {path} (HTTP {status}): {_said(body)}")
         if not isinstance(body, dict):
-            raise self.error(f"answers {path} with JSON of another kind; this is no OpenAI-compatible server")
+            raise self.error(
+                f"answers {path} with JSON of another kind; this is no"
+                " OpenAI-compatible server"
+            )
         return body
 
     def error(self, text: str) -> UserError:
@@ -258,13 +342,17 @@ class Server:
 
 
 def _engine_of(answer: Body) -> str:
-    """Return what vLLM says of itself in an answer, as vllm-0.32.0-tp2-ep, without the hash of its settings."""
+    """Return what vLLM says of itself in an answer, as vllm-0.32.0-tp2-ep, without the
+    hash of its settings.
+    """
     words = str(answer.get("system_fingerprint") or "").split("-")
     return "-".join(words[:-1]) if words[0] == "vllm" else ""
 
 
 def _said(answer: Any) -> str:
-    """Return what the server says of an error, in one line; vLLM, OpenAI and FastAPI put it in different places."""
+    """Return what the server says of an error, in one line; vLLM, OpenAI and FastAPI
+    put it in different places.
+    """
     said = answer
     for key in ("error", "message", "detail"):
         if isinstance(said, dict) and key in said:

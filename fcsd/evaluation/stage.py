@@ -1,7 +1,8 @@
-"""Evaluate one model on a suite, in a folder with a manifest: in memory or behind a server, steered or not, of a
-recipe or of none.
+"""Evaluate one model on a suite, in a folder with a manifest: in memory or behind a
+server, steered or not, of a recipe or of none.
 
-    stage = run_evaluation(Evaluation("path/of/MODEL", model, load_suite("tiny"), config), folder, launch)
+    stage = run_evaluation(Evaluation("path/of/MODEL", model, load_suite("tiny"),
+    config), folder, launch)
 """
 
 import contextlib
@@ -31,7 +32,13 @@ from fcsd.evaluation.results import Samples, read_result, read_samples, write_re
 from fcsd.evaluation.runner import PreparedEvaluation, prepare_evaluation
 from fcsd.evaluation.served import ServedBackend
 from fcsd.evaluation.server import Server
-from fcsd.evaluation.steered import Sweep, bias_facts, biased_routers, check_bias, check_bias_model
+from fcsd.evaluation.steered import (
+    Sweep,
+    bias_facts,
+    biased_routers,
+    check_bias,
+    check_bias_model,
+)
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
 from fcsd.evaluation.suites import dataset_location, definition_folder
 from fcsd.model.config import ModelConfig
@@ -46,28 +53,36 @@ from fcsd.training.losses.kl import Original, mean_kl, read_original
 FINISHED_TASKS = "finished-tasks"
 _DEFINITION = ", its definition"
 Measure = Callable[[PreTrainedModel, Batches | None], dict[str, Any]]
-"""What is measured of a model beside its scores, for its result, while its routers are still biased."""
+"""What is measured of a model beside its scores, for its result, while its routers are
+still biased.
+"""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the models of a recipe are measured against beside their scores: the original, on held-out text.
+    """What the models of a recipe are measured against beside their scores: the
+    original, on held-out text.
 
-    What the original makes of the text is read once for all evaluations that are given the same reference, and stays in
-    main memory between them: each of them needs all of it until its end.
+    What the original makes of the text is read once for all evaluations that are given
+    the same reference, and stays in main memory between them: each of them needs all of
+    it until its end.
 
-    inputs: name -> fingerprint of what results depend on beside model, original and data. sweep: of a steered model,
-    gives the one that is asked under every bias.
+    inputs: name -> fingerprint of what results depend on beside model, original and
+    data. sweep: of a steered model, gives the one that is asked under every bias.
     """
 
     original: ModelFolder
     data: DataConfig
     inputs: Mapping[str, str] = field(default_factory=dict)
     sweep: Callable[[], Sweep] | None = None
-    _known: list[tuple[Any, Original]] = field(default_factory=list, repr=False, compare=False)
+    _known: list[tuple[Any, Original]] = field(
+        default_factory=list, repr=False, compare=False
+    )
 
     def measure(self, tokenizer: Any, launch: Launch) -> Measure | None:
-        """Return what measures a model; None without held-out text. Before the model is loaded, and on all ranks."""
+        """Return what measures a model; None without held-out text. Before the model is
+        loaded, and on all ranks.
+        """
         if self.sweep is not None:
             return self.sweep().measure
         rows = heldout_of(self.data, tokenizer, self.original)
@@ -88,7 +103,9 @@ class Reference:
             if launch.first:
                 tell_examples(rows, "held-out text", always=False)
             # First, and then it goes: a device may not hold two models.
-            known = read_original(load_for_evaluation(self.original, launch), rows, ranks=launch.ranks)
+            known = read_original(
+                load_for_evaluation(self.original, launch), rows, ranks=launch.ranks
+            )
             free_memory()
             self._known[:] = [(rows, known)]
         return self._known[0][1]
@@ -98,10 +115,12 @@ class Reference:
 class Evaluation:
     """One model on one suite.
 
-    name: the model's name in the result. model: its folder, or a `model` section. config: batch size, limit, data root,
-    cache, server and sandbox. reference: of a model of a recipe.
-    bias: tables that steer the model's routers; batch j of a task belongs to endpoint j mod N.
-    device_map: see `fcsd.parallel.place.load_for_evaluation`. server_check: first check which model is served.
+    name: the model's name in the result. model: its folder, or a `model` section.
+    config: batch size, limit, data root, cache, server and sandbox. reference: of a
+    model of a recipe. bias: tables that steer the model's routers; batch j of a task
+    belongs to endpoint j mod N. device_map: see
+    `fcsd.parallel.place.load_for_evaluation`. server_check: first check which model is
+    served.
     """
 
     name: str
@@ -116,26 +135,37 @@ class Evaluation:
     @cached_property
     def checkpoint(self) -> ModelFolder:
         """The model's folder; of a hub id what is missing is fetched."""
-        return self.model if isinstance(self.model, ModelFolder) else find_model(self.model)
+        return (
+            self.model
+            if isinstance(self.model, ModelFolder)
+            else find_model(self.model)
+        )
 
     @property
     def data_root(self) -> Path | None:
         """The folder in hub layout that test sets are read from; None: the Hub."""
-        return Path(self.config.data_root) if self.config.data_root is not None else None
+        return (
+            Path(self.config.data_root) if self.config.data_root is not None else None
+        )
 
     @property
     def answered_by(self) -> dict[str, Any]:
-        """What scores depend on where a server answers (that there is one, not where), routers are biased, or pairs are
-        dropped."""
+        """What scores depend on where a server answers (that there is one, not where),
+        routers are biased, or pairs are dropped."""
         served = {} if self.config.server is None else {"server": True}
-        return served | bias_facts(self.bias, self.config.batch_size) | self.config.capacity
+        return (
+            served
+            | bias_facts(self.bias, self.config.batch_size)
+            | self.config.capacity
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return what a result depends on, for the manifest."""
         suite = {"suite": self.suite.model_dump(mode="json")}
         if self.reference is None:
             return {**suite, "limit": self.config.limit, **self.answered_by}
-        # No score depends on the batch size beyond float noise, so an evaluation may continue with another.
+        # No score depends on the batch size beyond float noise, so an evaluation may
+        # continue with another.
         left_out = {"layer_study", "cache", "batch_size", "server", "router_bias"}
         text = {"heldout", "heldout_examples", "max_length", "packing", "loss_on"}
         return {
@@ -151,22 +181,30 @@ class Evaluation:
         model, reference, heldout = self.checkpoint, self.reference, None
         fingerprints = {
             **model.fingerprints("model"),
-            "connectivity": str(read_json(model.folder / "config.json").get("farskip", "regular")),
+            "connectivity": str(
+                read_json(model.folder / "config.json").get("farskip", "regular")
+            ),
         }
         if reference is not None:
-            fingerprints |= {**reference.inputs, **reference.original.fingerprints("original")}
+            fingerprints |= {
+                **reference.inputs,
+                **reference.original.fingerprints("original"),
+            }
             heldout = reference.data.heldout
         return fingerprints | test_set_fingerprints(self.suite, self.data_root, heldout)
 
 
 def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stage:
-    """Evaluate a model on its suite, and what its reference measures beside; the result is in `folder`.
+    """Evaluate a model on its suite, and what its reference measures beside; the result
+    is in `folder`.
 
-    A finished evaluation is not run again, one that was cut off continues with the next task. All ranks call this.
+    A finished evaluation is not run again, one that was cut off continues with the next
+    task. All ranks call this.
 
     Raises:
-        UserError: what rules itself out (a server and several ranks, a bias and an automatic batch size); a
-            model, task or data set that is not there; a folder with another evaluation.
+        UserError: what rules itself out (a server and several ranks, a bias and an
+            automatic batch size); a model, task or data set that is not there; a folder
+            with another evaluation.
     """
     config = evaluation.config
     check_server(config.server, launch)
@@ -180,12 +218,19 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
     if evaluation.bias is not None:
         raw, *_ = read_config(model.folder, any_family=True)
         check_bias_model(evaluation.bias, raw["model_type"])
-    stage = Stage(folder, "evaluate", evaluation.settings(), launch.ranks.from_first(evaluation.inputs))
+    stage = Stage(
+        folder,
+        "evaluate",
+        evaluation.settings(),
+        launch.ranks.from_first(evaluation.inputs),
+    )
     if _begin(evaluation, stage, launch) == "finished":
         _drop_finished_tasks(stage, launch)
         return stage
     free_memory()  # of the trainings before
-    tokenizer = load_tokenizer(model.folder, trust_remote_code=model.config.trust_remote_code)
+    tokenizer = load_tokenizer(
+        model.folder, trust_remote_code=model.config.trust_remote_code
+    )
     backend = None  # the model is in memory
     if config.server is not None:
         server = Server(config.server.url, concurrency=config.server.concurrency)
@@ -193,7 +238,9 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
         backend = ServedBackend(server, model, tokenizer)
     store = _store(evaluation, stage, backend)
     # A mistake in tasks or data shows before the weights are read.
-    with prepare_evaluation(tokenizer, evaluation.suite, config, store=store, ranks=launch.ranks) as prepared:
+    with prepare_evaluation(
+        tokenizer, evaluation.suite, config, store=store, ranks=launch.ranks
+    ) as prepared:
         result, samples = _ask(evaluation, prepared, backend, tokenizer, launch)
     _leave(stage, result, samples, launch)
     return stage
@@ -212,7 +259,9 @@ def _ask(
     def load() -> PreTrainedModel:
         if reference is not None and reference.sweep is not None:
             return reference.sweep().loaded
-        return load_for_evaluation(evaluation.checkpoint, launch, device_map=evaluation.device_map)
+        return load_for_evaluation(
+            evaluation.checkpoint, launch, device_map=evaluation.device_map
+        )
 
     if backend is not None:
         backend.check(prepared)
@@ -223,9 +272,14 @@ def _ask(
         result, samples = prepared.ask(backend, evaluation.name)
         return result | (measure(load(), None) if measure is not None else {}), samples
     loaded = load()
-    with biased_routers(loaded, evaluation.bias, evaluation.config.batch_size) as batches:
+    with biased_routers(
+        loaded, evaluation.bias, evaluation.config.batch_size
+    ) as batches:
         result, samples = prepared(loaded, evaluation.name, batches)
-        return result | (measure(loaded, batches) if measure is not None else {}), samples
+        return (
+            result | (measure(loaded, batches) if measure is not None else {}),
+            samples,
+        )
 
 
 def _check_overlap(model: ModelFolder, launch: Launch) -> None:
@@ -237,11 +291,16 @@ def _check_overlap(model: ModelFolder, launch: Launch) -> None:
     if family is not None and connectivity is not None:
         reason = refusal(family, model.load_config())
     if reason is not None:
-        raise UserError(f"--overlap {overlap}: {model.config.path} cannot: {reason}; leave --overlap out")
+        raise UserError(
+            f"--overlap {overlap}: {model.config.path} cannot: {reason}; leave"
+            " --overlap out"
+        )
 
 
 def heldout_of(data: DataConfig, tokenizer: Any, original: ModelFolder) -> Any:
-    """Return the rows (`PackedRows`) that the KL to the original is measured on; None where there are none."""
+    """Return the rows (`PackedRows`) that the KL to the original is measured on; None
+    where there are none.
+    """
     if data.heldout is None:
         return None
     return heldout_rows(
@@ -259,8 +318,9 @@ def check_server(server: ServerConfig | None, launch: Launch) -> None:
     """Raise UserError when several processes would ask one server the same."""
     if server is not None and launch.ranks.size > 1:
         raise UserError(
-            f"evaluation.server (--server): is asked by one process, and this launch has {launch.ranks.size}; evaluate"
-            " without a launcher (`fcsd run` continues a run in one process)"
+            "evaluation.server (--server): is asked by one process, and this launch"
+            f" has {launch.ranks.size}; evaluate without a launcher (`fcsd run`"
+            " continues a run in one process)"
         )
 
 
@@ -272,8 +332,11 @@ def _same_rows(one: PackedRows, other: PackedRows) -> bool:
     )
 
 
-def _store(evaluation: Evaluation, stage: Stage, backend: ServedBackend | None = None) -> TaskStore:
-    """Return where finished tasks are kept: under the fingerprints of what was evaluated, never under its path.
+def _store(
+    evaluation: Evaluation, stage: Stage, backend: ServedBackend | None = None
+) -> TaskStore:
+    """Return where finished tasks are kept: under the fingerprints of what was
+    evaluated, never under its path.
 
     backend: which server answers for the model, if one does.
     """
@@ -281,7 +344,11 @@ def _store(evaluation: Evaluation, stage: Stage, backend: ServedBackend | None =
     if evaluation.reference is not None:
         how = {"dtype", "attn_implementation", "experts_implementation"}
         loading = evaluation.checkpoint.config.model_dump(include=how)
-    served = {"server": {**backend.server.facts, "checked": evaluation.server_check}} if backend else {}
+    served = (
+        {"server": {**backend.server.facts, "checked": evaluation.server_check}}
+        if backend
+        else {}
+    )
     identity = {
         **{name: stage.inputs[name] for name in ("model", "connectivity")},
         "configuration": configuration_fingerprint(evaluation.checkpoint.folder),
@@ -290,17 +357,29 @@ def _store(evaluation: Evaluation, stage: Stage, backend: ServedBackend | None =
         **bias_facts(evaluation.bias, config.batch_size),
         **config.capacity,
         "limit": config.limit,
-        "versions": {name: text for name, text in versions().items() if name not in ("python", "accelerate")},
+        "versions": {
+            name: text
+            for name, text in versions().items()
+            if name not in ("python", "accelerate")
+        },
     }
     data = {
-        row.task: "".join(stage.inputs.get(f"task {row.task}{part}", "") for part in ("", _DEFINITION))
+        row.task: "".join(
+            stage.inputs.get(f"task {row.task}{part}", "") for part in ("", _DEFINITION)
+        )
         for row in evaluation.suite.tasks
     }
-    return TaskStore(Path(config.cache) if config.cache else stage.folder / FINISHED_TASKS, identity, data)
+    return TaskStore(
+        Path(config.cache) if config.cache else stage.folder / FINISHED_TASKS,
+        identity,
+        data,
+    )
 
 
 def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
-    """Begin the stage; a finished one whose result is damaged is taken back, and its whole tasks are kept."""
+    """Begin the stage; a finished one whose result is damaged is taken back, and its
+    whole tasks are kept.
+    """
 
     def take_back() -> None:
         if stage.state() != "finished":
@@ -309,7 +388,8 @@ def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
             read_result(stage.folder)
         except UserError as error:
             print(f"evaluate: {error}: this is done now", file=sys.stderr)
-            if evaluation.config.server is None:  # which server answered is not known yet
+            # which server answered is not known yet
+            if evaluation.config.server is None:
                 _keep_whole_tasks(evaluation, stage)
             (stage.folder / "manifest.json").unlink()
 
@@ -320,18 +400,23 @@ def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
 def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
     store = _store(evaluation, stage)
     own_versions = read_manifest(stage.folder).get("versions")
-    with contextlib.suppress(UserError, OSError, KeyError, AttributeError):  # results.json is the damaged one
+    # results.json is the damaged one
+    with contextlib.suppress(UserError, OSError, KeyError, AttributeError):
         check_outputs(stage.folder, "results.json")
         result = read_json(stage.folder / "results.json")
         for row in evaluation.suite.tasks if own_versions == versions() else ():
             score = result["tasks"][row.task]
-            facts = {name: score[name] for name in ("num_items_total", "higher_is_better")}
+            facts = {
+                name: score[name] for name in ("num_items_total", "higher_is_better")
+            }
             facts |= {"sandbox": result["sandbox"]} if row.kind == "code" else {}
             with contextlib.suppress(UserError):
                 store.put(row, read_samples(stage.folder, row.task, score), facts)
 
 
-def _leave(stage: Stage, result: dict[str, Any], samples: Samples, launch: Launch) -> None:
+def _leave(
+    stage: Stage, result: dict[str, Any], samples: Samples, launch: Launch
+) -> None:
     """Write the results on the first rank; the others wait."""
     if launch.first:
         write_result(result, samples, stage.folder)
@@ -343,22 +428,31 @@ def _leave(stage: Stage, result: dict[str, Any], samples: Samples, launch: Launc
 
 def _drop_finished_tasks(stage: Stage, launch: Launch) -> None:
     if launch.first:
-        # The samples are in files of their own; a kill may have left some after the stage had finished.
+        # The samples are in files of their own; a kill may have left some after the
+        # stage had finished.
         shutil.rmtree(stage.folder / FINISHED_TASKS, ignore_errors=True)
 
 
 def test_set_fingerprints(
-    suite: SuiteConfig | None, data_root: Path | None, heldout: SourceConfig | None = None
+    suite: SuiteConfig | None,
+    data_root: Path | None,
+    heldout: SourceConfig | None = None,
 ) -> dict[str, str]:
-    """Return what identifies the items of the test sets, and how lm-eval's files have them asked: a score is never read
-    for others."""
+    """Return what identifies the items of the test sets, and how lm-eval's files have
+    them asked: a score is never read for others."""
     fingerprints: dict[str, str] = {}
     for row in suite.tasks if suite is not None else ():
         location = dataset_location(row, data_root)
         fingerprints[f"task {row.task}"] = data_fingerprint(location, row.revision)
-        folder = definition_folder(row, suite) if suite is not None and row.kind != "code" else None
+        folder = (
+            definition_folder(row, suite)
+            if suite is not None and row.kind != "code"
+            else None
+        )
         if folder is not None:
-            fingerprints[f"task {row.task}{_DEFINITION}"] = data_fingerprint(str(folder))
+            fingerprints[f"task {row.task}{_DEFINITION}"] = data_fingerprint(
+                str(folder)
+            )
     if heldout is not None:
         fingerprints["data.heldout"] = data_fingerprint(heldout.path, heldout.revision)
     return fingerprints

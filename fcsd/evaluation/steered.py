@@ -1,8 +1,11 @@
-"""A router bias in an evaluation, and a sweep of biases on a model of a run: its KL to the original, its exchanges.
+"""A router bias in an evaluation, and a sweep of biases on a model of a run: its KL to
+the original, its exchanges.
 
-Batch j of a task belongs to endpoint j mod N, as N ranks deal them, so that one process gives the scores of N ranks,
-and so do N ranks. The batch size therefore enters the key of a finished task. KL, routes and times are measured on
-held-out text: row j is at endpoint j mod N, and an exchange carries `evaluation.batch_size` rows of every endpoint.
+Batch j of a task belongs to endpoint j mod N, as N ranks deal them, so that one process
+gives the scores of N ranks, and so do N ranks. The batch size therefore enters the key
+of a finished task. KL, routes and times are measured on held-out text: row j is at
+endpoint j mod N, and an exchange carries `evaluation.batch_size` rows of every
+endpoint.
 """
 
 import contextlib
@@ -27,34 +30,50 @@ from fcsd.model.families import base_model_type
 from fcsd.model.families.choices import recording
 from fcsd.parallel.launch import Launch
 from fcsd.steering.network.links import LinkModel
-from fcsd.steering.network.simulate import Payload, exchange_counts, exchange_times, time_summary
+from fcsd.steering.network.simulate import (
+    Payload,
+    exchange_counts,
+    exchange_times,
+    time_summary,
+)
 from fcsd.steering.routing.bias import BiasTables, router_bias
-from fcsd.steering.routing.metrics import avg_layer_cv, avg_layer_kl, cv, kl, routes_moved
+from fcsd.steering.routing.metrics import (
+    avg_layer_cv,
+    avg_layer_kl,
+    cv,
+    kl,
+    routes_moved,
+)
 from fcsd.training.losses.kl import Original, mean_kl, read_original
 
 
-def check_bias(tables: BiasTables | None, batch_size: BatchSize, server: ServerConfig | None) -> None:
+def check_bias(
+    tables: BiasTables | None, batch_size: BatchSize, server: ServerConfig | None
+) -> None:
     """Raise UserError where batches would have no endpoint that stays the same."""
     if tables is None:
         return
     if server is not None:
         raise UserError(
-            "--router-bias: a table has a row for each endpoint that tokens come from, and the ranks of a server that"
-            " ends a layer in an all-reduce all hold the same tokens; evaluate in memory, without --server"
+            "--router-bias: a table has a row for each endpoint that tokens come from,"
+            " and the ranks of a server that ends a layer in an all-reduce all hold the"
+            " same tokens; evaluate in memory, without --server"
         )
     if batch_size == "auto":
         raise UserError(
-            "--batch-size auto: has no meaning with --router-bias, where the batch size decides which endpoint an item"
-            " belongs to; give a number"
+            "--batch-size auto: has no meaning with --router-bias, where the batch size"
+            " decides which endpoint an item belongs to; give a number"
         )
 
 
 def check_bias_model(tables: BiasTables, model_type: str) -> None:
-    """Raise UserError where tables are of another model type, before weights are read; `router_bias` looks closer."""
+    """Raise UserError where tables are of another model type, before weights are read;
+    `router_bias` looks closer.
+    """
     if tables.model_type != base_model_type(model_type):
         raise UserError(
-            f"--router-bias: the tables are of a {tables.model_type}, and the model is a {base_model_type(model_type)};"
-            " `fcsd bias` writes tables for a model"
+            f"--router-bias: the tables are of a {tables.model_type}, and the model is"
+            f" a {base_model_type(model_type)}; `fcsd bias` writes tables for a model"
         )
 
 
@@ -73,7 +92,9 @@ def bias_facts(tables: BiasTables | None, batch_size: BatchSize) -> dict[str, An
 
 
 def tables_fingerprint(tables: BiasTables) -> str:
-    """Hash the tables, the layers that they are for, and how they are applied; not what they were made from."""
+    """Hash the tables, the layers that they are for, and how they are applied; not what
+    they were made from.
+    """
     facts = [tables.selection, list(tables.layers), list(tables.tables.shape)]
     values = tables.tables.astype("<f4").tobytes()
     return hashlib.sha256(json.dumps(facts).encode() + b"\0" + values).hexdigest()
@@ -83,7 +104,9 @@ def tables_fingerprint(tables: BiasTables) -> str:
 def biased_routers(
     model: PreTrainedModel, tables: BiasTables | None, batch_size: BatchSize
 ) -> Iterator[Batches | None]:
-    """Bias the routers inside, if there are tables; give what says to which endpoint a batch belongs."""
+    """Bias the routers inside, if there are tables; give what says to which endpoint a
+    batch belongs.
+    """
     if tables is None:
         yield None
         return
@@ -93,7 +116,9 @@ def biased_routers(
             steering.endpoint = batch % tables.num_endpoints
 
         begin(0)  # of a rank that has no batch, and runs with the others
-        yield Batches(begin, {"router_bias": bias_facts(tables, batch_size)["router_bias"]})
+        yield Batches(
+            begin, {"router_bias": bias_facts(tables, batch_size)["router_bias"]}
+        )
 
 
 Routes = dict[int, NDArray[np.int16]]
@@ -102,11 +127,13 @@ Routes = dict[int, NDArray[np.int16]]
 
 @dataclass(frozen=True)
 class Sweep:
-    """A model of a run, to be asked under one bias after another; read once for all of them.
+    """A model of a run, to be asked under one bias after another; read once for all of
+    them.
 
-    loaded: the model, as this rank holds it. original: what the original makes of the rows; None: the model is the
-    original. rows: held-out text. placement: [L, E]. batch_size: rows of an endpoint
-    in one exchange, and sequences in a batch of the suite.
+    loaded: the model, as this rank holds it. original: what the original makes of the
+    rows; None: the model is the original. rows: held-out text. placement: [L, E].
+    batch_size: rows of an endpoint in one exchange, and sequences in a batch of the
+    suite.
     """
 
     loaded: PreTrainedModel
@@ -125,12 +152,23 @@ class Sweep:
         ranks = self.launch.ranks
         with self._routes() as (routes, around):
             if self.original is None:
-                return read_original(self.loaded, self.rows, ranks=ranks, around_row=around), routes
-            mean_kl(self.original, self.loaded, self.rows, ranks=ranks, around_row=around)
+                return (
+                    read_original(
+                        self.loaded, self.rows, ranks=ranks, around_row=around
+                    ),
+                    routes,
+                )
+            mean_kl(
+                self.original, self.loaded, self.rows, ranks=ranks, around_row=around
+            )
             return self.original, routes
 
-    def measure(self, loaded: PreTrainedModel, batches: Batches | None) -> dict[str, Any]:
-        """Return `kl_to_original`, `exchange` and `routing` of the model, whose routers are biased now."""
+    def measure(
+        self, loaded: PreTrainedModel, batches: Batches | None
+    ) -> dict[str, Any]:
+        """Return `kl_to_original`, `exchange` and `routing` of the model, whose routers
+        are biased now.
+        """
         assert batches is not None and batches.begin is not None
         known, _ = self._unbiased
         with self._routes(batches.begin) as (routes, around):
@@ -160,7 +198,9 @@ class Sweep:
             yield routes, around
 
     def _measured(self, routes: Routes | None) -> dict[str, Any]:
-        """Return what exchanges take, and how the routing differs from that without a bias. All ranks call this."""
+        """Return what exchanges take, and how the routing differs from that without a
+        bias. All ranks call this.
+        """
         _, before = self._unbiased
         links, size = self.links, self.batch_size
         counts = self._counts(before)
@@ -180,10 +220,15 @@ class Sweep:
             routing |= {
                 "kl": kl(base, loads),
                 "avg_layer_kl": avg_layer_kl(base, loads),
-                "routes_moved": math.fsum(share * count for share, count in pairs) / total,
+                "routes_moved": (
+                    math.fsum(share * count for share, count in pairs) / total
+                ),
             }
         tokens = exchanges.sum((2, 3)).mean() / self.top_k / len(links.endpoints)
-        return {"exchange": time_summary(times) | {"tokens": float(tokens)}, "routing": routing}
+        return {
+            "exchange": time_summary(times) | {"tokens": float(tokens)},
+            "routing": routing,
+        }
 
     def _counts(self, routes: Mapping[int, NDArray[np.int16]]) -> NDArray[np.int64]:
         """Return the pairs [rows, L, E] of all ranks' rows."""
@@ -191,7 +236,12 @@ class Sweep:
 
         def own() -> dict[int, NDArray[np.int64]]:
             return {
-                row: np.stack([np.bincount(layer.ravel(), minlength=num_experts) for layer in experts])
+                row: np.stack(
+                    [
+                        np.bincount(layer.ravel(), minlength=num_experts)
+                        for layer in experts
+                    ]
+                )
                 for row, experts in routes.items()
             }
 
@@ -199,5 +249,9 @@ class Sweep:
 
     def _by_row(self, own: Callable[[], dict[int, Any]]) -> list[Any]:
         """Return what all ranks have of their rows, in the order of the rows."""
-        values = {row: value for of_rank in self.launch.ranks.share(own) for row, value in of_rank.items()}
+        values = {
+            row: value
+            for of_rank in self.launch.ranks.share(own)
+            for row, value in of_rank.items()
+        }
         return [values[row] for row in sorted(values)]

@@ -1,8 +1,10 @@
-"""Finished tasks of an evaluation, kept by what they were measured on: an evaluation that was cut off continues with
-the next task, and the same weights are never asked the same questions twice.
+"""Finished tasks of an evaluation, kept by what they were measured on: an evaluation
+that was cut off continues with the next task, and the same weights are never asked the
+same questions twice.
 
-The key of a task is a hash over the weights, the configuration and tokenizer, the suite's row, the bytes of the data,
-the limit and the versions; a path or a name never enters it. A server's answers are kept one by one (`Journal`).
+The key of a task is a hash over the weights, the configuration and tokenizer, the
+suite's row, the bytes of the data, the limit and the versions; a path or a name never
+enters it. A server's answers are kept one by one (`Journal`).
 """
 
 import hashlib
@@ -26,13 +28,16 @@ def configuration_fingerprint(folder: Path) -> str:
 
 
 class TaskStore:
-    """A folder with one file a finished task, created when the first is put there; UserError where it is a file.
+    """A folder with one file a finished task, created when the first is put there;
+    UserError where it is a file.
 
-    identity: name -> fingerprint of everything that all tasks depend on (weights, connectivity, versions, limit). data:
-    task -> fingerprint of its data.
+    identity: name -> fingerprint of everything that all tasks depend on (weights,
+    connectivity, versions, limit). data: task -> fingerprint of its data.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], data: Mapping[str, str]):
+    def __init__(
+        self, folder: Path, identity: Mapping[str, Any], data: Mapping[str, str]
+    ):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: is a file; finished tasks need a folder")
         self.folder, self.identity, self.data = folder, dict(identity), dict(data)
@@ -41,29 +46,42 @@ class TaskStore:
         return {
             "schema_version": SCHEMA_VERSION,
             **self.identity,
-            # Whether a task counts in the mean, and what its data set is called, changes no answer.
-            "row": row.model_dump(mode="json", exclude={"headline", "dataset", "revision"}),
+            # Whether a task counts in the mean, and what its data set is called,
+            # changes no answer.
+            "row": row.model_dump(
+                mode="json", exclude={"headline", "dataset", "revision"}
+            ),
             "data": self.data[row.task],
         }
 
     def _path(self, row: TaskConfig) -> Path:
         text = json.dumps(self._key(row), sort_keys=True)
-        return self.folder / f"{row.task}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+        return (
+            self.folder
+            / f"{row.task}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+        )
 
-    def get(self, row: TaskConfig) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
+    def get(
+        self, row: TaskConfig
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
         """Return (samples, facts) of a finished task; None when it is not there or damaged."""
         try:
             record = json.loads(self._path(row).read_text(encoding="utf-8"))
             content = {name: record[name] for name in ("key", "facts", "samples")}
-            if record["sha256"] == content_fingerprint(content) and record["key"] == json.loads(
-                json.dumps(self._key(row))
-            ):
+            if record["sha256"] == content_fingerprint(content) and record[
+                "key"
+            ] == json.loads(json.dumps(self._key(row))):
                 return list(record["samples"]), dict(record["facts"])
         except (OSError, ValueError, KeyError, TypeError):
             pass
         return None
 
-    def put(self, row: TaskConfig, samples: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    def put(
+        self,
+        row: TaskConfig,
+        samples: Sequence[Mapping[str, Any]],
+        facts: Mapping[str, Any],
+    ) -> None:
         """Keep a finished task; the file appears whole or not at all.
 
         facts: what a result says of the task beside its samples.
@@ -81,15 +99,19 @@ class TaskStore:
 
 
 class Journal:
-    """Answers by what was asked, each written as it comes; a line that is cut off or damaged is asked
-    again.
+    """Answers by what was asked, each written as it comes; a line that is cut off or
+    damaged is asked again.
 
     path: None keeps them for this process only.
     """
 
     def __init__(self, path: Path | None = None):
         self.path, self._known = path, dict[str, Any]()
-        for line in path.read_bytes().splitlines() if path is not None and path.is_file() else ():
+        for line in (
+            path.read_bytes().splitlines()
+            if path is not None and path.is_file()
+            else ()
+        ):
             try:
                 key, answer, known = json.loads(line)
             except (ValueError, TypeError):
@@ -111,7 +133,8 @@ class Journal:
         if self.path is not None:
             with writing(self.path.parent):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                # A line begins with a break: the one before may have been cut off. One write, as others may append.
+                # A line begins with a break: the one before may have been cut off. One
+                # write, as others may append.
                 line = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                 try:
                     whole = [key, answer, content_fingerprint([key, answer])]

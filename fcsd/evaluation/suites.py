@@ -1,11 +1,13 @@
-"""The data set of a suite's row, what its task needs of the tokenizer, and `fcsd evaluate --fetch ROOT`, which fills a
-data root with the data sets of a suite, at their pinned revisions.
+"""The data set of a suite's row, what its task needs of the tokenizer, and `fcsd
+evaluate --fetch ROOT`, which fills a data root with the data sets of a suite, at their
+pinned revisions.
 
-ROOT/openai/gsm8k has the repository's files, and `.fcsd-fetch` with the commit that was fetched. A data set is fetched
-into a hidden folder beside its place and renamed when it is whole; what an interrupted fetch has left is used by the
-next one.
+ROOT/openai/gsm8k has the repository's files, and `.fcsd-fetch` with the commit that was
+fetched. A data set is fetched into a hidden folder beside its place and renamed when it
+is whole; what an interrupted fetch has left is used by the next one.
 
-Not covered: data sets that need the user to agree to terms on the Hub first, other than with the user's own token.
+Not covered: data sets that need the user to agree to terms on the Hub first, other than
+with the user's own token.
 """
 
 import os
@@ -15,19 +17,28 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import data_dir, inside, make_folder, read_json, write_json, writing
+from fcsd.base.files import (
+    data_dir,
+    inside,
+    make_folder,
+    read_json,
+    write_json,
+    writing,
+)
 from fcsd.data.chat import template_errors, tokenizer_name
 from fcsd.data.config import making_of
 from fcsd.data.dates import dated_options
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig
 
 MARK = ".fcsd-fetch"  # no suffix of data: it must not change what identifies the rows
-# Loading scripts are dead since datasets 4, and one that lies in the folder makes the folder unreadable.
+# Loading scripts are dead since datasets 4, and one that lies in the folder makes the
+# folder unreadable.
 _IGNORED = ["*.py", ".gitattributes", "*.zip"]
 
 
 def dataset_location(row: TaskBase, data_root: Path | None) -> str:
-    """Find where the row's data set is: the folder of its hub id below `data_root`; without a root the id itself.
+    """Find where the row's data set is: the folder of its hub id below `data_root`;
+    without a root the id itself.
 
     An absolute path is used as it is. UserError where the data root has no such folder.
     """
@@ -39,15 +50,17 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
     folder = data_root / row.dataset
     if not folder.exists():
         raise UserError(
-            f"task {row.task}: {folder}: no such folder; the data root must hold the data set {row.dataset}"
-            " in the layout of its hub repository"
+            f"task {row.task}: {folder}: no such folder; the data root must hold the"
+            f" data set {row.dataset} in the layout of its hub repository"
             + (making or "; `fcsd evaluate --fetch ROOT --suite SUITE` fetches it")
         )
     return str(folder.resolve())
 
 
 def definition_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path | None:
-    """Find where the row's task YAML is, beside the suite or in eval/tasks; None: in lm-eval's own tasks, if at all."""
+    """Find where the row's task YAML is, beside the suite or in eval/tasks; None: in
+    lm-eval's own tasks, if at all.
+    """
     name = row.lm_eval_include or row.task
     places = [Path(suite.folder)] if suite.folder else []
     folders = [place / name for place in (*places, data_dir("eval") / "tasks")]
@@ -55,11 +68,15 @@ def definition_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path | None:
 
 
 def damaged_file(location: str) -> str:
-    """Name the parquet file in a folder that cannot be read to its end, and why; "" where there is none."""
+    """Name the parquet file in a folder that cannot be read to its end, and why; ""
+    where there is none.
+    """
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    for file in sorted(Path(location).rglob("*.parquet")) if Path(location).is_dir() else ():
+    for file in (
+        sorted(Path(location).rglob("*.parquet")) if Path(location).is_dir() else ()
+    ):
         try:
             for _ in ParquetFile(file).iter_batches():
                 pass
@@ -73,8 +90,8 @@ def hub_advice(data_root: Path | None) -> str:
     if data_root is not None:
         return ""
     return (
-        "; without a network, fill a folder where there is one (`fcsd evaluate --fetch ROOT --suite SUITE`)"
-        " and give it as --data-root"
+        "; without a network, fill a folder where there is one (`fcsd evaluate --fetch"
+        " ROOT --suite SUITE`) and give it as --data-root"
     )
 
 
@@ -82,15 +99,20 @@ def require_chat_template(tokenizer: Any, row: TaskBase) -> None:
     """Refuse a task that wants a chat template where the tokenizer has none."""
     if row.chat_template and not getattr(tokenizer, "chat_template", None):
         raise UserError(
-            f"task {row.task}: chat_template: true, but the tokenizer has no chat template;"
-            " set chat_template: false for this task or add a chat template to the tokenizer"
+            f"task {row.task}: chat_template: true, but the tokenizer has no chat"
+            " template; set chat_template: false for this task or add a chat template"
+            " to the tokenizer"
         )
 
 
 def chat_text(
-    tokenizer: Any, thinking: bool, turns: list[dict[str, str]], add_generation_prompt: bool = True
+    tokenizer: Any,
+    thinking: bool,
+    turns: list[dict[str, str]],
+    add_generation_prompt: bool = True,
 ) -> str:
-    """Write turns as lm-eval's own model in memory does; without a generation prompt the last turn is begun only.
+    """Write turns as lm-eval's own model in memory does; without a generation prompt
+    the last turn is begun only.
 
     thinking: what a hybrid is asked; templates without that switch pass over it.
     """
@@ -100,11 +122,17 @@ def chat_text(
         "continue_final_message": not add_generation_prompt,
     }
     with template_errors(tokenizer_name(tokenizer), "a prompt"):
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=thinking, **options))
+        return str(
+            tokenizer.apply_chat_template(
+                turns, tokenize=False, enable_thinking=thinking, **options
+            )
+        )
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says, or its name, without what `datasets` says around it."""
+    """Return the first line of what an exception says, or its name, without what
+    `datasets` says around it.
+    """
     if error.__cause__ is not None and str(error).startswith(
         "An error occurred while generating the dataset"
     ):
@@ -117,7 +145,8 @@ def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
     """Fetch every data set of `suite` that `root` does not hold yet, and return which.
 
     Raises:
-        UserError: a data set cannot be fetched, or `root` holds another revision. What was fetched before stays.
+        UserError: a data set cannot be fetched, or `root` holds another revision. What
+            was fetched before stays.
     """
     rows: dict[str, TaskConfig] = {}
     for row in suite.tasks:
@@ -127,8 +156,8 @@ def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
         first = rows.setdefault(row.dataset, row)
         if first.revision != row.revision:
             raise UserError(
-                f"suite {suite.name}: tasks {first.task} and {row.task} want two revisions of {row.dataset};"
-                " a data root holds one"
+                f"suite {suite.name}: tasks {first.task} and {row.task} want two"
+                f" revisions of {row.dataset}; a data root holds one"
             )
     missing = [row for row in rows.values() if not _is_there(row, root)]
     for number, row in enumerate(missing, start=1):
@@ -138,7 +167,9 @@ def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
 
 
 def fetched_revision(row: TaskConfig, data_root: Path) -> str | None:
-    """Read the commit of a data set in a data root; None where it was not fetched by `fetch_suite`."""
+    """Read the commit of a data set in a data root; None where it was not fetched by
+    `fetch_suite`.
+    """
     mark = data_root / row.dataset / MARK
     return str(read_json(mark)["revision"]) if mark.is_file() else None
 
@@ -150,13 +181,13 @@ def _is_there(row: TaskConfig, root: Path) -> bool:
     revision = fetched_revision(row, root)
     if revision is None:
         raise UserError(
-            f"task {row.task}: {folder}: is there, but was not fetched by `fcsd evaluate --fetch`;"
-            " remove it to fetch it, or use the data root as it is"
+            f"task {row.task}: {folder}: is there, but was not fetched by `fcsd"
+            " evaluate --fetch`; remove it to fetch it, or use the data root as it is"
         )
     if row.revision is not None and revision != row.revision:
         raise UserError(
-            f"task {row.task}: {folder}: holds revision {revision}, the suite wants {row.revision};"
-            " remove the folder to fetch it again"
+            f"task {row.task}: {folder}: holds revision {revision}, the suite wants"
+            f" {row.revision}; remove the folder to fetch it again"
         )
     return True
 
@@ -173,18 +204,25 @@ def _fetch(row: TaskConfig, root: Path) -> None:
             if isinstance(error, OSError) and error.errno is not None and not network:
                 raise  # a full disk
             raise _unreachable(row, error) from error
-        shutil.rmtree(beside / ".cache", ignore_errors=True)  # huggingface_hub's notes on unfinished files
+        # huggingface_hub's notes on unfinished files
+        shutil.rmtree(beside / ".cache", ignore_errors=True)
         write_json(beside / MARK, {"dataset": row.dataset, "revision": commit})
         os.replace(beside, folder)
 
 
 def _download(dataset: str, revision: str | None, folder: Path) -> str:
-    """Fetch the rest of a repository into `folder`, and return its commit. Nothing else here talks to the Hub."""
+    """Fetch the rest of a repository into `folder`, and return its commit. Nothing else
+    here talks to the Hub.
+    """
     from huggingface_hub import HfApi, snapshot_download
 
     commit = str(HfApi().dataset_info(dataset, revision=revision).sha)
     snapshot_download(
-        dataset, repo_type="dataset", revision=commit, local_dir=folder, ignore_patterns=_IGNORED
+        dataset,
+        repo_type="dataset",
+        revision=commit,
+        local_dir=folder,
+        ignore_patterns=_IGNORED,
     )
     return commit
 
@@ -194,14 +232,27 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
 
     name = f"{row.dataset}@{row.revision or 'main'}"
     advice: dict[Any, str] = {
-        errors.GatedRepoError: "agree to its terms on the Hub and log in with `hf auth login`",
-        errors.RepositoryNotFoundError: "check the name, or log in with `hf auth login` if it is private",
-        errors.RevisionNotFoundError: "the revision does not exist; correct it in the suite",
-        errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set; unset it on a machine with a network",
+        errors.GatedRepoError: (
+            "agree to its terms on the Hub and log in with `hf auth login`"
+        ),
+        errors.RepositoryNotFoundError: (
+            "check the name, or log in with `hf auth login` if it is private"
+        ),
+        errors.RevisionNotFoundError: (
+            "the revision does not exist; correct it in the suite"
+        ),
+        errors.OfflineModeIsEnabled: (
+            "HF_HUB_OFFLINE is set; unset it on a machine with a network"
+        ),
     }
-    other = "check the network (HF_ENDPOINT names the Hub or a mirror), or fetch on another machine and copy the folder"
-    what = next((text for kind, text in advice.items() if isinstance(error, kind)), other)
+    other = (
+        "check the network (HF_ENDPOINT names the Hub or a mirror), or fetch on another"
+        " machine and copy the folder"
+    )
+    what = next(
+        (text for kind, text in advice.items() if isinstance(error, kind)), other
+    )
     return UserError(
-        f"task {row.task}: data set {name} cannot be fetched ({first_line(error)}); {what};"
-        " run the same command again to continue, what was fetched stays"
+        f"task {row.task}: data set {name} cannot be fetched ({first_line(error)});"
+        f" {what}; run the same command again to continue, what was fetched stays"
     )

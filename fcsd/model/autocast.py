@@ -1,4 +1,6 @@
-"""What a MoE needs under autocast: experts in half precision, routers in float32, a teacher that computes alike."""
+"""What a MoE needs under autocast: experts in half precision, routers in float32, a
+teacher that computes alike.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ _libraries: list[torch.library.Library] = []  # a rule lasts as long as its libr
 
 
 def autocast_experts() -> None:
-    """Give autocast a rule for grouped matmuls, as it has one for `mm` and `bmm`, for the rest of the process.
+    """Give autocast a rule for grouped matmuls, as it has one for `mm` and `bmm`, for
+    the rest of the process.
 
-    transformers runs the experts of a MoE in one grouped matmul, for which torch's autocast has no rule
-    (https://github.com/pytorch/pytorch/issues/174763): with float32 weights they run in float32, seven times as long
-    on an H100 as in bfloat16 (docs/scale.md). Where torch brings a rule of its own, that is kept.
+    transformers runs the experts of a MoE in one grouped matmul, for which torch's
+    autocast has no rule (https://github.com/pytorch/pytorch/issues/174763): with
+    float32 weights they run in float32, seven times as long on an H100 as in bfloat16
+    (docs/scale.md). Where torch brings a rule of its own, that is kept.
     """
     import transformers.integrations.moe  # noqa: F401, defines the second operator
 
@@ -32,23 +36,39 @@ def autocast_experts() -> None:
     for namespace, name in _OPERATORS:
         library = torch.library.Library(namespace, "IMPL")
         for device, key in _KEYS.items():
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", key):
-                library.impl(name, _rule(getattr(getattr(torch.ops, namespace), name), device, key), key)
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(
+                f"{namespace}::{name}", key
+            ):
+                library.impl(
+                    name,
+                    _rule(getattr(getattr(torch.ops, namespace), name), device, key),
+                    key,
+                )
         _libraries.append(library)
 
 
-def _rule(operator: Callable[..., Tensor], device: str, key: str) -> Callable[..., Tensor]:
-    """Make the operator in autocast's dtype: float32 tensors are cast, as autocast does for `mm`."""
+def _rule(
+    operator: Callable[..., Tensor], device: str, key: str
+) -> Callable[..., Tensor]:
+    """Make the operator in autocast's dtype: float32 tensors are cast, as autocast does
+    for `mm`.
+    """
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-    def grouped(*tensors: Tensor | None, **others: Tensor | torch.dtype | None) -> Tensor:
+    def grouped(
+        *tensors: Tensor | None, **others: Tensor | torch.dtype | None
+    ) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
 
         def cast(x: Tensor | torch.dtype | None) -> Tensor | torch.dtype | None:
-            return x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x
+            return (
+                x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x
+            )
 
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return operator(*map(cast, tensors), **{name: cast(x) for name, x in others.items()})
+            return operator(
+                *map(cast, tensors), **{name: cast(x) for name, x in others.items()}
+            )
 
     return grouped
 
@@ -57,12 +77,14 @@ def _rule(operator: Callable[..., Tensor], device: str, key: str) -> Callable[..
 def float32_routers(model: nn.Module) -> Iterator[None]:
     """Keep autocast out of a model's routers within the block.
 
-    Families compute their routers in float32, in a bfloat16 model too. Autocast would round the
-    operands of that matmul, and send tokens to other experts.
+    Families compute their routers in float32, in a bfloat16 model too. Autocast would
+    round the operands of that matmul, and send tokens to other experts.
     """
     entered: list[torch.autocast] = []
 
-    def leave_autocast(router: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def leave_autocast(
+        router: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict]:
         weight = next(router.parameters())
         entered.append(torch.autocast(weight.device.type, enabled=False))
         entered[-1].__enter__()
@@ -72,15 +94,23 @@ def float32_routers(model: nn.Module) -> Iterator[None]:
                 return value
             return value.to(torch.promote_types(value.dtype, weight.dtype))
 
-        return tuple(map(widened, args)), {name: widened(value) for name, value in kwargs.items()}
+        return tuple(map(widened, args)), {
+            name: widened(value) for name, value in kwargs.items()
+        }
 
     def enter_again(*_: Any) -> None:
         entered.pop().__exit__(None, None, None)
 
     with contextlib.ExitStack() as stack:
         for router in _routers(model):
-            stack.callback(router.register_forward_pre_hook(leave_autocast, with_kwargs=True).remove)
-            stack.callback(router.register_forward_hook(enter_again, always_call=True).remove)
+            stack.callback(
+                router.register_forward_pre_hook(
+                    leave_autocast, with_kwargs=True
+                ).remove
+            )
+            stack.callback(
+                router.register_forward_hook(enter_again, always_call=True).remove
+            )
         yield
 
 
@@ -92,12 +122,13 @@ def _routers(model: nn.Module) -> list[nn.Module]:
 
 
 class UnderAutocast:
-    """A frozen model that computes as the student does that is trained from its weights under autocast.
+    """A frozen model that computes as the student does that is trained from its weights
+    under autocast.
 
-    Autocast rounds the weights of matmuls alone. Where the student's weights are in float32 and the
-    model's in bfloat16, the model's matrices stay as they are, and all else (embeddings, norms,
-    routers) is in float32 while it computes. Without this the two differ by the rounding of every
-    layer, and so do the experts that tokens go to.
+    Autocast rounds the weights of matmuls alone. Where the student's weights are in
+    float32 and the model's in bfloat16, the model's matrices stay as they are, and all
+    else (embeddings, norms, routers) is in float32 while it computes. Without this the
+    two differ by the rounding of every layer, and so do the experts that tokens go to.
     """
 
     def __init__(self, model: nn.Module, *, student_dtype: torch.dtype):
@@ -121,14 +152,19 @@ class UnderAutocast:
 
 
 def _beside_matmuls(model: nn.Module) -> list[Tensor]:
-    """Return the tensors in half precision that autocast does not round everywhere, and those of routers."""
+    """Return the tensors in half precision that autocast does not round everywhere, and
+    those of routers.
+    """
     routers = {part for router in _routers(model) for part in router.modules()}
-    rounded = {id(parameter) for module in model.modules() for parameter in _of_matmul(module)}
+    rounded = {
+        id(parameter) for module in model.modules() for parameter in _of_matmul(module)
+    }
     for module in model.modules():
         in_matmul = () if module in routers else _of_matmul(module)
         rounded_here = {id(parameter) for parameter in in_matmul}
         here = {id(parameter) for parameter in module.parameters(recurse=False)}
-        rounded -= here - rounded_here  # the head may share its weight with the embeddings
+        # the head may share its weight with the embeddings
+        rounded -= here - rounded_here
     return [
         tensor
         for tensor in (*model.parameters(), *model.buffers())
@@ -137,9 +173,15 @@ def _beside_matmuls(model: nn.Module) -> list[Tensor]:
 
 
 def _of_matmul(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a module that autocast rounds: of linear layers, and of all experts in one."""
+    """Return the parameters of a module that autocast rounds: of linear layers, and of
+    all experts in one.
+    """
     parameters = list(module.parameters(recurse=False))
     if isinstance(module, nn.Linear):
         return parameters
     is_convolution = isinstance(module, nn.modules.conv._ConvNd)
-    return [] if is_convolution else [parameter for parameter in parameters if parameter.ndim == 3]
+    return (
+        []
+        if is_convolution
+        else [parameter for parameter in parameters if parameter.ndim == 3]
+    )

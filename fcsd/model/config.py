@@ -15,9 +15,12 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class ModelConfig(Strict):
     """The original checkpoint: the teacher, and the weights the student starts from."""
 
-    path: str = ""  # hub id or local folder; may be left out when `pretrain` makes the model
+    # hub id or local folder; may be left out when `pretrain` makes the model
+    path: str = ""
     revision: str | None = option(None, "revision of a hub id")
-    trust_remote_code: bool = option(False, "allow code that comes with the checkpoint to run")
+    trust_remote_code: bool = option(
+        False, "allow code that comes with the checkpoint to run"
+    )
     # It is that of the teacher, and of every model while it is evaluated.
     dtype: Dtype = option("auto", "dtype of the model; auto: the checkpoint's own")
     attn_implementation: str | None = None
@@ -25,14 +28,19 @@ class ModelConfig(Strict):
 
 
 class ConnectivityConfig(Strict):
-    """Which layers are rewired, and which of their two inputs (see `fcsd.model.connectivity.Connectivity`)."""
+    """Which layers are rewired, and which of their two inputs (see
+    `fcsd.model.connectivity.Connectivity`).
+    """
 
     layers: str | list[int] | dict[Literal["first", "last"], int | str] = "all"
     attention: Literal["partial", "full"] = option(
-        "partial", "what attention reads; partial: the stream without the routed output in flight"
+        "partial",
+        "what attention reads; partial: the stream without the routed output in flight",
     )
     mlp: Literal["outdated", "full"] = option(
-        "outdated", "what MoE and MLP blocks read; outdated: the stream before this layer's attention"
+        "outdated",
+        "what MoE and MLP blocks read; outdated: the stream before this layer's"
+        " attention",
     )
 
     @model_validator(mode="after")
@@ -53,18 +61,24 @@ class _OfACheckpoint(Strict):
     """A teacher that is a checkpoint of its own, and not the student's weights."""
 
     backend: str
-    path: str | None = None  # another checkpoint, with the student's vocabulary; null: model.path
+    # another checkpoint, with the student's vocabulary; null: model.path
+    path: str | None = None
     revision: str | None = None  # of a hub id in `path`
 
     @model_validator(mode="after")
     def _revision_has_its_path(self) -> Self:
         if self.revision is not None and self.path is None:
-            raise ValueError("revision belongs to `path`; that of the student's model is model.revision")
+            raise ValueError(
+                "revision belongs to `path`; that of the student's model is"
+                " model.revision"
+            )
         return self
 
 
 class ShardedTeacherConfig(_OfACheckpoint):
-    """Run a second, frozen model: whole on one process, in shards over several where the engine shards."""
+    """Run a second, frozen model: whole on one process, in shards over several where
+    the engine shards.
+    """
 
     backend: Literal["sharded"] = "sharded"
 
@@ -86,34 +100,48 @@ class CachedTeacherConfig(_OfACheckpoint):
 
     backend: Literal["cache"]
     cache: str = Field(description="the folder that `fcsd cache-teacher` wrote")
-    # Rows that are compared with the loaded teacher before training starts; 0: it is never loaded.
+    # Rows that are compared with the loaded teacher before training starts; 0: it is
+    # never loaded.
     spot_check_rows: int = Field(4, ge=0)
 
 
-# Where the teacher's final hidden states come from; the numbers are the same, memory and time are not.
+# Where the teacher's final hidden states come from; the numbers are the same, memory
+# and time are not.
 TeacherConfig = Annotated[
     ShardedTeacherConfig | AdapterOffTeacherConfig | CachedTeacherConfig,
-    one_of("backend", ShardedTeacherConfig, AdapterOffTeacherConfig, CachedTeacherConfig, default="sharded"),
+    one_of(
+        "backend",
+        ShardedTeacherConfig,
+        AdapterOffTeacherConfig,
+        CachedTeacherConfig,
+        default="sharded",
+    ),
 ]
 
 
 class AdapterConfig(Strict):
-    """Low-rank adapters are trained, the weights of the model are not; names are those of `peft.LoraConfig`."""
+    """Low-rank adapters are trained, the weights of the model are not; names are those
+    of `peft.LoraConfig`.
+    """
 
     r: int = Field(16, gt=0)
     lora_alpha: float = Field(32, gt=0)
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     # Names of Linear modules; all-linear: all but the head.
     target_modules: str | list[str] | None = "all-linear"
-    # Experts are one parameter of three dimensions: mlp.experts.gate_up_proj, mlp.experts.down_proj
+    # Experts are one parameter of three dimensions: mlp.experts.gate_up_proj,
+    # mlp.experts.down_proj
     target_parameters: list[str] | None = None
 
     @model_validator(mode="after")
     def _something_is_adapted(self) -> "AdapterConfig":
         if not self.target_modules and not self.target_parameters:
-            raise ValueError("target_modules or target_parameters must name what is adapted")
+            raise ValueError(
+                "target_modules or target_parameters must name what is adapted"
+            )
         if self.lora_dropout and self.target_parameters:
             raise ValueError(
-                "lora_dropout must be 0 with target_parameters: the adapters of a parameter have no input to drop"
+                "lora_dropout must be 0 with target_parameters: the adapters of a"
+                " parameter have no input to drop"
             )
         return self

@@ -1,8 +1,10 @@
-"""The dtype of each tensor: in memory as transformers loads it, in files as the checkpoint has it.
+"""The dtype of each tensor: in memory as transformers loads it, in files as the
+checkpoint has it.
 
-A model in bfloat16 is not bfloat16 throughout. Families list tensors that stay in float32
-(`_keep_in_fp32_modules_strict`: the weight or the correction bias of a router), and modules
-create tensors in float32 (rotary frequencies). Rounding these sends tokens to other experts.
+A model in bfloat16 is not bfloat16 throughout. Families list tensors that stay in
+float32 (`_keep_in_fp32_modules_strict`: the weight or the correction bias of a router),
+and modules create tensors in float32 (rotary frequencies). Rounding these sends tokens
+to other experts.
 """
 
 import copy
@@ -16,14 +18,23 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint, source_folder
+from fcsd.model.connectivity.checkpoint import (
+    Checkpoint,
+    read_checkpoint,
+    source_folder,
+)
 from fcsd.model.families.routers import find_routers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ADAPTED = ".base_layer"  # what peft adds to the name of a tensor that has adapters
-PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 """Dtypes of weights that are not quantised, by their names in safetensors files."""
 
 
@@ -34,7 +45,9 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of real numbers, buffers too, and a tied tensor under each of its names."""
+    """Yield names and tensors of real numbers, buffers too, and a tied tensor under
+    each of its names.
+    """
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in (*parameters, *model.named_buffers(remove_duplicate=False)):
         if tensor.is_floating_point():
@@ -44,8 +57,12 @@ def real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # ---- in memory
 
 
-def loaded_dtypes(model: "PreTrainedModel", dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of each real tensor of a model that `from_pretrained` would load in `dtype`."""
+def loaded_dtypes(
+    model: "PreTrainedModel", dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Return the dtype of each real tensor of a model that `from_pretrained` would load
+    in `dtype`.
+    """
     fresh = without_storage(model, dtype)
     dtypes = {name: tensor.dtype for name, tensor in real_tensors(fresh)}
     for pattern, kept in fresh._get_dtype_plan(dtype).items():
@@ -71,13 +88,19 @@ def kept_routers(model: "PreTrainedModel") -> list[nn.Module]:
     return [
         router.module
         for router in routers
-        if (names := {f"{router.name}.{name}" for name, _ in router.module.named_parameters()})
+        if (
+            names := {
+                f"{router.name}.{name}" for name, _ in router.module.named_parameters()
+            }
+        )
         and names <= kept
     ]
 
 
 def without_storage(model: "PreTrainedModel", dtype: torch.dtype | None = None) -> Any:
-    """Build the same model on the meta device, as it would be built before weights are read in `dtype`."""
+    """Build the same model on the meta device, as it would be built before weights are
+    read in `dtype`.
+    """
     built: Any = type(model)
     config, dtype = copy.deepcopy(model.config), model.dtype if dtype is None else dtype
     _set_dtype(config, dtype)
@@ -94,7 +117,9 @@ def without_storage(model: "PreTrainedModel", dtype: torch.dtype | None = None) 
 
 
 def _set_dtype(config: Any, dtype: torch.dtype) -> None:
-    """Write a dtype into a config and those inside it, which the parts of a multimodal model are built by."""
+    """Write a dtype into a config and those inside it, which the parts of a multimodal
+    model are built by.
+    """
     config.dtype = dtype
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:
@@ -104,14 +129,15 @@ def _set_dtype(config: Any, dtype: torch.dtype) -> None:
 def cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Take the tensors that are named to their dtypes, in place.
 
-    `Module.to` knows one dtype for all, and takes the imaginary part out of complex buffers (the
-    rotary embedding of Llama 4's images).
+    `Module.to` knows one dtype for all, and takes the imaginary part out of complex
+    buffers (the rotary embedding of Llama 4's images).
     """
     for name, tensor in list(real_tensors(model)):
         dtype = dtypes.get(name, tensor.dtype)
         if dtype == tensor.dtype:
             continue
-        if is_traceable_wrapper_subclass(tensor):  # the data of a sharded tensor is another tensor, inside it
+        # the data of a sharded tensor is another tensor, inside it
+        if is_traceable_wrapper_subclass(tensor):
             cast_tensor = tensor.detach().to(dtype)
             if isinstance(tensor, nn.Parameter):
                 cast_tensor = nn.Parameter(cast_tensor, tensor.requires_grad)
@@ -121,7 +147,9 @@ def cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def to_dtype(model: "PreTrainedModel", dtype: torch.dtype) -> None:
-    """Take a model to `dtype`, in place, to the dtypes that it would have if it had been loaded so."""
+    """Take a model to `dtype`, in place, to the dtypes that it would have if it had
+    been loaded so.
+    """
     cast(model, loaded_dtypes(model, dtype))
 
 
@@ -130,7 +158,9 @@ def to_dtype(model: "PreTrainedModel", dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class FileDtypes:
-    """The dtypes that a model is saved in: what its config declares, and that of each tensor by its name."""
+    """The dtypes that a model is saved in: what its config declares, and that of each
+    tensor by its name.
+    """
 
     declared: torch.dtype
     tensors: Mapping[str, torch.dtype]
@@ -139,24 +169,39 @@ class FileDtypes:
 def saved_dtypes(model: "PreTrainedModel") -> FileDtypes:
     """Return the dtypes in which a model is to be saved.
 
-    A tensor's is that of the files of the checkpoint that the model was loaded from. It is that of
-    the tensor in memory where there is no checkpoint, where it is quantised, or where the model was
-    loaded in another dtype than its checkpoint declares.
+    A tensor's is that of the files of the checkpoint that the model was loaded from. It
+    is that of the tensor in memory where there is no checkpoint, where it is quantised,
+    or where the model was loaded in another dtype than its checkpoint declares.
 
-    model: as it was loaded, before a training takes it to a dtype; it may carry adapters.
+    model: as it was loaded, before a training takes it to a dtype; it may carry
+    adapters.
     """
-    state = {name.replace(_ADAPTED, ""): tensor for name, tensor in model.state_dict().items()}
-    dtypes = {name: tensor.dtype for name, tensor in state.items() if tensor.is_floating_point()}
+    state = {
+        name.replace(_ADAPTED, ""): tensor
+        for name, tensor in model.state_dict().items()
+    }
+    dtypes = {
+        name: tensor.dtype
+        for name, tensor in state.items()
+        if tensor.is_floating_point()
+    }
     source = source_folder(model.config)
     try:
-        checkpoint = read_checkpoint(source, any_family=True) if source is not None else None
+        checkpoint = (
+            read_checkpoint(source, any_family=True) if source is not None else None
+        )
     except UserError:  # it was changed since it was loaded
         checkpoint = None
     if checkpoint is None or declared_dtype(checkpoint) != model.dtype:
         return FileDtypes(model.dtype, dtypes)
-    in_files = {name: PLAIN[dtype] for name, dtype in checkpoint.dtypes.items() if dtype in PLAIN}
+    in_files = {
+        name: PLAIN[dtype]
+        for name, dtype in checkpoint.dtypes.items()
+        if dtype in PLAIN
+    }
     for name, names in names_in_files(model).items():
-        # One tensor in memory is several in files (an expert's each): the widest keeps them all.
+        # One tensor in memory is several in files (an expert's each): the widest keeps
+        # them all.
         widths = [in_files[known] for known in (*names, name) if known in in_files]
         if name in dtypes and widths:
             dtypes[name] = max(widths, key=lambda dtype: dtype.itemsize)
@@ -164,7 +209,9 @@ def saved_dtypes(model: "PreTrainedModel") -> FileDtypes:
 
 
 def declared_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
-    """Return the dtype that `from_pretrained(dtype="auto")` chooses; None where it has no real numbers."""
+    """Return the dtype that `from_pretrained(dtype="auto")` chooses; None where it has
+    no real numbers.
+    """
     declared = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     if declared is not None:
         return getattr(torch, str(declared).removeprefix("torch."), None)
@@ -173,7 +220,9 @@ def declared_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
 
 
 def names_in_files(model: "PreTrainedModel") -> dict[str, list[str]]:
-    """Return, for each tensor of a model's state dict, its names in checkpoint files, by transformers' conversions."""
+    """Return, for each tensor of a model's state dict, its names in checkpoint files,
+    by transformers' conversions.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     fresh = without_storage(model)

@@ -48,17 +48,20 @@ class ModelFolder:
         return weights_fingerprint(self.folder)
 
     def fingerprints(self, name: str) -> dict[str, Any]:
-        """Return what identifies it as an input of a stage: `name`, its weights; `name/FILE`, what is read of the
-        files beside them.
+        """Return what identifies it as an input of a stage: `name`, its weights;
+        `name/FILE`, what is read of the files beside them.
 
         Raises:
-            UserError: a stage left it, and it is not what the stage left; weights that are NaN or infinite.
+            UserError: a stage left it, and it is not what the stage left; weights that
+                are NaN or infinite.
         """
         if self.folder.name == "model":
             check_outputs(self.folder.parent)
         check_finite(self.folder)
         files = checkpoint_files(self.folder, code=self.config.trust_remote_code)
-        return {name: self.weights} | {f"{name}/{file}": known for file, known in files.items()}
+        return {name: self.weights} | {
+            f"{name}/{file}": known for file, known in files.items()
+        }
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -67,26 +70,37 @@ class ModelFolder:
 
     @cached_property
     def vocab_size(self) -> int | None:
-        """The number of tokens that its embeddings have a row for, a tokenizer may have fewer; None: not said."""
+        """The number of tokens that its embeddings have a row for, a tokenizer may have
+        fewer; None: not said.
+        """
         config = read_checkpoint_json(self.folder / CONFIG)
         text = config.get("text_config")
         size = (text if isinstance(text, dict) else config).get("vocab_size")
         return size if isinstance(size, int) else None
 
     def load_config(self, any_family: bool = False) -> Any:
-        """Return its config object, with upstream's defaults filled in; that of a family that is not known is
-        transformers' own. Raises UserError as `read_checkpoint` and the loading of configs.
+        """Return its config object, with upstream's defaults filled in; that of a
+        family that is not known is transformers' own. Raises UserError as
+        `read_checkpoint` and the loading of configs.
         """
-        checkpoint = read_checkpoint(self.folder, any_family=True) if any_family else self.checkpoint
+        checkpoint = (
+            read_checkpoint(self.folder, any_family=True)
+            if any_family
+            else self.checkpoint
+        )
         if checkpoint.family is not None:
             return load_config(checkpoint)
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.config.trust_remote_code)
+        return AutoConfig.from_pretrained(
+            self.folder, trust_remote_code=self.config.trust_remote_code
+        )
 
 
 def find_model(config: "ModelConfig") -> ModelFolder:
-    """Find the checkpoint that a `model` section names, or raise UserError; of a hub id what is missing is fetched."""
+    """Find the checkpoint that a `model` section names, or raise UserError; of a hub id
+    what is missing is fetched.
+    """
     return ModelFolder(config, find_folder(config.path, config.revision))
 
 
@@ -98,10 +112,11 @@ def load_checkpoint(
     any_family: bool = False,
     **options: Any,
 ) -> "PreTrainedModel":
-    """Load a checkpoint as its `model` section says, as it is or with the connectivity given.
+    """Load a checkpoint as its `model` section says, as it is or with the connectivity
+    given.
 
-    weights: False gives the same model without storage, for a rank that will be sent its shard. any_family, options,
-    and what is raised: as `load_model`.
+    weights: False gives the same model without storage, for a rank that will be sent
+    its shard. any_family, options, and what is raised: as `load_model`.
     """
     config = model.config
     loaded: PreTrainedModel = load_model(
@@ -118,19 +133,26 @@ def load_checkpoint(
     return loaded
 
 
-def to_device(model: "PreTrainedModel", name: str | Path, device: torch.device) -> "PreTrainedModel":
-    """Move a model to the device of this rank, or raise UserError; `from_pretrained` leaves it in main memory."""
+def to_device(
+    model: "PreTrainedModel", name: str | Path, device: torch.device
+) -> "PreTrainedModel":
+    """Move a model to the device of this rank, or raise UserError; `from_pretrained`
+    leaves it in main memory.
+    """
     try:
         return torch.nn.Module.to(model, device)
     except torch.OutOfMemoryError:
-        raise does_not_fit(name, sum(tensor.nbytes for tensor in model.parameters()), device) from None
+        raise does_not_fit(
+            name, sum(tensor.nbytes for tensor in model.parameters()), device
+        ) from None
 
 
 def does_not_fit(name: str | Path, num_bytes: int, device: torch.device) -> UserError:
     """Return the error of weights that are larger than what is left of a device."""
     return UserError(
-        f"{name}: its weights ({num_bytes / 1e9:.0f} GB) do not fit on {device} beside what is there;"
-        " free the device, or shard the weights over several (docs/evaluate.md, docs/scale.md)"
+        f"{name}: its weights ({num_bytes / 1e9:.0f} GB) do not fit on {device} beside"
+        " what is there; free the device, or shard the weights over several"
+        " (docs/evaluate.md, docs/scale.md)"
     )
 
 
@@ -141,8 +163,12 @@ def free_memory() -> None:
         torch.accelerator.memory.empty_cache()
 
 
-def tokenizer_of(given: Any, name: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer that an argument of this name is, or that lies in the folder that it names."""
+def tokenizer_of(
+    given: Any, name: str, *, trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer that an argument of this name is, or that lies in the folder
+    that it names.
+    """
     from transformers import PreTrainedTokenizerBase
 
     if isinstance(given, str | Path):
@@ -153,17 +179,21 @@ def tokenizer_of(given: Any, name: str, *, trust_remote_code: bool = False) -> "
     return tokenizer
 
 
-def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+def load_tokenizer(
+    path: str | Path, *, trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
     """Load the tokenizer that lies beside a checkpoint."""
     from transformers import AutoTokenizer
 
     folder = find_folder(path)
     files_like(folder, (*CARRIED, CONFIG))
     if not any(
-        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        (folder / name).is_file()
+        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     ):
         raise UserError(
-            f"{folder}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json beside the weights"
+            f"{folder}: holds no tokenizer; copy tokenizer.json and"
+            " tokenizer_config.json beside the weights"
         )
     if (folder / CONFIG).is_file():
         # AutoTokenizer reads it too, and would blame the tokenizer for its faults.
@@ -172,6 +202,10 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> "Pre
         if row is not None and (row.like or model_type.startswith(PREFIX)):
             register(model_type)  # the tokenizer's class may follow from the model type
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: the tokenizer cannot be read: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"{folder}: the tokenizer cannot be read: {str(error).splitlines()[0]}"
+        ) from None

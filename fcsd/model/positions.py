@@ -1,4 +1,6 @@
-"""Positions: the longest sequence that a model's config says it takes, set against the rows that it is trained on."""
+"""Positions: the longest sequence that a model's config says it takes, set against the
+rows that it is trained on.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,19 @@ from fcsd.model.load import ModelFolder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What transformers' text models call a learned embedding of each position; those of images are called so, too.
+# What transformers' text models call a learned embedding of each position; those of
+# images are called so, too.
 _TABLES = ("wpe", "embed_positions", "position_embeddings")
 _NOT_TEXT = ("vision", "visual", "image", "audio")
 
 
 def num_positions(config: Any) -> int | None:
-    """Return the longest sequence that a model's config says it takes; None where it says nothing."""
-    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    """Return the longest sequence that a model's config says it takes; None where it
+    says nothing.
+    """
+    positions: int | None = getattr(
+        config.get_text_config(), "max_position_embeddings", None
+    )
     return positions
 
 
@@ -33,12 +40,15 @@ def check_positions(
     key: str = "max_length",
     tell: bool = True,
 ) -> None:
-    """Say on stderr, if `tell`, that rows of `max_length` tokens are longer than the model's positions.
+    """Say on stderr, if `tell`, that rows of `max_length` tokens are longer than the
+    model's positions.
 
-    model: a config stands for a model that is still to be made. key: what the user calls max_length.
+    model: a config stands for a model that is still to be made. key: what the user
+    calls max_length.
 
     Raises:
-        UserError: they are, and the positions are a table (learned embeddings), which ends there.
+        UserError: they are, and the positions are a table (learned embeddings), which
+            ends there.
     """
     shapes: Iterable[tuple[str, tuple[int, ...]]] = ()
     if isinstance(model, ModelFolder):
@@ -52,21 +62,30 @@ def check_positions(
     positions = num_positions(config) if config is not None else None
     if positions is None or max_length <= positions:
         return
-    text = f"{key} {max_length}: rows are longer than the {positions} positions of {name}"
-    table = next((tensor for tensor, shape in shapes if _is_table(tensor, shape, positions)), None)
+    text = (
+        f"{key} {max_length}: rows are longer than the {positions} positions of {name}"
+    )
+    table = next(
+        (tensor for tensor, shape in shapes if _is_table(tensor, shape, positions)),
+        None,
+    )
     if table is not None:
         raise UserError(
-            f"{text}, which are a table of that length ({table}); set {key} to {positions} or less"
+            f"{text}, which are a table of that length ({table}); set {key} to"
+            f" {positions} or less"
         )
     if tell:
         print(
-            f"{text}: what an example has behind them is where the model was never trained; {positions} would fit",
+            f"{text}: what an example has behind them is where the model was never"
+            f" trained; {positions} would fit",
             file=sys.stderr,
         )
 
 
 def _of_folder(model: ModelFolder) -> tuple[Any, Iterable[tuple[str, tuple[int, ...]]]]:
-    """Return the config, None where transformers cannot read it, and names and shapes of the tensors."""
+    """Return the config, None where transformers cannot read it, and names and shapes
+    of the tensors.
+    """
     checkpoint = read_checkpoint(model.folder, any_family=True)
     try:
         return model.load_config(any_family=True), checkpoint.shapes.items()

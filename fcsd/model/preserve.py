@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]:
-    """Restore every module's `.training`, `use_cache`, the generation settings, the tokenizer's padding and the
-    generators of Python, NumPy and torch (of the CPU, and of the CUDA devices that the model is on) on leaving."""
+    """Restore every module's `.training`, `use_cache`, the generation settings, the
+    tokenizer's padding and the generators of Python, NumPy and torch (of the CPU, and
+    of the CUDA devices that the model is on) on leaving."""
     import numpy
     import torch
 
@@ -46,13 +47,18 @@ def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]
 def _devices(model: "PreTrainedModel") -> list[int]:
     """Return the CUDA devices that the model computes on, and no others.
 
-    Each that is asked costs a context of 0.5 GB there, which the ranks of the other devices would pay as well.
+    Each that is asked costs a context of 0.5 GB there, which the ranks of the other
+    devices would pay as well.
     """
     import torch
 
     if not torch.cuda.is_available():
         return []
-    own = {weight.device.index for weight in model.parameters() if weight.device.type == "cuda"}
+    own = {
+        weight.device.index
+        for weight in model.parameters()
+        if weight.device.type == "cuda"
+    }
     return sorted(own | {torch.cuda.current_device()})
 
 

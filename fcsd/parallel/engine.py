@@ -1,10 +1,14 @@
-"""Which engine a launch asks for: one process, data parallel copies, or weights sharded by FSDP2 or DeepSpeed ZeRO-3.
+"""Which engine a launch asks for: one process, data parallel copies, or weights sharded
+by FSDP2 or DeepSpeed ZeRO-3.
 
-accelerate's configuration says which (`configs/`), the recipe says everything that a result depends on, the precision
-too. What can be seen to be wrong is refused before anything is loaded. Expert parallelism, for which accelerate has no
-setting, is asked for by `fcsd distill --expert-parallel N`; transformers shards the weights then, while it loads them.
+accelerate's configuration says which (`configs/`), the recipe says everything that a
+result depends on, the precision too. What can be seen to be wrong is refused before
+anything is loaded. Expert parallelism, for which accelerate has no setting, is asked
+for by `fcsd distill --expert-parallel N`; transformers shards the weights then, while
+it loads them.
 
-Not covered: how weights are sharded (`fcsd.parallel.shard`); tensor, context parallel meshes; ZeRO stages 1 and 2.
+Not covered: how weights are sharded (`fcsd.parallel.shard`); tensor, context parallel
+meshes; ZeRO stages 1 and 2.
 """
 
 from __future__ import annotations
@@ -45,12 +49,13 @@ CHECKPOINTING_FROM = 1_000_000_000
 class Engine:
     """What shards the weights of a launch, and over which ranks.
 
-    replicas: groups of ranks that each hold the whole model among them (hybrid sharding); FSDP2 only.
-    reshard: FSDP2 frees a layer's weights after its forward pass, and gathers them again in the backward pass.
-    offload: FSDP2 keeps its shards in host memory.
-    layer_classes: the classes that accelerate's configuration wants wrapped; checked, nothing else.
-    expert_parallel: ranks that hold an MoE layer's experts among them, each some whole ones; ep only.
-    overlap: how much of the exchanges between them runs beside computation; None: all, where the model can.
+    replicas: groups of ranks that each hold the whole model among them (hybrid
+    sharding); FSDP2 only. reshard: FSDP2 frees a layer's weights after its forward
+    pass, and gathers them again in the backward pass. offload: FSDP2 keeps its shards
+    in host memory. layer_classes: the classes that accelerate's configuration wants
+    wrapped; checked, nothing else. expert_parallel: ranks that hold an MoE layer's
+    experts among them, each some whole ones; ep only. overlap: how much of the
+    exchanges between them runs beside computation; None: all, where the model can.
     """
 
     name: Literal["one", "ddp", "fsdp2", "zero3", "ep"]
@@ -68,12 +73,16 @@ class Engine:
 
     @property
     def shards_when_placed(self) -> bool:
-        """Whether a model is loaded whole, by the first rank, and `fcsd.parallel.shard` gives each rank its part."""
+        """Whether a model is loaded whole, by the first rank, and `fcsd.parallel.shard`
+        gives each rank its part.
+        """
         return self.name in ("fsdp2", "zero3")
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether transformers gives each rank its part while it loads a checkpoint: whole experts, and FSDP2."""
+        """Whether transformers gives each rank its part while it loads a checkpoint:
+        whole experts, and FSDP2.
+        """
         return self.name == "ep"
 
     @property
@@ -88,9 +97,13 @@ class Engine:
 
 
 def requested_engine(
-    world: int, device: torch.device, expert_parallel: int = 1, overlap: Overlap | None = None
+    world: int,
+    device: torch.device,
+    expert_parallel: int = 1,
+    overlap: Overlap | None = None,
 ) -> Engine:
-    """Return the engine that accelerate's configuration, `--expert-parallel` and `--overlap` ask for.
+    """Return the engine that accelerate's configuration, `--expert-parallel` and
+    `--overlap` ask for.
 
     world: number of processes. device: of this one.
 
@@ -100,15 +113,19 @@ def requested_engine(
     _check_expert_parallel(expert_parallel, world)
     if overlap is not None and expert_parallel == 1:
         raise UserError(
-            f"--overlap {overlap}: is for the exchanges of --expert-parallel N, which is not given; add it, or leave"
-            " --overlap out"
+            f"--overlap {overlap}: is for the exchanges of --expert-parallel N, which"
+            " is not given; add it, or leave --overlap out"
         )
     if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
-        raise UserError("accelerate's configuration: Megatron-LM is not supported; use FSDP2 or DeepSpeed")
+        raise UserError(
+            "accelerate's configuration: Megatron-LM is not supported; use FSDP2 or"
+            " DeepSpeed"
+        )
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") in ("fp16", "fp8"):
         raise UserError(
-            f"accelerate's configuration: mixed_precision {os.environ['ACCELERATE_MIXED_PRECISION']} is not supported;"
-            " set mixed_precision: 'no' there and train.bf16: true in the recipe"
+            "accelerate's configuration: mixed_precision"
+            f" {os.environ['ACCELERATE_MIXED_PRECISION']} is not supported; set"
+            " mixed_precision: 'no' there and train.bf16: true in the recipe"
         )
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         return _zero3(device)
@@ -119,12 +136,16 @@ def requested_engine(
         backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
         if backend != "no" and overlap != "off":
             raise UserError(
-                f"accelerate's configuration: dynamo_backend {backend} compiles whole layers, whose exchanges then"
-                " cannot run beside their computation; set dynamo_backend: 'no' there, or use --overlap off"
+                f"accelerate's configuration: dynamo_backend {backend} compiles whole"
+                " layers, whose exchanges then cannot run beside their computation;"
+                " set dynamo_backend: 'no' there, or use --overlap off"
             )
         return Engine("ep", expert_parallel=expert_parallel, overlap=overlap)
     if replicas > 1:
-        raise UserError("accelerate's configuration: parallelism_config needs distributed_type: FSDP")
+        raise UserError(
+            "accelerate's configuration: parallelism_config needs distributed_type:"
+            " FSDP"
+        )
     return Engine("ddp" if world > 1 else "one")
 
 
@@ -133,12 +154,17 @@ def _check_expert_parallel(size: int, world: int) -> None:
         return
     if size < 1 or world % size:
         raise UserError(
-            f"--expert-parallel {size}: does not divide the number of processes, {world}; change one of them"
+            f"--expert-parallel {size}: does not divide the number of processes,"
+            f" {world}; change one of them"
         )
-    if any(parse_flag_from_env(f"ACCELERATE_USE_{x}") for x in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")):
+    if any(
+        parse_flag_from_env(f"ACCELERATE_USE_{x}")
+        for x in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")
+    ):
         raise UserError(
-            f"--expert-parallel {size}: shards all other weights as well; launch with distributed_type: MULTI_GPU and"
-            " no parallelism_config (see configs/ep_8.yaml)"
+            f"--expert-parallel {size}: shards all other weights as well; launch with"
+            " distributed_type: MULTI_GPU and no parallelism_config (see"
+            " configs/ep_8.yaml)"
         )
 
 
@@ -148,16 +174,26 @@ def _replicas(world: int) -> int:
         return 1
     sizes = {
         name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") or 1)
-        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+        for name in (
+            "dp_replicate_size",
+            "dp_shard_size",
+            "tp_size",
+            "cp_size",
+            "sp_size",
+        )
     }
     where = "accelerate's configuration: parallelism_config"
     for name in ("tp_size", "cp_size", "sp_size"):
         if sizes[name] > 1:
-            raise UserError(f"{where}_{name} {sizes[name]} is not supported; data parallel sizes only")
+            raise UserError(
+                f"{where}_{name} {sizes[name]} is not supported; data parallel sizes"
+                " only"
+            )
     if sizes["dp_replicate_size"] * sizes["dp_shard_size"] != world:
         raise UserError(
-            f"{where}: dp_replicate_size {sizes['dp_replicate_size']} x dp_shard_size {sizes['dp_shard_size']} is not"
-            f" the number of processes, {world}; change one of them"
+            f"{where}: dp_replicate_size {sizes['dp_replicate_size']} x dp_shard_size"
+            f" {sizes['dp_shard_size']} is not the number of processes, {world}; change"
+            " one of them"
         )
     return sizes["dp_replicate_size"]
 
@@ -166,17 +202,19 @@ def _fsdp2(replicas: int) -> Engine:
     where = "accelerate's configuration: "
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError(
-            f"{where}FSDP version 1 is not supported; set fsdp_version: 2 (see configs/fsdp2_8.yaml)"
+            f"{where}FSDP version 1 is not supported; set fsdp_version: 2 (see"
+            " configs/fsdp2_8.yaml)"
         )
     policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()
     if policy != "TRANSFORMER_BASED_WRAP":
         raise UserError(
-            f"{where}fsdp_auto_wrap_policy {policy} would gather the whole model at once; set TRANSFORMER_BASED_WRAP,"
-            " every decoder layer is a unit then"
+            f"{where}fsdp_auto_wrap_policy {policy} would gather the whole model at"
+            " once; set TRANSFORMER_BASED_WRAP, every decoder layer is a unit then"
         )
     if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
         raise UserError(
-            f"{where}fsdp_activation_checkpointing: leave it out, the recipe's train.gradient_checkpointing decides"
+            f"{where}fsdp_activation_checkpointing: leave it out, the recipe's"
+            " train.gradient_checkpointing decides"
         )
     names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") or ""
     return Engine(
@@ -184,7 +222,9 @@ def _fsdp2(replicas: int) -> Engine:
         replicas=replicas,
         reshard=parse_flag_from_env("FSDP_RESHARD_AFTER_FORWARD", default=True),
         offload=parse_flag_from_env("FSDP_OFFLOAD_PARAMS"),
-        layer_classes=tuple(name for name in names.split(",") if name not in ("", "None")),
+        layer_classes=tuple(
+            name for name in names.split(",") if name not in ("", "None")
+        ),
     )
 
 
@@ -192,8 +232,9 @@ def _zero3(device: torch.device) -> Engine:
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("DeepSpeed is not installed; pip install 'fcsd[deepspeed]'")
     if device.type == "cpu":
-        # Keeps DeepSpeed from compiling an extension for reductions between CPU processes, which takes a minute.
-        # An import statement would give torch itself, which deepspeed.comm has under this name.
+        # Keeps DeepSpeed from compiling an extension for reductions between CPU
+        # processes, which takes a minute. An import statement would give torch itself,
+        # which deepspeed.comm has under this name.
         communication: Any = importlib.import_module("deepspeed.comm.torch")
         communication.build_shm_op = lambda: None
     from accelerate.utils import DeepSpeedPlugin
@@ -201,37 +242,44 @@ def _zero3(device: torch.device) -> Engine:
     stage = DeepSpeedPlugin().deepspeed_config["zero_optimization"]["stage"]
     if int(stage) != 3:
         raise UserError(
-            f"accelerate's configuration: DeepSpeed zero_stage {stage} is not supported; set zero_stage: 3"
-            " (see configs/zero3_8.yaml)"
+            f"accelerate's configuration: DeepSpeed zero_stage {stage} is not"
+            " supported; set zero_stage: 3 (see configs/zero3_8.yaml)"
         )
     return Engine("zero3")
 
 
 def check_precision(train: Precision, engine: Engine) -> None:
-    """Raise UserError for a precision that the engine does not have, or accelerate's configuration contradicts."""
+    """Raise UserError for a precision that the engine does not have, or accelerate's
+    configuration contradicts.
+    """
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed == "bf16" and not train.bf16:
         raise UserError(
-            "accelerate's configuration says mixed_precision bf16, the recipe train.bf16 false; precision is the"
-            " recipe's: set mixed_precision: 'no' in the configuration, or train.bf16: true"
+            "accelerate's configuration says mixed_precision bf16, the recipe"
+            " train.bf16 false; precision is the recipe's: set mixed_precision: 'no' in"
+            " the configuration, or train.bf16: true"
         )
     if engine.uses_deepspeed and train.dtype == "bfloat16":
         raise UserError(
-            "train.dtype bfloat16: ZeRO-3 keeps float32 weights beside the bfloat16 ones; set train.dtype: float32"
-            " and train.bf16: true"
+            "train.dtype bfloat16: ZeRO-3 keeps float32 weights beside the bfloat16"
+            " ones; set train.dtype: float32 and train.bf16: true"
         )
 
 
 @contextlib.contextmanager
 def engine_environment(engine: Engine, device: torch.device) -> Iterator[None]:
-    """Set accelerate's variables while a Trainer lives, such that it leaves the sharding to us.
+    """Set accelerate's variables while a Trainer lives, such that it leaves the
+    sharding to us.
 
-    FSDP2: it sees plain data parallelism, and a model that came sharded. ZeRO-3: it starts DeepSpeed on a model that is
-    partitioned already; on a CPU too.
+    FSDP2: it sees plain data parallelism, and a model that came sharded. ZeRO-3: it
+    starts DeepSpeed on a model that is partitioned already; on a CPU too.
     """
     changes: dict[str, str | None] = {}
     if engine.name == "fsdp2":
-        changes = {"ACCELERATE_USE_FSDP": None, "ACCELERATE_USE_PARALLELISM_CONFIG": None}
+        changes = {
+            "ACCELERATE_USE_FSDP": None,
+            "ACCELERATE_USE_PARALLELISM_CONFIG": None,
+        }
     if engine.shards:
         changes["ACCELERATE_MIXED_PRECISION"] = "no"
     if engine.uses_deepspeed and device.type == "cpu":
@@ -271,20 +319,25 @@ def _set_environment(values: dict[str, str | None]) -> None:
 
 
 def finish_zero_settings(arguments: Any, train: Precision, engine: Engine) -> None:
-    """Tell DeepSpeed, if it is used, what the recipe and we want, whatever accelerate's configuration says."""
+    """Tell DeepSpeed, if it is used, what the recipe and we want, whatever accelerate's
+    configuration says.
+    """
     if not engine.uses_deepspeed:
         return
     config = arguments.deepspeed_plugin.deepspeed_config
     config["bf16"] = {"enabled": train.bf16}
-    arguments.bf16 = train.bf16  # only now: without a GPU the arguments refuse it, DeepSpeed does not
+    # only now: without a GPU the arguments refuse it, DeepSpeed does not
+    arguments.bf16 = train.bf16
     config["gradient_clipping"] = arguments.max_grad_norm
-    # Gradients are summed over ranks and micro-batches in float32, also those of bfloat16 weights.
+    # Gradients are summed over ranks and micro-batches in float32, also those of
+    # bfloat16 weights.
     config["communication_data_type"] = "fp32"
     config["data_types"] = {"grad_accum_dtype": "fp32"}
 
 
 def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any:
-    """Return what transformers is to shard while it loads a model; None: nothing, `fcsd.parallel.shard` does it.
+    """Return what transformers is to shard while it loads a model; None: nothing,
+    `fcsd.parallel.shard` does it.
 
     bf16: weights are computed with in bfloat16, their gradients are reduced in float32.
     """
@@ -297,16 +350,24 @@ def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any
     return DistributedConfig(
         fsdp_size=world,
         ep_size=engine.expert_parallel,
-        ep_implementation="all_to_all"
-        if engine.overlap == "off"
-        else IMPLEMENTATIONS[engine.overlap or "full"],
+        ep_implementation=(
+            "all_to_all"
+            if engine.overlap == "off"
+            else IMPLEMENTATIONS[engine.overlap or "full"]
+        ),
         fsdp_mixed_precision=bf16,
     )
 
 
 def checkpoints_activations(train: Precision, model: nn.Module) -> bool:
-    """Return `train.gradient_checkpointing`; null: from `CHECKPOINTING_FROM` parameters on, where the family can."""
+    """Return `train.gradient_checkpointing`; null: from `CHECKPOINTING_FROM` parameters
+    on, where the family can.
+    """
     if train.gradient_checkpointing is not None:
         return train.gradient_checkpointing
     supported = getattr(model, "supports_gradient_checkpointing", False)
-    return supported and sum(parameter.numel() for parameter in model.parameters()) >= CHECKPOINTING_FROM
+    return (
+        supported
+        and sum(parameter.numel() for parameter in model.parameters())
+        >= CHECKPOINTING_FROM
+    )

@@ -1,4 +1,5 @@
-"""Where a command runs: this process, or its place in a launch (`accelerate launch`, torchrun).
+"""Where a command runs: this process, or its place in a launch (`accelerate launch`,
+torchrun).
 
     launch = join_launch()                   # once, at the door; everything below gets it as an argument
     launch.device, launch.engine, launch.ranks
@@ -25,7 +26,8 @@ from fcsd.parallel.engine import Engine, Overlap, requested_engine
 from fcsd.parallel.failure import watch_ranks
 from fcsd.parallel.ranks import ALONE, Ranks
 
-# While the first rank generates text for a score, or tokenizes, the others wait in a collective.
+# While the first rank generates text for a score, or tokenizes, the others wait in a
+# collective.
 _PATIENCE = timedelta(hours=12)
 _SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 
@@ -34,8 +36,8 @@ _SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE
 class Launch:
     """Where a command runs.
 
-    device: of this rank. engine: what shards the weights, if anything. ranks: this rank's place among all, in lockstep
-    where the engine shards.
+    device: of this rank. engine: what shards the weights, if anything. ranks: this
+    rank's place among all, in lockstep where the engine shards.
     """
 
     device: torch.device
@@ -49,7 +51,9 @@ class Launch:
 
     @property
     def loads_weights(self) -> bool:
-        """Whether this rank reads weights; with FSDP2 and ZeRO-3 the first does, and sends the others their shards."""
+        """Whether this rank reads weights; with FSDP2 and ZeRO-3 the first does, and
+        sends the others their shards.
+        """
         return not self.engine.shards_when_placed or self.first
 
     def wait(self) -> None:
@@ -58,20 +62,27 @@ class Launch:
             PartialState().wait_for_everyone()
 
     def for_evaluation(self) -> "Launch":
-        """Return this launch with FSDP2 in the place of ZeRO-3: the scores are the same, and generation works."""
+        """Return this launch with FSDP2 in the place of ZeRO-3: the scores are the
+        same, and generation works.
+        """
         fsdp2 = replace(self.engine, name="fsdp2", reshard=True)
         return self._with(fsdp2) if self.engine.uses_deepspeed else self
 
     def with_copies(self) -> "Launch":
-        """Return this launch with a whole model on every rank in the place of expert parallelism."""
+        """Return this launch with a whole model on every rank in the place of expert
+        parallelism.
+        """
         copies = Engine("ddp" if self.ranks.size > 1 else "one")
         return self._with(copies) if self.engine.spreads_experts else self
 
     def _with(self, engine: Engine) -> "Launch":
-        return replace(self, engine=engine, ranks=replace(self.ranks, lockstep=engine.shards))
+        return replace(
+            self, engine=engine, ranks=replace(self.ranks, lockstep=engine.shards)
+        )
 
     def begin(self, stage: Stage) -> str:
-        """Note the start of a stage on the first rank; return on every rank whether it is finished already.
+        """Note the start of a stage on the first rank; return on every rank whether it
+        is finished already.
 
         Raises:
             UserError: as `Stage.state` and, of a finished stage, `check_outputs`.
@@ -81,7 +92,9 @@ class Launch:
             state = stage.state()
             if state == "finished":
                 check_outputs(stage.folder)
-                print(f"{stage.name}: finished before, in {stage.folder}", file=sys.stderr)
+                print(
+                    f"{stage.name}: finished before, in {stage.folder}", file=sys.stderr
+                )
                 return state
             stage.folder.mkdir(parents=True, exist_ok=True)
             hold_folder(stage.folder)
@@ -97,7 +110,8 @@ class Launch:
         model: Path | None = None,
         outputs: dict[str, Any] | None = None,
     ) -> None:
-        """Write the manifest on the first rank, with what identifies the `model` that the stage leaves.
+        """Write the manifest on the first rank, with what identifies the `model` that
+        the stage leaves.
 
         outputs: that, where it is known.
         """
@@ -112,15 +126,19 @@ class Launch:
 def join_launch(*, expert_parallel: int = 1, overlap: Overlap | None = None) -> Launch:
     """Join the other processes of the launch, with gloo where there is no accelerator.
 
-    expert_parallel: ranks that hold the experts of an MoE layer among them; 1: every rank holds all.
-    overlap: how much of what they send each other runs beside computation; None: all, where the model can.
+    expert_parallel: ranks that hold the experts of an MoE layer among them; 1: every
+    rank holds all. overlap: how much of what they send each other runs beside
+    computation; None: all, where the model can.
 
     Raises:
-        UserError: accelerate was asked for several processes and started one; more processes than devices; a
-            configuration that is not supported, or that would shard nothing.
+        UserError: accelerate was asked for several processes and started one; more
+            processes than devices; a configuration that is not supported, or that would
+            shard nothing.
     """
     state = _process_state()
-    engine = requested_engine(state.num_processes, state.device, expert_parallel, overlap)
+    engine = requested_engine(
+        state.num_processes, state.device, expert_parallel, overlap
+    )
     ranks = ALONE
     if state.num_processes > 1:
         ranks = Ranks(state.process_index, state.num_processes, lockstep=engine.shards)
@@ -129,29 +147,43 @@ def join_launch(*, expert_parallel: int = 1, overlap: Overlap | None = None) -> 
 
 def _process_state() -> PartialState:
     if not PartialState._shared_state:
-        # What `accelerate launch --num_processes 2` does on a machine without GPUs (accelerate 1.15).
-        launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
+        # What `accelerate launch --num_processes 2` does on a machine without GPUs
+        # (accelerate 1.15).
+        launched = (
+            "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
+        )
         if launched and get_int_from_env(_SIZES, 0) == 0:
             raise UserError(
-                "accelerate was asked for several processes but started one, as it does on a machine without GPUs;"
-                " add --multi_gpu (it starts CPU processes there), or --config_file configs/cpu_2.yaml"
+                "accelerate was asked for several processes but started one, as it does"
+                " on a machine without GPUs; add --multi_gpu (it starts CPU processes"
+                " there), or --config_file configs/cpu_2.yaml"
             )
         if torch.accelerator.is_available():
-            started, devices = get_int_from_env(["LOCAL_WORLD_SIZE"], 1), torch.accelerator.device_count()
+            started, devices = (
+                get_int_from_env(["LOCAL_WORLD_SIZE"], 1),
+                torch.accelerator.device_count(),
+            )
             if started > devices:
                 raise UserError(
-                    f"{started} processes were started on this machine, which has {devices} devices; set num_processes"
-                    f" of accelerate's configuration to at most {devices} a machine"
+                    f"{started} processes were started on this machine, which has"
+                    f" {devices} devices; set num_processes of accelerate's"
+                    f" configuration to at most {devices} a machine"
                 )
     if not torch.accelerator.is_available():
-        # DeepSpeed, which transformers imports where it is installed, would tell stdout that it found none.
+        # DeepSpeed, which transformers imports where it is installed, would tell stdout
+        # that it found none.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Left to itself, accelerate forms a group of CPU processes only under ACCELERATE_USE_CPU.
+    # Left to itself, accelerate forms a group of CPU processes only under
+    # ACCELERATE_USE_CPU.
     with warnings.catch_warnings():
-        # Where the launcher left it unset (mpirun), accelerate shares a machine's cores out among its processes, as it
-        # should, and warns of that in each of them.
-        warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
-        state = PartialState(cpu=not torch.accelerator.is_available(), timeout=_PATIENCE)
+        # Where the launcher left it unset (mpirun), accelerate shares a machine's cores
+        # out among its processes, as it should, and warns of that in each of them.
+        warnings.filterwarnings(
+            "ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset"
+        )
+        state = PartialState(
+            cpu=not torch.accelerator.is_available(), timeout=_PATIENCE
+        )
     if state.num_processes > 1:
         watch_ranks()
     return state

@@ -1,4 +1,5 @@
-"""What a rank holds of each trained parameter, under every engine: a run of the flattened parameter.
+"""What a rank holds of each trained parameter, under every engine: a run of the
+flattened parameter.
 
 All of it (copies), the rows of FSDP2, the partition of ZeRO-3, the rank's own experts.
 """
@@ -17,9 +18,11 @@ from fcsd.parallel.shard import KEPT, reshard
 
 @dataclass(frozen=True)
 class Part:
-    """The run [start, stop) of a parameter of `size` numbers; on this rank at `offset` of the flattened `slot`.
+    """The run [start, stop) of a parameter of `size` numbers; on this rank at `offset`
+    of the flattened `slot`.
 
-    slot: what the optimiser updates: the parameter itself, or ZeRO's flat float32 partition of many.
+    slot: what the optimiser updates: the parameter itself, or ZeRO's flat float32
+    partition of many.
     """
 
     name: str
@@ -33,7 +36,9 @@ class Part:
     def of(self, tensor: Any) -> Tensor:
         """Return a view of this run in the slot, or in a state that is laid out like it."""
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        return local.detach().view(-1)[self.offset : self.offset + self.stop - self.start]
+        return local.detach().view(-1)[
+            self.offset : self.offset + self.stop - self.start
+        ]
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -64,7 +69,9 @@ def writers_of(model: nn.Module, ranks: Ranks) -> tuple[int, int | None]:
 
 
 def parts_of(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> list[Part]:
-    """Return this rank's part of every trained parameter, in the model's order, after freeing what was gathered."""
+    """Return this rank's part of every trained parameter, in the model's order, after
+    freeing what was gathered.
+    """
     reshard(model)
     return list(_parts(model, optimizer, ranks))
 
@@ -92,7 +99,9 @@ def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[Pa
 
 
 def first_row(parameter: Any) -> int:
-    """Return where this rank's rows begin: FSDP2 shards by rows, the last ranks have fewer. Experts: see `Engine`."""
+    """Return where this rank's rows begin: FSDP2 shards by rows, the last ranks have
+    fewer. Experts: see `Engine`.
+    """
     mesh, rows = parameter.device_mesh, parameter.shape[0]
     *outer, index = mesh.get_coordinate()
     first = 0
@@ -107,15 +116,21 @@ def first_row(parameter: Any) -> int:
 
 
 def begin_in_float32(model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
-    """Give ZeRO-3's float32 copy the parameters that a family keeps in float32: they were rounded to be parted."""
+    """Give ZeRO-3's float32 copy the parameters that a family keeps in float32: they
+    were rounded to be parted.
+    """
     values = model.__dict__.get(KEPT, {})
     for part in parts_of(model, optimizer, ranks) if values else ():
         if part.name in values:
-            part.of(part.slot).copy_(values[part.name].flatten()[part.start : part.stop])
+            part.of(part.slot).copy_(
+                values[part.name].flatten()[part.start : part.stop]
+            )
 
 
 def compute_with(parts: list[Part], optimizer: Any | None) -> None:
-    """Let an engine compute with what was written to its parts: ZeRO-3 has copies of them. All ranks call this."""
+    """Let an engine compute with what was written to its parts: ZeRO-3 has copies of
+    them. All ranks call this.
+    """
     if optimizer is None or not parts or not hasattr(parts[0].parameter, "ds_id"):
         return
     for part in parts:

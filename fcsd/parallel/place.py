@@ -1,5 +1,6 @@
-"""Load the model that is to be evaluated where it will be computed: whole on this rank's device, sharded over the ranks
-of the launch, or spread over the devices of one process.
+"""Load the model that is to be evaluated where it will be computed: whole on this
+rank's device, sharded over the ranks of the launch, or spread over the devices of one
+process.
 
 Not covered: how weights are sharded (`fcsd.parallel.shard`).
 """
@@ -23,24 +24,31 @@ from fcsd.parallel.shard import shard_teacher
 
 
 def check_device_map(device_map: Any, launch: Launch) -> None:
-    """Raise UserError when several processes are asked to spread the model over the same devices."""
+    """Raise UserError when several processes are asked to spread the model over the
+    same devices.
+    """
     if device_map is not None and launch.ranks.size > 1:
         raise UserError(
-            "--device-map: is for one process, which spreads the model over the devices by itself; start it without a"
-            " launcher, or leave the option out and launch configs/fsdp2_8.yaml"
+            "--device-map: is for one process, which spreads the model over the devices"
+            " by itself; start it without a launcher, or leave the option out and"
+            " launch configs/fsdp2_8.yaml"
         )
 
 
-def load_for_evaluation(model: ModelFolder, launch: Launch, *, device_map: Any = None) -> PreTrainedModel:
-    """Load a checkpoint in eval mode, as this rank of the launch holds it; all ranks call this.
+def load_for_evaluation(
+    model: ModelFolder, launch: Launch, *, device_map: Any = None
+) -> PreTrainedModel:
+    """Load a checkpoint in eval mode, as this rank of the launch holds it; all ranks
+    call this.
 
-    FSDP2 and expert parallelism: shards of the weights (under FSDP2 the head whole on every rank). Otherwise all of
-    them on the rank's device. A family that fcsd cannot convert, a dense one say, may be what others are compared with.
-    device_map: of one process, as transformers knows it; "auto" fills the devices one after
-    another.
+    FSDP2 and expert parallelism: shards of the weights (under FSDP2 the head whole on
+    every rank). Otherwise all of them on the rank's device. A family that fcsd cannot
+    convert, a dense one say, may be what others are compared with. device_map: of one
+    process, as transformers knows it; "auto" fills the devices one after another.
 
     Raises:
-        UserError: what `load_model` refuses; a model that cannot be sharded, or does not fit.
+        UserError: what `load_model` refuses; a model that cannot be sharded, or does
+            not fit.
     """
     check_device_map(device_map, launch)
     engine = launch.engine
@@ -51,8 +59,9 @@ def load_for_evaluation(model: ModelFolder, launch: Launch, *, device_map: Any =
             if "offload_folder" not in str(error):
                 raise
             raise UserError(
-                f"{model.folder}: does not fit on the devices and in main memory together; use more devices, or launch"
-                " configs/fsdp2_2x8.yaml on several machines"
+                f"{model.folder}: does not fit on the devices and in main memory"
+                " together; use more devices, or launch configs/fsdp2_2x8.yaml on"
+                " several machines"
             ) from None
     if not engine.shards:
         return _whole(model, launch.device)
@@ -70,10 +79,11 @@ def load_for_launch(
     any_family: bool = False,
     bf16: bool = False,
 ) -> PreTrainedModel:
-    """Load a checkpoint as this rank begins with it: experts spread while they are read, or what is sharded later.
+    """Load a checkpoint as this rank begins with it: experts spread while they are
+    read, or what is sharded later.
 
-    any_family: as `load_model`. bf16: weights that are spread are computed with in bfloat16, their gradients reduced
-    in float32.
+    any_family: as `load_model`. bf16: weights that are spread are computed with in
+    bfloat16, their gradients reduced in float32.
 
     Raises:
         UserError: what `load_model` refuses; a model whose experts cannot be spread.
@@ -93,8 +103,9 @@ def load_for_launch(
         if spread is None:
             raise
         raise UserError(
-            f"{model.config.path}: cannot be sharded with --expert-parallel {spread.ep_size}: {one_line(error)}"
-            " Launch FSDP2 instead (configs/fsdp2_8.yaml)"
+            f"{model.config.path}: cannot be sharded with --expert-parallel"
+            f" {spread.ep_size}: {one_line(error)} Launch FSDP2 instead"
+            " (configs/fsdp2_8.yaml)"
         ) from None
     if spread is not None:
         attach_loaded(loaded, spread)
@@ -102,7 +113,9 @@ def load_for_launch(
 
 
 def _whole(model: ModelFolder, device: torch.device) -> PreTrainedModel:
-    """Read straight to the device: the ranks of a machine would have a copy each in main memory otherwise."""
+    """Read straight to the device: the ranks of a machine would have a copy each in
+    main memory otherwise.
+    """
     try:
         device_map = None if device.type == "cpu" else {"": device}
         loaded = load_checkpoint(model, device_map=device_map, any_family=True)

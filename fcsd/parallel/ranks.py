@@ -1,24 +1,29 @@
-"""The ranks that evaluate one model together: each takes a share of the batches, all of them know all answers.
+"""The ranks that evaluate one model together: each takes a share of the batches, all of
+them know all answers.
 
     launch = join_launch()                               # all ranks of the launch; one process: that one
     with prepare_evaluation(tokenizer, suite, plan, ranks=launch.ranks) as evaluate:
         result, samples = evaluate(model, "model")
 
-All ranks make these calls, with the same arguments, and all of them get the same back; the first one alone prints,
-writes and runs programs. It works on a model in training as well, under every engine (`fcsd.parallel.engine`):
+All ranks make these calls, with the same arguments, and all of them get the same back;
+the first one alone prints, writes and runs programs. It works on a model in training as
+well, under every engine (`fcsd.parallel.engine`):
 
 copies      every rank has the whole model (of DDP the model inside). A rank asks its own share, at its own pace.
 lockstep    the weights are sharded over the ranks (FSDP2, ZeRO-3, expert parallelism), so a forward pass needs all of
-            them at the same time. Ranks that finish early run dummy forwards, and generation lasts as long as the
-            longest of the ranks.
+            them at the same time. Ranks that finish early run dummy forwards, and
+            generation lasts as long as the longest of the ranks.
 
-The batches are those that one process would make, in its order, dealt one by one: the number of ranks changes neither
-what a sequence is padded with nor the seed that it is sampled with.
+The batches are those that one process would make, in its order, dealt one by one: the
+number of ranks changes neither what a sequence is padded with nor the seed that it is
+sampled with.
 
-An error of one rank in its share is raised on all ranks, where they are copies. In lockstep, and for everything that
-is not an `Exception`, the others wait in a collective, and `fcsd.parallel.failure` ends them.
+An error of one rank in its share is raised on all ranks, where they are copies. In
+lockstep, and for everything that is not an `Exception`, the others wait in a
+collective, and `fcsd.parallel.failure` ends them.
 
-Not covered: ranks that must see the same batch (tensor parallelism, and the `all_reduce` kind of expert parallelism).
+Not covered: ranks that must see the same batch (tensor parallelism, and the
+`all_reduce` kind of expert parallelism).
 """
 
 import math
@@ -55,37 +60,51 @@ class Ranks:
         return list(batches[self.rank :: self.size])
 
     def idle_passes(self, num_batches: int) -> int:
-        """Return how many batches this rank has less than the first; in lockstep it runs as many dummy forwards."""
+        """Return how many batches this rank has less than the first; in lockstep it
+        runs as many dummy forwards.
+        """
         own = len(range(self.rank, num_batches, self.size))
         return math.ceil(num_batches / self.size) - own if self.lockstep else 0
 
     def each(
-        self, items: Sequence[Item], call: Callable[[int, Item], Result], idle: Callable[[], Any]
+        self,
+        items: Sequence[Item],
+        call: Callable[[int, Item], Result],
+        idle: Callable[[], Any],
     ) -> list[Result]:
-        """Return call(number, item) of every item, made on the rank that it is dealt to; in order, on all ranks.
+        """Return call(number, item) of every item, made on the rank that it is dealt
+        to; in order, on all ranks.
 
-        idle: a pass whose result nobody reads, of a rank in lockstep with less to do than others. Raises as `share`.
+        idle: a pass whose result nobody reads, of a rank in lockstep with less to do
+        than others. Raises as `share`.
         """
 
         def own_share() -> list[Result]:
-            results = [call(number, item) for number, item in self.deal(list(enumerate(items)))]
+            results = [
+                call(number, item) for number, item in self.deal(list(enumerate(items)))
+            ]
             for _ in range(self.idle_passes(len(items))):
                 idle()
             return results
 
         by_rank = self.share(own_share)
-        return [by_rank[number % self.size][number // self.size] for number in range(len(items))]
+        return [
+            by_rank[number % self.size][number // self.size]
+            for number in range(len(items))
+        ]
 
     def share(self, call: Callable[[], Result]) -> list[Result]:
         """Return call() of every rank, by rank, on all ranks. Plain data only.
 
         Raises:
-            What `call` raises here; for what it raises on another rank a UserError or RuntimeError of the same text.
+            What `call` raises here; for what it raises on another rank a UserError or
+            RuntimeError of the same text.
         """
         if self.size == 1:
             return [call()]
         own, error = _attempt(call)
-        if error is not None and self.lockstep:  # the others are in a pass, and do not listen
+        # the others are in a pass, and do not listen
+        if error is not None and self.lockstep:
             raise error
         outcomes: list[Any] = [None] * self.size
         import torch.distributed as dist
@@ -95,7 +114,9 @@ class Ranks:
         return [result for result, _ in outcomes]
 
     def from_first(self, call: Callable[[], Result]) -> Result:
-        """Call on the first rank alone, and return or raise on all ranks what it gives there. Plain data only."""
+        """Call on the first rank alone, and return or raise on all ranks what it gives
+        there. Plain data only.
+        """
         if self.size == 1:
             return call()
         own, error = _attempt(call) if self.first else (None, None)
@@ -119,15 +140,21 @@ def _attempt(call: Callable[[], Result]) -> tuple[Result | None, Exception | Non
 
 
 def _report(error: Exception | None) -> tuple[bool, str] | None:
-    """Return an error as the other ranks learn of it: whether it is a user's mistake, and its text (a bug's: trace)."""
+    """Return an error as the other ranks learn of it: whether it is a user's mistake,
+    and its text (a bug's: trace).
+    """
     if error is None or isinstance(error, UserError):
         return None if error is None else (True, str(error))
     return False, "".join(traceback.format_exception(error))
 
 
-def _raise_first(own: Exception | None, reports: Sequence[tuple[bool, str] | None]) -> None:
+def _raise_first(
+    own: Exception | None, reports: Sequence[tuple[bool, str] | None]
+) -> None:
     errors = [
-        UserError(mistake[1]) if mistake[0] else RuntimeError(mistake[1]) for mistake in reports if mistake
+        UserError(mistake[1]) if mistake[0] else RuntimeError(mistake[1])
+        for mistake in reports
+        if mistake
     ]
     if errors:
         error = own or errors[0]
@@ -136,17 +163,26 @@ def _raise_first(own: Exception | None, reports: Sequence[tuple[bool, str] | Non
 
 
 def known_to_all(error: BaseException) -> bool:
-    """Return whether all ranks have raised this error, or one of the same text, and can go on together."""
+    """Return whether all ranks have raised this error, or one of the same text, and can
+    go on together.
+    """
     return getattr(error, "of_all_ranks", False)
 
 
 def is_sharded(model: "nn.Module") -> bool:
-    """Return whether this rank holds a shard of the weights: FSDP2 and expert parallelism have DTensors, ZeRO-3 ids."""
-    return any(hasattr(weight, "device_mesh") or hasattr(weight, "ds_id") for weight in model.parameters())
+    """Return whether this rank holds a shard of the weights: FSDP2 and expert
+    parallelism have DTensors, ZeRO-3 ids.
+    """
+    return any(
+        hasattr(weight, "device_mesh") or hasattr(weight, "ds_id")
+        for weight in model.parameters()
+    )
 
 
 def input_device(model: Any) -> "torch.device":
-    """Return where token ids go: not where the embedding's weights lie, if they are gathered on a device for a pass."""
+    """Return where token ids go: not where the embedding's weights lie, if they are
+    gathered on a device for a pass.
+    """
     import torch
 
     embedding = model.get_input_embeddings()
@@ -155,4 +191,8 @@ def input_device(model: Any) -> "torch.device":
 
         return PartialState().device  # weights that are offloaded lie elsewhere
     device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
-    return torch.device(device) if device is not None else next(embedding.parameters()).device
+    return (
+        torch.device(device)
+        if device is not None
+        else next(embedding.parameters()).device
+    )

@@ -1,4 +1,5 @@
-"""Send a model that the first rank has in memory to the devices of all, module by module, so that none holds it whole.
+"""Send a model that the first rank has in memory to the devices of all, module by
+module, so that none holds it whole.
 
 Not covered: what becomes of a module that was sent (`fcsd.parallel.shard`).
 """
@@ -17,24 +18,31 @@ class Sender:
 
     def __init__(self, model: nn.Module, launch: Launch):
         self.device, self.first = launch.device, launch.first
-        # A tied parameter has several places. The old parameters are kept, emptied: their ids are the keys.
+        # A tied parameter has several places. The old parameters are kept, emptied:
+        # their ids are the keys.
         self.kept: list[nn.Parameter] = []
         self.places: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    self.places.setdefault(id(parameter), (parameter, []))[1].append((module, name))
+                    self.places.setdefault(id(parameter), (parameter, []))[1].append(
+                        (module, name)
+                    )
         self.sent: set[tuple[int, str]] = set()  # buffers
-        # Of parameters with these names, the values before they were taken to another dtype.
+        # Of parameters with these names, the values before they were taken to another
+        # dtype.
         self.kept_names: set[str] = set()
         self.float32: dict[str, Tensor] = {}
         kinds = _kinds(model)
         of_first = [kinds]
         dist.broadcast_object_list(of_first, src=0)
-        # A model without storage may have other dtypes, and others of its parameters may be frozen.
+        # A model without storage may have other dtypes, and others of its parameters
+        # may be frozen.
         self.kinds = of_first[0]
         if kinds.keys() != self.kinds.keys():
-            raise RuntimeError(f"{type(model).__name__}: the ranks built different models")
+            raise RuntimeError(
+                f"{type(model).__name__}: the ranks built different models"
+            )
         self.names = {
             (id(module), name): f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
@@ -42,7 +50,9 @@ class Sender:
         }
 
     def send(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        """Send all of `module` that has not been sent; floating-point parameters as `dtype`, None: as they are."""
+        """Send all of `module` that has not been sent; floating-point parameters as
+        `dtype`, None: as they are.
+        """
         for part in module.modules():
             for name, parameter in list(part._parameters.items()):
                 if parameter is None or id(parameter) not in self.places:
@@ -64,7 +74,9 @@ class Sender:
             for name, buffer in part._buffers.items():
                 if buffer is not None and (id(part), name) not in self.sent:
                     self.sent.add((id(part), name))
-                    part._buffers[name] = self._sent(buffer, self.kinds[self.names[id(part), name]][0])
+                    part._buffers[name] = self._sent(
+                        buffer, self.kinds[self.names[id(part), name]][0]
+                    )
 
     def _sent(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         if self.first:
@@ -78,5 +90,8 @@ class Sender:
 
 def _kinds(model: nn.Module) -> dict[str, tuple[torch.dtype, bool]]:
     """Return the dtype of each parameter and buffer, and whether it is trained."""
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
     return {name: (tensor.dtype, tensor.requires_grad) for name, tensor in tensors}

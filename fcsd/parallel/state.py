@@ -1,4 +1,5 @@
-"""What an exact continuation needs of weights and optimiser, in one layout for all engines and numbers of ranks.
+"""What an exact continuation needs of weights and optimiser, in one layout for all
+engines and numbers of ranks.
 
     state-00001-of-00008.safetensors   of each rank that writes; what is above 4 GB in …00008.1.safetensors and so on
         NAME                  (n,) the rank's part of a trained parameter, flat, as the optimiser has it (float32)
@@ -7,15 +8,18 @@
         metadata: `starts`    NAME -> where the part begins in the flattened parameter; `sizes` NAME -> its whole size
     optimizer.json            the settings of each parameter group, and what the optimiser counts (`step`)
 
-A rank's part is a run of the flattened parameter under every engine: all of it (copies; the first rank writes), the
-rows of FSDP2, the partition of ZeRO-3, the rank's own experts. So a checkpoint of one engine and number of ranks is
-read by any other: each rank reads the runs that it needs. Values are stored as they are: the same ranks continue to the
-last bit.
+A rank's part is a run of the flattened parameter under every engine: all of it (copies;
+the first rank writes), the rows of FSDP2, the partition of ZeRO-3, the rank's own
+experts. So a checkpoint of one engine and number of ranks is read by any other: each
+rank reads the runs that it needs. Values are stored as they are: the same ranks
+continue to the last bit.
 
-Frozen parameters are not stored; they are what the run began with. No pickle is written or read.
+Frozen parameters are not stored; they are what the run began with. No pickle is written
+or read.
 
-Not covered: nodes without a shared file system; optimisers whose state of a parameter is neither a number nor of the
-parameter's shape; ZeRO-3 with its optimiser on a disk (nvme).
+Not covered: nodes without a shared file system; optimisers whose state of a parameter
+is neither a number nor of the parameter's shape; ZeRO-3 with its optimiser on a disk
+(nvme).
 """
 
 from __future__ import annotations
@@ -37,7 +41,13 @@ from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
-from fcsd.parallel.parts import Part, compute_with, inner_optimizer, parts_of, writers_of
+from fcsd.parallel.parts import (
+    Part,
+    compute_with,
+    inner_optimizer,
+    parts_of,
+    writers_of,
+)
 from fcsd.parallel.ranks import Ranks
 
 OPTIMIZER = "optimizer.json"
@@ -56,8 +66,8 @@ class StateFile:
     metadata: dict[str, str]
 
     def copied(self, into: dict[str, Tensor]) -> StateFile:
-        """Return it with its numbers as they are now, in host memory: in the tensors of `into`, made where there are
-        none."""
+        """Return it with its numbers as they are now, in host memory: in the tensors of
+        `into`, made where there are none."""
         for key, run in self.runs.items():
             if key not in into:
                 into[key] = torch.empty_like(run, device="cpu")
@@ -65,22 +75,31 @@ class StateFile:
         return replace(self, runs={key: into[key] for key in self.runs})
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write it, and return what it has: `bytes` and `sha256`, of what was given to the disk.
+        """Write it, and return what it has: `bytes` and `sha256`, of what was given to
+        the disk.
 
-        safetensors' own writer gives no hash (a pass over the file would take as long again), and puts the header's
-        metadata in any order.
+        safetensors' own writer gives no hash (a pass over the file would take as long
+        again), and puts the header's metadata in any order.
         """
-        runs = dict(sorted(self.runs.items(), key=lambda item: -item[1].element_size()))  # aligned
+        # aligned
+        runs = dict(sorted(self.runs.items(), key=lambda item: -item[1].element_size()))
         header: dict[str, Any] = {"__metadata__": self.metadata}
         end = 0
         for name, run in runs.items():
             begin, end = end, end + run.nbytes
-            header[name] = {"dtype": _DTYPES[run.dtype], "shape": [*run.shape], "data_offsets": [begin, end]}
+            header[name] = {
+                "dtype": _DTYPES[run.dtype],
+                "shape": [*run.shape],
+                "data_offsets": [begin, end],
+            }
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         digest, number = hashlib.sha256(), 0
         with (folder / self.name).open("wb") as file:
-            for data in (memoryview(len(text).to_bytes(8, "little") + text), *map(_bytes_of, runs.values())):
+            for data in (
+                memoryview(len(text).to_bytes(8, "little") + text),
+                *map(_bytes_of, runs.values()),
+            ):
                 for start in range(0, len(data), _PIECE):
                     piece = data[start : start + _PIECE]
                     number += file.write(piece)
@@ -107,17 +126,21 @@ def state_files(
     weights_only: bool = False,
     average: Mapping[str, Tensor] | None = None,
 ) -> list[StateFile]:
-    """Return the files of this rank's part; their numbers are views of what is trained. All ranks call this.
+    """Return the files of this rank's part; their numbers are views of what is trained.
+    All ranks call this.
 
-    model: as it is trained, without DDP's or DeepSpeed's wrapper. optimizer: accelerate's, of that model.
-    weights_only: leave the optimiser's states out. average: of each trained parameter this rank's part, flat.
+    model: as it is trained, without DDP's or DeepSpeed's wrapper. optimizer:
+    accelerate's, of that model. weights_only: leave the optimiser's states out.
+    average: of each trained parameter this rank's part, flat.
     """
     parts = parts_of(model, optimizer, ranks)
     writers, index = writers_of(model, ranks)
     if index is None:
         return []
     path = Path(f"state-{index + 1:05}-of-{writers:05}.safetensors")
-    files = _cut(parts, {} if weights_only else inner_optimizer(optimizer).state, average or {})
+    files = _cut(
+        parts, {} if weights_only else inner_optimizer(optimizer).state, average or {}
+    )
     return [
         StateFile(
             _numbered(path, number).name,
@@ -133,21 +156,25 @@ def state_files(
 
 
 def write_weights(folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
-    """Write this rank's part of the weights below `folder`, a file at a time. All ranks call this; `check_state` tells
-    whether all have."""
+    """Write this rank's part of the weights below `folder`, a file at a time. All ranks
+    call this; `check_state` tells whether all have."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in state_files(model, optimizer, ranks, weights_only=True):
         file.copied({}).write(folder)
 
 
-def write_settings(folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
+def write_settings(
+    folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks
+) -> None:
     """Write what the optimiser has beside tensors: on the first rank; all call this."""
     parts, inner = parts_of(model, optimizer, ranks), inner_optimizer(optimizer)
     if not ranks.first:
         return
     counted = {
         part.name: {
-            key: float(value) for key, value in inner.state.get(part.slot, {}).items() if _is_number(value)
+            key: float(value)
+            for key, value in inner.state.get(part.slot, {}).items()
+            if _is_number(value)
         }
         for part in parts
     }
@@ -155,20 +182,30 @@ def write_settings(folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks)
         index: {k: v for k, v in group.items() if k not in ("params", PART_OF)}
         for index, group in _groups(inner)
     }
-    write_json(folder / OPTIMIZER, {"groups": list(groups.values()), "counted": counted})
+    write_json(
+        folder / OPTIMIZER, {"groups": list(groups.values()), "counted": counted}
+    )
 
 
 def _groups(inner: torch.optim.Optimizer) -> list[tuple[int, dict[str, Any]]]:
-    """Return (number of the group that it is part of, group): a group of one process is several where meshes differ."""
-    return [(group.get(PART_OF, i), group) for i, group in enumerate(inner.param_groups)]
+    """Return (number of the group that it is part of, group): a group of one process is
+    several where meshes differ.
+    """
+    return [
+        (group.get(PART_OF, i), group) for i, group in enumerate(inner.param_groups)
+    ]
 
 
 def schedule_state(scheduler: Any, optimizer: Any) -> dict[str, Any]:
-    """Return a learning-rate schedule's state, its lists with one entry for each parameter group of one process."""
+    """Return a learning-rate schedule's state, its lists with one entry for each
+    parameter group of one process.
+    """
     indices = [index for index, _ in _groups(inner_optimizer(optimizer))]
     state: dict[str, Any] = scheduler.state_dict()
     lists = {
-        key: dict(zip(indices, value, strict=True)) for key, value in state.items() if isinstance(value, list)
+        key: dict(zip(indices, value, strict=True))
+        for key, value in state.items()
+        if isinstance(value, list)
     }
     return state | {key: list(value.values()) for key, value in lists.items()}
 
@@ -176,7 +213,11 @@ def schedule_state(scheduler: Any, optimizer: Any) -> dict[str, Any]:
 def load_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> None:
     """Continue from `schedule_state`, whatever engine made it."""
     indices = [index for index, _ in _groups(inner_optimizer(optimizer))]
-    lists = {key: [value[i] for i in indices] for key, value in state.items() if isinstance(value, list)}
+    lists = {
+        key: [value[i] for i in indices]
+        for key, value in state.items()
+        if isinstance(value, list)
+    }
     scheduler.load_state_dict(state | lists)
 
 
@@ -209,14 +250,21 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def read_state(
-    folder: Path, model: nn.Module, optimizer: Any | None, ranks: Ranks, *, weights_only: bool = False
+    folder: Path,
+    model: nn.Module,
+    optimizer: Any | None,
+    ranks: Ranks,
+    *,
+    weights_only: bool = False,
 ) -> None:
-    """Continue from the files of a checkpoint, whatever engine and number of ranks wrote them. All ranks call this.
+    """Continue from the files of a checkpoint, whatever engine and number of ranks
+    wrote them. All ranks call this.
 
     optimizer: None where none was made yet; then weights only.
 
     Raises:
-        UserError: a file is missing or damaged, or the checkpoint is of other trainable parameters.
+        UserError: a file is missing or damaged, or the checkpoint is of other trainable
+            parameters.
     """
     parts = parts_of(model, optimizer, ranks)
     with ExitStack() as stack, torch.no_grad():
@@ -228,13 +276,17 @@ def read_state(
     compute_with(parts, optimizer)
 
 
-def read_average(folder: Path, model: nn.Module, optimizer: Any | None, ranks: Ranks) -> dict[str, Tensor]:
+def read_average(
+    folder: Path, model: nn.Module, optimizer: Any | None, ranks: Ranks
+) -> dict[str, Tensor]:
     """Return this rank's part of the average that a checkpoint holds; raises as `read_state`."""
     average = {}
     with ExitStack() as stack:
         stored = _Stored(folder, stack)
         for part in parts_of(model, optimizer, ranks):
-            run = torch.empty(part.stop - part.start, dtype=torch.float32, device=part.slot.device)
+            run = torch.empty(
+                part.stop - part.start, dtype=torch.float32, device=part.slot.device
+            )
             stored.read(f"{part.name}|{AVERAGE}", part, run)
             average[part.name] = run
     return average
@@ -246,13 +298,15 @@ def check_state(folder: Path) -> None:
         _Stored(folder, stack)
 
 
-def _read_optimizer(folder: Path, stored: _Stored, parts: list[Part], inner: torch.optim.Optimizer) -> None:
+def _read_optimizer(
+    folder: Path, stored: _Stored, parts: list[Part], inner: torch.optim.Optimizer
+) -> None:
     record = read_json(folder / OPTIMIZER)
     groups, own = record["groups"], _groups(inner)
     if len(groups) != (number := len({index for index, _ in own})):
         raise UserError(
-            f"{folder}: was written by an optimiser of {len(groups)} parameter groups, this one has"
-            f" {number}; remove the checkpoints to begin again"
+            f"{folder}: was written by an optimiser of {len(groups)} parameter groups,"
+            f" this one has {number}; remove the checkpoints to begin again"
         )
     on_device = False
     for index, group in own:
@@ -264,7 +318,9 @@ def _read_optimizer(folder: Path, stored: _Stored, parts: list[Part], inner: tor
         states = inner.state[part.slot]
         for key in stored.states(part.name):
             if key not in states:
-                states[key] = torch.zeros_like(part.slot, memory_format=torch.preserve_format).detach()
+                states[key] = torch.zeros_like(
+                    part.slot, memory_format=torch.preserve_format
+                ).detach()
             stored.read(f"{part.name}|{key}", part, part.of(states[key]))
         for key, value in counted.items():
             # Where torch's optimisers keep `step`.
@@ -279,11 +335,16 @@ class _Stored:
         self.folder = folder
         self.runs: dict[str, list[tuple[int, int, Any]]] = {}
         self.sizes: dict[str, int] = {}
-        files = {match[1]: match[2] for path in folder.glob("*") if (match := _FILE.fullmatch(path.name))}
+        files = {
+            match[1]: match[2]
+            for path in folder.glob("*")
+            if (match := _FILE.fullmatch(path.name))
+        }
         writers = int(next(iter(files.values()), 0))
         if not files or len(files) != writers:
             raise UserError(
-                f"{folder}: {len(files)} of {writers or 'at least 1'} state files are there; {_ADVICE}"
+                f"{folder}: {len(files)} of {writers or 'at least 1'} state files are"
+                f" there; {_ADVICE}"
             )
         for index in range(writers):
             path = folder / f"state-{index + 1:05}-of-{writers:05}.safetensors"
@@ -295,7 +356,9 @@ class _Stored:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); {_ADVICE}") from None
+            raise UserError(
+                f"{path}: cannot be read ({' '.join(str(error).split())}); {_ADVICE}"
+            ) from None
         metadata = file.metadata() or {}
         starts = json.loads(metadata.get("starts", "{}"))
         self.sizes |= json.loads(metadata.get("sizes", "{}"))
@@ -315,8 +378,9 @@ class _Stored:
         held = self.sizes[part.name] if name in self.runs else "no"
         if held != part.size:
             raise UserError(
-                f"{self.folder}: holds {held} numbers of '{name}', needed are {part.size};"
-                " it is the checkpoint of another model, or of other trainable parameters"
+                f"{self.folder}: holds {held} numbers of '{name}', needed are"
+                f" {part.size}; it is the checkpoint of another model, or of other"
+                " trainable parameters"
             )
         missing = part.stop - part.start
         for start, stop, file in self.runs[name]:
@@ -326,10 +390,14 @@ class _Stored:
                 into[begin - part.start : end - part.start].copy_(piece)
                 missing -= end - begin
         if missing:
-            raise UserError(f"{self.folder}: {missing} numbers of '{name}' are missing; {_ADVICE}")
+            raise UserError(
+                f"{self.folder}: {missing} numbers of '{name}' are missing; {_ADVICE}"
+            )
 
 
-_ADVICE = "the checkpoint is damaged: remove it, and the run goes on from the one before"
+_ADVICE = (
+    "the checkpoint is damaged: remove it, and the run goes on from the one before"
+)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,10 +1,12 @@
-"""Calibrate the converted model of a recipe, or of one of its variants: the stage between conversion and sweep.
+"""Calibrate the converted model of a recipe, or of one of its variants: the stage
+between conversion and sweep.
 
     partial/              what is not finished (`fcsd.training.calibration.checkpoint`)
     partial/result.json   the manifest's results and the fingerprints of `partial/model`, once that is whole
     model/                renamed from `partial/model` after that, before the manifest is written
 
-So a kill at any moment leaves a calibration that continues, or one of which only the last renames are missing.
+So a kill at any moment leaves a calibration that continues, or one of which only the
+last renames are missing.
 """
 
 import os
@@ -26,13 +28,20 @@ from fcsd.pipeline.rows import data_inputs, exclusions, training_rows
 from fcsd.planning.layers.first import tell_first_layers
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import Recipe
-from fcsd.training.calibration.checkpoint import calibratable, calibrate_checkpoint, split_rows
+from fcsd.training.calibration.checkpoint import (
+    calibratable,
+    calibrate_checkpoint,
+    split_rows,
+)
 
 _RESULT = "result.json"
 
 
-def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = "data.on_bad_row") -> Stage:
-    """Leave the converted model with calibrated weights; a variant with the same settings shares the main one's.
+def calibrate(
+    run: Run, variant: str | None = None, *, on_bad_row: str | None = "data.on_bad_row"
+) -> Stage:
+    """Leave the converted model with calibrated weights; a variant with the same
+    settings shares the main one's.
 
     on_bad_row: see `fcsd.data.bad_rows.BadRows`.
     """
@@ -52,10 +61,12 @@ def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = 
             results = whole["results"]
             done = f"{results['tokens']:,} tokens, {len(results['layers'])} layers"
             measured = (
-                calibration_kl_text(results["kl"]) or "too few to leave some out and measure the KL on them"
+                calibration_kl_text(results["kl"])
+                or "too few to leave some out and measure the KL on them"
             )
             print(f"calibrate: {done}; {measured}", file=sys.stderr)
-    launch.ranks.from_first(lambda: discard_folder(partial))  # also what a kill left of a finished one
+    # also what a kill left of a finished one
+    launch.ranks.from_first(lambda: discard_folder(partial))
     return stage
 
 
@@ -63,7 +74,10 @@ def _stage(run: Run, folder: Path) -> Stage:
     """Return the calibration of a run, or of its variant, as a stage in a folder."""
     recipe = run.recipe
     if recipe.calibration is None:
-        raise UserError(f"recipe {recipe.name}: has no `calibration` section; add one (see docs/convert.md)")
+        raise UserError(
+            f"recipe {recipe.name}: has no `calibration` section; add one (see"
+            " docs/convert.md)"
+        )
     inputs = run.launch.ranks.from_first(
         lambda: run.original.fingerprints("original") | data_inputs(recipe.data, run)
     )
@@ -71,10 +85,14 @@ def _stage(run: Run, folder: Path) -> Stage:
 
 
 def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
-    """Leave the calibrated model in the stage's `partial/model`; return what the manifest says of it."""
+    """Leave the calibrated model in the stage's `partial/model`; return what the
+    manifest says of it.
+    """
     recipe, section = run.recipe, run.recipe.calibration
     assert section is not None
-    rows = training_rows(recipe.data, run.tokenizer, run, on_bad_row=on_bad_row, apart_in=run.original)
+    rows = training_rows(
+        recipe.data, run.tokenizer, run, on_bad_row=on_bad_row, apart_in=run.original
+    )
     if run.launch.first:
         tell_examples(rows, "text")
     width = run.original.load_config().get_text_config().hidden_size
@@ -99,9 +117,11 @@ def _note_whole(partial: Path, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(partial: Path, model: Path) -> dict[str, Any] | None:
-    """Return what `_note_whole` noted of a model that is still there, here or under its last name; else None.
+    """Return what `_note_whole` noted of a model that is still there, here or under its
+    last name; else None.
 
-    A note without its model is removed with all that belongs to it: the calibration begins anew.
+    A note without its model is removed with all that belongs to it: the calibration
+    begins anew.
     """
     if not (partial / _RESULT).is_file():
         return None
@@ -110,7 +130,10 @@ def _whole(partial: Path, model: Path) -> dict[str, Any] | None:
     with suppress(UserError):
         if model_outputs(place) == note["outputs"]:
             return note
-    print(f"calibrate: {place}: is not the model that was calibrated, beginning again", file=sys.stderr)
+    print(
+        f"calibrate: {place}: is not the model that was calibrated, beginning again",
+        file=sys.stderr,
+    )
     discard_folder(partial)
     return None
 
@@ -122,7 +145,9 @@ def _rename(partial: Path, model: Path) -> None:
 
 
 def calibrated_start(run: Run, variant: str | None) -> ModelFolder | None:
-    """Return the calibrated checkpoint that a distillation starts from, made if need be; None where it does not."""
+    """Return the calibrated checkpoint that a distillation starts from, made if need
+    be; None where it does not.
+    """
     one = run.variant(variant)
     if not one.recipe.starts_calibrated:
         return None
@@ -130,26 +155,44 @@ def calibrated_start(run: Run, variant: str | None) -> ModelFolder | None:
 
 
 def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
-    """Calibrate the model of a recipe that has nothing else to do, and leave it in `out`, with the stage's manifest.
+    """Calibrate the model of a recipe that has nothing else to do, and leave it in
+    `out`, with the stage's manifest.
 
-    The recipe's own folder holds what is not finished; it is removed at the end. UserError where `out` exists, unless
-    it is this calibration, finished before.
+    The recipe's own folder holds what is not finished; it is removed at the end.
+    UserError where `out` exists, unless it is this calibration, finished before.
     """
     run = Run(recipe, launch)
-    if launch.ranks.from_first(lambda: (out / "manifest.json").is_file()) and _is_of(_stage(run, out)):
+    if launch.ranks.from_first(lambda: (out / "manifest.json").is_file()) and _is_of(
+        _stage(run, out)
+    ):
         if launch.first:
             print(f"calibrate: finished before, in {out}", file=sys.stderr)
         launch.ranks.from_first(lambda: _discard_work(run))
         return
-    if launch.ranks.from_first(lambda: out.exists() and not (out.is_dir() and is_empty(out))):
-        raise UserError(f"{out}: exists and is not empty; choose another destination or remove it first")
+    if launch.ranks.from_first(
+        lambda: out.exists() and not (out.is_dir() and is_empty(out))
+    ):
+        raise UserError(
+            f"{out}: exists and is not empty; choose another destination or remove it"
+            " first"
+        )
     check_folder_place(out)
-    check_folder_place(recipe.folder, run.layout.calibration(MAIN).parent.name, "unfinished calibration")
+    check_folder_place(
+        recipe.folder,
+        run.layout.calibration(MAIN).parent.name,
+        "unfinished calibration",
+    )
     checkpoint = calibratable(run.original)
     if launch.first:
         assert checkpoint.family is not None
         wired = recipe.connectivity.spec()
-        tell_first_layers(wired, run.original.load_config(), checkpoint.family, "--layers", recipe.model_path)
+        tell_first_layers(
+            wired,
+            run.original.load_config(),
+            checkpoint.family,
+            "--layers",
+            recipe.model_path,
+        )
     stage = calibrate(run, on_bad_row=None)
 
     def leave() -> None:
@@ -166,15 +209,20 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
 
 
 def _is_of(stage: Stage) -> bool:
-    """Tell whether the manifest in a folder is that of this stage, with the same settings and inputs."""
-    with suppress(UserError, KeyError, TypeError, ValueError):  # a manifest of something else
+    """Tell whether the manifest in a folder is that of this stage, with the same
+    settings and inputs.
+    """
+    # a manifest of something else
+    with suppress(UserError, KeyError, TypeError, ValueError):
         stage.refuse_difference(read_manifest(stage.folder))
         return True
     return False
 
 
 def _discard_work(run: Run) -> None:
-    """Remove the folder of a calibration whose model has left it, and what kills left of such ones."""
+    """Remove the folder of a calibration whose model has left it, and what kills left
+    of such ones.
+    """
     if (run.layout.calibration(MAIN).parent).is_dir() or not run.layout.root.exists():
         discard_folder(run.layout.root)
 
@@ -184,6 +232,10 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         return {}
     return {
         **recipe.model_dump(mode="json", include={"model", "connectivity", "seed"}),
-        "calibration": recipe.calibration.model_dump(mode="json", exclude={"starts_training"}),
-        "data": recipe.data.model_dump(mode="json", exclude={"heldout", "heldout_examples", "loss_on"}),
+        "calibration": recipe.calibration.model_dump(
+            mode="json", exclude={"starts_training"}
+        ),
+        "data": recipe.data.model_dump(
+            mode="json", exclude={"heldout", "heldout_examples", "loss_on"}
+        ),
     }

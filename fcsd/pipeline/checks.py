@@ -1,7 +1,8 @@
-"""Refuse, before the first model is loaded, what recipe, launch and machine rule out and would end a run hours later.
+"""Refuse, before the first model is loaded, what recipe, launch and machine rule out
+and would end a run hours later.
 
-Not covered: what only all of the data say (templates, lengths), and columns of data on the Hub; a stage checks those
-when it begins.
+Not covered: what only all of the data say (templates, lengths), and columns of data on
+the Hub; a stage checks those when it begins.
 """
 
 import sys
@@ -36,21 +37,29 @@ from fcsd.planning.layers.first import tell_first_layers
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import TaskStoppingConfig
 from fcsd.steering.routing.placement import contiguous
-from fcsd.training.arguments import check_reporters, micro_batches, refuse_what_cannot_be_sharded
+from fcsd.training.arguments import (
+    check_reporters,
+    micro_batches,
+    refuse_what_cannot_be_sharded,
+)
 from fcsd.training.calibration.checkpoint import calibratable
 from fcsd.training.config import TrainConfig
 
 
 def check_run(run: Run) -> None:
-    """Check everything that `fcsd run` will do and has not done yet. All ranks call this.
+    """Check everything that `fcsd run` will do and has not done yet. All ranks call
+    this.
 
     Raises:
-        UserError: a batch that cannot be cut, a tracker that is not installed, data that are not there, layers that the
-            model does not have, a sandbox that is too weak, settings that the launch does not support.
+        UserError: a batch that cannot be cut, a tracker that is not installed, data
+            that are not there, layers that the model does not have, a sandbox that is
+            too weak, settings that the launch does not support.
     """
     recipe, layout, pretraining = run.recipe, run.layout, run.recipe.pretrain
     if pretraining is not None and _unfinished(layout.pretrain):
-        check_settings(pretraining.train, pretraining.data, run.launch.with_copies(), "pretrain.")
+        check_settings(
+            pretraining.train, pretraining.data, run.launch.with_copies(), "pretrain."
+        )
         config = model_config(pretraining.config)
         family = family_of(config)
         check_rows_fit(run, config, pretraining.data.max_length, "pretrain.")
@@ -65,10 +74,19 @@ def check_run(run: Run) -> None:
     for name in (None, *recipe.variants):
         one, where = run.variant(name), f"variants.{name}: " if name is not None else ""
         if _unfinished(layout.stage(name or MAIN)):
-            changed = name is not None and "train.batch_size_tokens" in recipe.variants[name]
+            changed = (
+                name is not None and "train.batch_size_tokens" in recipe.variants[name]
+            )
             by_sweep = recipe.sweep is not None and not changed
             try:
-                check_training(one, recipe.sweep.batch_size_tokens if recipe.sweep and by_sweep else None)
+                check_training(
+                    one,
+                    (
+                        recipe.sweep.batch_size_tokens
+                        if recipe.sweep and by_sweep
+                        else None
+                    ),
+                )
                 _check_layers(one.recipe.connectivity, mask)
             except UserError as error:
                 raise UserError(f"{where}{error}") from None
@@ -89,20 +107,33 @@ def check_run(run: Run) -> None:
 
 
 def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
-    """Check the distillation of a recipe, with batches of these numbers of tokens; None: its own."""
+    """Check the distillation of a recipe, with batches of these numbers of tokens;
+    None: its own.
+    """
     recipe, launch = run.recipe, run.launch
     if recipe.lora is not None and launch.engine.shards:
         raise UserError(
-            "lora: adapters on weights that are sharded over ranks are not supported; launch data parallel copies"
+            "lora: adapters on weights that are sharded over ranks are not supported;"
+            " launch data parallel copies"
         )
-    if recipe.pretrain is None and (reason := why_not_trained(run.original.checkpoint.quantisation)):
+    if recipe.pretrain is None and (
+        reason := why_not_trained(run.original.checkpoint.quantisation)
+    ):
         raise UserError(f"{run.original.config.path}: {reason}")
-    by_heldout_kl = recipe.early_stopping is not None and recipe.early_stopping.metric == "heldout_kl"
-    refuse_what_cannot_be_sharded(recipe.train, recipe.objective, launch.engine, by_heldout_kl=by_heldout_kl)
-    if recipe.pretrain is None or not _unfinished(run.layout.pretrain):  # else its config was looked at
+    by_heldout_kl = (
+        recipe.early_stopping is not None
+        and recipe.early_stopping.metric == "heldout_kl"
+    )
+    refuse_what_cannot_be_sharded(
+        recipe.train, recipe.objective, launch.engine, by_heldout_kl=by_heldout_kl
+    )
+    # else its config was looked at
+    if recipe.pretrain is None or not _unfinished(run.layout.pretrain):
         check_rows_fit(run, run.original, recipe.data.max_length)
     if recipe.teacher is not None and recipe.teacher.path is not None:
-        check_rows_fit(run, run.teacher, recipe.data.max_length, model_key="teacher.path")
+        check_rows_fit(
+            run, run.teacher, recipe.data.max_length, model_key="teacher.path"
+        )
     for tokens in batches or [recipe.train.batch_size_tokens]:
         train = recipe.train.model_copy(update={"batch_size_tokens": tokens})
         check_settings(train, recipe.data, launch)
@@ -117,7 +148,9 @@ def check_rows_fit(
     where: str = "",
     model_key: str = "model",
 ) -> None:
-    """Check rows against the positions of a model, once in a run; `where` is what the key begins with."""
+    """Check rows against the positions of a model, once in a run; `where` is what the
+    key begins with.
+    """
     key = f"{where}data.max_length"
     run.once(
         ("positions", key, model_key, max_length),
@@ -126,11 +159,12 @@ def check_rows_fit(
 
 
 def check_overlap(run: Run) -> None:
-    """Check what the launch is to overlap against the model; on the first rank, say where less of it will.
+    """Check what the launch is to overlap against the model; on the first rank, say
+    where less of it will.
 
     Raises:
-        UserError: --expert-parallel does not divide the experts; --overlap for a model, a transformers or an
-            environment that cannot.
+        UserError: --expert-parallel does not divide the experts; --overlap for a model,
+            a transformers or an environment that cannot.
     """
     engine, folder = run.launch.engine, run.original.folder
     if not engine.spreads_experts:
@@ -139,7 +173,8 @@ def check_overlap(run: Run) -> None:
     experts, _ = expert_counts(text_config(config, family))
     if isinstance(experts, int) and experts % engine.expert_parallel:
         raise UserError(
-            f"--expert-parallel {engine.expert_parallel}: does not divide the {experts} experts of {folder}; change it"
+            f"--expert-parallel {engine.expert_parallel}: does not divide the {experts}"
+            f" experts of {folder}; change it"
         )
     if engine.overlap != "off":
         check_transformers()
@@ -151,22 +186,38 @@ def check_overlap(run: Run) -> None:
     ):
         reason = "connectivity.layers rewires no MoE layer"
     if reason is not None and engine.overlap in ("full", "forward"):
-        raise UserError(f"--overlap {engine.overlap}: {folder} cannot: {reason}; leave --overlap out")
+        raise UserError(
+            f"--overlap {engine.overlap}: {folder} cannot: {reason}; leave"
+            " --overlap out"
+        )
     if reason is not None and engine.overlap is None and run.launch.first:
         print(f"overlap: off: {reason}", file=sys.stderr)
-    if reason is None and run.recipe.objective.l2_coefficient is not None and run.launch.first:
+    if (
+        reason is None
+        and run.recipe.objective.l2_coefficient is not None
+        and run.launch.first
+    ):
         print(
-            "overlap: layers whose streams objective l2 compares wait for their own combine", file=sys.stderr
+            "overlap: layers whose streams objective l2 compares wait for their own"
+            " combine",
+            file=sys.stderr,
         )
 
 
-def check_settings(train: TrainConfig, data: DataConfig, launch: Launch, where: str = "") -> None:
-    """Check a `train` section and the `data` section beside it; `where` is what their keys begin with."""
+def check_settings(
+    train: TrainConfig, data: DataConfig, launch: Launch, where: str = ""
+) -> None:
+    """Check a `train` section and the `data` section beside it; `where` is what their
+    keys begin with.
+    """
     try:
         check_precision(train, launch.engine)
         check_reporters(train)
         micro_batches(train, data.max_length, launch.ranks.size)
-        for source in [*data.train, *([data.heldout] if data.heldout is not None else [])]:
+        for source in [
+            *data.train,
+            *([data.heldout] if data.heldout is not None else []),
+        ]:
             check_source(source)
     except UserError as error:
         raise UserError(f"{where}{error}") from None
@@ -176,9 +227,12 @@ def model_config(config: dict[str, Any]) -> PreTrainedConfig:
     """Return transformers' configuration of the model to pre-train.
 
     Raises:
-        UserError: a model type that transformers or fcsd does not know, a dense model, a value that does not fit.
+        UserError: a model type that transformers or fcsd does not know, a dense model,
+            a value that does not fit.
     """
-    raw = {key: value for key, value in config.items() if key != "experts_implementation"}
+    raw = {
+        key: value for key, value in config.items() if key != "experts_implementation"
+    }
     try:
         # transformers would answer with a list of hundreds of model types
         family = family_of({"model_type": config["model_type"]})
@@ -213,7 +267,9 @@ def _check_evaluation(run: Run) -> None:
     for row in run.suite.tasks:
         dataset_location(row, run.data_root)
     if any(row.kind == "code" for row in run.suite.tasks):
-        run.launch.ranks.from_first(lambda: _start_sandbox(evaluation.allow_weak_sandbox))
+        run.launch.ranks.from_first(
+            lambda: _start_sandbox(evaluation.allow_weak_sandbox)
+        )
 
 
 def _start_sandbox(allow_weak_sandbox: bool) -> None:

@@ -1,4 +1,5 @@
-"""What the stages of one run share: recipe, launch, and everything that is looked up once for all of them.
+"""What the stages of one run share: recipe, launch, and everything that is looked up
+once for all of them.
 
 run = Run(recipe, join_launch())
 run.original.folder, run.original.weights, run.tokenizer, run.layout.report
@@ -29,12 +30,15 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe in a launch. What was looked up stays, also where `recipe` is replaced by a variant of it."""
+    """A recipe in a launch. What was looked up stays, also where `recipe` is replaced
+    by a variant of it.
+    """
 
     recipe: Recipe
     launch: Launch
     progress: Progress | None = None  # of `fcsd run`, on the first rank
-    before: Recipe | None = None  # which this one is a variant of, or was before its sweep had chosen
+    # which this one is a variant of, or was before its sweep had chosen
+    before: Recipe | None = None
     _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -53,13 +57,16 @@ class Run:
             self.progress.start(stage)
 
     def variant(self, name: str | None) -> Run:
-        """Return the run of one of the recipe's variants (UserError: there is none of this name); None: this run."""
+        """Return the run of one of the recipe's variants (UserError: there is none of
+        this name); None: this run.
+        """
         recipe = self.recipe
         if name is None:
             return self
         if name not in recipe.variants:
             raise UserError(
-                f"recipe {recipe.name}: has no variant '{name}'; allowed: {', '.join(recipe.variants) or 'none'}"
+                f"recipe {recipe.name}: has no variant '{name}'; allowed:"
+                f" {', '.join(recipe.variants) or 'none'}"
             )
         return replace(self, recipe=recipe.variant(name), before=self.whole)
 
@@ -104,18 +111,28 @@ class Run:
         original = self.original
         return self.once(
             "tokenizer",
-            lambda: load_tokenizer(original.folder, trust_remote_code=original.config.trust_remote_code),
+            lambda: load_tokenizer(
+                original.folder, trust_remote_code=original.config.trust_remote_code
+            ),
         )
 
     @property
     def studies_layers(self) -> bool:
-        """Whether the recipe's layer study can run in this launch: it rewires whole copies of the model."""
-        return self.recipe.evaluation.layer_study is not None and not self.launch.engine.shards
+        """Whether the recipe's layer study can run in this launch: it rewires whole
+        copies of the model.
+        """
+        return (
+            self.recipe.evaluation.layer_study is not None
+            and not self.launch.engine.shards
+        )
 
     def models(self) -> dict[str, Path]:
         """Return every model of the run that exists, by its name in the report."""
         original, *names = self.recipe.model_names
-        folders = {original: self.original.folder, **{name: self.layout.model(name) for name in names}}
+        folders = {
+            original: self.original.folder,
+            **{name: self.layout.model(name) for name in names},
+        }
         return {name: path for name, path in folders.items() if path.is_dir()}
 
     def model(self, name: str) -> ModelFolder:
@@ -123,4 +140,6 @@ class Run:
         if name == "original":
             return self.original
         folder = self.layout.model(name)
-        return ModelFolder(self.original.config.model_copy(update={"path": str(folder)}), folder)
+        return ModelFolder(
+            self.original.config.model_copy(update={"path": str(folder)}), folder
+        )

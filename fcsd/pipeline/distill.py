@@ -41,8 +41,13 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     """Choose batch size, then learning rate; fill_cache as in `distill`."""
     recipe, launch, folder = run.recipe, run.launch, run.layout.sweep
     if recipe.sweep is None:
-        raise UserError(f"recipe {recipe.name}: has no `sweep` section; add one (see docs/recipes.md)")
-    settings = _training_settings(recipe) | {"sweep": recipe.sweep.model_dump(mode="json")}
+        raise UserError(
+            f"recipe {recipe.name}: has no `sweep` section; add one (see"
+            " docs/recipes.md)"
+        )
+    settings = _training_settings(recipe) | {
+        "sweep": recipe.sweep.model_dump(mode="json")
+    }
     inputs = launch.ranks.from_first(lambda: _training_inputs(run))
     stage = Stage(folder, "sweep", settings, inputs, may_change(recipe.train))
     if launch.begin(stage) == "finished":
@@ -55,7 +60,9 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     teacher = _teacher(run, rows, fill=fill_cache)
 
     def candidate_run(candidate: Candidate, settings: TrainConfig, place: Path) -> None:
-        description = f"sweep {candidate.batch_size_tokens} tok, lr {candidate.learning_rate:g}"
+        description = (
+            f"sweep {candidate.batch_size_tokens} tok, lr {candidate.learning_rate:g}"
+        )
         training = _training_run(run, place, description, teacher, rows, start)
         train(replace(training, train=settings, save_model=False, remaining=None))
 
@@ -82,15 +89,19 @@ def _tell_choice(result: dict[str, Any], launch: Launch) -> None:
 
 
 def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -> Stage:
-    """Distil the main model of a recipe, or one of its variants; uses the choice of the sweep when there is one.
+    """Distil the main model of a recipe, or one of its variants; uses the choice of the
+    sweep when there is one.
 
     fill_cache: compute what a teacher cache lacks, where the recipe has one.
     """
     run.variant(variant)  # a wrong name is refused before a sweep that is missing
     whole, run = run, _with_sweep(run).variant(variant)
     recipe, launch, folder = run.recipe, run.launch, run.layout.stage(variant or MAIN)
-    inputs = launch.ranks.from_first(lambda: _training_inputs(run))  # hashes of all weights and data: once
-    stage = Stage(folder, "distill", _training_settings(recipe), inputs, may_change(recipe.train))
+    # hashes of all weights and data: once
+    inputs = launch.ranks.from_first(lambda: _training_inputs(run))
+    stage = Stage(
+        folder, "distill", _training_settings(recipe), inputs, may_change(recipe.train)
+    )
     if launch.begin(stage) == "finished":
         remove_checkpoints(folder, launch)
         return stage
@@ -98,11 +109,15 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     check_overlap(run)
     start = calibrated_start(whole, variant)
     if not recipe.train.max_steps:
-        launch.finish(stage, _leave_start(run, start, folder / "model"), folder / "model")
+        launch.finish(
+            stage, _leave_start(run, start, folder / "model"), folder / "model"
+        )
         return stage
     rows = training_rows(recipe.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
-    training = _training_run(run, folder, f"distil {variant or MAIN}", teacher, rows, start)
+    training = _training_run(
+        run, folder, f"distil {variant or MAIN}", teacher, rows, start
+    )
     with early_stopping(run) as (stopper, score):
         results = train(replace(training, stopper=stopper, score=score))
     launch.finish(stage, results | exclusions(rows, folder, launch), folder / "model")
@@ -116,12 +131,19 @@ def _leave_start(run: Run, start: ModelFolder | None, folder: Path) -> dict[str,
     def leave() -> dict[str, Any]:
         if start is None:
             if not folder.is_dir():
-                convert_checkpoint(run.original.folder, folder, run.recipe.connectivity.spec())
+                convert_checkpoint(
+                    run.original.folder, folder, run.recipe.connectivity.spec()
+                )
             return {"steps": 0}
         all_files(start.folder)  # refuses links to others'
         with new_folder(folder) as new:
-            shutil.copytree(start.folder, new, copy_function=_copy_or_link, dirs_exist_ok=True)
-        return {"steps": 0, "tokens": read_manifest(start.folder.parent)["results"]["tokens"]}
+            shutil.copytree(
+                start.folder, new, copy_function=_copy_or_link, dirs_exist_ok=True
+            )
+        return {
+            "steps": 0,
+            "tokens": read_manifest(start.folder.parent)["results"]["tokens"],
+        }
 
     return run.launch.ranks.from_first(leave)
 
@@ -131,8 +153,11 @@ def _copy_or_link(source: str, destination: str) -> None:
     copy(Path(source), Path(destination))
 
 
-def cache_teacher(run: Run, variant: str | None, output: Path | None, *, verify: bool = False) -> Path:
-    """Fill the teacher cache of a recipe's sweep and main distillation, or of one of its variants; return its folder.
+def cache_teacher(
+    run: Run, variant: str | None, output: Path | None, *, verify: bool = False
+) -> Path:
+    """Fill the teacher cache of a recipe's sweep and main distillation, or of one of
+    its variants; return its folder.
 
     verify: then read all of it and compare it with its checksums.
     """
@@ -140,7 +165,8 @@ def cache_teacher(run: Run, variant: str | None, output: Path | None, *, verify:
     recipe = run.recipe
     if recipe.teacher is None:
         raise UserError(
-            f"objective {recipe.objective.name!r} compares with no teacher; there is nothing to cache"
+            f"objective {recipe.objective.name!r} compares with no teacher; there is"
+            " nothing to cache"
         )
     folder = output or Path(recipe.teacher.cache or run.layout.teacher_cache)
     rows = training_rows(recipe.data, run.tokenizer, run)
@@ -155,15 +181,19 @@ def _with_sweep(run: Run) -> Run:
         return run
     if not (manifest := read_manifest(run.layout.sweep)):
         raise UserError(
-            f"{run.layout.sweep}: the sweep is not finished; run `fcsd sweep` first, or set sweep to null"
+            f"{run.layout.sweep}: the sweep is not finished; run `fcsd sweep` first, or"
+            " set sweep to null"
         )
     inputs = run.launch.ranks.from_first(lambda: _training_inputs(run))
     if changes := differences(manifest["inputs"], inputs):
         raise UserError(
-            f"{run.layout.sweep}: the sweep read something else than this training would ({'; '.join(changes[:3])});"
-            " choose another output folder, or remove this folder to run the sweep again"
+            f"{run.layout.sweep}: the sweep read something else than this training"
+            f" would ({'; '.join(changes[:3])}); choose another output folder, or"
+            " remove this folder to run the sweep again"
         )
-    return replace(run, recipe=with_choice(run.recipe, manifest["results"]), before=run.whole)
+    return replace(
+        run, recipe=with_choice(run.recipe, manifest["results"]), before=run.whole
+    )
 
 
 def write_ready_recipe(recipe: Recipe, result: dict[str, Any], folder: Path) -> None:
@@ -174,10 +204,15 @@ def write_ready_recipe(recipe: Recipe, result: dict[str, Any], folder: Path) -> 
 
 
 def with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
-    """Return the recipe with the batch size and learning rate that its sweep chose, and the steps that follow."""
+    """Return the recipe with the batch size and learning rate that its sweep chose, and
+    the steps that follow.
+    """
     raw = recipe.dump()
     batch = result["batch_size_tokens"]
-    raw["train"] |= {"batch_size_tokens": batch, "learning_rate": result["learning_rate"]}
+    raw["train"] |= {
+        "batch_size_tokens": batch,
+        "learning_rate": result["learning_rate"],
+    }
     raw["train"]["max_steps"] = recipe.steps_with(batch)
     return validate(Recipe, raw, f"recipe {recipe.name}, with the choice of its sweep")
 
@@ -186,7 +221,11 @@ def with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
 
 
 def _teacher(run: Run, rows: Any, *, fill: bool) -> PreTrainedModel | Teacher | None:
-    return load_teacher(_teacher_source(run, rows), fill=fill) if run.recipe.teacher is not None else None
+    return (
+        load_teacher(_teacher_source(run, rows), fill=fill)
+        if run.recipe.teacher is not None
+        else None
+    )
 
 
 def _teacher_source(run: Run, rows: Any) -> TeacherSource:
@@ -211,14 +250,21 @@ def _training_run(
     rows: Any,
     start: ModelFolder | None,
 ) -> TrainingRun:
-    """Describe a training with a fresh student; `teacher` as `load_teacher` gives it, `start` as `calibrated_start`."""
+    """Describe a training with a fresh student; `teacher` as `load_teacher` gives it,
+    `start` as `calibrated_start`.
+    """
     recipe = run.recipe
     student = load_for_launch(
-        start or run.original, run.launch, recipe.connectivity.spec(), bf16=recipe.train.bf16
+        start or run.original,
+        run.launch,
+        recipe.connectivity.spec(),
+        bf16=recipe.train.bf16,
     )
     adapters = None
     if recipe.lora is not None:
-        adapters = add_adapters(student, recipe.lora, recipe.seed, dtype_of(recipe.train.dtype))
+        adapters = add_adapters(
+            student, recipe.lora, recipe.seed, dtype_of(recipe.train.dtype)
+        )
         if recipe.teacher is not None and recipe.teacher.backend == "adapter_off":
             teacher = AdapterOffTeacher(student)
     return TrainingRun(
@@ -241,7 +287,8 @@ def _training_run(
 
 def _training_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the part of the recipe that the result of a training depends on."""
-    # All back-ends of a teacher give the same numbers: a run may go on with another one. Its checkpoint is an input.
+    # All back-ends of a teacher give the same numbers: a run may go on with another
+    # one. Its checkpoint is an input.
     settings = recipe.model_dump(
         mode="json",
         include={"model", "data", "train", "connectivity", "objective", "lora", "seed"},
@@ -256,6 +303,7 @@ def _training_inputs(run: Run) -> dict[str, Any]:
     recipe = run.recipe
     inputs = run.original.fingerprints("original") | data_inputs(recipe.data, run)
     if recipe.teacher is not None and recipe.teacher.path is not None:
-        known = run.teacher.fingerprints("teacher")  # what it encodes is compared with what the student does
+        # what it encodes is compared with what the student does
+        known = run.teacher.fingerprints("teacher")
         inputs |= {name: known[name] for name in ("teacher", "teacher/config.json")}
     return inputs | scored_data(run)

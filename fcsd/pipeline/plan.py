@@ -1,4 +1,6 @@
-"""A plan from files: cluster, links, measured times, a layer study; and the figure which conversion is worth it."""
+"""A plan from files: cluster, links, measured times, a layer study; and the figure
+which conversion is worth it.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +14,12 @@ from fcsd.planning.cost.measured import Times, measured_times, read_times
 from fcsd.planning.cost.plan import plan
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
 from fcsd.planning.cost.times import plan_times
-from fcsd.planning.layers.points import has_calibrated, point_loss, selection_text, study_metric
+from fcsd.planning.layers.points import (
+    has_calibrated,
+    point_loss,
+    selection_text,
+    study_metric,
+)
 from fcsd.planning.layers.study import read_study
 from fcsd.report.study_plots import plot_worth
 from fcsd.steering.network.links import read_links
@@ -29,25 +36,33 @@ def plan_from_files(
     metric: str | None = None,
     figure: Path | None = None,
 ) -> dict[str, Any]:
-    """Return what `fcsd.planning.cost.plan.plan` does, with measured times in the roofline's place, and a study beside
-    it.
+    """Return what `fcsd.planning.cost.plan.plan` does, with measured times in the
+    roofline's place, and a study beside it.
 
     Raises:
-        UserError: what `prepare`, `plan` and the readers of these files refuse; a figure without a study; a study of
-            another number of layers.
+        UserError: what `prepare`, `plan` and the readers of these files refuse; a
+            figure without a study; a study of another number of layers.
     """
     for name, value in (("figure", figure), ("metric", metric)):
         if value is not None and study is None:
             raise UserError(
-                f"--{name}: of speed-up against quality, so it needs --study (a folder of `fcsd layers`)"
+                f"--{name}: of speed-up against quality, so it needs --study (a folder"
+                " of `fcsd layers`)"
             )
     if links is not None and measured is not None:
-        raise UserError("--links and --measured are both given; measured times have the exchanges in them")
+        raise UserError(
+            "--links and --measured are both given; measured times have the exchanges"
+            " in them"
+        )
     if routing is not None and measured is not None:
-        raise UserError("--routing and --measured are both given; measured times have the routing in them")
+        raise UserError(
+            "--routing and --measured are both given; measured times have the routing"
+            " in them"
+        )
     if routing is not None and "imbalance" in settings.assumptions:
         raise UserError(
-            "--routing and assumptions.imbalance of the cluster file are both given; leave one out"
+            "--routing and assumptions.imbalance of the cluster file are both given;"
+            " leave one out"
         )
     known = None if links is None else read_links(links)
     times = None if measured is None else read_times(measured)
@@ -63,22 +78,34 @@ def plan_from_files(
 
 
 def _imbalance(folder: Path, planned: Planned) -> float:
-    """Return how uneven the ranks of a plan are by the loads of a routing study (`fcsd routing`); UserError where there
-    is none, or one of another model.
+    """Return how uneven the ranks of a plan are by the loads of a routing study (`fcsd
+    routing`); UserError where there is none, or one of another model.
     """
     study = read_json(folder / "routing.json")
     try:
         facts = study["models"][0]
-        layers, num_experts, top_k = facts["layers"], facts["num_experts"], facts["top_k"]
-        loads = np.asarray(facts["counts"]).sum(1)  # [L, N, E], summed over where the tokens are
+        layers, num_experts, top_k = (
+            facts["layers"],
+            facts["num_experts"],
+            facts["top_k"],
+        )
+        # [L, N, E], summed over where the tokens are
+        loads = np.asarray(facts["counts"]).sum(1)
     except (LookupError, TypeError, ValueError):
-        raise UserError(f"{folder}: holds no routing study; `fcsd routing` writes one") from None
+        raise UserError(
+            f"{folder}: holds no routing study; `fcsd routing` writes one"
+        ) from None
     work = planned.work
-    own = [k for k, moe in enumerate(work.moe) if moe], work.num_experts, work.experts_per_token
+    own = (
+        [k for k, moe in enumerate(work.moe) if moe],
+        work.num_experts,
+        work.experts_per_token,
+    )
     if (layers, num_experts, top_k) != own:
         raise UserError(
-            f"{folder}: a routing study of {len(layers)} MoE layers, top {top_k} of {num_experts} experts, the model"
-            f" has {len(own[0])}, top {own[2]} of {own[1]}"
+            f"{folder}: a routing study of {len(layers)} MoE layers, top {top_k} of"
+            f" {num_experts} experts, the model has {len(own[0])}, top {own[2]} of"
+            f" {own[1]}"
         )
     return rank_imbalance(loads, planned.expert_parallel)
 
@@ -89,7 +116,10 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
     rows = []
     for row in facts["sensitivity"]:
         if row["name"] == "slowdown" and times.slowdown is None:
-            ends = [measured_times(times, planned.assuming(slowdown=end)) for end in row["range"]]
+            ends = [
+                measured_times(times, planned.assuming(slowdown=end))
+                for end in row["range"]
+            ]
             rows = [row | {"speed_up": [end["speed_up"] for end in ends]}]
     return facts | {
         "times": summary,
@@ -107,7 +137,8 @@ def _against_quality(
     study = read_study(folder)
     if study["num_hidden_layers"] != len(planned.work.layers):
         raise UserError(
-            f"{folder}: a study of {study['num_hidden_layers']} layers, the model has {len(planned.work.layers)}"
+            f"{folder}: a study of {study['num_hidden_layers']} layers, the model has"
+            f" {len(planned.work.layers)}"
         )
     chosen, rows = study_metric(study, metric), []
     for calibrated in (False, True) if has_calibrated(study) else (False,):
@@ -128,12 +159,16 @@ def _against_quality(
                 }
             )
     if not rows:
-        raise UserError(f"{folder}: single layers only; run `fcsd layers` with --sides first,last")
+        raise UserError(
+            f"{folder}: single layers only; run `fcsd layers` with --sides first,last"
+        )
     return rows
 
 
 def _speed_up(planned: Planned, times: Times | None, layers: Sequence[int]) -> float:
     seconds: Mapping[str, Any] = (
-        plan_times(planned, layers) if times is None else measured_times(times, planned, list(layers))
+        plan_times(planned, layers)
+        if times is None
+        else measured_times(times, planned, list(layers))
     )
     return float(seconds["speed_up"])

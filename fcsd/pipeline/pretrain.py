@@ -4,7 +4,12 @@ import contextlib
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
@@ -26,14 +31,21 @@ def pretrain(run: Run) -> Stage:
     """Train `recipe.pretrain.config` from scratch with cross-entropy."""
     recipe, launch, section = run.recipe, run.launch, run.recipe.pretrain
     if section is None:
-        raise UserError(f"recipe {recipe.name}: has no `pretrain` section; add one, or give model.path")
+        raise UserError(
+            f"recipe {recipe.name}: has no `pretrain` section; add one, or give"
+            " model.path"
+        )
     folder = run.layout.pretrain
-    settings = section.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}})
+    settings = section.model_dump(
+        mode="json", exclude={"data": {"heldout", "heldout_examples"}}
+    )
     settings["seed"] = recipe.seed
 
     def read() -> dict[str, Any]:
         files = tokenizer_files(find_folder(section.tokenizer))
-        return {f"tokenizer/{name}": known for name, known in files.items()} | data_inputs(section.data, run)
+        return {
+            f"tokenizer/{name}": known for name, known in files.items()
+        } | data_inputs(section.data, run)
 
     inputs = launch.ranks.from_first(read)
     stage = Stage(folder, "pretrain", settings, inputs, may_change(section.train))
@@ -41,13 +53,19 @@ def pretrain(run: Run) -> Stage:
         remove_checkpoints(folder, launch)
         return stage
     check_settings(section.train, section.data, launch, "pretrain.")
-    check_rows_fit(run, model_config(section.config), section.data.max_length, "pretrain.")
+    check_rows_fit(
+        run, model_config(section.config), section.data.max_length, "pretrain."
+    )
     tokenizer = load_tokenizer(section.tokenizer)
     rows = pretraining_rows(run)
     set_seed(recipe.seed)
-    # The first rank of a sharded run makes the weights, and sends the others their shards.
+    # The first rank of a sharded run makes the weights, and sends the others their
+    # shards.
     with contextlib.nullcontext() if launch.loads_weights else torch.device("meta"):
-        model = new_model(section.config | _token_ids(tokenizer, section.config), section.connectivity.spec())
+        model = new_model(
+            section.config | _token_ids(tokenizer, section.config),
+            section.connectivity.spec(),
+        )
     to_dtype(model, dtype_of(section.train.dtype))
     training = TrainingRun(
         launch=launch,
@@ -71,21 +89,29 @@ def pretrain(run: Run) -> Stage:
 
 
 def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedModel:
-    """Return a model with fresh random weights; the caller sets the seed. Raises as `model_config`."""
+    """Return a model with fresh random weights; the caller sets the seed. Raises as
+    `model_config`.
+    """
     built, experts = model_config(config), config.get("experts_implementation")
     try:
         model = AutoModelForCausalLM.from_config(
             built, **({"experts_implementation": experts} if experts else {})
         )
     except Exception as error:
-        raise UserError(f"pretrain.config: {built.model_type}: {' '.join(str(error).split())}") from error
+        raise UserError(
+            f"pretrain.config: {built.model_type}: {' '.join(str(error).split())}"
+        ) from error
     if connectivity.layers != "none":
         convert_model(model, connectivity)
     return model
 
 
-def _token_ids(tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]) -> dict[str, Any]:
-    """Return what the tokenizer decides about a new model; the recipe may say it too, but not differently."""
+def _token_ids(
+    tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what the tokenizer decides about a new model; the recipe may say it too,
+    but not differently.
+    """
     ids = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
@@ -93,8 +119,11 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]) -> di
         "pad_token_id": tokenizer.pad_token_id,
     }
     for key, value in ids.items():
-        if config.get(key, value) != value and not (key == "vocab_size" and config[key] > value):
+        if config.get(key, value) != value and not (
+            key == "vocab_size" and config[key] > value
+        ):
             raise UserError(
-                f"pretrain.config.{key}: {config[key]} does not fit the tokenizer's {value}; leave it out"
+                f"pretrain.config.{key}: {config[key]} does not fit the tokenizer's"
+                f" {value}; leave it out"
             )
     return {key: config.get(key, value) for key, value in ids.items()}

@@ -9,7 +9,12 @@ from fcsd.pipeline.context import Run
 from fcsd.recipe.layout import MAIN
 from fcsd.training.checkpoints import checkpoints, step_of
 
-PRETRAINING, CONVERSION, CALIBRATION, SWEEP = "pre-training", "conversion", "calibration", "sweep"
+PRETRAINING, CONVERSION, CALIBRATION, SWEEP = (
+    "pre-training",
+    "conversion",
+    "calibration",
+    "sweep",
+)
 LAYERS, PUBLICATION = "layer study", "report and folder for the Hub"
 
 
@@ -26,8 +31,8 @@ def evaluation(name: str) -> str:
 
 
 def run_progress(run: Run, **where: Any) -> Progress:
-    """List the stages of a run that are not finished, with the work that each asks. where: stream and clock of
-    `Progress`.
+    """List the stages of a run that are not finished, with the work that each asks.
+    where: stream and clock of `Progress`.
     """
     recipe, layout, config = run.recipe, run.layout, run.recipe.pretrain
     stages: list[tuple[str, Path, Work]] = []
@@ -36,7 +41,12 @@ def run_progress(run: Run, **where: Any) -> Progress:
         stages.append((name, folder, Work(1, unit, cost)))
 
     if config is not None:
-        cost = _training(layout.pretrain, config.train.max_steps, config.train.batch_size_tokens, False)
+        cost = _training(
+            layout.pretrain,
+            config.train.max_steps,
+            config.train.batch_size_tokens,
+            False,
+        )
         add(PRETRAINING, layout.pretrain, "tokens", cost)
     add(CONVERSION, layout.convert, "files", 0)
     if recipe.calibration is not None:
@@ -44,17 +54,38 @@ def run_progress(run: Run, **where: Any) -> Progress:
     batch = float(recipe.train.batch_size_tokens)
     if recipe.sweep is not None:
         sweep = recipe.sweep
-        sizes = [*sweep.batch_size_tokens, *[fmean(sweep.batch_size_tokens)] * len(sweep.learning_rate)]
+        sizes = [
+            *sweep.batch_size_tokens,
+            *[fmean(sweep.batch_size_tokens)] * len(sweep.learning_rate),
+        ]
         done = len(list(layout.sweep.glob("*/result.json"))) / len(sizes)
         tokens = sum(size * sweep.steps_of(round(size), recipe.train) for size in sizes)
-        add(SWEEP, layout.sweep, "tokens", tokens * (1 - done) * _passes(recipe.objective.has_teacher))
+        add(
+            SWEEP,
+            layout.sweep,
+            "tokens",
+            tokens * (1 - done) * _passes(recipe.objective.has_teacher),
+        )
         batch = fmean(sweep.batch_size_tokens)
     for name in (None, *recipe.variants):
         one, folder = run.variant(name).recipe, layout.stage(name or MAIN)
         changes = recipe.variants.get(name or "", {})
-        tokens = one.train.batch_size_tokens if "train.batch_size_tokens" in changes else batch
-        steps = one.train.max_steps if "train.max_steps" in changes else recipe.steps_with(round(tokens))
-        add(distillation(name), folder, "tokens", _training(folder, steps, tokens, one.objective.has_teacher))
+        tokens = (
+            one.train.batch_size_tokens
+            if "train.batch_size_tokens" in changes
+            else batch
+        )
+        steps = (
+            one.train.max_steps
+            if "train.max_steps" in changes
+            else recipe.steps_with(round(tokens))
+        )
+        add(
+            distillation(name),
+            folder,
+            "tokens",
+            _training(folder, steps, tokens, one.objective.has_teacher),
+        )
     for name in recipe.model_names:
         add(evaluation(name), layout.evaluation(name), "evaluations", 1)
     if (bias := recipe.evaluation.router_bias) is not None:
@@ -65,13 +96,23 @@ def run_progress(run: Run, **where: Any) -> Progress:
     if run.studies_layers:
         add(LAYERS, layout.layers, "studies", 1)
     add(PUBLICATION, layout.publish, "files", 0)
-    unfinished = {name: work for name, folder, work in stages if not (folder / "manifest.json").is_file()}
+    unfinished = {
+        name: work
+        for name, folder, work in stages
+        if not (folder / "manifest.json").is_file()
+    }
     heading, ended = "\n== {1}: {0}".format, "   {0} took {1}".format
-    return Progress(unfinished, len(stages) - len(unfinished), label=heading, ended=ended, **where)
+    return Progress(
+        unfinished, len(stages) - len(unfinished), label=heading, ended=ended, **where
+    )
 
 
-def _training(folder: Path, max_steps: int, batch_size_tokens: float, teacher: bool) -> float:
-    """Return the tokens of the steps after the newest checkpoint, times the passes that each takes."""
+def _training(
+    folder: Path, max_steps: int, batch_size_tokens: float, teacher: bool
+) -> float:
+    """Return the tokens of the steps after the newest checkpoint, times the passes that
+    each takes.
+    """
     kept = checkpoints(folder / "checkpoints")
     steps = max(0, max_steps - (step_of(kept[-1]) if kept else 0))
     return steps * batch_size_tokens * _passes(teacher)

@@ -1,4 +1,6 @@
-"""The rows that a recipe trains on, where their tokens lie, what they were made from, and what was left out of them."""
+"""The rows that a recipe trains on, where their tokens lie, what they were made from,
+and what was left out of them.
+"""
 
 import hashlib
 import itertools
@@ -36,17 +38,24 @@ def training_rows(
     on_bad_row: str | None = "data.on_bad_row",
     apart_in: ModelFolder | None = None,
 ) -> PackedRows:
-    """Return packed rows of a `data` section of the recipe; what is missing of their tokens is written first.
+    """Return packed rows of a `data` section of the recipe; what is missing of their
+    tokens is written first.
 
-    All ranks call this; the first one writes, below `tokens/` of the run, and all map the same files. Every training of
-    the run, its calibration and its teacher's cache share the tokens of a source.
+    All ranks call this; the first one writes, below `tokens/` of the run, and all map
+    the same files. Every training of the run, its calibration and its teacher's cache
+    share the tokens of a source.
 
-    num_tokens: as many as are read of them; None: by the longest training of the recipe. on_bad_row: see `BadRows`.
-    apart_in: a model in which the examples of a row must not see each other: where they would, they are not packed.
-    Raises UserError as `build_dataset`, and where another process writes tokens of this run.
+    num_tokens: as many as are read of them; None: by the longest training of the
+    recipe. on_bad_row: see `BadRows`. apart_in: a model in which the examples of a row
+    must not see each other: where they would, they are not packed. Raises UserError as
+    `build_dataset`, and where another process writes tokens of this run.
     """
     tokens = run.whole.training_tokens if num_tokens is None else num_tokens
-    if apart_in is not None and data.packing and packing_of(apart_in.load_config()) == "leaks":
+    if (
+        apart_in is not None
+        and data.packing
+        and packing_of(apart_in.load_config()) == "leaks"
+    ):
         data = data.model_copy(update={"packing": False})
     folder, vocab_size = run.layout.tokens, _vocab_size(run, tokenizer)
 
@@ -62,9 +71,14 @@ def training_rows(
                 loss_on=data.loss_on,
                 seed=run.recipe.seed,
                 num_rows=math.ceil(tokens / data.max_length),
-                decontaminator=lambda: _decontaminator(data.decontaminate, tokenizer, run.data_root),
+                decontaminator=lambda: _decontaminator(
+                    data.decontaminate, tokenizer, run.data_root
+                ),
                 bad_rows=BadRows(data.on_bad_row, on_bad_row),
-                place=(folder, _folder_names(data, tokenizer, vocab_size, data_inputs(data, run))),
+                place=(
+                    folder,
+                    _folder_names(data, tokenizer, vocab_size, data_inputs(data, run)),
+                ),
                 vocab_size=vocab_size,
             )
         finally:
@@ -75,18 +89,29 @@ def training_rows(
 
 
 def _vocab_size(run: Run, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return how many tokens the run's models know, which may not be trained yet; None: not known."""
+    """Return how many tokens the run's models know, which may not be trained yet; None:
+    not known.
+    """
     if (pretraining := run.recipe.pretrain) is not None:
         return int(pretraining.config.get("vocab_size", len(tokenizer)))
     return run.original.vocab_size
 
 
 def _folder_names(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, inputs: dict[str, str]
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None,
+    inputs: dict[str, str],
 ) -> list[str]:
     """Name the folder of each source's tokens by what they depend on."""
-    test_items = {name: value for name, value in inputs.items() if not name.startswith("data.train.")}
-    decontaminate = data.decontaminate.model_dump() if data.decontaminate is not None else None
+    test_items = {
+        name: value
+        for name, value in inputs.items()
+        if not name.startswith("data.train.")
+    }
+    decontaminate = (
+        data.decontaminate.model_dump() if data.decontaminate is not None else None
+    )
     # Two stages of one run may find the same tokenizer in different folders.
     shared = [
         MEANING,
@@ -100,7 +125,10 @@ def _folder_names(
     digest = hashlib.sha256(json.dumps(shared, sort_keys=True, default=str).encode())
     names = []
     for index, source in enumerate(data.train):
-        own, one = [source.model_dump(exclude={"weight"}), inputs[f"data.train.{index}"]], digest.copy()
+        own, one = (
+            [source.model_dump(exclude={"weight"}), inputs[f"data.train.{index}"]],
+            digest.copy(),
+        )
         one.update(json.dumps(own, sort_keys=True).encode())
         names.append(one.hexdigest()[:16])
     return names
@@ -116,18 +144,28 @@ def _encoding(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def tokenize(run: Run) -> dict[str, tuple[PackedRows, PreTrainedTokenizerBase]]:
-    """Write the tokens of all trainings of a recipe; return the rows of its pre-training, its data and variants, each
-    with its tokenizer."""
+    """Write the tokens of all trainings of a recipe; return the rows of its
+    pre-training, its data and variants, each with its tokenizer."""
     recipe, rows = run.recipe, {}
     made = recipe.pretrain is None or Path(recipe.model_path).is_dir()
     if (pretraining := recipe.pretrain) is not None:
-        rows["pretrain.data"] = pretraining_rows(run), load_tokenizer(pretraining.tokenizer)
-    tokenizer = run.tokenizer if made or pretraining is None else load_tokenizer(pretraining.tokenizer)
+        rows["pretrain.data"] = (
+            pretraining_rows(run),
+            load_tokenizer(pretraining.tokenizer),
+        )
+    tokenizer = (
+        run.tokenizer
+        if made or pretraining is None
+        else load_tokenizer(pretraining.tokenizer)
+    )
     rows["data"] = training_rows(recipe.data, tokenizer, run), tokenizer
     for name in recipe.variants:
         one = run.variant(name)
         if (one.recipe.data, one.recipe.seed) != (recipe.data, recipe.seed):
-            rows[f"variants.{name}: data"] = training_rows(one.recipe.data, tokenizer, one), tokenizer
+            rows[f"variants.{name}: data"] = (
+                training_rows(one.recipe.data, tokenizer, one),
+                tokenizer,
+            )
     return rows
 
 
@@ -136,11 +174,15 @@ def pretraining_rows(run: Run) -> PackedRows:
     pretraining = run.recipe.pretrain
     assert pretraining is not None
     tokens = pretraining.train.max_steps * pretraining.train.batch_size_tokens
-    return training_rows(pretraining.data, load_tokenizer(pretraining.tokenizer), run, num_tokens=tokens)
+    return training_rows(
+        pretraining.data, load_tokenizer(pretraining.tokenizer), run, num_tokens=tokens
+    )
 
 
 def _decontaminator(
-    config: DecontaminateConfig | None, tokenizer: PreTrainedTokenizerBase, data_root: Path | None
+    config: DecontaminateConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    data_root: Path | None,
 ) -> Decontaminator | None:
     if config is None:
         return None
@@ -151,18 +193,27 @@ def _decontaminator(
 
 
 def exclusions(rows: PackedRows, folder: Path, launch: Launch) -> dict[str, Any]:
-    """Return for a manifest how many examples were left out, and why; write to files in `folder` which ones."""
+    """Return for a manifest how many examples were left out, and why; write to files in
+    `folder` which ones.
+    """
     counts: dict[str, Any] = {}
     if (record := rows.record["decontamination"]) is not None:
         what = f"{record['num_left_out']} examples that overlap with test items"
-        counts["decontamination"] = _write(folder / "decontamination.json", record, what, launch)
+        counts["decontamination"] = _write(
+            folder / "decontamination.json", record, what, launch
+        )
     if (record := rows.record["bad_rows"])["num_left_out"]:
-        what = f"{record['num_left_out']} of {record['num_examples']} examples that cannot be tokenized"
+        what = (
+            f"{record['num_left_out']} of {record['num_examples']} examples that cannot"
+            " be tokenized"
+        )
         counts["bad_rows"] = _write(folder / "bad_rows.json", record, what, launch)
     return counts
 
 
-def _write(file: Path, record: dict[str, Any], what: str, launch: Launch) -> dict[str, Any]:
+def _write(
+    file: Path, record: dict[str, Any], what: str, launch: Launch
+) -> dict[str, Any]:
     if launch.first:
         write_json(file, record)
         print(f"data: {what} were left out, see {file}", file=sys.stderr)
@@ -170,7 +221,9 @@ def _write(file: Path, record: dict[str, Any], what: str, launch: Launch) -> dic
 
 
 def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:
-    """Return what identifies the bytes of the training sources, and of the test items that are kept out of them."""
+    """Return what identifies the bytes of the training sources, and of the test items
+    that are kept out of them.
+    """
     inputs = {
         f"data.train.{index}": data_fingerprint(source.path, source.revision)
         for index, source in enumerate(data.train)
@@ -179,8 +232,13 @@ def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:
     if config is not None:
         for index, test_set in enumerate(config.against):
             location = test_set_location(test_set.path, data_root)
-            inputs[f"data.decontaminate.against.{index}"] = data_fingerprint(location, test_set.revision)
+            inputs[f"data.decontaminate.against.{index}"] = data_fingerprint(
+                location, test_set.revision
+            )
         if config.suite is not None:
             fingerprints = test_set_fingerprints(load_suite(config.suite), data_root)
-            inputs |= {f"data.decontaminate {name}": value for name, value in fingerprints.items()}
+            inputs |= {
+                f"data.decontaminate {name}": value
+                for name, value in fingerprints.items()
+            }
     return inputs

@@ -1,4 +1,6 @@
-"""All stages of a recipe in a row (`fcsd.recipe.layout`), and those that are short: conversion, report, publication."""
+"""All stages of a recipe in a row (`fcsd.recipe.layout`), and those that are short:
+conversion, report, publication.
+"""
 
 import sys
 from dataclasses import replace
@@ -47,12 +49,18 @@ def convert(run: Run) -> Stage:
     if launch.first and not model.is_dir():
         convert_checkpoint(original.folder, model, recipe.connectivity.spec())
     launch.wait()
-    launch.finish(stage, {"model": {"path": recipe.model_path, "revision": recipe.model.revision}}, model)
+    launch.finish(
+        stage,
+        {"model": {"path": recipe.model_path, "revision": recipe.model.revision}},
+        model,
+    )
     return stage
 
 
 def report(run: Run, *, as_json: bool = False) -> Path:
-    """Write `output_dir/report` from what the stages left; print the table of models, or the whole as JSON."""
+    """Write `output_dir/report` from what the stages left; print the table of models,
+    or the whole as JSON.
+    """
     folder = run.layout.report
     table = write_report(run.recipe, list(run.models()), folder)
     if as_json:
@@ -63,20 +71,30 @@ def report(run: Run, *, as_json: bool = False) -> Path:
 
 
 def publish(run: Run, *, as_json: bool = False) -> Path:
-    """Leave `output_dir/publish`: checkpoint, remote code, tokenizer, model card with results; then the report."""
+    """Leave `output_dir/publish`: checkpoint, remote code, tokenizer, model card with
+    results; then the report.
+    """
     layout = run.layout
     report(run, as_json=as_json)
-    write_publication(run.recipe, run.original.folder, layout.model(MAIN), layout.report, layout.publish)
+    write_publication(
+        run.recipe,
+        run.original.folder,
+        layout.model(MAIN),
+        layout.report,
+        layout.publish,
+    )
     if not as_json:
         print(f"checkpoint: {layout.publish}")
     return layout.publish
 
 
 def run_all(run: Run, *, as_json: bool = False) -> None:
-    """Run all stages in a row; what is finished is not run again. Prints as `report` does. All ranks call this.
+    """Run all stages in a row; what is finished is not run again. Prints as `report`
+    does. All ranks call this.
 
     Raises:
-        UserError: an automatic batch size in a launch that shards the weights; as `fcsd.pipeline.checks.check_run`.
+        UserError: an automatic batch size in a launch that shards the weights; as
+            `fcsd.pipeline.checks.check_run`.
     """
     recipe, launch = run.recipe, run.launch
     check_batch_size(recipe.evaluation.batch_size, launch.for_evaluation().ranks)
@@ -108,11 +126,15 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     launch.ranks.from_first(lambda: publish(run, as_json=as_json))
     if run.progress is not None:
         run.progress.end()
-    is_due = recipe.evaluation.layer_study and not (run.layout.layers / "manifest.json").is_file()
+    is_due = (
+        recipe.evaluation.layer_study
+        and not (run.layout.layers / "manifest.json").is_file()
+    )
     if is_due and launch.first:
         print(
-            "evaluation.layer_study: left for later: the study rewires whole copies of the model, and this launch"
-            " shards the weights; `fcsd run` of the same recipe in one process, or on copies, adds it to the report",
+            "evaluation.layer_study: left for later: the study rewires whole copies of"
+            " the model, and this launch shards the weights; `fcsd run` of the same"
+            " recipe in one process, or on copies, adds it to the report",
             file=sys.stderr,
         )
 
@@ -120,7 +142,10 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
 def evaluate_models(run: Run) -> None:
     """Evaluate every model of the run that is there, on the same items."""
     config = run.recipe.evaluation
-    suite, reference = load_suite(config.suite), Reference(run.original, run.recipe.data)
+    suite, reference = (
+        load_suite(config.suite),
+        Reference(run.original, run.recipe.data),
+    )
     for name in run.models():
         run.begin(evaluation(name))
         one = Evaluation(name, run.model(name), suite, config, reference)
@@ -128,7 +153,9 @@ def evaluate_models(run: Run) -> None:
 
 
 def layers(run: Run) -> Stage:
-    """Run the layer study: KL on the recipe's held-out text, and scores, against the rewired layers (paper Fig. 3)."""
+    """Run the layer study: KL on the recipe's held-out text, and scores, against the
+    rewired layers (paper Fig. 3).
+    """
     recipe, original, config = run.recipe, run.original, run.recipe.evaluation
     data, connectivity, chosen = recipe.data, recipe.connectivity, config.layer_study
     assert data.heldout is not None and chosen is not None  # the recipe has checked it
@@ -137,7 +164,11 @@ def layers(run: Run) -> Stage:
         attention=connectivity.attention,
         mlp=connectivity.mlp,
         sides=chosen.sides
-        or (["first", "last"] if connectivity.mlp == "full" else ["first", "last", "single"]),
+        or (
+            ["first", "last"]
+            if connectivity.mlp == "full"
+            else ["first", "last", "single"]
+        ),
         every=chosen.every,
         **(_scored(config, chosen.tasks) if chosen.tasks else {}),
         text=data.heldout,

@@ -1,7 +1,9 @@
-"""What early stopping scores: a recipe's section becomes a stopper, and a function that scores a model in training.
+"""What early stopping scores: a recipe's section becomes a stopper, and a function that
+scores a model in training.
 
-A task is scored as `fcsd evaluate` scores it (`fcsd.evaluation.runner.prepare_evaluation`), with a sandbox that is
-started once. Model and random generators are afterwards what they were before a score.
+A task is scored as `fcsd evaluate` scores it
+(`fcsd.evaluation.runner.prepare_evaluation`), with a sandbox that is started once.
+Model and random generators are afterwards what they were before a score.
 """
 
 import contextlib
@@ -16,7 +18,11 @@ from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.stage import heldout_of, test_set_fingerprints
 from fcsd.model.load import load_checkpoint
 from fcsd.pipeline.context import Run
-from fcsd.recipe.recipe import EarlyStoppingConfig, HeldoutKLStoppingConfig, TaskStoppingConfig
+from fcsd.recipe.recipe import (
+    EarlyStoppingConfig,
+    HeldoutKLStoppingConfig,
+    TaskStoppingConfig,
+)
 from fcsd.training.arguments import Scorer
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.heldout import HeldoutKL
@@ -24,17 +30,22 @@ from fcsd.training.heldout import HeldoutKL
 
 @contextlib.contextmanager
 def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | None]]:
-    """Give the stopper and the score function of a recipe; None, None where it has no such section.
+    """Give the stopper and the score function of a recipe; None, None where it has no
+    such section.
 
-    Data, templates and sandbox are checked on entering; of a code task the canonical solutions are run first, since a
-    scorer that fails them would stop every run. Raises as `fcsd.evaluation.runner.prepare_evaluation`.
+    Data, templates and sandbox are checked on entering; of a code task the canonical
+    solutions are run first, since a scorer that fails them would stop every run. Raises
+    as `fcsd.evaluation.runner.prepare_evaluation`.
     """
     recipe, rule = run.recipe, run.recipe.early_stopping
     if rule is None:
         yield None, None
         return
     stopper = EarlyStopper(
-        every_steps=rule.every_steps, patience=rule.patience, min_delta=rule.min_delta, metric=rule.metric
+        every_steps=rule.every_steps,
+        patience=rule.patience,
+        min_delta=rule.min_delta,
+        metric=rule.metric,
     )
     if isinstance(rule, HeldoutKLStoppingConfig):
         with stopper.time.scoring():
@@ -45,7 +56,8 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
     row, own = rule.task, {"batch_size": rule.batch_size, "limit": rule.limit}
-    own |= {"capacity_factor": None, "capacity_drop": None}  # a score while training drops nothing
+    # a score while training drops nothing
+    own |= {"capacity_factor": None, "capacity_drop": None}
     with contextlib.ExitStack() as stack:
         with stopper.time.scoring():
             evaluate = stack.enter_context(
@@ -54,7 +66,8 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
                     _suite_of(rule),
                     recipe.evaluation.model_copy(update=own),
                     ranks=run.launch.ranks,
-                    progress=False,  # a bar of its own would cut the training's to pieces
+                    # a bar of its own would cut the training's to pieces
+                    progress=False,
                     any_direction=True,
                 )
             )
@@ -72,7 +85,8 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
 
 
 def _suite_of(rule: TaskStoppingConfig) -> SuiteConfig:
-    # Paths of tasks' definitions are relative to where the command runs, as all in a recipe.
+    # Paths of tasks' definitions are relative to where the command runs, as all in a
+    # recipe.
     return SuiteConfig(name="early_stopping", tasks=[rule.task], folder=".")
 
 
@@ -88,5 +102,11 @@ def scored_data(run: Run) -> dict[str, str]:
 
 
 def score_settings(rule: EarlyStoppingConfig | None) -> dict[str, Any] | None:
-    """Return the part of the section that a result depends on: the batch size changes a score by float noise only."""
-    return rule.model_dump(mode="json", exclude={"batch_size"}) if rule is not None else None
+    """Return the part of the section that a result depends on: the batch size changes a
+    score by float noise only.
+    """
+    return (
+        rule.model_dump(mode="json", exclude={"batch_size"})
+        if rule is not None
+        else None
+    )

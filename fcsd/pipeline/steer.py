@@ -1,4 +1,6 @@
-"""Steer routers of a run's models away from slow links: tables from a model's traffic, an evaluation under each."""
+"""Steer routers of a run's models away from slow links: tables from a model's traffic,
+an evaluation under each.
+"""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -12,7 +14,13 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256
 from fcsd.data.batches import in_batches, real_tokens
 from fcsd.evaluation.config import load_suite
-from fcsd.evaluation.stage import Evaluation, Reference, heldout_of, run_evaluation, test_set_fingerprints
+from fcsd.evaluation.stage import (
+    Evaluation,
+    Reference,
+    heldout_of,
+    run_evaluation,
+    test_set_fingerprints,
+)
 from fcsd.evaluation.steered import Sweep
 from fcsd.model.families import row_width
 from fcsd.model.families.routers import find_routers
@@ -33,11 +41,12 @@ from fcsd.training.losses.kl import Original
 
 
 def steer(run: Run) -> None:
-    """Evaluate the models of the recipe's `evaluation.router_bias` under every bias; what is finished is not done
-    again. All ranks call this.
+    """Evaluate the models of the recipe's `evaluation.router_bias` under every bias;
+    what is finished is not done again. All ranks call this.
 
     Raises:
-        UserError: links of another number of endpoints than the recipe's; endpoints that do not divide the experts.
+        UserError: links of another number of endpoints than the recipe's; endpoints
+            that do not divide the experts.
     """
     assert run.recipe.evaluation.router_bias is not None
     reference = Reference(run.original, run.recipe.data)
@@ -55,13 +64,17 @@ def _steer_model(run: Run, model: str, reference: Reference) -> None:
 
 
 class _Steering:
-    """A recipe's `evaluation.router_bias` on one of its models, which is loaded once for all that is not finished.
+    """A recipe's `evaluation.router_bias` on one of its models, which is loaded once
+    for all that is not finished.
 
     reference: reads what the original makes of the held-out text, once for all models.
     """
 
     def __init__(self, run: Run, model: str, reference: Reference):
-        bias, batch_size = run.recipe.evaluation.router_bias, run.recipe.evaluation.batch_size
+        bias, batch_size = (
+            run.recipe.evaluation.router_bias,
+            run.recipe.evaluation.batch_size,
+        )
         assert bias is not None and batch_size != "auto"  # the recipe has checked it
         self.run, self.bias, self.batch_size = run, bias, batch_size
         self.name, self.model, self.reference = model, run.model(model), reference
@@ -75,7 +88,11 @@ class _Steering:
 
     @functools.cached_property
     def original(self) -> Original | None:
-        return None if self.name == "original" else self.reference.read(self.rows, self.launch)
+        return (
+            None
+            if self.name == "original"
+            else self.reference.read(self.rows, self.launch)
+        )
 
     @functools.cached_property
     def loaded(self) -> Any:
@@ -106,7 +123,9 @@ class _Steering:
     def make_tables(self) -> None:
         recipe = self.run.recipe
         settings = {
-            "router_bias": self.bias.model_dump(mode="json", exclude={"links", "endpoints", "models"}),
+            "router_bias": self.bias.model_dump(
+                mode="json", exclude={"links", "endpoints", "models"}
+            ),
             "batch_size": self.batch_size,
             "data": recipe.data.model_dump(mode="json"),
             "seed": recipe.seed,
@@ -121,7 +140,9 @@ class _Steering:
                 **test_set_fingerprints(None, None, recipe.data.heldout),
             }
         )
-        stage = Stage(self.run.layout.router_bias(self.name), "router-bias", settings, inputs)
+        stage = Stage(
+            self.run.layout.router_bias(self.name), "router-bias", settings, inputs
+        )
         if self.launch.begin(stage) == "finished":
             return
         places = {name: self._place(name) for name in self.names}
@@ -139,7 +160,9 @@ class _Steering:
         links = {"links": self.links_sha256}
         reference = Reference(run.original, run.recipe.data, links, lambda: self.sweep)
         tables = read_tables(self._place(name))
-        evaluation = Evaluation(name, self.model, load_suite(config.suite), config, reference, tables)
+        evaluation = Evaluation(
+            name, self.model, load_suite(config.suite), config, reference, tables
+        )
         run_evaluation(evaluation, run.layout.evaluation(name), run.launch)
 
     # ---- tables
@@ -176,29 +199,41 @@ class _Steering:
     def _batches(self) -> list[dict[str, Tensor]]:
         """Return the training text that traffic is counted on, in batches."""
         data, size = self.run.recipe.data, self.batch_size
-        training = training_rows(data, self.run.tokenizer, self.run, apart_in=self.run.original)
+        training = training_rows(
+            data, self.run.tokenizer, self.run, apart_in=self.run.original
+        )
         rows = take_rows(training, self.bias.tokens)
         if len(rows) < size * len(self.links.endpoints):
             raise UserError(
-                f"evaluation.router_bias.tokens: {self.bias.tokens} tokens of data.train are {len(rows)} rows, and"
-                f" {len(self.links.endpoints)} endpoints need {size} each (evaluation.batch_size); raise it, or lower"
-                " the batch size"
+                f"evaluation.router_bias.tokens: {self.bias.tokens} tokens of"
+                f" data.train are {len(rows)} rows, and {len(self.links.endpoints)}"
+                f" endpoints need {size} each (evaluation.batch_size); raise it, or"
+                " lower the batch size"
             )
         batches = []
         for batch in in_batches(rows, size):
-            text = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
-            # A mask would let the examples of a row see each other; rows of one example are mostly padding.
+            text = {
+                "input_ids": batch["input_ids"],
+                "position_ids": batch["position_ids"],
+            }
+            # A mask would let the examples of a row see each other; rows of one example
+            # are mostly padding.
             batches.append(
-                text if training.layout.packing else text | {"attention_mask": real_tokens(batch).long()}
+                text
+                if training.layout.packing
+                else text | {"attention_mask": real_tokens(batch).long()}
             )
         return batches
 
 
 def links_of(bias: RouterBiasConfig) -> LinkModel:
-    """Read the links of a recipe; UserError where there is no such file, or not as many endpoints as the recipe has."""
+    """Read the links of a recipe; UserError where there is no such file, or not as many
+    endpoints as the recipe has.
+    """
     links = read_links(bias.links)
     if bias.endpoints not in (None, len(links.endpoints)):
         raise UserError(
-            f"evaluation.router_bias.endpoints: {bias.endpoints}, but {bias.links} has {len(links.endpoints)}"
+            f"evaluation.router_bias.endpoints: {bias.endpoints}, but {bias.links} has"
+            f" {len(links.endpoints)}"
         )
     return links

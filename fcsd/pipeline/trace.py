@@ -1,8 +1,11 @@
-"""One step of the regular and of the rewired model under the profiler: traces for Perfetto, a figure, what was hidden.
+"""One step of the regular and of the rewired model under the profiler: traces for
+Perfetto, a figure, what was hidden.
 
-Then a few steps of the rewired model whose exchanges block: the times that `fcsd plan --measured` reads.
+Then a few steps of the rewired model whose exchanges block: the times that `fcsd plan
+--measured` reads.
 
-Not covered: the teacher, the optimiser and the loss of a distillation; random tokens are trained on.
+Not covered: the teacher, the optimiser and the loss of a distillation; random tokens
+are trained on.
 """
 
 import json
@@ -25,7 +28,13 @@ from fcsd.parallel.engine import checkpoints_activations
 from fcsd.parallel.overlap import attach, detach
 from fcsd.parallel.overlap.exchange import Record
 from fcsd.parallel.overlap.layer import runtimes
-from fcsd.parallel.overlap.measure import Measured, exchange_times, from_trace, median_times, timeline
+from fcsd.parallel.overlap.measure import (
+    Measured,
+    exchange_times,
+    from_trace,
+    median_times,
+    timeline,
+)
 from fcsd.parallel.place import load_for_launch
 from fcsd.pipeline.checks import check_overlap
 from fcsd.pipeline.context import Run
@@ -37,23 +46,33 @@ TIMED_STEPS = 5
 
 
 def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
-    """Leave `regular.json`, `farskip.json` (of the first rank), `overlap.png` and `times.json` in a folder.
+    """Leave `regular.json`, `farskip.json` (of the first rank), `overlap.png` and
+    `times.json` in a folder.
 
-    All ranks call this. times.json: where the launch overlaps. Returns: of both models, what
-    `fcsd.parallel.overlap.measure.from_trace` says of the step; empty on other ranks.
+    All ranks call this. times.json: where the launch overlaps. Returns: of both models,
+    what `fcsd.parallel.overlap.measure.from_trace` says of the step; empty on other
+    ranks.
 
     Raises:
-        UserError: the launch spreads no experts; a folder of something else; what `check_overlap` refuses.
+        UserError: the launch spreads no experts; a folder of something else; what
+            `check_overlap` refuses.
     """
     launch, recipe = run.launch, run.recipe
     launch.ranks.from_first(lambda: check_folder_place(folder, "regular.json", "trace"))
     if not launch.engine.spreads_experts:
-        raise UserError("trace: there is nothing to trace without --expert-parallel N; add it")
+        raise UserError(
+            "trace: there is nothing to trace without --expert-parallel N; add it"
+        )
     check_overlap(run)
     make_folder(folder)
     measured, timelines = {}, {}
-    for name, connectivity in (("regular", None), ("farskip", recipe.connectivity.spec())):
-        model = load_for_launch(run.original, launch, connectivity, bf16=recipe.train.bf16)
+    for name, connectivity in (
+        ("regular", None),
+        ("farskip", recipe.connectivity.spec()),
+    ):
+        model = load_for_launch(
+            run.original, launch, connectivity, bf16=recipe.train.bf16
+        )
         to_dtype(model, dtype_of(recipe.train.dtype))
         if checkpoints_activations(recipe.train, model):
             model.activation_checkpointing_enable({"use_reentrant": False})
@@ -69,8 +88,13 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
             timelines[name] = timeline(path)
     if launch.first:
         plot_timelines(timelines, folder / "overlap.png")
-        table = {name: {key: vars(one) for key, one in each.items()} for name, each in measured.items()}
-        (folder / "overlap.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        table = {
+            name: {key: vars(one) for key, one in each.items()}
+            for name, each in measured.items()
+        }
+        (folder / "overlap.json").write_text(
+            json.dumps(table, indent=1) + "\n", encoding="utf-8"
+        )
     launch.wait()
     return measured
 
@@ -78,7 +102,10 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
 def _profile(model: Any, run: Run, path: Path | None) -> None:
     """Record the last of a few steps; other ranks than the first only take them."""
     device, step = run.launch.device, _step(model, run)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if device.type == "cuda" else []),
+    ]
     for number in range(WARM_UP_STEPS + 1):
         profiler = profile(activities=activities)
         recorded = number == WARM_UP_STEPS and path is not None
@@ -125,7 +152,9 @@ def _times(model: Any, run: Run) -> Times:
         began = clock()
         step()
         seconds.append(clock() - began)
-        exchanges.append(exchange_times(record for event, record in records if event == "start"))
+        exchanges.append(
+            exchange_times(record for event, record in records if event == "start")
+        )
         model.zero_grad(set_to_none=True)
     return Times(
         model_type=family_of(model.config).model_type,
@@ -135,5 +164,7 @@ def _times(model: Any, run: Run) -> Times:
         batch=recipe.train.per_device_train_batch_size,
         length=recipe.data.max_length,
         step_s=statistics.median(seconds[WARM_UP_STEPS:]),
-        exchanges=[ExchangeTime(**each) for each in median_times(exchanges[WARM_UP_STEPS:])],
+        exchanges=[
+            ExchangeTime(**each) for each in median_times(exchanges[WARM_UP_STEPS:])
+        ],
     )

@@ -56,14 +56,18 @@ class RunLayout:
         self.publish = root / "publish"
 
     def stage(self, name: str) -> Path:
-        """Return the folder of the stage that leaves a model: original, converted, calibrated, fcsd, or a variant."""
+        """Return the folder of the stage that leaves a model: original, converted,
+        calibrated, fcsd, or a variant.
+        """
         return self.root / _TRAINED_IN.get(name, f"variants/{name}")
 
     def model(self, name: str) -> Path:
         return self.stage(name) / "model"
 
     def calibration(self, name: str) -> Path:
-        """Return the folder of the calibrated weights that the distillation `name` may start from."""
+        """Return the folder of the calibrated weights that the distillation `name` may
+        start from.
+        """
         return self.root / "calibrate" / name
 
     def router_bias(self, model: str) -> Path:

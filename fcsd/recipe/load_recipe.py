@@ -1,7 +1,8 @@
 """Load a recipe from its file, with all checks that need no model.
 
-A recipe whose training data is a split that models are graded on is refused. Not covered: the same items in another
-data set; those are found by their words (`data.decontaminate`).
+A recipe whose training data is a split that models are graded on is refused. Not
+covered: the same items in another data set; those are found by their words
+(`data.decontaminate`).
 """
 
 import copy
@@ -29,21 +30,28 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     overrides: `dotted.key=value` texts, the value in YAML.
 
     Raises:
-        UserError: unreadable file, invalid YAML, unknown key (with a suggestion), a value out of range, no such suite,
-            training data that is a graded split.
+        UserError: unreadable file, invalid YAML, unknown key (with a suggestion), a
+            value out of range, no such suite, training data that is a graded split.
     """
     path = recipe_file(path)
-    if os.path.isdir(path):  # not `Path.is_dir`, which raises for a name that is too long
-        raise UserError(f"{path}: is a folder, a recipe file is needed (for example {path}/recipe.yaml)")
+    # not `Path.is_dir`, which raises for a name that is too long
+    if os.path.isdir(path):
+        raise UserError(
+            f"{path}: is a folder, a recipe file is needed (for example"
+            f" {path}/recipe.yaml)"
+        )
     raw = read_yaml(path)
     if not isinstance(raw, dict):
         raise UserError(
-            f"{path}: a recipe is a mapping of keys to values, this file holds {type(raw).__name__}"
+            f"{path}: a recipe is a mapping of keys to values, this file holds"
+            f" {type(raw).__name__}"
         )
     for override in overrides or []:
         key, separator, text = override.partition("=")
         if not separator or not key:
-            raise UserError(f"--set {override}: must look like train.learning_rate=4e-5")
+            raise UserError(
+                f"--set {override}: must look like train.learning_rate=4e-5"
+            )
         where = f"--set {' '.join(override.split())}"
         where = where if len(where) <= 200 else f"{where[:199]}…"
         set_dotted(raw, key, parse_yaml(text, where), where)
@@ -51,7 +59,9 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 
 def _beside(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Replace the paths of suites and links that are not below the working directory but beside the recipe."""
+    """Replace the paths of suites and links that are not below the working directory
+    but beside the recipe.
+    """
     raw = copy.deepcopy(raw)
     for key in _FILES_BESIDE:
         *sections, last = key.split(".")
@@ -69,31 +79,41 @@ def _beside(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 def check_recipe(raw: Any, where: str) -> Recipe:
     """Make a recipe of plain data, checked as by `load_recipe`; `where` is what errors call it."""
     recipe = validate(Recipe, raw, where)
-    refuse_graded(recipe, where)  # makes the variants: a mistake inside one shows now, not hours later
+    # makes the variants: a mistake inside one shows now, not hours later
+    refuse_graded(recipe, where)
     return recipe
 
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes that ship with fcsd, such as `tiny/demo`."""
     root = data_dir("recipes")
-    return sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.glob("*/*.yaml"))
+    return sorted(
+        path.relative_to(root).with_suffix("").as_posix()
+        for path in root.glob("*/*.yaml")
+    )
 
 
 def recipe_file(name: str | Path) -> Path:
-    """Return the file of a recipe: `name` itself, or that of the shipped recipe of this name, which may be said as its
-    path in a checkout (`recipes/tiny/demo.yaml`). Raises UserError: neither.
+    """Return the file of a recipe: `name` itself, or that of the shipped recipe of this
+    name, which may be said as its path in a checkout (`recipes/tiny/demo.yaml`). Raises
+    UserError: neither.
     """
     path = Path(name)
     shipped = (
-        str(path.with_suffix("")).removeprefix("recipes/") if path.parts[:1] == ("recipes",) else str(name)
+        str(path.with_suffix("")).removeprefix("recipes/")
+        if path.parts[:1] == ("recipes",)
+        else str(name)
     )
     names = recipe_names()
-    if os.path.exists(path) or (path.suffix in (".yaml", ".yml") and shipped == str(name)):
+    if os.path.exists(path) or (
+        path.suffix in (".yaml", ".yml") and shipped == str(name)
+    ):
         return path
     if shipped in names:
         return data_dir("recipes") / f"{shipped}.yaml"
     raise UserError(
-        f"{name}: no such file, and no recipe of this name ships with fcsd{did_you_mean(shipped, names)}"
+        f"{name}: no such file, and no recipe of this name ships with"
+        f" fcsd{did_you_mean(shipped, names)}"
     )
 
 
@@ -111,29 +131,46 @@ def refuse_graded(recipe: Recipe, where: str) -> None:
     """Check the training sources of a recipe, of its variants and of its pre-training.
 
     Raises:
-        UserError: a source is a split that the recipe's suite, its early stopping, or its list of test items names; or
-            there is no such suite.
+        UserError: a source is a split that the recipe's suite, its early stopping, or
+            its list of test items names; or there is no such suite.
     """
-    root = Path(recipe.evaluation.data_root) if recipe.evaluation.data_root is not None else None
+    root = (
+        Path(recipe.evaluation.data_root)
+        if recipe.evaluation.data_root is not None
+        else None
+    )
     for section, data in recipe.data_sections.items():
         for graded in graded_splits(recipe, data, where):
             for index, source in enumerate(data.train):
                 if _is_graded(source, graded, root):
                     raise UserError(
-                        f"{where}: {section}.train.{index}: {source.path}, split {source.split!r}, is what {graded.by}"
-                        " is graded on; never train on a graded split, choose another one"
+                        f"{where}: {section}.train.{index}: {source.path}, split"
+                        f" {source.split!r}, is what {graded.by} is graded on; never"
+                        " train on a graded split, choose another one"
                     )
 
 
 def graded_splits(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Graded]:
-    """Yield what the models of a recipe are graded on, and what is kept out of one of its `data` sections."""
+    """Yield what the models of a recipe are graded on, and what is kept out of one of
+    its `data` sections.
+    """
     stopping = recipe.early_stopping
     if isinstance(stopping, TaskStoppingConfig):
-        yield Graded("early_stopping", stopping.task.dataset, stopping.task.dataset_name, stopping.task.split)
+        yield Graded(
+            "early_stopping",
+            stopping.task.dataset,
+            stopping.task.dataset_name,
+            stopping.task.split,
+        )
     suites = [("evaluation.suite", recipe.evaluation.suite)]
     if data.decontaminate is not None:
         for test_set in data.decontaminate.against:
-            yield Graded("data.decontaminate.against", test_set.path, test_set.name, test_set.split)
+            yield Graded(
+                "data.decontaminate.against",
+                test_set.path,
+                test_set.name,
+                test_set.split,
+            )
         if data.decontaminate.suite is not None:
             suites.append(("data.decontaminate.suite", data.decontaminate.suite))
     for key, name in suites:
@@ -142,7 +179,12 @@ def graded_splits(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Grad
         except UserError as error:
             raise UserError(f"{where}: {key}: {error}") from None
         for row in suite.tasks:
-            yield Graded(f"task {row.task} of suite {suite.name}", row.dataset, row.dataset_name, row.split)
+            yield Graded(
+                f"task {row.task} of suite {suite.name}",
+                row.dataset,
+                row.dataset_name,
+                row.split,
+            )
 
 
 def _is_graded(source: SourceConfig, graded: Graded, data_root: Path | None) -> bool:
@@ -152,14 +194,18 @@ def _is_graded(source: SourceConfig, graded: Graded, data_root: Path | None) -> 
     splits = split_names(source.split)
     if source.path.lower() != graded.path.lower():
         path = Path(source.path).expanduser().resolve()
-        folder = (Path(graded.path) if data_root is None else data_root / graded.path).resolve()
+        folder = (
+            Path(graded.path) if data_root is None else data_root / graded.path
+        ).resolve()
         if path.is_file() and folder in path.parents:
             splits = [path.stem]  # `openai/gsm8k/main/test.jsonl`
         elif path != folder or not path.exists():
             return False
     if graded.split is None:
         return any("train" not in split for split in splits)
-    return "all" in splits or any(graded.split in (split, split.split("-")[0]) for split in splits)
+    return "all" in splits or any(
+        graded.split in (split, split.split("-")[0]) for split in splits
+    )
 
 
 def split_names(split: str) -> list[str]:

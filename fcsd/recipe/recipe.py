@@ -1,8 +1,10 @@
-"""A recipe: one strict YAML file that names everything a run depends on, and is the record of that run.
+"""A recipe: one strict YAML file that names everything a run depends on, and is the
+record of that run.
 
-A recipe is complete: no flag beside it, no inheritance, every default in the schema below
-(`fcsd recipe RECIPE` prints the whole of it). Units are part of the keys. Relative paths are relative to the
-folder in which the command runs. `--set train.learning_rate=4e-5` replaces one value by its dotted key.
+A recipe is complete: no flag beside it, no inheritance, every default in the schema
+below (`fcsd recipe RECIPE` prints the whole of it). Units are part of the keys.
+Relative paths are relative to the folder in which the command runs. `--set
+train.learning_rate=4e-5` replaces one value by its dotted key.
 """
 
 import copy
@@ -27,15 +29,21 @@ from fcsd.model.config import (
     TeacherConfig,
 )
 from fcsd.recipe.layout import MAIN, RESERVED
-from fcsd.training.config import CalibrationConfig, SafetyConfig, SweepConfig, TrainConfig
+from fcsd.training.config import (
+    CalibrationConfig,
+    SafetyConfig,
+    SweepConfig,
+    TrainConfig,
+)
 from fcsd.training.losses.objectives import KLObjectiveConfig, ObjectiveConfig
 
 _VARIANT_SECTIONS = (
     "connectivity", "calibration", "data", "objective", "teacher", "lora", "train", "early_stopping", "seed",
 )  # fmt: skip
 
-# Transformers' spellings and those of published configurations: router_aux_loss_coef (most), aux_loss_coef (jetmoe),
-# aux_loss_alpha and seq_aux (deepseek), moe_aux_loss_coeff, router_z_loss_coef (switch_transformers).
+# Transformers' spellings and those of published configurations: router_aux_loss_coef
+# (most), aux_loss_coef (jetmoe), aux_loss_alpha and seq_aux (deepseek),
+# moe_aux_loss_coeff, router_z_loss_coef (switch_transformers).
 _ROUTER_LOSS = re.compile(
     r"aux_loss|aux_alpha|seq_aux|router_z_loss|moe_z_loss|load_balanc|output_router_logits"
 )
@@ -54,7 +62,8 @@ def set_dotted(raw: dict[str, Any], key: str, value: Any, where: str) -> None:
             place = place[part]
         if not isinstance(place, dict | list):
             raise UserError(
-                f"{where}: {'.'.join(parts[: index + 1])} is a single value and has no key {parts[index + 1]!r}"
+                f"{where}: {'.'.join(parts[: index + 1])} is a single value and has no"
+                f" key {parts[index + 1]!r}"
             )
     if isinstance(place, list):
         _item(place, parts[-1], where)
@@ -65,7 +74,10 @@ def set_dotted(raw: dict[str, Any], key: str, value: Any, where: str) -> None:
 
 def _item(place: list[Any], part: str, where: str) -> Any:
     if not part.isdigit() or int(part) >= len(place):
-        raise UserError(f"{where}: {part!r} is not an item of this list; allowed: 0 to {len(place) - 1}")
+        raise UserError(
+            f"{where}: {part!r} is not an item of this list; allowed: 0 to"
+            f" {len(place) - 1}"
+        )
     return place[int(part)]
 
 
@@ -75,7 +87,9 @@ def to_yaml(value: Any) -> str:
 
 
 class PretrainConfig(Strict):
-    """A model from scratch (paper App. A): `config` is a transformers model configuration with its model_type."""
+    """A model from scratch (paper App. A): `config` is a transformers model
+    configuration with its model_type.
+    """
 
     config: dict[str, Any]
     tokenizer: str
@@ -87,7 +101,9 @@ class PretrainConfig(Strict):
     @classmethod
     def _something_is_trained(cls, value: TrainConfig) -> TrainConfig:
         if not value.max_steps:
-            raise ValueError("max_steps must be at least 1: without a step the model would be random")
+            raise ValueError(
+                "max_steps must be at least 1: without a step the model would be random"
+            )
         return value
 
     @field_validator("config")
@@ -102,15 +118,18 @@ class PretrainConfig(Strict):
     def _no_loss_of_the_routers_is_set(cls, value: dict[str, Any]) -> dict[str, Any]:
         if keys := router_loss_keys(value):
             raise ValueError(
-                f"{', '.join(keys)}: a pre-training does not use the model's own auxiliary loss of the routers, so this"
-                " would balance nothing; leave it out and set pretrain.train.balance_loss_coefficient (0.01 in Switch,"
-                " 0.001 in DeepSeek-V2), or balance_bias_rate"
+                f"{', '.join(keys)}: a pre-training does not use the model's own"
+                " auxiliary loss of the routers, so this would balance nothing; leave"
+                " it out and set pretrain.train.balance_loss_coefficient (0.01 in"
+                " Switch, 0.001 in DeepSeek-V2), or balance_bias_rate"
             )
         return value
 
 
 def router_loss_keys(config: dict[str, Any]) -> list[str]:
-    """Return the dotted keys, with a value that asks for something, by which configurations set a routers' loss."""
+    """Return the dotted keys, with a value that asks for something, by which
+    configurations set a routers' loss.
+    """
     keys = []
     for key, value in config.items():
         if isinstance(value, dict):  # the text model of a multimodal one
@@ -131,7 +150,9 @@ class PublicationConfig(Strict):
 
     repo_id: str | None = None
     license: str | None = option(
-        None, "for a checkpoint without README.md: instead of the licence on the original's card"
+        None,
+        "for a checkpoint without README.md: instead of the licence on the original's"
+        " card",
     )
     base_model: str | None = option(
         None, "for a checkpoint without README.md: hub id or folder of the original"
@@ -140,11 +161,14 @@ class PublicationConfig(Strict):
 
 
 class StoppingBase(Strict):
-    """A score while training, and the end of it (paper 5.1: MBPP+, every 1000 steps, patience 20, delta 2 %)."""
+    """A score while training, and the end of it (paper 5.1: MBPP+, every 1000 steps,
+    patience 20, delta 2 %).
+    """
 
     every_steps: int = Field(1000, gt=0)
     patience: int = Field(20, gt=0)  # evaluations without an improvement
-    # An improvement is more than this better than the best so far: a difference of scores, a share of the held-out KL.
+    # An improvement is more than this better than the best so far: a difference of
+    # scores, a share of the held-out KL.
     min_delta: float = Field(0.02, ge=0, lt=1)
 
 
@@ -164,7 +188,10 @@ class TaskStoppingConfig(StoppingBase):
     @model_validator(mode="after")
     def _counts(self) -> "TaskStoppingConfig":
         if not self.task.headline:
-            raise ValueError("task.headline has no meaning here, where there is no mean; leave it out")
+            raise ValueError(
+                "task.headline has no meaning here, where there is no mean; leave"
+                " it out"
+            )
         return self
 
     @property
@@ -196,39 +223,47 @@ class Recipe(Strict):
     calibration: CalibrationConfig | None = None
     data: DataConfig
     objective: ObjectiveConfig = KLObjectiveConfig()
-    teacher: TeacherConfig | None = None  # null: backend sharded, where the objective has a teacher
+    # null: backend sharded, where the objective has a teacher
+    teacher: TeacherConfig | None = None
     lora: AdapterConfig | None = None  # null: all weights are trained
     train: TrainConfig = TrainConfig()
     safety: SafetyConfig = SafetyConfig()
     early_stopping: EarlyStoppingConfig | None = None
     sweep: SweepConfig | None = None
-    # Further distillations of the same model, each this recipe with some dotted keys replaced:
-    # {sft: {objective.name: sft}, last-50: {connectivity.layers: {last: 50%}}}
+    # Further distillations of the same model, each this recipe with some dotted keys
+    # replaced: {sft: {objective.name: sft}, last-50: {connectivity.layers: {last:
+    # 50%}}}
     variants: dict[Name, dict[str, Any]] = Field(default_factory=dict)
     evaluation: EvaluationConfig = EvaluationConfig()
     publication: PublicationConfig = PublicationConfig()
 
     @field_validator("variants")
     @classmethod
-    def _variants_have_names_of_their_own(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    def _variants_have_names_of_their_own(
+        cls, value: dict[str, dict[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
         if taken := sorted(value.keys() & RESERVED):
             raise ValueError(
-                f"{taken[0]!r} is what a stage or its model is called; choose another name than"
-                f" {', '.join(sorted(RESERVED))}"
+                f"{taken[0]!r} is what a stage or its model is called; choose another"
+                f" name than {', '.join(sorted(RESERVED))}"
             )
         return value
 
     @model_validator(mode="after")
     def _has_a_model(self) -> "Recipe":
         if not self.model.path and self.pretrain is None:
-            raise ValueError("model.path is required (or a `pretrain` section that makes the model)")
+            raise ValueError(
+                "model.path is required (or a `pretrain` section that makes the model)"
+            )
         if self.model.path and self.pretrain is not None:
             raise ValueError("model.path and pretrain are both given; leave one out")
         return self
 
     @field_validator("teacher")
     @classmethod
-    def _divergences_have_one(cls, value: TeacherConfig | None, info: ValidationInfo) -> TeacherConfig | None:
+    def _divergences_have_one(
+        cls, value: TeacherConfig | None, info: ValidationInfo
+    ) -> TeacherConfig | None:
         objective = info.data.get("objective")  # not there where it is wrong itself
         if value is None and objective is not None and objective.has_teacher:
             return ShardedTeacherConfig()
@@ -241,54 +276,80 @@ class Recipe(Strict):
             pass
         elif not self.objective.has_teacher:
             raise ValueError(
-                f"teacher: objective {self.objective.name!r} compares with no teacher; leave the section out"
+                f"teacher: objective {self.objective.name!r} compares with no teacher;"
+                " leave the section out"
             )
         elif teacher.backend == "adapter_off" and self.lora is None:
             raise ValueError(
-                "teacher.backend adapter_off needs a `lora` section: without adapters the trained weights are no"
-                " longer the teacher's; use sharded or cache"
+                "teacher.backend adapter_off needs a `lora` section: without adapters"
+                " the trained weights are no longer the teacher's; use sharded or cache"
             )
         elif teacher.backend == "cache" and self.objective.has_hidden_terms:
-            what = "objective kl+l2" if self.objective.name == "kl+l2" else "objective.router_kl_coefficient"
-            raise ValueError(
-                f"teacher.backend cache holds final hidden states, {what} compares those of every layer;"
-                " use sharded" + (" or adapter_off" if self.lora is not None else "")
+            what = (
+                "objective kl+l2"
+                if self.objective.name == "kl+l2"
+                else "objective.router_kl_coefficient"
             )
-        if teacher is not None and teacher.backend == "adapter_off" and self.starts_calibrated:
             raise ValueError(
-                "teacher.backend adapter_off takes the student's own weights for the original's, which calibration has"
-                " changed; use sharded or cache, or set calibration.starts_training: false"
+                f"teacher.backend cache holds final hidden states, {what} compares"
+                " those of every layer; use sharded"
+                + (" or adapter_off" if self.lora is not None else "")
+            )
+        if (
+            teacher is not None
+            and teacher.backend == "adapter_off"
+            and self.starts_calibrated
+        ):
+            raise ValueError(
+                "teacher.backend adapter_off takes the student's own weights for the"
+                " original's, which calibration has changed; use sharded or cache, or"
+                " set calibration.starts_training: false"
             )
         for key in ("freeze_embeddings_and_head", "freeze_routers"):
             if self.lora is not None and getattr(self.objective, key):
                 raise ValueError(
-                    f"objective.{key} has no meaning with lora, which freezes all weights; leave it out"
+                    f"objective.{key} has no meaning with lora, which freezes all"
+                    " weights; leave it out"
                 )
         return self
 
     @model_validator(mode="after")
     def _stopping_has_its_text(self) -> "Recipe":
         stopping = self.early_stopping
-        if stopping is not None and stopping.metric == "heldout_kl" and self.data.heldout is None:
+        if (
+            stopping is not None
+            and stopping.metric == "heldout_kl"
+            and self.data.heldout is None
+        ):
             raise ValueError("early_stopping.metric 'heldout_kl' needs data.heldout")
         if stopping is not None and self.train.balance_bias_rate is not None:
             raise ValueError(
-                "train.balance_bias_rate does not work with early_stopping, whose best weights hold no routers'"
-                " bias; use train.balance_loss_coefficient"
+                "train.balance_bias_rate does not work with early_stopping, whose best"
+                " weights hold no routers' bias; use train.balance_loss_coefficient"
             )
         if self.evaluation.layer_study and self.data.heldout is None:
-            raise ValueError("evaluation.layer_study needs data.heldout, the text on which KL is measured")
+            raise ValueError(
+                "evaluation.layer_study needs data.heldout, the text on which KL is"
+                " measured"
+            )
         if (bias := self.evaluation.router_bias) is not None:
             if self.data.heldout is None:
                 raise ValueError(
-                    "evaluation.router_bias needs data.heldout, the text on which time and KL are measured"
+                    "evaluation.router_bias needs data.heldout, the text on which time"
+                    " and KL are measured"
                 )
             for name in bias.models:
                 if name not in self.model_names:
                     known = did_you_mean(name, self.model_names)
-                    raise ValueError(f"evaluation.router_bias.models: no model {name!r} in the report{known}")
+                    raise ValueError(
+                        f"evaluation.router_bias.models: no model {name!r} in the"
+                        f" report{known}"
+                    )
             if taken := sorted(bias.names.keys() & self.variants.keys()):
-                raise ValueError(f"variants.{taken[0]}: is the name of a model of evaluation.router_bias")
+                raise ValueError(
+                    f"variants.{taken[0]}: is the name of a model of"
+                    " evaluation.router_bias"
+                )
         return self
 
     @model_validator(mode="after")
@@ -301,31 +362,42 @@ class Recipe(Strict):
             if (decay := self.train.num_decay_steps(steps)) > steps - warmup:
                 of = f" of {batch} tokens" if plan.equal == "tokens" else ""
                 raise ValueError(
-                    f"sweep.steps ({steps}{of}) are fewer than sweep.warmup_steps ({warmup}) and"
-                    f" train.lr_scheduler_kwargs.num_decay_steps ({decay}), of which a number below 1 is a share"
+                    f"sweep.steps ({steps}{of}) are fewer than sweep.warmup_steps"
+                    f" ({warmup}) and train.lr_scheduler_kwargs.num_decay_steps"
+                    f" ({decay}), of which a number below 1 is a share"
                 )
             steps, warmup = self.steps_with(batch), self.train.warmup_steps
             if (decay := self.train.num_decay_steps(steps)) + warmup > steps:
                 raise ValueError(
-                    f"sweep.train_tokens ({plan.train_tokens}) in batches of {batch} tokens is {steps} steps, fewer"
-                    f" than train.warmup_steps ({warmup}){f' and the {decay} of the decay' if decay else ''}; change"
-                    " one of them"
+                    f"sweep.train_tokens ({plan.train_tokens}) in batches of {batch}"
+                    f" tokens is {steps} steps, fewer than train.warmup_steps"
+                    f" ({warmup}){f' and the {decay} of the decay' if decay else ''};"
+                    " change one of them"
                 )
         return self
 
     def steps_with(self, batch_size_tokens: int) -> int:
-        """Return the steps of the main distillation with this batch size: those of `sweep.train_tokens`, if given."""
+        """Return the steps of the main distillation with this batch size: those of
+        `sweep.train_tokens`, if given.
+        """
         if self.sweep is None or self.sweep.train_tokens is None:
             return self.train.max_steps
         return math.ceil(self.sweep.train_tokens / batch_size_tokens)
 
     @property
     def training_tokens(self) -> int:
-        """The tokens that the longest training reads, of the sweep, the distillation that it chooses, and variants."""
-        tokens = [one.train.max_steps * one.train.batch_size_tokens for one in self.with_variants]
+        """The tokens that the longest training reads, of the sweep, the distillation
+        that it chooses, and variants.
+        """
+        tokens = [
+            one.train.max_steps * one.train.batch_size_tokens
+            for one in self.with_variants
+        ]
         if (sweep := self.sweep) is not None:
             for size in sweep.batch_size_tokens:
-                tokens.append(size * max(self.steps_with(size), sweep.steps_of(size, self.train)))
+                tokens.append(
+                    size * max(self.steps_with(size), sweep.steps_of(size, self.train))
+                )
         return max(tokens)
 
     @property
@@ -342,8 +414,14 @@ class Recipe(Strict):
     def data_sections(self) -> dict[str, DataConfig]:
         """What all trainings read, by the keys of the sections."""
         names = ["data", *(f"variants.{name}: data" for name in self.variants)]
-        sections = dict(zip(names, (one.data for one in self.with_variants), strict=True))
-        return sections if self.pretrain is None else sections | {"pretrain.data": self.pretrain.data}
+        sections = dict(
+            zip(names, (one.data for one in self.with_variants), strict=True)
+        )
+        return (
+            sections
+            if self.pretrain is None
+            else sections | {"pretrain.data": self.pretrain.data}
+        )
 
     @property
     def starts_calibrated(self) -> bool:
@@ -360,7 +438,9 @@ class Recipe(Strict):
 
     @property
     def teacher_model(self) -> tuple[str, ModelConfig]:
-        """The teacher's checkpoint, and how it is loaded: as the student's original but for path and revision."""
+        """The teacher's checkpoint, and how it is loaded: as the student's original but
+        for path and revision.
+        """
         if self.teacher is None or self.teacher.path is None:
             return self.model_path, self.model
         changed = {"path": self.teacher.path, "revision": self.teacher.revision}
@@ -371,11 +451,12 @@ class Recipe(Strict):
         return self.model_dump(mode="json")
 
     def variant(self, name: str) -> "Recipe":
-        """Return this recipe with the replacements of `variants[name]`, and without variants or sweep of its own.
+        """Return this recipe with the replacements of `variants[name]`, and without
+        variants or sweep of its own.
 
-        A variant with another `objective.name`, `teacher.backend`, `early_stopping.metric` or
-        `early_stopping.task.kind` does not inherit the keys that only the former one has; one whose objective has no
-        teacher inherits none.
+        A variant with another `objective.name`, `teacher.backend`,
+        `early_stopping.metric` or `early_stopping.task.kind` does not inherit the keys
+        that only the former one has; one whose objective has no teacher inherits none.
         """
         raw = self.dump()
         raw["variants"], raw["sweep"] = {}, None
@@ -385,11 +466,14 @@ class Recipe(Strict):
             section = key.split(".")[0]
             if section not in _VARIANT_SECTIONS:
                 raise UserError(
-                    f"{where}: {key}: a variant is another distillation of the same model and can change only"
+                    f"{where}: {key}: a variant is another distillation of the same"
+                    " model and can change only"
                     f" {', '.join(_VARIANT_SECTIONS)}{did_you_mean(section, list(_VARIANT_SECTIONS))}"
                 )
             set_dotted(raw, key, value, where)
         drop_foreign_keys(Recipe, raw, changes)
-        if not _has_teacher(raw["objective"]) and not any(key.split(".")[0] == "teacher" for key in changes):
+        if not _has_teacher(raw["objective"]) and not any(
+            key.split(".")[0] == "teacher" for key in changes
+        ):
             raw["teacher"] = None
         return validate(Recipe, raw, where)

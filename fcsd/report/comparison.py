@@ -1,7 +1,8 @@
-"""Results of one model set against those of others: table, figures, a page of single answers, lm-eval's files.
+"""Results of one model set against those of others: table, figures, a page of single
+answers, lm-eval's files.
 
-Results may be of different times, and of `fcsd evaluate` or plain lm-eval; items, prompts, shots and metrics must be
-the same.
+Results may be of different times, and of `fcsd evaluate` or plain lm-eval; items,
+prompts, shots and metrics must be the same.
 """
 
 import re
@@ -29,13 +30,18 @@ Evaluated = Mapping[str, Mapping[str, Any]]
 Comparisons = dict[str, dict[str, Any]]
 
 
-def read_evaluated(original: Path, converted: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Read name -> {"result": …, "samples": …, "training": …}, the original first; a name is as much of the folder's
-    path as tells it apart; training is `training_of` the folder. Raises as `read_results`.
+def read_evaluated(
+    original: Path, converted: Sequence[Path]
+) -> dict[str, dict[str, Any]]:
+    """Read name -> {"result": …, "samples": …, "training": …}, the original first; a
+    name is as much of the folder's path as tells it apart; training is `training_of`
+    the folder. Raises as `read_results`.
     """
     folders = [original, *converted]
     resolved = [folder.resolve() for folder in folders]
-    if twice := [str(folder) for folder in folders if resolved.count(folder.resolve()) > 1]:
+    if twice := [
+        str(folder) for folder in folders if resolved.count(folder.resolve()) > 1
+    ]:
         raise UserError(f"{twice[0]}: is given twice")
     fcsds = [folder for folder in folders if (folder / "results.json").is_file()]
     like = read_results(fcsds[0])[0] if fcsds else None
@@ -43,19 +49,27 @@ def read_evaluated(original: Path, converted: Sequence[Path]) -> dict[str, dict[
     for folder, name in zip(folders, _names(resolved), strict=True):
         result, samples = read_results(folder, like)
         like = like or result
-        evaluated[name] = {"result": result, "samples": samples, "training": training_of(folder, result)}
+        evaluated[name] = {
+            "result": result,
+            "samples": samples,
+            "training": training_of(folder, result),
+        }
     return evaluated
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
     length = 1
-    while len(names := ["/".join(folder.parts[-length:]) for folder in folders]) != len(set(names)):
+    while len(names := ["/".join(folder.parts[-length:]) for folder in folders]) != len(
+        set(names)
+    ):
         length += 1
     return names
 
 
 def compare_all(evaluated: Evaluated, only: Sequence[str] | None = None) -> Comparisons:
-    """Compare the first model with every other: name -> `scores.compare`, which raises where they do not match."""
+    """Compare the first model with every other: name -> `scores.compare`, which raises
+    where they do not match.
+    """
     first, *others = evaluated
     comparisons = {}
     for name in others:
@@ -67,15 +81,24 @@ def compare_all(evaluated: Evaluated, only: Sequence[str] | None = None) -> Comp
 
 
 def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
-    """Write what `fcsd compare` prints: for every model paired table and verdict; a quick look is marked as one."""
+    """Write what `fcsd compare` prints: for every model paired table and verdict; a
+    quick look is marked as one.
+    """
     original = next(iter(evaluated))
     parts = []
     for name, comparison in comparisons.items():
-        said = [verdict(name, comparison).replace("**", ""), quick_look(comparison["limit"])]
+        said = [
+            verdict(name, comparison).replace("**", ""),
+            quick_look(comparison["limit"]),
+        ]
         title = f"{name} (model) against {original} (original)"
-        parts.append("\n\n".join([title, paired_table(comparison), *filter(None, said)]))
+        parts.append(
+            "\n\n".join([title, paired_table(comparison), *filter(None, said)])
+        )
     differ = differing_settings(evaluated)
-    return "\n\n".join([*parts, *([f"Settings that differ: {differ}."] if differ else [])])
+    return "\n\n".join(
+        [*parts, *([f"Settings that differ: {differ}."] if differ else [])]
+    )
 
 
 def chance_levels(evaluated: Evaluated) -> dict[str, float]:
@@ -83,7 +106,9 @@ def chance_levels(evaluated: Evaluated) -> dict[str, float]:
     first = next(iter(evaluated.values()))
     levels = {}
     for task, row in first["result"]["tasks"].items():
-        counts = [len(sample.get("loglikelihoods", ())) for sample in first["samples"][task]]
+        counts = [
+            len(sample.get("loglikelihoods", ())) for sample in first["samples"][task]
+        ]
         if row["metric"].startswith("acc") and counts and min(counts) > 1:
             levels[task] = fmean(1 / count for count in counts)
     return levels
@@ -96,36 +121,55 @@ def write_details(
     folder: Path,
     colours: Mapping[str, str],
 ) -> dict[str, str]:
-    """Write figures of differences and trainings, `items.html` and `lm_eval/` into `folder`; figure -> caption.
+    """Write figures of differences and trainings, `items.html` and `lm_eval/` into
+    `folder`; figure -> caption.
 
-    training: model -> the folder of its training. colours: model -> its colour in all figures.
+    training: model -> the folder of its training. colours: model -> its colour in all
+    figures.
     """
     from fcsd.report.plots import plot_deltas, plot_members
 
     for name, each in evaluated.items():
-        write_lm_eval(each["result"] | {"model": name}, each["samples"], folder / "lm_eval")
+        write_lm_eval(
+            each["result"] | {"model": name}, each["samples"], folder / "lm_eval"
+        )
     if not comparisons:
         return training_figures(training, folder, colours)
     write_items(evaluated, comparisons, folder / "items.html")
     look = quick_look(*(each["limit"] for each in comparisons.values()))
     chance = chance_levels(evaluated)
-    plot_deltas(comparisons, folder / "deltas.png", note=look, colours=colours, chance=chance)
+    plot_deltas(
+        comparisons, folder / "deltas.png", note=look, colours=colours, chance=chance
+    )
     mark = f" {look}" if look else ""
     dotted = " Dotted: where guessing would lie." if chance else ""
-    figures = {"deltas.png": f"Difference to the original, with 95 % intervals (paired).{dotted}{mark}"}
+    figures = {
+        "deltas.png": (
+            f"Difference to the original, with 95 % intervals (paired).{dotted}{mark}"
+        )
+    }
     for task, row in next(iter(comparisons.values()))["tasks"].items():
         if "members" in row:
-            rows = {name: comparison["tasks"][task] for name, comparison in comparisons.items()}
-            plot_members(task, rows, folder / f"{task}_members.png", note=look, colours=colours)
+            rows = {
+                name: comparison["tasks"][task]
+                for name, comparison in comparisons.items()
+            }
+            plot_members(
+                task, rows, folder / f"{task}_members.png", note=look, colours=colours
+            )
             counts = [f"{name}: {members_line(each)}" for name, each in rows.items()]
             figures[f"{task}_members.png"] = (
-                f"{task}: difference to the original by member (number of items). {' '.join(counts)}{mark}"
+                f"{task}: difference to the original by member (number of items)."
+                f" {' '.join(counts)}{mark}"
             )
     return figures | training_figures(training, folder, colours)
 
 
-def write_comparison(evaluated: Evaluated, folder: Path, only: Sequence[str] | None = None) -> None:
-    """Write `comparison.md`, `comparison.json` (schema_version 1, docs/results.md), and what `write_details` writes.
+def write_comparison(
+    evaluated: Evaluated, folder: Path, only: Sequence[str] | None = None
+) -> None:
+    """Write `comparison.md`, `comparison.json` (schema_version 1, docs/results.md), and
+    what `write_details` writes.
 
     Raises:
         UserError: results that do not match; `folder` is not empty and no comparison.
@@ -136,7 +180,11 @@ def write_comparison(evaluated: Evaluated, folder: Path, only: Sequence[str] | N
     comparisons = compare_all(evaluated, only)
     with new_folder(folder) as new:
         colours = model_colours(list(evaluated), next(iter(evaluated)))
-        training = {name: each["training"] for name, each in evaluated.items() if each["training"]}
+        training = {
+            name: each["training"]
+            for name, each in evaluated.items()
+            if each["training"]
+        }
         figures = write_details(evaluated, comparisons, training, new, colours)
         whole = {
             "schema_version": SCHEMA_VERSION,
@@ -160,9 +208,13 @@ def write_comparison(evaluated: Evaluated, folder: Path, only: Sequence[str] | N
 
 
 def verdicts(comparisons: Comparisons) -> list[str]:
-    """Write what an impatient reader needs: the mark of a quick look, and a line a model; parts of a Markdown page."""
+    """Write what an impatient reader needs: the mark of a quick look, and a line a
+    model; parts of a Markdown page.
+    """
     look = quick_look(*(each["limit"] for each in comparisons.values()))
-    lines = "\n".join(f"- {verdict(name, comparison)}" for name, comparison in comparisons.items())
+    lines = "\n".join(
+        f"- {verdict(name, comparison)}" for name, comparison in comparisons.items()
+    )
     return [*([f"**{look}**"] if look else []), lines]
 
 
@@ -172,7 +224,9 @@ def tables(comparisons: Comparisons) -> list[str]:
     for name, comparison in comparisons.items():
         table = paired_table(comparison)
         if table.count("\n") > LONG_TABLE:
-            table = fold(f"{name}, task by task ({len(comparison['tasks'])} tasks)", table)
+            table = fold(
+                f"{name}, task by task ({len(comparison['tasks'])} tasks)", table
+            )
         parts += [*([f"### {name}"] if len(comparisons) > 1 else []), table]
     return [*parts, f"{LEGEND}{ITEMS_LINK}"]
 
@@ -187,8 +241,8 @@ def figure_parts(figures: Mapping[str, str]) -> list[str]:
 
 
 def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:
-    """Find where the model was trained on which `folder` has a result, if that place is known and its weights are
-    these."""
+    """Find where the model was trained on which `folder` has a result, if that place is
+    known and its weights are these."""
     weights = read_manifest(folder).get("inputs", {}).get("model")
     run = folder.resolve().parent.parent  # of RUN/evaluate/NAME
     places = [
@@ -198,10 +252,17 @@ def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:
         run / "variants" / folder.name,
     ]
     trained = (
-        (place for place in places if (place / "history.jsonl").is_file()) if weights is not None else ()
+        (place for place in places if (place / "history.jsonl").is_file())
+        if weights is not None
+        else ()
     )
     return next(
-        (each for each in trained if read_manifest(each).get("outputs", {}).get("model") == weights), None
+        (
+            each
+            for each in trained
+            if read_manifest(each).get("outputs", {}).get("model") == weights
+        ),
+        None,
     )
 
 
@@ -216,7 +277,9 @@ def settings_text(evaluated: Evaluated) -> str:
 
 
 def differing_settings(evaluated: Evaluated) -> str:
-    """Name the settings in which results differ whose items and prompts are the same; "" if none."""
+    """Name the settings in which results differ whose items and prompts are the same;
+    "" if none.
+    """
     return "; ".join(
         f"{key}: {', '.join(f'{value} ({name})' for name, value in values.items())}"
         for key, values in _differing(evaluated).items()
@@ -227,41 +290,66 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
     by_key: dict[str, dict[str, Any]] = {}
     for name, each in evaluated.items():
         settings = each["result"]["settings"]
-        known = {key: settings.get(key) for key in ("limit", "dtype", "device", "scorer", "template_date")}
+        known = {
+            key: settings.get(key)
+            for key in ("limit", "dtype", "device", "scorer", "template_date")
+        }
         known["engine"] = engine_of(settings)
         bias = settings.get("router_bias")
-        known["router bias"] = f"{bias['kind']} {bias['strength']:g}" if bias else "none"
+        known["router bias"] = (
+            f"{bias['kind']} {bias['strength']:g}" if bias else "none"
+        )
         factor = settings.get("capacity_factor")
-        known["capacity factor"] = f"{factor:g} by {settings['capacity_drop']}" if factor else "none"
+        known["capacity factor"] = (
+            f"{factor:g} by {settings['capacity_drop']}" if factor else "none"
+        )
         known |= settings.get("versions", {}) | {
-            f"sandbox {layer}": state for layer, state in (each["result"].get("sandbox") or {}).items()
+            f"sandbox {layer}": state
+            for layer, state in (each["result"].get("sandbox") or {}).items()
         }
         for key, value in known.items():
             if value is not None or key == "limit":
                 by_key.setdefault(key, {})[name] = value
-    return {key: values for key, values in by_key.items() if len(set(map(str, values.values()))) > 1}
+    return {
+        key: values
+        for key, values in by_key.items()
+        if len(set(map(str, values.values()))) > 1
+    }
 
 
 def engine_of(settings: Mapping[str, Any]) -> str | None:
     """Say what computed the answers, a server or this process; None where it is not known."""
     if server := settings.get("server"):
         words = [server["engine"], server["version"], server["parallelism"]]
-        return f"{' '.join(filter(None, words))}, by HTTP{'' if server['check'] else ', not checked'}"
+        return (
+            f"{' '.join(filter(None, words))}, by"
+            f" HTTP{'' if server['check'] else ', not checked'}"
+        )
     return "in memory" if settings.get("device") else None
 
 
 def settings_line(result: Mapping[str, Any]) -> str:
-    """Write shots, chat template and cut prompts per task, dtype, decoding and versions in one line."""
+    """Write shots, chat template and cut prompts per task, dtype, decoding and versions
+    in one line.
+    """
     settings = result["settings"]
     tasks = []
     for task, row in result["tasks"].items():
-        text = f"{task} {row['num_fewshot']}-shot{', chat template' if row.get('chat_template') else ''}"
+        text = (
+            f"{task}"
+            f" {row['num_fewshot']}-shot{', chat template' if row.get('chat_template') else ''}"
+        )
         if cut := row.get("prompts_cut"):
-            text += f", {cut} of {row['num_items']} prompts cut on the left to fit the model's positions"
+            text += (
+                f", {cut} of {row['num_items']} prompts cut on the left to fit the"
+                " model's positions"
+            )
         if count := row.get("answers_at_limit"):
             text += f", {count} of {row['num_items']} answers at the token limit"
         tasks.append(text)
-    used = [f"{name} {version}" for name, version in settings.get("versions", {}).items()]
+    used = [
+        f"{name} {version}" for name, version in settings.get("versions", {}).items()
+    ]
     how = [str(settings["dtype"])] if settings.get("dtype") else []
     how += [f"answers of {engine_of(settings)}"] if settings.get("server") else []
     how += [f"decoding {settings['decoding']}"] if settings.get("decoding") else []

@@ -19,9 +19,13 @@ Colours = Mapping[str, str]
 
 
 def model_colours(names: Sequence[str], original: str = "original") -> dict[str, str]:
-    """Give every model of a report its colour, by its place among them; the original is dark grey."""
+    """Give every model of a report its colour, by its place among them; the original is
+    dark grey.
+    """
     others = [name for name in names if name != original]
-    return {original: "0.25"} | {name: f"C{index % 10}" for index, name in enumerate(others)}
+    return {original: "0.25"} | {
+        name: f"C{index % 10}" for index, name in enumerate(others)
+    }
 
 
 def set_title(axis: Any, title: str, note: str = "") -> None:
@@ -42,17 +46,28 @@ def legend_beside(axis: Any) -> None:
 
 
 def save_figure(figure: Figure, path: Path, *, around: bool = False) -> None:
-    """Write the figure; around: names and legend stand around axes of the size they were given, not inside it."""
+    """Write the figure; around: names and legend stand around axes of the size they
+    were given, not inside it.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     if not around:
         figure.tight_layout()
-    figure.savefig(temporary, dpi=130, format="png", bbox_inches="tight", metadata={"Software": "fcsd"})
+    figure.savefig(
+        temporary,
+        dpi=130,
+        format="png",
+        bbox_inches="tight",
+        metadata={"Software": "fcsd"},
+    )
     plt.close(figure)
     temporary.replace(path)
 
 
 def check_figure(path: Path) -> None:
-    """Raise UserError for a file that `save_figure` did not write, for `fcsd.base.files.check_file_place`."""
+    """Raise UserError for a file that `save_figure` did not write, for
+    `fcsd.base.files.check_file_place`.
+    """
     with path.open("rb") as file:
-        if b"tEXtSoftware\0fcsd" not in file.read(1024):  # PNG's words stand before the picture
+        # PNG's words stand before the picture
+        if b"tEXtSoftware\0fcsd" not in file.read(1024):
             raise UserError(f"{path}: no figure of fcsd")

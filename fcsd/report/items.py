@@ -1,10 +1,12 @@
-"""One HTML file that shows for any item what the original and the converted models answered, side by side.
+"""One HTML file that shows for any item what the original and the converted models
+answered, side by side.
 
-The file needs no network and no other file: data is in it, gzipped a task at a time, so that only what is looked at is
-unpacked. Text of models and data sets reaches the page through `textContent` only, and the page's policy allows no
-script but its own.
+The file needs no network and no other file: data is in it, gzipped a task at a time, so
+that only what is looked at is unpacked. Text of models and data sets reaches the page
+through `textContent` only, and the page's policy allows no script but its own.
 
-It opens on the distilled model, with a line a task, and marks the words in which two written answers differ.
+It opens on the distilled model, with a line a task, and marks the words in which two
+written answers differ.
 """
 
 import base64
@@ -25,9 +27,13 @@ from fcsd.report.verdict import p_text, quick_look, signed
 
 
 def write_items(
-    evaluated: Mapping[str, Mapping[str, Any]], comparisons: Mapping[str, Mapping[str, Any]], path: Path
+    evaluated: Mapping[str, Mapping[str, Any]],
+    comparisons: Mapping[str, Mapping[str, Any]],
+    path: Path,
 ) -> None:
-    """Write the page of evaluated (name -> {"result": …, "samples": …}, the original first) and its comparisons."""
+    """Write the page of evaluated (name -> {"result": …, "samples": …}, the original
+    first) and its comparisons.
+    """
     names = list(evaluated)
     tasks = list(comparisons[names[1]]["tasks"])
     index = {
@@ -38,8 +44,17 @@ def write_items(
             {
                 "name": task,
                 "metric": evaluated[names[0]]["result"]["tasks"][task]["metric"],
-                "facts": ["", *(_facts(comparisons[name]["tasks"][task]) for name in names[1:])],
-                "overview": [[], *(_overview(comparisons[name]["tasks"][task]) for name in names[1:])],
+                "facts": [
+                    "",
+                    *(_facts(comparisons[name]["tasks"][task]) for name in names[1:]),
+                ],
+                "overview": [
+                    [],
+                    *(
+                        _overview(comparisons[name]["tasks"][task])
+                        for name in names[1:]
+                    ),
+                ],
             }
             for task in tasks
         ],
@@ -51,10 +66,13 @@ def write_items(
         text = base64.b64encode(packed).decode("ascii")
         blocks.append(f'<script type="text/plain" id="task-{place}">{text}</script>')
     folder = files("fcsd.report")
-    style, script = (folder.joinpath(f"items.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    style, script = (
+        folder.joinpath(f"items.{kind}").read_text(encoding="utf-8")
+        for kind in ("css", "js")
+    )
     policy = (
-        f"default-src 'none'; script-src '{_sha(script)}'; style-src '{_sha(style)}'; base-uri 'none';"
-        " form-action 'none'"
+        f"default-src 'none'; script-src '{_sha(script)}'; style-src '{_sha(style)}';"
+        " base-uri 'none'; form-action 'none'"
     )
     page = folder.joinpath("items.html").read_text(encoding="utf-8")
     parts = {
@@ -63,7 +81,8 @@ def write_items(
         "@SCRIPT@": script,
         "@DATA@": "\n".join(blocks),
     }
-    for key, value in parts.items():  # the data last: what is in it is not looked at for keys
+    # the data last: what is in it is not looked at for keys
+    for key, value in parts.items():
         page = page.replace(key, value)
     write_text(path, page)
 
@@ -79,16 +98,22 @@ def _json(value: Any) -> str:
 
 
 def _valid(value: Any) -> bytes:
-    """Encode JSON as UTF-8; halves of characters, which models do produce, become question marks."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+    """Encode JSON as UTF-8; halves of characters, which models do produce, become
+    question marks.
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode(
+        "utf-8", "replace"
+    )
 
 
 def _facts(row: Mapping[str, Any]) -> str:
     return (
-        f"{row['metric'].removesuffix(',none')}, {row['num_fewshot']}-shot, {row['num_items']} items:"
-        f" {percent(row['original'])} → {percent(row['converted'])},"
-        f" delta {with_error(signed(row['delta']), row['delta_stderr'])}, gained {row['gained']}, lost {row['lost']},"
-        f" p {p_text(row['p_value'])}: {row['verdict']}"
+        f"{row['metric'].removesuffix(',none')}, {row['num_fewshot']}-shot,"
+        f" {row['num_items']} items: {percent(row['original'])} →"
+        f" {percent(row['converted'])}, delta"
+        f" {with_error(signed(row['delta']), row['delta_stderr'])}, gained"
+        f" {row['gained']}, lost {row['lost']}, p {p_text(row['p_value'])}:"
+        f" {row['verdict']}"
     )
 
 
@@ -103,13 +128,25 @@ def _items(models: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]
     others = [{sample["doc_id"]: sample for sample in samples} for samples in models]
     rows = []
     for sample in models[0]:
-        row = {"id": sample["doc_id"], "answers": [_answer(other[sample["doc_id"]]) for other in others]}
-        rows.append(row | {key: sample[key] for key in ("prompt", "choices", "target") if sample.get(key)})
+        row = {
+            "id": sample["doc_id"],
+            "answers": [_answer(other[sample["doc_id"]]) for other in others],
+        }
+        rows.append(
+            row
+            | {
+                key: sample[key]
+                for key in ("prompt", "choices", "target")
+                if sample.get(key)
+            }
+        )
     return rows
 
 
 def _answer(sample: Mapping[str, Any]) -> dict[str, Any]:
-    texts = sample.get("completions") or ([sample["completion"]] if "completion" in sample else [])
+    texts = sample.get("completions") or (
+        [sample["completion"]] if "completion" in sample else []
+    )
     note = ", ".join(sample.get("outcomes") or [sample.get("outcome") or ""])
     answer = {
         "score": sample["score"],
@@ -118,5 +155,7 @@ def _answer(sample: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "loglikelihoods" in sample:
         values = sample["loglikelihoods"]
-        answer["loglikelihoods"] = [value if math.isfinite(value) else None for value in values]
+        answer["loglikelihoods"] = [
+            value if math.isfinite(value) else None for value in values
+        ]
     return answer

@@ -1,6 +1,7 @@
 """Figures of a run: loss and KL, scores while training, models side by side, the sweep.
 
-A model has one colour in all figures of a report (`model_colours`); what is no model is black and grey.
+A model has one colour in all figures of a report (`model_colours`); what is no model is
+black and grey.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,17 +11,29 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from fcsd.report.figure import GREY, SIZE, Colours, legend_beside, save_figure, set_title
+from fcsd.report.figure import (
+    GREY,
+    SIZE,
+    Colours,
+    legend_beside,
+    save_figure,
+    set_title,
+)
 from fcsd.training.losses.objectives import MEASURES
 from fcsd.training.sweep import last_text
 
-_PANELS = {key: (f"Training loss: {measure.title}", "nats per token") for key, measure in MEASURES.items()}
+_PANELS = {
+    key: (f"Training loss: {measure.title}", "nats per token")
+    for key, measure in MEASURES.items()
+}
 _PANELS["load_max_over_mean"] = ("Load of a layer's busiest expert", "times the mean")
 
 
-def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Path, colours: Colours) -> None:
-    """Draw the training loss by tokens for every run; each divergence and cross-entropy in panels of their own, and the
-    busiest expert's load where loads are balanced.
+def plot_losses(
+    histories: Mapping[str, Sequence[Mapping[str, float]]], path: Path, colours: Colours
+) -> None:
+    """Draw the training loss by tokens for every run; each divergence and cross-entropy
+    in panels of their own, and the busiest expert's load where loads are balanced.
 
     histories: name -> points with `tokens` beside what was logged.
     """
@@ -28,10 +41,16 @@ def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Pa
     for key, panel in _PANELS.items():
         for name, points in histories.items():
             # On a logarithmic axis there is no place for 0.
-            if series := [(point["tokens"], point[key]) for point in points if point.get(key, 0) > 0]:
+            if series := [
+                (point["tokens"], point[key])
+                for point in points
+                if point.get(key, 0) > 0
+            ]:
                 panels.setdefault(panel, {})[name] = series
     count = max(1, len(panels))
-    figure, axes = plt.subplots(1, count, figsize=(SIZE[0] * count, SIZE[1]), squeeze=False)
+    figure, axes = plt.subplots(
+        1, count, figsize=(SIZE[0] * count, SIZE[1]), squeeze=False
+    )
     for axis, ((title, unit), lines) in zip(axes[0], panels.items(), strict=False):
         for name, series in lines.items():
             axis.plot(*zip(*series, strict=True), color=colours[name], label=name)
@@ -43,25 +62,41 @@ def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Pa
 
 
 def plot_scores(
-    curves: Mapping[str, Sequence[Mapping[str, Any]]], metric: str, path: Path, colours: Colours
+    curves: Mapping[str, Sequence[Mapping[str, Any]]],
+    metric: str,
+    path: Path,
+    colours: Colours,
 ) -> None:
-    """Draw the early-stopping score by tokens, with a band of one standard error to each side; shares in per cent.
+    """Draw the early-stopping score by tokens, with a band of one standard error to
+    each side; shares in per cent.
 
-    curves: name -> points of `fcsd.training.early_stopping.EarlyStopper.record`, with `tokens`.
+    curves: name -> points of `fcsd.training.early_stopping.EarlyStopper.record`, with
+    `tokens`.
     """
     figure, axis = plt.subplots(figsize=SIZE)
     by_kl = metric == "heldout_kl"
-    shares = not by_kl and all(abs(point["score"]) <= 1 for points in curves.values() for point in points)
+    shares = not by_kl and all(
+        abs(point["score"]) <= 1 for points in curves.values() for point in points
+    )
     scale, lowest = 100.0 if shares else 1.0, 0.0
     for name, points in curves.items():
-        tokens, scores = [point["tokens"] for point in points], [scale * point["score"] for point in points]
+        tokens, scores = (
+            [point["tokens"] for point in points],
+            [scale * point["score"] for point in points],
+        )
         errors = [scale * (point["stderr"] or 0.0) for point in points]
-        axis.plot(tokens, scores, marker="o", markersize=3, color=colours[name], label=name)
+        axis.plot(
+            tokens, scores, marker="o", markersize=3, color=colours[name], label=name
+        )
         low = [score - error for score, error in zip(scores, errors, strict=True)]
         if by_kl:  # on a logarithmic axis
-            low = [max(value, score / 10) for value, score in zip(low, scores, strict=True)]
+            low = [
+                max(value, score / 10) for value, score in zip(low, scores, strict=True)
+            ]
         high = [score + error for score, error in zip(scores, errors, strict=True)]
-        axis.fill_between(tokens, low, high, color=colours[name], alpha=0.2, linewidth=0)
+        axis.fill_between(
+            tokens, low, high, color=colours[name], alpha=0.2, linewidth=0
+        )
         lowest = min(lowest, *low)
     if by_kl:
         axis.set(ylabel="nats per token", yscale="log")
@@ -98,20 +133,40 @@ def plot_models(
     note: str = "",
     chance: Mapping[str, float] | None = None,
 ) -> None:
-    """Draw scores in per cent, a row a task and a colour a model, with bars of one standard error.
+    """Draw scores in per cent, a row a task and a colour a model, with bars of one
+    standard error.
 
-    models: name -> task -> score and standard error, as shares. chance: task -> the score of guessing.
+    models: name -> task -> score and standard error, as shares. chance: task -> the
+    score of guessing.
     """
-    figure, axis = plt.subplots(figsize=(SIZE[0], _rows_height(len(tasks), len(models))))
+    figure, axis = plt.subplots(
+        figsize=(SIZE[0], _rows_height(len(tasks), len(models)))
+    )
     for index, (name, scores) in enumerate(models.items()):
-        places = [tick + 0.7 * ((index + 0.5) / len(models) - 0.5) for tick in range(len(tasks))]
-        values, errors = ([100 * scores[task][part] for task in tasks] for part in (0, 1))
-        style: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5, "capsize": 2}
-        axis.errorbar(values, places, xerr=errors, color=colours[name], label=name, **style)
+        places = [
+            tick + 0.7 * ((index + 0.5) / len(models) - 0.5)
+            for tick in range(len(tasks))
+        ]
+        values, errors = (
+            [100 * scores[task][part] for task in tasks] for part in (0, 1)
+        )
+        style: dict[str, Any] = {
+            "linestyle": "none",
+            "marker": "o",
+            "markersize": 5,
+            "capsize": 2,
+        }
+        axis.errorbar(
+            values, places, xerr=errors, color=colours[name], label=name, **style
+        )
     for tick, task in enumerate(tasks):
         _chance(axis, tick, (chance or {}).get(task))
     axis.set_yticks(range(len(tasks)), tasks)
-    axis.set(xlabel="score (per cent), one standard error", xlim=(-2, 102), ylim=(len(tasks) - 0.5, -0.5))
+    axis.set(
+        xlabel="score (per cent), one standard error",
+        xlim=(-2, 102),
+        ylim=(len(tasks) - 0.5, -0.5),
+    )
     axis.grid(alpha=0.3, axis="x")
     set_title(axis, "Scores of every model", note)
     legend_beside(axis)
@@ -140,11 +195,12 @@ def plot_deltas(
     note: str = "",
     chance: Mapping[str, float] | None = None,
 ) -> None:
-    """Draw the difference to the original in points with its 95 % interval, a row a task and the mean, a colour a
-    model; filled where the verdict is not noise. A second panel where one model lies so far off that the others cannot
-    be told apart.
+    """Draw the difference to the original in points with its 95 % interval, a row a
+    task and the mean, a colour a model; filled where the verdict is not noise. A second
+    panel where one model lies so far off that the others cannot be told apart.
 
-    note: the mark of a quick look. chance: task -> the score of guessing, marked where it lies among the points.
+    note: the mark of a quick look. chance: task -> the score of guessing, marked where
+    it lies among the points.
     """
     first = next(iter(comparisons.values()))
     has_mean = first["mean"] is not None and len(first["tasks"]) > 1
@@ -154,7 +210,8 @@ def plot_deltas(
         for name, comparison in comparisons.items()
     }
     reach = {
-        name: max(100 * abs(bound) for row in each for bound in _bounds(row)) for name, each in rows.items()
+        name: max(100 * abs(bound) for row in each for bound in _bounds(row))
+        for name, each in rows.items()
     }
     near = {name: far for name, far in reach.items() if far < max(reach.values()) / 4}
     height = _rows_height(len(tasks), len(comparisons))
@@ -168,13 +225,23 @@ def plot_deltas(
             axis.axhline(len(tasks) - 1.5, color="gray", linewidth=0.5)
         for tick, task in enumerate(first["tasks"]):
             if task in (chance or {}):
-                _chance(axis, tick, (chance or {})[task] - first["tasks"][task]["original"])
+                _chance(
+                    axis, tick, (chance or {})[task] - first["tasks"][task]["original"]
+                )
         _difference_axis(axis, "points, with the 95 % interval; filled: beyond noise")
         set_title(axis, "Difference to the original", note)
     axes[0][0].set_yticks(range(len(tasks)), tasks)
     axes[0][0].set_ylim(len(tasks) - 0.5, -0.5)
     if near:
-        bounds = [0.0, *(100 * bound for name in near for row in rows[name] for bound in _bounds(row))]
+        bounds = [
+            0.0,
+            *(
+                100 * bound
+                for name in near
+                for row in rows[name]
+                for bound in _bounds(row)
+            ),
+        ]
         margin = 0.05 * (max(bounds) - min(bounds))
         axes[0][1].set_xlim(min(bounds) - margin, max(bounds) + margin)
         axes[0][1].set_title("the same, enlarged", fontsize="medium")
@@ -194,8 +261,8 @@ def plot_members(
     colours: Colours,
     note: str = "",
 ) -> None:
-    """Draw the difference to the original of every member of a group (the subjects of MMLU), sorted by the first
-    model's; filled where the interval does not hold 0.
+    """Draw the difference to the original of every member of a group (the subjects of
+    MMLU), sorted by the first model's; filled where the interval does not hold 0.
 
     comparisons: model -> `paired` with `members`.
     """
@@ -203,9 +270,15 @@ def plot_members(
     members = sorted(first, key=lambda member: -first[member]["delta"])
     step = 0.17 * max(1.0, 0.6 * len(comparisons))
     figure, axis = plt.subplots(figsize=(SIZE[0], step * len(members) + 1.2))
-    rows = {model: [row["members"][member] for member in members] for model, row in comparisons.items()}
+    rows = {
+        model: [row["members"][member] for member in members]
+        for model, row in comparisons.items()
+    }
     _intervals(axis, rows, 0.6, colours, markersize=3, linewidth=0.7)
-    labels = [f"{member.removeprefix(f'{name}_')} ({first[member]['num_items']})" for member in members]
+    labels = [
+        f"{member.removeprefix(f'{name}_')} ({first[member]['num_items']})"
+        for member in members
+    ]
     axis.set_yticks(range(len(members)), labels, fontsize=6)
     _difference_axis(axis, "points, with the 95 % interval")
     set_title(axis, f"{name}: difference to the original", note)
@@ -220,14 +293,18 @@ def _intervals(
     colours: Colours,
     **style: Any,
 ) -> None:
-    """Draw the differences to the original, in points, with their 95 % intervals: a tick a row, the models side by side
-    in `space` around it."""
+    """Draw the differences to the original, in points, with their 95 % intervals: a
+    tick a row, the models side by side in `space` around it."""
     for index, (name, rows) in enumerate(models.items()):
         colour = colours[name]
         for tick, row in enumerate(rows):
             delta, (low, high) = row["delta"], _bounds(row)
             # Members have no verdict, only the interval.
-            noise = row["verdict"] == "within noise" if "verdict" in row else low <= 0 <= high
+            noise = (
+                row["verdict"] == "within noise"
+                if "verdict" in row
+                else low <= 0 <= high
+            )
             axis.errorbar(
                 [100 * delta], [tick + space * ((index + 0.5) / len(models) - 0.5)],
                 xerr=[[100 * (delta - low)], [100 * (high - delta)]], linestyle="none", marker="o", color=colour,
@@ -243,16 +320,22 @@ def _difference_axis(axis: Any, label: str) -> None:
 
 
 def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw `sweep.png`: loss of every candidate of both stages, a tick a tried value; diverged ones at the upper
-    edge."""
+    """Draw `sweep.png`: loss of every candidate of both stages, a tick a tried value;
+    diverged ones at the upper edge."""
     figure, axes = plt.subplots(1, 2, figsize=(2 * SIZE[0] * 0.75, SIZE[1]))
     rate, batch = "learning_rate", "batch_size_tokens"
-    fixed = {key: {row[key] for row in result["candidates"] if row["stage"] != key} for key in (rate, batch)}
+    fixed = {
+        key: {row[key] for row in result["candidates"] if row["stage"] != key}
+        for key in (rate, batch)
+    }
     for axis, key, name, where in (
         (axes[0], batch, "Batch size", f"learning rate {next(iter(fixed[rate]), 0):g}"),
         (axes[1], rate, "Learning rate", f"{result[batch]:,} tokens a batch"),
     ):
-        rows = sorted((row for row in result["candidates"] if row["stage"] == key), key=lambda row: row[key])
+        rows = sorted(
+            (row for row in result["candidates"] if row["stage"] == key),
+            key=lambda row: row[key],
+        )
         done = [row for row in rows if row["loss"] is not None]
         chosen, failed = (
             [row for row in done if row[key] == result[key]],
@@ -260,9 +343,17 @@ def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
         )
         for points, style in (
             (done, {"marker": "o", "markerfacecolor": "white"}),
-            (chosen, {"marker": "*", "linestyle": "", "markersize": 14, "label": "chosen"}),
+            (
+                chosen,
+                {"marker": "*", "linestyle": "", "markersize": 14, "label": "chosen"},
+            ),
         ):
-            axis.plot([row[key] for row in points], [row["loss"] for row in points], color="black", **style)
+            axis.plot(
+                [row[key] for row in points],
+                [row["loss"] for row in points],
+                color="black",
+                **style,
+            )
         if failed:
             axis.plot(
                 [row[key] for row in failed], [0.97] * len(failed), "x", color="black", label="diverged",
@@ -277,7 +368,9 @@ def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
         axis.xaxis.set_minor_locator(NullLocator())
         axis.xaxis.set_minor_formatter(NullFormatter())
         shown = ("{:,.0f}" if key == batch else "{:g}").format
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, place, shown=shown: shown(value)))
+        axis.xaxis.set_major_formatter(
+            FuncFormatter(lambda value, place, shown=shown: shown(value))
+        )
         axis.tick_params(axis="x", rotation=30 if len(rows) > 5 else 0)
         axis.grid(alpha=0.3)
         set_title(axis, f"{name}, at {where}")

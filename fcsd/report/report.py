@@ -1,7 +1,9 @@
-"""The report of a run: what every model scores, what was lost, whether that is noise, and how it was trained.
+"""The report of a run: what every model scores, what was lost, whether that is noise,
+and how it was trained.
 
-Reads only what the stages left; writes `report.md`, `report.json`, figures, `items.html` (every answer side by side)
-and `lm_eval/` (the results in lm-eval's files).
+Reads only what the stages left; writes `report.md`, `report.json`, figures,
+`items.html` (every answer side by side) and `lm_eval/` (the results in lm-eval's
+files).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +19,12 @@ from fcsd.planning.layers.first import special_layers, special_text
 from fcsd.planning.layers.settings import KL
 from fcsd.planning.layers.study import read_study
 from fcsd.recipe.layout import MAIN, RunLayout
-from fcsd.recipe.recipe import EarlyStoppingConfig, HeldoutKLStoppingConfig, Recipe, to_yaml
+from fcsd.recipe.recipe import (
+    EarlyStoppingConfig,
+    HeldoutKLStoppingConfig,
+    Recipe,
+    to_yaml,
+)
 from fcsd.report.comparison import (
     LONG_TABLE,
     chance_levels,
@@ -42,13 +49,17 @@ _FEW_TASKS = 5
 
 
 def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
-    """Write the report of the evaluated models among `names`; returns the table of models and the verdicts.
+    """Write the report of the evaluated models among `names`; returns the table of
+    models and the verdicts.
 
     Raises:
-        UserError: results that were not measured on the same items, or on weights that are no longer there.
+        UserError: results that were not measured on the same items, or on weights that
+            are no longer there.
     """
     layout, bias = RunLayout(recipe.folder), recipe.evaluation.router_bias
-    steered = {} if bias is None else {name: each.model for name, each in bias.names.items()}
+    steered = (
+        {} if bias is None else {name: each.model for name, each in bias.names.items()}
+    )
     names = [*names, *steered]
     evaluated = {
         name: _evaluated(layout, name, steered.get(name, name))
@@ -56,20 +67,33 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         if read_manifest(layout.evaluation(name))
     }
     training = {name: layout.stage(name) for name in names}
-    training = {name: path for name, path in training.items() if (path / "history.jsonl").is_file()}
+    training = {
+        name: path
+        for name, path in training.items()
+        if (path / "history.jsonl").is_file()
+    }
     comparisons = compare_all(evaluated) if "original" in evaluated else {}
     # What the run is for comes first, not the untrained model.
-    comparisons = {name: comparisons[name] for name in sorted(comparisons, key=lambda name: name != MAIN)}
+    comparisons = {
+        name: comparisons[name]
+        for name in sorted(comparisons, key=lambda name: name != MAIN)
+    }
     models = {
         name: {
             "layers": _layers(layout, steered.get(name, name)),
-            "training": _training(training[name]) if name in training else _untrained(layout.stage(name)),
+            "training": (
+                _training(training[name])
+                if name in training
+                else _untrained(layout.stage(name))
+            ),
             "result": each["result"],
         }
         for name, each in evaluated.items()
     }
     table = models_table(models) if models else "no model has been evaluated yet"
-    look = quick_look(*(each["result"]["settings"]["limit"] for each in models.values()))
+    look = quick_look(
+        *(each["result"]["settings"]["limit"] for each in models.values())
+    )
     if look:
         table += f"\n\n{look}"
     report: dict[str, Any] = {
@@ -77,7 +101,9 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         "recipe": recipe.dump(),
         "models": models,
         "comparisons": comparisons,
-        "calibrations": _calibrations([name for name in models if name not in training], layout),
+        "calibrations": _calibrations(
+            [name for name in models if name not in training], layout
+        ),
         "training": {name: read_manifest(path) for name, path in training.items()},
         "sweep": read_manifest(layout.sweep).get("results"),
         "router_bias": steering_points(recipe, layout, models),
@@ -91,12 +117,16 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         figures |= steering_figure(report["router_bias"], new, look)
         write_json(new / "report.json", report)
         write_text(new / "report.md", _markdown(recipe, report, table, figures))
-    said = [verdict(name, comparison).replace("**", "") for name, comparison in comparisons.items()]
+    said = [
+        verdict(name, comparison).replace("**", "")
+        for name, comparison in comparisons.items()
+    ]
     return "\n\n".join([table, *(["\n".join(said)] if said else [])])
 
 
 def _evaluated(layout: RunLayout, name: str, weights: str) -> dict[str, Any]:
-    """Read result and samples of one model; refuse a result of weights that the run no longer has.
+    """Read result and samples of one model; refuse a result of weights that the run no
+    longer has.
 
     weights: the model whose weights it has.
     """
@@ -121,7 +151,8 @@ def _layers(layout: RunLayout, name: str) -> str:
     rewired = {"attention": "partial", "mlp": "outdated"}
     sides = [name for name, side in rewired.items() if farskip.get(name) == side]
     only = f" ({sides[0]} only)" if len(sides) == 1 else ""
-    text = config.get("text_config", config)  # of a multimodal wrapper its text stack is rewired
+    # of a multimodal wrapper its text stack is rewired
+    text = config.get("text_config", config)
     return f"{len(farskip['layers'])}/{text['num_hidden_layers']}{only}"
 
 
@@ -134,7 +165,10 @@ def _untrained(path: Path) -> str:
 
 def _calibrations(models: Iterable[str], layout: RunLayout) -> dict[str, Any]:
     """Return what the calibrations of untrained models measured of their results."""
-    measured = {name: read_manifest(layout.stage(name)).get("results", {}).get("kl") for name in models}
+    measured = {
+        name: read_manifest(layout.stage(name)).get("results", {}).get("kl")
+        for name in models
+    }
     return {name: kl for name, kl in measured.items() if kl}
 
 
@@ -142,11 +176,18 @@ def _training(path: Path) -> str:
     manifest = read_manifest(path)
     objective = manifest["settings"].get("objective", {"name": "ce"})["name"]
     results = manifest["results"]
-    best = f", best at {results['best_step']}" if results.get("best_step") is not None else ""
+    best = (
+        f", best at {results['best_step']}"
+        if results.get("best_step") is not None
+        else ""
+    )
     happened = ""
     for name in ("skipped_steps", "spikes", "rewinds"):
         if count := results.get(name, 0):
-            happened += f", {count} {name.replace('_', ' ').removesuffix('s' if count == 1 else '')}"
+            happened += (
+                f", {count}"
+                f" {name.replace('_', ' ').removesuffix('s' if count == 1 else '')}"
+            )
     if bad := (results.get("bad_rows") or {}).get("num_left_out"):
         happened += f", {bad} bad row{'' if bad == 1 else 's'} left out"
     steps = f"{results['steps']} step{'' if results['steps'] == 1 else 's'}"
@@ -160,63 +201,92 @@ def _figures(
     colours: Mapping[str, str],
     folder: Path,
 ) -> dict[str, str]:
-    """Draw models side by side, layer study and sweep, where there are such; file name -> caption."""
+    """Draw models side by side, layer study and sweep, where there are such; file name
+    -> caption.
+    """
     figures: dict[str, str] = {}
     models = report["models"]
     tasks = list(next(iter(models.values()))["result"]["tasks"]) if models else []
     if len(tasks) > _FEW_TASKS:  # of a few tasks the table says it all
         scores = {
             name: {
-                task: (row["value"], row["stderr"] or 0.0) for task, row in each["result"]["tasks"].items()
+                task: (row["value"], row["stderr"] or 0.0)
+                for task, row in each["result"]["tasks"].items()
             }
             for name, each in models.items()
         }
         chance = chance_levels(evaluated)
-        plot_models(tasks, scores, folder / "models.png", note=look, colours=colours, chance=chance)
+        plot_models(
+            tasks,
+            scores,
+            folder / "models.png",
+            note=look,
+            colours=colours,
+            chance=chance,
+        )
         dotted = "; dotted: where guessing would lie" if chance else ""
-        figures["models.png"] = f"Scores of every model; bars are one standard error{dotted}."
+        figures["models.png"] = (
+            f"Scores of every model; bars are one standard error{dotted}."
+        )
     if report["layers"] is not None:
         plot_layers(report["layers"], folder / "layers.png")
         figures["layers.png"] = (
-            "KL to the original, untrained, against the rewired layers: from either end (paper Fig. 3), and alone."
+            "KL to the original, untrained, against the rewired layers: from either end"
+            " (paper Fig. 3), and alone."
         )
         facts = {
             "metric": report["layers"]["metrics"][0],
             "special_layers": special_layers(report["layers"], KL),
         }
-        figures["layers.png"] = " ".join([figures["layers.png"], *filter(None, special_text(facts))])
+        figures["layers.png"] = " ".join(
+            [figures["layers.png"], *filter(None, special_text(facts))]
+        )
     if report["sweep"] is not None:
         plot_sweep(report["sweep"], folder)
         figures["sweep.png"] = "The sweep: batch size first, then learning rate."
     return figures
 
 
-def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[str, str]) -> str:
+def _markdown(
+    recipe: Recipe, report: dict[str, Any], table: str, figures: dict[str, str]
+) -> str:
     stopping = recipe.early_stopping
     parts = [f"# Report of `{recipe.name}`"]
     if report["comparisons"]:
         parts += ["## Verdict", *verdicts(report["comparisons"])]
     parts += [
         "## Models",
-        "Scores are percentages ± one standard error; KL is KL(original || model) in nats per token on held-out text."
-        " `original` is the teacher, `converted` the same weights rewired and untrained"
+        "Scores are percentages ± one standard error; KL is KL(original || model) in"
+        " nats per token on held-out text. `original` is the teacher, `converted` the"
+        " same weights rewired and untrained"
         + (
             ", `calibrated` the same with closed-form maps folded into them."
             if "calibrated" in report["models"]
             else "."
         ),
-        fold("Every task of every model", table) if table.count("\n") > LONG_TABLE else table,
-        *(f"`{name}`: {calibration_kl_text(kl)}." for name, kl in report["calibrations"].items()),
+        (
+            fold("Every task of every model", table)
+            if table.count("\n") > LONG_TABLE
+            else table
+        ),
+        *(
+            f"`{name}`: {calibration_kl_text(kl)}."
+            for name, kl in report["calibrations"].items()
+        ),
     ]
     if stopping is not None:
         parts.append(
-            f"Early stopping and choice of checkpoint: {stopping_text(stopping.model_dump())}, every"
-            f" {stopping.every_steps} steps, patience {stopping.patience}, min_delta {stopping.min_delta}."
-            f"{_also_reported(stopping, report['models'])}"
+            "Early stopping and choice of checkpoint:"
+            f" {stopping_text(stopping.model_dump())}, every {stopping.every_steps}"
+            f" steps, patience {stopping.patience}, min_delta"
+            f" {stopping.min_delta}.{_also_reported(stopping, report['models'])}"
         )
         parts += [stopping_table(report["training"])]
     if report["comparisons"]:
-        parts += ["## Against the original, item by item", *tables(report["comparisons"])]
+        parts += [
+            "## Against the original, item by item",
+            *tables(report["comparisons"]),
+        ]
     parts += steering_parts(report["router_bias"], report["models"])
     if report["sweep"] is not None:
         sweep = report["sweep"]
@@ -227,13 +297,17 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
         ]
     if figures:
         parts += ["## Figures", *figure_parts(figures)]
-    whole = fold("The whole recipe, with every default", f"```yaml\n{to_yaml(recipe.dump())}```")
+    whole = fold(
+        "The whole recipe, with every default", f"```yaml\n{to_yaml(recipe.dump())}```"
+    )
     parts += ["## Settings", _settings(report), "## Recipe", whole]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> str:
-    """Warn of a checkpoint chosen by the items that it is then evaluated on: it looks better there than it is."""
+    """Warn of a checkpoint chosen by the items that it is then evaluated on: it looks
+    better there than it is.
+    """
     if isinstance(stopping, HeldoutKLStoppingConfig):
         return ""
     same = (stopping.task.dataset, stopping.task.dataset_name, stopping.task.split)
@@ -242,12 +316,18 @@ def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> 
         row["task"]
         for each in models.values()
         for row in each["result"]["settings"]["suite"]["tasks"]
-        if (row["dataset"], row.get("dataset_name"), row.get("split") or default.get(row["kind"])) == same
+        if (
+            row["dataset"],
+            row.get("dataset_name"),
+            row.get("split") or default.get(row["kind"]),
+        )
+        == same
     }
     if not graded:
         return ""
     return (
-        f" **The same items are graded in {', '.join(sorted(graded))}: no independent test of this choice.**"
+        f" **The same items are graded in {', '.join(sorted(graded))}: no independent"
+        " test of this choice.**"
     )
 
 

@@ -1,4 +1,5 @@
-"""What a sweep of router biases gives: CAMoE's tables 1 and 2, what two kinds cost at equal time, and a figure.
+"""What a sweep of router biases gives: CAMoE's tables 1 and 2, what two kinds cost at
+equal time, and a figure.
 
 Reads only what the stages left.
 """
@@ -20,12 +21,15 @@ from fcsd.report.table import percent, with_error
 Points = list[dict[str, Any]]
 
 
-def steering_points(recipe: Recipe, layout: RunLayout, models: Mapping[str, Mapping[str, Any]]) -> Points:
-    """Return a point for each steered model that is evaluated, behind the same model without a bias; [] where there is
-    none.
+def steering_points(
+    recipe: Recipe, layout: RunLayout, models: Mapping[str, Mapping[str, Any]]
+) -> Points:
+    """Return a point for each steered model that is evaluated, behind the same model
+    without a bias; [] where there is none.
 
-    models: name -> {"result": …}. A point has name, model (whose routers are steered), kind (None: no bias), strength,
-    exchange, routing, kl (of the output to the original's, with stderr), mean and mean_stderr of the tasks.
+    models: name -> {"result": …}. A point has name, model (whose routers are steered),
+    kind (None: no bias), strength, exchange, routing, kl (of the output to the
+    original's, with stderr), mean and mean_stderr of the tasks.
     """
     points: Points = []
     if (bias := recipe.evaluation.router_bias) is None:
@@ -34,7 +38,15 @@ def steering_points(recipe: Recipe, layout: RunLayout, models: Mapping[str, Mapp
         manifest = read_manifest(layout.router_bias(model))
         if not manifest or model not in models:
             continue
-        own = [_point(model, model, None, 0.0, models[model]["result"] | manifest["results"]["unbiased"])]
+        own = [
+            _point(
+                model,
+                model,
+                None,
+                0.0,
+                models[model]["result"] | manifest["results"]["unbiased"],
+            )
+        ]
         own += [
             _point(name, model, kind, strength, models[name]["result"])
             for name, (_, kind, strength) in bias.names_of(model).items()
@@ -48,8 +60,17 @@ def _point(
     name: str, model: str, kind: str | None, strength: float, result: Mapping[str, Any]
 ) -> dict[str, Any]:
     kl = {"kl": 0.0, "stderr": 0.0} if name == "original" else result["kl_to_original"]
-    measured = {key: result[key] for key in ("exchange", "routing", "mean", "mean_stderr")}
-    return {"name": name, "model": model, "kind": kind, "strength": strength, "kl": kl, **measured}
+    measured = {
+        key: result[key] for key in ("exchange", "routing", "mean", "mean_stderr")
+    }
+    return {
+        "name": name,
+        "model": model,
+        "kind": kind,
+        "strength": strength,
+        "kl": kl,
+        **measured,
+    }
 
 
 def _by_model(points: Points) -> list[Points]:
@@ -58,20 +79,29 @@ def _by_model(points: Points) -> list[Points]:
     return [[point for point in points if point["model"] == model] for model in models]
 
 
-def steering_parts(points: Points, models: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def steering_parts(
+    points: Points, models: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
     """Write the chapter; parts of a Markdown page."""
     if not points:
         return []
     exchange = points[0]["exchange"]
     text = (
-        f"Simulated time of one MoE layer's exchange (counts, dispatch, combine): mean and 95th percentile over"
-        f" {exchange['num_exchanges']} exchanges of {exchange['tokens']:,.0f} tokens at each endpoint. Output KL is"
-        " KL(original || steered) in nats per token; KL and avg_layer_kl are of the experts' loads, routes moved the"
-        " share of (token, expert) pairs that are others than those of the same model without a bias."
+        "Simulated time of one MoE layer's exchange (counts, dispatch, combine): mean"
+        f" and 95th percentile over {exchange['num_exchanges']} exchanges of"
+        f" {exchange['tokens']:,.0f} tokens at each endpoint. Output KL is KL(original"
+        " || steered) in nats per token; KL and avg_layer_kl are of the experts'"
+        " loads, routes moved the share of (token, expert) pairs that are others than"
+        " those of the same model without a bias."
     )
     parts = ["## Steered routers", text]
     for own in _by_model(points):
-        parts += [f"### `{own[0]['model']}`", _table1(own, models), _table2(own), *_equal_time(own)]
+        parts += [
+            f"### `{own[0]['model']}`",
+            _table1(own, models),
+            _table2(own),
+            *_equal_time(own),
+        ]
     return parts
 
 
@@ -79,15 +109,21 @@ def _equal_time(points: Points) -> list[str]:
     """Write what the kinds cost at the same time; [] where they cannot be compared."""
     parts = []
     if rows := at_equal_time(points):
-        header = ["at the time of", "time", "camoe, output KL", "bottleneck, output KL", "ratio"]
+        header = [
+            "at the time of",
+            "time",
+            "camoe, output KL",
+            "bottleneck, output KL",
+            "ratio",
+        ]
         cells = [
             [row["name"], _change(row["time"]), *(nats(row[kind]) for kind in ("camoe", "bottleneck")),
              f"{row['ratio']:.2f}"]
             for row in rows
         ]  # fmt: skip
         parts.append(
-            f"{markdown(header, cells)}\n\nThe KL of `bottleneck` is interpolated to that time between its strengths,"
-            " by the square root."
+            f"{markdown(header, cells)}\n\nThe KL of `bottleneck` is interpolated to"
+            " that time between its strengths, by the square root."
         )
     return parts
 
@@ -95,18 +131,34 @@ def _equal_time(points: Points) -> list[str]:
 def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
     """Format CAMoE's table 1: times and scores."""
     base = points[0]["exchange"]
-    results = {point["name"]: models[point["name"]]["result"]["tasks"] for point in points}
-    header = ["kind", "strength", "mean (ms)", "p95 (ms)", *results[points[0]["name"]], "mean of tasks"]
+    results = {
+        point["name"]: models[point["name"]]["result"]["tasks"] for point in points
+    }
+    header = [
+        "kind",
+        "strength",
+        "mean (ms)",
+        "p95 (ms)",
+        *results[points[0]["name"]],
+        "mean of tasks",
+    ]
     rows = [
         [
             point["kind"] or "none",
             f"{point['strength']:g}",
             *(
                 f"{1e3 * point['exchange'][key]:.3f}"
-                + (f" ({_change(point['exchange'][key] / base[key])})" if point["kind"] else "")
+                + (
+                    f" ({_change(point['exchange'][key] / base[key])})"
+                    if point["kind"]
+                    else ""
+                )
                 for key in ("mean_s", "p95_s")
             ),
-            *(with_error(percent(row["value"]), row["stderr"]) for row in results[point["name"]].values()),
+            *(
+                with_error(percent(row["value"]), row["stderr"])
+                for row in results[point["name"]].values()
+            ),
             percent(point["mean"]),
         ]
         for point in points
@@ -115,15 +167,30 @@ def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _table2(points: Points) -> str:
-    """Format CAMoE's table 2: how experts are used, and how far that is from the use without a bias."""
-    header = ["kind", "strength", "cv", "avg_layer_cv", "KL", "avg_layer_kl", "routes moved", "output KL"]
+    """Format CAMoE's table 2: how experts are used, and how far that is from the use
+    without a bias.
+    """
+    header = [
+        "kind",
+        "strength",
+        "cv",
+        "avg_layer_cv",
+        "KL",
+        "avg_layer_kl",
+        "routes moved",
+        "output KL",
+    ]
     rows = []
     for point in points:
-        routing = {"kl": 0.0, "avg_layer_kl": 0.0, "routes_moved": 0.0} | point["routing"]
+        routing = {"kl": 0.0, "avg_layer_kl": 0.0, "routes_moved": 0.0} | point[
+            "routing"
+        ]
         cells = [f"{routing[key]:.4f}" for key in ("cv", "avg_layer_cv")]
         cells += [nats(routing[key]) for key in ("kl", "avg_layer_kl")]
         moved, kl = f"{percent(routing['routes_moved'])} %", nats(point["kl"]["kl"])
-        rows.append([point["kind"] or "none", f"{point['strength']:g}", *cells, moved, kl])
+        rows.append(
+            [point["kind"] or "none", f"{point['strength']:g}", *cells, moved, kl]
+        )
     return markdown(header, rows)
 
 
@@ -132,11 +199,13 @@ def _change(ratio: float) -> str:
 
 
 def at_equal_time(points: Points) -> list[dict[str, Any]]:
-    """Compare the output KL of `bottleneck` with CAMoE's at the mean time of each of CAMoE's strengths; of the original
-    only: that of another model is mostly what its conversion costs.
+    """Compare the output KL of `bottleneck` with CAMoE's at the mean time of each of
+    CAMoE's strengths; of the original only: that of another model is mostly what its
+    conversion costs.
 
-    Between two strengths the root of the KL, which is small where little moves, is taken to be linear in the time.
-    A time that no strength of `bottleneck` reaches has no row.
+    Between two strengths the root of the KL, which is small where little moves, is
+    taken to be linear in the time. A time that no strength of `bottleneck` reaches has
+    no row.
     """
     if points[0]["name"] != "original":
         return []
@@ -149,10 +218,26 @@ def at_equal_time(points: Points) -> list[dict[str, Any]]:
     rows = []
     for point in points:
         time, kl = point["exchange"]["mean_s"] / base, point["kl"]["kl"]
-        if point["kind"] == "camoe" and kl > 0 and curve[0][0] <= time <= curve[-1][0] and len(curve) > 1:
-            ours = float(np.interp(time, [x for x, _ in curve], [root for _, root in curve])) ** 2
+        if (
+            point["kind"] == "camoe"
+            and kl > 0
+            and curve[0][0] <= time <= curve[-1][0]
+            and len(curve) > 1
+        ):
+            ours = (
+                float(
+                    np.interp(time, [x for x, _ in curve], [root for _, root in curve])
+                )
+                ** 2
+            )
             rows.append(
-                {"name": point["name"], "time": time, "camoe": kl, "bottleneck": ours, "ratio": ours / kl}
+                {
+                    "name": point["name"],
+                    "time": time,
+                    "camoe": kl,
+                    "bottleneck": ours,
+                    "ratio": ours / kl,
+                }
             )
     return rows
 
@@ -165,7 +250,8 @@ def steering_figure(points: Points, folder: Path, note: str = "") -> dict[str, s
         name = "steering.png" if model == "original" else f"steering-{model}.png"
         plot_steering(own, folder / name, note=note)
         figures[name] = (
-            f"Quality of `{model}`, steered, against the mean time of an exchange, in per cent of that without a bias:"
-            " KL of the output, and the mean of the tasks with one standard error. A point is a strength."
+            f"Quality of `{model}`, steered, against the mean time of an exchange, in"
+            " per cent of that without a bias: KL of the output, and the mean of the"
+            " tasks with one standard error. A point is a strength."
         )
     return figures

@@ -1,4 +1,6 @@
-"""Figures of studies and measurements: layers, routing, steering, serving, the planner, a step's timeline."""
+"""Figures of studies and measurements: layers, routing, steering, serving, the planner,
+a step's timeline.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,16 +10,30 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fcsd.report.figure import GREY, SIZE, legend_beside, model_colours, save_figure, set_title
+from fcsd.report.figure import (
+    GREY,
+    SIZE,
+    legend_beside,
+    model_colours,
+    save_figure,
+    set_title,
+)
 
 
-def plot_timelines(timelines: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], path: Path) -> None:
-    """Draw when each model computes and when its link is busy (paper Fig. 10 to 12), one above the other.
+def plot_timelines(
+    timelines: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], path: Path
+) -> None:
+    """Draw when each model computes and when its link is busy (paper Fig. 10 to 12),
+    one above the other.
 
     timelines: name -> row -> (begin, end) in ms.
     """
     figure, axes = plt.subplots(
-        len(timelines), 1, figsize=(2 * SIZE[0], 1.4 * len(timelines)), sharex=True, squeeze=False
+        len(timelines),
+        1,
+        figsize=(2 * SIZE[0], 1.4 * len(timelines)),
+        sharex=True,
+        squeeze=False,
     )
     for axis, (name, rows) in zip(axes[:, 0], timelines.items(), strict=True):
         for place, (row, intervals) in enumerate(rows.items()):
@@ -30,13 +46,16 @@ def plot_timelines(timelines: Mapping[str, Mapping[str, Sequence[tuple[float, fl
 
 
 def plot_layers(result: Mapping[str, Any], path: Path) -> None:
-    """Draw the layer study, a row a metric: number of rewired layers from both ends (paper Fig. 3), and one layer at a
-    time.
+    """Draw the layer study, a row a metric: number of rewired layers from both ends
+    (paper Fig. 3), and one layer at a time.
 
     result: what `fcsd.planning.layers.study` writes to `layers.json`.
     """
     metrics, points = result["metrics"], result["points"]
-    by_side = {side: [p for p in points if p["side"] == side] for side in ("none", "first", "last", "single")}
+    by_side = {
+        side: [p for p in points if p["side"] == side]
+        for side in ("none", "first", "last", "single")
+    }
     panels = [by_side["first"] + by_side["last"] != [], by_side["single"] != []]
     figure, axes = plt.subplots(
         len(metrics),
@@ -53,36 +72,77 @@ def plot_layers(result: Mapping[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def _plot_ends(axis: Any, metric: Mapping[str, str], by_side: Mapping[str, Any], num_layers: int) -> None:
+def _plot_ends(
+    axis: Any, metric: Mapping[str, str], by_side: Mapping[str, Any], num_layers: int
+) -> None:
     for side, label, colour, marker in (
         ("last", "last N layers", "black", "o"),
         ("first", "first N layers", GREY, "s"),
     ):
         if by_side[side]:
-            # 0 layers: the original's score; its KL is 0, for which a logarithmic axis has no place.
-            points = (by_side["none"] if metric["better"] == "higher" else []) + by_side[side]
+            # 0 layers: the original's score; its KL is 0, for which a logarithmic axis
+            # has no place.
+            points = (
+                by_side["none"] if metric["better"] == "higher" else []
+            ) + by_side[side]
             for weights, word, line in _curves(points):
-                style = {"marker": marker, "markersize": 4, "capsize": 2, "color": colour, "linestyle": line}
+                style = {
+                    "marker": marker,
+                    "markersize": 4,
+                    "capsize": 2,
+                    "color": colour,
+                    "linestyle": line,
+                }
                 places = [p["num_layers"] for p in points]
-                axis.errorbar(places, *_values(points, metric, weights), label=label + word, **style)
-    axis.set(xlabel=f"N, rewired layers of {num_layers}", xlim=(-0.02 * num_layers, None))
+                axis.errorbar(
+                    places,
+                    *_values(points, metric, weights),
+                    label=label + word,
+                    **style,
+                )
+    axis.set(
+        xlabel=f"N, rewired layers of {num_layers}", xlim=(-0.02 * num_layers, None)
+    )
     _finish_layers(axis, metric, "rewired from either end, untrained", grid="both")
 
 
 def _plot_single(
-    axis: Any, metric: Mapping[str, str], by_side: Mapping[str, Any], moe_layers: Sequence[int]
+    axis: Any,
+    metric: Mapping[str, str],
+    by_side: Mapping[str, Any],
+    moe_layers: Sequence[int],
 ) -> None:
-    for is_moe, colour, label in ((True, "black", "MoE layer"), (False, GREY, "dense layer")):
-        if points := [p for p in by_side["single"] if (p["layers"][0] in moe_layers) == is_moe]:
-            # Points: bars have no foot on a logarithmic axis, and those of scores would all look alike.
-            style = {"linestyle": "none", "marker": "o", "markersize": 5, "capsize": 2, "color": colour}
+    for is_moe, colour, label in (
+        (True, "black", "MoE layer"),
+        (False, GREY, "dense layer"),
+    ):
+        if points := [
+            p for p in by_side["single"] if (p["layers"][0] in moe_layers) == is_moe
+        ]:
+            # Points: bars have no foot on a logarithmic axis, and those of scores would
+            # all look alike.
+            style = {
+                "linestyle": "none",
+                "marker": "o",
+                "markersize": 5,
+                "capsize": 2,
+                "color": colour,
+            }
             places = [p["layers"][0] for p in points]
             for weights, word, line in _curves(points):
                 fill = {"markerfacecolor": "white"} if line == "--" else {}
-                axis.errorbar(places, *_values(points, metric, weights), label=label + word, **style, **fill)
+                axis.errorbar(
+                    places,
+                    *_values(points, metric, weights),
+                    label=label + word,
+                    **style,
+                    **fill,
+                )
     for point in by_side["none"] if metric["better"] == "higher" else []:
         (value,), _ = _values([point], metric, "values")
-        axis.axhline(value, color="black", linewidth=1, linestyle="--", label="original")
+        axis.axhline(
+            value, color="black", linewidth=1, linestyle="--", label="original"
+        )
     axis.set(xlabel="index of the one rewired layer")
     axis.set_axisbelow(True)
     _finish_layers(axis, metric, "one layer at a time, untrained", grid="y")
@@ -108,11 +168,14 @@ def _values(
     ]
 
 
-def _finish_layers(axis: Any, metric: Mapping[str, str], title: str, grid: Literal["both", "y"]) -> None:
+def _finish_layers(
+    axis: Any, metric: Mapping[str, str], title: str, grid: Literal["both", "y"]
+) -> None:
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     name = "KL to the original" if metric["name"] == "kl" else metric["name"]
     set_title(axis, f"{name}: {title}")
-    if metric["better"] == "lower":  # a KL spans orders of magnitude, and is 0 without rewired layers
+    # a KL spans orders of magnitude, and is 0 without rewired layers
+    if metric["better"] == "lower":
         axis.set(ylabel=metric["unit"], yscale="log")
     else:
         axis.set(ylabel=f"{metric['unit']} (per cent)", ylim=(-2, 102))
@@ -120,23 +183,44 @@ def _finish_layers(axis: Any, metric: Mapping[str, str], title: str, grid: Liter
     axis.legend()
 
 
-def plot_steering(points: Sequence[Mapping[str, Any]], path: Path, note: str = "") -> None:
-    """Draw the output's KL and the mean of the tasks against the mean time of an exchange, a curve a kind of bias.
+def plot_steering(
+    points: Sequence[Mapping[str, Any]], path: Path, note: str = ""
+) -> None:
+    """Draw the output's KL and the mean of the tasks against the mean time of an
+    exchange, a curve a kind of bias.
 
-    points: of one model, of `fcsd.report.steering.steering_points`, the one without a bias first.
+    points: of one model, of `fcsd.report.steering.steering_points`, the one without a
+    bias first.
     """
-    unbiased, kinds = points[0], list(dict.fromkeys(point["kind"] for point in points[1:]))
+    unbiased, kinds = (
+        points[0],
+        list(dict.fromkeys(point["kind"] for point in points[1:])),
+    )
     figure, axes = plt.subplots(1, 2, figsize=(2 * SIZE[0], SIZE[1]))
     for index, kind in enumerate(kinds):
         curve = [unbiased, *(point for point in points if point["kind"] == kind)]
-        times = [100 * point["exchange"]["mean_s"] / unbiased["exchange"]["mean_s"] for point in curve]
-        style = {"color": f"C{index}", "marker": "o", "markersize": 4, "capsize": 2, "label": kind}
+        times = [
+            100 * point["exchange"]["mean_s"] / unbiased["exchange"]["mean_s"]
+            for point in curve
+        ]
+        style = {
+            "color": f"C{index}",
+            "marker": "o",
+            "markersize": 4,
+            "capsize": 2,
+            "label": kind,
+        }
         kl = [point["kl"] for point in curve]
         axes[0].errorbar(
-            times, [each["kl"] for each in kl], yerr=[each["stderr"] or 0.0 for each in kl], **style
+            times,
+            [each["kl"] for each in kl],
+            yerr=[each["stderr"] or 0.0 for each in kl],
+            **style,
         )
         errors = [100 * (point["mean_stderr"] or 0.0) for point in curve]
-        axes[1].errorbar(times, [100 * point["mean"] for point in curve], yerr=errors, **style)
+        axes[1].errorbar(
+            times, [100 * point["mean"] for point in curve], yerr=errors, **style
+        )
         for point, time in zip(curve[1:], times[1:], strict=True):
             place = {
                 "textcoords": "offset points",
@@ -144,7 +228,9 @@ def plot_steering(points: Sequence[Mapping[str, Any]], path: Path, note: str = "
                 "fontsize": "x-small",
                 "color": f"C{index}",
             }
-            axes[0].annotate(f"{point['strength']:g}", (time, point["kl"]["kl"]), **place)
+            axes[0].annotate(
+                f"{point['strength']:g}", (time, point["kl"]["kl"]), **place
+            )
     set_title(axes[0], "KL of the output to the original's", note)
     set_title(axes[1], "Mean of the tasks", note)
     axes[0].set(ylabel="nats per token", ylim=(0, None))
@@ -157,8 +243,9 @@ def plot_steering(points: Sequence[Mapping[str, Any]], path: Path, note: str = "
 
 
 def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw what servers of vLLM took by length of prompt (paper Fig. 4, 6, 7), a panel a figure, with the lowest and
-    the highest round; and one layer of those that were traced (Fig. 10).
+    """Draw what servers of vLLM took by length of prompt (paper Fig. 4, 6, 7), a panel
+    a figure, with the lowest and the highest round; and one layer of those that were
+    traced (Fig. 10).
 
     result: what `fcsd.planning.servers.summary.summarise` returns.
     """
@@ -181,10 +268,19 @@ def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
                 [value["median"] - value["lowest"] for value in values],
                 [value["highest"] - value["median"] for value in values],
             ]
-            places = [place + 0.8 * ((index + 0.5) / len(rows) - 0.5) for place in range(len(values))]
-            style = {"color": colours[row["title"]], "label": row["title"], "capsize": 2}
+            places = [
+                place + 0.8 * ((index + 0.5) / len(rows) - 0.5)
+                for place in range(len(values))
+            ]
+            style = {
+                "color": colours[row["title"]],
+                "label": row["title"],
+                "capsize": 2,
+            }
             axis.bar(places, middle, width=0.8 / len(rows), yerr=reach, **style)
-        lengths = [str(point["prompt_tokens"]) for point in rows[0]["points"]] if rows else []
+        lengths = (
+            [str(point["prompt_tokens"]) for point in rows[0]["points"]] if rows else []
+        )
         axis.set_xticks(range(len(lengths)), lengths)
         axis.set(xlabel="tokens of the prompt", ylabel=unit)
         axis.grid(alpha=0.3, axis="y")
@@ -192,29 +288,46 @@ def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
     if rows:
         legend_beside(axes[-1])
     save_figure(figure, folder / "serving.png", around=True)
-    traces = {row["title"]: row["trace"]["layer"] for row in rows if row["trace"] is not None}
+    traces = {
+        row["title"]: row["trace"]["layer"] for row in rows if row["trace"] is not None
+    }
     if traces:
         plot_timelines(traces, folder / "layer.png")
 
 
 def plot_routing(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw loads.png (experts by layers), traffic.png (sources by destinations) and, of two models, shift.png.
+    """Draw loads.png (experts by layers), traffic.png (sources by destinations) and, of
+    two models, shift.png.
 
     result: what `fcsd.steering.routing.study` writes to `routing.json`.
     """
     models = result["models"]
     loads = [np.array(facts["counts"]).sum(1) for facts in models]
     shares = [each / each.mean(1, keepdims=True) for each in loads]
-    traffic = [100 * np.array(facts["traffic"]) / np.sum(facts["traffic"]) for facts in models]
+    traffic = [
+        100 * np.array(facts["traffic"]) / np.sum(facts["traffic"]) for facts in models
+    ]
     for file, matrices, label, names in (
         ("loads.png", shares, "load / mean of the layer", ("expert", "MoE layer")),
-        ("traffic.png", traffic, "per cent of all pairs", ("to endpoint", "from endpoint")),
+        (
+            "traffic.png",
+            traffic,
+            "per cent of all pairs",
+            ("to endpoint", "from endpoint"),
+        ),
     ):
-        figure, axes = plt.subplots(1, len(models), figsize=(SIZE[0] * len(models), SIZE[1]), squeeze=False)
+        figure, axes = plt.subplots(
+            1, len(models), figsize=(SIZE[0] * len(models), SIZE[1]), squeeze=False
+        )
         highest = max(float(matrix.max()) for matrix in matrices)
         for axis, facts, matrix in zip(axes[0], models, matrices, strict=True):
             image = axis.imshow(
-                matrix, aspect="auto", cmap="viridis", vmin=0, vmax=highest, interpolation="nearest"
+                matrix,
+                aspect="auto",
+                cmap="viridis",
+                vmin=0,
+                vmax=highest,
+                interpolation="nearest",
             )
             axis.set(xlabel=names[0], ylabel=names[1])
             for scale in (axis.xaxis, axis.yaxis):
@@ -227,7 +340,9 @@ def plot_routing(result: Mapping[str, Any], folder: Path) -> None:
     if (comparison := result["comparison"]) is not None:
         figure, (moved, spread) = plt.subplots(1, 2, figsize=(SIZE[0] * 2, SIZE[1]))
         layers = models[0]["layers"]
-        moved.bar(layers, [100 * share for share in comparison["layer_moved"]], color=GREY)
+        moved.bar(
+            layers, [100 * share for share in comparison["layer_moved"]], color=GREY
+        )
         moved.set(ylabel="per cent of (token, expert) pairs")
         set_title(moved, "Routes moved")
         for facts, colour in ((models[1], "0.25"), (models[0], "C0")):
@@ -251,11 +366,14 @@ def plot_routing(result: Mapping[str, Any], folder: Path) -> None:
 
 def _named(layers: Sequence[int]) -> Any:
     """Return a formatter that writes the index of the layer at each place."""
-    return lambda value, place: str(layers[int(value)]) if 0 <= value < len(layers) else ""
+    return lambda value, place: (
+        str(layers[int(value)]) if 0 <= value < len(layers) else ""
+    )
 
 
 def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw which conversion is worth it: speed-up of each selection of a layer study against what it costs.
+    """Draw which conversion is worth it: speed-up of each selection of a layer study
+    against what it costs.
 
     rows: what `fcsd.pipeline.plan` makes of a study.
     """
@@ -263,7 +381,11 @@ def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for side, colour, marker in (("last", "black", "o"), ("first", GREY, "s")):
         for weights, line in (("copied", "-"), ("calibrated", "--")):
             points = sorted(
-                (row for row in rows if (row["side"], row["weights"]) == (side, weights)),
+                (
+                    row
+                    for row in rows
+                    if (row["side"], row["weights"]) == (side, weights)
+                ),
                 key=lambda row: row["num_layers"],
             )
             if points:
@@ -273,15 +395,32 @@ def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 style: Any = {
                     "marker": marker, "markersize": 4, "color": colour, "linestyle": line, "capsize": 2
                 }  # fmt: skip
-                axis.errorbar(speed, loss, yerr=errors, label=f"{side} N layers, {weights}", **style)
+                axis.errorbar(
+                    speed,
+                    loss,
+                    yerr=errors,
+                    label=f"{side} N layers, {weights}",
+                    **style,
+                )
                 for place in sorted({len(points) // 2, len(points) - 1}):
-                    at: Any = {"xytext": (5, 0), "textcoords": "offset points", "fontsize": "small"}
-                    axis.annotate(str(points[place]["num_layers"]), (speed[place], loss[place]), **at)
+                    at: Any = {
+                        "xytext": (5, 0),
+                        "textcoords": "offset points",
+                        "fontsize": "small",
+                    }
+                    axis.annotate(
+                        str(points[place]["num_layers"]),
+                        (speed[place], loss[place]),
+                        **at,
+                    )
     unit = ""
     if rows[0]["metric"] == "KL":
         axis.set_yscale("log")
         unit = ", nats per token"
-    axis.set(xlabel="planned speed-up", ylabel=f"{rows[0]['metric']} before any distillation{unit}")
+    axis.set(
+        xlabel="planned speed-up",
+        ylabel=f"{rows[0]['metric']} before any distillation{unit}",
+    )
     axis.grid(alpha=0.3)
     set_title(axis, "Which conversion is worth it; numbers are rewired layers")
     axis.legend()

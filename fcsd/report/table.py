@@ -21,10 +21,11 @@ def with_error(value: str, stderr: float | None) -> str:
 
 
 def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format one row a model: rewired layers, training, every task's score, mean, KL to the original; one column a
-    model where the tasks are many and the models few.
+    """Format one row a model: rewired layers, training, every task's score, mean, KL to
+    the original; one column a model where the tasks are many and the models few.
 
-    models: name -> {"layers": text, "training": text, "result": what `fcsd evaluate` measured}.
+    models: name -> {"layers": text, "training": text, "result": what `fcsd evaluate`
+    measured}.
     """
     tasks = next(iter(models.values()))["result"]["tasks"]
     scored = [f"{task} {row['metric'].split(',')[0]}" for task, row in tasks.items()]
@@ -33,7 +34,10 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
     for name, model in models.items():
         result = model["result"]
         kl = (result.get("kl_to_original") or {}).get("kl")
-        scores = [with_error(percent(row["value"]), row["stderr"]) for row in result["tasks"].values()]
+        scores = [
+            with_error(percent(row["value"]), row["stderr"])
+            for row in result["tasks"].values()
+        ]
         ends = [percent(result["mean"]), "-" if kl is None else nats(kl)]
         rows.append([name, model["layers"], model["training"], *scores, *ends])
     if len(tasks) > max(5, len(models)):
@@ -48,7 +52,11 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _at_limit(name: str, count: int | None, num_items: int) -> str:
     """Say how many answers the token limit ended; "" for none."""
-    return f"{name}: {count} of {num_items} answers hit the token limit (max_new_tokens)." if count else ""
+    return (
+        f"{name}: {count} of {num_items} answers hit the token limit (max_new_tokens)."
+        if count
+        else ""
+    )
 
 
 def _compared_at_limit(comparison: Mapping[str, Any]) -> list[str]:
@@ -64,7 +72,8 @@ def _with_notes(table: str, notes: Sequence[str]) -> str:
 
 
 def paired_table(comparison: Mapping[str, Any]) -> str:
-    """Format one row a task: both scores, paired delta with its interval, items gained and lost, McNemar's p, verdict.
+    """Format one row a task: both scores, paired delta with its interval, items gained
+    and lost, McNemar's p, verdict.
 
     comparison: what `scores.compare` gives.
     """
@@ -88,19 +97,44 @@ def paired_table(comparison: Mapping[str, Any]) -> str:
         for task, row in comparison["tasks"].items()
     ]
     if mean := comparison["mean"]:
-        rows.append(["mean", "", "", "", *_scores(mean), "", "", "", _retained(mean), mean["verdict"]])
+        rows.append(
+            [
+                "mean",
+                "",
+                "",
+                "",
+                *_scores(mean),
+                "",
+                "",
+                "",
+                _retained(mean),
+                mean["verdict"],
+            ]
+        )
     return _with_notes(markdown(header, rows), _compared_at_limit(comparison))
 
 
 def narrow_table(comparison: Mapping[str, Any]) -> str:
     """Format the comparison for a column of the Hub's width: a row a task, six columns."""
     rows = [
-        [task, f"{metric_words(row['metric'])}, {row['num_fewshot']}-shot", *_narrow(row), row["verdict"]]
+        [
+            task,
+            f"{metric_words(row['metric'])}, {row['num_fewshot']}-shot",
+            *_narrow(row),
+            row["verdict"],
+        ]
         for task, row in comparison["tasks"].items()
     ]
     if mean := comparison["mean"]:
         rows.append(["mean", "", *_narrow(mean), mean["verdict"]])
-    header = ["task", "metric", "original", "this model", "difference (95 % interval)", "verdict"]
+    header = [
+        "task",
+        "metric",
+        "original",
+        "this model",
+        "difference (95 % interval)",
+        "verdict",
+    ]
     return _with_notes(markdown(header, rows, left=2), _compared_at_limit(comparison))
 
 
@@ -132,27 +166,45 @@ def result_table(folder: Path) -> str:
 
 
 def score_table(result: Mapping[str, Any]) -> str:
-    """Format one row a task: metric, shots, items, score; for code the base score and what became of the programs."""
+    """Format one row a task: metric, shots, items, score; for code the base score and
+    what became of the programs.
+    """
     rows = []
     for task, row in result["tasks"].items():
         of = row.get("num_items_total", row["num_items"])
-        items = str(row["num_items"]) if of == row["num_items"] else f"{row['num_items']} of {of}"
+        items = (
+            str(row["num_items"])
+            if of == row["num_items"]
+            else f"{row['num_items']} of {of}"
+        )
         score = with_error(percent(row["value"]), row["stderr"])
         rows.append([task, row["metric"], str(row["num_fewshot"]), items, score])
         if "base" in row:
             base = with_error(percent(row["base"]["value"]), row["base"]["stderr"])
-            rows.append([f"{task} (base tests)", row["metric"], str(row["num_fewshot"]), items, base])
+            rows.append(
+                [
+                    f"{task} (base tests)",
+                    row["metric"],
+                    str(row["num_fewshot"]),
+                    items,
+                    base,
+                ]
+            )
         for k, value in row.get("pass_at_k", {}).items():
             if row["metric"] != f"pass@{k}":
-                rows.append([task, f"pass@{k}", str(row["num_fewshot"]), items, percent(value)])
+                rows.append(
+                    [task, f"pass@{k}", str(row["num_fewshot"]), items, percent(value)]
+                )
     table = markdown(["task", "metric", "shots", "n", "score"], rows)
     notes = [
-        f"{task}: {', '.join(f'{count} {name}' for name, count in row['outcomes'].items())}"
+        f"{task}:"
+        f" {', '.join(f'{count} {name}' for name, count in row['outcomes'].items())}"
         for task, row in result["tasks"].items()
         if "outcomes" in row
     ]
     notes += [
-        f"{task}: {row['prompts_cut']} prompts are longer than the model's positions and were cut on the left."
+        f"{task}: {row['prompts_cut']} prompts are longer than the model's positions"
+        " and were cut on the left."
         for task, row in result["tasks"].items()
         if row.get("prompts_cut")
     ]
@@ -164,8 +216,11 @@ def score_table(result: Mapping[str, Any]) -> str:
         ),
     )
     limit = result["settings"]["limit"]
-    if limit and "scorer" in result["settings"]:  # a file of ready samples, which holds those of any problems
-        notes.append(f"Only the {limit} problems that have samples: a quick look, not a result.")
+    # a file of ready samples, which holds those of any problems
+    if limit and "scorer" in result["settings"]:
+        notes.append(
+            f"Only the {limit} problems that have samples: a quick look, not a result."
+        )
     elif limit:
         notes.append(quick_look(limit))
     return "\n\n".join([table, *notes])

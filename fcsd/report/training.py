@@ -1,6 +1,8 @@
-"""Report how trainings went: figures of losses and of early stopping's scores, and what those scores cost.
+"""Report how trainings went: figures of losses and of early stopping's scores, and what
+those scores cost.
 
-Reads only what finished trainings left: `history.jsonl`, `scores.json`, `manifest.json`.
+Reads only what finished trainings left: `history.jsonl`, `scores.json`,
+`manifest.json`.
 """
 
 import re
@@ -10,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.artifact import read_manifest
-from fcsd.base.text import RELATIVE, duration, items_text, markdown, plus_minus, scored_row, stopping_text
+from fcsd.base.text import (
+    RELATIVE,
+    duration,
+    items_text,
+    markdown,
+    plus_minus,
+    scored_row,
+    stopping_text,
+)
 from fcsd.report.table import percent, with_error
 from fcsd.training.sweep import read_history, read_scores
 
@@ -18,20 +28,26 @@ from fcsd.training.sweep import read_history, read_scores
 def training_figures(
     training: Mapping[str, Path], folder: Path, colours: Mapping[str, str]
 ) -> dict[str, str]:
-    """Draw the losses, and the scores of early stopping, of finished trainings (name -> their folder); figure ->
-    caption.
+    """Draw the losses, and the scores of early stopping, of finished trainings (name ->
+    their folder); figure -> caption.
 
     colours: model -> its colour in all figures.
     """
     from fcsd.report.plots import plot_losses, plot_scores
 
     figures: dict[str, str] = {}
-    if histories := {name: _by_tokens(read_history(path), path) for name, path in training.items()}:
+    if histories := {
+        name: _by_tokens(read_history(path), path) for name, path in training.items()
+    }:
         plot_losses(histories, folder / "loss.png", colours)
         lasts = ", ".join(
-            f"{name} {text}" for name, points in histories.items() if (text := _last_loss(points))
+            f"{name} {text}"
+            for name, points in histories.items()
+            if (text := _last_loss(points))
         )
-        figures["loss.png"] = f"Training loss, by the tokens trained on. Mean over the last steps: {lasts}."
+        figures["loss.png"] = (
+            f"Training loss, by the tokens trained on. Mean over the last steps: {lasts}."
+        )
     for (metric, what), curves in _stopping_curves(training).items():
         file = _figure_name(metric, figures)
         plot_scores(curves, metric, folder / file, colours)
@@ -40,7 +56,8 @@ def training_figures(
 
 
 def _last_loss(points: Sequence[Mapping[str, Any]], num_steps: int = 50) -> str:
-    """Return the mean loss of the last steps (50, as Appendix A of the paper has it) and of how many it is.
+    """Return the mean loss of the last steps (50, as Appendix A of the paper has it)
+    and of how many it is.
 
     points: of `history.jsonl`; one that is logged every n steps is the mean of these.
     """
@@ -52,15 +69,19 @@ def _last_loss(points: Sequence[Mapping[str, Any]], num_steps: int = 50) -> str:
     return f"{total / steps:.4g} ({steps})" if steps else ""
 
 
-def _by_tokens(points: Sequence[Mapping[str, Any]], training: Path) -> list[dict[str, Any]]:
-    """Return points with the tokens of all batches up to their step, so that runs of different batches compare."""
+def _by_tokens(
+    points: Sequence[Mapping[str, Any]], training: Path
+) -> list[dict[str, Any]]:
+    """Return points with the tokens of all batches up to their step, so that runs of
+    different batches compare.
+    """
     batch = read_manifest(training)["settings"]["train"]["batch_size_tokens"]
     return [{**point, "tokens": point["step"] * batch} for point in points]
 
 
 def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format for every training with early stopping (name -> its manifest): best score, items, and what the scores took
-    of the time; "" for none."""
+    """Format for every training with early stopping (name -> its manifest): best score,
+    items, and what the scores took of the time; "" for none."""
     rows = []
     for name, manifest in training.items():
         results, rule = manifest["results"], manifest["settings"].get("early_stopping")
@@ -73,8 +94,24 @@ def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
                 score = f"{with_error(percent(best), outcome['best_stderr'])} %"
             items = items_text(metric, outcome["num_items"], outcome["num_items_total"])
             time = f"{duration(outcome['scoring_s'])}, {100 * outcome['share_of_time']:.1f} %"
-            rows.append([name, score, str(results["best_step"]), items, str(outcome["num_scores"]), time])
-    header = ["training", "best score", "at step", "measured on", "scores", "of the run's time"]
+            rows.append(
+                [
+                    name,
+                    score,
+                    str(results["best_step"]),
+                    items,
+                    str(outcome["num_scores"]),
+                    time,
+                ]
+            )
+    header = [
+        "training",
+        "best score",
+        "at step",
+        "measured on",
+        "scores",
+        "of the run's time",
+    ]
     return markdown(header, rows) if rows else ""
 
 
@@ -87,14 +124,16 @@ def _stopping_curves(
         scores = read_scores(path)
         rule = read_manifest(path)["settings"].get("early_stopping")
         if scores is not None and rule is not None:
-            curves.setdefault((scored_row(rule)["metric"], stopping_text(rule)), {})[name] = _by_tokens(
-                scores["points"], path
-            )
+            curves.setdefault((scored_row(rule)["metric"], stopping_text(rule)), {})[
+                name
+            ] = _by_tokens(scores["points"], path)
     return curves
 
 
 def _figure_name(metric: str, taken: Collection[str]) -> str:
-    """Name `pass_at_1.png`, `heldout_kl.png`, `acc.png`; with a number where several tasks have this metric."""
+    """Name `pass_at_1.png`, `heldout_kl.png`, `acc.png`; with a number where several
+    tasks have this metric.
+    """
     stem = re.sub(r"\W+", "_", metric.partition(",")[0].replace("@", "_at_"))
     name, number = f"{stem}.png", 2
     while name in taken:

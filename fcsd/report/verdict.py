@@ -1,19 +1,25 @@
-"""Put a comparison into words: what was lost, what is noise, and how much loss the noise may hide."""
+"""Put a comparison into words: what was lost, what is noise, and how much loss the
+noise may hide.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 LEGEND = (
-    "Per cent ± one standard error; the delta's is paired (same items and prompts for both), and so is its 95 %"
-    " interval. Gained and lost: items that only the model, or only the original, got right. p: exact McNemar, how"
-    " often chance alone would split the changed items this unevenly. Verdict: p below 0.05 after Holm's correction for"
-    " the number of tasks; of the mean: whether its interval excludes 0. Within noise does not say that nothing was"
-    " lost: the interval says how much may have been."
+    "Per cent ± one standard error; the delta's is paired (same items and prompts for"
+    " both), and so is its 95 % interval. Gained and lost: items that only the model,"
+    " or only the original, got right. p: exact McNemar, how often chance alone would"
+    " split the changed items this unevenly. Verdict: p below 0.05 after Holm's"
+    " correction for the number of tasks; of the mean: whether its interval excludes 0."
+    " Within noise does not say that nothing was lost: the interval says how much may"
+    " have been."
 )
 
 
 def quick_look(*limits: float | None) -> str:
-    """Return the mark of evaluations that were cut short, with the smallest of their limits; "" for whole ones."""
+    """Return the mark of evaluations that were cut short, with the smallest of their
+    limits; "" for whole ones.
+    """
     limit = min(filter(None, limits), default=None)
     if limit is None:
         return ""
@@ -22,32 +28,57 @@ def quick_look(*limits: float | None) -> str:
 
 
 def verdict(name: str, comparison: Mapping[str, Any]) -> str:
-    """Write two to four sentences on one model: the mean, tasks lost and gained beyond noise, what noise may hide."""
+    """Write two to four sentences on one model: the mean, tasks lost and gained beyond
+    noise, what noise may hide.
+    """
     tasks, mean = comparison["tasks"], comparison["mean"]
     changed = sum(row["gained"] + row["lost"] for row in tasks.values())
     count = sum(row["num_items"] for row in tasks.values())
     if not changed:
-        return f"**{name}**: none of {count} items has another score than the original's."
-    said = [f"**{name}**: {_mean(mean)}" if mean else f"**{name}**: no task counts in the mean."]
+        return (
+            f"**{name}**: none of {count} items has another score than the original's."
+        )
+    said = [
+        (
+            f"**{name}**: {_mean(mean)}"
+            if mean
+            else f"**{name}**: no task counts in the mean."
+        )
+    ]
     for word in ("lost", "gained"):
         names = [task for task, row in tasks.items() if row["verdict"] == word]
         adds_up = mean is not None and mean["verdict"] == word
         if names or adds_up or word == "lost":
-            none = "no task by itself, but together they show it" if adds_up else "no task"
-            said.append(f"{word.capitalize()} beyond noise: {_named(tasks, names) or none}.")
-    if noise := [task for task, row in tasks.items() if row["verdict"] == "within noise"]:
-        named = f"all {len(tasks)} tasks" if len(noise) == len(tasks) > 3 else ", ".join(noise)
+            none = (
+                "no task by itself, but together they show it" if adds_up else "no task"
+            )
+            said.append(
+                f"{word.capitalize()} beyond noise: {_named(tasks, names) or none}."
+            )
+    if noise := [
+        task for task, row in tasks.items() if row["verdict"] == "within noise"
+    ]:
+        named = (
+            f"all {len(tasks)} tasks"
+            if len(noise) == len(tasks) > 3
+            else ", ".join(noise)
+        )
         said.append(f"Within noise: {named}{_hidden(tasks, noise)}.")
     return " ".join(said)
 
 
 def members_line(row: Mapping[str, Any]) -> str:
     """Say how many members of a group differ, and how many would by chance."""
-    intervals = [member["interval"] for member in row["members"].values() if member["interval"]]
-    below, above = sum(high < 0 for _, high in intervals), sum(low > 0 for low, _ in intervals)
+    intervals = [
+        member["interval"] for member in row["members"].values() if member["interval"]
+    ]
+    below, above = (
+        sum(high < 0 for _, high in intervals),
+        sum(low > 0 for low, _ in intervals),
+    )
     return (
-        f"of {len(intervals)} intervals {below} lie below 0 and {above} above; chance alone would give at"
-        f" most about {0.025 * len(intervals):.1f} of each."
+        f"of {len(intervals)} intervals {below} lie below 0 and {above} above; chance"
+        f" alone would give at most about {0.025 * len(intervals):.1f} of each."
     )
 
 
@@ -64,13 +95,20 @@ def p_text(value: float) -> str:
 
 def interval_text(interval: Sequence[float] | None) -> str:
     """Format `-5.5 to -0.7`, in points; `-` where there is none."""
-    return "-" if interval is None else f"{signed(interval[0])} to {signed(interval[1])}"
+    return (
+        "-" if interval is None else f"{signed(interval[0])} to {signed(interval[1])}"
+    )
 
 
 def _mean(mean: Mapping[str, Any]) -> str:
-    over = f"the mean over {mean['num_tasks']} tasks" if mean["num_tasks"] > 1 else "the one task that counts"
+    over = (
+        f"the mean over {mean['num_tasks']} tasks"
+        if mean["num_tasks"] > 1
+        else "the one task that counts"
+    )
     text = (
-        f"{over} changed by {signed(mean['delta'])} points (95 % interval {interval_text(mean['interval'])})"
+        f"{over} changed by {signed(mean['delta'])} points (95 % interval"
+        f" {interval_text(mean['interval'])})"
     )
     words = {"lost": "a loss beyond noise", "gained": "a gain beyond noise"}
     return f"{text}: {words.get(mean['verdict'], mean['verdict'])}."
@@ -79,12 +117,15 @@ def _mean(mean: Mapping[str, Any]) -> str:
 def _named(tasks: Mapping[str, Any], names: Sequence[str]) -> str:
     worst = sorted(names, key=lambda task: -abs(tasks[task]["delta"]))
     return ", ".join(
-        f"{task} {signed(tasks[task]['delta'])} (p {p_text(tasks[task]['p_value'])})" for task in worst
+        f"{task} {signed(tasks[task]['delta'])} (p {p_text(tasks[task]['p_value'])})"
+        for task in worst
     )
 
 
 def _hidden(tasks: Mapping[str, Any], names: Sequence[str]) -> str:
-    lows = {task: tasks[task]["interval"][0] for task in names if tasks[task]["interval"]}
+    lows = {
+        task: tasks[task]["interval"][0] for task in names if tasks[task]["interval"]
+    }
     worst = min(lows, key=lows.__getitem__, default=None)
     if worst is None or lows[worst] >= 0:
         return ""

@@ -1,4 +1,6 @@
-"""Sections of a recipe and records of `fcsd routing` and `fcsd bias`: text that is routed, biases of routers."""
+"""Sections of a recipe and records of `fcsd routing` and `fcsd bias`: text that is
+routed, biases of routers.
+"""
 
 from typing import Literal, NamedTuple
 
@@ -28,8 +30,9 @@ class Steered(NamedTuple):
 class RouterBiasConfig(Strict):
     """Evaluate models of the run with their routers steered, from their own traffic.
 
-    Each kind and strength is a model of the report: KIND-STRENGTH of the original, MODEL-KIND-STRENGTH of another. A
-    strength is CAMoE's lambda; for `bottleneck` the lambda of CAMoE whose time is the target. 0 is the model itself.
+    Each kind and strength is a model of the report: KIND-STRENGTH of the original,
+    MODEL-KIND-STRENGTH of another. A strength is CAMoE's lambda; for `bottleneck` the
+    lambda of CAMoE whose time is the target. 0 is the model itself.
     """
 
     links: str  # file of `fcsd profile-network`
@@ -37,8 +40,11 @@ class RouterBiasConfig(Strict):
         default_factory=lambda: ["original"], min_length=1
     )  # by their names in the report
     kind: Swept | list[Swept] = "camoe"
-    strengths: list[float] = Field(default_factory=lambda: list(CAMOE_STRENGTHS), min_length=1)
-    endpoints: PositiveInt | None = None  # that hold the experts; null: those of the links
+    strengths: list[float] = Field(
+        default_factory=lambda: list(CAMOE_STRENGTHS), min_length=1
+    )
+    # that hold the experts; null: those of the links
+    endpoints: PositiveInt | None = None
     placement: PlacedBy = option("contiguous", "which endpoint has which experts")
     selection: bool = option(False, "choose experts by the bias, weigh them without it")
     scale: Literal["logit_std"] | None = option(
@@ -46,8 +52,8 @@ class RouterBiasConfig(Strict):
     )
     sigma_floor: float = option(
         SIGMA_FLOOR,
-        "least standard deviation of a source's times, as a part of their mean, by which they are standardised; 0: as"
-        " CAMoE prints it",
+        "least standard deviation of a source's times, as a part of their mean, by"
+        " which they are standardised; 0: as CAMoE prints it",
         ge=0,
     )
     tokens: PositiveInt = 65_536  # of data.train, that the traffic is counted on
@@ -73,13 +79,19 @@ class RouterBiasConfig(Strict):
     @property
     def kinds(self) -> list[Swept]:
         """The kinds, also where there is one."""
-        return [self.kind] if isinstance(self.kind, str) else list(dict.fromkeys(self.kind))
+        return (
+            [self.kind]
+            if isinstance(self.kind, str)
+            else list(dict.fromkeys(self.kind))
+        )
 
     @property
     def names(self) -> dict[str, Steered]:
         """The steered models by their names in the report."""
         return {
-            f"{'' if model == 'original' else f'{model}-'}{kind}-{strength:g}": Steered(model, kind, strength)
+            f"{'' if model == 'original' else f'{model}-'}{kind}-{strength:g}": Steered(
+                model, kind, strength
+            )
             for model in self.models
             for kind in self.kinds
             for strength in self.strengths
@@ -88,41 +100,56 @@ class RouterBiasConfig(Strict):
 
     def names_of(self, model: str) -> dict[str, Steered]:
         """Those of one model of the run."""
-        return {name: steered for name, steered in self.names.items() if steered.model == model}
+        return {
+            name: steered
+            for name, steered in self.names.items()
+            if steered.model == model
+        }
 
 
 class RoutingStudy(ModelStudy):
     """Which models are run on which text, and where their experts are thought to be."""
 
     against: ModelConfig | None = None
-    batch_size: int = option(8, "rows of one batch; each batch is at one endpoint", gt=0)
-    links: str | None = option(None, "links that `fcsd profile-network` measured", metavar="FILE")
+    batch_size: int = option(
+        8, "rows of one batch; each batch is at one endpoint", gt=0
+    )
+    links: str | None = option(
+        None, "links that `fcsd profile-network` measured", metavar="FILE"
+    )
     endpoints: int | None = option(
         None,
-        "endpoints that experts and batches are shared out over (default: those of the links, or 8)",
+        "endpoints that experts and batches are shared out over (default: those of the"
+        " links, or 8)",
         gt=0,
     )
 
     @model_validator(mode="after")
     def _has_text(self) -> "RoutingStudy":
         if self.text is None and not self.tasks:
-            raise ValueError("nothing to route: give a text (--text) or a task of the suite (--task)")
+            raise ValueError(
+                "nothing to route: give a text (--text) or a task of the suite (--task)"
+            )
         return self
 
 
 class BiasSettings(RoutingStudy):
     """Which tables to make, from which text and links."""
 
-    links: str = option(..., "links that `fcsd profile-network` measured", metavar="FILE")
+    links: str = option(
+        ..., "links that `fcsd profile-network` measured", metavar="FILE"
+    )
     kind: Kind = option(
         "camoe",
-        "camoe: pushes from all slow paths; bottleneck: from the slowest only, as far as camoe's time; windows: each"
-        " layer as far as its exchanges are hidden",
+        "camoe: pushes from all slow paths; bottleneck: from the slowest only, as far"
+        " as camoe's time; windows: each layer as far as its exchanges are hidden",
     )
     strength: float | None = option(
         None, "CAMoE's lambda; of bottleneck: the lambda whose time is the goal", ge=0
     )
-    windows: str | None = option(None, "seconds beside each exchange, of `fcsd plan`", metavar="FILE")
+    windows: str | None = option(
+        None, "seconds beside each exchange, of `fcsd plan`", metavar="FILE"
+    )
     placement: PlacedBy = like(RouterBiasConfig, "placement")
     selection: bool = like(RouterBiasConfig, "selection")
     scale: Literal["logit_std"] | None = like(RouterBiasConfig, "scale")
@@ -134,12 +161,14 @@ class BiasSettings(RoutingStudy):
             raise ValueError("--windows FILE and --kind windows go together")
         if (self.kind == "windows") == (self.strength is not None):
             raise ValueError(
-                f"--strength: {self.kind} " + ("takes none" if self.strength is not None else "needs one")
+                f"--strength: {self.kind} "
+                + ("takes none" if self.strength is not None else "needs one")
             )
         if self.kind == "windows" and self.scale is not None:
             raise ValueError("--scale: windows have no strength to scale")
         if self.kind == "windows" and "sigma_floor" in self.model_fields_set:
             raise ValueError(
-                "--sigma-floor: of CAMoE's standardised times, which windows do without; leave it out"
+                "--sigma-floor: of CAMoE's standardised times, which windows do"
+                " without; leave it out"
             )
         return self

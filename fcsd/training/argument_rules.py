@@ -1,15 +1,16 @@
-"""Which of transformers' arguments a training of ours honours, and which it refuses because they would change nothing,
-or something else than they say.
+"""Which of transformers' arguments a training of ours honours, and which it refuses
+because they would change nothing, or something else than they say.
 
-Every field of `transformers.TrainingArguments` is in one of three tables: `REFUSED`; `MAY_CHANGE_ARGUMENTS`, honoured,
-and free to be another when a training is continued; `DECIDES`, honoured, and the same for as long as it lasts. What is
-refused only beside others is in the functions.
+Every field of `transformers.TrainingArguments` is in one of three tables: `REFUSED`;
+`MAY_CHANGE_ARGUMENTS`, honoured, and free to be another when a training is continued;
+`DECIDES`, honoured, and the same for as long as it lasts. What is refused only beside
+others is in the functions.
 
-`per_device_eval_batch_size` is that of logits, for `compute_metrics` and `predict`; a held-out loss is measured row by
-row.
+`per_device_eval_batch_size` is that of logits, for `compute_metrics` and `predict`; a
+held-out loss is measured row by row.
 
-Not covered: what transformers itself ignores (`eval_steps` without `eval_strategy`), and what its own scripts read
-(`do_train`, `resume_from_checkpoint`).
+Not covered: what transformers itself ignores (`eval_steps` without `eval_strategy`),
+and what its own scripts read (`do_train`, `resume_from_checkpoint`).
 """
 
 from collections.abc import Callable
@@ -51,41 +52,155 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Argument -> its neutral values, what to do instead."""
 
 MAY_CHANGE_ARGUMENTS = {
-    *("output_dir", "run_name", "project", "report_to", "disable_tqdm", "debug", "skip_memory_metrics"),
+    *(
+        "output_dir",
+        "run_name",
+        "project",
+        "report_to",
+        "disable_tqdm",
+        "debug",
+        "skip_memory_metrics",
+    ),
     *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-    *("log_level", "log_level_replica", "log_on_each_node", "logging_strategy", "logging_steps"),
+    *(
+        "log_level",
+        "log_level_replica",
+        "log_on_each_node",
+        "logging_strategy",
+        "logging_steps",
+    ),
     *("logging_first_step", "include_num_input_tokens_seen", "torch_empty_cache_steps"),
-    *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size"),
-    *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
-    *("include_for_metrics", "batch_eval_metrics", "load_best_model_at_end", "metric_for_best_model"),
-    *("greater_is_better", "save_strategy", "save_steps", "save_total_limit", "enable_jit_checkpoint"),
-    *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push"),
-    *("hub_revision", "ignore_data_skip", "restore_callback_states_from_checkpoint", "do_train", "do_eval"),
-    *("do_predict", "resume_from_checkpoint", "use_cpu", "local_rank", "accelerator_config"),
-    *("activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing"),
-    *("gradient_checkpointing_kwargs", "dataloader_drop_last", "dataloader_num_workers"),
-    *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
-    *("dataloader_multiprocessing_context", "dataloader_in_order", "ddp_find_unused_parameters"),
-    *("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "ddp_timeout"),
+    *(
+        "eval_strategy",
+        "eval_steps",
+        "eval_delay",
+        "eval_on_start",
+        "per_device_eval_batch_size",
+    ),
+    *(
+        "prediction_loss_only",
+        "eval_do_concat_batches",
+        "eval_use_gather_object",
+        "eval_accumulation_steps",
+    ),
+    *(
+        "include_for_metrics",
+        "batch_eval_metrics",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+    ),
+    *(
+        "greater_is_better",
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "enable_jit_checkpoint",
+    ),
+    *(
+        "push_to_hub",
+        "hub_token",
+        "hub_private_repo",
+        "hub_model_id",
+        "hub_strategy",
+        "hub_always_push",
+    ),
+    *(
+        "hub_revision",
+        "ignore_data_skip",
+        "restore_callback_states_from_checkpoint",
+        "do_train",
+        "do_eval",
+    ),
+    *(
+        "do_predict",
+        "resume_from_checkpoint",
+        "use_cpu",
+        "local_rank",
+        "accelerator_config",
+    ),
+    *(
+        "activation_checkpointing",
+        "activation_checkpointing_kwargs",
+        "gradient_checkpointing",
+    ),
+    *(
+        "gradient_checkpointing_kwargs",
+        "dataloader_drop_last",
+        "dataloader_num_workers",
+    ),
+    *(
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+    ),
+    *(
+        "dataloader_multiprocessing_context",
+        "dataloader_in_order",
+        "ddp_find_unused_parameters",
+    ),
+    *(
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "ddp_backend",
+        "ddp_timeout",
+    ),
 }
 """Arguments that the weights do not depend on, but for the order of float sums."""
 
 DECIDES = {
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
-    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
-    *("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon"),
-    *("max_grad_norm", "bf16", "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
-    *("neftune_noise_alpha", "full_determinism", "seed", "data_seed", "train_sampling_strategy"),
+    *(
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "num_train_epochs",
+        "max_steps",
+    ),
+    *(
+        "learning_rate",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "weight_decay",
+    ),
+    *(
+        "optim",
+        "optim_args",
+        "optim_target_modules",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+    ),
+    *(
+        "max_grad_norm",
+        "bf16",
+        "tf32",
+        "torch_compile",
+        "torch_compile_backend",
+        "torch_compile_mode",
+    ),
+    *(
+        "neftune_noise_alpha",
+        "full_determinism",
+        "seed",
+        "data_seed",
+        "train_sampling_strategy",
+    ),
 }
-"""Arguments that the weights depend on; of the batch its rows, however a step is cut (`record.py`)."""
+"""Arguments that the weights depend on; of the batch its rows, however a step is cut
+(`record.py`).
+"""
 
 
 def _default(name: str) -> Any:
-    return next(field.default for field in fields(TrainingArguments) if field.name == name)
+    return next(
+        field.default for field in fields(TrainingArguments) if field.name == name
+    )
 
 
 def refuse_meaningless(args: TrainingArguments) -> None:
-    """Raise UserError for an argument of `REFUSED` that is given; before transformers acts on it."""
+    """Raise UserError for an argument of `REFUSED` that is given; before transformers
+    acts on it.
+    """
     for name, (neutral, instead) in REFUSED.items():
         if getattr(args, name, neutral[0]) not in neutral:
             raise UserError(f"FCSDConfig: {name}: has no meaning here; {instead}")
@@ -98,15 +213,22 @@ _NO_SETTINGS = ("constant", "constant_with_warmup")
 def refuse_conflicts(args: Any, train: TrainConfig) -> None:
     """Raise UserError for arguments of which one would silently overrule the other.
 
-    args: of `FCSDConfig`, as transformers has read them. train: what they say as a section. Values that are defaults
-    cannot be told from those that are given, and conflict with nothing.
+    args: of `FCSDConfig`, as transformers has read them. train: what they say as a
+    section. Values that are defaults cannot be told from those that are given, and
+    conflict with nothing.
     """
-    schedule, optim = (str(getattr(name, "value", name)) for name in (args.lr_scheduler_type, args.optim))
+    schedule, optim = (
+        str(getattr(name, "value", name))
+        for name in (args.lr_scheduler_type, args.optim)
+    )
     accelerator = args.accelerator_config
     wrong: dict[str, Callable[[], bool]] = {
-        f"num_train_epochs: {args.num_train_epochs:g} has no meaning beside max_steps {args.max_steps}, which ends the"
-        " training; leave one of them out": (
-            lambda: args.max_steps > 0 and args.num_train_epochs != _default("num_train_epochs")
+        (
+            f"num_train_epochs: {args.num_train_epochs:g} has no meaning beside"
+            f" max_steps {args.max_steps}, which ends the training; leave one of them"
+            " out"
+        ): lambda: (
+            args.max_steps > 0 and args.num_train_epochs != _default("num_train_epochs")
         ),
         f"warmup_steps: the schedule '{schedule}' has no warm-up; use 'constant_with_warmup', or leave it out": (
             lambda: schedule in _NO_WARMUP and args.warmup_steps > 0
@@ -114,9 +236,12 @@ def refuse_conflicts(args: Any, train: TrainConfig) -> None:
         f"lr_scheduler_kwargs: the schedule '{schedule}' has no settings; leave them out": (
             lambda: schedule in _NO_SETTINGS and bool(args.lr_scheduler_kwargs)
         ),
-        f"optim: {optim!r} has no meaning with optimizer 'muon', whose other parameters AdamW moves; leave one"
-        " of them out": (
-            lambda: train.optimizer == "muon" and optim not in ("adamw_torch", "adamw_torch_fused")
+        (
+            f"optim: {optim!r} has no meaning with optimizer 'muon', whose other"
+            " parameters AdamW moves; leave one of them out"
+        ): lambda: (
+            train.optimizer == "muon"
+            and optim not in ("adamw_torch", "adamw_torch_fused")
         ),
         f"train_sampling_strategy: {args.train_sampling_strategy!r} has no meaning here; {_ROWS}": (
             lambda: args.train_sampling_strategy not in ("random", "sequential")
@@ -124,49 +249,62 @@ def refuse_conflicts(args: Any, train: TrainConfig) -> None:
         "include_for_metrics: 'loss' has no meaning here; eval_loss is that of all tokens": (
             lambda: "loss" in args.include_for_metrics
         ),
-        "accelerator_config: split_batches and dispatch_batches have no meaning here; per_device_train_batch_size and"
-        " batch_size_tokens say what a process has": (
-            lambda: bool(accelerator.split_batches or accelerator.dispatch_batches)
-        ),
+        (
+            "accelerator_config: split_batches and dispatch_batches have no meaning"
+            " here; per_device_train_batch_size and batch_size_tokens say what a process"
+            " has"
+        ): lambda: bool(accelerator.split_batches or accelerator.dispatch_batches),
     }
     for message, applies in wrong.items():
         if applies():
             raise UserError(f"FCSDConfig: {message}")
     try:
-        learning_rate_schedule(args, torch.optim.SGD([torch.zeros(1)], lr=1.0), max(args.max_steps, 1))
+        learning_rate_schedule(
+            args, torch.optim.SGD([torch.zeros(1)], lr=1.0), max(args.max_steps, 1)
+        )
     except (TypeError, ValueError, ZeroDivisionError) as error:
         reason = str(error).partition("() ")[2] or error
         raise UserError(
-            f"FCSDConfig: lr_scheduler_kwargs: the schedule '{schedule}' cannot be made with"
-            f" {args.lr_scheduler_kwargs or {}} ({reason})"
+            f"FCSDConfig: lr_scheduler_kwargs: the schedule '{schedule}' cannot be made"
+            f" with {args.lr_scheduler_kwargs or {}} ({reason})"
         ) from None
 
 
-def refuse_another_cut(args: Any, rows: int, num_micro_batches: int, num_processes: int) -> None:
-    """Raise UserError where `batch_size_tokens` gives other rows and micro-batches than the arguments that say them."""
+def refuse_another_cut(
+    args: Any, rows: int, num_micro_batches: int, num_processes: int
+) -> None:
+    """Raise UserError where `batch_size_tokens` gives other rows and micro-batches than
+    the arguments that say them.
+    """
     given, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     if rows != given:
         raise UserError(
-            f"batch_size_tokens: {args.batch_size_tokens} are {rows} rows of max_length {args.max_length} for each of"
-            f" {num_processes} processes, per_device_train_batch_size says {given}; leave it out, or make the batch"
-            " larger"
+            f"batch_size_tokens: {args.batch_size_tokens} are {rows} rows of max_length"
+            f" {args.max_length} for each of {num_processes} processes,"
+            f" per_device_train_batch_size says {given}; leave it out, or make the"
+            " batch larger"
         )
     if steps not in (1, num_micro_batches):
         raise UserError(
-            f"batch_size_tokens: {args.batch_size_tokens} are {num_micro_batches} micro-batches of {rows} x max_length"
-            f" {args.max_length} tokens on {num_processes} processes, gradient_accumulation_steps says {steps}; leave"
-            " one of them out"
+            f"batch_size_tokens: {args.batch_size_tokens} are {num_micro_batches}"
+            f" micro-batches of {rows} x max_length {args.max_length} tokens on"
+            f" {num_processes} processes, gradient_accumulation_steps says {steps};"
+            " leave one of them out"
         )
 
 
-def refuse_another_optimizer(args: Any, optimizers: tuple[Any, Any], cls_and_kwargs: Any) -> None:
-    """Raise UserError where the optimiser that a trainer is given would take the place of the one that is asked for."""
+def refuse_another_optimizer(
+    args: Any, optimizers: tuple[Any, Any], cls_and_kwargs: Any
+) -> None:
+    """Raise UserError where the optimiser that a trainer is given would take the place
+    of the one that is asked for.
+    """
     name = "optimizers" if optimizers[0] is not None else "optimizer_cls_and_kwargs"
     if optimizers[0] is None and cls_and_kwargs is None:
         return
     for argument, neutral in (("optimizer", "adamw"), ("layer_lr_ratio", 1)):
         if (value := getattr(args, argument)) != neutral:
             raise UserError(
-                f"{argument}: {value!r} has no meaning beside {name}, whose groups it would have to make; leave one of"
-                " them out"
+                f"{argument}: {value!r} has no meaning beside {name}, whose groups it"
+                " would have to make; leave one of them out"
             )

@@ -1,4 +1,6 @@
-"""Describe the training of a recipe, and check its settings against the engine and what is installed."""
+"""Describe the training of a recipe, and check its settings against the engine and what
+is installed.
+"""
 
 import importlib.util
 from collections.abc import Callable
@@ -23,9 +25,10 @@ Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get th
 class TrainingRun:
     """What one run is made from.
 
-    student: in the dtype that is saved, whatever dtype it is trained in; max_length: tokens in a row of `rows`; score:
-    of a model, for early stopping; adapters: the `PeftModel` around a LoRA student; remaining: with the share of
-    the steps that are done, the time that the whole run of stages still takes, or "".
+    student: in the dtype that is saved, whatever dtype it is trained in; max_length:
+    tokens in a row of `rows`; score: of a model, for early stopping; adapters: the
+    `PeftModel` around a LoRA student; remaining: with the share of the steps that are
+    done, the time that the whole run of stages still takes, or "".
     """
 
     launch: Launch
@@ -47,32 +50,48 @@ class TrainingRun:
     remaining: Callable[[float], str] | None = None
 
 
-def micro_batches(train: TrainConfig, max_length: int, world_size: int) -> tuple[int, int]:
-    """Return the rows of a micro-batch and the micro-batches of one optimiser step, on each rank.
+def micro_batches(
+    train: TrainConfig, max_length: int, world_size: int
+) -> tuple[int, int]:
+    """Return the rows of a micro-batch and the micro-batches of one optimiser step, on
+    each rank.
 
-    A batch that is smaller than one forward pass of all ranks is one micro-batch, of fewer rows; UserError where it is
-    no whole number of micro-batches over all ranks.
+    A batch that is smaller than one forward pass of all ranks is one micro-batch, of
+    fewer rows; UserError where it is no whole number of micro-batches over all ranks.
     """
     rows, row_tokens = train.per_device_train_batch_size, max_length * world_size
-    if train.batch_size_tokens < rows * row_tokens and train.batch_size_tokens % row_tokens == 0:
+    if (
+        train.batch_size_tokens < rows * row_tokens
+        and train.batch_size_tokens % row_tokens == 0
+    ):
         return train.batch_size_tokens // row_tokens, 1
     if train.batch_size_tokens % (rows * row_tokens):
         raise UserError(
-            f"train.batch_size_tokens: {train.batch_size_tokens} is not a multiple of {rows * row_tokens}"
-            f" (per_device_train_batch_size {rows} x data.max_length {max_length} x {world_size} processes);"
+            f"train.batch_size_tokens: {train.batch_size_tokens} is not a multiple of"
+            f" {rows * row_tokens} (per_device_train_batch_size {rows} x"
+            f" data.max_length {max_length} x {world_size} processes);"
             f" {_ways(train.batch_size_tokens, rows, max_length, world_size)}"
         )
     return rows, train.batch_size_tokens // (rows * row_tokens)
 
 
 def _ways(batch: int, rows: int, max_length: int, world_size: int) -> str:
-    """Say what would fit: fewer rows at once, the next larger batch, shorter rows, fewer processes."""
+    """Say what would fit: fewer rows at once, the next larger batch, shorter rows,
+    fewer processes.
+    """
     step = max_length * world_size
     if batch % step == 0:
-        return f"what fits: per_device_train_batch_size {max(k for k in range(1, rows) if batch % (k * step) == 0)}"
+        return (
+            "what fits: per_device_train_batch_size"
+            f" {max(k for k in range(1, rows) if batch % (k * step) == 0)}"
+        )
     ways = [f"a batch of {-(-batch // step) * step}"]
     processes = [k for k in range(1, world_size) if batch % (k * max_length) == 0]
-    lengths = [k for k in range(max_length // 8, max_length) if k and batch % (k * world_size) == 0]
+    lengths = [
+        k
+        for k in range(max_length // 8, max_length)
+        if k and batch % (k * world_size) == 0
+    ]
     if lengths:
         ways.append(f"data.max_length {max(lengths)}")
     if processes:
@@ -81,19 +100,26 @@ def _ways(batch: int, rows: int, max_length: int, world_size: int) -> str:
 
 
 def refuse_what_cannot_be_sharded(
-    train: TrainConfig, objective: ObjectiveConfig, engine: Engine, *, by_heldout_kl: bool = False
+    train: TrainConfig,
+    objective: ObjectiveConfig,
+    engine: Engine,
+    *,
+    by_heldout_kl: bool = False,
 ) -> None:
-    """Raise UserError for settings that an engine that shards weights cannot have; by_heldout_kl: the training stops by
-    that score."""
+    """Raise UserError for settings that an engine that shards weights cannot have;
+    by_heldout_kl: the training stops by that score."""
     if not engine.shards:
         return
     wrong = {
-        "train.optimizer: muon orthogonalises whole matrices, and ZeRO-3's optimiser has flat runs of them; launch"
-        " FSDP2 (configs/fsdp2_8.yaml)": engine.uses_deepspeed and train.optimizer == "muon",
+        (
+            "train.optimizer: muon orthogonalises whole matrices, and ZeRO-3's optimiser"
+            " has flat runs of them; launch FSDP2 (configs/fsdp2_8.yaml)"
+        ): (engine.uses_deepspeed and train.optimizer == "muon"),
         "train.layer_lr_ratio: does not work with --expert-parallel; launch FSDP2 (configs/fsdp2_8.yaml)": (
             engine.spreads_experts and train.layer_lr_ratio != 1
         ),
-        # DeepSpeed 0.19.8: the ranks' gathers fall out of step after the first score; each alone works.
+        # DeepSpeed 0.19.8: the ranks' gathers fall out of step after the first score;
+        # each alone works.
         "early_stopping.metric: heldout_kl beside l2 or router_kl does not work under ZeRO-3; use FSDP2, or pass@1": (
             engine.uses_deepspeed and by_heldout_kl and objective.has_hidden_terms
         ),
@@ -107,5 +133,6 @@ def check_reporters(train: TrainConfig) -> None:
     for name in train.report_to:
         if importlib.util.find_spec(name) is None:
             raise UserError(
-                f"train.report_to: {name} is not installed; pip install 'fcsd[{name}]', or leave it out"
+                f"train.report_to: {name} is not installed; pip install 'fcsd[{name}]',"
+                " or leave it out"
             )

@@ -1,5 +1,6 @@
-"""An exponential moving average of the trained weights, which is what is scored and saved; each rank averages its own
-part of each parameter, whatever engine has cut it (`fcsd.parallel.parts`).
+"""An exponential moving average of the trained weights, which is what is scored and
+saved; each rank averages its own part of each parameter, whatever engine has cut it
+(`fcsd.parallel.parts`).
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +18,14 @@ from fcsd.parallel.state import read_average
 
 
 class WeightAverage(TrainerCallback):
-    """After step t (1, 2, …): average = d·average + (1 - d)·weights, with d = min(decay, (1 + t) / (10 + t)).
+    """After step t (1, 2, …): average = d·average + (1 - d)·weights, with d =
+    min(decay, (1 + t) / (10 + t)).
 
-    The average begins as the weights before the first step and is kept in float32; the smaller d of the first steps
-    lets it leave them. Weights that are calibrated or trained already are a good start, which it does not leave so
-    fast: their d is `decay` from the first step. Frozen parameters have none. A step after which `skipped()` is true
-    changes nothing.
+    The average begins as the weights before the first step and is kept in float32; the
+    smaller d of the first steps lets it leave them. Weights that are calibrated or
+    trained already are a good start, which it does not leave so fast: their d is
+    `decay` from the first step. Frozen parameters have none. A step after which
+    `skipped()` is true changes nothing.
 
     average: name -> this rank's part of a parameter, flat; it lies where the part lies.
     """
@@ -36,22 +39,38 @@ class WeightAverage(TrainerCallback):
         trainer = self.trainer
         return parts_of(trainer.plain_model, trainer.optimizer, trainer.launch.ranks)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Start from the weights as they are now, where they belong, unless an average has been loaded."""
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
+        """Start from the weights as they are now, where they belong, unless an average
+        has been loaded.
+        """
         if not self.average:
-            self.average = {part.name: part.of(part.slot).float().clone() for part in self._parts()}
+            self.average = {
+                part.name: part.of(part.slot).float().clone() for part in self._parts()
+            }
 
     @torch.no_grad()
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
         if self.skipped():
             return
-        leave = 1.0 if self.keeps_start else (1 + state.global_step) / (10 + state.global_step)
+        leave = (
+            1.0
+            if self.keeps_start
+            else (1 + state.global_step) / (10 + state.global_step)
+        )
         for part in self._parts():
-            self.average[part.name].lerp_(part.of(part.slot).float(), 1 - min(self.decay, leave))
+            self.average[part.name].lerp_(
+                part.of(part.slot).float(), 1 - min(self.decay, leave)
+            )
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the averaged weights inside the block, and its own again behind it. All ranks enter it."""
+        """Give the model the averaged weights inside the block, and its own again
+        behind it. All ranks enter it.
+        """
         own = {part.name: part.of(part.slot).clone() for part in self._parts()}
         self.apply()
         try:
@@ -72,4 +91,6 @@ class WeightAverage(TrainerCallback):
 
     def load(self, folder: Path) -> None:
         trainer = self.trainer
-        self.average = read_average(folder, trainer.plain_model, trainer.optimizer, trainer.launch.ranks)
+        self.average = read_average(
+            folder, trainer.plain_model, trainer.optimizer, trainer.launch.ranks
+        )

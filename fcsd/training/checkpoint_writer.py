@@ -1,9 +1,10 @@
 """Write the checkpoints of a run: a large one while the training goes on.
 
-What a step changes is copied into host memory, which is all that the training waits for; a thread of each rank writes
-and hashes the copy. When all ranks are done, which they tell each other with the figures of a step, the checkpoint gets
-its name. An error ends the training in that step. `torch.distributed.checkpoint.async_save` has formats of its own,
-which other engines and numbers of ranks do not read.
+What a step changes is copied into host memory, which is all that the training waits
+for; a thread of each rank writes and hashes the copy. When all ranks are done, which
+they tell each other with the figures of a step, the checkpoint gets its name. An error
+ends the training in that step. `torch.distributed.checkpoint.async_save` has formats of
+its own, which other engines and numbers of ranks do not read.
 """
 
 import contextlib
@@ -24,7 +25,13 @@ from fcsd.base.memory import available_memory
 from fcsd.base.temporary import replace_folder
 from fcsd.base.text import size
 from fcsd.parallel.ranks import Ranks
-from fcsd.parallel.state import StateFile, check_state, schedule_state, state_files, write_settings
+from fcsd.parallel.state import (
+    StateFile,
+    check_state,
+    schedule_state,
+    state_files,
+    write_settings,
+)
 from fcsd.training.checkpoints import (
     BALANCE_FILE,
     GUARD_FILE,
@@ -37,17 +44,20 @@ from fcsd.training.checkpoints import (
 from fcsd.training.disk import trained_and_all
 
 SCHEDULE = "scheduler.pt"
-BACKGROUND_FROM = 20_000_000  # trained parameters: what is smaller is written within a second
+# trained parameters: what is smaller is written within a second
+BACKGROUND_FROM = 20_000_000
 _SHARE_OF_MEMORY = 0.8  # of what is free, for the copy
 
 
 class CheckpointWriter:
-    """Writes a trainer's checkpoints; large ones in a thread, from a copy in host memory, while the training goes on.
+    """Writes a trainer's checkpoints; large ones in a thread, from a copy in host
+    memory, while the training goes on.
 
-    A checkpoint gets its name when the parts of all ranks are on the disk. All ranks call the same methods but `leave`.
+    A checkpoint gets its name when the parts of all ranks are on the disk. All ranks
+    call the same methods but `leave`.
 
-    is_saving: what the Trainer writes goes beside the checkpoint's place. known: names of the checkpoints that this
-    training has written, or gone on from.
+    is_saving: what the Trainer writes goes beside the checkpoint's place. known: names
+    of the checkpoints that this training has written, or gone on from.
     """
 
     def __init__(self, trainer: Any):
@@ -55,7 +65,8 @@ class CheckpointWriter:
         self._files: list[StateFile] = []  # of this rank's state, to be written
         self._name: str | None = None  # of what is being written
         self._thread: threading.Thread | None = None
-        self._copies: dict[str, Tensor] = {}  # kept: to map new memory takes longer than to copy
+        # kept: to map new memory takes longer than to copy
+        self._copies: dict[str, Tensor] = {}
         self._has_room: bool | None = None  # for them
         self._noted: dict[str, dict[str, Any]] = {}
         self._error: Exception | None = None
@@ -63,7 +74,8 @@ class CheckpointWriter:
 
     @property
     def _ranks(self) -> Ranks:
-        return replace(self.trainer.launch.ranks, lockstep=False)  # no rank is in a pass
+        # no rank is in a pass
+        return replace(self.trainer.launch.ranks, lockstep=False)
 
     @property
     def _folder(self) -> Path:
@@ -71,16 +83,26 @@ class CheckpointWriter:
 
     @property
     def at_work(self) -> bool:
-        return self._name is not None and self._thread is not None and self._thread.is_alive()
+        return (
+            self._name is not None
+            and self._thread is not None
+            and self._thread.is_alive()
+        )
 
     def write(self, name: str, save: Callable[[], None]) -> None:
-        """Take a checkpoint of the training as it is, once the one before is done; `save` leaves what is small."""
+        """Take a checkpoint of the training as it is, once the one before is done;
+        `save` leaves what is small.
+        """
         self.close()
         if name in self.known and (self._folder / name).is_dir():
             return
         trainer, beside = self.trainer, self._folder / PARTIAL / name
         if trainer.args.should_save:
-            for old in (self._folder / PARTIAL, *self._folder.glob(".checkpoint-*.old")):  # of a killed run
+            # of a killed run
+            for old in (
+                self._folder / PARTIAL,
+                *self._folder.glob(".checkpoint-*.old"),
+            ):
                 shutil.rmtree(old, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
         self.known.add(name)
@@ -105,7 +127,9 @@ class CheckpointWriter:
         self._start(partial(self._write, beside, copies))
 
     def save_state(self, folder: Path) -> None:
-        """Leave what is small of weights, optimiser and schedule in `folder`; the rest is written by `write`."""
+        """Leave what is small of weights, optimiser and schedule in `folder`; the rest
+        is written by `write`.
+        """
         trainer = self.trainer
         trained = (trainer.plain_model, trainer.optimizer, trainer.launch.ranks)
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,28 +137,41 @@ class CheckpointWriter:
         self._files = state_files(*trained, average=average)
         write_settings(folder, *trained)
         if trainer.args.should_save:
-            torch.save(schedule_state(trainer.lr_scheduler, trainer.optimizer), folder / SCHEDULE)
+            torch.save(
+                schedule_state(trainer.lr_scheduler, trainer.optimizer),
+                folder / SCHEDULE,
+            )
 
     def _in_background(self, files: list[StateFile]) -> bool:
-        """Tell whether the checkpoint is large, and a copy of it fits into the host's memory: the same on all ranks."""
+        """Tell whether the checkpoint is large, and a copy of it fits into the host's
+        memory: the same on all ranks.
+        """
         trainer = self.trainer
-        if trainer.args.push_to_hub or trained_and_all(trainer.plain_model)[0] < BACKGROUND_FROM:
+        if (
+            trainer.args.push_to_hub
+            or trained_and_all(trainer.plain_model)[0] < BACKGROUND_FROM
+        ):
             return False
         if self._has_room is None:
             need = sum(run.nbytes for file in files for run in file.runs.values())
             need *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             room = available_memory()
-            self._has_room = all(self._ranks.share(lambda: need <= _SHARE_OF_MEMORY * room))
+            self._has_room = all(
+                self._ranks.share(lambda: need <= _SHARE_OF_MEMORY * room)
+            )
             if not self._has_room:
                 trainer.guarded.say(
-                    f"checkpoints: a copy takes {size(need)} of this machine's memory, of which {size(room)} are free;"
-                    " the training waits while they are written"
+                    f"checkpoints: a copy takes {size(need)} of this machine's memory,"
+                    f" of which {size(room)} are free; the training waits while they"
+                    " are written"
                 )
         return self._has_room
 
     def _start(self, work: Callable[[], None]) -> None:
         # A daemon: a process that is to end at once does not wait for it.
-        self._thread = threading.Thread(target=work, name="fcsd-checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=work, name="fcsd-checkpoint", daemon=True
+        )
         self._thread.start()
 
     def _write(self, beside: Path, files: Iterable[StateFile]) -> None:
@@ -148,8 +185,8 @@ class CheckpointWriter:
             self._error = error
 
     def finish(self) -> None:
-        """Wait for what is being written, and give it its name; nothing where nothing is. UserError: a rank could
-        not write.
+        """Wait for what is being written, and give it its name; nothing where nothing
+        is. UserError: a rank could not write.
         """
         if self._name is None:
             return
@@ -157,7 +194,11 @@ class CheckpointWriter:
         beside, first = self._folder / PARTIAL / name, self.trainer.args.should_save
         self._join()
         try:
-            noted = {file: facts for own in self._ranks.share(self._outcome) for file, facts in own.items()}
+            noted = {
+                file: facts
+                for own in self._ranks.share(self._outcome)
+                for file, facts in own.items()
+            }
             if first:
                 check_state(beside)
             with writing(self._folder / name):
@@ -169,7 +210,11 @@ class CheckpointWriter:
         if first:
             replace_folder(beside, self._folder / name)
             shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
-            self._start(partial(_remove, [retire(path) for path in _old(self.trainer, self._folder)]))
+            self._start(
+                partial(
+                    _remove, [retire(path) for path in _old(self.trainer, self._folder)]
+                )
+            )
         self.trainer.accelerator.wait_for_everyone()
 
     def _outcome(self) -> dict[str, dict[str, Any]]:
@@ -183,7 +228,9 @@ class CheckpointWriter:
         self._join()
 
     def leave(self, error: BaseException) -> None:
-        """End with a training that has failed: ranks that cannot agree any more drop what they were writing."""
+        """End with a training that has failed: ranks that cannot agree any more drop
+        what they were writing.
+        """
         if self.trainer.launch.ranks.size == 1 and isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 self.close()
@@ -197,8 +244,8 @@ class CheckpointWriter:
 
 
 def _write_progress(trainer: Any, beside: Path) -> None:
-    """Write what guard, stopper and balance go on from, and with which settings; the best checkpoint gets the name that
-    it is renamed to.
+    """Write what guard, stopper and balance go on from, and with which settings; the
+    best checkpoint gets the name that it is renamed to.
     """
     state = trainer.state
     if state.best_global_step == state.global_step:
@@ -221,7 +268,9 @@ def restore_beside(trainer: Any, checkpoint: Path) -> None:
 
 
 def _old(trainer: Any, folder: Path) -> list[Path]:
-    """List the checkpoints before the newest `save_total_limit`, without the best one; None keeps all."""
+    """List the checkpoints before the newest `save_total_limit`, without the best one;
+    None keeps all.
+    """
     if trainer.args.save_total_limit is None:
         return []
     before = checkpoints(folder)[: -trainer.args.save_total_limit]

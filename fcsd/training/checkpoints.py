@@ -1,9 +1,11 @@
-"""The checkpoints of a run: which there are, whether each is whole, and from which one to continue.
+"""The checkpoints of a run: which there are, whether each is whole, and from which one
+to continue.
 
-A checkpoint is written beside and renamed, so that a process that is killed leaves none that is half-written. What is
-left is the machine that goes down, or a disk that loses or changes something: files are on the disk before the rename,
-their sizes and SHA-256 are noted with them (`files.json`), and compared before a run continues from them. Every rank
-hashes what it has written, and reads its share of the files.
+A checkpoint is written beside and renamed, so that a process that is killed leaves none
+that is half-written. What is left is the machine that goes down, or a disk that loses
+or changes something: files are on the disk before the rename, their sizes and SHA-256
+are noted with them (`files.json`), and compared before a run continues from them. Every
+rank hashes what it has written, and reads its share of the files.
 """
 
 import os
@@ -24,16 +26,22 @@ from fcsd.base.temporary import replace_folder
 from fcsd.parallel.ranks import ALONE, Ranks
 
 GUARD_FILE = "safety.json"  # the guard's state, in each checkpoint
-BALANCE_FILE = "balance.json"  # the routers' biases, in each checkpoint of a run that balances loads
+# the routers' biases, in each checkpoint of a run that balances loads
+BALANCE_FILE = "balance.json"
 STOPPER_FILE = "early_stopping.json"  # in each checkpoint of a run with early stopping
 PARTIAL = "checkpoint-being-written"  # the folder of the one that is
 _FILES = "files.json"
-_REWIND = "rewind.json"  # beside the checkpoints: to which one a run went back, and the guard's state then
+# beside the checkpoints: to which one a run went back, and the guard's state then
+_REWIND = "rewind.json"
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints below `folder`, oldest first."""
-    folders = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    folders = [
+        path
+        for path in folder.glob("checkpoint-*")
+        if re.fullmatch(r"checkpoint-\d+", path.name)
+    ]
     return sorted(filter(Path.is_dir, folders), key=step_of)
 
 
@@ -41,8 +49,11 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
 
 
-def note_files(checkpoint: Path, ranks: Ranks, noted: Mapping[str, dict[str, Any]] | None = None) -> None:
-    """Bring the files of a checkpoint to the disk and note their sizes and hashes, before it is renamed.
+def note_files(
+    checkpoint: Path, ranks: Ranks, noted: Mapping[str, dict[str, Any]] | None = None
+) -> None:
+    """Bring the files of a checkpoint to the disk and note their sizes and hashes,
+    before it is renamed.
 
     noted: what is known already. All ranks call this, when all files are written.
     """
@@ -56,7 +67,9 @@ def note_files(checkpoint: Path, ranks: Ranks, noted: Mapping[str, dict[str, Any
     facts = dict(noted or {})
     unknown = [name for name in names if name not in facts]
     ranks = replace(ranks, lockstep=False)  # no rank is in a pass
-    for shares in ranks.share(lambda: {name: _facts(checkpoint / name) for name in ranks.deal(unknown)}):
+    for shares in ranks.share(
+        lambda: {name: _facts(checkpoint / name) for name in ranks.deal(unknown)}
+    ):
         facts |= shares
     if ranks.first:
         write_json(checkpoint / _FILES, {name: facts[name] for name in names})
@@ -70,8 +83,8 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def damage(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
-    """Tell what is wrong with a checkpoint, the same on all ranks: `optimizer.pt has 100 of 2048 bytes`; None:
-    nothing is.
+    """Tell what is wrong with a checkpoint, the same on all ranks: `optimizer.pt has
+    100 of 2048 bytes`; None: nothing is.
     """
     ranks = replace(ranks, lockstep=False)  # no rank is in a pass
     return next(filter(None, ranks.share(lambda: _damage(checkpoint, ranks))), None)
@@ -82,20 +95,29 @@ def _damage(checkpoint: Path, ranks: Ranks) -> str | None:
         noted = _noted(checkpoint)
     except UserError as error:
         return str(error)
-    reasons = (_file_damage(checkpoint, name, *noted[name]) for name in ranks.deal(sorted(noted)))
+    reasons = (
+        _file_damage(checkpoint, name, *noted[name])
+        for name in ranks.deal(sorted(noted))
+    )
     return next(filter(None, reasons), None)
 
 
 def _noted(checkpoint: Path) -> dict[str, tuple[int, str]]:
-    """Return size and hash of each file of a checkpoint, as they were noted; UserError where that is damaged."""
+    """Return size and hash of each file of a checkpoint, as they were noted; UserError
+    where that is damaged.
+    """
     try:
         noted = read_json(checkpoint / _FILES, keys=())
-        return {name: (facts["bytes"], facts["sha256"]) for name, facts in noted.items()}
+        return {
+            name: (facts["bytes"], facts["sha256"]) for name, facts in noted.items()
+        }
     except (UserError, KeyError, TypeError):
         raise UserError(f"{_FILES} is missing or damaged") from None
 
 
-def _file_damage(checkpoint: Path, name: str, num_bytes: int, sha256: str) -> str | None:
+def _file_damage(
+    checkpoint: Path, name: str, num_bytes: int, sha256: str
+) -> str | None:
     path = checkpoint / name
     if not path.is_file():
         return f"{name} is missing"
@@ -107,7 +129,8 @@ def _file_damage(checkpoint: Path, name: str, num_bytes: int, sha256: str) -> st
 
 
 def best_step_of(checkpoint: Path) -> int | None:
-    """Return the step whose weights a checkpoint names as the best; None where it names none.
+    """Return the step whose weights a checkpoint names as the best; None where it names
+    none.
 
     Raises:
         UserError: what it says of them is damaged.
@@ -122,12 +145,17 @@ def best_step_of(checkpoint: Path) -> int | None:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename a damaged folder to `damaged-NAME`, by which no run continues from it; an earlier one of the name goes."""
+    """Rename a damaged folder to `damaged-NAME`, by which no run continues from it; an
+    earlier one of the name goes.
+    """
     replace_folder(folder, folder.with_name(f"damaged-{folder.name}"))
 
 
-def newest_whole(candidates: Sequence[Path], ranks: Ranks, say: Callable[[str], None]) -> Path | None:
-    """Return the last of some checkpoints that is whole; None where none is. All ranks call this.
+def newest_whole(
+    candidates: Sequence[Path], ranks: Ranks, say: Callable[[str], None]
+) -> Path | None:
+    """Return the last of some checkpoints that is whole; None where none is. All ranks
+    call this.
 
     Damaged ones behind it are set aside, each with a line that the first rank says.
     """
@@ -144,10 +172,12 @@ def newest_whole(candidates: Sequence[Path], ranks: Ranks, say: Callable[[str], 
 
 
 def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
-    """Return the checkpoint to continue from; None when there is none. All ranks call this.
+    """Return the checkpoint to continue from; None when there is none. All ranks call
+    this.
 
-    A damaged one is set aside as `damaged-checkpoint-N`, and the one before it taken; UserError where all are. One from
-    behind the checkpoint to which a rewind went back is removed: the rewind was cut off before it had done so.
+    A damaged one is set aside as `damaged-checkpoint-N`, and the one before it taken;
+    UserError where all are. One from behind the checkpoint to which a rewind went back
+    is removed: the rewind was cut off before it had done so.
     """
 
     def listed() -> list[Path]:
@@ -158,37 +188,50 @@ def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
     newest = newest_whole(candidates, ranks, lambda line: print(line, file=sys.stderr))
     if newest is None and candidates:
         raise UserError(
-            f"{candidates[-1]}: is damaged ({damage(candidates[-1], ranks)}), and there is no other checkpoint that is"
-            f" whole; remove {folder} to begin again"
+            f"{candidates[-1]}: is damaged ({damage(candidates[-1], ranks)}), and there"
+            f" is no other checkpoint that is whole; remove {folder} to begin again"
         )
     return newest
 
 
-def chosen_checkpoint(folder: Path, choice: str | bool | None, ranks: Ranks) -> Path | None:
-    """Return the checkpoint that a user wants to go on from; True: the newest one in `folder` that is whole."""
+def chosen_checkpoint(
+    folder: Path, choice: str | bool | None, ranks: Ranks
+) -> Path | None:
+    """Return the checkpoint that a user wants to go on from; True: the newest one in
+    `folder` that is whole.
+    """
     if choice is None or choice is False:
         return None
     if choice is True:
         newest = newest_usable(folder, ranks)
         if newest is None:
             raise UserError(
-                f"{folder}: no checkpoint to go on from; leave resume_from_checkpoint out to begin"
+                f"{folder}: no checkpoint to go on from; leave resume_from_checkpoint"
+                " out to begin"
             )
         return newest
     checkpoint = Path(str(choice))
     if (what := damage(checkpoint, ranks)) is not None:
-        raise UserError(f"{checkpoint}: is no checkpoint that can be gone on from ({what})")
+        raise UserError(
+            f"{checkpoint}: is no checkpoint that can be gone on from ({what})"
+        )
     return checkpoint
 
 
 def note_rewind(checkpoint: Path, guard: dict[str, Any]) -> None:
-    """Note to which checkpoint a run goes back and with which state of its guard; a run that is killed continues so."""
-    write_sealed(checkpoint.parent / _REWIND, {"checkpoint": checkpoint.name, "guard": guard})
+    """Note to which checkpoint a run goes back and with which state of its guard; a run
+    that is killed continues so.
+    """
+    write_sealed(
+        checkpoint.parent / _REWIND, {"checkpoint": checkpoint.name, "guard": guard}
+    )
     _finish_rewind(checkpoint.parent)
 
 
 def guard_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the guard's state with which a run continues from a checkpoint, which may have been rewound to."""
+    """Return the guard's state with which a run continues from a checkpoint, which may
+    have been rewound to.
+    """
     rewind = _rewind(checkpoint.parent)
     if rewind is not None and rewind["checkpoint"] == checkpoint.name:
         state: dict[str, Any] = rewind["guard"]
@@ -208,7 +251,10 @@ def _finish_rewind(folder: Path) -> None:
     step = int(rewind["checkpoint"].split("-")[1])
     for path in checkpoints(folder):
         later = step_of(path) > step and damage(path) is None
-        if later and read_json(path / GUARD_FILE)["rewinds"] < rewind["guard"]["rewinds"]:
+        if (
+            later
+            and read_json(path / GUARD_FILE)["rewinds"] < rewind["guard"]["rewinds"]
+        ):
             remove(path)
 
 
@@ -226,14 +272,18 @@ def remove(checkpoint: Path) -> None:
 
 
 def restore_if_complete(trainer: Any, checkpoint: Path) -> bool:
-    """Load a checkpoint after which there is nothing left to train; of any other only stopper and guard, and false.
+    """Load a checkpoint after which there is nothing left to train; of any other only
+    stopper and guard, and false.
 
-    A run that was killed between its last step and writing its model ends here: `train` would do one step more.
+    A run that was killed between its last step and writing its model ends here: `train`
+    would do one step more.
     """
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     trainer.restore_progress(checkpoint)
     trainer.guard.load(guard_state(checkpoint))
-    done = state.global_step >= (trainer.args.max_steps if trainer.args.max_steps > 0 else state.max_steps)
+    done = state.global_step >= (
+        trainer.args.max_steps if trainer.args.max_steps > 0 else state.max_steps
+    )
     if trainer.stopper is not None:
         trainer.stopper.time.resume(read_json(checkpoint / STOPPER_FILE)["time"])
         is_due = trainer.stopper.is_due(state.global_step, trainer.args.max_steps)

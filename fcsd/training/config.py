@@ -15,19 +15,26 @@ class CosineWithMinLrConfig(Strict):
 
 
 class StepConfig(Strict):
-    """Multiply the rate by `gamma` at each milestone (as `torch.optim.lr_scheduler.MultiStepLR`)."""
+    """Multiply the rate by `gamma` at each milestone (as
+    `torch.optim.lr_scheduler.MultiStepLR`).
+    """
 
-    milestones: list[Annotated[float, Field(gt=0, lt=1)]] = Field(min_length=1)  # shares of max_steps
+    # shares of max_steps
+    milestones: list[Annotated[float, Field(gt=0, lt=1)]] = Field(min_length=1)
     gamma: float = Field(0.1, gt=0)
 
 
 class WarmupStableDecayConfig(Strict):
-    """Keep the rate, and let it fall in the last steps; `transformers.get_wsd_schedule` has the exact definitions."""
+    """Keep the rate, and let it fall in the last steps; `transformers.get_wsd_schedule`
+    has the exact definitions.
+    """
 
-    num_decay_steps: float = Field(gt=0)  # below 1 their share of max_steps, as transformers counts warm-up
+    # below 1 their share of max_steps, as transformers counts warm-up
+    num_decay_steps: float = Field(gt=0)
     warmup_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
     decay_type: Literal["linear", "cosine", "1-sqrt"] = "cosine"
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)  # last rate over first; the warm-up begins there, too
+    # last rate over first; the warm-up begins there, too
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
     num_cycles: float = Field(0.5, gt=0)  # of the cosine
 
 
@@ -39,43 +46,60 @@ _SCHEDULES: dict[str, type[Strict]] = {
 
 
 def check_capacity(factor: float | None, drop: str | None) -> None:
-    """Raise ValueError for a factor that is none, and where it is said what is dropped, and nothing is."""
+    """Raise ValueError for a factor that is none, and where it is said what is dropped,
+    and nothing is.
+    """
     if factor is not None and not 0 < factor < math.inf:
         raise ValueError(f"capacity_factor: must be above 0, got {factor:g}")
     if drop is not None and factor is None:
         raise ValueError(
-            f"capacity_drop: {drop!r} has no meaning without capacity_factor; set it, or leave both out"
+            f"capacity_drop: {drop!r} has no meaning without capacity_factor; set it,"
+            " or leave both out"
         )
 
 
 class TrainConfig(Strict):
-    """The optimiser's side of a run; names are those of `transformers.TrainingArguments` where it has them."""
+    """The optimiser's side of a run; names are those of
+    `transformers.TrainingArguments` where it has them.
+    """
 
-    max_steps: int = Field(2000, ge=0)  # 0: what a training would start from is left as it is
-    batch_size_tokens: int = Field(131072, gt=0)  # over all ranks and accumulation steps
-    per_device_train_batch_size: int = Field(1, gt=0)  # rows in a forward pass; fewer where a batch has
+    # 0: what a training would start from is left as it is
+    max_steps: int = Field(2000, ge=0)
+    # over all ranks and accumulation steps
+    batch_size_tokens: int = Field(131072, gt=0)
+    # rows in a forward pass; fewer where a batch has
+    per_device_train_batch_size: int = Field(1, gt=0)
     learning_rate: float = Field(2e-5, gt=0)
     lr_scheduler_type: Literal[
-        "cosine", "cosine_with_min_lr", "linear", "constant_with_warmup", "step", "warmup_stable_decay"
+        "cosine",
+        "cosine_with_min_lr",
+        "linear",
+        "constant_with_warmup",
+        "step",
+        "warmup_stable_decay",
     ] = "cosine"
     lr_scheduler_kwargs: dict[str, Any] | None = None  # a record of `_SCHEDULES`
     warmup_steps: int = Field(1000, ge=0)
     # Last layer's rate over the first one's; learning_rate is the middle's.
     layer_lr_ratio: float = Field(1.0, gt=0)
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the layers' matrices, AdamW for all else
+    # muon: for the layers' matrices, AdamW for all else
+    optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = Field(0.0, ge=0)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     adam_epsilon: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    # The loss that balances the experts' loads (`fcsd.training.losses.balance`); DeepSeek-V2 has 0.001 to 0.003.
+    # The loss that balances the experts' loads (`fcsd.training.losses.balance`);
+    # DeepSeek-V2 has 0.001 to 0.003.
     balance_loss_coefficient: float | None = Field(None, gt=0)
     # batch: of all ranks, and of the micro-batches of the step so far
     balance_loss_over: Literal["sequence", "batch"] = "sequence"
-    # Step of a balance without a loss, by the routers' correction bias; DeepSeek-V3 has 0.001.
+    # Step of a balance without a loss, by the routers' correction bias; DeepSeek-V3 has
+    # 0.001.
     balance_bias_rate: float | None = Field(None, gt=0)
-    # Pairs of token and expert above factor x K x tokens / experts of a forward pass of a rank are dropped
-    # (`fcsd.model.families.capacity`): the last ones in order, or those of the smallest weights; null: order.
+    # Pairs of token and expert above factor x K x tokens / experts of a forward pass of
+    # a rank are dropped (`fcsd.model.families.capacity`): the last ones in order, or
+    # those of the smallest weights; null: order.
     capacity_factor: float | None = Field(None, gt=0, allow_inf_nan=False)
     capacity_drop: Literal["order", "weight"] | None = None
     # The weights' moving average is what is scored and saved.
@@ -86,7 +110,9 @@ class TrainConfig(Strict):
     logging_steps: int = Field(10, gt=0)
     save_steps: int = Field(500, gt=0)
     save_total_limit: int = Field(2, gt=0)
-    report_to: list[Literal["wandb", "trackio", "tensorboard"]] = Field(default_factory=list)
+    report_to: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
+        default_factory=list
+    )
 
     @field_validator("lr_scheduler_kwargs")
     @classmethod
@@ -97,7 +123,10 @@ class TrainConfig(Strict):
         if (kind := _SCHEDULES.get(str(name))) is not None:
             return kind.model_validate(value or {}).model_dump()
         if value and name is not None:
-            raise ValueError(f"no meaning for lr_scheduler_type {name!r}, only for {', '.join(_SCHEDULES)}")
+            raise ValueError(
+                f"no meaning for lr_scheduler_type {name!r}, only for"
+                f" {', '.join(_SCHEDULES)}"
+            )
         return None
 
     @field_validator("report_to", mode="before")
@@ -115,7 +144,8 @@ class TrainConfig(Strict):
     def _what_is_balanced_has_a_loss(self) -> "TrainConfig":
         if self.balance_loss_over == "batch" and self.balance_loss_coefficient is None:
             raise ValueError(
-                "balance_loss_over: 'batch' has no meaning without balance_loss_coefficient; set it, or leave both out"
+                "balance_loss_over: 'batch' has no meaning without"
+                " balance_loss_coefficient; set it, or leave both out"
             )
         return self
 
@@ -124,74 +154,107 @@ class TrainConfig(Strict):
         if not self.max_steps:
             return self
         if self.warmup_steps > self.max_steps:
-            raise ValueError(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) is more than max_steps"
+                f" ({self.max_steps})"
+            )
         if self.num_decay_steps(self.max_steps) > self.max_steps - self.warmup_steps:
             raise ValueError(
-                f"lr_scheduler_kwargs.num_decay_steps ({self.num_decay_steps(self.max_steps)} steps) and warmup_steps"
+                "lr_scheduler_kwargs.num_decay_steps"
+                f" ({self.num_decay_steps(self.max_steps)} steps) and warmup_steps"
                 f" ({self.warmup_steps}) are more than max_steps ({self.max_steps})"
             )
         return self
 
     @property
     def balances(self) -> bool:
-        return self.balance_loss_coefficient is not None or self.balance_bias_rate is not None
+        return (
+            self.balance_loss_coefficient is not None
+            or self.balance_bias_rate is not None
+        )
 
     @property
     def depends_on_micro_batches(self) -> bool:
         """Whether the loss of a step depends on how its batch is cut into micro-batches."""
-        return self.balance_loss_coefficient is not None and self.balance_loss_over == "batch"
+        return (
+            self.balance_loss_coefficient is not None
+            and self.balance_loss_over == "batch"
+        )
 
     def num_decay_steps(self, max_steps: int) -> int:
-        """Return the last steps of as many, in which `warmup_stable_decay` lets the rate fall; 0 of other schedules."""
+        """Return the last steps of as many, in which `warmup_stable_decay` lets the
+        rate fall; 0 of other schedules.
+        """
         number = (self.lr_scheduler_kwargs or {}).get("num_decay_steps", 0)
         return math.ceil(number * max_steps) if number < 1 else int(number)
 
 
 MAY_CHANGE = (
-    *("train.logging_steps", "train.save_steps", "train.save_total_limit", "train.report_to"),
+    *(
+        "train.logging_steps",
+        "train.save_steps",
+        "train.save_total_limit",
+        "train.report_to",
+    ),
     *("train.per_device_train_batch_size", "train.gradient_checkpointing"),
     "data.on_bad_row",
 )
-"""What may be another when a training is continued: the result does not depend on it, but for the order of float sums,
-and for what becomes of an example that would end the run.
+"""What may be another when a training is continued: the result does not depend on it,
+but for the order of float sums, and for what becomes of an example that would end the
+run.
 """
 
 
 def may_change(train: TrainConfig) -> tuple[str, ...]:
-    """Return the settings of `MAY_CHANGE`; without the rows of a forward pass, where these count: with a capacity,
-    which is one of a pass, and with a balance over the batch.
+    """Return the settings of `MAY_CHANGE`; without the rows of a forward pass, where
+    these count: with a capacity, which is one of a pass, and with a balance over the
+    batch.
     """
     if train.capacity_factor is None and not train.depends_on_micro_batches:
         return MAY_CHANGE
-    return tuple(key for key in MAY_CHANGE if key != "train.per_device_train_batch_size")
+    return tuple(
+        key for key in MAY_CHANGE if key != "train.per_device_train_batch_size"
+    )
 
 
 class SafetyConfig(Strict):
-    """What a long run does when a step goes wrong (`fcsd.training.safety`); of every training of the recipe."""
+    """What a long run does when a step goes wrong (`fcsd.training.safety`); of every
+    training of the recipe.
+    """
 
-    max_skipped_steps: int = Field(10, ge=0)  # in a row, for a loss or gradient that is not finite
+    # in a row, for a loss or gradient that is not finite
+    max_skipped_steps: int = Field(10, ge=0)
     spike_window: int = Field(128, gt=1)  # steps whose median is the usual loss
-    spike_threshold: float | None = Field(6.0, gt=0)  # robust standard deviations above it; null: not watched
+    # robust standard deviations above it; null: not watched
+    spike_threshold: float | None = Field(6.0, gt=0)
     spike_steps: int = Field(5, gt=0)  # a spike that lasts this many steps is rewound
-    max_rewinds: int = Field(0, ge=0)  # to a checkpoint from before the trouble; 0: none
+    # to a checkpoint from before the trouble; 0: none
+    max_rewinds: int = Field(0, ge=0)
 
 
 class CalibrationConfig(Strict):
     """Fold closed-form maps into the converted weights, before any training (docs/convert.md)."""
 
-    tokens: int = option(262_144, "tokens of the text to solve on", gt=0)  # of data.train
+    # of data.train
+    tokens: int = option(262_144, "tokens of the text to solve on", gt=0)
     ridge: float = option(
-        1e-3, "pull of the maps towards the identity, relative to the mean diagonal", ge=0, lt=1
+        1e-3,
+        "pull of the maps towards the identity, relative to the mean diagonal",
+        ge=0,
+        lt=1,
     )
-    # Whether trainings start from the calibrated weights; false: it is one more model that is evaluated.
+    # Whether trainings start from the calibrated weights; false: it is one more model
+    # that is evaluated.
     starts_training: bool = True
 
 
 class SweepConfig(Strict):
-    """Batch size first, at train.learning_rate; then learning rate, at the best batch size (paper 5.1).
+    """Batch size first, at train.learning_rate; then learning rate, at the best batch
+    size (paper 5.1).
 
-    The paper's runs have equally many steps, so that a larger batch sees more tokens. With `equal: tokens` the steps
-    are those of a run with train.batch_size_tokens, and the others have as many tokens.
+    The paper's runs have equally many steps, so that a larger batch sees more tokens.
+    With `equal: tokens` the steps are those of a run with train.batch_size_tokens, and
+    the others have as many tokens.
     """
 
     equal: Literal["steps", "tokens"] = "steps"
@@ -203,9 +266,11 @@ class SweepConfig(Strict):
     )
     steps: int = Field(2000, gt=0)  # of every run
     warmup_steps: int = Field(1000, ge=0)  # left out: at most half of steps
-    # The choice is by the mean training loss over this many last steps; left out: at most all of them.
+    # The choice is by the mean training loss over this many last steps; left out: at
+    # most all of them.
     last_steps: int = Field(100, gt=0)
-    # The distillation that follows has this over the chosen batch size as its train.max_steps. null: as it is
+    # The distillation that follows has this over the chosen batch size as its
+    # train.max_steps. null: as it is
     train_tokens: int | None = Field(None, gt=0)
 
     @model_validator(mode="before")
@@ -214,17 +279,27 @@ class SweepConfig(Strict):
         steps = value.get("steps") if isinstance(value, dict) else None
         if not isinstance(steps, int) or steps < 1:
             return value
-        return {"warmup_steps": min(1000, steps // 2), "last_steps": min(100, steps), **value}
+        return {
+            "warmup_steps": min(1000, steps // 2),
+            "last_steps": min(100, steps),
+            **value,
+        }
 
     @model_validator(mode="after")
     def _parts_are_no_longer_than_a_run(self) -> "SweepConfig":
         for key in ("warmup_steps", "last_steps"):
             if getattr(self, key) > self.steps:
-                raise ValueError(f"{key} ({getattr(self, key)}) is more than steps ({self.steps})")
+                raise ValueError(
+                    f"{key} ({getattr(self, key)}) is more than steps ({self.steps})"
+                )
         return self
 
-    def steps_of(self, batch_size_tokens: int, train: TrainConfig, steps: int | None = None) -> int:
-        """Return the steps of a run with this batch size, or what `steps` of `train`'s batch size are with it."""
+    def steps_of(
+        self, batch_size_tokens: int, train: TrainConfig, steps: int | None = None
+    ) -> int:
+        """Return the steps of a run with this batch size, or what `steps` of `train`'s
+        batch size are with it.
+        """
         steps = self.steps if steps is None else steps
         if self.equal == "steps" or not steps:
             return steps

@@ -1,4 +1,6 @@
-"""How much room on the disk a training needs, and whether it is there: known before the first step."""
+"""How much room on the disk a training needs, and whether it is there: known before the
+first step.
+"""
 
 import shutil
 from dataclasses import dataclass
@@ -16,9 +18,10 @@ from fcsd.training.config import TrainConfig
 class DiskNeed:
     """Bytes of what a training keeps at the same time, at most.
 
-    checkpoint: one of them. num_checkpoints: `save_total_limit`, and the one that is being written beside them.
-    best: of early stopping, the best weights, those that are being written beside them, and those that a checkpoint
-    names which goes when the one that is being written is done. model: what is saved at the end.
+    checkpoint: one of them. num_checkpoints: `save_total_limit`, and the one that is
+    being written beside them. best: of early stopping, the best weights, those that are
+    being written beside them, and those that a checkpoint names which goes when the one
+    that is being written is done. model: what is saved at the end.
     """
 
     checkpoint: int
@@ -32,13 +35,20 @@ class DiskNeed:
 
 
 def disk_need(
-    train: TrainConfig, *, num_trained: int, num_parameters: int, model_itemsize: int, keeps_best: bool
+    train: TrainConfig,
+    *,
+    num_trained: int,
+    num_parameters: int,
+    model_itemsize: int,
+    keeps_best: bool,
 ) -> DiskNeed:
-    """Compute the room that a training needs: a checkpoint has the trained weights and the two moments of AdamW in the
-    training dtype, and with ema_decay the averaged weights.
+    """Compute the room that a training needs: a checkpoint has the trained weights and
+    the two moments of AdamW in the training dtype, and with ema_decay the averaged
+    weights.
 
-    num_trained, num_parameters: of the student, over all ranks. model_itemsize: bytes of a weight that is saved; 0
-    where no model is. keeps_best: whether early stopping keeps weights.
+    num_trained, num_parameters: of the student, over all ranks. model_itemsize: bytes
+    of a weight that is saved; 0 where no model is. keeps_best: whether early stopping
+    keeps weights.
     """
     weights = num_trained * dtype_of(train.dtype).itemsize
     # The last step's with the model; none where there is no step.
@@ -52,8 +62,8 @@ def disk_need(
 
 
 def check_disk(folder: Path, need: DiskNeed, train: TrainConfig) -> None:
-    """Compare what a training needs with what its folder's disk has (UserError: less); what it wrote before a restart
-    counts as room.
+    """Compare what a training needs with what its folder's disk has (UserError: less);
+    what it wrote before a restart counts as room.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -68,15 +78,20 @@ def check_disk(folder: Path, need: DiskNeed, train: TrainConfig) -> None:
     advice = "free some space, or choose an output_dir on another disk"
     if train.save_total_limit > 1:
         advice += (
-            f"; train.save_total_limit: 1 needs {size((train.save_total_limit - 1) * need.checkpoint)} less"
+            "; train.save_total_limit: 1 needs"
+            f" {size((train.save_total_limit - 1) * need.checkpoint)} less"
         )
     raise UserError(
-        f"{folder}: the training needs {size(need.total)} on the disk ({', '.join(parts)}), and {size(room)} are free;"
-        f" {advice}"
+        f"{folder}: the training needs {size(need.total)} on the disk"
+        f" ({', '.join(parts)}), and {size(room)} are free; {advice}"
     )
 
 
 def trained_and_all(model: nn.Module) -> tuple[int, int]:
     """Return (trained, all) parameters of a model, over all ranks that share it."""
-    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
-    return sum(number for number, trained in counts if trained), sum(number for number, _ in counts)
+    counts = [
+        (getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()
+    ]
+    return sum(number for number, trained in counts if trained), sum(
+        number for number, _ in counts
+    )

@@ -1,6 +1,8 @@
-"""Decide when to stop: the score has not improved for a while (paper 5.1: every 1000 steps, patience 20, delta 2 %).
+"""Decide when to stop: the score has not improved for a while (paper 5.1: every 1000
+steps, patience 20, delta 2 %).
 
-Pure bookkeeping; what the score is and how it is measured is in `fcsd.pipeline.scoring`.
+Pure bookkeeping; what the score is and how it is measured is in
+`fcsd.pipeline.scoring`.
 """
 
 import contextlib
@@ -16,13 +18,15 @@ from fcsd.base.text import RELATIVE, duration, items_text, plus_minus
 
 @dataclass(frozen=True)
 class Score:
-    """One evaluation: a figure for each item, of the same items in the same order every time.
+    """One evaluation: a figure for each item, of the same items in the same order every
+    time.
 
-    The score is sum(figures) / sum(weights). The figures of a task are the items' scores, and
-    the weights 1; an item of the held-out KL is a row, its figure the KL summed over its tokens in nats, its weight
-    their number.
+    The score is sum(figures) / sum(weights). The figures of a task are the items'
+    scores, and the weights 1; an item of the held-out KL is a row, its figure the KL
+    summed over its tokens in nats, its weight their number.
 
-    num_items_total: of the whole split, of which these are the first; None where that is not known.
+    num_items_total: of the whole split, of which these are the first; None where that
+    is not known.
     """
 
     figures: Sequence[float]
@@ -44,32 +48,54 @@ class Score:
         return ratio(list(self.figures), self.counts)["stderr"]
 
     def change(self, before: Sequence[float]) -> tuple[float, float | None]:
-        """Return the difference to the figures of an earlier evaluation and its standard error, paired item by item."""
-        difference = ratio([b - a for a, b in zip(before, self.figures, strict=True)], self.counts)
+        """Return the difference to the figures of an earlier evaluation and its
+        standard error, paired item by item.
+        """
+        difference = ratio(
+            [b - a for a, b in zip(before, self.figures, strict=True)], self.counts
+        )
         assert difference["kl"] is not None
         return difference["kl"], difference["stderr"]
 
 
-_CURVE = ("num_items", "num_items_total", "points", "best_step", "best_score", "best_stderr")
+_CURVE = (
+    "num_items",
+    "num_items_total",
+    "points",
+    "best_step",
+    "best_score",
+    "best_stderr",
+)
 _STATE = ("highest", "highest_step", "reference", "stalled", "figures", "warned")
 
 
 class EarlyStopper:
     """Follows a score, which should grow or, where lower is better, fall.
 
-    An evaluation counts as an improvement when its score is more than `min_delta` better than the score of the last
-    improvement; after `patience` evaluations in a row without one, `should_stop` is true. The best checkpoint is the
-    last one whose score is no more than `min_delta` worse than the best: differences that small are noise by the choice
-    of `min_delta`, and of equals the later checkpoint has seen more data. The score before training counts like any
-    other: a training that only makes the model worse leaves the weights that it began with.
+    An evaluation counts as an improvement when its score is more than `min_delta`
+    better than the score of the last improvement; after `patience` evaluations in a row
+    without one, `should_stop` is true. The best checkpoint is the last one whose score
+    is no more than `min_delta` worse than the best: differences that small are noise by
+    the choice of `min_delta`, and of equals the later checkpoint has seen more data.
+    The score before training counts like any other: a training that only makes the
+    model worse leaves the weights that it began with.
 
-    `min_delta` is a difference of scores. KLs span orders of magnitude, so for heldout_kl it is relative: inside, the
-    score is -ln(KL), and a fall by 2 % is a gain of -ln(1 - 0.02).
+    `min_delta` is a difference of scores. KLs span orders of magnitude, so for
+    heldout_kl it is relative: inside, the score is -ln(KL), and a fall by 2 % is a gain
+    of -ln(1 - 0.02).
 
-    points: of each evaluation step, score, stderr, and change and change_stderr since the evaluation before it.
+    points: of each evaluation step, score, stderr, and change and change_stderr since
+    the evaluation before it.
     """
 
-    def __init__(self, *, every_steps: int, patience: int, min_delta: float, metric: str = "pass@1"):
+    def __init__(
+        self,
+        *,
+        every_steps: int,
+        patience: int,
+        min_delta: float,
+        metric: str = "pass@1",
+    ):
         self.every_steps, self.patience = every_steps, patience
         self.metric, self.min_delta = metric, min_delta
         self.time = TimeSpent()
@@ -87,8 +113,13 @@ class EarlyStopper:
         self.warned = False
 
     def update(self, step: int, score: Score) -> bool:
-        """Note the score at `step` (0: before training); true when these weights are the best checkpoint so far."""
-        gain, margin = score.value if score.higher_is_better else -score.value, self.min_delta
+        """Note the score at `step` (0: before training); true when these weights are
+        the best checkpoint so far.
+        """
+        gain, margin = (
+            score.value if score.higher_is_better else -score.value,
+            self.min_delta,
+        )
         if self.metric in RELATIVE:
             gain = _relative_gain(score.value)
             margin = -math.log1p(-self.min_delta)
@@ -100,12 +131,17 @@ class EarlyStopper:
         if self.highest is None or gain > self.highest:
             self.highest, self.highest_step = gain, step
         if gain >= self.highest - margin:
-            self.best_step, self.best_score, self.best_stderr = step, score.value, score.stderr
+            self.best_step, self.best_score, self.best_stderr = (
+                step,
+                score.value,
+                score.stderr,
+            )
             return True
         return False
 
     def lose_all_but(self, steps: Collection[int]) -> None:
-        """Take the best of these steps for the best checkpoint, so far: the weights of the others are lost.
+        """Take the best of these steps for the best checkpoint, so far: the weights of
+        the others are lost.
 
         Of equal scores the later one; none where none of the steps was scored.
         """
@@ -114,14 +150,23 @@ class EarlyStopper:
         if self.highest_step is None or self.highest is None:
             return
         highest = scores[self.highest_step]
-        best = min(kept, key=lambda point: (abs(point["score"] - highest), -point["step"]), default=None)
+        best = min(
+            kept,
+            key=lambda point: (abs(point["score"] - highest), -point["step"]),
+            default=None,
+        )
         self.best_step, self.best_score, self.best_stderr = (
-            (best["step"], best["score"], best["stderr"]) if best is not None else (None, None, None)
+            (best["step"], best["score"], best["stderr"])
+            if best is not None
+            else (None, None, None)
         )
         if best is None:
             self.highest = self.highest_step = None
         elif self.metric in RELATIVE:
-            self.highest, self.highest_step = _relative_gain(best["score"]), best["step"]
+            self.highest, self.highest_step = (
+                _relative_gain(best["score"]),
+                best["step"],
+            )
         else:
             self.highest = best["score"] if self.highest == highest else -best["score"]
             self.highest_step = best["step"]
@@ -129,7 +174,9 @@ class EarlyStopper:
     def _note(self, step: int, score: Score) -> None:
         if not math.isfinite(score.value):
             raise ValueError(f"a score is a finite number, got {score.value}")
-        change, change_stderr = score.change(self.figures) if self.points else (None, None)
+        change, change_stderr = (
+            score.change(self.figures) if self.points else (None, None)
+        )
         self.num_items, self.num_items_total = len(score.figures), score.num_items_total
         self.figures = list(score.figures)
         self.points.append({
@@ -149,11 +196,12 @@ class EarlyStopper:
     # ---- in words
 
     def line(self) -> str:
-        """Describe the last evaluation: `step 2000: pass@1 0.4120 ± 0.0250 (378 of 378 items), +0.0210 ± 0.0140 since
-        step 1000, best so far; 93 s`."""
+        """Describe the last evaluation: `step 2000: pass@1 0.4120 ± 0.0250 (378 of 378
+        items), +0.0210 ± 0.0140 since step 1000, best so far; 93 s`."""
         point, before = self.points[-1], self.points[-2:-1]
         text = (
-            f"step {point['step']}: {self.name} {plus_minus(point['score'], point['stderr'])} ({self.items})"
+            f"step {point['step']}: {self.name}"
+            f" {plus_minus(point['score'], point['stderr'])} ({self.items})"
         )
         for earlier in before:
             change = plus_minus(point["change"], point["change_stderr"], sign="+")
@@ -165,11 +213,17 @@ class EarlyStopper:
         return f"{text}; {self.time.last_s:.0f} s"
 
     def _how_good(self) -> str:
-        highest = next((each for each in self.points if each["step"] == self.highest_step), self.points[-1])
+        highest = next(
+            (each for each in self.points if each["step"] == self.highest_step),
+            self.points[-1],
+        )
         if highest is self.points[-1]:
             return "best so far"
         best = plus_minus(highest["score"], None)
-        return f"within min_delta of the best ({best} at step {highest['step']}), and later"
+        return (
+            f"within min_delta of the best ({best} at step {highest['step']}), and"
+            " later"
+        )
 
     @property
     def name(self) -> str:
@@ -182,11 +236,12 @@ class EarlyStopper:
         return items_text(self.metric, self.num_items, self.num_items_total)
 
     def noise(self) -> str | None:
-        """Return the warning that `min_delta` is less than chance makes, when the last evaluation showed it; given
-        once.
+        """Return the warning that `min_delta` is less than chance makes, when the last
+        evaluation showed it; given once.
 
-        It did when the score moved by no more than two standard errors of the change, and one of those is more than
-        `min_delta`: then an evaluation of unchanged weights counted as an improvement, or not, by chance.
+        It did when the score moved by no more than two standard errors of the change,
+        and one of those is more than `min_delta`: then an evaluation of unchanged
+        weights counted as an improvement, or not, by chance.
         """
         change, error = self.points[-1]["change"], self.points[-1]["change_stderr"]
         if self.warned or error is None or abs(change) > 2 * error:
@@ -198,10 +253,12 @@ class EarlyStopper:
         self.warned = True
         share = f" ({error / scale:.3g} of the score)" if relative else ""
         text = (
-            f"early stopping: {self.name} changed by {plus_minus(change, error, sign='+')}{share} from step"
-            f" {before['step']} to {self.points[-1]['step']}, with the paired standard error on {self.items}."
-            f" early_stopping.min_delta, {self.min_delta:g}, is less than that error, so that chance decides what"
-            " counts as an improvement: raise it, or "
+            f"early stopping: {self.name} changed by"
+            f" {plus_minus(change, error, sign='+')}{share} from step {before['step']}"
+            f" to {self.points[-1]['step']}, with the paired standard error on"
+            f" {self.items}. early_stopping.min_delta, {self.min_delta:g}, is less than"
+            " that error, so that chance decides what counts as an improvement: raise"
+            " it, or "
         )
         if relative:
             return text + "data.heldout_examples"
@@ -209,10 +266,15 @@ class EarlyStopper:
         if self.num_items_total is None or self.num_items_total <= self.num_items:
             return text + "score on a task with more items"
         whole = error * math.sqrt(self.num_items / self.num_items_total)
-        return text + f"early_stopping.limit (all {self.num_items_total} items: about ± {whole:.2g})"
+        return (
+            text + f"early_stopping.limit (all {self.num_items_total} items: about ±"
+            f" {whole:.2g})"
+        )
 
     def summary(self) -> str:
-        """Sum up: the best score, why training ended, and what the scores took of the run's time."""
+        """Sum up: the best score, why training ended, and what the scores took of the
+        run's time.
+        """
         text = f"early stopping: {len(self.points)} scores on {self.items}"
         if self.best_step is not None and self.best_score is not None:
             best = plus_minus(self.best_score, self.best_stderr)
@@ -223,17 +285,21 @@ class EarlyStopper:
                 text += f", stopped at step {self.points[-1]['step']}"
         spent = self.time
         took = f"{duration(spent.scoring_s)} of {duration(spent.run_s)}"
-        return f"{text}; scoring took {took}, {100 * spent.share:.1f} % of the run's time"
+        return (
+            f"{text}; scoring took {took}, {100 * spent.share:.1f} % of the run's time"
+        )
 
     def no_gain(self) -> str | None:
-        """Return the warning that training has gained nothing, where the weights before it score best."""
+        """Return the warning that training has gained nothing, where the weights before
+        it score best.
+        """
         if self.best_step != 0 or len(self.points) < 2:
             return None
         return (
             f"early stopping: no score was as good as the {self.name} before training,"
-            f" {plus_minus(self.points[0]['score'], self.points[0]['stderr'])}, so that the weights of step 0 are what"
-            " this run leaves: training has made the model worse. Try a smaller learning rate, or more warm-up"
-            " (`fcsd sweep`)"
+            f" {plus_minus(self.points[0]['score'], self.points[0]['stderr'])}, so that"
+            " the weights of step 0 are what this run leaves: training has made the"
+            " model worse. Try a smaller learning rate, or more warm-up (`fcsd sweep`)"
         )
 
     # ---- as plain data
@@ -253,7 +319,11 @@ class EarlyStopper:
     def record(self) -> dict[str, Any]:
         """Return the curve, as `scores.json` has it."""
         curve = {name: getattr(self, name) for name in _CURVE}
-        return {"schema_version": 1, "metric": self.metric} | curve | {"points": list(map(dict, self.points))}
+        return (
+            {"schema_version": 1, "metric": self.metric}
+            | curve
+            | {"points": list(map(dict, self.points))}
+        )
 
     def state(self) -> dict[str, Any]:
         """Return what an exact continuation needs, as plain data."""
@@ -268,14 +338,17 @@ class EarlyStopper:
 
 
 def _relative_gain(score: float) -> float:
-    return -math.log(max(score, 1e-30))  # rounding may leave a KL of 0, or a little below it
+    # rounding may leave a KL of 0, or a little below it
+    return -math.log(max(score, 1e-30))
 
 
 class TimeSpent:
-    """Seconds of a run, and of those the ones that went into scores; over all its restarts.
+    """Seconds of a run, and of those the ones that went into scores; over all its
+    restarts.
 
-    Of a run that was cut off the time after its last checkpoint is not counted: that work is done again. Preparing to
-    score (data, the canonical solutions) counts for both.
+    Of a run that was cut off the time after its last checkpoint is not counted: that
+    work is done again. Preparing to score (data, the canonical solutions) counts for
+    both.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -291,7 +364,9 @@ class TimeSpent:
 
     @property
     def run_s(self) -> float:
-        return self._run_s + (self._clock() - self._since if self._since is not None else 0.0)
+        return self._run_s + (
+            self._clock() - self._since if self._since is not None else 0.0
+        )
 
     @property
     def share(self) -> float:

@@ -1,4 +1,6 @@
-"""Leave a trained model as a checkpoint folder that `from_pretrained` reads, without changing the model."""
+"""Leave a trained model as a checkpoint folder that `from_pretrained` reads, without
+changing the model.
+"""
 
 import contextlib
 import os
@@ -33,16 +35,18 @@ def write_model(
     launch: Launch,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Write config, code, weights and tokenizer into `folder`. All ranks call this; the first one writes.
+    """Write config, code, weights and tokenizer into `folder`. All ranks call this; the
+    first one writes.
 
-    Weights in shards are gathered on the first rank's CPU. What the checkpoint of the model holds
-    beside the model (MTP layers) is added as it is there. What was written is loaded once, where
-    there is room for it, and compared with the model.
+    Weights in shards are gathered on the first rank's CPU. What the checkpoint of the
+    model holds beside the model (MTP layers) is added as it is there. What was written
+    is loaded once, where there is room for it, and compared with the model.
 
     Args:
         dtype: what the config declares.
-        dtypes: of single tensors, by their names in the model (`saved_dtypes`); the same on all
-            ranks. None: those that the model has when it is loaded in `dtype`.
+        dtypes: of single tensors, by their names in the model (`saved_dtypes`); the
+            same on all ranks. None: those that the model has when it is loaded in
+            `dtype`.
 
     Raises:
         UserError: what is loaded differs from the model.
@@ -73,9 +77,15 @@ def write_model(
 
 
 def replace_model(
-    model: PreTrainedModel, folder: Path, *, tokenizer: Any, dtypes: FileDtypes, launch: Launch
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    tokenizer: Any,
+    dtypes: FileDtypes,
+    launch: Launch,
 ) -> None:
-    """Write a model beside a folder, which may hold other files, and move it there when it is whole.
+    """Write a model beside a folder, which may hold other files, and move it there when
+    it is whole.
 
     All ranks call this. tokenizer, dtypes, and what is raised: as of `write_model`.
     """
@@ -97,7 +107,11 @@ def replace_model(
 def _move_model(written: Path, folder: Path) -> None:
     """Move all files of a folder into another one, from which weights of an earlier model go."""
     files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
-    earlier = [file for file in folder.glob("model*.safetensors*") if file.relative_to(folder) not in files]
+    earlier = [
+        file
+        for file in folder.glob("model*.safetensors*")
+        if file.relative_to(folder) not in files
+    ]
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         os.replace(written / file, folder / file)
@@ -114,7 +128,9 @@ def _declare_dtype(folder: Path, dtype: torch.dtype) -> None:
 
 
 def _keep_tokenizer_class(source: Path, folder: Path) -> None:
-    """Name the class that the tokenizer's own files name: that of transformers 5 is unknown to older versions."""
+    """Name the class that the tokenizer's own files name: that of transformers 5 is
+    unknown to older versions.
+    """
     files = [place / "tokenizer_config.json" for place in (source, folder)]
     if not all(file.is_file() for file in files):
         return
@@ -124,13 +140,21 @@ def _keep_tokenizer_class(source: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _in_host_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Give the model its weights and buffers in `dtypes` within the block, and behind it the very tensors that it had.
+def _in_host_memory(
+    model: nn.Module, dtypes: Mapping[str, torch.dtype]
+) -> Iterator[None]:
+    """Give the model its weights and buffers in `dtypes` within the block, and behind
+    it the very tensors that it had.
 
     The copies are in host memory: the device may have no room for both.
     """
-    # Buffers that no checkpoint has are without storage in a model that was gathered from shards.
-    tensors = {id(tensor): (name, tensor) for name, tensor in real_tensors(model) if not tensor.is_meta}
+    # Buffers that no checkpoint has are without storage in a model that was gathered
+    # from shards.
+    tensors = {
+        id(tensor): (name, tensor)
+        for name, tensor in real_tensors(model)
+        if not tensor.is_meta
+    }
     held = [(tensor, tensor.data) for _, tensor in tensors.values()]
     try:
         for name, tensor in tensors.values():
@@ -152,18 +176,22 @@ def _compare_with_saved(model: PreTrainedModel, folder: Path) -> None:
     needed = sum(tensor.nbytes for tensor in trained.values())
     if (free := available_memory()) < needed * _ROOM_TO_LOAD:
         print(
-            f"{folder.name}: was not loaded to compare it with the trained model, which takes"
-            f" {needed / 1e9:.0f} GB of main memory ({free / 1e9:.0f} GB are free)",
+            f"{folder.name}: was not loaded to compare it with the trained model, which"
+            f" takes {needed / 1e9:.0f} GB of main memory ({free / 1e9:.0f} GB are"
+            " free)",
             file=sys.stderr,
         )
         return
     with without_deepspeed():
         loaded = load_model(folder).state_dict()
     for name, tensor in trained.items():
-        if name not in loaded or not _same_numbers(tensor.detach().to("cpu"), loaded[name]):
+        if name not in loaded or not _same_numbers(
+            tensor.detach().to("cpu"), loaded[name]
+        ):
             raise UserError(
-                f"{folder}: '{name}' is not what was trained when the model is loaded again; nothing was left, the"
-                " training goes on from its last checkpoint. Is the disk well? If so, this is a fault of fcsd: report"
+                f"{folder}: '{name}' is not what was trained when the model is loaded"
+                " again; nothing was left, the training goes on from its last"
+                " checkpoint. Is the disk well? If so, this is a fault of fcsd: report"
                 " it with the model's config.json"
             )
 
@@ -173,8 +201,11 @@ _ROOM_TO_LOAD = 1.2
 
 
 def _same_numbers(trained: Tensor, loaded: Tensor) -> bool:
-    """Compare bits, since a model whose training failed has NaN. Families round some tensors when they load them."""
+    """Compare bits, since a model whose training failed has NaN. Families round some
+    tensors when they load them.
+    """
     trained = trained.to(loaded.dtype).contiguous()
     return trained.shape == loaded.shape and torch.equal(
-        trained.flatten().view(torch.uint8), loaded.contiguous().flatten().view(torch.uint8)
+        trained.flatten().view(torch.uint8),
+        loaded.contiguous().flatten().view(torch.uint8),
     )

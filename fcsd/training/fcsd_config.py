@@ -1,4 +1,6 @@
-"""`FCSDConfig`: the arguments of `FCSDTrainer`, under the names of `transformers` and of a recipe."""
+"""`FCSDConfig`: the arguments of `FCSDTrainer`, under the names of `transformers` and
+of a recipe.
+"""
 
 # ruff: noqa: RUF009 - `_argument` gives a `field`, not one value that all share
 
@@ -23,15 +25,32 @@ from fcsd.parallel.launch import Launch
 from fcsd.training.argument_rules import refuse_conflicts, refuse_meaningless
 from fcsd.training.arguments import micro_batches
 from fcsd.training.config import SafetyConfig, TrainConfig
-from fcsd.training.losses.objectives import OBJECTIVES, KLObjectiveConfig, ObjectiveConfig
+from fcsd.training.losses.objectives import (
+    OBJECTIVES,
+    KLObjectiveConfig,
+    ObjectiveConfig,
+)
 from fcsd.training.python_words import python_words, with_known_names
 
 # Keys of a recipe's `train` section that are no arguments here, or of another meaning.
 _NOT_ARGUMENTS = {"gradient_checkpointing", "report_to"}
 
 LOSSES = ("loss", "kl", "ce")
-"""The last words of the metrics that `FCSDTrainer.evaluate` gives: eval_kl, or eval_NAME_kl of a dict of data sets."""
-_SCORES = ("accuracy", "acc", "agreement", "precision", "recall", "f1", "exact_match", "em", "bleu", "rouge")
+"""The last words of the metrics that `FCSDTrainer.evaluate` gives: eval_kl, or
+eval_NAME_kl of a dict of data sets.
+"""
+_SCORES = (
+    "accuracy",
+    "acc",
+    "agreement",
+    "precision",
+    "recall",
+    "f1",
+    "exact_match",
+    "em",
+    "bleu",
+    "rouge",
+)
 
 
 def _greater_is_better(metric: str) -> bool:
@@ -41,9 +60,10 @@ def _greater_is_better(metric: str) -> bool:
     if any(f"_{metric}".endswith(f"_{word}") for word in _SCORES):
         return True
     raise UserError(
-        f"FCSDConfig: metric_for_best_model: {metric!r} does not say whether more of it is better; set"
-        " greater_is_better=True or False, or use eval_loss, eval_kl or eval_ce (of a dict of data sets"
-        " eval_NAME_kl and so on), of which less is better"
+        f"FCSDConfig: metric_for_best_model: {metric!r} does not say whether more of it"
+        " is better; set greater_is_better=True or False, or use eval_loss, eval_kl or"
+        " eval_ce (of a dict of data sets eval_NAME_kl and so on), of which less is"
+        " better"
     )
 
 
@@ -64,7 +84,8 @@ def _key(section: type[Strict], name: str, text: str) -> Any:
 # Keys of a recipe's `data` section that are arguments here, checked as there.
 _ROW_KEYS = ("max_length", "packing", "loss_on", "on_bad_row")
 _row_fields: dict[str, Any] = {
-    key: (DataConfig.model_fields[key].annotation, DataConfig.model_fields[key]) for key in _ROW_KEYS
+    key: (DataConfig.model_fields[key].annotation, DataConfig.model_fields[key])
+    for key in _ROW_KEYS
 }
 _Rows = create_model("_Rows", __base__=Strict, **_row_fields)
 
@@ -78,25 +99,34 @@ class Sections(Strict):
 
 
 _OBJECTIVE_KEYS = {
-    key: info for kind in OBJECTIVES.values() for key, info in kind.model_fields.items() if key != "name"
+    key: info
+    for kind in OBJECTIVES.values()
+    for key, info in kind.model_fields.items()
+    if key != "name"
 }
 
 
 def _objective_argument(key: str, info: FieldInfo) -> tuple[str, Any, Any]:
     """Return an argument that is None, or False, where the objective's own default is meant."""
-    kind: Any = next((each for each in get_args(info.annotation) if isinstance(each, type)), info.annotation)
+    kind: Any = next(
+        (each for each in get_args(info.annotation) if isinstance(each, type)),
+        info.annotation,
+    )
     if kind is bool:
         return key, bool, _argument(False, str(info.description))
     return key, kind | None, _argument(None, str(info.description))
 
 
 _ObjectiveArguments: Any = make_dataclass(
-    "_ObjectiveArguments", [_objective_argument(key, info) for key, info in _OBJECTIVE_KEYS.items()]
+    "_ObjectiveArguments",
+    [_objective_argument(key, info) for key, info in _OBJECTIVE_KEYS.items()],
 )
 
 
 def _read_numbers(args: Any) -> None:
-    """Read numbers that are given as text ("10", as in a file); UserError for any other text in a number's place."""
+    """Read numbers that are given as text ("10", as in a file); UserError for any other
+    text in a number's place.
+    """
     hints = get_type_hints(type(args))
     for argument in fields(args):
         value, hint = getattr(args, argument.name), hints[argument.name]
@@ -106,7 +136,9 @@ def _read_numbers(args: Any) -> None:
         try:
             setattr(args, argument.name, (float if float in kinds else int)(value))
         except ValueError:
-            raise UserError(f"FCSDConfig: {argument.name}: a number is needed, got {value!r}") from None
+            raise UserError(
+                f"FCSDConfig: {argument.name}: a number is needed, got {value!r}"
+            ) from None
 
 
 def _check_arguments(args: Any) -> None:
@@ -115,11 +147,14 @@ def _check_arguments(args: Any) -> None:
         hint = "; write FCSDConfig(**args)" if isinstance(args, Mapping) else ""
         raise UserError(f"args: {kind_of(args)}; an FCSDConfig is needed{hint}")
     known = {argument.name for argument in fields(FCSDConfig)}
-    if foreign := [argument.name for argument in fields(args) if argument.name not in known]:
+    if foreign := [
+        argument.name for argument in fields(args) if argument.name not in known
+    ]:
         raise UserError(
-            f"args: {kind_of(args)}, with arguments that FCSDTrainer does not have ({', '.join(foreign[:3])}"
-            f"{', …' if len(foreign) > 3 else ''}); give an FCSDConfig, or a TrainingArguments of transformers"
-            " (docs/python.md says what TRL's arguments are called here)"
+            f"args: {kind_of(args)}, with arguments that FCSDTrainer does not have"
+            f" ({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''}); give an"
+            " FCSDConfig, or a TrainingArguments of transformers (docs/python.md says"
+            " what TRL's arguments are called here)"
         )
 
 
@@ -128,47 +163,57 @@ def _check_arguments(args: Any) -> None:
 class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     """`transformers.TrainingArguments` for distillation with FarSkip connectivity.
 
-    All of transformers' arguments are there. These are fcsd's own, named as in a recipe:
+    All of transformers' arguments are there. These are fcsd's own, named as in a
+    recipe:
 
     Args:
-        objective: "kl" (forward KL to the teacher), "reverse_kl", "jsd", "kl+l2", "sft" or "ce". Its settings are
-            `temperature`, `jsd_beta`, `clip`, `l2_coefficient`, `l2_relative`, `l2_points`, `l2_until`,
-            `router_kl_coefficient`, `vocab_size`, `freeze_embeddings_and_head` and `freeze_routers`
-            (`fcsd.training.losses.objectives`).
-        layers: selection of the layers to rewire in a model that is not converted yet, for example "last:90%";
-            None: the model is converted already. `attention` and `mlp` are the sides (`fcsd.Connectivity`).
+        objective: "kl" (forward KL to the teacher), "reverse_kl", "jsd", "kl+l2", "sft"
+            or "ce". Its settings are `temperature`, `jsd_beta`, `clip`,
+            `l2_coefficient`, `l2_relative`, `l2_points`, `l2_until`,
+            `router_kl_coefficient`, `vocab_size`, `freeze_embeddings_and_head` and
+            `freeze_routers` (`fcsd.training.losses.objectives`).
+        layers: selection of the layers to rewire in a model that is not converted yet,
+            for example "last:90%"; None: the model is converted already. `attention`
+            and `mlp` are the sides (`fcsd.Connectivity`).
         max_length: tokens in a row.
         packing: several examples share a row; they do not see each other.
         loss_on: "response" (what the assistant says) or "all".
-        on_bad_row: what an example that cannot be tokenized does: "error" ends the run, "skip" leaves it out, up to 1 %
-            of the examples, and ten in any case.
-        columns: what the data set's columns mean, as in a recipe: {"messages": NAME}, {"text": NAME} or
-            {"prompt": NAME, "response": NAME}, where the response is what an assistant says, or {"prompt": NAME,
-            "completion": NAME}, which are taken as they are written (TRL); None: seen from their names.
-        dataset_num_proc: processes that tokenize; by default one for each core, eight at most.
-        batch_size_tokens: of one optimiser step, over all ranks; sets gradient_accumulation_steps, and is refused
-            beside one that says otherwise.
-        dtype: of the trained weights, "float32" or "bfloat16". They are saved in the dtype that the model came in.
+        on_bad_row: what an example that cannot be tokenized does: "error" ends the run,
+            "skip" leaves it out, up to 1 % of the examples, and ten in any case.
+        columns: what the data set's columns mean, as in a recipe: {"messages": NAME},
+            {"text": NAME} or {"prompt": NAME, "response": NAME}, where the response is
+            what an assistant says, or {"prompt": NAME, "completion": NAME}, which are
+            taken as they are written (TRL); None: seen from their names.
+        dataset_num_proc: processes that tokenize; by default one for each core, eight
+            at most.
+        batch_size_tokens: of one optimiser step, over all ranks; sets
+            gradient_accumulation_steps, and is refused beside one that says otherwise.
+        dtype: of the trained weights, "float32" or "bfloat16". They are saved in the
+            dtype that the model came in.
         optimizer: "adamw", or "muon" for the matrices of the layers.
-        lr_scheduler_type: any of transformers', and "step", whose `lr_scheduler_kwargs` are `milestones`, shares of the
-            steps at which the rate is multiplied by `gamma`.
+        lr_scheduler_type: any of transformers', and "step", whose `lr_scheduler_kwargs`
+            are `milestones`, shares of the steps at which the rate is multiplied by
+            `gamma`.
         layer_lr_ratio: the last layer's learning rate over the first one's.
         ema_decay: the moving average of the weights is what is evaluated and saved.
-        balance_loss_coefficient: of the loss that balances the experts' loads, over each "sequence" or the "batch" of
-            all ranks and the micro-batches of the step so far (`balance_loss_over`); balance_bias_rate: balances by
-            the routers' correction bias instead (`fcsd.training.losses.balance`).
-        capacity_factor: pairs of token and expert above a capacity are dropped; capacity_drop: by "order" or "weight"
-            (`fcsd.model.families.capacity`).
+        balance_loss_coefficient: of the loss that balances the experts' loads, over
+            each "sequence" or the "batch" of all ranks and the micro-batches of the
+            step so far (`balance_loss_over`); balance_bias_rate: balances by the
+            routers' correction bias instead (`fcsd.training.losses.balance`).
+        capacity_factor: pairs of token and expert above a capacity are dropped;
+            capacity_drop: by "order" or "weight" (`fcsd.model.families.capacity`).
         safety: the `safety` section of a recipe: what happens when a step goes wrong.
-        model_init_kwargs: `dtype`, `revision`, `attn_implementation`, `experts_implementation` of a model given by its
-            path; `trust_remote_code` stands by itself.
+        model_init_kwargs: `dtype`, `revision`, `attn_implementation`,
+            `experts_implementation` of a model given by its path; `trust_remote_code`
+            stands by itself.
         teacher_model_init_kwargs: the same of a teacher given by its path.
 
-    Defaults that differ from transformers' are a recipe's; remove_unused_columns is False.
+    Defaults that differ from transformers' are a recipe's; remove_unused_columns is
+    False.
 
     Raises:
-        UserError: a value that a recipe would refuse, or an argument that FCSDTrainer has no use for
-            (`fcsd.training.argument_rules`).
+        UserError: a value that a recipe would refuse, or an argument that FCSDTrainer
+            has no use for (`fcsd.training.argument_rules`).
     """
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012
@@ -179,15 +224,21 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     per_device_train_batch_size: int = _key(
         TrainConfig, "per_device_train_batch_size", "Rows of one forward pass."
     )
-    learning_rate: float = _key(TrainConfig, "learning_rate", "The initial learning rate.")
-    lr_scheduler_type: str = _key(TrainConfig, "lr_scheduler_type", "The learning-rate schedule.")
+    learning_rate: float = _key(
+        TrainConfig, "learning_rate", "The initial learning rate."
+    )
+    lr_scheduler_type: str = _key(
+        TrainConfig, "lr_scheduler_type", "The learning-rate schedule."
+    )
     adam_beta2: float = _key(TrainConfig, "adam_beta2", "AdamW's beta2.")
     logging_steps: float = _key(TrainConfig, "logging_steps", "Steps between two logs.")
     logging_nan_inf_filter: bool = _argument(False, "Steps that go wrong are skipped.")
     remove_unused_columns: bool = _argument(False, "Rows have no other columns.")
     ddp_find_unused_parameters: bool | None = _argument(False, "See DDP.")
 
-    objective: str = _argument(KLObjectiveConfig().name, f"One of {', '.join(OBJECTIVES)}.")
+    objective: str = _argument(
+        KLObjectiveConfig().name, f"One of {', '.join(OBJECTIVES)}."
+    )
 
     layers: list[int] | str | dict | None = _argument(None, "Layers to rewire.")
     attention: str = _key(ConnectivityConfig, "attention", "partial or full.")
@@ -196,7 +247,9 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     max_length: int = _key(DataConfig, "max_length", "Tokens in a row.")
     packing: bool = _key(DataConfig, "packing", "Several examples share a row.")
     loss_on: str = _key(DataConfig, "loss_on", "response or all.")
-    on_bad_row: str = _key(DataConfig, "on_bad_row", "error, or skip: leave out up to 1 %.")
+    on_bad_row: str = _key(
+        DataConfig, "on_bad_row", "error, or skip: leave out up to 1 %."
+    )
     columns: dict[str, str] | str | None = _argument(None, "Meaning of the columns.")
     dataset_num_proc: int | None = _argument(None, "Processes that tokenize.")
     batch_size_tokens: int | None = _argument(None, "Tokens of one optimiser step.")
@@ -206,23 +259,35 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     layer_lr_ratio: float = _key(
         TrainConfig, "layer_lr_ratio", "Last layer's learning rate over the first's."
     )
-    ema_decay: float | None = _key(TrainConfig, "ema_decay", "Decay of the weights' moving average.")
-    balance_loss_coefficient: float | None = _key(
-        TrainConfig, "balance_loss_coefficient", "Factor of the loss that balances experts."
+    ema_decay: float | None = _key(
+        TrainConfig, "ema_decay", "Decay of the weights' moving average."
     )
-    balance_loss_over: str = _key(TrainConfig, "balance_loss_over", "sequence or batch.")
+    balance_loss_coefficient: float | None = _key(
+        TrainConfig,
+        "balance_loss_coefficient",
+        "Factor of the loss that balances experts.",
+    )
+    balance_loss_over: str = _key(
+        TrainConfig, "balance_loss_over", "sequence or batch."
+    )
     balance_bias_rate: float | None = _key(
         TrainConfig, "balance_bias_rate", "Step of the routers' correction bias."
     )
     capacity_factor: float | None = _key(
-        TrainConfig, "capacity_factor", "Experts' capacity, above which pairs are dropped."
+        TrainConfig,
+        "capacity_factor",
+        "Experts' capacity, above which pairs are dropped.",
     )
     capacity_drop: str | None = _key(TrainConfig, "capacity_drop", "order or weight.")
     safety: dict[str, Any] | str | None = _argument(None, "When a step goes wrong.")
 
     trust_remote_code: bool = _argument(False, "Run code beside a tokenizer.")
-    model_init_kwargs: dict[str, Any] | str | None = _argument(None, "For loading the model.")
-    teacher_model_init_kwargs: dict[str, Any] | str | None = _argument(None, "For loading the teacher.")
+    model_init_kwargs: dict[str, Any] | str | None = _argument(
+        None, "For loading the model."
+    )
+    teacher_model_init_kwargs: dict[str, Any] | str | None = _argument(
+        None, "For loading the teacher."
+    )
 
     @classmethod
     def of(cls, args: TrainingArguments | None) -> "FCSDConfig":
@@ -231,20 +296,36 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         if isinstance(args, FCSDConfig):
             return args
         _check_arguments(args)
-        settings = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
+        settings = {
+            each.name: getattr(args, each.name) for each in fields(args) if each.init
+        }
         if is_loss(args.metric_for_best_model or ""):
             settings["greater_is_better"] = None  # what is there is transformers' guess
-        return cls(**settings | {"remove_unused_columns": False, "logging_nan_inf_filter": False})
+        return cls(
+            **settings
+            | {
+                "remove_unused_columns": False,
+                "logging_nan_inf_filter": False,
+            }
+        )
 
     @classmethod
     def of_sections(
-        cls, objective: ObjectiveConfig, train: TrainConfig, safety: SafetyConfig, **arguments: Any
+        cls,
+        objective: ObjectiveConfig,
+        train: TrainConfig,
+        safety: SafetyConfig,
+        **arguments: Any,
     ) -> "FCSDConfig":
-        """Say sections of a recipe in `arguments`, beside what no section says or what it leaves open
-        (`activation_checkpointing`); inside `engine_environment`.
+        """Say sections of a recipe in `arguments`, beside what no section says or what
+        it leaves open (`activation_checkpointing`); inside `engine_environment`.
         """
-        sections = objective.model_dump(exclude={"name"}) | train.model_dump(exclude=_NOT_ARGUMENTS)
-        return cls(objective=objective.name, safety=safety.model_dump(), **sections | arguments)
+        sections = objective.model_dump(exclude={"name"}) | train.model_dump(
+            exclude=_NOT_ARGUMENTS
+        )
+        return cls(
+            objective=objective.name, safety=safety.model_dump(), **sections | arguments
+        )
 
     @python_words()
     def __post_init__(self) -> None:
@@ -253,20 +334,26 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         if not torch.accelerator.is_available():
             # accelerate knows DeepSpeed on devices only
             self.use_cpu, self.dataloader_pin_memory = not by_deepspeed, False
-        self.bf16 = bf16 and not by_deepspeed  # without a GPU transformers refuses it, DeepSpeed does not
+        # without a GPU transformers refuses it, DeepSpeed does not
+        self.bf16 = bf16 and not by_deepspeed
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             # transformers would take all but "loss" for better when greater
             self.greater_is_better = _greater_is_better(self.metric_for_best_model)
         schedule = self.lr_scheduler_type
         if schedule == "step":
-            self.lr_scheduler_type = "constant_with_warmup"  # transformers refuses what is not its own
+            # transformers refuses what is not its own
+            self.lr_scheduler_type = "constant_with_warmup"
         _read_numbers(self)
         try:
             super().__post_init__()
         except (ValueError, TypeError, OSError) as error:
-            raise UserError(f"FCSDConfig: transformers refuses it: {one_line(error)}") from error
+            raise UserError(
+                f"FCSDConfig: transformers refuses it: {one_line(error)}"
+            ) from error
         for name in ("model_init_kwargs", "teacher_model_init_kwargs"):
-            check_kind(f"FCSDConfig: {name}", getattr(self, name), Mapping | None, "a dict")
+            check_kind(
+                f"FCSDConfig: {name}", getattr(self, name), Mapping | None, "a dict"
+            )
         self.bf16 = bf16
         if schedule == "step":
             self.lr_scheduler_type = schedule
@@ -278,9 +365,16 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         self.connectivity()
 
     def sections(self) -> Sections:
-        """Return what a recipe's sections would say; of `train` only what transformers' arguments do not."""
-        terms = {key: value for key in _OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
-        max_steps = self.max_steps if self.max_steps > 0 else sys.maxsize  # epochs: known when the data are
+        """Return what a recipe's sections would say; of `train` only what transformers'
+        arguments do not.
+        """
+        terms = {
+            key: value
+            for key in _OBJECTIVE_KEYS
+            if (value := getattr(self, key)) not in (None, False)
+        }
+        # epochs: known when the data are
+        max_steps = self.max_steps if self.max_steps > 0 else sys.maxsize
         train: dict[str, Any] = {
             "max_steps": max_steps,
             "warmup_steps": self.get_warmup_steps(max_steps),
@@ -290,11 +384,21 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         }
         if self.lr_scheduler_type in ("step", "warmup_stable_decay"):
             train |= {
-                "lr_scheduler_type": str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)),
+                "lr_scheduler_type": str(
+                    getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)
+                ),
                 "lr_scheduler_kwargs": self.lr_scheduler_kwargs,
             }
         same = [
-            *("learning_rate", "weight_decay", "optimizer", "layer_lr_ratio", "ema_decay", "dtype", "bf16"),
+            *(
+                "learning_rate",
+                "weight_decay",
+                "optimizer",
+                "layer_lr_ratio",
+                "ema_decay",
+                "dtype",
+                "bf16",
+            ),
             *("balance_loss_coefficient", "balance_loss_over", "balance_bias_rate"),
             *("capacity_factor", "capacity_drop"),
         ]
@@ -306,21 +410,32 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         return validate(Sections, raw, "FCSDConfig")
 
     def fit_to_engine(self, train: TrainConfig, launch: Launch) -> None:
-        """Set what the engine and the batch of a step decide; train: what the arguments say, as a section."""
+        """Set what the engine and the batch of a step decide; train: what the arguments
+        say, as a section.
+        """
         if self.batch_size_tokens is not None:
-            self.per_device_train_batch_size, self.gradient_accumulation_steps = micro_batches(
-                train, self.max_length, launch.ranks.size
+            self.per_device_train_batch_size, self.gradient_accumulation_steps = (
+                micro_batches(train, self.max_length, launch.ranks.size)
             )
         if launch.engine.shards:
-            self.bf16, self.mixed_precision = False, "no"  # there it is in the parameters, not in autocast
-        # Otherwise FSDP2 would hold whole gradients between the micro-batches of a step.
+            # there it is in the parameters, not in autocast
+            self.bf16, self.mixed_precision = False, "no"
+        # Otherwise FSDP2 would hold whole gradients between the micro-batches of a
+        # step.
         each = {"sync_each_batch": launch.engine.has_dtensors}
         self.accelerator_config.gradient_accumulation_kwargs = each  # type: ignore[union-attr]
-        if self.activation_checkpointing and self.activation_checkpointing_kwargs is None:
+        if (
+            self.activation_checkpointing
+            and self.activation_checkpointing_kwargs is None
+        ):
             self.activation_checkpointing_kwargs = {"use_reentrant": False}
 
     def rows_of_a_step(self, launch: Launch) -> int:
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * launch.ranks.size
+        return (
+            self.per_device_train_batch_size
+            * self.gradient_accumulation_steps
+            * launch.ranks.size
+        )
 
     def connectivity(self) -> Connectivity | None:
         """Return what is rewired in a model that is not converted yet; None: nothing is said."""
@@ -328,7 +443,11 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
 
     def model_config(self, path: str, *, teacher: bool = False) -> ModelConfig:
         name = "teacher_model_init_kwargs" if teacher else "model_init_kwargs"
-        values = {"path": path, "trust_remote_code": self.trust_remote_code, **(getattr(self, name) or {})}
+        values = {
+            "path": path,
+            "trust_remote_code": self.trust_remote_code,
+            **(getattr(self, name) or {}),
+        }
         if isinstance(dtype := values.get("dtype"), torch.dtype):
             values["dtype"] = str(dtype).removeprefix("torch.")
         return validate(ModelConfig, values, f"FCSDConfig: {name}")

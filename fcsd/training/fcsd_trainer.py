@@ -1,10 +1,12 @@
-"""`FCSDTrainer`: distillation for those who have a model, a data set and `transformers.Trainer` in mind.
+"""`FCSDTrainer`: distillation for those who have a model, a data set and
+`transformers.Trainer` in mind.
 
-The loss, what a checkpoint holds and how a step that goes wrong is skipped are `fcsd.training.trainer`'s, as in the run
-of a recipe. Here is what a recipe's stages do before and after it: models, rows, held-out loss, what is saved.
+The loss, what a checkpoint holds and how a step that goes wrong is skipped are
+`fcsd.training.trainer`'s, as in the run of a recipe. Here is what a recipe's stages do
+before and after it: models, rows, held-out loss, what is saved.
 
-Not covered: adapters (a recipe's `lora` section), `model_init` and hyperparameter search, evaluation on tasks during
-the training (a recipe's `early_stopping` section).
+Not covered: adapters (a recipe's `lora` section), `model_init` and hyperparameter
+search, evaluation on tasks during the training (a recipe's `early_stopping` section).
 """
 
 import contextlib
@@ -52,24 +54,32 @@ from fcsd.training.trainer_inputs import TrainerInputs, check_kinds
 
 @with_known_names
 class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
-    """A `transformers.Trainer` that distils a model with FarSkip connectivity back to its original.
+    """A `transformers.Trainer` that distils a model with FarSkip connectivity back to
+    its original.
 
     Args:
-        model: a converted model (`fcsd.convert`), or the path or Hub id of a checkpoint; one that is not converted yet
-            is converted as `args.layers` says. It is trained in place, in `args.dtype`. A recipe's run gives what its
+        model: a converted model (`fcsd.convert`), or the path or Hub id of a
+            checkpoint; one that is not converted yet is converted as `args.layers`
+            says. It is trained in place, in `args.dtype`. A recipe's run gives what its
             stage has loaded and tokenized (`Ready`), within `engine_environment`.
         args: an `FCSDConfig`.
-        train_dataset: a `datasets.Dataset`, a stream or a list of examples with the column messages, text, prompt and
-            response, or input_ids (and labels); or rows that are packed already.
+        train_dataset: a `datasets.Dataset`, a stream or a list of examples with the
+            column messages, text, prompt and response, or input_ids (and labels); or
+            rows that are packed already.
         eval_dataset: the same, or a dict of several.
-        processing_class: the tokenizer, or its path; None: the one that lies beside the model's checkpoint.
-        teacher: what the student is compared with: a model, the path of one, or a `fcsd` Teacher. None: a copy of the
-            student with the original connectivity, made before anything is trained; it needs the memory of one more
-            model, in the dtype that the model came in. Objectives sft and ce have none.
-        compute_metrics: gets logits (rows, tokens, vocabulary) and labels of the packed rows of eval_dataset.
-        launch: where this process stands among others; None: what accelerate or torchrun has started.
+        processing_class: the tokenizer, or its path; None: the one that lies beside the
+            model's checkpoint.
+        teacher: what the student is compared with: a model, the path of one, or a
+            `fcsd` Teacher. None: a copy of the student with the original connectivity,
+            made before anything is trained; it needs the memory of one more model, in
+            the dtype that the model came in. Objectives sft and ce have none.
+        compute_metrics: gets logits (rows, tokens, vocabulary) and labels of the packed
+            rows of eval_dataset.
+        launch: where this process stands among others; None: what accelerate or
+            torchrun has started.
 
-    With `args.on_bad_row` "skip", `bad_rows` has the examples that could not be tokenized and were left out.
+    With `args.on_bad_row` "skip", `bad_rows` has the examples that could not be
+    tokenized and were left out.
 
     `evaluate` gives eval_kl, nats per kept token of KL(teacher || student) on eval_dataset, with eval_kl_stderr, and
     without a teacher eval_ce; eval_loss is the same number. `save_model` leaves a folder that
@@ -100,7 +110,8 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
     ):
         self.args = args = FCSDConfig.of(args)
         check_kinds(teacher, callbacks, optimizers, compute_metrics, launch)
-        self.launch = launch = launch or _own_launch()  # rows are made before there is a Trainer
+        # rows are made before there is a Trainer
+        self.launch = launch = launch or _own_launch()
         self.inputs = None if isinstance(model, Ready) else TrainerInputs(args, launch)
         with self._at_work():
             sections = args.sections()
@@ -110,19 +121,32 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
             record = TrainingRecord(args, train, launch, of_recipe=self.inputs is None)
             args.fit_to_engine(train, launch)
             if self.inputs is not None:
-                data, measures = (train_dataset, eval_dataset), compute_metrics is not None
-                model = self.inputs.ready(model, teacher, data, processing_class, knows_metrics=measures)
+                data, measures = (
+                    (train_dataset, eval_dataset),
+                    compute_metrics is not None,
+                )
+                model = self.inputs.ready(
+                    model, teacher, data, processing_class, knows_metrics=measures
+                )
                 self.bad_rows, processing_class = self.inputs.bad_rows, model.tokenizer
-                record.complete(model.student, partial(self.inputs.fingerprints, model.rows))
+                record.complete(
+                    model.student, partial(self.inputs.fingerprints, model.rows)
+                )
             assert isinstance(model, Ready)
             student, compared = model.student, place_teacher(model.teacher, launch)
             check_vocabularies(student, compared, model.tokenizer, objective)
             self.saved_dtypes = launch.ranks.from_first(partial(saved_dtypes, student))
             prepare_student(student, objective, train, launch)
-            compute_alike(compared, student, under_autocast=args.bf16 and not launch.engine.shards)
-            self.row_order = EpochRows.of(model.rows, args.rows_of_a_step(launch), args.max_length)
+            compute_alike(
+                compared, student, under_autocast=args.bf16 and not launch.engine.shards
+            )
+            self.row_order = EpochRows.of(
+                model.rows, args.rows_of_a_step(launch), args.max_length
+            )
             finish_zero_settings(args, train, launch.engine)
-            self._heldout = HeldoutLosses(compared, launch, of_teacher=objective.has_teacher)
+            self._heldout = HeldoutLosses(
+                compared, launch, of_teacher=objective.has_teacher
+            )
             super().__init__(
                 student,
                 args,
@@ -141,15 +165,22 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
         if not launch.engine.shards:
-            detach_loss_head(student)  # outside training and evaluation the model is the user's
+            # outside training and evaluation the model is the user's
+            detach_loss_head(student)
 
     def _at_work(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.inputs is None else self.inputs.at_work()
+        return (
+            contextlib.nullcontext() if self.inputs is None else self.inputs.at_work()
+        )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Load rows of a data set, packed first if need be, or of one of those of the constructor."""
+        """Load rows of a data set, packed first if need be, or of one of those of the
+        constructor.
+        """
         if self.inputs is not None:
-            eval_dataset = self.inputs.rows_of_call(eval_dataset, "eval_dataset", self.eval_dataset)
+            eval_dataset = self.inputs.rows_of_call(
+                eval_dataset, "eval_dataset", self.eval_dataset
+            )
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -163,7 +194,11 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
     def _with_loss_head(self) -> Iterator[None]:
         model = self.plain_model
         routers = float32_routers(model) if self.args.bf16 else contextlib.nullcontext()
-        with self._at_work(), loss_head(model, self.step_loss.objective.vocab_size), routers:
+        with (
+            self._at_work(),
+            loss_head(model, self.step_loss.objective.vocab_size),
+            routers,
+        ):
             yield
 
     def train(
@@ -172,19 +207,24 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train, or go on from a checkpoint to the very weights of a training that was not interrupted.
+        """Train, or go on from a checkpoint to the very weights of a training that was
+        not interrupted.
 
         Args:
-            resume_from_checkpoint: a folder, or True for the newest one in `args.output_dir` that is whole.
+            resume_from_checkpoint: a folder, or True for the newest one in
+                `args.output_dir` that is whole.
 
         Raises:
-            UserError: there is no such checkpoint, it is damaged, or one of other settings or data; a loss that stays
-                not finite; a disk that is full; out of memory.
+            UserError: there is no such checkpoint, it is damaged, or one of other
+                settings or data; a loss that stays not finite; a disk that is full; out
+                of memory.
         """
         if self.train_dataset is None:
             raise UserError("train_dataset: is needed for training")
         folder = Path(str(self.args.output_dir))
-        checkpoint = chosen_checkpoint(folder, resume_from_checkpoint, self.launch.ranks)
+        checkpoint = chosen_checkpoint(
+            folder, resume_from_checkpoint, self.launch.ranks
+        )
         return self.train_from(checkpoint, trial, ignore_keys_for_eval)
 
     def train_from(self, checkpoint: Path | None, *more: Any) -> TrainOutput:
@@ -192,19 +232,25 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         if checkpoint is not None:
             self.record.refuse_another(checkpoint)
         length, device = self.args.max_length, self.launch.device
-        explained = explain_oom(self.plain_model, self.teacher, self.settings, length, device)
+        explained = explain_oom(
+            self.plain_model, self.teacher, self.settings, length, device
+        )
         with self._with_loss_head(), explained:
             if checkpoint is not None and restore_if_complete(self, checkpoint):
                 output = TrainOutput(self.state.global_step, 0.0, {})
             else:
                 self.checkpoint_writer.known.clear()
-                output = super().train(str(checkpoint) if checkpoint is not None else None, *more)
+                output = super().train(
+                    str(checkpoint) if checkpoint is not None else None, *more
+                )
         if self.average is not None:
             self.average.apply()
         return output
 
     def _load_best_model(self) -> None:
-        self.restore_weights(Path(str(self.state.best_model_checkpoint)), self.optimizer)
+        self.restore_weights(
+            Path(str(self.state.best_model_checkpoint)), self.optimizer
+        )
 
     # ---- evaluation
 
@@ -215,12 +261,17 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Measure the held-out loss, and with `compute_metrics` those metrics."""
-        with self.meters.paused(), self._with_loss_head():  # of several data sets each once more, inside
-            metrics: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        # of several data sets each once more, inside
+        with self.meters.paused(), self._with_loss_head():
+            metrics: dict[str, float] = super().evaluate(
+                eval_dataset, ignore_keys, metric_key_prefix
+            )
         return metrics
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return logits (rows, tokens, vocabulary) and labels of a data set's packed rows, and its held-out loss."""
+        """Return logits (rows, tokens, vocabulary) and labels of a data set's packed
+        rows, and its held-out loss.
+        """
         with self._with_loss_head():
             return super().predict(test_dataset, *args, **kwargs)
 
@@ -232,18 +283,28 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run the Trainer's loop where logits are asked for; the loss is that of all ranks' rows, token by token."""
+        """Run the Trainer's loop where logits are asked for; the loss is that of all
+        ranks' rows, token by token.
+        """
         rows, training = dataloader.dataset, self.plain_model.training
-        only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        only_loss = (
+            self.args.prediction_loss_only
+            if prediction_loss_only is None
+            else prediction_loss_only
+        )
         with self.scored_weights(), self.accelerator.autocast():
             if only_loss:
                 nothing: Any = None
-                output = EvalLoopOutput(nothing, label_ids=None, metrics={}, num_samples=len(rows))
+                output = EvalLoopOutput(
+                    nothing, label_ids=None, metrics={}, num_samples=len(rows)
+                )
             else:
                 output = super().evaluation_loop(
                     dataloader, description, False, ignore_keys, metric_key_prefix
                 )
-            losses = self._heldout(self.plain_model, rows, metric_key_prefix, known=self.eval_dataset)
+            losses = self._heldout(
+                self.plain_model, rows, metric_key_prefix, known=self.eval_dataset
+            )
             output.metrics.update(losses)  # type: ignore[union-attr]
         self.plain_model.train(training)
         return output
@@ -251,20 +312,28 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], *how: Any, **more: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return logits and labels of a batch of packed rows, whose examples do not see each other."""
+        """Return logits and labels of a batch of packed rows, whose examples do not see
+        each other.
+        """
         batch = self._prepare_inputs(inputs)
         ids, positions = batch["input_ids"], batch["position_ids"]
         with torch.no_grad():
-            hidden = model(input_ids=ids, position_ids=positions, objective="hidden")["hidden"]
+            hidden = model(input_ids=ids, position_ids=positions, objective="hidden")[
+                "hidden"
+            ]
             logits = head_logits(self.plain_model, hidden)
         return None, logits.view(*ids.shape, -1), batch["labels"]
 
     # ---- what is saved
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Leave config, code, weights and tokenizer in a folder, each tensor in the dtype that it came in.
+    def save_model(
+        self, output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
+        """Leave config, code, weights and tokenizer in a folder, each tensor in the
+        dtype that it came in.
 
-        The folder loads with `AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True)`, without fcsd.
+        The folder loads with `AutoModelForCausalLM.from_pretrained(…,
+        trust_remote_code=True)`, without fcsd.
         """
         if self.checkpoint_writer.is_saving:
             return  # weights and optimiser are written together
@@ -279,7 +348,9 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
             )
         self.launch.wait()
         if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            self.push_to_hub(
+                commit_message="Model save", revision=self.args.hub_revision
+            )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push the model as it is now; a checkpoint under its last name, once it has that."""
@@ -293,18 +364,24 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
             refuse_factored_states(getattr(self.optimizer, "optimizer", self.optimizer))
         super()._save_checkpoint(model, trial)
         if self.args.push_to_hub:
-            folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+            folder = (
+                Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+            )
             self._push_from_checkpoint(str(folder))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the card that `fcsd push` writes, into `args.output_dir`; arguments are the Trainer's."""
+        """Write the card that `fcsd push` writes, into `args.output_dir`; arguments are
+        the Trainer's.
+        """
         if self.is_world_process_zero():
             said = inspect.signature(super().create_model_card).bind(*args, **kwargs)
             write_trainer_card(self, said.arguments)
 
 
 def _own_launch() -> Launch:
-    """Join what a launcher has started, which ends the other processes when one fails; a script may go on after it."""
+    """Join what a launcher has started, which ends the other processes when one fails;
+    a script may go on after it.
+    """
     launch = join_launch()
     stop_watching()
     return launch

@@ -1,4 +1,5 @@
-"""Carry out what a `Guard` decides on a trainer's steps: one is skipped, a run rewound, or ended well by a signal.
+"""Carry out what a `Guard` decides on a trainer's steps: one is skipped, a run rewound,
+or ended well by a signal.
 
 What is decided, and why, is in `fcsd.training.safety`.
 """
@@ -23,7 +24,13 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_text
 from fcsd.base.helper import obey_only_parent
 from fcsd.parallel.shard import own_part
-from fcsd.training.checkpoints import GUARD_FILE, checkpoints, newest_whole, note_rewind, step_of
+from fcsd.training.checkpoints import (
+    GUARD_FILE,
+    checkpoints,
+    newest_whole,
+    note_rewind,
+    step_of,
+)
 from fcsd.training.safety import Guard, Verdict, events_text, not_finite
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -31,8 +38,8 @@ _ECHO_S = 3.0
 
 
 def shield_workers(loader: Any) -> Any:
-    """Let a data loader's processes ignore a signal that was sent to all: they are needed until the one that they
-    help ends.
+    """Let a data loader's processes ignore a signal that was sent to all: they are
+    needed until the one that they help ends.
     """
     begin, trainer = loader.worker_init_fn, os.getpid()
 
@@ -41,19 +48,22 @@ def shield_workers(loader: Any) -> Any:
         if begin is not None:
             begin(worker)
 
-    if loader.num_workers > 0:  # what accelerate puts around a loader begins no process itself
+    # what accelerate puts around a loader begins no process itself
+    if loader.num_workers > 0:
         getattr(loader, "base_dataloader", loader).worker_init_fn = begin_shielded
     return loader
 
 
 class Signals:
-    """While the block runs, `received` is the number of the signal that asked for the end; 0 when none has.
+    """While the block runs, `received` is the number of the signal that asked for the
+    end; 0 when none has.
 
-    SIGTERM: the scheduler wants the machine back; SIGUSR1: its early warning, if it is asked for one (`sbatch
-    --signal=USR1@300`), which ends accelerate's launcher at once; SIGINT: Ctrl-C. A second one ends the process at
-    once. A launcher passes on what a terminal or a scheduler has sent to its processes as well, so what comes within
-    `_ECHO_S` of the first is the first again. Outside the main thread, where Python handles no signals, they do what
-    they always do.
+    SIGTERM: the scheduler wants the machine back; SIGUSR1: its early warning, if it is
+    asked for one (`sbatch --signal=USR1@300`), which ends accelerate's launcher at
+    once; SIGINT: Ctrl-C. A second one ends the process at once. A launcher passes on
+    what a terminal or a scheduler has sent to its processes as well, so what comes
+    within `_ECHO_S` of the first is the first again. Outside the main thread, where
+    Python handles no signals, they do what they always do.
     """
 
     def __init__(self) -> None:
@@ -63,7 +73,9 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            self._before = {
+                number: signal.signal(number, self._handle) for number in _SIGNALS
+            }
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -74,9 +86,13 @@ class Signals:
         if not self.received:
             self.received, self._at = number, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                # `print` may not be entered twice, and the signal may have come in the middle of one.
+                # `print` may not be entered twice, and the signal may have come in the
+                # middle of one.
                 name = signal.Signals(number).name
-                os.write(2, f"\n{name}: this step is the last one; once more ends at once\n".encode())
+                os.write(
+                    2,
+                    f"\n{name}: this step is the last one; once more ends at once\n".encode(),
+                )
         elif time.monotonic() - self._at > _ECHO_S:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -86,10 +102,12 @@ class Signals:
 
 
 class GuardedSteps:
-    """Lets a `Guard` decide on every step of a trainer, by figures that all ranks share.
+    """Lets a `Guard` decide on every step of a trainer, by figures that all ranks
+    share.
 
-    signals: those that end the training. interrupted_by: the number of the signal that ended it before its last step,
-    on whichever rank it came. events_folder: of `events.jsonl`.
+    signals: those that end the training. interrupted_by: the number of the signal that
+    ended it before its last step, on whichever rank it came. events_folder: of
+    `events.jsonl`.
     """
 
     def __init__(self, trainer: Any, guard: Guard, events_folder: Path):
@@ -101,7 +119,8 @@ class GuardedSteps:
         self._received = 0  # the signal of any rank, as known to all
         self._logged_step = 0
         self._skipped_since_log = 0
-        self._step_loss: Tensor | None = None  # this rank's share of the loss of the present step
+        # this rank's share of the loss of the present step
+        self._step_loss: Tensor | None = None
         self._before_step: tuple[Tensor, Any] | None = None
         self._rewind_to: Path | None = None
         self._written = ""  # of events.jsonl
@@ -113,17 +132,23 @@ class GuardedSteps:
         self._step_loss = None
 
     def watched(self, loss: Tensor) -> Tensor:
-        """Watch a micro-batch's loss on its way to the backward pass; where it is not finite, so will its gradient be.
+        """Watch a micro-batch's loss on its way to the backward pass; where it is not
+        finite, so will its gradient be.
 
-        A loss that is not finite may have a gradient that is. It gets one that is not, which spreads wherever gradients
-        of ranks and micro-batches are added up: the norm of the gradient alone decides, under every engine.
+        A loss that is not finite may have a gradient that is. It gets one that is not,
+        which spreads wherever gradients of ranks and micro-batches are added up: the
+        norm of the gradient alone decides, under every engine.
         """
         detached = loss.detach()
-        self._step_loss = detached.float() + (0.0 if self._step_loss is None else self._step_loss)
+        self._step_loss = detached.float() + (
+            0.0 if self._step_loss is None else self._step_loss
+        )
         return loss * torch.where(torch.isfinite(detached), 1.0, math.nan)
 
     def decide(self, norm: float) -> None:
-        """Decide on the step, whose gradient is whole, before the optimiser acts on it; all ranks call this."""
+        """Decide on the step, whose gradient is whole, before the optimiser acts on it;
+        all ranks call this.
+        """
         assert self._step_loss is not None
         guard, known = self.guard, len(self.guard.events)
         more = self._step_loss.new_tensor(
@@ -133,7 +158,8 @@ class GuardedSteps:
         losses, norms, received, at_work = zip(*figures, strict=True)
         self._received, self.is_written = int(max(received)), not any(at_work)
         step = self.trainer.state.global_step + 1
-        # The norm is that of all ranks, so all have the same; should they not, one that is not finite counts.
+        # The norm is that of all ranks, so all have the same; should they not, one that
+        # is not finite counts.
         self.verdict = guard.decide(
             step, list(losses), math.fsum(norms) / len(norms), self._weights_are_finite
         )
@@ -141,7 +167,9 @@ class GuardedSteps:
             self._rewind_to = self._checkpoint_before(guard.first_bad_step)
             if self._rewind_to is None:
                 self.verdict = guard.instead_of_rewind()
-        if self.verdict == "skip" or (len(guard.events) > known and self.verdict == "go"):
+        if self.verdict == "skip" or (
+            len(guard.events) > known and self.verdict == "go"
+        ):
             self.say(guard.line(guard.events[-1]))
         self.write_events()
         if self.verdict == "stop":
@@ -156,7 +184,9 @@ class GuardedSteps:
     def _of_all_ranks(self, figures: Tensor) -> list[list[float]]:
         """Gather (F,) figures of this rank as one list a rank, the same on all ranks."""
         rows, trainer = figures[None], self.trainer
-        return (trainer.accelerator.gather(rows) if trainer.args.world_size > 1 else rows).tolist()
+        return (
+            trainer.accelerator.gather(rows) if trainer.args.world_size > 1 else rows
+        ).tolist()
 
     def _weights_are_finite(self) -> bool:
         """Tell whether all weights of all ranks are finite; each looks at its own shards."""
@@ -164,7 +194,10 @@ class GuardedSteps:
         for weight in self.trainer.model.parameters():
             finite = finite and bool(torch.isfinite(own_part(weight).detach()).all())
         return all(
-            row[0] == 1 for row in self._of_all_ranks(self.trainer._tr_loss.new_tensor([float(finite)]))
+            row[0] == 1
+            for row in self._of_all_ranks(
+                self.trainer._tr_loss.new_tensor([float(finite)])
+            )
         )
 
     def _stopped(self, step: int) -> UserError:
@@ -176,19 +209,24 @@ class GuardedSteps:
         self.trainer.checkpoint_writer.finish()
         kept = checkpoints(Path(self.trainer.args.output_dir))
         pass_over = (
-            f"run again with safety.max_rewinds: {self.guard.rewinds + 1} to pass over these batches, "
+            f"run again with safety.max_rewinds: {self.guard.rewinds + 1} to pass over"
+            " these batches, "
         )
         return UserError(
-            f"training stopped before step {step}: {why}; the last checkpoint is {kept[-1] if kept else 'none'};"
-            f" {pass_over if kept else ''}lower train.learning_rate or check the data"
+            f"training stopped before step {step}: {why}; the last checkpoint is"
+            f" {kept[-1] if kept else 'none'}; {pass_over if kept else ''}lower"
+            " train.learning_rate or check the data"
         )
 
     def let_steps_be_skipped(self, optimizer: Any) -> None:
-        """Make `step` of this optimiser do nothing, and say so to the schedule, when the guard does not let it pass."""
+        """Make `step` of this optimiser do nothing, and say so to the schedule, when
+        the guard does not let it pass.
+        """
         act = optimizer.step
 
         def step(closure: Any = None) -> None:
-            optimizer._is_overflow = self.verdict != "go"  # accelerate's word for a step that was skipped
+            # accelerate's word for a step that was skipped
+            optimizer._is_overflow = self.verdict != "go"
             if self.verdict == "go":
                 act(closure)
 
@@ -203,8 +241,12 @@ class GuardedSteps:
         return bool(self._received)
 
     def listen(self) -> None:
-        """Learn of a signal that has come since the step, on whichever rank; all ranks call this."""
-        received = self._of_all_ranks(self.trainer._tr_loss.new_tensor([float(self.signals.received)]))
+        """Learn of a signal that has come since the step, on whichever rank; all ranks
+        call this.
+        """
+        received = self._of_all_ranks(
+            self.trainer._tr_loss.new_tensor([float(self.signals.received)])
+        )
         self._received = int(max(row[0] for row in received))
 
     def heed_signals(self) -> None:
@@ -221,7 +263,9 @@ class GuardedSteps:
         self._logged_step, self._skipped_since_log = self.trainer.state.global_step, 0
 
     def leave_out_skipped(self, logs: dict[str, float]) -> int:
-        """Make the loss in `logs` the mean over the steps that were not skipped, or drop it; returns their number."""
+        """Make the loss in `logs` the mean over the steps that were not skipped, or
+        drop it; returns their number.
+        """
         steps = self.trainer.state.global_step - self._logged_step
         trained = steps - self._skipped_since_log
         if trained:
@@ -244,8 +288,8 @@ class GuardedSteps:
         return newest_whole(ranks.from_first(before), ranks, self.say)
 
     def rewind(self) -> bool:
-        """Go on from a checkpoint, where that is decided, with the data that comes next: what the iterator has given
-        stays behind. Tell whether it was."""
+        """Go on from a checkpoint, where that is decided, with the data that comes
+        next: what the iterator has given stays behind. Tell whether it was."""
         if self._rewind_to is None:
             return False
         trainer, checkpoint = self.trainer, self._rewind_to

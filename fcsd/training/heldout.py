@@ -13,13 +13,18 @@ from fcsd.model.preserve import preserved
 from fcsd.parallel.launch import Launch
 from fcsd.training.early_stopping import Score
 from fcsd.training.losses.kl import read_rows, sums_by_row
-from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig, KLObjectiveConfig
+from fcsd.training.losses.objectives import (
+    CrossEntropyObjectiveConfig,
+    KLObjectiveConfig,
+)
 from fcsd.training.teachers.base import LiveTeacher, ModelTeacher, Teacher
 
 
 class HeldoutCE:
-    """Cross-entropy in nats per kept token on `rows` (of `fcsd.data.dataset.build_dataset`), of a student in training,
-    with its loss head. In a launch of several processes each has its share of the rows, and all of them call it.
+    """Cross-entropy in nats per kept token on `rows` (of
+    `fcsd.data.dataset.build_dataset`), of a student in training, with its loss head. In
+    a launch of several processes each has its share of the rows, and all of them call
+    it.
     """
 
     def __init__(self, rows: Sequence[Any], launch: Launch):
@@ -38,9 +43,11 @@ class HeldoutCE:
 
     @torch.no_grad()
     def __call__(self, student: PreTrainedModel) -> Score:
-        """Compute the loss of `student` as it is now, and leave its training mode and the random state as they were.
+        """Compute the loss of `student` as it is now, and leave its training mode and
+        the random state as they were.
 
-        Raises UserError: no row has a token to predict, or rows are packed for a family that would mix their examples.
+        Raises UserError: no row has a token to predict, or rows are packed for a family
+        that would mix their examples.
         """
         with preserved(student):
             student.eval()
@@ -55,16 +62,21 @@ class HeldoutCE:
             )
         if not sum(counts):
             raise UserError(
-                "data.heldout: no row has a token to predict; use other text, or rows with other labels"
+                "data.heldout: no row has a token to predict; use other text, or rows"
+                " with other labels"
             )
         return Score(sums, counts, higher_is_better=False)
 
     def _sum(self, student: Any, batch: Batch) -> Tensor:
-        """Compute the summed loss inside the student's forward pass, where the head is whole under every engine."""
+        """Compute the summed loss inside the student's forward pass, where the head is
+        whole under every engine.
+        """
         keep, targets = next_token_targets(batch["labels"], batch["position_ids"])
         ids, positions = batch["input_ids"], batch["position_ids"]
         target = self._target(batch, targets)
-        return student(input_ids=ids, position_ids=positions, keep=keep, **target)["loss"]
+        return student(input_ids=ids, position_ids=positions, keep=keep, **target)[
+            "loss"
+        ]
 
     def _add_target(self, batch: Batch) -> None:
         """Put what the student is compared with into a batch; of the data it is there."""
@@ -76,42 +88,55 @@ class HeldoutCE:
 class HeldoutKL(HeldoutCE):
     """KL(teacher || student) in nats per kept token on `rows`, of a student in training, with its loss head.
 
-    Of the teacher are kept its head and the (kept tokens, D) final hidden states of the rows, these in main memory.
-    `original` loads the model that the student is compared with, for runs whose own teacher cannot be run on other rows
-    (a cache), or that have none (sft).
+    Of the teacher are kept its head and the (kept tokens, D) final hidden states of the
+    rows, these in main memory. `original` loads the model that the student is compared
+    with, for runs whose own teacher cannot be run on other rows (a cache), or that have
+    none (sft).
     """
 
-    def __init__(self, rows: Sequence[Any], original: Callable[[], PreTrainedModel], launch: Launch):
+    def __init__(
+        self,
+        rows: Sequence[Any],
+        original: Callable[[], PreTrainedModel],
+        launch: Launch,
+    ):
         super().__init__(rows, launch)
         self.original = original
         self.teacher: Teacher | None = None
         self.under_autocast = False
         self.head: nn.Module | None = None
 
-    def set_teacher(self, teacher: Teacher | None, *, sharded: bool, under_autocast: bool = False) -> None:
-        """Use the teacher of the run, where it can be run; UserError where it cannot, and the weights of another copy
-        would have to be sharded over the ranks.
+    def set_teacher(
+        self, teacher: Teacher | None, *, sharded: bool, under_autocast: bool = False
+    ) -> None:
+        """Use the teacher of the run, where it can be run; UserError where it cannot,
+        and the weights of another copy would have to be sharded over the ranks.
 
-        under_autocast: the student is trained so, and a copy that is loaded has to compute alike.
+        under_autocast: the student is trained so, and a copy that is loaded has to
+        compute alike.
         """
         self.under_autocast = under_autocast
         if isinstance(teacher, LiveTeacher):
             self.teacher = teacher
         elif sharded:
             raise UserError(
-                "early_stopping.metric: heldout_kl needs a teacher that is run: under FSDP or DeepSpeed that is"
-                " teacher.backend: sharded, with an objective that has a teacher"
+                "early_stopping.metric: heldout_kl needs a teacher that is run: under"
+                " FSDP or DeepSpeed that is teacher.backend: sharded, with an objective"
+                " that has a teacher"
             )
 
     def _prepare(self, student: PreTrainedModel) -> list[Batch]:
         own = self.teacher
         if own is None:
-            self.teacher = ModelTeacher(nn.Module.to(self.original(), self.launch.device))
+            self.teacher = ModelTeacher(
+                nn.Module.to(self.original(), self.launch.device)
+            )
             if self.under_autocast:
                 self.teacher.compute_as(student)
         batches = super()._prepare(student)
         assert self.teacher is not None
-        self.head, self.teacher = self.teacher.head, own  # one that was loaded for this does not stay
+        # one that was loaded for this does not stay
+        self.head, self.teacher = self.teacher.head, own
         return batches
 
     def _add_target(self, batch: Batch) -> None:
@@ -120,13 +145,19 @@ class HeldoutKL(HeldoutCE):
 
     def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
         hidden = batch["teacher_hidden"]
-        return {"objective": KLObjectiveConfig(), "teacher_hidden": hidden, "teacher_head": self.head}
+        return {
+            "objective": KLObjectiveConfig(),
+            "teacher_hidden": hidden,
+            "teacher_head": self.head,
+        }
 
 
 class HeldoutLosses:
-    """The held-out losses of a model that is trained: nats to its teacher, and of the data where that is its objective.
+    """The held-out losses of a model that is trained: nats to its teacher, and of the
+    data where that is its objective.
 
-    compared: the teacher; None where nothing is compared with one. of_teacher: the objective compares with it.
+    compared: the teacher; None where nothing is compared with one. of_teacher: the
+    objective compares with it.
     """
 
     def __init__(self, compared: Teacher | None, launch: Launch, *, of_teacher: bool):
@@ -136,12 +167,17 @@ class HeldoutLosses:
     def __call__(
         self, student: PreTrainedModel, rows: Sequence[Any], prefix: str, *, known: Any
     ) -> dict[str, float]:
-        """Measure `rows`; known: those that come again, or a dict of several, of which the teacher is asked once.
+        """Measure `rows`; known: those that come again, or a dict of several, of which
+        the teacher is asked once.
 
-        Returns: PREFIX_kl, PREFIX_ce, their standard errors, and PREFIX_loss, the one of the objective.
+        Returns: PREFIX_kl, PREFIX_ce, their standard errors, and PREFIX_loss, the one
+        of the objective.
         """
         measures = self._kept.get(id(rows)) or self._measures(rows)
-        if any(rows is own for own in (known.values() if isinstance(known, Mapping) else [known])):
+        if any(
+            rows is own
+            for own in (known.values() if isinstance(known, Mapping) else [known])
+        ):
             self._kept[id(rows)] = measures
         metrics: dict[str, float] = {}
         for measure in measures:
@@ -150,7 +186,10 @@ class HeldoutLosses:
             metrics[name] = score.value
             if score.stderr is not None:
                 metrics[f"{name}_stderr"] = score.stderr
-        return {f"{prefix}_loss": metrics[f"{prefix}_{'kl' if self.of_teacher else 'ce'}"], **metrics}
+        return {
+            f"{prefix}_loss": metrics[f"{prefix}_{'kl' if self.of_teacher else 'ce'}"],
+            **metrics,
+        }
 
     def _measures(self, rows: Sequence[Any]) -> list[HeldoutCE]:
         measures = [] if self.of_teacher else [HeldoutCE(rows, self.launch)]
@@ -163,5 +202,6 @@ class HeldoutLosses:
 
 def _no_original() -> PreTrainedModel:
     raise UserError(
-        "eval_dataset: eval_kl needs a teacher that is run on other rows; one that reads a cache cannot"
+        "eval_dataset: eval_kl needs a teacher that is run on other rows; one that"
+        " reads a cache cannot"
     )

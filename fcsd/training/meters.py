@@ -1,7 +1,8 @@
 """What the steps of a training leave for the next line of its log.
 
-Quantiles are of a stream of positive numbers that no rank has to keep: counts in logarithmic bins, a factor of
-10^(1/128) wide, so that a quantile is known to within 1 %; counts of several batches and ranks are added up.
+Quantiles are of a stream of positive numbers that no rank has to keep: counts in
+logarithmic bins, a factor of 10^(1/128) wide, so that a quantile is known to within 1
+%; counts of several batches and ranks are added up.
 """
 
 import contextlib
@@ -22,18 +23,23 @@ NUM_BINS = BINS_PER_DECADE * round(math.log10(LARGEST / SMALLEST))
 
 
 def bin_counts(values: Tensor) -> Tensor:
-    """Count (N,) values in (NUM_BINS + 2,) int64 bins; the first is all below `SMALLEST`, the last all from `LARGEST`.
+    """Count (N,) values in (NUM_BINS + 2,) int64 bins; the first is all below
+    `SMALLEST`, the last all from `LARGEST`.
 
     No host synchronisation; NaN counts as larger than everything.
     """
-    place = (values.double().clamp(min=SMALLEST / 2) / SMALLEST).log10().mul(BINS_PER_DECADE).floor() + 1
+    place = (values.double().clamp(min=SMALLEST / 2) / SMALLEST).log10().mul(
+        BINS_PER_DECADE
+    ).floor() + 1
     place = place.nan_to_num(nan=NUM_BINS + 1.0).clamp(0, NUM_BINS + 1).long()
     counts = torch.zeros(NUM_BINS + 2, dtype=torch.int64, device=values.device)
     return counts.scatter_add_(0, place, torch.ones_like(place))
 
 
 def quantile(counts: Tensor, q: float) -> float | None:
-    """Return the value of rank ceil(q * N) among the N counted ones, within 1 %; 0 below `SMALLEST`; None for N = 0."""
+    """Return the value of rank ceil(q * N) among the N counted ones, within 1 %; 0
+    below `SMALLEST`; None for N = 0.
+    """
     cumulative = counts.cumsum(0)
     total = int(cumulative[-1])
     if total == 0:
@@ -48,7 +54,8 @@ def quantile(counts: Tensor, q: float) -> float | None:
 
 
 class Meters:
-    """Sums over the kept tokens of this rank since the last log; what is logged is over those of all ranks.
+    """Sums over the kept tokens of this rank since the last log; what is logged is over
+    those of all ranks.
 
     Logged beside what `Trainer` logs, each the mean of the steps since the last log, over kept tokens of all ranks:
         ce                          cross-entropy, nats, of the objectives sft and ce
@@ -76,7 +83,8 @@ class Meters:
         """Gather for the next log from here on."""
         self._sums: dict[str, Tensor] = {}  # this rank's part of each mean
         self._counts: Tensor | None = None  # this rank's tokens by their divergence
-        self._loads: Tensor | None = None  # of all ranks: tokens of each expert, [layers, experts]
+        # of all ranks: tokens of each expert, [layers, experts]
+        self._loads: Tensor | None = None
         self._pairs: Tensor | None = None  # this rank's pairs: dropped, and all
         self.num_tokens = 0  # of all ranks
         self._since = time.perf_counter()
@@ -90,13 +98,18 @@ class Meters:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time within the block, in which nothing is trained, out of `tokens_per_second`; blocks may nest."""
+        """Leave the time within the block, in which nothing is trained, out of
+        `tokens_per_second`; blocks may nest.
+        """
         before, start = self._since, time.perf_counter()
         yield
         self._since = before + time.perf_counter() - start
 
     def add(self, name: str, value: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, torch.zeros((), device=value.device)) + value.detach().float()
+        self._sums[name] = (
+            self._sums.get(name, torch.zeros((), device=value.device))
+            + value.detach().float()
+        )
 
     def add_statistics(self, outputs: Any, scale: Tensor) -> None:
         """Add what a loss head gives of each token beside its loss."""
@@ -110,11 +123,15 @@ class Meters:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def means(self, steps: int) -> dict[str, float]:
-        """Return the means of `steps` steps, and quantiles of the divergence. All ranks call this."""
+        """Return the means of `steps` steps, and quantiles of the divergence. All ranks
+        call this.
+        """
         if not steps or not self._sums:
             return {}
         names = sorted(self._sums)
-        means = self._of_all(torch.stack([self._sums[name] for name in names]) / steps, "mean")
+        means = self._of_all(
+            torch.stack([self._sums[name] for name in names]) / steps, "mean"
+        )
         return (
             dict(zip(names, means.tolist(), strict=True))
             | self._quantiles()
@@ -144,7 +161,10 @@ class Meters:
             return {}
         loads = self._loads.double()
         most = (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).mean()
-        return {"load_max_over_mean": float(most), "dead_experts": float((loads == 0).sum())}
+        return {
+            "load_max_over_mean": float(most),
+            "dead_experts": float((loads == 0).sum()),
+        }
 
     def tokens_per_second(self) -> float:
         return round(self.num_tokens / (time.perf_counter() - self._since), 1)
@@ -153,7 +173,9 @@ class Meters:
         if self._counts is None:
             return {}
         counts = self._of_all(self._counts, "sum").cpu()
-        quantiles = {f"{self.divergence}_p{q}": quantile(counts, q / 100) for q in (50, 90, 99)}
+        quantiles = {
+            f"{self.divergence}_p{q}": quantile(counts, q / 100) for q in (50, 90, 99)
+        }
         return {name: value for name, value in quantiles.items() if value is not None}
 
     def _of_all(self, values: Tensor, reduction: str) -> Tensor:
@@ -167,7 +189,8 @@ class Meters:
         if logs.get("clipped_share", 0.0) > 1 - 1e-6:
             median = logs[f"{self.divergence}_p50"]
             raise UserError(
-                f"training stopped at step {step}: every token's {self.divergence} is above objective.clip"
-                f" ({self.clip}; its median is {nats(median)} nats), so that nothing is learnt; raise objective.clip or"
-                " leave it out"
+                f"training stopped at step {step}: every token's {self.divergence} is"
+                f" above objective.clip ({self.clip}; its median is {nats(median)}"
+                " nats), so that nothing is learnt; raise objective.clip or leave"
+                " it out"
             )

@@ -1,6 +1,8 @@
-"""Explain a training that is out of memory: which terms are the largest, and what to change.
+"""Explain a training that is out of memory: which terms are the largest, and what to
+change.
 
-What is held for good is counted from the models; the rest is what was there beyond it when most was.
+What is held for good is counted from the models; the rest is what was there beyond it
+when most was.
 """
 
 import os
@@ -24,9 +26,15 @@ REST = "activations, loss and buffers"
 
 @contextmanager
 def explain_oom(
-    student: nn.Module, teacher: Teacher | None, train: TrainConfig, max_length: int, device: torch.device
+    student: nn.Module,
+    teacher: Teacher | None,
+    train: TrainConfig,
+    max_length: int,
+    device: torch.device,
 ) -> Iterator[None]:
-    """Turn an out-of-memory error of the block into a `UserError`: the largest terms of this rank, and what to do."""
+    """Turn an out-of-memory error of the block into a `UserError`: the largest terms of
+    this rank, and what to do.
+    """
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
@@ -36,29 +44,45 @@ def explain_oom(
         peak = peak_bytes(device)
         if peak is not None:
             terms[REST] = max(0, peak - sum(terms.values()))
-        largest = sorted((number, name) for name, number in terms.items() if number)[::-1]
-        wanted = re.search(r"tried to allocate ([\d.]+ ?[A-Za-z]+)", str(error), re.IGNORECASE)
+        largest = sorted((number, name) for name, number in terms.items() if number)[
+            ::-1
+        ]
+        wanted = re.search(
+            r"tried to allocate ([\d.]+ ?[A-Za-z]+)", str(error), re.IGNORECASE
+        )
         more = f", and {wanted[1]} more were asked for" if wanted else ""
         numbers = ", ".join(f"{name} {size(number)}" for number, name in largest)
-        changes = "; ".join(advice([name for _, name in largest], student, teacher, train, max_length))
+        changes = "; ".join(
+            advice([name for _, name in largest], student, teacher, train, max_length)
+        )
         raise UserError(
-            f"out of memory on {device}: a rank needs about {numbers}{more}. To need less: {changes};"
-            " `fcsd estimate RECIPE` says how much each brings"
+            f"out of memory on {device}: a rank needs about {numbers}{more}. To need"
+            f" less: {changes}; `fcsd estimate RECIPE` says how much each brings"
         ) from error
 
 
 def held(student: nn.Module, teacher: Teacher | None) -> dict[str, int]:
-    """Count the bytes of this rank that stay from step to step: of its own shards, where the models are sharded."""
+    """Count the bytes of this rank that stay from step to step: of its own shards,
+    where the models are sharded.
+    """
     trained = [p for p in student.parameters() if p.requires_grad]
     own = {id(p) for p in student.parameters()}
-    module = teacher.model if isinstance(teacher, ModelTeacher) else getattr(teacher, "head", None)
-    others = {id(p): p for p in module.parameters()} if isinstance(module, nn.Module) else {}
+    module = (
+        teacher.model
+        if isinstance(teacher, ModelTeacher)
+        else getattr(teacher, "head", None)
+    )
+    others = (
+        {id(p): p for p in module.parameters()} if isinstance(module, nn.Module) else {}
+    )
     gradients = sum(map(_local_bytes, trained))
     return {
         "student weights": sum(map(_local_bytes, student.parameters())),
         "gradients": gradients,
         "optimizer states": 2 * gradients,
-        "teacher weights": sum(_local_bytes(p) for key, p in others.items() if key not in own),
+        "teacher weights": sum(
+            _local_bytes(p) for key, p in others.items() if key not in own
+        ),
     }
 
 
@@ -74,35 +98,59 @@ def peak_bytes(device: torch.device) -> int | None:
     status = Path("/proc/self/status")
     if device.type != "cpu" or not status.is_file():
         return None
-    lines = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+    lines = [
+        line for line in status.read_text().splitlines() if line.startswith("VmHWM:")
+    ]
     return int(lines[0].split()[1]) * 1024 if lines else None
 
 
 def advice(
-    largest: list[str], student: nn.Module, teacher: Teacher | None, train: TrainConfig, max_length: int
+    largest: list[str],
+    student: nn.Module,
+    teacher: Teacher | None,
+    train: TrainConfig,
+    max_length: int,
 ) -> list[str]:
-    """List changes of the recipe or of the launch, those first that make the largest terms smaller."""
-    sharded = any(hasattr(p, "ds_tensor") or hasattr(p, "device_mesh") for p in student.parameters())
+    """List changes of the recipe or of the launch, those first that make the largest
+    terms smaller.
+    """
+    sharded = any(
+        hasattr(p, "ds_tensor") or hasattr(p, "device_mesh")
+        for p in student.parameters()
+    )
     all_trained = all(p.requires_grad for p in student.parameters())
     fewer_activations = []
     if not getattr(student, "is_activation_checkpointing", False):
         fewer_activations.append("train.gradient_checkpointing: true")
     if train.per_device_train_batch_size > 1:
         fewer_activations.append(
-            f"train.per_device_train_batch_size below {train.per_device_train_batch_size} (the step's batch stays)"
+            "train.per_device_train_batch_size below"
+            f" {train.per_device_train_batch_size} (the step's batch stays)"
         )
     else:
         fewer_activations.append(f"data.max_length below {max_length}")
     fewer_weights = []
     if not sharded:
         fewer_weights.append(
-            "weights in shards over several GPUs (configs/fsdp2_8.yaml, configs/zero3_8.yaml)"
+            "weights in shards over several GPUs (configs/fsdp2_8.yaml,"
+            " configs/zero3_8.yaml)"
         )
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        fewer_weights.append("more GPUs, or states in the host's memory (configs/zero3_offload_8.yaml)")
+        fewer_weights.append(
+            "more GPUs, or states in the host's memory (configs/zero3_offload_8.yaml)"
+        )
     if all_trained:
-        fewer_weights.append("a lora section with teacher.backend: adapter_off (one copy of the weights)")
-    of_the_teacher = ["teacher.backend: cache"] if isinstance(teacher, ModelTeacher) else []
-    by_term = {REST: fewer_activations, "teacher weights": of_the_teacher + fewer_weights}
-    changes = [change for term in largest for change in by_term.get(term, fewer_weights)]
+        fewer_weights.append(
+            "a lora section with teacher.backend: adapter_off (one copy of the weights)"
+        )
+    of_the_teacher = (
+        ["teacher.backend: cache"] if isinstance(teacher, ModelTeacher) else []
+    )
+    by_term = {
+        REST: fewer_activations,
+        "teacher weights": of_the_teacher + fewer_weights,
+    }
+    changes = [
+        change for term in largest for change in by_term.get(term, fewer_weights)
+    ]
     return list(dict.fromkeys(changes))

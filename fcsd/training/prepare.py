@@ -1,4 +1,6 @@
-"""Student, teacher and rows as a trainer wants them: the same steps for a recipe's run and for `FCSDTrainer`."""
+"""Student, teacher and rows as a trainer wants them: the same steps for a recipe's run
+and for `FCSDTrainer`.
+"""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,8 +28,8 @@ from fcsd.training.teachers.lora import has_adapters
 class Ready:
     """What a training begins with: models in memory, and packed rows.
 
-    student: in the dtype that is saved. teacher: None where nothing is compared with one. heldout: rows, or a dict of
-    several.
+    student: in the dtype that is saved. teacher: None where nothing is compared with
+    one. heldout: rows, or a dict of several.
     """
 
     student: PreTrainedModel
@@ -37,7 +39,9 @@ class Ready:
     heldout: Any = None
 
 
-def place_teacher(teacher: PreTrainedModel | Teacher | None, launch: Launch) -> Teacher | None:
+def place_teacher(
+    teacher: PreTrainedModel | Teacher | None, launch: Launch
+) -> Teacher | None:
     """Put a teacher's model where it is run: on this rank's device, or in shards over the ranks."""
     if teacher is None or isinstance(teacher, Teacher):
         return teacher
@@ -47,11 +51,15 @@ def place_teacher(teacher: PreTrainedModel | Teacher | None, launch: Launch) -> 
 
 
 def prepare_student(
-    student: PreTrainedModel, objective: ObjectiveConfig, train: TrainConfig, launch: Launch
+    student: PreTrainedModel,
+    objective: ObjectiveConfig,
+    train: TrainConfig,
+    launch: Launch,
 ) -> None:
-    """Take it to the dtype of the training, freeze what the objective leaves as it is, attach the loss head, and shard
-    it where the engine shards. UserError where its config asks for a loss that no training of ours has, or says that
-    its weights are quantised."""
+    """Take it to the dtype of the training, freeze what the objective leaves as it is,
+    attach the loss head, and shard it where the engine shards. UserError where its
+    config asks for a loss that no training of ours has, or says that its weights are
+    quantised."""
     if reason := why_not_trained(said_quantisation(student.config.to_dict())):
         raise UserError(f"{type(student).__name__}: {reason}")
     refuse_loss_of_the_model(student.config, train)
@@ -67,8 +75,12 @@ def prepare_student(
         shard_student(student, launch, train)
 
 
-def compute_alike(teacher: Teacher | None, student: PreTrainedModel, *, under_autocast: bool) -> None:
-    """Let a teacher that is run compute as its student does, so that equal weights give equal numbers."""
+def compute_alike(
+    teacher: Teacher | None, student: PreTrainedModel, *, under_autocast: bool
+) -> None:
+    """Let a teacher that is run compute as its student does, so that equal weights give
+    equal numbers.
+    """
     if under_autocast and isinstance(teacher, LiveTeacher):
         teacher.compute_as(student)
 
@@ -80,8 +92,8 @@ def freeze_embeddings_and_head(model: PreTrainedModel) -> None:
 
 
 def collator(arguments: TrainingArguments, teacher: Teacher | None) -> Collator:
-    """Return what makes batches of rows; for a teacher that looks at batches before they are used, by a process of its
-    own, one step ahead.
+    """Return what makes batches of rows; for a teacher that looks at batches before
+    they are used, by a process of its own, one step ahead.
     """
     ahead = teacher.ahead if teacher is not None else None
     if ahead is None:
@@ -97,24 +109,25 @@ def check_vocabularies(
     tokenizer: PreTrainedTokenizerBase,
     objective: ObjectiveConfig,
 ) -> None:
-    """Compare the vocabularies of student, teacher and tokenizer; UserError where they differ, and the objective does
-    not say up to which token they are the same.
+    """Compare the vocabularies of student, teacher and tokenizer; UserError where they
+    differ, and the objective does not say up to which token they are the same.
     """
     size, tokens = student.config.get_text_config().vocab_size, objective.vocab_size
     rows = cast(Tensor, teacher.head.weight).shape[0] if teacher is not None else size
     if tokens is None and rows != size:
         raise UserError(
-            f"the vocabularies differ: {rows} tokens in the teacher, {size} in the student;"
-            " distillation compares distributions over the same tokens, use the original checkpoint as the teacher, or"
-            " set objective.vocab_size if one vocabulary is padded differently"
+            f"the vocabularies differ: {rows} tokens in the teacher, {size} in the"
+            " student; distillation compares distributions over the same tokens, use"
+            " the original checkpoint as the teacher, or set objective.vocab_size if"
+            " one vocabulary is padded differently"
         )
     if tokens is not None and not len(tokenizer) <= tokens <= size:
         raise UserError(
-            f"objective.vocab_size {tokens}: must be between the {len(tokenizer)} tokens of the tokenizer and the"
-            f" {size} rows of the head"
+            f"objective.vocab_size {tokens}: must be between the {len(tokenizer)}"
+            f" tokens of the tokenizer and the {size} rows of the head"
         )
     if len(tokenizer) > size:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {size};"
-            " use the tokenizer that belongs to the model"
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only"
+            f" {size}; use the tokenizer that belongs to the model"
         )

@@ -1,4 +1,6 @@
-"""Arguments and errors of the Python door in Python's words: names of other libraries, keys of a recipe."""
+"""Arguments and errors of the Python door in Python's words: names of other libraries,
+keys of a recipe.
+"""
 
 import contextlib
 import functools
@@ -52,14 +54,18 @@ OTHER_NAMES = {
     "lr_scheduler": "`FCSDConfig(lr_scheduler_type=…)`",
     "datasets": "`FCSDTrainer(train_dataset=…)`",
     "test_datasets": "`FCSDTrainer(eval_dataset=…)`",
-    "val_set_size": "`FCSDTrainer(eval_dataset=…)`: `datasets.Dataset.train_test_split`",
+    "val_set_size": (
+        "`FCSDTrainer(eval_dataset=…)`: `datasets.Dataset.train_test_split`"
+    ),
     "chat_template": "the `chat_template` of `processing_class`",
     "adapter": _LORA,
     "lora_r": _LORA,
     "kd_temperature": "`FCSDConfig(temperature=…)`",
     "flash_attention": "`FCSDConfig(model_init_kwargs={'attn_implementation': …})`",
 }
-"""Arguments of TRL and axolotl that have another name here: name -> what it is here; docs/python.md shows it."""
+"""Arguments of TRL and axolotl that have another name here: name -> what it is here;
+docs/python.md shows it.
+"""
 
 _SECTIONS: dict[str, list[type[Strict]]] = {
     "train": [TrainConfig],
@@ -90,7 +96,9 @@ Class = TypeVar("Class", bound=type)
 
 @contextlib.contextmanager
 def python_words() -> Iterator[None]:
-    """Give an error that names keys of a recipe the names that the arguments of `FCSDConfig` and `FCSDTrainer` have."""
+    """Give an error that names keys of a recipe the names that the arguments of
+    `FCSDConfig` and `FCSDTrainer` have.
+    """
     try:
         yield
     except UserError as error:
@@ -107,7 +115,9 @@ def _argument(match: re.Match[str]) -> str:
 
 
 def with_known_names(cls: Class) -> Class:
-    """Let the constructor of a class say in one line which argument it does not have, and what it is called here."""
+    """Let the constructor of a class say in one line which argument it does not have,
+    and what it is called here.
+    """
     construct: Any = cls.__init__  # type: ignore[misc]
     known = list(inspect.signature(construct).parameters)
 
@@ -118,11 +128,17 @@ def with_known_names(cls: Class) -> Class:
                 raise UserError(f"{cls.__name__}: {name}: is here {OTHER_NAMES[name]}")
             if name not in known:
                 near = did_you_mean(name, known)
-                raise UserError(f"{cls.__name__}: {name}: no such argument{near if 'mean' in near else ''}")
+                raise UserError(
+                    f"{cls.__name__}: {name}: no such"
+                    f" argument{near if 'mean' in near else ''}"
+                )
         try:
             inspect.signature(construct).bind(self, *args, **arguments)
-        except TypeError as error:  # a required one is missing, or there are too many without a name
-            raise UserError(f"{cls.__name__}: {error}; give arguments by their names") from None
+        # a required one is missing, or there are too many without a name
+        except TypeError as error:
+            raise UserError(
+                f"{cls.__name__}: {error}; give arguments by their names"
+            ) from None
         construct(self, *args, **arguments)
 
     cls.__init__ = construct_or_say  # type: ignore[misc]

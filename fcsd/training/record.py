@@ -1,9 +1,12 @@
-"""What a training depends on, noted in its checkpoints: one is continued with the same settings and data alone.
+"""What a training depends on, noted in its checkpoints: one is continued with the same
+settings and data alone.
 
-A recipe's stage compares settings and inputs before anything is loaded (`fcsd.base.artifact`); this is the same rule
-for what no recipe says: arguments of `FCSDTrainer`, the rows that it was given, and how a launch cuts a batch.
+A recipe's stage compares settings and inputs before anything is loaded
+(`fcsd.base.artifact`); this is the same rule for what no recipe says: arguments of
+`FCSDTrainer`, the rows that it was given, and how a launch cuts a batch.
 
-Not covered: the weights of a student that was given in memory, which are those of the checkpoint from there on.
+Not covered: the weights of a student that was given in memory, which are those of the
+checkpoint from there on.
 """
 
 import hashlib
@@ -30,11 +33,17 @@ RECORD_FILE = "record.json"  # in each checkpoint
 _SAMPLED = 1024  # values of a parameter
 _ROWS_AT_ONCE = 1000
 
-# Arguments of ours that the weights do not depend on, or that stand here in other words.
+# Arguments of ours that the weights do not depend on, or that stand here in other
+# words.
 _LEFT_OUT = {
     *("on_bad_row", "dataset_num_proc", "safety", "trust_remote_code", "columns"),
     *("layers", "attention", "mlp"),  # the connectivity of the model
-    *("batch_size_tokens", "per_device_train_batch_size", "gradient_accumulation_steps"),  # `cut_settings`
+    # `cut_settings`
+    *(
+        "batch_size_tokens",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+    ),
 }
 
 
@@ -43,7 +52,9 @@ def _given_settings(args: FCSDConfig) -> dict[str, Any]:
     settings = {
         name: value
         for name, value in args.to_dict().items()
-        if name not in MAY_CHANGE_ARGUMENTS and name not in _LEFT_OUT and value not in (None, {}, [])
+        if name not in MAY_CHANGE_ARGUMENTS
+        and name not in _LEFT_OUT
+        and value not in (None, {}, [])
     }
     if args.max_steps > 0:
         settings.pop("num_train_epochs", None)  # has no part in it
@@ -51,9 +62,15 @@ def _given_settings(args: FCSDConfig) -> dict[str, Any]:
     return plain
 
 
-def _cut_settings(args: FCSDConfig, train: TrainConfig, launch: Launch) -> dict[str, Any]:
-    """Return the tokens of a step, and how they are cut where the weights depend on that; args: fit to the engine."""
-    settings: dict[str, Any] = {"batch_size_tokens": args.rows_of_a_step(launch) * args.max_length}
+def _cut_settings(
+    args: FCSDConfig, train: TrainConfig, launch: Launch
+) -> dict[str, Any]:
+    """Return the tokens of a step, and how they are cut where the weights depend on
+    that; args: fit to the engine.
+    """
+    settings: dict[str, Any] = {
+        "batch_size_tokens": args.rows_of_a_step(launch) * args.max_length
+    }
     if train.capacity_factor is not None:
         settings["per_device_train_batch_size"] = args.per_device_train_batch_size
     if train.depends_on_micro_batches:
@@ -63,42 +80,64 @@ def _cut_settings(args: FCSDConfig, train: TrainConfig, launch: Launch) -> dict[
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Return a hash of names, shapes and some values of each parameter, in seconds for a model of any size."""
+    """Return a hash of names, shapes and some values of each parameter, in seconds for
+    a model of any size.
+    """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         if not parameter.is_meta:
-            values = parameter.detach().flatten()[:: max(1, parameter.numel() // _SAMPLED)]
+            values = parameter.detach().flatten()[
+                :: max(1, parameter.numel() // _SAMPLED)
+            ]
             digest.update(values.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
 class TrainingRecord:
-    """What the weights of a training depend on: settings, and what identifies data and models by name (`inputs`).
+    """What the weights of a training depend on: settings, and what identifies data and
+    models by name (`inputs`).
 
-    It is made of the arguments as they are given, before an engine changes them. of_recipe: its stage has noted and
-    compared them, but for how a launch cuts the batch.
+    It is made of the arguments as they are given, before an engine changes them.
+    of_recipe: its stage has noted and compared them, but for how a launch cuts the
+    batch.
     """
 
-    def __init__(self, args: FCSDConfig, train: TrainConfig, launch: Launch, *, of_recipe: bool):
-        self.args, self.train, self.launch, self.of_recipe = args, train, launch, of_recipe
+    def __init__(
+        self, args: FCSDConfig, train: TrainConfig, launch: Launch, *, of_recipe: bool
+    ):
+        self.args, self.train, self.launch, self.of_recipe = (
+            args,
+            train,
+            launch,
+            of_recipe,
+        )
         self._given = self._fit = _given_settings(args)
         self._connectivity: dict[str, Any] | None = None
         self._fingerprints: Callable[[], dict[str, str]] = dict
 
-    def complete(self, student: Any, fingerprints: Callable[[], dict[str, str]]) -> None:
+    def complete(
+        self, student: Any, fingerprints: Callable[[], dict[str, str]]
+    ) -> None:
         """Add what is known once the arguments fit the engine, and there are model and data."""
         self._fit = _given_settings(self.args)
-        self._connectivity, self._fingerprints = getattr(student.config, "farskip", None), fingerprints
+        self._connectivity, self._fingerprints = (
+            getattr(student.config, "farskip", None),
+            fingerprints,
+        )
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings with which the training runs; arguments may have been set since the trainer was made."""
+        """The settings with which the training runs; arguments may have been set since
+        the trainer was made.
+        """
         cut = _cut_settings(self.args, self.train, self.launch)
         if self.of_recipe:
             return cut
         now = _given_settings(self.args)
-        changed = {name for name in {*now, *self._fit} if now.get(name) != self._fit.get(name)}
+        changed = {
+            name for name in {*now, *self._fit} if now.get(name) != self._fit.get(name)
+        }
         later = {name: now.get(name) for name in changed}
         return self._given | later | cut | {"connectivity": self._connectivity}
 
@@ -107,7 +146,9 @@ class TrainingRecord:
         return self._fingerprints()
 
     def write(self, checkpoint: Path) -> None:
-        write_json(checkpoint / RECORD_FILE, {"settings": self.settings, "inputs": self.inputs})
+        write_json(
+            checkpoint / RECORD_FILE, {"settings": self.settings, "inputs": self.inputs}
+        )
 
     def refuse_another(self, checkpoint: Path) -> None:
         """Raise UserError where a checkpoint is one of another training; all ranks call this."""
@@ -121,13 +162,15 @@ class TrainingRecord:
         changes += differences({name: before[name] for name in known}, known)
         if changes:
             raise UserError(
-                f"{checkpoint}: was made with other settings ({'; '.join(changes)}); go on with those, or begin another"
-                " training, in another output folder"
+                f"{checkpoint}: was made with other settings ({'; '.join(changes)}); go"
+                " on with those, or begin another training, in another output folder"
             )
 
 
 def rows_fingerprint(rows: Any) -> str:
-    """Return a hash of all tokens, positions and labels of rows, in their order, wherever they lie."""
+    """Return a hash of all tokens, positions and labels of rows, in their order,
+    wherever they lie.
+    """
     digest = hashlib.sha256()
     if isinstance(rows, PackedRows):
         rows.add_to(digest)
@@ -139,7 +182,8 @@ def rows_fingerprint(rows: Any) -> str:
 
 
 def _in_order(rows: Any) -> Iterator[Any]:
-    if hasattr(rows, "with_format"):  # of `datasets`, which reads many at once faster than one by one
+    # of `datasets`, which reads many at once faster than one by one
+    if hasattr(rows, "with_format"):
         for block in rows.with_format("numpy").iter(_ROWS_AT_ONCE):
             for number in range(len(block["input_ids"])):
                 yield {name: block[name][number] for name in ROW_FEATURES}

@@ -1,6 +1,8 @@
-"""The order in which a training reads its rows: whole steps in every epoch, each of which leaves out other rows.
+"""The order in which a training reads its rows: whole steps in every epoch, each of
+which leaves out other rows.
 
-What is never read is told before the first step, beside what has become of the examples (`fcsd.data.counts`).
+What is never read is told before the first step, beside what has become of the examples
+(`fcsd.data.counts`).
 """
 
 from collections.abc import Iterator
@@ -25,19 +27,21 @@ else:
 class EpochRows(Sampler[int]):
     """The numbers of an epoch's rows, as many as fill whole optimiser steps.
 
-    N rows give N // S steps of S rows; R = N % S are left out. Epoch 0 leaves out the last R, each later one the R
-    before those (before row 0 comes row N - 1): R < N / 2, so two epochs read every row. The others are numbered from
-    0, and `order` permutes these numbers: where S divides N, an epoch reads what `order` says.
+    N rows give N // S steps of S rows; R = N % S are left out. Epoch 0 leaves out the
+    last R, each later one the R before those (before row 0 comes row N - 1): R < N / 2,
+    so two epochs read every row. The others are numbered from 0, and `order` permutes
+    these numbers: where S divides N, an epoch reads what `order` says.
 
-    rows_of_a_step: over all ranks and accumulation steps. UserError where there are fewer rows.
+    rows_of_a_step: over all ranks and accumulation steps. UserError where there are
+    fewer rows.
     """
 
     def __init__(self, num_rows: int, rows_of_a_step: int, max_length: int):
         if num_rows < rows_of_a_step:
             raise UserError(
-                f"data.train: gives {num_rows} rows of {max_length} tokens, one batch of"
-                f" train.batch_size_tokens {rows_of_a_step * max_length} needs {rows_of_a_step};"
-                " use more data or a smaller batch"
+                f"data.train: gives {num_rows} rows of {max_length} tokens, one batch"
+                f" of train.batch_size_tokens {rows_of_a_step * max_length} needs"
+                f" {rows_of_a_step}; use more data or a smaller batch"
             )
         self.num_rows, self.rows_of_a_step = num_rows, rows_of_a_step
         self.num_left_out = num_rows % rows_of_a_step
@@ -57,7 +61,9 @@ class EpochRows(Sampler[int]):
         return len(self) // self.rows_of_a_step
 
     def ordered_by(self, sampler: Any, data_seed: int | None) -> "EpochRows":
-        """Permute by `sampler`; a random one by this seed, or else torch's, and the epoch, as accelerate would."""
+        """Permute by `sampler`; a random one by this seed, or else torch's, and the
+        epoch, as accelerate would.
+        """
         if type(sampler) is RandomSampler:
             sampler = SeedableRandomSampler(sampler.data_source, data_seed=data_seed)
         self.order = sampler
@@ -76,40 +82,61 @@ class EpochRows(Sampler[int]):
     def _numbers(self, epoch: int) -> np.ndarray:
         if hasattr(self.order, "set_epoch"):
             self.order.set_epoch(epoch)
-        return (np.fromiter(self.order, np.int64) - epoch * self.num_left_out) % self.num_rows
+        return (
+            np.fromiter(self.order, np.int64) - epoch * self.num_left_out
+        ) % self.num_rows
 
     def are_read(self, num_steps: int) -> np.ndarray:
         """Tell which of the rows (N,) so many steps read."""
         are_read = np.full(self.num_rows, num_steps >= 2 * self.steps_of_an_epoch)
         for epoch in range(2 if not are_read.any() else 0):
-            num_rows = max(0, num_steps - epoch * self.steps_of_an_epoch) * self.rows_of_a_step
+            num_rows = (
+                max(0, num_steps - epoch * self.steps_of_an_epoch) * self.rows_of_a_step
+            )
             with torch.random.fork_rng(devices=[]):  # a sampler may draw from it
                 are_read[self._numbers(epoch)[:num_rows]] = True
         return are_read
 
 
 def data_lines(rows: Any, order: EpochRows, num_steps: int) -> list[str]:
-    """Return one line of what becomes of the examples of rows in a training of so many steps, and warnings."""
+    """Return one line of what becomes of the examples of rows in a training of so many
+    steps, and warnings.
+    """
     are_read, unit = order.are_read(num_steps), "examples"
     if isinstance(rows, PackedRows):
-        counts, in_rows, used = rows.counts, rows.num_examples(), rows.num_examples(are_read)
-        lines = [counts.sentence(counts.usable - used), *counts.warnings(rows.layout.max_length)]
+        counts, in_rows, used = (
+            rows.counts,
+            rows.num_examples(),
+            rows.num_examples(are_read),
+        )
+        lines = [
+            counts.sentence(counts.usable - used),
+            *counts.warnings(rows.layout.max_length),
+        ]
     else:  # what they were made from is not known
-        counts, in_rows, used = ExampleCounts(order.num_rows), order.num_rows, int(are_read.sum())
+        counts, in_rows, used = (
+            ExampleCounts(order.num_rows),
+            order.num_rows,
+            int(are_read.sum()),
+        )
         unit = "rows"
-        lines = [f"{in_rows:,} rows that were packed already: {in_rows - used:,} never used"]
+        lines = [
+            f"{in_rows:,} rows that were packed already: {in_rows - used:,} never used"
+        ]
     behind = in_rows - used if num_steps >= order.steps_of_an_epoch else 0
     if counts.usable - used > behind:
         lines[0] += " (the training ends before them)"
     reason = (
-        f"are never used: {order.num_left_out} of {order.num_rows} rows do not fill a step of {order.rows_of_a_step};"
-        " train for two epochs, or with a smaller batch"
+        f"are never used: {order.num_left_out} of {order.num_rows} rows do not fill a"
+        f" step of {order.rows_of_a_step}; train for two epochs, or with a smaller"
+        " batch"
     )
     return [*lines, *filter(None, [counts.warning(behind, reason, unit)])]
 
 
 class ReadsWholeSteps(Trainer):
-    """The part of a trainer that reads its rows in the order of `row_order`, and tells what it never reads.
+    """The part of a trainer that reads its rows in the order of `row_order`, and tells
+    what it never reads.
 
     row_order: None where there are no rows to train on.
     """
@@ -118,8 +145,9 @@ class ReadsWholeSteps(Trainer):
     guarded: Any
 
     def show_rows(self, number: int = 3) -> None:
-        """Print the text of the first `number` rows to train on: what carries loss is in [[double brackets]], or in
-        reverse video on a terminal; special tokens are written out, padding is left out.
+        """Print the text of the first `number` rows to train on: what carries loss is
+        in [[double brackets]], or in reverse video on a terminal; special tokens are
+        written out, padding is left out.
 
         Raises UserError: nothing to train on; a number below 1.
         """
@@ -150,7 +178,8 @@ class ReadsWholeSteps(Trainer):
         return prepared
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        # accelerate (1.15) does not reach the sampler behind the batches that a rank of several skips.
+        # accelerate (1.15) does not reach the sampler behind the batches that a rank of
+        # several skips.
         if self.row_order is not None:
             self.row_order.set_epoch(kwargs["epoch"])
         super()._run_epoch(*args, **kwargs)

@@ -1,4 +1,5 @@
-"""One training run in one folder: from models and rows to a checkpoint, through any number of restarts.
+"""One training run in one folder: from models and rows to a checkpoint, through any
+number of restarts.
 
     folder/checkpoints/checkpoint-N   for an exact continuation; until `remove_checkpoints`
     folder/best/step-N                the weights with the best early-stopping score; likewise
@@ -9,7 +10,8 @@
     folder/adapter/                   the adapters of a LoRA student, in peft's format
     folder/model/                     what the run leaves; of a LoRA student with the adapters merged into the weights
 
-A run may be continued by another number of processes, and by another engine (`fcsd.parallel.state`).
+A run may be continued by another number of processes, and by another engine
+(`fcsd.parallel.state`).
 """
 
 import json
@@ -33,8 +35,18 @@ from fcsd.model.dtypes import cast
 from fcsd.parallel.engine import checkpoints_activations, engine_environment
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import read_state
-from fcsd.training.arguments import TrainingRun, check_reporters, micro_batches, refuse_what_cannot_be_sharded
-from fcsd.training.best import ScoreFailure, StopWhenScoreStalls, best_folder, settle_best
+from fcsd.training.arguments import (
+    TrainingRun,
+    check_reporters,
+    micro_batches,
+    refuse_what_cannot_be_sharded,
+)
+from fcsd.training.best import (
+    ScoreFailure,
+    StopWhenScoreStalls,
+    best_folder,
+    settle_best,
+)
 from fcsd.training.checkpoints import checkpoints, newest_usable
 from fcsd.training.disk import check_disk, disk_need, trained_and_all
 from fcsd.training.export import write_model
@@ -53,13 +65,15 @@ def train(run: TrainingRun) -> dict[str, Any]:
         The facts that a manifest keeps: steps, last losses, best step and score.
 
     Raises:
-        UserError: batch that cannot be cut, too few rows, a loss that stays not finite, a disk that is full,
-            out of memory.
+        UserError: batch that cannot be cut, too few rows, a loss that stays not finite,
+            a disk that is full, out of memory.
         Interrupted: a signal came, and a checkpoint is written.
     """
     engine = run.launch.engine
     by_heldout_kl = run.stopper is not None and run.stopper.metric == "heldout_kl"
-    refuse_what_cannot_be_sharded(run.train, run.objective, engine, by_heldout_kl=by_heldout_kl)
+    refuse_what_cannot_be_sharded(
+        run.train, run.objective, engine, by_heldout_kl=by_heldout_kl
+    )
     with engine_environment(engine, run.launch.device):
         return _train(run)
 
@@ -70,22 +84,31 @@ def _train(run: TrainingRun) -> dict[str, Any]:
         trainer = FCSDTrainer(
             Ready(run.student, run.teacher, run.tokenizer, run.rows),
             _arguments(run),
-            callbacks=[*_tensorboard(run), *([] if run.save_model else [NoCheckpointAtTheEnd()])],
+            callbacks=[
+                *_tensorboard(run),
+                *([] if run.save_model else [NoCheckpointAtTheEnd()]),
+            ],
             launch=run.launch,
         )
         trainer.guarded.events_folder, trainer.stopper = run.folder, run.stopper
         if isinstance(run.score, HeldoutKL):
             sharded = run.launch.engine.shards
             under_autocast = trainer.args.bf16 and not sharded
-            run.score.set_teacher(trainer.teacher, sharded=sharded, under_autocast=under_autocast)
-        run.launch.ranks.from_first(lambda: _check_disk(run, trainer.saved_dtypes.declared))
+            run.score.set_teacher(
+                trainer.teacher, sharded=sharded, under_autocast=under_autocast
+            )
+        run.launch.ranks.from_first(
+            lambda: _check_disk(run, trainer.saved_dtypes.declared)
+        )
         replace_output(trainer, bar)
         if run.stopper is not None and run.score is not None:
             stops = StopWhenScoreStalls(trainer, run, run.stopper, run.score)
             trainer.add_callback(stops)
         done = newest_usable(run.folder / "checkpoints", run.launch.ranks)
         if done is not None:
-            trainer.guarded.say(f"{run.description}: continuing from {done}{_other_rows(done, run)}")
+            trainer.guarded.say(
+                f"{run.description}: continuing from {done}{_other_rows(done, run)}"
+            )
         with trainer.guarded.signals:
             trainer.train_from(done)
     except ScoreFailure as failure:
@@ -128,10 +151,12 @@ def _arguments(run: TrainingRun) -> FCSDConfig:
         output_dir=str(run.folder / "checkpoints"),
         run_name=run.description,
         max_length=run.max_length,
-        use_cpu=on_cpu and not by_deepspeed,  # accelerate knows DeepSpeed on devices only
+        # accelerate knows DeepSpeed on devices only
+        use_cpu=on_cpu and not by_deepspeed,
         ddp_backend="gloo" if on_cpu and by_deepspeed else None,
         activation_checkpointing=checkpoints_activations(run.train, run.student),
-        report_to=[name for name in run.train.report_to if name != "tensorboard"],  # see `_tensorboard`
+        # see `_tensorboard`
+        report_to=[name for name in run.train.report_to if name != "tensorboard"],
         seed=run.seed,
         dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
@@ -151,16 +176,22 @@ def _check_disk(run: TrainingRun, save_dtype: torch.dtype) -> None:
 
 
 def _other_rows(checkpoint: Path, run: TrainingRun) -> str:
-    before = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).train_batch_size
+    before = TrainerState.load_from_json(
+        str(checkpoint / "trainer_state.json")
+    ).train_batch_size
     now, _ = micro_batches(run.train, run.max_length, run.launch.ranks.size)
     if before in (None, now):
         return ""
-    return f", with {now} instead of {before} rows in a forward pass, which changes the order of float sums"
+    return (
+        f", with {now} instead of {before} rows in a forward pass, which changes the"
+        " order of float sums"
+    )
 
 
 def remove_checkpoints(folder: Path, launch: Launch) -> None:
-    """Remove what only a continuation needs. All ranks call this, when the run is noted as finished: a run that is
-    killed before that goes on from its checkpoints, and one that is killed here has nothing left to do."""
+    """Remove what only a continuation needs. All ranks call this, when the run is noted
+    as finished: a run that is killed before that goes on from its checkpoints, and one
+    that is killed here has nothing left to do."""
     if launch.first:
         shutil.rmtree(folder / "best", ignore_errors=True)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -168,7 +199,9 @@ def remove_checkpoints(folder: Path, launch: Launch) -> None:
 
 
 def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:
-    """Write event files beside the checkpoints, whose folder the Trainer's own callback would use and does not stay."""
+    """Write event files beside the checkpoints, whose folder the Trainer's own callback
+    would use and does not stay.
+    """
     if "tensorboard" not in run.train.report_to:
         return []
     callback = TensorBoardCallback()
@@ -182,30 +215,42 @@ def _results(trainer: FCSDTrainer, run: TrainingRun) -> dict[str, Any]:
     if last:
         results["last_loss"] = last[0]["loss"]
     if run.stopper is not None:
-        results |= {"best_step": run.stopper.best_step, "best_score": run.stopper.best_score}
+        results |= {
+            "best_step": run.stopper.best_step,
+            "best_score": run.stopper.best_score,
+        }
         results["stopped_early"] = run.stopper.should_stop
         results["early_stopping"] = run.stopper.results()
     return results | trainer.guard.report()
 
 
-def _not_scored(trainer: FCSDTrainer, run: TrainingRun, failure: ScoreFailure) -> BaseException:
-    """Return what ends a run whose score failed, in one line; print the traceback of an error nobody has foreseen."""
+def _not_scored(
+    trainer: FCSDTrainer, run: TrainingRun, failure: ScoreFailure
+) -> BaseException:
+    """Return what ends a run whose score failed, in one line; print the traceback of an
+    error nobody has foreseen.
+    """
     step, cause = trainer.state.global_step, failure.__cause__
     assert cause is not None
     if step == 0:
         return cause
-    if not isinstance(cause, UserError | ScorerError) and trainer.is_world_process_zero():
+    if (
+        not isinstance(cause, UserError | ScorerError)
+        and trainer.is_world_process_zero()
+    ):
         traceback.print_exception(cause)
     return UserError(
-        f"early stopping: no score at step {step}: {cause}; the training is not lost: run the same command again, and"
-        f" it goes on with this score from {_last_kept(run)}"
+        f"early stopping: no score at step {step}: {cause}; the training is not lost:"
+        " run the same command again, and it goes on with this score from"
+        f" {_last_kept(run)}"
     )
 
 
 def _interrupted(trainer: FCSDTrainer, run: TrainingRun) -> Interrupted:
     return Interrupted(
-        f"ended by {signal.Signals(trainer.guarded.interrupted_by).name} after step {trainer.state.global_step} of"
-        f" {trainer.state.max_steps}; run the same command again to go on from {_last_kept(run)}",
+        f"ended by {signal.Signals(trainer.guarded.interrupted_by).name} after step"
+        f" {trainer.state.global_step} of {trainer.state.max_steps}; run the same"
+        f" command again to go on from {_last_kept(run)}",
         trainer.guarded.interrupted_by,
     )
 
@@ -216,20 +261,33 @@ def _last_kept(run: TrainingRun) -> str:
 
 
 def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
-    """Write `folder/model`: the best weights if there was a score, else the last (or their average). All ranks call
-    this.
+    """Write `folder/model`: the best weights if there was a score, else the last (or
+    their average). All ranks call this.
     """
     first, engine = trainer.is_world_process_zero(), run.launch.engine
-    if run.stopper is not None and run.stopper.best_step is not None and (first or engine.shards):
+    if (
+        run.stopper is not None
+        and run.stopper.best_step is not None
+        and (first or engine.shards)
+    ):
         best = best_folder(run, run.stopper.best_step)
         if best.is_dir():  # else it is the last step's, which the model has
-            read_state(best, run.student, trainer.optimizer, run.launch.ranks, weights_only=True)
+            read_state(
+                best,
+                run.student,
+                trainer.optimizer,
+                run.launch.ranks,
+                weights_only=True,
+            )
     if first and run.adapters is not None:
         with new_folder(run.folder / "adapter") as folder:
             leave_adapters(run.adapters, folder)
     if not engine.shards:
-        cast(run.student, trainer.saved_dtypes.tensors)  # in place, for a device that has no room for both
-    with new_folder(run.folder / "model") if first else nullcontext(run.folder) as folder:
+        # in place, for a device that has no room for both
+        cast(run.student, trainer.saved_dtypes.tensors)
+    with (
+        new_folder(run.folder / "model") if first else nullcontext(run.folder)
+    ) as folder:
         write_model(
             run.student,
             folder,
@@ -244,29 +302,44 @@ _SHOWN = (*MEASURES, "l2", "router_kl", "top1_agreement")
 
 
 class ProgressBar(TrainerCallback):
-    """One line with step, time left, loss and tokens per second, on the first rank. remaining: as in `TrainingRun`."""
+    """One line with step, time left, loss and tokens per second, on the first rank.
+    remaining: as in `TrainingRun`.
+    """
 
-    def __init__(self, description: str, remaining: Callable[[float], str] | None = None):
+    def __init__(
+        self, description: str, remaining: Callable[[float], str] | None = None
+    ):
         self.description, self.remaining = description, remaining
         self.bar: Any = None
         self._first_step = 0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
         if state.is_world_process_zero:
             self._first_step = state.global_step
             self.bar = progress_bar(
-                total=state.max_steps, initial=state.global_step, desc=self.description, unit="step"
+                total=state.max_steps,
+                initial=state.global_step,
+                desc=self.description,
+                unit="step",
             )
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any
+    ) -> None:
         if self.bar is not None and "tokens_per_second" in logs:
             shown = {name: nats(logs[name]) for name in _SHOWN if name in logs}
             shown["tok/s"] = f"{logs['tokens_per_second']:.0f}"
-            done = (state.global_step - self._first_step) / max(1, state.max_steps - self._first_step)
+            done = (state.global_step - self._first_step) / max(
+                1, state.max_steps - self._first_step
+            )
             if self.remaining is not None and (time := self.remaining(done)):
                 shown["all stages"] = f"{time} left"
             self.bar.set_postfix(shown, refresh=False)
@@ -278,9 +351,13 @@ class ProgressBar(TrainerCallback):
 
 
 class NoCheckpointAtTheEnd(TrainerCallback):
-    """Leave the checkpoint of the last step out, where nothing but the loss curve is wanted of a training."""
+    """Leave the checkpoint of the last step out, where nothing but the loss curve is
+    wanted of a training.
+    """
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
         if state.global_step >= state.max_steps:
             control.should_save = False
 

@@ -1,18 +1,22 @@
 """Guard a long run against steps that go wrong: skip, report, rewind, or stop.
 
-A step whose loss or gradient is not finite is skipped, on all ranks: weights, optimiser and schedule are as if it had
-not been, the data moves on, and the step counts towards `max_steps` (as in transformers, DeepSpeed and Megatron, whose
-iteration counters include skipped steps). More than `max_skipped_steps` of them in a row end the run: one bad batch in
-a week is no reason to stop, weights or data that give nothing else are.
+A step whose loss or gradient is not finite is skipped, on all ranks: weights, optimiser
+and schedule are as if it had not been, the data moves on, and the step counts towards
+`max_steps` (as in transformers, DeepSpeed and Megatron, whose iteration counters
+include skipped steps). More than `max_skipped_steps` of them in a row end the run: one
+bad batch in a week is no reason to stop, weights or data that give nothing else are.
 
-A spike is a loss far above the usual one. What is usual is the median of the last `spike_window` finite losses, and
-how far they stray the median of their distances from it: a mean and a standard deviation, as in OLMo-core's
-SkipStepOptimizer, are pulled up by the very spike, and one NaN among them makes every later comparison false.
+A spike is a loss far above the usual one. What is usual is the median of the last
+`spike_window` finite losses, and how far they stray the median of their distances from
+it: a mean and a standard deviation, as in OLMo-core's SkipStepOptimizer, are pulled up
+by the very spike, and one NaN among them makes every later comparison false.
 
-With `max_rewinds`, a spike that lasts, or too many skipped steps in a row, sends the run back to the newest checkpoint
-from before them, and on with the batches behind them (PaLM, arXiv 2204.02311, section 5.1).
+With `max_rewinds`, a spike that lasts, or too many skipped steps in a row, sends the
+run back to the newest checkpoint from before them, and on with the batches behind them
+(PaLM, arXiv 2204.02311, section 5.1).
 
-Every decision is taken from figures that all ranks have, so that all ranks take the same.
+Every decision is taken from figures that all ranks have, so that all ranks take the
+same.
 """
 
 import json
@@ -26,7 +30,8 @@ from fcsd.training.config import SafetyConfig
 
 Verdict = Literal["go", "skip", "rewind", "stop"]
 _FEWEST_LOSSES = 16  # before this many, or the whole window, nothing is called a spike
-_LEAST_SPREAD = 0.02  # of the usual loss: an even curve makes no spike of the next wiggle
+# of the usual loss: an even curve makes no spike of the next wiggle
+_LEAST_SPREAD = 0.02
 
 
 class SpikeDetector:
@@ -49,7 +54,9 @@ class SpikeDetector:
     @property
     def limit(self) -> float:
         """The loss above which a step is an outlier; infinite while too few are known."""
-        if self.threshold is None or len(self.losses) < min(_FEWEST_LOSSES, self.losses.maxlen or 0):
+        if self.threshold is None or len(self.losses) < min(
+            _FEWEST_LOSSES, self.losses.maxlen or 0
+        ):
             return math.inf
         usual = self.usual
         spread = 1.4826 * median(abs(loss - usual) for loss in self.losses)
@@ -65,15 +72,18 @@ class SpikeDetector:
 class Guard:
     """Decides on every step before the optimiser acts on it, and keeps the record.
 
-    skipped_steps, rewinds: in the whole run. passed_steps: batches that rewinds have passed over, counted in steps: the
-    data is that many steps ahead of the step's number. events: one dict a row of skipped steps, a spike, a rewind.
+    skipped_steps, rewinds: in the whole run. passed_steps: batches that rewinds have
+    passed over, counted in steps: the data is that many steps ahead of the step's
+    number. events: one dict a row of skipped steps, a spike, a rewind.
     """
 
     def __init__(self, settings: SafetyConfig):
         self.settings = settings
         self.detector = SpikeDetector(settings.spike_window, settings.spike_threshold)
         self.events: list[dict[str, Any]] = []
-        self.skipped_steps = self.skipped_in_a_row = self.rewinds = self.passed_steps = 0
+        self.skipped_steps = self.skipped_in_a_row = self.rewinds = (
+            self.passed_steps
+        ) = 0
         self._spike: dict[str, Any] | None = None  # the event of the present spike
 
     # ---- one step
@@ -87,10 +97,12 @@ class Guard:
     ) -> Verdict:
         """Decide what is to be done with a step, before the optimiser acts on it.
 
-        step: its number, from 1; losses: each rank's part of the step's loss, whose mean it is; grad_norm: over all
-        ranks; weights_are_finite: asked where a row of skipped steps begins, and answered alike on all ranks.
+        step: its number, from 1; losses: each rank's part of the step's loss, whose
+        mean it is; grad_norm: over all ranks; weights_are_finite: asked where a row of
+        skipped steps begins, and answered alike on all ranks.
 
-        Returns: "go"; "skip"; "rewind", after which the caller says `rewound` or asks `instead_of_rewind`; "stop".
+        Returns: "go"; "skip"; "rewind", after which the caller says `rewound` or asks
+        `instead_of_rewind`; "stop".
         """
         if not (math.isfinite(grad_norm) and all(map(math.isfinite, losses))):
             return self._skip(step, losses, grad_norm, weights_are_finite)
@@ -112,31 +124,54 @@ class Guard:
         return "go"
 
     def _skip(
-        self, step: int, losses: list[float], grad_norm: float, weights_are_finite: Callable[[], bool]
+        self,
+        step: int,
+        losses: list[float],
+        grad_norm: float,
+        weights_are_finite: Callable[[], bool],
     ) -> Verdict:
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
         facts = {
             "steps": self.skipped_in_a_row,
-            "loss": _plain(math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan),
+            "loss": _plain(
+                math.fsum(losses) / len(losses)
+                if all(map(math.isfinite, losses))
+                else math.nan
+            ),
             "grad_norm": _plain(grad_norm),
-            "ranks": [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)],
+            "ranks": [
+                rank for rank, loss in enumerate(losses) if not math.isfinite(loss)
+            ],
         }
         if self.skipped_in_a_row == 1:
-            self.events.append({"event": "skipped", "step": step, "weights_are_finite": weights_are_finite()})
+            self.events.append(
+                {
+                    "event": "skipped",
+                    "step": step,
+                    "weights_are_finite": weights_are_finite(),
+                }
+            )
         self._row.update(facts)
-        if self.weights_are_finite and self.skipped_in_a_row <= self.settings.max_skipped_steps:
+        if (
+            self.weights_are_finite
+            and self.skipped_in_a_row <= self.settings.max_skipped_steps
+        ):
             return "skip"
         return "rewind" if self._may_rewind else "stop"
 
     @property
     def _row(self) -> dict[str, Any]:
         """The event of the newest row of skipped steps."""
-        return next(event for event in reversed(self.events) if event["event"] == "skipped")
+        return next(
+            event for event in reversed(self.events) if event["event"] == "skipped"
+        )
 
     @property
     def weights_are_finite(self) -> bool:
-        """The finding at the beginning of the present row of skipped steps; true when there is none."""
+        """The finding at the beginning of the present row of skipped steps; true when
+        there is none.
+        """
         return self.skipped_in_a_row == 0 or self._row["weights_are_finite"]
 
     @property
@@ -146,14 +181,18 @@ class Guard:
     @property
     def first_bad_step(self) -> int:
         """The step with which the trouble began that is to be rewound."""
-        return self._row["step"] if self.skipped_in_a_row else (self._spike or {})["step"]
+        return (
+            self._row["step"] if self.skipped_in_a_row else (self._spike or {})["step"]
+        )
 
     def instead_of_rewind(self) -> Verdict:
         """Decide what is to be done where there is no checkpoint from before the trouble."""
         return "stop" if self.skipped_in_a_row else "go"
 
     def rewound(self, done: int, checkpoint_step: int, saved: dict[str, Any]) -> None:
-        """Note a rewind from behind step `done` to a checkpoint whose guard had the state `saved`."""
+        """Note a rewind from behind step `done` to a checkpoint whose guard had the
+        state `saved`.
+        """
         cause = "skipped" if self.skipped_in_a_row else "spike"
         passed = done - checkpoint_step
         self.events.append({
@@ -170,24 +209,31 @@ class Guard:
     def report(self) -> dict[str, int]:
         """Report what happened, by name; nothing where nothing did."""
         spikes = sum(event["event"] == "spike" for event in self.events)
-        counts = {"skipped_steps": self.skipped_steps, "spikes": spikes, "rewinds": self.rewinds}
+        counts = {
+            "skipped_steps": self.skipped_steps,
+            "spikes": spikes,
+            "rewinds": self.rewinds,
+        }
         return {name: count for name, count in counts.items() if count}
 
     def line(self, event: dict[str, Any]) -> str:
         """Put an event into words."""
         if event["event"] == "skipped":
             return (
-                f"step {event['step'] + event['steps'] - 1}: skipped, {not_finite(event)}; {event['steps']} in a row"
-                f" of at most {self.settings.max_skipped_steps}"
+                f"step {event['step'] + event['steps'] - 1}: skipped,"
+                f" {not_finite(event)}; {event['steps']} in a row of at most"
+                f" {self.settings.max_skipped_steps}"
             )
         if event["event"] == "spike":
             return (
-                f"step {event['step']}: the loss is {event['loss']:.4g}, usual is {event['usual']:.4g}, and up to"
-                f" {event['limit']:.4g} would be no spike"
+                f"step {event['step']}: the loss is {event['loss']:.4g}, usual is"
+                f" {event['usual']:.4g}, and up to {event['limit']:.4g} would be no"
+                " spike"
             )
         return (
-            f"step {event['step']}: back to the checkpoint of step {event['to_step']}, and on with the data behind the"
-            f" {event['passed_steps']} steps in between (rewind {self.rewinds} of at most {self.settings.max_rewinds})"
+            f"step {event['step']}: back to the checkpoint of step {event['to_step']},"
+            f" and on with the data behind the {event['passed_steps']} steps in between"
+            f" (rewind {self.rewinds} of at most {self.settings.max_rewinds})"
         )
 
     def state(self) -> dict[str, Any]:
@@ -203,7 +249,10 @@ class Guard:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        self.skipped_steps, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
+        self.skipped_steps, self.skipped_in_a_row = (
+            state["skipped_steps"],
+            state["skipped_in_a_row"],
+        )
         self.rewinds, self.passed_steps = state["rewinds"], state["passed_steps"]
         self.events = [dict(event) for event in state["events"]]
         self.detector.losses.clear()
@@ -219,8 +268,13 @@ def events_text(events: list[dict[str, Any]]) -> str:
 def not_finite(event: dict[str, Any]) -> str:
     """Say what of a skipped step was not finite: `the loss of rank 1 (nan) is not finite`."""
     if event["ranks"]:
-        ranks = ", ".join(map(str, event["ranks"][:8])) + (", …" if len(event["ranks"]) > 8 else "")
-        return f"the loss is not finite (on rank {ranks}; gradient norm {event['grad_norm']})"
+        ranks = ", ".join(map(str, event["ranks"][:8])) + (
+            ", …" if len(event["ranks"]) > 8 else ""
+        )
+        return (
+            f"the loss is not finite (on rank {ranks}; gradient norm"
+            f" {event['grad_norm']})"
+        )
     return f"the gradient is not finite (gradient norm {event['grad_norm']})"
 
 

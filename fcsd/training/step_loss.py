@@ -1,7 +1,7 @@
 """The loss of an optimiser step, micro-batch by micro-batch.
 
-It is the sum over all kept tokens, of all ranks and accumulation steps, divided by their number, so it does not depend
-on how a batch is cut.
+It is the sum over all kept tokens, of all ranks and accumulation steps, divided by
+their number, so it does not depend on how a batch is cut.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,9 @@ from fcsd.training.teachers.base import Teacher
 
 
 class StepLoss:
-    """What `objective` says of a student, and of the teacher that it is compared with; `meters` notes the parts."""
+    """What `objective` says of a student, and of the teacher that it is compared with;
+    `meters` notes the parts.
+    """
 
     def __init__(
         self,
@@ -38,32 +40,46 @@ class StepLoss:
         self.teacher, self.accelerator = teacher, accelerator
         self.balance = balance
         self.dropping: Dropping | None = None  # while it trains
-        self.terms = AuxiliaryLosses(objective, student, 1) if objective.has_hidden_terms else None
+        self.terms = (
+            AuxiliaryLosses(objective, student, 1)
+            if objective.has_hidden_terms
+            else None
+        )
         self.meters = Meters(accelerator, objective.logged, objective.clip)
-        self._prepared: list[Batch] = []  # the micro-batches of the step that is under way
-        self._coefficients: dict[str, float] = {}  # of the terms beside the divergence, in that step
+        # the micro-batches of the step that is under way
+        self._prepared: list[Batch] = []
+        # of the terms beside the divergence, in that step
+        self._coefficients: dict[str, float] = {}
 
     @contextmanager
     def capped(self, student: nn.Module, train: TrainConfig) -> Iterator[None]:
-        """Give the student's experts their capacity, if they have one, in the training passes inside."""
+        """Give the student's experts their capacity, if they have one, in the training
+        passes inside.
+        """
         if train.capacity_factor is None:
             yield
             return
         drop = train.capacity_drop or "order"
-        with dropping(student, train.capacity_factor, drop, training_only=True) as self.dropping:
+        with dropping(
+            student, train.capacity_factor, drop, training_only=True
+        ) as self.dropping:
             try:
                 yield
             finally:
                 self.dropping = None
 
     def forget(self) -> None:
-        """Let go of the teacher's hidden states of the last step, which transformers' loop holds until the next."""
+        """Let go of the teacher's hidden states of the last step, which transformers'
+        loop holds until the next.
+        """
         for batch in self._prepared:
             batch.pop("teacher_hidden", None)
 
     def prepare(self, model: nn.Module, batches: list[Batch], step: int) -> None:
         """Put the teacher's hidden states into all micro-batches of a step."""
-        self._coefficients = self.terms.coefficients(step) if self.terms is not None else {}
+        self._coefficients = (
+            self.terms.coefficients(step) if self.terms is not None else {}
+        )
         for batch in batches:
             refuse_packing(model, batch["labels"], batch["position_ids"])
         if self.teacher is not None and not self._coefficients and batches:
@@ -75,7 +91,10 @@ class StepLoss:
         """Count the kept tokens of the optimiser step, over all ranks."""
         if not batches:
             return None
-        count = sum(next_token_targets(batch["labels"], batch["position_ids"])[0].sum() for batch in batches)
+        count = sum(
+            next_token_targets(batch["labels"], batch["position_ids"])[0].sum()
+            for batch in batches
+        )
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         routed = sum(int(counted_tokens(batch).sum()) for batch in batches)
         counts = torch.tensor([int(count), tokens, routed], device=device)
@@ -86,39 +105,60 @@ class StepLoss:
             self.balance.begin_step(int(counts[2]))
         return counts[0]
 
-    def __call__(self, model: nn.Module, inputs: Batch, num_kept: Tensor | int) -> tuple[Tensor, Any]:
-        """Return this micro-batch's share of the step's mean loss, in nats per kept token, and the model's output."""
+    def __call__(
+        self, model: nn.Module, inputs: Batch, num_kept: Tensor | int
+    ) -> tuple[Tensor, Any]:
+        """Return this micro-batch's share of the step's mean loss, in nats per kept
+        token, and the model's output.
+        """
         inputs = trim_padding(inputs)
         keep, targets = next_token_targets(inputs["labels"], inputs["position_ids"])
         terms, of_teacher = self.terms if self._coefficients else None, Captured()
         target: dict[str, Any] = {"labels": targets}
         if self.teacher is not None:
             if terms is not None:
-                # One micro-batch at a time: the block outputs of a whole step would not fit.
+                # One micro-batch at a time: the block outputs of a whole step would not
+                # fit.
                 hidden, of_teacher = self.teacher.hidden_and_captured(inputs, terms)
             else:
                 hidden = inputs["teacher_hidden"]
             target = {"teacher_hidden": hidden, "teacher_head": self.teacher.head}
         with ExitStack() as stack:
-            captured = stack.enter_context(terms.captured(model)) if terms is not None else Captured()
-            routes = stack.enter_context(self.balance.recorded(model)) if self.balance is not None else None
+            captured = (
+                stack.enter_context(terms.captured(model))
+                if terms is not None
+                else Captured()
+            )
+            routes = (
+                stack.enter_context(self.balance.recorded(model))
+                if self.balance is not None
+                else None
+            )
             if self.dropping is not None:
                 self.dropping.begin(counted_tokens(inputs))
             ids, positions = inputs["input_ids"], inputs["position_ids"]
             outputs = model(
-                input_ids=ids, position_ids=positions, keep=keep, objective=self.objective, **target
+                input_ids=ids,
+                position_ids=positions,
+                keep=keep,
+                objective=self.objective,
+                **target,
             )
         if self.dropping is not None:
             self.meters.add_pairs(self.dropping.take())
         # Gradients are averaged over ranks, the mean is over the tokens of all ranks.
-        scale = self.accelerator.num_processes / torch.clamp(torch.as_tensor(num_kept), min=1)
+        scale = self.accelerator.num_processes / torch.clamp(
+            torch.as_tensor(num_kept), min=1
+        )
         loss = outputs["loss"] * scale
         if self.teacher is None:
             self.meters.add(self.objective.logged, loss)
         else:
             self.meters.add_statistics(outputs, scale)
         if terms is not None:
-            for name, value in terms.values(captured, of_teacher, keep, list(self._coefficients)).items():
+            for name, value in terms.values(
+                captured, of_teacher, keep, list(self._coefficients)
+            ).items():
                 self.meters.add(name, value * scale)
                 loss = loss + self._coefficients[name] * value * scale
         if self.balance is not None and routes is not None:

@@ -1,7 +1,9 @@
-"""The two-stage sweep of the paper (5.1): batch size at one learning rate, then learning rate at the best batch size.
+"""The two-stage sweep of the paper (5.1): batch size at one learning rate, then
+learning rate at the best batch size.
 
-Every candidate trains the same number of steps from the same weights on the same data order; the choice is by the mean
-training loss over the last steps. A finished candidate is never trained again.
+Every candidate trains the same number of steps from the same weights on the same data
+order; the choice is by the mean training loss over the last steps. A finished candidate
+is never trained again.
 
 What a training logged is read back here, too.
 """
@@ -23,9 +25,14 @@ from fcsd.training.config import SweepConfig, TrainConfig
 
 
 def read_history(folder: Path) -> list[dict[str, float]]:
-    """Return the logged points of a finished run, oldest first; raises UserError for a damaged file."""
+    """Return the logged points of a finished run, oldest first; raises UserError for a
+    damaged file.
+    """
     check_outputs(folder, "history.jsonl")
-    path, advice = folder / "history.jsonl", f"remove {folder} to run this training again"
+    path, advice = (
+        folder / "history.jsonl",
+        f"remove {folder} to run this training again",
+    )
     points = []
     for number, line in enumerate(read_text(path, hint=advice).splitlines(), start=1):
         try:
@@ -34,17 +41,22 @@ def read_history(folder: Path) -> list[dict[str, float]]:
             point = None
         if not isinstance(point, dict) or not isinstance(point.get("step"), int):
             raise UserError(
-                f"{path}, line {number}: is no point of a training, the file is damaged; {advice}"
+                f"{path}, line {number}: is no point of a training, the file is"
+                f" damaged; {advice}"
             )
         points.append(point)
     return points
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
-    """Return `EarlyStopper.record` of a finished run with early stopping; None for any other run."""
+    """Return `EarlyStopper.record` of a finished run with early stopping; None for any
+    other run.
+    """
     check_outputs(folder, "scores.json")
     path = folder / "scores.json"
-    scores: dict[str, Any] | None = read_json(path, keys=["points"]) if path.is_file() else None
+    scores: dict[str, Any] | None = (
+        read_json(path, keys=["points"]) if path.is_file() else None
+    )
     return scores
 
 
@@ -61,22 +73,30 @@ class Candidate:
         return f"batch_size_tokens={self.batch_size_tokens},learning_rate={self.learning_rate:g}"
 
     def train(self, base: TrainConfig, sweep: SweepConfig) -> TrainConfig:
-        """Return the training section of this candidate: every step is logged, nothing else differs from `base`."""
+        """Return the training section of this candidate: every step is logged, nothing
+        else differs from `base`.
+        """
         changes = {
             "batch_size_tokens": self.batch_size_tokens,
             "learning_rate": self.learning_rate,
             "max_steps": sweep.steps_of(self.batch_size_tokens, base),
-            "warmup_steps": sweep.steps_of(self.batch_size_tokens, base, sweep.warmup_steps),
+            "warmup_steps": sweep.steps_of(
+                self.batch_size_tokens, base, sweep.warmup_steps
+            ),
             "logging_steps": 1,
         }
         return TrainConfig.model_validate(base.model_dump() | changes)
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row with the lowest loss, of equal ones the first; UserError where no row has a finite one."""
+    """Return the row with the lowest loss, of equal ones the first; UserError where no
+    row has a finite one.
+    """
     finite = [row for row in rows if row["loss"] is not None]
     if not finite:
-        raise UserError("sweep: no candidate ended with a finite loss; try smaller learning rates")
+        raise UserError(
+            "sweep: no candidate ended with a finite loss; try smaller learning rates"
+        )
     return min(finite, key=lambda row: row["loss"])
 
 
@@ -89,13 +109,17 @@ def run_sweep(
     remove_checkpoints: Callable[[Path], None],
     ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
-    """Run what is missing of both stages and leave `sweep.json` and `sweep.md` in `folder`; all ranks call this.
+    """Run what is missing of both stages and leave `sweep.json` and `sweep.md` in
+    `folder`; all ranks call this.
 
-    run_candidate(candidate, train, folder) trains and leaves `history.jsonl`; remove_checkpoints(folder) is called when
-    its result is on disk. Returns `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
+    run_candidate(candidate, train, folder) trains and leaves `history.jsonl`;
+    remove_checkpoints(folder) is called when its result is on disk. Returns
+    `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
     """
 
-    def measured(stage: str, batch_size_tokens: int, learning_rate: float) -> dict[str, Any]:
+    def measured(
+        stage: str, batch_size_tokens: int, learning_rate: float
+    ) -> dict[str, Any]:
         candidate = Candidate(stage, batch_size_tokens, learning_rate)
         place = folder / candidate.folder
         if not ranks.from_first(lambda: (place / "result.json").is_file()):
@@ -105,17 +129,29 @@ def run_sweep(
             except UserError as error:
                 if "not finite" not in str(error):
                     raise
-                diverged = True  # a candidate that diverges has lost, it does not end the sweep
+                # a candidate that diverges has lost, it does not end the sweep
+                diverged = True
             last_steps = sweep.steps_of(batch_size_tokens, base, sweep.last_steps)
-            ranks.from_first(lambda: _note_losses(place, 0 if diverged else train.max_steps, last_steps))
+            ranks.from_first(
+                lambda: _note_losses(
+                    place, 0 if diverged else train.max_steps, last_steps
+                )
+            )
         remove_checkpoints(place)
         again = f"remove {place} to train this candidate again"
         score = ranks.from_first(lambda: read_sealed(place / "result.json", again))
-        return asdict(candidate) | {"loss": score["loss"], "folder": candidate.folder}  # loss null: diverged
+        # loss null: diverged
+        return asdict(candidate) | {"loss": score["loss"], "folder": candidate.folder}
 
-    first = [measured("batch_size_tokens", size, base.learning_rate) for size in sweep.batch_size_tokens]
+    first = [
+        measured("batch_size_tokens", size, base.learning_rate)
+        for size in sweep.batch_size_tokens
+    ]
     batch_size_tokens = best(first)["batch_size_tokens"]
-    second = [measured("learning_rate", batch_size_tokens, rate) for rate in sweep.learning_rate]
+    second = [
+        measured("learning_rate", batch_size_tokens, rate)
+        for rate in sweep.learning_rate
+    ]
     choice = best(second)
     result = {
         "batch_size_tokens": batch_size_tokens,
@@ -143,34 +179,48 @@ def _note_losses(place: Path, num_steps: int, last_steps: int) -> None:
     # Not a number when any of them is not, so that a diverged run never wins.
     loss = fmean(losses[-last_steps:]) if losses else math.nan
     place.mkdir(parents=True, exist_ok=True)
-    write_sealed(place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses})
+    write_sealed(
+        place / "result.json",
+        {"loss": loss if math.isfinite(loss) else None, "losses": losses},
+    )
 
 
 def last_text(result: Mapping[str, Any]) -> str:
     """Name what a candidate's loss is a mean over: `100 steps`."""
-    same = "" if result.get("equal", "steps") == "steps" else " of train.batch_size_tokens"
+    same = (
+        "" if result.get("equal", "steps") == "steps" else " of train.batch_size_tokens"
+    )
     return f"{result['last_steps']} steps{same}"
 
 
 def choice_text(result: Mapping[str, Any]) -> str:
     """Name what a sweep chose: `chosen: 131072 tokens, learning rate 4e-05`."""
-    return f"chosen: {result['batch_size_tokens']} tokens, learning rate {result['learning_rate']:g}"
+    return (
+        f"chosen: {result['batch_size_tokens']} tokens, learning rate"
+        f" {result['learning_rate']:g}"
+    )
 
 
 def edges(result: Mapping[str, Any]) -> list[str]:
-    """Return a warning for each of the two values that is the best at an end of what was tried: the best of all may lie
-    beyond. One that diverged is beyond."""
+    """Return a warning for each of the two values that is the best at an end of what
+    was tried: the best of all may lie beyond. One that diverged is beyond."""
     warnings = []
-    for key, what in (("batch_size_tokens", "batch size"), ("learning_rate", "learning rate")):
+    for key, what in (
+        ("batch_size_tokens", "batch size"),
+        ("learning_rate", "learning rate"),
+    ):
         tried = {row[key] for row in result["candidates"] if row["stage"] == key}
         value = result[key]
         if len(tried) < 2 or value not in (min(tried), max(tried)):
             continue
-        word, more = ("smallest", "smaller") if value == min(tried) else ("largest", "larger")
+        word, more = (
+            ("smallest", "smaller") if value == min(tried) else ("largest", "larger")
+        )
         shown = value if isinstance(value, int) else f"{value:g}"
         warnings.append(
-            f"warning: the best {what}, {shown}, is the {word} of those tried; a {more} one may be better: add one to"
-            f" sweep.{key} (with another output_dir) before the long training."
+            f"warning: the best {what}, {shown}, is the {word} of those tried; a {more}"
+            f" one may be better: add one to sweep.{key} (with another output_dir)"
+            " before the long training."
         )
     return warnings
 
@@ -178,18 +228,23 @@ def edges(result: Mapping[str, Any]) -> list[str]:
 def sweep_table(result: dict[str, Any]) -> str:
     """Format a Markdown table of all candidates, the choice marked."""
     lines = [
-        f"Mean training loss over the last {last_text(result)}, {result['steps']} in all.",
+        (
+            f"Mean training loss over the last {last_text(result)}, {result['steps']}"
+            " in all."
+        ),
         "",
         "| stage | batch size (tokens) | learning rate | loss | |",
         "|---|---:|---:|---:|---|",
     ]
     for row in result["candidates"]:
         chosen = row["batch_size_tokens"] == result["batch_size_tokens"] and (
-            row["stage"] == "batch_size_tokens" or row["learning_rate"] == result["learning_rate"]
+            row["stage"] == "batch_size_tokens"
+            or row["learning_rate"] == result["learning_rate"]
         )
         loss = f"{row['loss']:.5f}" if row["loss"] is not None else "diverged"
         mark = "chosen" if chosen else ""
         lines.append(
-            f"| {row['stage']} | {row['batch_size_tokens']} | {row['learning_rate']:g} | {loss} | {mark} |"
+            f"| {row['stage']} | {row['batch_size_tokens']} | {row['learning_rate']:g}"
+            f" | {loss} | {mark} |"
         )
     return "\n".join([*lines, *(f"\n{warning}" for warning in edges(result))]) + "\n"

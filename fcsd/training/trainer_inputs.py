@@ -1,5 +1,5 @@
-"""Models and data of `FCSDTrainer`, made ready: models in memory, or paths of checkpoints; converted
-already, or not; data sets, streams and lists.
+"""Models and data of `FCSDTrainer`, made ready: models in memory, or paths of
+checkpoints; converted already, or not; data sets, streams and lists.
 """
 
 import contextlib
@@ -38,19 +38,26 @@ from fcsd.training.teachers.base import Teacher
 
 
 def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
-    """Return the model to train, with its connectivity; one in memory is converted in place where that is asked for.
+    """Return the model to train, with its connectivity; one in memory is converted in
+    place where that is asked for.
 
     Raises:
-        UserError: it is not converted, and `layers` does not say how; it is converted otherwise than `layers` says.
+        UserError: it is not converted, and `layers` does not say how; it is converted
+            otherwise than `layers` says.
     """
     if isinstance(model, str | Path):
         return _loaded_student(str(model), args, launch)
     if not isinstance(model, PreTrainedModel):
-        hint = "; adapters are a recipe's `lora` section" if type(model).__name__.startswith("Peft") else ""
+        hint = (
+            "; adapters are a recipe's `lora` section"
+            if type(model).__name__.startswith("Peft")
+            else ""
+        )
         if isinstance(model, tuple):
             hint = "; fcsd.load gives a model and its tokenizer"
         raise UserError(
-            f"model: {kind_of(model)}; a transformers model or the path of a checkpoint is needed{hint}"
+            f"model: {kind_of(model)}; a transformers model or the path of a checkpoint"
+            f" is needed{hint}"
         )
     connectivity = args.connectivity()
     own = getattr(model.config, "farskip", None)
@@ -62,8 +69,9 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
         wanted = connectivity.field(moe_mask(model.config, family_of(model.config)))
         if wanted != own:
             raise UserError(
-                f"{type(model).__name__}: this model is already converted with {field_text(own)}, but"
-                f" {field_text(wanted)} is asked for; leave layers out to train it as it is, or convert it first"
+                f"{type(model).__name__}: this model is already converted with"
+                f" {field_text(own)}, but {field_text(wanted)} is asked for; leave"
+                " layers out to train it as it is, or convert it first"
             )
     return model
 
@@ -78,16 +86,18 @@ def _loaded_student(path: str, args: FCSDConfig, launch: Launch) -> PreTrainedMo
 
 def _not_converted(what: str) -> UserError:
     return UserError(
-        f"{what}: is not converted; set layers in FCSDConfig (for example layers='last:90%'), or convert it with"
-        " fcsd.convert (layers='none' trains the regular model)"
+        f"{what}: is not converted; set layers in FCSDConfig (for example"
+        " layers='last:90%'), or convert it with fcsd.convert (layers='none' trains"
+        " the regular model)"
     )
 
 
 def check_models(model: Any, teacher: Any, args: FCSDConfig, launch: Launch) -> None:
-    """Check, before anything is loaded or tokenized, what models and arguments say; the student may be its own teacher.
+    """Check, before anything is loaded or tokenized, what models and arguments say; the
+    student may be its own teacher.
 
-    Raises UserError: rows do not fit the positions of a model; a copy of the student would not be the original; it is
-    said how to load a model that is not loaded.
+    Raises UserError: rows do not fit the positions of a model; a copy of the student
+    would not be the original; it is said how to load a model that is not loaded.
     """
     for each, is_teacher in ((model, False), (teacher, True)):
         _check_loading(each, args, "teacher" if is_teacher else "model")
@@ -105,25 +115,30 @@ def _check_loading(model: Any, args: FCSDConfig, name: str) -> None:
     if getattr(args, argument) and not isinstance(model, str | Path):
         given = "was left out" if model is None else f"is a {type(model).__name__}"
         raise UserError(
-            f"FCSDConfig: {argument}: is for a {name} that is given by its path, and {name} {given}; leave it out, or"
-            " give the path"
+            f"FCSDConfig: {argument}: is for a {name} that is given by its path, and"
+            f" {name} {given}; leave it out, or give the path"
         )
 
 
 def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
     name, config = type(model).__name__, getattr(model, "config", {})
     if isinstance(model, str | Path):
-        name, config = str(model), read_config(find_model(args.model_config(str(model))).folder)[0]
+        name, config = (
+            str(model),
+            read_config(find_model(args.model_config(str(model))).folder)[0],
+        )
     if (how := changed_by(config)) is not None:
         raise UserError(
-            f"teacher: {name} was {how} already, so that a copy of it is not the original; give the original as"
-            " teacher=, a model or its path"
+            f"teacher: {name} was {how} already, so that a copy of it is not the"
+            " original; give the original as teacher=, a model or its path"
         )
 
 
-def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch) -> Any:
-    """Return the model to compare with, or the `Teacher` of the caller; for None a regular copy of the student.
-    UserError where it is the student itself.
+def teacher_of(
+    teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch
+) -> Any:
+    """Return the model to compare with, or the `Teacher` of the caller; for None a
+    regular copy of the student. UserError where it is the student itself.
     """
     if teacher is None:
         original = copy.deepcopy(student)
@@ -131,7 +146,8 @@ def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch:
         return original
     if teacher is student:
         raise UserError(
-            "teacher: is the model that is trained; leave it out, and a copy with the original connectivity is made"
+            "teacher: is the model that is trained; leave it out, and a copy with the"
+            " original connectivity is made"
         )
     if not isinstance(teacher, str | Path):
         return teacher
@@ -140,8 +156,9 @@ def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch:
 
 
 class TrainerInputs:
-    """Models and data of the constructor. bad_rows: with `args.on_bad_row` "skip" the examples that were left out.
-    given: what a card says of them. UserError for an engine that a training in a script cannot have.
+    """Models and data of the constructor. bad_rows: with `args.on_bad_row` "skip" the
+    examples that were left out. given: what a card says of them. UserError for an
+    engine that a training in a script cannot have.
     """
 
     def __init__(self, args: FCSDConfig, launch: Launch):
@@ -149,7 +166,8 @@ class TrainerInputs:
         check_folder_place(Path(str(args.output_dir)))
         self.args, self.launch = args, launch
         self.given = Given()
-        self._checkpoint: ModelFolder | None = None  # of a model that is given by its path
+        # of a model that is given by its path
+        self._checkpoint: ModelFolder | None = None
         self._teacher: str | None = None
         self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
         self._tokenizer: Any = None
@@ -157,14 +175,24 @@ class TrainerInputs:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Keep accelerate from sharding, and name arguments in errors; a recipe's run does the one, and has keys."""
+        """Keep accelerate from sharding, and name arguments in errors; a recipe's run
+        does the one, and has keys.
+        """
         with python_words(), engine_environment(self.launch.engine, self.launch.device):
             yield
 
     def ready(
-        self, model: Any, teacher: Any, data: tuple[Any, Any], tokenizer: Any, *, knows_metrics: bool
+        self,
+        model: Any,
+        teacher: Any,
+        data: tuple[Any, Any],
+        tokenizer: Any,
+        *,
+        knows_metrics: bool,
     ) -> Ready:
-        """Load, convert and tokenize; data: to train on, held out. knows_metrics: more than losses are measured."""
+        """Load, convert and tokenize; data: to train on, held out. knows_metrics: more
+        than losses are measured.
+        """
         args, launch = self.args, self.launch
         has_teacher = args.sections().objective.has_teacher
         check_models(model, teacher, args, launch)
@@ -172,7 +200,9 @@ class TrainerInputs:
         if isinstance(model, str | Path):
             self._checkpoint = find_model(args.model_config(str(model)))
         # The data are checked before a model is loaded from a path.
-        student = None if isinstance(model, str | Path) else student_of(model, args, launch)
+        student = (
+            None if isinstance(model, str | Path) else student_of(model, args, launch)
+        )
         path: Any = model if student is None else student.config._name_or_path
         if student is None:
             self._vocab_size = find_model(args.model_config(str(model))).vocab_size
@@ -182,7 +212,9 @@ class TrainerInputs:
             self._tokenizer = _tokenizer_beside(path, args)
         else:
             trusts = args.trust_remote_code
-            self._tokenizer = tokenizer_of(tokenizer, "processing_class", trust_remote_code=trusts)
+            self._tokenizer = tokenizer_of(
+                tokenizer, "processing_class", trust_remote_code=trusts
+            )
         rows = self._rows(data[0], "train_dataset", self.bad_rows, shuffle=True)
         heldout = self.heldout_rows(data[1])
         if not knows_metrics:
@@ -205,11 +237,16 @@ class TrainerInputs:
     def heldout_rows(self, data: Any, name: str = "eval_dataset") -> Any:
         """Return rows in order; of a dict of data sets a dict of them."""
         if isinstance(data, Mapping):
-            return {key: self.heldout_rows(value, f"{name} {key!r}") for key, value in data.items()}
+            return {
+                key: self.heldout_rows(value, f"{name} {key!r}")
+                for key, value in data.items()
+            }
         return self._rows(data, name, BadRows(setting=None), shuffle=False)
 
     def rows_of_call(self, data: Any, name: str, held: Any = None) -> Any:
-        """Return rows of what `evaluate` or `predict` is given; held: the constructor's data, for None or a name."""
+        """Return rows of what `evaluate` or `predict` is given; held: the constructor's
+        data, for None or a name.
+        """
         if data is None and held is None:
             raise UserError(f"{name}: None; the data to measure are needed")
         is_name = isinstance(data, str) and isinstance(held, Mapping) and data in held
@@ -222,7 +259,9 @@ class TrainerInputs:
         num_rows = None
         if name == "train_dataset" and isinstance(data, IterableDataset):
             if args.max_steps <= 0:
-                raise UserError("train_dataset: a stream does not say where it ends; set max_steps")
+                raise UserError(
+                    "train_dataset: a stream does not say where it ends; set max_steps"
+                )
             num_rows = args.max_steps * args.rows_of_a_step(self.launch)
         rows = given_rows(
             data,
@@ -236,10 +275,12 @@ class TrainerInputs:
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=shuffle,
             num_rows=num_rows,
-            num_proc=args.dataset_num_proc or max(1, default_workers() // self.launch.ranks.size),
+            num_proc=args.dataset_num_proc
+            or max(1, default_workers() // self.launch.ranks.size),
             bad_rows=bad_rows,
         )
-        if not shuffle and self.launch.first:  # of those to train on it is told which are never used, too
+        # of those to train on it is told which are never used, too
+        if not shuffle and self.launch.first:
             tell_examples(rows, name, always=False)
         return rows
 
@@ -250,7 +291,8 @@ def _check_launch(args: FCSDConfig, launch: Launch) -> None:
     check_precision(sections.train, launch.engine)
     if launch.engine.uses_deepspeed:
         raise UserError(
-            "FCSDTrainer: DeepSpeed is not supported; launch configs/fsdp2_8.yaml, or use a recipe"
+            "FCSDTrainer: DeepSpeed is not supported; launch configs/fsdp2_8.yaml, or"
+            " use a recipe"
         )
     refuse_what_cannot_be_sharded(sections.train, sections.objective, launch.engine)
     if args.batch_size_tokens is not None:
@@ -259,43 +301,66 @@ def _check_launch(args: FCSDConfig, launch: Launch) -> None:
 
 
 def _check_metric(args: FCSDConfig, heldout: Any, teacher: Any) -> None:
-    """Raise UserError where the best model is to be chosen by a loss that the evaluation of `heldout` does not give."""
+    """Raise UserError where the best model is to be chosen by a loss that the
+    evaluation of `heldout` does not give.
+    """
     metric = args.metric_for_best_model
     if metric is None or heldout is None or not is_loss(metric):
         return
     losses = ["loss", "kl" if args.sections().objective.has_teacher else "ce"]
     losses += ["kl"] if teacher is not None else []
     names = [f"{name}_" for name in heldout] if isinstance(heldout, Mapping) else [""]
-    measured = [f"eval_{name}{loss}" for name in names for loss in dict.fromkeys(losses)]
+    measured = [
+        f"eval_{name}{loss}" for name in names for loss in dict.fromkeys(losses)
+    ]
     if f"eval_{metric.removeprefix('eval_')}" not in measured:
         raise UserError(
-            f"FCSDConfig: metric_for_best_model: {metric!r} is not measured in this training;"
-            f" allowed: {', '.join(measured)}"
+            f"FCSDConfig: metric_for_best_model: {metric!r} is not measured in this"
+            f" training; allowed: {', '.join(measured)}"
         )
 
 
 def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
     if not path:
         raise UserError(
-            "processing_class: is needed, the tokenizer of the model (it was not loaded from a checkpoint)"
+            "processing_class: is needed, the tokenizer of the model (it was not loaded"
+            " from a checkpoint)"
         )
     checkpoint = find_model(args.model_config(str(path)))
     return load_tokenizer(checkpoint.folder, trust_remote_code=args.trust_remote_code)
 
 
-def check_kinds(teacher: Any, callbacks: Any, optimizers: Any, compute_metrics: Any, launch: Any) -> None:
+def check_kinds(
+    teacher: Any, callbacks: Any, optimizers: Any, compute_metrics: Any, launch: Any
+) -> None:
     """Raise UserError where an argument of the constructor is something else than it takes."""
-    hint = " (fcsd.load gives a model and its tokenizer)" if isinstance(teacher, tuple) else ""
+    hint = (
+        " (fcsd.load gives a model and its tokenizer)"
+        if isinstance(teacher, tuple)
+        else ""
+    )
     models = f"a transformers model{hint}, the path of one, or a Teacher"
     check_kind("teacher", teacher, str | Path | nn.Module | Teacher | None, models)
     check_kind("callbacks", callbacks, list | tuple | None, "a list of callbacks")
     for callback in callbacks or []:
         if not (isinstance(callback, type) and issubclass(callback, TrainerCallback)):
-            check_kind("callbacks", callback, TrainerCallback, "a TrainerCallback of transformers")
+            check_kind(
+                "callbacks",
+                callback,
+                TrainerCallback,
+                "a TrainerCallback of transformers",
+            )
     if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
         raise UserError(
-            f"optimizers: {kind_of(optimizers)}; a pair (optimizer, scheduler) is needed, None for one that is to be"
-            " made"
+            f"optimizers: {kind_of(optimizers)}; a pair (optimizer, scheduler) is"
+            " needed, None for one that is to be made"
         )
-    check_kind("compute_metrics", compute_metrics, Callable | None, "a function of logits and labels")
-    check_kind("launch", launch, Launch | None, "what fcsd.parallel.launch.join_launch gives")
+    check_kind(
+        "compute_metrics",
+        compute_metrics,
+        Callable | None,
+        "a function of logits and labels",
+    )
+    check_kind(
+        "launch", launch, Launch | None, "what fcsd.parallel.launch.join_launch gives"
+    )

@@ -1,11 +1,13 @@
-"""FarSkip connectivity as a layer of Megatron-Core: blocking, the exchanges of the MoE block are waited for at once.
+"""FarSkip connectivity as a layer of Megatron-Core: blocking, the exchanges of the MoE
+block are waited for at once.
 
     o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m)
 
-`a` and `m` are as in `fcsd.model.connectivity.spec.Connectivity`. The stream without the routed output in flight rides
-from layer to layer as the `context` that Megatron's block hands on beside the stream; models without cross-attention
-have no other. o_k - routed_k is summed up without routed_k, never subtracted. Modules and parameters are those of
-Megatron's layer, and so are the names in its state dict.
+`a` and `m` are as in `fcsd.model.connectivity.spec.Connectivity`. The stream without
+the routed output in flight rides from layer to layer as the `context` that Megatron's
+block hands on beside the stream; models without cross-attention have no other. o_k -
+routed_k is summed up without routed_k, never subtracted. Modules and parameters are
+those of Megatron's layer, and so are the names in its state dict.
 """
 
 from typing import Any
@@ -23,14 +25,19 @@ Branch = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class FarSkipTransformerLayer(TransformerLayer):
-    """A rewired layer. `plan` comes from the spec (`fcsd_megatron.spec.with_farskip`), all else from Megatron."""
+    """A rewired layer. `plan` comes from the spec (`fcsd_megatron.spec.with_farskip`),
+    all else from Megatron.
+    """
 
-    def __init__(self, config: Any, *args: Any, plan: LayerPlan, **options: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, plan: LayerPlan, **options: Any
+    ) -> None:
         check_options(config)
         super().__init__(config, *args, **options)
         if not isinstance(self.cross_attention, IdentityOp):
             raise UserError(
-                "fcsd-megatron: cross-attention reads the context in which FarSkip layers hand on a stream"
+                "fcsd-megatron: cross-attention reads the context in which FarSkip"
+                " layers hand on a stream"
             )
         self.plan = plan
 
@@ -50,7 +57,8 @@ class FarSkipTransformerLayer(TransformerLayer):
         Args:
             hidden_states: o_{k-1}, (T, B, D).
             context: o_{k-1} - routed_{k-1} where that is in flight, else None.
-            padding_mask: (B, T), True for padding, which Megatron's balance loss leaves out.
+            padding_mask: (B, T), True for padding, which Megatron's balance loss leaves
+                out.
             arguments: of attention, passed on.
 
         Raises:
@@ -58,10 +66,13 @@ class FarSkipTransformerLayer(TransformerLayer):
         """
         if inference_context is not None:
             raise UserError(
-                "fcsd-megatron: inference in Megatron-Core was not compared with fcsd; serve with vLLM"
+                "fcsd-megatron: inference in Megatron-Core was not compared with fcsd;"
+                " serve with vLLM"
             )
         a = hidden_states if context is None else context
-        attention = self.self_attention(self.input_layernorm(a), attention_mask=attention_mask, **arguments)
+        attention = self.self_attention(
+            self.input_layernorm(a), attention_mask=attention_mask, **arguments
+        )
         stream = self.add(self.self_attn_bda, attention, hidden_states)
         m = self.pre_mlp_layernorm(hidden_states if self.plan.outdated else stream)
         if not self.is_moe_layer:
@@ -69,20 +80,24 @@ class FarSkipTransformerLayer(TransformerLayer):
         shared, routed = self.branches(m, padding_mask)
         if shared is not None:
             stream = self.add(self.mlp_bda, (shared, None), stream)
-        return self.add(self.mlp_bda, (routed, None), stream), stream if self.plan.carry else None
+        return self.add(self.mlp_bda, (routed, None), stream), (
+            stream if self.plan.carry else None
+        )
 
     def add(self, operator: Any, branch: Branch, stream: torch.Tensor) -> torch.Tensor:
         """Add a branch to the stream by Megatron's own operator, with its bias and its dropout."""
         with self.bias_dropout_add_exec_handler():
-            total: torch.Tensor = operator(self.training, self.config.bias_dropout_fusion)(
-                branch, stream, self.hidden_dropout
-            )
+            total: torch.Tensor = operator(
+                self.training, self.config.bias_dropout_fusion
+            )(branch, stream, self.hidden_dropout)
         return total
 
     def branches(
         self, m: torch.Tensor, padding_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return what shared experts, None without them, and routed experts put out: `MoELayer.forward` in steps."""
+        """Return what shared experts, None without them, and routed experts put out:
+        `MoELayer.forward` in steps.
+        """
         moe = self.mlp
         shared = moe.shared_experts_compute(m)
         probabilities, routing = moe.route(

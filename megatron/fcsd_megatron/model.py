@@ -1,4 +1,6 @@
-"""A Megatron-Core model of a checkpoint: local layers, the checkpoint's sizes, router and connectivity."""
+"""A Megatron-Core model of a checkpoint: local layers, the checkpoint's sizes, router
+and connectivity.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,29 +18,43 @@ from fcsd_megatron.versions import check_version
 
 
 def transformer_config(source: Source, **options: Any) -> TransformerConfig:
-    """Return Megatron's config of a checkpoint, in the parallel groups that Megatron has initialised.
+    """Return Megatron's config of a checkpoint, in the parallel groups that Megatron
+    has initialised.
 
     Args:
-        options: further fields of TransformerConfig (`params_dtype`, `moe_token_dispatcher_type`, …).
+        options: further fields of TransformerConfig (`params_dtype`,
+            `moe_token_dispatcher_type`, …).
 
     Raises:
-        UserError: an option that the checkpoint decides, or that FarSkip layers do not go with.
+        UserError: an option that the checkpoint decides, or that FarSkip layers do not
+            go with.
     """
     if decided := sorted(options.keys() & source.settings.keys() - _FREE):
         raise UserError(
-            f"{source.checkpoint.folder}: {decided[0]} is the checkpoint's, {source.settings[decided[0]]!r}; leave it"
-            " out"
+            f"{source.checkpoint.folder}: {decided[0]} is the checkpoint's,"
+            f" {source.settings[decided[0]]!r}; leave it out"
         )
     groups = {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "tensor_model_parallel_size": (
+            parallel_state.get_tensor_model_parallel_world_size()
+        ),
+        "pipeline_model_parallel_size": (
+            parallel_state.get_pipeline_model_parallel_world_size()
+        ),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_model_parallel_size": (
+            parallel_state.get_expert_model_parallel_world_size()
+        ),
     }
-    cls = MLATransformerConfig if source.settings.get("multi_latent_attention") else TransformerConfig
+    cls = (
+        MLATransformerConfig
+        if source.settings.get("multi_latent_attention")
+        else TransformerConfig
+    )
     fields: dict[str, Any] = {**source.settings, **groups, **options}
     if fields["pipeline_model_parallel_size"] > 1:
-        fields.setdefault("pipeline_dtype", fields.get("params_dtype"))  # or Megatron complains first
+        # or Megatron complains first
+        fields.setdefault("pipeline_dtype", fields.get("params_dtype"))
     config: TransformerConfig = cls(**fields)
     check_options(config)
     return config
@@ -51,18 +67,23 @@ _FREE = {
     "moe_router_load_balancing_type",
     "moe_router_bias_update_rate",
 }
-"""Fields that a training chooses: they do not change what the checkpoint's model computes in evaluation."""
+"""Fields that a training chooses: they do not change what the checkpoint's model
+computes in evaluation.
+"""
 
 
 def build_model(path: str | Path, **options: Any) -> GPTModel:
-    """Build the model of a checkpoint with Megatron's own initial weights; `load_weights` fills in the checkpoint's.
+    """Build the model of a checkpoint with Megatron's own initial weights;
+    `load_weights` fills in the checkpoint's.
 
     Args:
-        path: local folder, or `owner/name` of a Hub repository; its connectivity is the model's.
+        path: local folder, or `owner/name` of a Hub repository; its connectivity is the
+            model's.
         options: further fields of TransformerConfig.
 
     Raises:
-        UserError: another release of megatron-core; as `read_source` and `transformer_config`.
+        UserError: another release of megatron-core; as `read_source` and
+            `transformer_config`.
     """
     check_version()
     source = read_source(path)

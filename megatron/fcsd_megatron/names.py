@@ -1,6 +1,8 @@
-"""Which tensors of a checkpoint make which of Megatron's local layers, and back. torch alone, no Megatron in here.
+"""Which tensors of a checkpoint make which of Megatron's local layers, and back. torch
+alone, no Megatron in here.
 
-Names of Megatron are those of a model on one rank: experts are numbered over the whole model (`own_name` has a rank's).
+Names of Megatron are those of a model on one rank: experts are numbered over the whole
+model (`own_name` has a rank's).
 """
 
 import re
@@ -25,10 +27,12 @@ class Piece:
 
 
 def pieces_of(config: Any, mask: Sequence[bool]) -> dict[str, Piece]:
-    """Return Megatron's name of each tensor of a model -> its piece; every tensor of the checkpoint is in one piece.
+    """Return Megatron's name of each tensor of a model -> its piece; every tensor of
+    the checkpoint is in one piece.
 
     Args:
-        config: config object of transformers of a family of `fcsd_megatron.settings.FAMILIES`.
+        config: config object of transformers of a family of
+            `fcsd_megatron.settings.FAMILIES`.
         mask: one entry a layer, True for an MoE layer.
     """
     pieces = {
@@ -36,7 +40,11 @@ def pieces_of(config: Any, mask: Sequence[bool]) -> dict[str, Piece]:
         "decoder.final_layernorm.weight": Piece(("model.norm.weight",)),
         "output_layer.weight": Piece(("lm_head.weight",)),
     }
-    attention = _qwen3_attention if base_model_type(config.model_type) == "qwen3_moe" else _latent_attention
+    attention = (
+        _qwen3_attention
+        if base_model_type(config.model_type) == "qwen3_moe"
+        else _latent_attention
+    )
     for k, is_moe in enumerate(mask):
         ours, theirs = f"decoder.layers.{k}.", f"model.layers.{k}."
         layer = {
@@ -47,7 +55,9 @@ def pieces_of(config: Any, mask: Sequence[bool]) -> dict[str, Piece]:
         }
         for name, piece in layer.items():
             pieces[ours + name] = Piece(
-                tuple(theirs + source for source in piece.sources), piece.join, piece.split
+                tuple(theirs + source for source in piece.sources),
+                piece.join,
+                piece.split,
             )
     return pieces
 
@@ -56,15 +66,23 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+(?=\.)")
 
 
 def own_name(name: str, first: int, count: int) -> str | None:
-    """Return the name of a tensor on a rank with `count` experts from number `first` on; None on other ranks."""
+    """Return the name of a tensor on a rank with `count` experts from number `first`
+    on; None on other ranks.
+    """
     if (match := _EXPERT.search(name)) is None:
         return name
     index = int(match[0]) - first
-    return f"{name[: match.start()]}{index}{name[match.end() :]}" if 0 <= index < count else None
+    return (
+        f"{name[: match.start()]}{index}{name[match.end() :]}"
+        if 0 <= index < count
+        else None
+    )
 
 
 def is_expert(name: str) -> bool:
-    """Tell whether a tensor of Megatron belongs to a routed expert, so that ranks have different ones."""
+    """Tell whether a tensor of Megatron belongs to a routed expert, so that ranks have
+    different ones.
+    """
     return _EXPERT.search(name) is not None
 
 
@@ -91,7 +109,9 @@ def _experts(config: Any) -> dict[str, Piece]:
 
 
 def _qwen3_attention(config: Any) -> dict[str, Piece]:
-    """Map grouped attention: Megatron has the rows of one tensor by groups, each its queries, its key, its value."""
+    """Map grouped attention: Megatron has the rows of one tensor by groups, each its
+    queries, its key, its value.
+    """
     groups, head = config.num_key_value_heads, config.head_dim
     queries = config.num_attention_heads // groups * head
 
@@ -100,7 +120,9 @@ def _qwen3_attention(config: Any) -> dict[str, Piece]:
         return torch.cat(rows, dim=1).reshape(-1, tensors[0].shape[-1])
 
     def split(tensor: torch.Tensor) -> Tensors:
-        rows = tensor.reshape(groups, -1, tensor.shape[-1]).split([queries, head, head], dim=1)
+        rows = tensor.reshape(groups, -1, tensor.shape[-1]).split(
+            [queries, head, head], dim=1
+        )
         return [part.reshape(-1, tensor.shape[-1]) for part in rows]
 
     projections = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")

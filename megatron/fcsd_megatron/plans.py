@@ -8,15 +8,21 @@ from fcsd.model.connectivity import Connectivity, resolve_layers
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one rewired layer does; `fcsd.model.connectivity.spec.Connectivity` has the equations."""
+    """What one rewired layer does; `fcsd.model.connectivity.spec.Connectivity` has the
+    equations.
+    """
 
     outdated: bool
     """The MLP side reads the stream without this layer's attention; otherwise with it."""
     carry: bool
-    """The next layer's attention reads the stream without this layer's routed output, so both are handed on."""
+    """The next layer's attention reads the stream without this layer's routed output,
+    so both are handed on.
+    """
 
 
-def layer_plans(connectivity: Connectivity | None, mask: Sequence[bool]) -> list[LayerPlan | None]:
+def layer_plans(
+    connectivity: Connectivity | None, mask: Sequence[bool]
+) -> list[LayerPlan | None]:
     """Return a plan a layer, None for one that stays Megatron's own.
 
     Args:

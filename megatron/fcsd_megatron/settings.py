@@ -24,7 +24,8 @@ _COMMON: dict[str, Any] = {
 
 
 def settings_of(config: Any, mask: Sequence[bool], where: str) -> dict[str, Any]:
-    """Return the fields of a TransformerConfig that compute what transformers computes with this config.
+    """Return the fields of a TransformerConfig that compute what transformers computes
+    with this config.
 
     Args:
         config: config object of transformers, with its defaults filled in.
@@ -37,7 +38,8 @@ def settings_of(config: Any, mask: Sequence[bool], where: str) -> dict[str, Any]
     family = base_model_type(config.model_type)
     if family not in FAMILIES:
         raise UserError(
-            f"{where}: model type '{family}' is not mapped to Megatron-Core; {' and '.join(FAMILIES)} are"
+            f"{where}: model type '{family}' is not mapped to Megatron-Core;"
+            f" {' and '.join(FAMILIES)} are"
         )
     _check(config, where, _SAME)
     settings = {
@@ -53,12 +55,19 @@ def settings_of(config: Any, mask: Sequence[bool], where: str) -> dict[str, Any]
         "moe_router_topk": config.num_experts_per_tok,
         "moe_layer_freq": [int(is_moe) for is_moe in mask],
     }
-    return settings | (_qwen3_moe if family == "qwen3_moe" else _deepseek_v3)(config, where)
+    return settings | (_qwen3_moe if family == "qwen3_moe" else _deepseek_v3)(
+        config, where
+    )
 
 
 def rotary_of(config: Any) -> dict[str, Any]:
-    """Return the arguments of GPTModel for rotary positions; latent attention makes its own and leaves them alone."""
-    return {"position_embedding_type": "rope", "rotary_base": config.rope_parameters["rope_theta"]}
+    """Return the arguments of GPTModel for rotary positions; latent attention makes its
+    own and leaves them alone.
+    """
+    return {
+        "position_embedding_type": "rope",
+        "rotary_base": config.rope_parameters["rope_theta"],
+    }
 
 
 _Rule = tuple[Callable[[Any], bool], str]
@@ -68,8 +77,14 @@ _SAME: dict[str, _Rule] = {
         lambda value: not value,
         "embeddings and head have one tensor each in the mapping",
     ),
-    "attention_bias": (lambda value: not value, "attention without biases is mapped alone"),
-    "attention_dropout": (lambda value: not value, "attention without dropout is mapped alone"),
+    "attention_bias": (
+        lambda value: not value,
+        "attention without biases is mapped alone",
+    ),
+    "attention_dropout": (
+        lambda value: not value,
+        "attention without dropout is mapped alone",
+    ),
     "quantization_config": (
         lambda value: value is None,
         "weights in whole numbers are not mapped; dequantise first",
@@ -79,7 +94,10 @@ _QWEN3_MOE: dict[str, _Rule] = {
     "use_sliding_window": (lambda value: not value, "windows are not mapped"),
 }
 _DEEPSEEK_V3: dict[str, _Rule] = {
-    "rope_interleave": (bool, "Megatron's latent attention rotates interleaved pairs alone"),
+    "rope_interleave": (
+        bool,
+        "Megatron's latent attention rotates interleaved pairs alone",
+    ),
     "norm_topk_prob": (bool, "Megatron normalises the weights of a sigmoid router"),
 }
 
@@ -93,14 +111,19 @@ def _check(config: Any, where: str, rules: dict[str, _Rule]) -> None:
 def _qwen3_moe(config: Any, where: str) -> dict[str, Any]:
     _check(config, where, _QWEN3_MOE)
     rope = config.rope_parameters
-    if rope.keys() - {"rope_theta", "rope_type"} or rope.get("rope_type", "default") != "default":
+    if (
+        rope.keys() - {"rope_theta", "rope_type"}
+        or rope.get("rope_type", "default") != "default"
+    ):
         raise UserError(
-            f"{where}: rope_parameters: {rope!r} is not mapped; rope_type default with rope_theta is"
+            f"{where}: rope_parameters: {rope!r} is not mapped; rope_type default with"
+            " rope_theta is"
         )
     return {
         "num_query_groups": config.num_key_value_heads,
         "kv_channels": config.head_dim,
-        # Softmax over the chosen logits is softmax over all of them, normalised over the chosen.
+        # Softmax over the chosen logits is softmax over all of them, normalised over
+        # the chosen.
         "moe_router_pre_softmax": not config.norm_topk_prob,
     }
 
@@ -118,40 +141,59 @@ def _deepseek_v3(config: Any, where: str) -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
-        "moe_shared_expert_intermediate_size": config.moe_intermediate_size * (config.n_shared_experts or 0)
-        or None,
+        "moe_shared_expert_intermediate_size": (
+            config.moe_intermediate_size * (config.n_shared_experts or 0) or None
+        ),
         **_groups(config, where),
         **_latent_rotary(config.rope_parameters, where),
     }
 
 
 def _groups(config: Any, where: str) -> dict[str, Any]:
-    """Return how experts are chosen by groups. transformers adds up the best two of a group, Megatron the best K/g."""
+    """Return how experts are chosen by groups. transformers adds up the best two of a
+    group, Megatron the best K/g.
+    """
     if config.n_group in (None, 1) or config.topk_group == config.n_group:
         return {}
     if config.num_experts_per_tok // config.topk_group != 2:
         raise UserError(
-            f"{where}: topk_group: {config.topk_group} of {config.num_experts_per_tok} experts a token: Megatron would"
-            " choose groups by another number of experts than two"
+            f"{where}: topk_group: {config.topk_group} of {config.num_experts_per_tok}"
+            " experts a token: Megatron would choose groups by another number of"
+            " experts than two"
         )
-    return {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
+    return {
+        "moe_router_num_groups": config.n_group,
+        "moe_router_group_topk": config.topk_group,
+    }
 
 
-_YARN = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
+_YARN = {
+    "rope_type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+}
 _YARN_SCALES = {"mscale", "mscale_all_dim"}
 
 
 def _latent_rotary(rope: dict[str, Any], where: str) -> dict[str, Any]:
     kind = rope.get("rope_type", "default")
-    common = {"rotary_base": rope["rope_theta"], "rotary_percent": 1.0, "apply_rope_fusion": False}
+    common = {
+        "rotary_base": rope["rope_theta"],
+        "rotary_percent": 1.0,
+        "apply_rope_fusion": False,
+    }
     if kind == "default":
         return {**common, "rope_type": "rope", "rotary_scaling_factor": 1.0}
     scales = _YARN_SCALES & {name for name in rope if rope[name]}
     others = rope.keys() - _YARN - _YARN_SCALES
     if kind != "yarn" or others or len(scales) == 1:
         raise UserError(
-            f"{where}: rope_parameters: {rope!r} is not mapped; default and yarn are, the latter with"
-            f" {', '.join(sorted(_YARN))}, and mscale and mscale_all_dim both or neither"
+            f"{where}: rope_parameters: {rope!r} is not mapped; default and yarn are,"
+            f" the latter with {', '.join(sorted(_YARN))}, and mscale and"
+            " mscale_all_dim both or neither"
         )
     return {
         **common,

@@ -1,4 +1,6 @@
-"""A checkpoint that a Megatron model is made from, read and checked by fcsd. No Megatron in here."""
+"""A checkpoint that a Megatron model is made from, read and checked by fcsd. No
+Megatron in here.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +29,15 @@ class Source:
 
 
 def read_source(path: str | Path) -> Source:
-    """Read a regular or FarSkip checkpoint of qwen3_moe or deepseek_v3; no weights are read.
+    """Read a regular or FarSkip checkpoint of qwen3_moe or deepseek_v3; no weights are
+    read.
 
     Args:
         path: local folder, or `owner/name` of a Hub repository.
 
     Raises:
-        UserError: as `fcsd.load_model`; what `settings_of` refuses; a tensor that the mapping does not know.
+        UserError: as `fcsd.load_model`; what `settings_of` refuses; a tensor that the
+            mapping does not know.
     """
     checkpoint = read_checkpoint(find_folder(path))
     config, cls = config_and_class(checkpoint)
@@ -45,7 +49,10 @@ def read_source(path: str | Path) -> Source:
     known = {name for piece in pieces.values() for name in piece.sources}
     if unknown := sorted(checkpoint.shapes.keys() - known):
         raise UserError(
-            f"{path}: {len(unknown)} tensors have no place in Megatron, the first is '{unknown[0]}'; a checkpoint of"
-            " decoder layers with an expert a tensor, as save_pretrained writes it, is needed"
+            f"{path}: {len(unknown)} tensors have no place in Megatron, the first is"
+            f" '{unknown[0]}'; a checkpoint of decoder layers with an expert a tensor,"
+            " as save_pretrained writes it, is needed"
         )
-    return Source(checkpoint, config, settings, layer_plans(checkpoint.connectivity, mask), pieces)
+    return Source(
+        checkpoint, config, settings, layer_plans(checkpoint.connectivity, mask), pieces
+    )

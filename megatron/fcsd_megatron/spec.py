@@ -1,4 +1,6 @@
-"""Specs of Megatron-Core: rewired layers in the place of its own, and the local layers that a checkpoint needs."""
+"""Specs of Megatron-Core: rewired layers in the place of its own, and the local layers
+that a checkpoint needs.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -21,10 +23,11 @@ from fcsd_megatron.plans import LayerPlan
 def with_farskip(
     block: TransformerBlockSubmodules, plans: Sequence[LayerPlan | None]
 ) -> TransformerBlockSubmodules:
-    """Return a block's spec with `FarSkipTransformerLayer` where there is a plan; all else is the block's.
+    """Return a block's spec with `FarSkipTransformerLayer` where there is a plan; all
+    else is the block's.
 
-    Any spec of `TransformerLayer`s is taken. Those of local layers were compared with fcsd, those of Transformer
-    Engine were not.
+    Any spec of `TransformerLayer`s is taken. Those of local layers were compared with
+    fcsd, those of Transformer Engine were not.
 
     Raises:
         UserError: another number of layers than plans, or layers of another class.
@@ -32,29 +35,41 @@ def with_farskip(
     specs = list(block.layer_specs)
     if len(specs) != len(plans):
         raise UserError(
-            f"fcsd-megatron: {len(plans)} plans for a spec of {len(specs)} layers; a layer needs one each"
+            f"fcsd-megatron: {len(plans)} plans for a spec of {len(specs)} layers; a"
+            " layer needs one each"
         )
     for k, plan in enumerate(plans):
         if plan is None:
             continue
         if specs[k].module is not TransformerLayer:
             raise UserError(
-                f"fcsd-megatron: layer {k} is a {specs[k].module.__name__}; FarSkip layers replace TransformerLayer"
+                f"fcsd-megatron: layer {k} is a {specs[k].module.__name__}; FarSkip"
+                " layers replace TransformerLayer"
             )
-        specs[k] = ModuleSpec(FarSkipTransformerLayer, params={"plan": plan}, submodules=specs[k].submodules)
+        specs[k] = ModuleSpec(
+            FarSkipTransformerLayer,
+            params={"plan": plan},
+            submodules=specs[k].submodules,
+        )
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=block.layer_norm)
 
 
 def local_block(config: Any) -> TransformerBlockSubmodules:
-    """Return Megatron's own spec of local layers; latent attention as transformers computes it.
+    """Return Megatron's own spec of local layers; latent attention as transformers
+    computes it.
 
     Raises:
-        UserError: queries without a latent in a release that has no local layer for them.
+        UserError: queries without a latent in a release that has no local layer for
+            them.
     """
-    if config.multi_latent_attention and config.q_lora_rank is None and version("megatron-core") == "0.19.2":
+    if (
+        config.multi_latent_attention
+        and config.q_lora_rank is None
+        and version("megatron-core") == "0.19.2"
+    ):
         raise UserError(
-            "fcsd-megatron: q_lora_rank null: megatron-core 0.19.2 normalises such queries in Transformer Engine alone;"
-            " install megatron-core==0.16.1"
+            "fcsd-megatron: q_lora_rank null: megatron-core 0.19.2 normalises such"
+            " queries in Transformer Engine alone; install megatron-core==0.16.1"
         )
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization
@@ -63,29 +78,42 @@ def local_block(config: Any) -> TransformerBlockSubmodules:
         for spec in (specs := [copy.deepcopy(spec) for spec in block.layer_specs]):
             attention = spec.submodules.self_attention.submodules
             attention.core_attention = LatentAttention
-            attention.q_layernorm = IdentityOp if config.q_lora_rank is None else LatentNorm
+            attention.q_layernorm = (
+                IdentityOp if config.q_lora_rank is None else LatentNorm
+            )
             attention.kv_layernorm = LatentNorm
-        block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=block.layer_norm)
+        block = TransformerBlockSubmodules(
+            layer_specs=specs, layer_norm=block.layer_norm
+        )
     return block
 
 
 class LatentAttention(DotProductAttention):
-    """Megatron's local attention with values of another size than keys, which latent attention has.
+    """Megatron's local attention with values of another size than keys, which latent
+    attention has.
 
-    `DotProductAttention` of 0.16.1 and 0.19.2 refuses the two sizes; what it computes does not depend on them, but for
-    the shape of its output.
+    `DotProductAttention` of 0.16.1 and 0.19.2 refuses the two sizes; what it computes
+    does not depend on them, but for the shape of its output.
     """
 
     def __init__(
-        self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **options: Any
+        self,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+            self.hidden_size_per_partition = (
+                v_channels * self.num_attention_heads_per_partition
+            )
 
 
 class LatentNorm:
-    """A norm of latents: its epsilon is 1e-6 in transformers and in DeepSeek's code, whatever the config says."""
+    """A norm of latents: its epsilon is 1e-6 in transformers and in DeepSeek's code,
+    whatever the config says.
+    """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-6) -> Any:
         return WrappedTorchNorm(config, hidden_size, eps=1e-6)

@@ -1,4 +1,6 @@
-"""Weights of a checkpoint in a Megatron model, and back. Each rank reads and writes its own experts."""
+"""Weights of a checkpoint in a Megatron model, and back. Each rank reads and writes its
+own experts.
+"""
 
 import contextlib
 import functools
@@ -13,7 +15,12 @@ from safetensors import safe_open
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, safetensors_header, write_json
-from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, read_checkpoint_json
+from fcsd.model.connectivity.checkpoint import (
+    CONFIG,
+    INDEX,
+    Checkpoint,
+    read_checkpoint_json,
+)
 from fcsd.model.connectivity.export import carry_over, write_code
 from fcsd.model.connectivity.modeling import MODELING_FILE
 from fcsd.model.connectivity.spec import TRAINED
@@ -25,95 +32,147 @@ from fcsd_megatron.source import Source, read_source
 
 @torch.no_grad()
 def load_weights(model: Any, path: str | Path) -> None:
-    """Copy a checkpoint's weights into a model of it, in the model's dtypes and on its devices.
+    """Copy a checkpoint's weights into a model of it, in the model's dtypes and on its
+    devices.
 
     Args:
         model: of `build_model`, or of the same spec, also inside DDP or Float16Module.
         path: the checkpoint that it was built from, or another with the same config.
 
     Raises:
-        UserError: as `read_source`; a model with other tensors or another connectivity than the checkpoint's.
+        UserError: as `read_source`; a model with other tensors or another connectivity
+            than the checkpoint's.
     """
     source = read_source(path)
     tensors = _own_tensors(model, source)
     files = _files(source.checkpoint)
     with contextlib.ExitStack() as opened:
         handles = {
-            file: opened.enter_context(safe_open(source.checkpoint.folder / file, framework="pt"))
+            file: opened.enter_context(
+                safe_open(source.checkpoint.folder / file, framework="pt")
+            )
             for file in source.checkpoint.weight_files
         }
         for name, tensor in tensors.items():
             piece = source.pieces[name]
-            value = piece.join([handles[files[each]].get_tensor(each) for each in piece.sources])
+            value = piece.join(
+                [handles[files[each]].get_tensor(each) for each in piece.sources]
+            )
             if value.shape != tensor.shape:
                 raise UserError(
-                    f"{path}: '{name}' has shape {list(value.shape)}, in the model {list(tensor.shape)}"
+                    f"{path}: '{name}' has shape {list(value.shape)}, in the model"
+                    f" {list(tensor.shape)}"
                 )
             tensor.copy_(value)
 
 
 def save_weights(model: Any, folder: str | Path, like: str | Path) -> None:
-    """Write a model as the checkpoint that it came from: its config, tokenizer, files and dtypes. All ranks call it.
+    """Write a model as the checkpoint that it came from: its config, tokenizer, files
+    and dtypes. All ranks call it.
 
-    The files of `like` are copied and the tensors that differ written over theirs, rank after rank, so `folder` is on
-    a file system that all ranks share. If any differs, the config says that a FarSkip model was trained.
+    The files of `like` are copied and the tensors that differ written over theirs, rank
+    after rank, so `folder` is on a file system that all ranks share. If any differs,
+    the config says that a FarSkip model was trained.
 
     Raises:
-        UserError: as `load_weights`; `folder` exists and is not an empty folder, or cannot be written.
+        UserError: as `load_weights`; `folder` exists and is not an empty folder, or
+            cannot be written.
     """
     source = read_source(like)
     tensors = _own_tensors(model, source)
     checkpoint, files = source.checkpoint, _files(source.checkpoint)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE
+    ranks = (
+        Ranks(dist.get_rank(), dist.get_world_size())
+        if dist.is_initialized()
+        else ALONE
+    )
     with contextlib.ExitStack() as stack:
-        place = Path(ranks.from_first(lambda: str(_copy(stack, checkpoint, Path(folder)))))
+        place = Path(
+            ranks.from_first(lambda: str(_copy(stack, checkpoint, Path(folder))))
+        )
         changed = False
         for turn in range(ranks.size):
             own = _written(source, tensors, ranks) if turn == ranks.rank else {}
-            write = functools.partial(write_changed, place, files, own, checkpoint.folder)
+            write = functools.partial(
+                write_changed, place, files, own, checkpoint.folder
+            )
             changed |= any(ranks.share(write))
-        if changed and checkpoint.connectivity and checkpoint.config["farskip"]["layers"]:
+        if (
+            changed
+            and checkpoint.connectivity
+            and checkpoint.config["farskip"]["layers"]
+        ):
             ranks.from_first(
-                lambda: write_json(place / CONFIG, read_checkpoint_json(place / CONFIG) | {TRAINED: True})
+                lambda: write_json(
+                    place / CONFIG,
+                    read_checkpoint_json(place / CONFIG) | {TRAINED: True},
+                )
             )
         ranks.from_first(stack.close)
 
 
 def _own_tensors(model: Any, source: Source) -> dict[str, torch.Tensor]:
-    """Return this rank's tensors by their names in the whole model, checked against the checkpoint."""
+    """Return this rank's tensors by their names in the whole model, checked against the
+    checkpoint.
+    """
     while isinstance(getattr(model, "module", None), torch.nn.Module):
         model = model.module
     where = source.checkpoint.folder
     if [getattr(layer, "plan", None) for layer in model.decoder.layers] != source.plans:
         raise UserError(
-            f"{where}: the model has another connectivity than this checkpoint; build it from this one"
+            f"{where}: the model has another connectivity than this checkpoint; build"
+            " it from this one"
         )
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    count = source.config.num_local_experts // parallel_state.get_expert_model_parallel_world_size()
+    state = {
+        name: value
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+    count = (
+        source.config.num_local_experts
+        // parallel_state.get_expert_model_parallel_world_size()
+    )
     first = count * parallel_state.get_expert_model_parallel_rank()
-    names = {own: name for name in source.pieces if (own := own_name(name, first, count)) is not None}
+    names = {
+        own: name
+        for name in source.pieces
+        if (own := own_name(name, first, count)) is not None
+    }
     if wrong := sorted(names.keys() ^ state.keys()):
-        side = "lacks" if wrong[0] in names else "has, and the checkpoint has no place for,"
+        side = (
+            "lacks"
+            if wrong[0] in names
+            else "has, and the checkpoint has no place for,"
+        )
         raise UserError(
-            f"{where}: the model {side} '{wrong[0]}' ({len(wrong)} tensors differ); local layers with one expert a"
-            " module are mapped, as build_model makes them"
+            f"{where}: the model {side} '{wrong[0]}' ({len(wrong)} tensors differ);"
+            " local layers with one expert a module are mapped, as build_model makes"
+            " them"
         )
     return {names[own]: value for own, value in state.items()}
 
 
-def _written(source: Source, tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Return what this rank writes, by names of the checkpoint: the first replica of its experts; rank 0 all else."""
+def _written(
+    source: Source, tensors: dict[str, torch.Tensor], ranks: Ranks
+) -> dict[str, torch.Tensor]:
+    """Return what this rank writes, by names of the checkpoint: the first replica of
+    its experts; rank 0 all else.
+    """
     experts = parallel_state.get_expert_data_parallel_rank() == 0
     written: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if experts if is_expert(name) else ranks.first:
             piece = source.pieces[name]
-            written |= dict(zip(piece.sources, piece.split(tensor.detach()), strict=True))
+            written |= dict(
+                zip(piece.sources, piece.split(tensor.detach()), strict=True)
+            )
     return written
 
 
 def _copy(stack: contextlib.ExitStack, checkpoint: Checkpoint, folder: Path) -> Path:
-    """Begin a folder with copies of a checkpoint's files; it has its name when the stack is closed."""
+    """Begin a folder with copies of a checkpoint's files; it has its name when the
+    stack is closed.
+    """
     place = stack.enter_context(new_folder(folder, replaces=False))
     if (checkpoint.folder / MODELING_FILE).exists():
         assert checkpoint.family is not None

@@ -1,4 +1,6 @@
-"""Tiny checkpoints, and what fcsd's `load_model` and a Megatron model compute on them, in float64."""
+"""Tiny checkpoints, and what fcsd's `load_model` and a Megatron model compute on them,
+in float64.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,9 @@ OPTIONS: dict[str, Any] = {
 """Fields of TransformerConfig without which Megatron wants a GPU, or its compiler."""
 
 
-def make_checkpoint(folder: Path, model: str, connectivity: str, dtype: torch.dtype = torch.float32) -> Path:
+def make_checkpoint(
+    folder: Path, model: str, connectivity: str, dtype: torch.dtype = torch.float32
+) -> Path:
     """Write a checkpoint whose every parameter is random."""
     family, sizes = MODELS[model]
     place, original = folder / f"{model}-{connectivity}", folder / f"{model}-original"
@@ -80,12 +84,17 @@ def make_checkpoint(folder: Path, model: str, connectivity: str, dtype: torch.dt
 
 def tokens_of(rank: int) -> torch.Tensor:
     """Return the batch of a rank."""
-    return torch.randint(VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(7 + rank))
+    return torch.randint(
+        VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(7 + rank)
+    )
 
 
 def loss_of(logits: torch.Tensor) -> torch.Tensor:
     """Return a sum of the logits with weights of size 1 that differ."""
-    return (logits * torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)).sum()
+    return (
+        logits
+        * torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+    ).sum()
 
 
 def start(num_ranks: int) -> None:
@@ -106,23 +115,32 @@ def call(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     rows, length = tokens.shape
     later = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     with in_float64():
-        logits: torch.Tensor = model(tokens, torch.arange(length).expand(rows, -1), later)
+        logits: torch.Tensor = model(
+            tokens, torch.arange(length).expand(rows, -1), later
+        )
     return logits
 
 
-def megatron_outputs(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+def megatron_outputs(
+    model: Any, tokens: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
     """Return logits and gradients by Megatron's names on this rank."""
     logits = call(model, tokens)
     with in_float64():
         loss_of(logits).backward()
-    return logits.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    return logits.detach(), {
+        name: parameter.grad for name, parameter in model.named_parameters()
+    }
 
 
-def fcsd_outputs(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def fcsd_outputs(
+    folder: Path, tokens: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return logits and gradients, by the names of the whole Megatron model, of `load_model`."""
     model = load_model(folder, dtype=torch.float64).double()
     with in_float64():
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # frequencies were float32
+        # frequencies were float32
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
         logits = model(tokens, use_cache=False).logits
         loss_of(logits).backward()
     memory = {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -1,4 +1,6 @@
-"""What Megatron-Core asks of CUDA and of Transformer Engine, answered for a CPU; no arithmetic is among it."""
+"""What Megatron-Core asks of CUDA and of Transformer Engine, answered for a CPU; no
+arithmetic is among it.
+"""
 
 import contextlib
 from typing import Any
@@ -26,8 +28,10 @@ def stand_in() -> None:
     initialize_rng_tracker(
         inference_rng_tracker=True
     )  # public; the other one keeps states of CUDA's generators
-    multi_latent_attention.HAVE_TE = False  # 0.16.1 has it True without Transformer Engine
-    moe_utils.te_general_gemm = None  # 0.16.1 asks whether it is None, and does not define it
+    # 0.16.1 has it True without Transformer Engine
+    multi_latent_attention.HAVE_TE = False
+    # 0.16.1 asks whether it is None, and does not define it
+    moe_utils.te_general_gemm = None
     token_dispatcher.maybe_move_tensor_to_cpu = on_cpu
 
 

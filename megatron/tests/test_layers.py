@@ -1,4 +1,6 @@
-"""FarSkip layers of Megatron-Core compute what `load_model` does: logits and gradients, on one rank and on two."""
+"""FarSkip layers of Megatron-Core compute what `load_model` does: logits and gradients,
+on one rank and on two.
+"""
 
 import dataclasses
 import itertools
@@ -31,7 +33,9 @@ from tests.reference.ranks import run_ranks
 NUM_EXPERTS = 8
 
 
-def check_equal(rank: int, folder: Path, num_ranks: int, options: dict[str, Any]) -> int:
+def check_equal(
+    rank: int, folder: Path, num_ranks: int, options: dict[str, Any]
+) -> int:
     """Compare a rank's model with fcsd's; return how many gradients were compared."""
     start(num_ranks)
     model = megatron_model(folder, **options)
@@ -52,15 +56,24 @@ def check_equal(rank: int, folder: Path, num_ranks: int, options: dict[str, Any]
     return compared
 
 
-VARIANTS = [(model, connectivity) for model in list(MODELS)[2:] for connectivity in ("all", "gap")]
+VARIANTS = [
+    (model, connectivity)
+    for model in list(MODELS)[2:]
+    for connectivity in ("all", "gap")
+]
 
 
 @pytest.mark.parametrize(
-    "model, connectivity", [*itertools.product(("qwen3_moe", "deepseek_v3"), CONNECTIVITIES), *VARIANTS]
+    "model, connectivity",
+    [*itertools.product(("qwen3_moe", "deepseek_v3"), CONNECTIVITIES), *VARIANTS],
 )
-def test_logits_and_gradients_are_those_of_load_model(model: str, connectivity: str, tmp_path: Path) -> None:
+def test_logits_and_gradients_are_those_of_load_model(
+    model: str, connectivity: str, tmp_path: Path
+) -> None:
     if model == "deepseek_v3-full_queries" and version("megatron-core") == "0.19.2":
-        pytest.skip("0.19.2 has no such local layer, which test_what_does_not_fit_is_refused sees")
+        pytest.skip(
+            "0.19.2 has no such local layer, which test_what_does_not_fit_is_refused sees"
+        )
     folder = make_checkpoint(tmp_path, model, connectivity)
     (compared,) = run_ranks(check_equal, 1, folder, 1, {})
     biases = sum(name.endswith("expert_bias") for name in read_source(folder).pieces)
@@ -79,7 +92,8 @@ def test_two_expert_parallel_ranks_compute_the_same(
 
 def test_every_refused_option_is_a_field_of_megatrons_config() -> None:
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    assert RULES.keys() - fields <= {"mlp_chunks_for_training"}  # which 0.16.1 does not have
+    # which 0.16.1 does not have
+    assert RULES.keys() - fields <= {"mlp_chunks_for_training"}
 
 
 def mutate(rank: int, folder: Path) -> dict[str, float]:
@@ -87,7 +101,11 @@ def mutate(rank: int, folder: Path) -> dict[str, float]:
     start(1)
     expected, _ = fcsd_outputs(folder, tokens_of(0))
     model = megatron_model(folder)
-    layers = [layer for layer in model.decoder.layers if isinstance(layer, FarSkipTransformerLayer)]
+    layers = [
+        layer
+        for layer in model.decoder.layers
+        if isinstance(layer, FarSkipTransformerLayer)
+    ]
     plans = [layer.plan for layer in layers]
     branches = FarSkipTransformerLayer.branches
 

@@ -1,4 +1,6 @@
-"""Weights of a checkpoint in Megatron and back: every tensor, to the bit, on one rank and on two."""
+"""Weights of a checkpoint in Megatron and back: every tensor, to the bit, on one rank
+and on two.
+"""
 
 import json
 from importlib.metadata import version
@@ -41,12 +43,19 @@ def there_and_back(rank: int, folder: Path, out: Path, num_ranks: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "model, connectivity",
-    [("qwen3_moe-dense", "all"), ("deepseek_v3", "half"), ("deepseek_v3-yarn", "regular")],
+    [
+        ("qwen3_moe-dense", "all"),
+        ("deepseek_v3", "half"),
+        ("deepseek_v3-yarn", "regular"),
+    ],
 )
 def test_what_comes_back_is_the_same_to_the_byte(
     model: str, connectivity: str, dtype: torch.dtype, num_ranks: int, tmp_path: Path
 ) -> None:
-    folder, out = make_checkpoint(tmp_path, model, connectivity, dtype), tmp_path / "out"
+    folder, out = (
+        make_checkpoint(tmp_path, model, connectivity, dtype),
+        tmp_path / "out",
+    )
     run_ranks(there_and_back, num_ranks, folder, out, num_ranks)
     assert {file.name: file.read_bytes() for file in out.iterdir()} == {
         file.name: file.read_bytes() for file in folder.iterdir()
@@ -60,26 +69,38 @@ def train(rank: int, folder: Path, out: Path, num_ranks: int) -> torch.Tensor:
     loss_of(call(model, tokens_of(0))).backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_((parameter - 1e-3 * parameter.grad).float())  # the dtype of the checkpoint
+            # the dtype of the checkpoint
+            parameter.copy_((parameter - 1e-3 * parameter.grad).float())
         save_weights(model, out, like=folder)
         return call(model, tokens_of(0)).detach()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
-def test_a_trained_model_is_the_same_in_load_model(model: str, num_ranks: int, tmp_path: Path) -> None:
+def test_a_trained_model_is_the_same_in_load_model(
+    model: str, num_ranks: int, tmp_path: Path
+) -> None:
     folder = make_checkpoint(tmp_path, model, "all")
     logits = run_ranks(train, num_ranks, folder, tmp_path / "out", num_ranks)
-    before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "out"))
+    before, after = (
+        load_file(place / "model.safetensors") for place in (folder, tmp_path / "out")
+    )
     still = {name for name in before if torch.equal(before[name], after[name])}
-    no_gradient = {name for name in before if ".experts." in name or name.endswith("e_score_correction_bias")}
+    no_gradient = {
+        name
+        for name in before
+        if ".experts." in name or name.endswith("e_score_correction_bias")
+    }
     assert still < no_gradient  # of the experts those without a token
     loaded = load_model(tmp_path / "out", dtype=torch.float64).double()
     with in_float64(), torch.no_grad():
         loaded.model.rotary_emb = type(loaded.model.rotary_emb)(loaded.config)
         expected = loaded(tokens_of(0), use_cache=False).logits
     assert all(error(each, expected) < BOUND for each in logits)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["farskip_trained"] is True
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["farskip_trained"]
+        is True
+    )
     assert "farskip_trained" not in json.loads((folder / "config.json").read_text())
 
 
@@ -120,7 +141,9 @@ def other_tensors(folder: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    whole, half = (make_checkpoint(tmp_path, "qwen3_moe", name) for name in ("all", "half"))
+    whole, half = (
+        make_checkpoint(tmp_path, "qwen3_moe", name) for name in ("all", "half")
+    )
 
     def text(call_with: Any, *arguments: Any) -> str:
         return str(run_ranks(refusal, 1, call_with, *arguments)[0])
@@ -131,12 +154,19 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "layer 1 is a Identity; FarSkip layers replace TransformerLayer" in text(
         other_specs, whole, "class"
     )
-    assert "'decoder.layers.1.mlp.router.extra' (1 tensors differ)" in text(other_tensors, whole)
-    assert "hidden_size is the checkpoint's, 32" in text(with_options, whole, {"hidden_size": 64})
+    assert "'decoder.layers.1.mlp.router.extra' (1 tensors differ)" in text(
+        other_tensors, whole
+    )
+    assert "hidden_size is the checkpoint's, 32" in text(
+        with_options, whole, {"hidden_size": 64}
+    )
     for options, name in (
         ({"recompute_granularity": "selective"}, "recompute_granularity='selective'"),
         (
-            {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"},
+            {
+                "moe_shared_expert_overlap": True,
+                "moe_token_dispatcher_type": "alltoall",
+            },
             "moe_shared_expert_overlap=True",
         ),
         ({"fp32_residual_connection": True}, "fp32_residual_connection=True"),
@@ -150,5 +180,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     for file in whole.iterdir():
         (tmp_path / "extra" / file.name).write_bytes(file.read_bytes())
     extra = {**tensors, "model.layers.0.mlp.extra.weight": torch.zeros(2)}
-    save_file(extra, tmp_path / "extra" / "model.safetensors", metadata={"format": "pt"})
-    assert "model.layers.0.mlp.extra.weight" in text(with_options, tmp_path / "extra", {})
+    save_file(
+        extra, tmp_path / "extra" / "model.safetensors", metadata={"format": "pt"}
+    )
+    assert "model.layers.0.mlp.extra.weight" in text(
+        with_options, tmp_path / "extra", {}
+    )

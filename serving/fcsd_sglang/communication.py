@@ -9,7 +9,9 @@ from fcsd_vllm.settings import Settings
 
 
 class BlockingInBreakableGraphs:
-    """Another back end, but the engine's own all-reduce in a graph of pieces, whose end no collective may outlive."""
+    """Another back end, but the engine's own all-reduce in a graph of pieces, whose end
+    no collective may outlive.
+    """
 
     def __init__(self, overlapped: Communication, blocking: Communication) -> None:
         from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
@@ -29,6 +31,12 @@ class BlockingInBreakableGraphs:
 
 
 def make(chosen: Settings, group: Any) -> Communication:
-    """Return the back end that the settings name, over the ranks of a group coordinator of SGLang."""
+    """Return the back end that the settings name, over the ranks of a group coordinator
+    of SGLang.
+    """
     made = make_communication(chosen, group)
-    return made if isinstance(made, Alone | Blocking) else BlockingInBreakableGraphs(made, Blocking(group))
+    return (
+        made
+        if isinstance(made, Alone | Blocking)
+        else BlockingInBreakableGraphs(made, Blocking(group))
+    )

@@ -1,8 +1,11 @@
-"""transformers configs `farskip_<base>`, whose instances look like the base's: `model_type` and `architectures` too.
+"""transformers configs `farskip_<base>`, whose instances look like the base's:
+`model_type` and `architectures` too.
 
-SGLang decides by architecture: MLA, attention back ends, page sizes, quantisation, memory. So a FarSkip model has the
-architecture of its base, and the classes of `models` take the places of the stock ones. That they do is checked here,
-in each process that reads a config: otherwise the stock class would load the same weights and serve another model.
+SGLang decides by architecture: MLA, attention back ends, page sizes, quantisation,
+memory. So a FarSkip model has the architecture of its base, and the classes of `models`
+take the places of the stock ones. That they do is checked here, in each process that
+reads a config: otherwise the stock class would load the same weights and serve another
+model.
 """
 
 import os
@@ -22,13 +25,16 @@ def check_package(value: str | None) -> None:
     """Raise EngineError unless SGLang takes its model classes from this package."""
     if value != PACKAGE:
         raise EngineError(
-            f"fcsd-serving: a FarSkip model needs {VARIABLE}={PACKAGE} in the environment of the server, got"
-            f" {value or 'nothing'!r}; without it SGLang would run the stock model"
+            f"fcsd-serving: a FarSkip model needs {VARIABLE}={PACKAGE} in the"
+            f" environment of the server, got {value or 'nothing'!r}; without it SGLang"
+            " would run the stock model"
         )
 
 
 def check_server() -> None:
-    """Raise EngineError unless this SGLang is the one whose layers are known, and takes its classes from here."""
+    """Raise EngineError unless this SGLang is the one whose layers are known, and takes
+    its classes from here.
+    """
     check_version(installed())
     check_package(os.environ.get(VARIABLE))
 
@@ -47,7 +53,11 @@ def _refusing(model_type: str, sentence: str) -> Any:
     def from_dict(cls: Any, *_: Any, **__: Any) -> Any:
         raise EngineError(sentence)
 
-    space = {"model_type": model_type, "from_dict": classmethod(from_dict), "__module__": __name__}
+    space = {
+        "model_type": model_type,
+        "from_dict": classmethod(from_dict),
+        "__module__": __name__,
+    }
     return type("Refused", (transformers.PretrainedConfig,), space)
 
 

@@ -1,17 +1,23 @@
-"""A workaround for expert parallelism on CPUs: SGLang 0.5.23's native ones index with -1, others' id."""
+"""A workaround for expert parallelism on CPUs: SGLang 0.5.23's native ones index with
+-1, others' id.
+"""
 
 from typing import Any
 
 
 def skip_absent_experts() -> None:
-    """Let the experts of other ranks add nothing, where the native experts are used: without compiled kernels."""
+    """Let the experts of other ranks add nothing, where the native experts are used:
+    without compiled kernels.
+    """
     from sglang.srt.layers.moe import fused_moe_native
 
     stock = fused_moe_native.moe_forward_native
     if getattr(stock, "skips_absent_experts", False):
         return
 
-    def moe_forward_native(layer: Any, x: Any, topk_output: Any, moe_runner_config: Any) -> Any:
+    def moe_forward_native(
+        layer: Any, x: Any, topk_output: Any, moe_runner_config: Any
+    ) -> Any:
         token, choice = (topk_output.topk_ids >= 0).nonzero(as_tuple=True)
         if len(token) == topk_output.topk_ids.numel():
             return stock(layer, x, topk_output, moe_runner_config)

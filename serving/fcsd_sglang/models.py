@@ -1,8 +1,11 @@
-"""The classes that take the places of SGLang's own, found by `SGLANG_EXTERNAL_MODEL_PACKAGE`.
+"""The classes that take the places of SGLang's own, found by
+`SGLANG_EXTERNAL_MODEL_PACKAGE`.
 
-Each is the stock class for a stock checkpoint. With a FarSkip config, layers are rewired before weights are loaded.
-SGLang only logs a module of such a package that fails to import, and would go on with the stock classes. So this one
-imports nothing that can fail, and makes its classes when `EntryClass` is read, where an error ends the process.
+Each is the stock class for a stock checkpoint. With a FarSkip config, layers are
+rewired before weights are loaded. SGLang only logs a module of such a package that
+fails to import, and would go on with the stock classes. So this one imports nothing
+that can fail, and makes its classes when `EntryClass` is read, where an error ends the
+process.
 """
 
 import functools
@@ -18,7 +21,8 @@ from fcsd_vllm.field import read_field
 def make_model_class(family: Family) -> Any:
     """Return the class of a family that serves regular and FarSkip checkpoints."""
     stock: Any = getattr(
-        importlib.import_module(f"sglang.srt.models.{MODULES[family.model_type]}"), family.causal_lm
+        importlib.import_module(f"sglang.srt.models.{MODULES[family.model_type]}"),
+        family.causal_lm,
     )
 
     @functools.wraps(stock.__init__)
@@ -27,14 +31,20 @@ def make_model_class(family: Family) -> Any:
         if getattr(config, "farskip", None) is not None:
             _rewire(self, config, family)
 
-    def shared_experts_fusion_disable_reason(cls: Any, hf_config: Any, quant_config: Any) -> str | None:
+    def shared_experts_fusion_disable_reason(
+        cls: Any, hf_config: Any, quant_config: Any
+    ) -> str | None:
         if getattr(hf_config, "farskip", None) is not None:
             return "FarSkip layers sum shared experts with attention, apart from the routed ones."
-        return super(made, cls).shared_experts_fusion_disable_reason(hf_config, quant_config)  # type: ignore[misc]
+        return super(made, cls).shared_experts_fusion_disable_reason(
+            hf_config, quant_config
+        )  # type: ignore[misc]
 
     namespace: dict[str, Any] = {"__init__": __init__, "__module__": __name__}
     if hasattr(stock, "shared_experts_fusion_disable_reason"):
-        namespace["shared_experts_fusion_disable_reason"] = classmethod(shared_experts_fusion_disable_reason)
+        namespace["shared_experts_fusion_disable_reason"] = classmethod(
+            shared_experts_fusion_disable_reason
+        )
     made: Any = type(family.causal_lm, (stock,), namespace)
     return made
 
@@ -56,7 +66,12 @@ def _rewire(model: Any, config: Any, family: Family) -> None:
     check_weights(get_server_args().model_path)
     chosen = settings()
     communication = make(chosen, get_parallel().tp_group)
-    rewired = rewire(model.model, family, read_field(config.farskip, config.num_hidden_layers), communication)
+    rewired = rewire(
+        model.model,
+        family,
+        read_field(config.farskip, config.num_hidden_layers),
+        communication,
+    )
     logging.getLogger("sglang.fcsd").info(
         "FarSkip: rewired %d of %d layers of %s, all-reduces %s, SGLang %s",
         len(rewired),
@@ -74,7 +89,9 @@ def classes() -> list[Any]:
     from fcsd_sglang.cpu_experts import skip_absent_experts
 
     skip_absent_experts()
-    refusing = [_refusing(ALL[name].causal_lm, sentence) for name, sentence in REFUSED.items()]
+    refusing = [
+        _refusing(ALL[name].causal_lm, sentence) for name, sentence in REFUSED.items()
+    ]
     return [make_model_class(family) for family in FAMILIES.values()] + refusing
 
 

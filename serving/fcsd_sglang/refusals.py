@@ -1,4 +1,6 @@
-"""What of SGLang cannot be had with FarSkip layers, told before weights are loaded. Standard library only."""
+"""What of SGLang cannot be had with FarSkip layers, told before weights are loaded.
+Standard library only.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,9 @@ ARGUMENTS: list[str] = ["moe_a2a_backend", "speculative_algorithm"]
 
 def _above_one(*names: str) -> Callable[[Any], bool]:
     ARGUMENTS.extend(names)
-    return lambda arguments: any((getattr(arguments, name, None) or 1) > 1 for name in names)
+    return lambda arguments: any(
+        (getattr(arguments, name, None) or 1) > 1 for name in names
+    )
 
 
 def _set(*names: str) -> Callable[[Any], bool]:
@@ -31,41 +35,69 @@ def _reads_between_layers(arguments: Any) -> bool:
 _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         _above_one("attn_dp_size", "moe_dp_size", "dwdp_size"),
-        "data-parallel attention or experts exchange tokens where FarSkip sums them; start one server a replica",
+        (
+            "data-parallel attention or experts exchange tokens where FarSkip sums"
+            " them; start one server a replica"
+        ),
     ),
-    (_above_one("attn_cp_size", "dcp_size"), "context parallelism splits the sums of a layer; leave it off"),
-    (_exchanges, "--moe-a2a-backend exchanges tokens in every MoE block; leave it at none"),
+    (
+        _above_one("attn_cp_size", "dcp_size"),
+        "context parallelism splits the sums of a layer; leave it off",
+    ),
+    (
+        _exchanges,
+        "--moe-a2a-backend exchanges tokens in every MoE block; leave it at none",
+    ),
     (
         _set("enable_two_batch_overlap", "enable_single_batch_overlap", "enable_pdmux"),
-        "two-batch overlap, single-batch overlap and PD multiplexing split the step that FarSkip layers overlap; leave"
-        " them off",
+        (
+            "two-batch overlap, single-batch overlap and PD multiplexing split the step"
+            " that FarSkip layers overlap; leave them off"
+        ),
     ),
     (
         _set("enable_attn_tp_input_scattered", "enable_layernorm_sp"),
-        "the stream is scattered over the ranks; leave --enable-attn-tp-input-scattered and sequence parallelism off",
+        (
+            "the stream is scattered over the ranks; leave"
+            " --enable-attn-tp-input-scattered and sequence parallelism off"
+        ),
     ),
     (
         _set("enable_nvidia_megakernel", "enable_amd_monokernel"),
-        "mega- and monokernels put the stock model in place of its layers; leave them off",
+        (
+            "mega- and monokernels put the stock model in place of its layers; leave"
+            " them off"
+        ),
     ),
     (
         _set("enable_fused_moe_sum_all_reduce"),
-        "--enable-fused-moe-sum-all-reduce sums routed experts in their kernel, at once; leave it off",
+        (
+            "--enable-fused-moe-sum-all-reduce sums routed experts in their kernel, at"
+            " once; leave it off"
+        ),
     ),
-    (_set("enable_torch_compile"), "--enable-torch-compile may move a wait to its start; leave it off"),
+    (
+        _set("enable_torch_compile"),
+        "--enable-torch-compile may move a wait to its start; leave it off",
+    ),
     (
         _set("enable_lora", "lora_paths"),
         "LoRA takes its rows from layer_boundary; merge the adapter into the weights",
     ),
     (
         _reads_between_layers,
-        "draft models read the stream between layers, where FarSkip has sums in flight; use NGRAM",
+        (
+            "draft models read the stream between layers, where FarSkip has sums in"
+            " flight; use NGRAM"
+        ),
     ),
 )
 
 
 def check_arguments(arguments: Any, architecture: str) -> None:
-    """Raise Refused for the first of the server's resolved arguments that FarSkip layers do not go with."""
+    """Raise Refused for the first of the server's resolved arguments that FarSkip
+    layers do not go with.
+    """
     for applies, sentence in _RULES:
         if applies(arguments):
             raise Refused(f"fcsd-serving: {architecture}: {sentence}")

@@ -1,8 +1,10 @@
-"""Rewire the layers of an SGLang model before its weights are loaded: loaders, kernels and caches see the stock model.
+"""Rewire the layers of an SGLang model before its weights are loaded: loaders, kernels
+and caches see the stock model.
 
-A stock layer hands its unsummed output to a boundary, which sums it on the way into the next layer. A rewired one
-enters a run through the boundary of its attention, which completes whatever the layer before has left, keeps its own
-sums in flight as long as the run lasts, and leaves it with a pair (stream, complete update), as a pipeline does.
+A stock layer hands its unsummed output to a boundary, which sums it on the way into the
+next layer. A rewired one enters a run through the boundary of its attention, which
+completes whatever the layer before has left, keeps its own sums in flight as long as
+the run lasts, and leaves it with a pair (stream, complete update), as a pipeline does.
 """
 
 import inspect
@@ -27,18 +29,23 @@ from fcsd_vllm.schedule import Schedule, place
 
 
 class InFlight(NamedTuple):
-    """What a rewired layer hands to the next in place of hidden states; see `Schedule.after_attention`."""
+    """What a rewired layer hands to the next in place of hidden states; see
+    `Schedule.after_attention`.
+    """
 
     stream: torch.Tensor
     routed: torch.Tensor
     flight: torch.Tensor | None = None
 
 
-def rewire(stack: Any, family: Family, field: Field, communication: Communication) -> list[int]:
+def rewire(
+    stack: Any, family: Family, field: Field, communication: Communication
+) -> list[int]:
     """Rewire the selected layers that this rank holds, in place.
 
     Args:
-        stack: the module with `layers`; those of other pipeline stages are stand-ins without attention.
+        stack: the module with `layers`; those of other pipeline stages are stand-ins
+            without attention.
 
     Returns:
         The indices of the rewired layers.
@@ -61,31 +68,42 @@ def rewire(stack: Any, family: Family, field: Field, communication: Communicatio
         )
         _take_apart(schedule)
         layer.farskip_schedule = schedule
-        layer.forward = _make_forward(schedule, gives_pair=family.model_type in GIVES_PAIR)
+        layer.forward = _make_forward(
+            schedule, gives_pair=family.model_type in GIVES_PAIR
+        )
     return rewired
 
 
 def _take_apart(schedule: Schedule) -> None:
-    """Let attention, the block and the shared experts of a layer give this rank's part of their sums."""
+    """Let attention, the block and the shared experts of a layer give this rank's part
+    of their sums.
+    """
     layer, where = schedule.layer, f"layer {schedule.index}"
     block: Any = schedule.block
     parts: list[Any] = [layer.self_attn]
     if getattr(layer.self_attn, "use_dsa", False):
-        raise Refused(f"{where}: sparse attention hands its indices from layer to layer; serve with vLLM")
+        raise Refused(
+            f"{where}: sparse attention hands its indices from layer to layer; serve"
+            " with vLLM"
+        )
     if schedule.dense:
         parts.append(block)
     else:
         if getattr(block, "num_fused_shared_experts", 0):
             raise Refused(
-                f"{where}: shared experts are fused with the routed ones; use --disable-shared-experts-fusion"
+                f"{where}: shared experts are fused with the routed ones; use"
+                " --disable-shared-experts-fusion"
             )
         if getattr(block, "_fuse_shared_experts_inside_sbo", False):
-            raise Refused(f"{where}: shared experts run inside single-batch overlap; leave it off")
+            raise Refused(
+                f"{where}: shared experts run inside single-batch overlap; leave it off"
+            )
         schedule.block = _routed(block)
         if getattr(block, "shared_experts", None) is not None:
             if hasattr(block, "forward_cpu") and is_cpu() and cpu_has_amx_support():
                 raise Refused(
-                    f"{where}: SGLang's AMX kernels add shared experts to the routed ones; serve with vLLM"
+                    f"{where}: SGLang's AMX kernels add shared experts to the routed"
+                    " ones; serve with vLLM"
                 )
             parts.append(block.shared_experts)
             schedule.shared = block._forward_shared_experts
@@ -97,8 +115,8 @@ def _take_apart(schedule: Schedule) -> None:
 def _routed(block: Any) -> Any:
     """Return the function of a block's routed experts.
 
-    Not its `forward`, which may add shared experts on another stream. SGLang's kernels write into their input, which
-    shared experts of `mlp: full` read after them.
+    Not its `forward`, which may add shared experts on another stream. SGLang's kernels
+    write into their input, which shared experts of `mlp: full` read after them.
     """
     if getattr(block, "shared_experts", None) is None:
         return block.forward_normal
@@ -111,7 +129,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _check_partial(part: nn.Module, where: str) -> None:
     """Raise Refused unless every rank of the group gives its part of the sum."""
-    rows = [module for module in part.modules() if isinstance(module, RowParallelLinear)]
+    rows = [
+        module for module in part.modules() if isinstance(module, RowParallelLinear)
+    ]
     ranks = get_parallel().tp_size
     if (
         len(rows) != 1
@@ -119,8 +139,9 @@ def _check_partial(part: nn.Module, where: str) -> None:
         or rows[0].input_size != rows[0].input_size_per_partition * ranks
     ):
         raise Refused(
-            f"{where}: {type(part).__name__} does not give one part of a sum over all {ranks} ranks;"
-            " leave the options that replicate or regroup projections off"
+            f"{where}: {type(part).__name__} does not give one part of a sum over all"
+            f" {ranks} ranks; leave the options that replicate or regroup"
+            " projections off"
         )
 
 
@@ -128,13 +149,19 @@ def _make_forward(schedule: Schedule, gives_pair: bool) -> Callable[..., Any]:
     """Return the forward of a rewired layer, called as SGLang's loop calls the stock one."""
     layer: Any = schedule.layer
     names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
-    takes = set(inspect.signature(type(layer.self_attn).forward).parameters) & set(names) - {"hidden_states"}
+    takes = set(inspect.signature(type(layer.self_attn).forward).parameters) & set(
+        names
+    ) - {"hidden_states"}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if given.get("captured_last_layer_outputs") is not None or given.get("capture_output") is not None:
+        if (
+            given.get("captured_last_layer_outputs") is not None
+            or given.get("capture_output") is not None
+        ):
             raise Refused(
-                f"layer {schedule.index}: the stream between layers is asked for, where sums are in flight"
+                f"layer {schedule.index}: the stream between layers is asked for, where"
+                " sums are in flight"
             )
         batch = given["forward_batch"]
         base, routed, read = _enter(schedule, given["hidden_states"], batch)
@@ -146,7 +173,9 @@ def _make_forward(schedule: Schedule, gives_pair: bool) -> Callable[..., Any]:
         if schedule.carries and not schedule.ends_stage:
             out: Any = InFlight(*outputs)
         else:
-            stream, update = schedule.finished(*outputs) if schedule.carries else outputs
+            stream, update = (
+                schedule.finished(*outputs) if schedule.carries else outputs
+            )
             boundary = stream_of(batch)
             boundary.write(stream)
             out = boundary.record(update, PLAIN_ADD)
@@ -158,7 +187,9 @@ def _make_forward(schedule: Schedule, gives_pair: bool) -> Callable[..., Any]:
 def _enter(
     schedule: Schedule, hidden_states: Any, batch: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return the stream that attention reads, what it does not read, and the stream after the norm."""
+    """Return the stream that attention reads, what it does not read, and the stream
+    after the norm.
+    """
     boundary: Any = schedule.layer.attn_boundary
     if not schedule.receives:
         read = boundary.prepare(hidden_states, batch)
@@ -168,7 +199,9 @@ def _enter(
         read = schedule.layer.input_layernorm(base)  # type: ignore[operator]
     else:
         routed = hidden_states.routed
-        base, read = schedule.attention_input(hidden_states.stream, hidden_states.flight)
+        base, read = schedule.attention_input(
+            hidden_states.stream, hidden_states.flight
+        )
     entry = boundary.entry(batch)
     if entry.attn_input_adapter is not None:  # MLA takes its input from there
         read = entry.attn_input_adapter(read, batch, boundary.plan.qkv_latent_func)

@@ -1,6 +1,7 @@
 """Where the user chooses how all-reduces run: `FCSD_SERVING`. Standard library only.
 
-`c10d`, the default, runs on the stream of torch's own process group on GPUs, and in its thread with gloo.
+`c10d`, the default, runs on the stream of torch's own process group on GPUs, and in its
+thread with gloo.
 """
 
 import json
@@ -27,13 +28,17 @@ def settings() -> Settings:
             f'{VARIABLE}: must be JSON such as {{"comm": "blocking"}}, got {text!r}'
         ) from error
     except SettingsError as error:
-        raise SettingsError(str(error).replace("additional_config: fcsd", VARIABLE)) from error
+        raise SettingsError(
+            str(error).replace("additional_config: fcsd", VARIABLE)
+        ) from error
     if chosen.comm and chosen.comm not in BACK_ENDS:
         raise SettingsError(
-            f"{VARIABLE}.comm: must be one of {', '.join(BACK_ENDS)} with SGLang, got {chosen.comm!r}"
+            f"{VARIABLE}.comm: must be one of {', '.join(BACK_ENDS)} with SGLang, got"
+            f" {chosen.comm!r}"
         )
     if chosen.looked_at:
         raise SettingsError(
-            f"{VARIABLE}.looked_at: of vLLM; with SGLang one version alone is served, leave it out"
+            f"{VARIABLE}.looked_at: of vLLM; with SGLang one version alone is served,"
+            " leave it out"
         )
     return chosen if chosen.comm else replace(chosen, comm=BACK_ENDS[0])

@@ -1,9 +1,12 @@
-"""All-reduces that are begun in one place and waited for in another, by several back ends.
+"""All-reduces that are begun in one place and waited for in another, by several back
+ends.
 
-All have the two methods of `Communication`. A tag names a collective of the model, such as `attention.3`, and is the
-same on every rank and in every step. `start` leaves its argument alone and gives memory of its own back, so that a
-compiler may do with the argument what it likes; the sum is in it after `wait` with the same tag. It may be a view, as
-`[:, :hidden]` of a kernel's padded output: collectives do not read strides, so each gets whole memory.
+All have the two methods of `Communication`. A tag names a collective of the model, such
+as `attention.3`, and is the same on every rank and in every step. `start` leaves its
+argument alone and gives memory of its own back, so that a compiler may do with the
+argument what it likes; the sum is in it after `wait` with the same tag. It may be a
+view, as `[:, :hidden]` of a kernel's padded output: collectives do not read strides, so
+each gets whole memory.
 """
 
 import dataclasses
@@ -23,7 +26,9 @@ import torch.distributed as dist
 from fcsd_vllm.settings import Settings
 
 TIMES_VARIABLE = "FCSD_SERVING_TIMES"
-"""Environment variable with the folder in which `timed` writes what it measured, a file a rank (`fcsd bench serve`)."""
+"""Environment variable with the folder in which `timed` writes what it measured, a file
+a rank (`fcsd bench serve`).
+"""
 _QUIET_S = 0.1
 
 
@@ -73,7 +78,9 @@ class Blocking:
 
 
 class Functional:
-    """torch's functional collectives on the group of the device: gloo on CPUs, NCCL or RCCL elsewhere."""
+    """torch's functional collectives on the group of the device: gloo on CPUs, NCCL or
+    RCCL elsewhere.
+    """
 
     def __init__(self, group: Any) -> None:
         self.name = group.device_group.group_name
@@ -88,7 +95,8 @@ class Functional:
 
 
 class Stream:
-    """NCCL or RCCL with a communicator of its own on a stream of its own, which runs beside the computing one.
+    """NCCL or RCCL with a communicator of its own on a stream of its own, which runs
+    beside the computing one.
 
     Events are made once a tag, so that a captured graph may hold them.
     """
@@ -96,10 +104,13 @@ class Stream:
     def __init__(self, group: Any) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
-        self.communicator = PyNcclCommunicator(group=group.cpu_group, device=group.device)
+        self.communicator = PyNcclCommunicator(
+            group=group.cpu_group, device=group.device
+        )
         if self.communicator.disabled:
             raise RuntimeError(
-                "fcsd-serving: comm: stream needs NCCL or RCCL, which this engine has not loaded; use comm: c10d"
+                "fcsd-serving: comm: stream needs NCCL or RCCL, which this engine has"
+                " not loaded; use comm: c10d"
             )
         self.stream = torch.cuda.Stream()
         self.events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
@@ -109,7 +120,13 @@ class Stream:
         """Begin when the computing stream has made `x`."""
         x = x.contiguous()
         summed = torch.empty_like(x)
-        self.begin(lambda communicator, stream: communicator.all_reduce(x, summed, stream=stream), x, tag)
+        self.begin(
+            lambda communicator, stream: communicator.all_reduce(
+                x, summed, stream=stream
+            ),
+            x,
+            tag,
+        )
         return summed
 
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
@@ -117,8 +134,12 @@ class Stream:
         self._end(tag)
         return x
 
-    def begin(self, run: Callable[[Any, Any], object], inputs: Any, tag: str) -> Callable[[], None]:
-        """Queue collectives, given communicator and stream, behind what the computing stream has; return what waits."""
+    def begin(
+        self, run: Callable[[Any, Any], object], inputs: Any, tag: str
+    ) -> Callable[[], None]:
+        """Queue collectives, given communicator and stream, behind what the computing
+        stream has; return what waits.
+        """
         if tag not in self.events:
             self.events[tag] = (torch.cuda.Event(), torch.cuda.Event())
         ready, done = self.events[tag]
@@ -126,7 +147,8 @@ class Stream:
         self.stream.wait_event(ready)
         run(self.communicator, self.stream)
         done.record(self.stream)
-        self.inputs[tag] = inputs  # not to be freed, and the memory given to another tensor, while it is read
+        # not to be freed, and the memory given to another tensor, while it is read
+        self.inputs[tag] = inputs
         return lambda: self._end(tag)
 
     def _end(self, tag: str) -> None:
@@ -141,11 +163,15 @@ class Times:
     collectives: int = 0
     bytes: int = 0
     total_s: float = 0.0
-    """From the moment at which all ranks have come to a collective, with the emulated network, to its end."""
+    """From the moment at which all ranks have come to a collective, with the emulated
+    network, to its end.
+    """
     exposed_s: float = 0.0
     """The part of it in which the computing thread waited."""
     behind_s: float = 0.0
-    """What that thread waited besides: for ranks that had not come yet, and for the other thread to run."""
+    """What that thread waited besides: for ranks that had not come yet, and for the
+    other thread to run.
+    """
 
     @property
     def hidden(self) -> float:
@@ -166,9 +192,11 @@ class _Turn:
 
 
 class Timed:
-    """A thread that runs collectives one after another, as a stream does, and can emulate a slower network.
+    """A thread that runs collectives one after another, as a stream does, and can
+    emulate a slower network.
 
-    A stand-in for `Stream` where there is no GPU: for tests of the order and for measuring what could be hidden.
+    A stand-in for `Stream` where there is no GPU: for tests of the order and for
+    measuring what could be hidden.
     """
 
     def __init__(self, group: Any, settings: Settings) -> None:
@@ -178,9 +206,13 @@ class Timed:
         self.pending: dict[str, _Turn] = {}
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         folder = os.environ.get(TIMES_VARIABLE)
-        self.times_file = Path(folder) / f"rank{dist.get_rank()}.json" if folder else None
+        self.times_file = (
+            Path(folder) / f"rank{dist.get_rank()}.json" if folder else None
+        )
         self.written = Times()
-        threading.Thread(target=self._run, daemon=True, name="fcsd-communication").start()
+        threading.Thread(
+            target=self._run, daemon=True, name="fcsd-communication"
+        ).start()
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Put a copy of `x` in the queue; a small one is waited for at once."""
@@ -193,8 +225,12 @@ class Timed:
         self._join(tag)
         return x
 
-    def begin(self, run: Callable[[], object], num_bytes: int, tag: str) -> Callable[[], None]:
-        """Put a collective in the queue, which is waited for at once where it is small; return what waits."""
+    def begin(
+        self, run: Callable[[], object], num_bytes: int, tag: str
+    ) -> Callable[[], None]:
+        """Put a collective in the queue, which is waited for at once where it is small;
+        return what waits.
+        """
         self.pending[tag] = _Turn(run, num_bytes)
         self.queue.put(self.pending[tag])
         self.times.collectives += 1
@@ -218,13 +254,16 @@ class Timed:
     def _run(self) -> None:
         while True:
             try:
-                turn = self.queue.get(timeout=None if self.times_file is None else _QUIET_S)
+                turn = self.queue.get(
+                    timeout=None if self.times_file is None else _QUIET_S
+                )
             except queue.Empty:
                 self._write_times()
                 continue
             try:
                 self._take(turn)
-            except Exception as error:  # a rank that is gone, mostly; raised where it is waited for
+            # a rank that is gone, mostly; raised where it is waited for
+            except Exception as error:
                 turn.error = error
             turn.done.set()
 
@@ -234,16 +273,23 @@ class Timed:
         turn.met = time.perf_counter()
         turn.run()
         speed = self.settings.bandwidth_gb_per_s * 1e9
-        network_s = self.settings.latency_ms / 1e3 + (turn.bytes / speed if speed else 0.0)
+        network_s = self.settings.latency_ms / 1e3 + (
+            turn.bytes / speed if speed else 0.0
+        )
         time.sleep(max(0.0, network_s - (time.perf_counter() - turn.met)))
         turn.ended = time.perf_counter()
 
     def _write_times(self) -> None:
-        """Write what was measured, when there is more than was written; under another name first."""
+        """Write what was measured, when there is more than was written; under another
+        name first.
+        """
         times = dataclasses.replace(self.times)
         if self.times_file is not None and times != self.written:
             half = self.times_file.with_suffix(".tmp")
-            half.write_text(json.dumps({"schema_version": 1, **dataclasses.asdict(times)}), encoding="utf-8")
+            half.write_text(
+                json.dumps({"schema_version": 1, **dataclasses.asdict(times)}),
+                encoding="utf-8",
+            )
             half.replace(self.times_file)
             self.written = times
 
@@ -251,7 +297,9 @@ class Timed:
 class SmallAtOnce:
     """Another back end for large messages, the engine's own all-reduce for small ones."""
 
-    def __init__(self, large: Communication, small: Communication, min_bytes: int) -> None:
+    def __init__(
+        self, large: Communication, small: Communication, min_bytes: int
+    ) -> None:
         self.large, self.small, self.min_bytes = large, small, min_bytes
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
@@ -272,7 +320,9 @@ def make_communication(settings: Settings, group: Any) -> Communication:
     blocking = Blocking(group)
     if settings.comm == "blocking":
         return blocking
-    overlapped: Communication = Stream(group) if settings.comm == "stream" else Functional(group)
+    overlapped: Communication = (
+        Stream(group) if settings.comm == "stream" else Functional(group)
+    )
     if settings.min_overlap_bytes:
         return SmallAtOnce(overlapped, blocking, settings.min_overlap_bytes)
     return overlapped

@@ -1,6 +1,8 @@
-"""transformers configs `farskip_<base>`: the base's class, whose instances carry the base's `model_type`.
+"""transformers configs `farskip_<base>`: the base's class, whose instances carry the
+base's `model_type`.
 
-So vLLM decides MLA, mRoPE, chunked attention, quantisation and speculation as it does for the base.
+So vLLM decides MLA, mRoPE, chunked attention, quantisation and speculation as it does
+for the base.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,19 +13,27 @@ from fcsd_vllm.field import FieldError, field_of, read_field
 
 
 def check_config(config: Mapping[str, Any], family: Family) -> None:
-    """Raise FieldError for a config.json whose field, architecture and model type do not belong together."""
+    """Raise FieldError for a config.json whose field, architecture and model type do
+    not belong together.
+    """
     architectures = config.get("architectures") or []
     if architectures != [family.architecture]:
         raise FieldError(
-            f"config.json: model_type '{family.farskip_type}' needs architectures ['{family.architecture}'], got"
-            f" {architectures!r}; write the checkpoint again with `fcsd convert`"
+            f"config.json: model_type '{family.farskip_type}' needs architectures"
+            f" ['{family.architecture}'], got {architectures!r}; write the checkpoint"
+            " again with `fcsd convert`"
         )
     text = config.get("text_config", {}) if family.text_config else config
-    read_field(config.get("farskip"), text.get("num_hidden_layers") if isinstance(text, Mapping) else None)
+    read_field(
+        config.get("farskip"),
+        text.get("num_hidden_layers") if isinstance(text, Mapping) else None,
+    )
 
 
 def check_class(config: Any, family: Family, architecture: str) -> None:
-    """Raise FieldError for a config object that was not read, and so not checked, as one of this family's."""
+    """Raise FieldError for a config object that was not read, and so not checked, as
+    one of this family's.
+    """
     if architecture == family.causal_lm:  # AMD's, of any class, or the regular one
         field_of(config, config.num_hidden_layers)
         for name, value in family.defaults:
@@ -31,8 +41,9 @@ def check_class(config: Any, family: Family, architecture: str) -> None:
                 setattr(config, name, value)
     elif type(config).model_type != family.farskip_type:
         raise FieldError(
-            f"config.json: architecture '{family.architecture}' needs model_type '{family.farskip_type}', got"
-            f" '{config.model_type}'; write the checkpoint again with `fcsd convert`"
+            f"config.json: architecture '{family.architecture}' needs model_type"
+            f" '{family.farskip_type}', got '{config.model_type}'; write the checkpoint"
+            " again with `fcsd convert`"
         )
 
 
@@ -49,7 +60,8 @@ def make_config_class(
     Args:
         module: where pickle finds the class by its name.
         base_architecture: instances carry the base's `architectures`, too.
-        regular: of the base, which transformers does not have, and not of a converted checkpoint.
+        regular: of the base, which transformers does not have, and not of a converted
+            checkpoint.
         check: called before a config is read.
     """
     import transformers
@@ -61,7 +73,11 @@ def make_config_class(
             check()
         if not regular:
             check_config(config_dict, family)
-        unset = {name: value for name, value in family.defaults if config_dict.get(name) is None}
+        unset = {
+            name: value
+            for name, value in family.defaults
+            if config_dict.get(name) is None
+        }
         made = super(new, cls).from_dict({**config_dict, **unset}, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
         if not regular:
@@ -89,7 +105,9 @@ def __getattr__(name: str) -> Any:
     """Make a config class when it is first asked for, by pickle too."""
     regular = not name.startswith("FarSkip")
     for family in FAMILIES.values():
-        if family.farskip_config == f"FarSkip{name.removeprefix('FarSkip')}" and (family.like or not regular):
+        if family.farskip_config == f"FarSkip{name.removeprefix('FarSkip')}" and (
+            family.like or not regular
+        ):
             globals()[name] = made = make_config_class(family, regular=regular)
             return made
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

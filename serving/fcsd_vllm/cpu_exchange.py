@@ -1,7 +1,9 @@
-"""A workaround for data parallelism with experts on CPUs: vLLM 0.32.0's communicator there lacks two collectives.
+"""A workaround for data parallelism with experts on CPUs: vLLM 0.32.0's communicator
+there lacks two collectives.
 
-Its `allgather_reducescatter`, to which every other back end falls back on CPUs, gathers and scatters different numbers
-of rows by `all_gatherv` and `reduce_scatterv`, which only raise NotImplementedError.
+Its `allgather_reducescatter`, to which every other back end falls back on CPUs, gathers
+and scatters different numbers of rows by `all_gatherv` and `reduce_scatterv`, which
+only raise NotImplementedError.
 """
 
 from typing import Any
@@ -13,10 +15,14 @@ from fcsd_vllm.transports import gather_rows, scatter_rows
 
 def give_collectives() -> None:
     """Give CPU communicators the two; does nothing where this vLLM has them."""
-    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.distributed.device_communicators.base_device_communicator import (
+        DeviceCommunicatorBase,
+    )
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    def all_gatherv(
+        self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None
+    ) -> Any:
         if not isinstance(input_, list):
             return all_gatherv(self, [input_], dim, sizes)[0]
         assert dim == 0

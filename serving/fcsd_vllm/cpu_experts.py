@@ -1,6 +1,8 @@
-"""A workaround for expert parallelism on CPUs: vLLM 0.32.0 indexes its local experts with global ids, and crashes.
+"""A workaround for expert parallelism on CPUs: vLLM 0.32.0 indexes its local experts
+with global ids, and crashes.
 
-`CPUUnquantizedExperts.apply` ignores `expert_map`, though its class says that it takes one (vllm issue 57837).
+`CPUUnquantizedExperts.apply` ignores `expert_map`, though its class says that it takes
+one (vllm issue 57837).
 """
 
 import functools
@@ -9,9 +11,13 @@ from typing import Any
 
 
 def respect_expert_map() -> None:
-    """Let the experts of other ranks add nothing; does nothing where this vLLM has no such class."""
+    """Let the experts of other ranks add nothing; does nothing where this vLLM has no
+    such class.
+    """
     try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
+            CPUUnquantizedExperts as Experts,
+        )
     except ImportError:
         return
     stock = Experts.apply

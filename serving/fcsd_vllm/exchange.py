@@ -1,9 +1,11 @@
-"""An MoE block's exchange with other ranks, cut in three: dispatch begins, experts run, combine ends.
+"""An MoE block's exchange with other ranks, cut in three: dispatch begins, experts run,
+combine ends.
 
-vLLM runs a block in one call. Here `apply` of its kernel only begins the dispatch and gives memory that the combine
-will fill, so that the block may return before: what it does after its experts are views. Gate, routing, padding,
-quantisation, experts and back ends stay vLLM's. A back end's own halves are called (`prepare_async`, `finalize_async`);
-`allgather_reducescatter` has none, and gets those of `SplitGather`.
+vLLM runs a block in one call. Here `apply` of its kernel only begins the dispatch and
+gives memory that the combine will fill, so that the block may return before: what it
+does after its experts are views. Gate, routing, padding, quantisation, experts and back
+ends stay vLLM's. A back end's own halves are called (`prepare_async`,
+`finalize_async`); `allgather_reducescatter` has none, and gets those of `SplitGather`.
 """
 
 from collections.abc import Callable
@@ -28,7 +30,9 @@ ASYNCHRONOUS = ("DeepEPHTPrepareAndFinalize", "DeepEPLLPrepareAndFinalize")
 
 
 class SplitGather:
-    """vLLM's all-gather and reduce-scatter in two halves each: the steps of its `prepare` and `finalize`."""
+    """vLLM's all-gather and reduce-scatter in two halves each: the steps of its
+    `prepare` and `finalize`.
+    """
 
     def __init__(self, transport: Transport, index: int) -> None:
         self.transport = transport
@@ -47,9 +51,13 @@ class SplitGather:
         apply_router_weight_on_input, quant_config, defer_input_quant = given
         if apply_router_weight_on_input:
             a1 = a1 * topk_weights.to(a1.dtype)
-        a1q, scales, scale = naive_dp_ep._quantize_and_setup_dispatch(a1, quant_config, defer_input_quant)
+        a1q, scales, scale = naive_dp_ep._quantize_and_setup_dispatch(
+            a1, quant_config, defer_input_quant
+        )
         gathered = self.transport.gather(
-            [a1q, topk_weights, topk_ids, *(scales or ())], _sizes(), f"dispatch.{self.index}"
+            [a1q, topk_weights, topk_ids, *(scales or ())],
+            _sizes(),
+            f"dispatch.{self.index}",
         )
 
         def receive() -> tuple[Any, ...]:
@@ -57,7 +65,13 @@ class SplitGather:
             own = not all_scales
             return (
                 rows,
-                scale if own else naive_dp_ep._unwrap_scale_and_prepare_for_moe(all_scales, quant_config),
+                (
+                    scale
+                    if own
+                    else naive_dp_ep._unwrap_scale_and_prepare_for_moe(
+                        all_scales, quant_config
+                    )
+                ),
                 None,
                 ids,
                 weights,
@@ -65,7 +79,9 @@ class SplitGather:
 
         return receive
 
-    def finalize_async(self, output: torch.Tensor, fused: torch.Tensor, *given: Any) -> Callable[[], object]:
+    def finalize_async(
+        self, output: torch.Tensor, fused: torch.Tensor, *given: Any
+    ) -> Callable[[], object]:
         """Weigh and sum over the experts of a token, and begin to sum over ranks."""
         *weighing, reduce = given
         if isinstance(reduce, TopKWeightAndReduceDelegate):
@@ -92,8 +108,12 @@ class Whole:
 
 
 def _sizes() -> list[int]:
-    """Return every rank's tokens of this step, which are known inside the runner's `_sequence_parallel_context`."""
-    sizes: list[int] = get_forward_context().dp_metadata.get_chunk_sizes_across_dp_rank()
+    """Return every rank's tokens of this step, which are known inside the runner's
+    `_sequence_parallel_context`.
+    """
+    sizes: list[int] = (
+        get_forward_context().dp_metadata.get_chunk_sizes_across_dp_rank()
+    )
     return sizes
 
 
@@ -105,8 +125,12 @@ def _wait_for(begun: Any) -> Any:
     return begun()
 
 
-def _own_memory(shape: Any, dtype: Any, device: Any, reduce: Any) -> torch.Tensor | None:
-    """Return memory for outputs that a combine reads as they are: the engine's workspace is attention's too."""
+def _own_memory(
+    shape: Any, dtype: Any, device: Any, reduce: Any
+) -> torch.Tensor | None:
+    """Return memory for outputs that a combine reads as they are: the engine's
+    workspace is attention's too.
+    """
     return (
         torch.empty(shape, dtype=dtype, device=device)
         if isinstance(reduce, TopKWeightAndReduceNoOP)
@@ -115,9 +139,13 @@ def _own_memory(shape: Any, dtype: Any, device: Any, reduce: Any) -> torch.Tenso
 
 
 class Exchange:
-    """That of one block, with one step's in flight: `start`, `experts` and `wait` are called in turn."""
+    """That of one block, with one step's in flight: `start`, `experts` and `wait` are
+    called in turn.
+    """
 
-    def __init__(self, block: nn.Module, runner: Any, index: int, transport: Transport) -> None:
+    def __init__(
+        self, block: nn.Module, runner: Any, index: int, transport: Transport
+    ) -> None:
         self.block = block
         self.runner = runner
         self.index = index
@@ -138,11 +166,17 @@ class Exchange:
         self.routed = self.block(read)
         where = f"layer {self.index}: {type(self.runner._quant_method).__name__}"
         if self.output is None:
-            raise Refused(f"{where} runs experts without the kernel that is cut; use --data-parallel-size 1")
-        if self.routed.untyped_storage().data_ptr() != self.output.untyped_storage().data_ptr():
             raise Refused(
-                f"{where}: its block computes with the routed output, which is in flight by then; use"
+                f"{where} runs experts without the kernel that is cut; use"
                 " --data-parallel-size 1"
+            )
+        if (
+            self.routed.untyped_storage().data_ptr()
+            != self.output.untyped_storage().data_ptr()
+        ):
+            raise Refused(
+                f"{where}: its block computes with the routed output, which is in"
+                " flight by then; use --data-parallel-size 1"
             )
 
     def experts(self) -> None:
@@ -151,7 +185,14 @@ class Exchange:
         rows, scale, meta, ids, weights = _wait_for(self.begun)
         ids = call["topk_ids"] if ids is None else ids
         weights = call["topk_weights"] if weights is None else weights
-        same = ("w1", "w2", "activation", "global_num_experts", "expert_map", "apply_router_weight_on_input")
+        same = (
+            "w1",
+            "w2",
+            "activation",
+            "global_num_experts",
+            "expert_map",
+            "apply_router_weight_on_input",
+        )
         fused = impl._fused_experts(
             in_dtype=call["hidden_states"].dtype,
             a1q=rows,
@@ -166,7 +207,12 @@ class Exchange:
         with self.runner._sequence_parallel_context():
             self.begun = self._at_once_if_small(
                 self.halves.finalize_async(
-                    self.output, fused, weights, ids, call["apply_router_weight_on_input"], reduce
+                    self.output,
+                    fused,
+                    weights,
+                    ids,
+                    call["apply_router_weight_on_input"],
+                    reduce,
                 )
             )
         self.call = {}
@@ -174,7 +220,9 @@ class Exchange:
     def wait(self) -> torch.Tensor:
         """Wait for the combine; return the routed output."""
         _wait_for(self.begun)
-        routed: torch.Tensor = self.routed if self.scale == 1.0 else self.routed * self.scale
+        routed: torch.Tensor = (
+            self.routed if self.scale == 1.0 else self.routed * self.scale
+        )
         self.begun = self.output = self.routed = None
         return routed
 
@@ -198,10 +246,15 @@ class Exchange:
         return self.output
 
     def _at_once_if_small(self, begun: Any) -> Any:
-        """Wait for a message below `min_overlap_bytes`, whose size all ranks have to agree on: of all their rows."""
+        """Wait for a message below `min_overlap_bytes`, whose size all ranks have to
+        agree on: of all their rows.
+        """
         rows = self.call["hidden_states"]
         tokens = int(get_forward_context().dp_metadata.num_tokens_across_dp_cpu.sum())
-        if tokens * rows.shape[-1] * rows.element_size() >= self.transport.settings.min_overlap_bytes:
+        if (
+            tokens * rows.shape[-1] * rows.element_size()
+            >= self.transport.settings.min_overlap_bytes
+        ):
             return begun
         received = _wait_for(begun)
         return lambda: received
@@ -224,7 +277,12 @@ class Exchange:
         elif name in ASYNCHRONOUS and comm == "stream":
             self.halves = back_end
         else:
-            raise Refused(f"layer {self.index}: comm: {comm} cannot split {name}; {SPLIT}")
-        if comm != "blocking" and back_end.activation_format is FusedMoEActivationFormat.Standard:
+            raise Refused(
+                f"layer {self.index}: comm: {comm} cannot split {name}; {SPLIT}"
+            )
+        if (
+            comm != "blocking"
+            and back_end.activation_format is FusedMoEActivationFormat.Standard
+        ):
             back_end.allocate_fused_expert_output = _own_memory
         kernel.impl.apply = self._begin

@@ -1,19 +1,22 @@
-"""The schedule of a rewired layer whose experts are spread over data-parallel ranks: attention is this rank's own.
+"""The schedule of a rewired layer whose experts are spread over data-parallel ranks:
+attention is this rank's own.
 
     a | wait C of the layer before | router | start D | b | wait D | experts | start C | shared experts
 
-D is the dispatch of layer k, C its combine, a and b the parts of attention before and from its kernel on. So D runs
-beside b, and C beside the shared experts and a of layer k+1. The other cases are those of `docs/scale.md`:
+D is the dispatch of layer k, C its combine, a and b the parts of attention before and
+from its kernel on. So D runs beside b, and C beside the shared experts and a of layer
+k+1. The other cases are those of `docs/scale.md`:
 
-- Nothing is in flight when the layer begins: D begins before all of attention. Where C may not outlast the layer,
-  either (`attention: full`), D runs beside a, C beside b and the shared experts.
+- Nothing is in flight when the layer begins: D begins before all of attention. Where C
+  may not outlast the layer, either (`attention: full`), D runs beside a, C beside b and
+  the shared experts.
 - The last layer of a run waits for its own C.
-- `mlp: full`, and attention without the one kernel to cut at: C runs beside all of attention, D beside the shared
-  experts.
+- `mlp: full`, and attention without the one kernel to cut at: C runs beside all of
+  attention, D beside the shared experts.
 - A selected dense layer waits for C after its attention and exchanges nothing.
 
-The cut is made where the kernel is called, inside vLLM's own operator: a compiler sees a layer's two operators, and
-their data alone fix the order.
+The cut is made where the kernel is called, inside vLLM's own operator: a compiler sees
+a layer's two operators, and their data alone fix the order.
 """
 
 from collections.abc import Callable
@@ -54,10 +57,14 @@ class ExchangeSchedule(Schedule):
     def layer_input(
         self, stream: torch.Tensor, routed: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stream that attention reads, and that after the norm; `routed` is part of it if not received."""
+        """Return the stream that attention reads, and that after the norm; `routed` is
+        part of it if not received.
+        """
         self.stream, self.experts_ran = None, False
         self.arrived = routed if self.begins_stage else None
-        self.base = stream.clone() if routed is None or self.receives else stream + routed
+        self.base = (
+            stream.clone() if routed is None or self.receives else stream + routed
+        )
         if self.outdated and not self.dense and not self.receives:
             self._dispatch(self.base)
         return self.base, self.layer.input_layernorm(self.base)
@@ -74,7 +81,9 @@ class ExchangeSchedule(Schedule):
     def after_attention(
         self, attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        """Compute the layer from the output of its attention on; return the stream and the routed output."""
+        """Compute the layer from the output of its attention on; return the stream and
+        the routed output.
+        """
         if self.dense:
             return self._dense_layer(attention)
         beside_dispatch = self.stream is None
@@ -92,11 +101,18 @@ class ExchangeSchedule(Schedule):
         self.base = self.stream = self.read = self.arrived = None
         if stream is base:
             stream = stream.clone()
-        # In flight the second is only what comes before the next layer: nothing is in it yet.
-        return stream, torch.empty_like(stream) if self.carries else self.exchange.wait().contiguous()
+        # In flight the second is only what comes before the next layer: nothing is in
+        # it yet.
+        return stream, (
+            torch.empty_like(stream)
+            if self.carries
+            else self.exchange.wait().contiguous()
+        )
 
     def finished(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return (stream, routed) of a layer that carries, complete: for the boundary of a pipeline."""
+        """Return (stream, routed) of a layer that carries, complete: for the boundary
+        of a pipeline.
+        """
         assert self.exchange is not None
         return outputs[0].clone(), self.exchange.wait().contiguous()
 
@@ -124,18 +140,30 @@ class ExchangeSchedule(Schedule):
     def _dense_layer(self, attention: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before = self._complete()
         stream = before + attention
-        out = self.block(self.layer.post_attention_layernorm(before if self.outdated else stream))
+        out = self.block(
+            self.layer.post_attention_layernorm(before if self.outdated else stream)
+        )
         # The next stage takes hidden_states for a routed output.
-        return (stream + out, torch.zeros_like(out)) if self.ends_stage else (stream, out)
+        return (
+            (stream + out, torch.zeros_like(out)) if self.ends_stage else (stream, out)
+        )
 
 
 def call_before_kernel(attention: nn.Module, run: Callable[[], None]) -> bool:
-    """Let attention call `run` before its kernel; return False where it has no single one, as linear attention."""
-    kernels = [part for part in attention.modules() if isinstance(part, Attention | MLAAttention)]
+    """Let attention call `run` before its kernel; return False where it has no single
+    one, as linear attention.
+    """
+    kernels = [
+        part
+        for part in attention.modules()
+        if isinstance(part, Attention | MLAAttention)
+    ]
     if len(kernels) != 1:
         return False
     owner, name = (
-        (kernels[0], "forward_impl") if isinstance(kernels[0], MLAAttention) else (kernels[0].impl, "forward")
+        (kernels[0], "forward_impl")
+        if isinstance(kernels[0], MLAAttention)
+        else (kernels[0].impl, "forward")
     )
     kernel = getattr(owner, name)
 

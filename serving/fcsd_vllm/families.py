@@ -1,4 +1,6 @@
-"""The families that the plugin serves, a row each, in the spelling of vLLM and transformers. Standard library only."""
+"""The families that the plugin serves, a row each, in the spelling of vLLM and
+transformers. Standard library only.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """Names of one family that differ between vLLM's model files; the rest is found in the layer itself."""
+    """Names of one family that differ between vLLM's model files; the rest is found in
+    the layer itself.
+    """
 
     model_type: str
     """Key in transformers' Auto mappings; a converted checkpoint has `farskip_` before it."""
@@ -25,12 +29,17 @@ class Family:
     text_config: bool = False
     """A multimodal wrapper: the fields of the stack are in the text config."""
     defaults: tuple[tuple[str, Any], ...] = ()
-    """Config fields that transformers' class does not write, because it has one way, and that engines choose by."""
+    """Config fields that transformers' class does not write, because it has one way,
+    and that engines choose by.
+    """
     like: str = ""
-    """Family whose class in vLLM this one's is, with a gate on attention. transformers and vLLM have none of its own:
-    its regular checkpoints, and those that AMD publishes, are the plugin's to load, too."""
+    """Family whose class in vLLM this one's is, with a gate on attention. transformers
+    and vLLM have none of its own: its regular checkpoints, and those that AMD
+    publishes, are the plugin's to load, too."""
     fp16_rescales: bool = False
-    """vLLM divides the residual stream by a factor in float16, in which the sums of two connectivities cannot meet."""
+    """vLLM divides the residual stream by a factor in float16, in which the sums of two
+    connectivities cannot meet.
+    """
 
     @property
     def farskip_type(self) -> str:
@@ -89,7 +98,11 @@ _ROWS = (
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         arguments=("positions", "hidden_states", "residual", "llama_4_scaling"),
-        defaults=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+        defaults=(
+            ("moe_layer_freq", 1),
+            ("scoring_func", "sigmoid"),
+            ("topk_method", "noaux_tc"),
+        ),
         fp16_rescales=True,
     ),
     Family(
@@ -98,7 +111,11 @@ _ROWS = (
         "InstellaMoEForCausalLM",
         arguments=("positions", "hidden_states", "residual", "llama_4_scaling"),
         like="deepseek_v3",
-        defaults=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+        defaults=(
+            ("moe_layer_freq", 1),
+            ("scoring_func", "sigmoid"),
+            ("topk_method", "noaux_tc"),
+        ),
         fp16_rescales=True,
     ),
     Family("llama4_text", "Llama4TextConfig", "Llama4ForCausalLM", moe="feed_forward"),

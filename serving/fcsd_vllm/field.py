@@ -1,4 +1,6 @@
-"""Read the `farskip` field of a config, with the checks and the messages of fcsd's. Standard library only."""
+"""Read the `farskip` field of a config, with the checks and the messages of fcsd's.
+Standard library only.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,23 +26,33 @@ class Field:
     """MLP or MoE block read the stream before attention of their layer."""
 
 
-def read_field(value: Any, num_layers: int | None = None, where: str = "config.json") -> Field:
+def read_field(
+    value: Any, num_layers: int | None = None, where: str = "config.json"
+) -> Field:
     """Return a checked field.
 
     Args:
         value: what the config has under `farskip`.
-        num_layers: decoder layers of the model; None leaves indices beyond them to a later call.
+        num_layers: decoder layers of the model; None leaves indices beyond them to a
+            later call.
         where: begins the messages about the field as a whole.
 
     Raises:
-        FieldError: another version, a malformed field, an unknown side, an index that the model does not have.
+        FieldError: another version, a malformed field, an unknown side, an index that
+            the model does not have.
     """
     version = value.get("version") if isinstance(value, Mapping) else None
     if version != VERSION:
-        raise FieldError(f"{where}: farskip.version: this fcsd reads version {VERSION}, got {version!r}")
-    if set(value) != {"version", "layers", "attention", "mlp"} or not isinstance(value["layers"], list):
         raise FieldError(
-            f"{where}: farskip: needs exactly the keys version, layers (a list), attention, mlp; got {dict(value)!r}"
+            f"{where}: farskip.version: this fcsd reads version {VERSION}, got"
+            f" {version!r}"
+        )
+    if set(value) != {"version", "layers", "attention", "mlp"} or not isinstance(
+        value["layers"], list
+    ):
+        raise FieldError(
+            f"{where}: farskip: needs exactly the keys version, layers (a list),"
+            f" attention, mlp; got {dict(value)!r}"
         )
     layers = _indices(value["layers"], num_layers)
     attention, mlp = value["attention"], value["mlp"]
@@ -50,29 +62,43 @@ def read_field(value: Any, num_layers: int | None = None, where: str = "config.j
         raise FieldError(f"mlp: must be 'outdated' or 'full', got {mlp!r}")
     if attention == mlp == "full" and layers:
         raise FieldError(
-            "connectivity: attention: full with mlp: full is the regular connectivity, nothing would be"
-            " rewired; set one of them (attention: partial, mlp: outdated), or use layers: none"
+            "connectivity: attention: full with mlp: full is the regular connectivity,"
+            " nothing would be rewired; set one of them (attention: partial, mlp:"
+            " outdated), or use layers: none"
         )
     return Field(layers, attention == "partial", mlp == "outdated")
 
 
-PUBLISHED = ("farskip", "farskip_start_idx", "farskip_end_idx", "attn_only_farskip", "mlp_only_farskip")
+PUBLISHED = (
+    "farskip",
+    "farskip_start_idx",
+    "farskip_end_idx",
+    "attn_only_farskip",
+    "mlp_only_farskip",
+)
 """AMD's keys for the same connectivity; fcsd's `connectivity/aliases.py` says what they mean."""
 
 
 def field_of(config: Any, num_layers: int) -> Field:
-    """Return the field of a config object that has fcsd's key or AMD's; none of them is a regular model.
+    """Return the field of a config object that has fcsd's key or AMD's; none of them is
+    a regular model.
 
     Raises:
-        FieldError: as `read_field`; a key of AMD's kind that nobody has described; a range of AMD's that begins with
-            both sides after a regular MoE layer, which hands on another stream there.
+        FieldError: as `read_field`; a key of AMD's kind that nobody has described; a
+            range of AMD's that begins with both sides after a regular MoE layer, which
+            hands on another stream there.
     """
     if isinstance(getattr(config, "farskip", None), Mapping):
         return read_field(config.farskip, num_layers)
     keys = {name: value for name, value in vars(config).items() if "farskip" in name}
     if unknown := sorted(keys.keys() - set(PUBLISHED)):
-        raise FieldError(f"config.json: {unknown[0]}: unknown key; allowed: {', '.join(PUBLISHED)}")
-    attention_only, mlp_only = keys.get("attn_only_farskip"), keys.get("mlp_only_farskip")
+        raise FieldError(
+            f"config.json: {unknown[0]}: unknown key; allowed: {', '.join(PUBLISHED)}"
+        )
+    attention_only, mlp_only = (
+        keys.get("attn_only_farskip"),
+        keys.get("mlp_only_farskip"),
+    )
     start = max(int(keys.get("farskip_start_idx") or 0), 0)
     last = keys.get("farskip_end_idx")
     end = min(num_layers - 1 if last is None else int(last), num_layers - 1)
@@ -83,23 +109,30 @@ def field_of(config: Any, num_layers: int) -> Field:
         start -= 1  # of AMD's regular MoE layers the routed output is in flight, too
     elif start > first_moe and not mlp_only:
         raise FieldError(
-            f"config.json: farskip_start_idx: {start} follows a regular MoE layer, whose routed output AMD's file"
-            f" leaves in flight, too; allowed: 0 to {first_moe}, or mlp_only_farskip or attn_only_farskip with it"
+            f"config.json: farskip_start_idx: {start} follows a regular MoE layer,"
+            " whose routed output AMD's file leaves in flight, too; allowed: 0 to"
+            f" {first_moe}, or mlp_only_farskip or attn_only_farskip with it"
         )
     return Field(tuple(range(start, end + 1)), not mlp_only, not attention_only)
 
 
 def _indices(values: list[Any], num_layers: int | None) -> tuple[int, ...]:
-    if not all(isinstance(index, int) and not isinstance(index, bool) for index in values):
+    if not all(
+        isinstance(index, int) and not isinstance(index, bool) for index in values
+    ):
         raise FieldError(f"layers: indices must be whole numbers, got {values!r}")
     if negative := [index for index in values if index < 0]:
-        raise FieldError(f"layers: index {negative[0]} is negative; for the last layers use last:N")
+        raise FieldError(
+            f"layers: index {negative[0]} is negative; for the last layers use last:N"
+        )
     if repeated := [index for index in values if values.count(index) > 1]:
         raise FieldError(f"layers: index {repeated[0]} is given twice in {values!r}")
     indices = sorted(values)
-    if num_layers is not None and (beyond := [index for index in indices if index >= num_layers]):
+    if num_layers is not None and (
+        beyond := [index for index in indices if index >= num_layers]
+    ):
         raise FieldError(
-            f"layers: index {beyond[0]} is out of range: the model has {num_layers} decoder layers,"
-            f" 0 to {num_layers - 1}"
+            f"layers: index {beyond[0]} is out of range: the model has {num_layers}"
+            f" decoder layers, 0 to {num_layers - 1}"
         )
     return tuple(indices)

@@ -1,4 +1,6 @@
-"""Instella-MoE's gate, which vLLM's DeepSeek lacks: o_proj(y * sigmoid(gate_proj(x))), x what attention reads."""
+"""Instella-MoE's gate, which vLLM's DeepSeek lacks: o_proj(y * sigmoid(gate_proj(x))),
+x what attention reads.
+"""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -25,7 +27,11 @@ def add_gates(stack: Any, config: Any, quant_config: Any, version: str) -> None:
             continue
         name = f"model.layers.{index}{GATE}".strip(".")
         gate = ColumnParallelLinear(
-            config.hidden_size, width, bias=False, quant_config=quant_config, prefix=name
+            config.hidden_size,
+            width,
+            bias=False,
+            quant_config=quant_config,
+            prefix=name,
         )
         if hasattr(attention, "mla_attn"):
             if not hasattr(attention.mla_attn, "g_proj"):
@@ -37,7 +43,9 @@ def add_gates(stack: Any, config: Any, quant_config: Any, version: str) -> None:
 
 
 class _Gated:
-    """An attention module as its own forward sees it, with a gate before the matmul behind the heads."""
+    """An attention module as its own forward sees it, with a gate before the matmul
+    behind the heads.
+    """
 
     def __init__(self, attention: Any, gate: torch.Tensor) -> None:
         self.attention = attention
@@ -64,12 +72,15 @@ def _forward(
     return out
 
 
-def renamed(weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give the gates of a checkpoint the names that they have in vLLM's model, whose loader would take them for parts
-    of an MLP's `gate_up_proj`.
+def renamed(
+    weights: Iterable[tuple[str, torch.Tensor]], model: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give the gates of a checkpoint the names that they have in vLLM's model, whose
+    loader would take them for parts of an MLP's `gate_up_proj`.
 
     Raises:
-        Refused: a gate of a model or layer that has none; vLLM passes over a name that it does not know.
+        Refused: a gate of a model or layer that has none; vLLM passes over a name that
+            it does not know.
     """
     config = model.config
     ours = ".self_attn.mla_attn.g_proj." if model.farskip_mla else ".self_attn.g_proj."
@@ -78,6 +89,7 @@ def renamed(weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> Iterator
         place, gate, kind = name.partition(GATE)
         if gate and int(place.rpartition(".")[2]) >= gates:
             raise Refused(
-                f"fcsd-serving: {name} belongs to no parameter: config.json has gated_attention for {gates} layers"
+                f"fcsd-serving: {name} belongs to no parameter: config.json has"
+                f" gated_attention for {gates} layers"
             )
         yield (place + ours + kind if gate else name), tensor

@@ -1,4 +1,6 @@
-"""The model classes that vLLM loads: a stock class each, whose layers are rewired before weights are loaded."""
+"""The model classes that vLLM loads: a stock class each, whose layers are rewired
+before weights are loaded.
+"""
 
 import importlib
 import inspect
@@ -18,7 +20,10 @@ from fcsd_vllm.versions import check_sources, needed_functions
 
 def _stock_class(name: str) -> Any:
     """Return vLLM's own class of an architecture."""
-    from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
+    from vllm.model_executor.models.registry import (
+        _MULTIMODAL_MODELS,
+        _TEXT_GENERATION_MODELS,
+    )
 
     module, class_name = {**_TEXT_GENERATION_MODELS, **_MULTIMODAL_MODELS}[name]
     module = module if "." in module else f"vllm.model_executor.models.{module}"
@@ -26,14 +31,20 @@ def _stock_class(name: str) -> Any:
 
 
 def forwards() -> Iterator[Callable[..., Any]]:
-    """Yield the forwards of all that the families' files name; the layers of a wrapper are those of its text model."""
+    """Yield the forwards of all that the families' files name; the layers of a wrapper
+    are those of its text model.
+    """
     rooms = ("vllm.model_executor.models.", "vllm.model_executor.layers.mamba.")
     for family in FAMILIES.values():
         if family.text_config:
             continue
         file = importlib.import_module(_stock_class(family.stock).__module__)
         for each in vars(file).values():
-            if inspect.isclass(each) and each.__module__.startswith(rooms) and hasattr(each, "forward"):
+            if (
+                inspect.isclass(each)
+                and each.__module__.startswith(rooms)
+                and hasattr(each, "forward")
+            ):
                 yield each.forward
 
 
@@ -86,12 +97,18 @@ def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
     rewired = rewire(
         stack,
         family,
-        field_of(config, num_layers) if family.like else read_field(config.farskip, num_layers),
+        field_of(config, num_layers)
+        if family.like
+        else read_field(config.farskip, num_layers),
         model.farskip_communication,
         vllm_config.compilation_config.static_forward_context,
         vllm.__version__,
     )
-    used = [*used_functions(stack, family, rewired), *needed_functions()] if rewired else []
+    used = (
+        [*used_functions(stack, family, rewired), *needed_functions()]
+        if rewired
+        else []
+    )
     check_sources(used, vllm.__version__, settings.looked_at)
     init_logger("vllm.fcsd").info(
         "FarSkip: rewired %d of %d layers of %s, %s %s, vLLM %s",
@@ -112,13 +129,17 @@ def _chosen(vllm_config: Any) -> Settings:
 
     settings = read_settings(vllm_config.additional_config)
     if not settings.comm:
-        settings = replace(settings, comm="c10d" if current_platform.is_cpu() else "stream")
+        settings = replace(
+            settings, comm="c10d" if current_platform.is_cpu() else "stream"
+        )
     if settings.comm != "blocking" and envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
         init_logger("vllm.fcsd").warning_once(
             "FarSkip: breakable graphs end at every collective, so all-reduces are blocking;"
             " VLLM_USE_BREAKABLE_CUDAGRAPH=0 overlaps them"
         )
-        settings = replace(settings, comm="blocking", latency_ms=0.0, bandwidth_gb_per_s=0.0)
+        settings = replace(
+            settings, comm="blocking", latency_ms=0.0, bandwidth_gb_per_s=0.0
+        )
     return settings
 
 

@@ -1,8 +1,9 @@
 """The parts of a rewired layer as opaque custom ops, with start and wait inside.
 
-Inductor sees data dependencies only. Traced starts and waits it moves: a wait is fused with norms and so hoisted to its
-start, and on CPUs buffers were read before an in-place sum had written them (log-probabilities off by 2.9). An op that
-returns memory of its own and takes what has to come before it as an argument can be neither moved nor fused.
+Inductor sees data dependencies only. Traced starts and waits it moves: a wait is fused
+with norms and so hoisted to its start, and on CPUs buffers were read before an in-place
+sum had written them (log-probabilities off by 2.9). An op that returns memory of its
+own and takes what has to come before it as an argument can be neither moved nor fused.
 """
 
 from collections.abc import Callable
@@ -20,19 +21,22 @@ _LIBRARY = Library("fcsd", "FRAGMENT")
 
 
 def _schedule(name: str) -> Any:
-    """Return the layer that this engine knows by a name; two engines in a process have a table each.
+    """Return the layer that this engine knows by a name; two engines in a process have
+    a table each.
 
     Raises:
-        Refused: a piecewise graph is captured, which would end with sums in flight. vLLM chooses the kind of its graphs
-            once more when it knows its attention kernels, after `keep_whole_graphs`.
+        Refused: a piecewise graph is captured, which would end with sums in flight.
+            vLLM chooses the kind of its graphs once more when it knows its attention
+            kernels, after `keep_whole_graphs`.
     """
     context = get_forward_context()
     schedule = context.no_compile_layers[name]
     at_once = getattr(schedule.communication, "at_once", False)
     if context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE and not at_once:
         raise Refused(
-            "fcsd-serving: vLLM captures piecewise graphs, which end where FarSkip has sums in flight (its attention"
-            ' kernels, or speculation, have no whole ones); use --compilation-config \'{"cudagraph_mode": "NONE"}\''
+            "fcsd-serving: vLLM captures piecewise graphs, which end where FarSkip has"
+            " sums in flight (its attention kernels, or speculation, have no whole"
+            ' ones); use --compilation-config \'{"cudagraph_mode": "NONE"}\''
         )
     return schedule
 
@@ -40,7 +44,9 @@ def _schedule(name: str) -> Any:
 def attention_input(
     stream: torch.Tensor, flight: torch.Tensor | None, routed: torch.Tensor, layer: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Schedule.attention_input`; `routed` is in flight and only says that its start comes before."""
+    """See `Schedule.attention_input`; `routed` is in flight and only says that its
+    start comes before.
+    """
     return _schedule(layer).attention_input(stream, flight)
 
 
@@ -70,7 +76,11 @@ def finish(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Schedule.finished`."""
     schedule = _schedule(layer)
-    return schedule.finished(stream, routed) if flight is None else schedule.finished(stream, routed, flight)
+    return (
+        schedule.finished(stream, routed)
+        if flight is None
+        else schedule.finished(stream, routed, flight)
+    )
 
 
 def _like(place: int, number: int) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -86,5 +96,9 @@ for _op, _fake in (
     (finish, _like(0, 2)),
 ):
     direct_register_custom_op(
-        op_name=_op.__name__, op_func=_op, mutates_args=[], fake_impl=_fake, target_lib=_LIBRARY
+        op_name=_op.__name__,
+        op_func=_op,
+        mutates_args=[],
+        fake_impl=_fake,
+        target_lib=_LIBRARY,
     )

@@ -1,4 +1,6 @@
-"""What of vLLM cannot be had with FarSkip layers, told before weights are loaded. Standard library only."""
+"""What of vLLM cannot be had with FarSkip layers, told before weights are loaded.
+Standard library only.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +14,15 @@ class Refused(ValueError):
 
 
 MONOLITHIC = (
-    "routes and computes in one call, out of which no exchange can be cut; choose another --moe-backend"
+    "routes and computes in one call, out of which no exchange can be cut; choose"
+    " another --moe-backend"
 )
 SPLITTABLE = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
 """Back ends (`--all2all-backend`) that begin and end an exchange apart."""
-SPLIT = f"use --all2all-backend {', '.join(SPLITTABLE)}, the last two with comm: stream; or comm: blocking"
+SPLIT = (
+    f"use --all2all-backend {', '.join(SPLITTABLE)}, the last two with comm: stream; or"
+    " comm: blocking"
+)
 
 
 def _parallel(name: str) -> Callable[[Any, Family], bool]:
@@ -32,11 +38,15 @@ def _float16(config: Any, family: Family) -> bool:
 
 
 def _method(*names: str) -> Callable[[Any, Family], bool]:
-    return lambda config, family: getattr(config.speculative_config, "method", None) in names
+    return lambda config, family: (
+        getattr(config.speculative_config, "method", None) in names
+    )
 
 
 def _data_parallel(applies: Callable[[Any], bool]) -> Callable[[Any, Family], bool]:
-    return lambda config, family: config.parallel_config.data_parallel_size > 1 and applies(config)
+    return lambda config, family: (
+        config.parallel_config.data_parallel_size > 1 and applies(config)
+    )
 
 
 def _unsplit(config: Any) -> bool:
@@ -50,30 +60,53 @@ def _unsplit(config: Any) -> bool:
 _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
     (
         _parallel("use_ubatching"),
-        "dual batch overlap (--enable-dbo, --ubatch-size) splits the step that FarSkip layers overlap; leave it off",
+        (
+            "dual batch overlap (--enable-dbo, --ubatch-size) splits the step that"
+            " FarSkip layers overlap; leave it off"
+        ),
     ),
     (
         _data_parallel(lambda config: config.parallel_config.tensor_parallel_size > 1),
-        "with data parallelism, tensor parallelism scatters the stream over the ranks or sums beside the exchange; use"
-        " --tensor-parallel-size 1, or --data-parallel-size 1 and start one server a replica",
+        (
+            "with data parallelism, tensor parallelism scatters the stream over the"
+            " ranks or sums beside the exchange; use --tensor-parallel-size 1, or"
+            " --data-parallel-size 1 and start one server a replica"
+        ),
     ),
     (
-        _data_parallel(lambda config: config.parallel_config.pipeline_parallel_size > 1),
-        "data parallelism over the stages of a pipeline was never run; use --pipeline-parallel-size 1",
+        _data_parallel(
+            lambda config: config.parallel_config.pipeline_parallel_size > 1
+        ),
+        (
+            "data parallelism over the stages of a pipeline was never run; use"
+            " --pipeline-parallel-size 1"
+        ),
     ),
     (
         _data_parallel(_unsplit),
-        f"this exchange of data-parallel ranks cannot be begun and waited for apart; {SPLIT}",
+        (
+            "this exchange of data-parallel ranks cannot be begun and waited for"
+            f" apart; {SPLIT}"
+        ),
     ),
     (
         _data_parallel(lambda config: config.lora_config is not None),
-        "with data parallelism adapters travel with the tokens, which FarSkip's exchange does not do; merge them",
+        (
+            "with data parallelism adapters travel with the tokens, which FarSkip's"
+            " exchange does not do; merge them"
+        ),
     ),
     (
-        # vLLM 0.32 has it on GPUs alone: on CPUs its ids of experts are not mapped to where the experts are.
-        _data_parallel(lambda config: getattr(config.parallel_config, "enable_eplb", False)),
-        "with data parallelism, the load balancer (--enable-eplb) moves experts between the ranks from a thread and"
-        " through communicators of its own, which was never run beside FarSkip's exchange; leave it off",
+        # vLLM 0.32 has it on GPUs alone: on CPUs its ids of experts are not mapped to
+        # where the experts are.
+        _data_parallel(
+            lambda config: getattr(config.parallel_config, "enable_eplb", False)
+        ),
+        (
+            "with data parallelism, the load balancer (--enable-eplb) moves experts"
+            " between the ranks from a thread and through communicators of its own,"
+            " which was never run beside FarSkip's exchange; leave it off"
+        ),
     ),
     (
         _above_one("prefill_context_parallel_size"),
@@ -81,19 +114,30 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
     ),
     (
         _above_one("decode_context_parallel_size"),
-        "context-parallel decoding (--decode-context-parallel-size) moves queries and sums between the ranks within"
-        " attention, beside the sums in flight; leave it off",
+        (
+            "context-parallel decoding (--decode-context-parallel-size) moves queries"
+            " and sums between the ranks within attention, beside the sums in flight;"
+            " leave it off"
+        ),
     ),
     (
         _parallel("enable_elastic_ep"),
-        "elastic expert parallelism (--enable-elastic-ep) changes the groups of ranks of a running server; leave it"
-        " off",
+        (
+            "elastic expert parallelism (--enable-elastic-ep) changes the groups of"
+            " ranks of a running server; leave it off"
+        ),
     ),
     (
         _method("eagle3", "dflash", "dspark", "extract_hidden_states"),
-        "this speculation reads the stream between layers, where FarSkip has sums in flight; use n-gram speculation",
+        (
+            "this speculation reads the stream between layers, where FarSkip has sums"
+            " in flight; use n-gram speculation"
+        ),
     ),
-    (_float16, "vLLM rescales the stream of this family in float16; use --dtype bfloat16"),
+    (
+        _float16,
+        "vLLM rescales the stream of this family in float16; use --dtype bfloat16",
+    ),
 )
 
 

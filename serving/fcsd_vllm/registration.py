@@ -1,4 +1,6 @@
-"""What `register` does in each process of vLLM: configs to transformers, architectures and config hooks to vLLM."""
+"""What `register` does in each process of vLLM: configs to transformers, architectures
+and config hooks to vLLM.
+"""
 
 from typing import Any
 
@@ -26,12 +28,19 @@ def register_all() -> None:
     for family in FAMILIES.values():
         if not hasattr(transformers, family.config):
             continue
-        AutoConfig.register(family.farskip_type, getattr(configs, family.farskip_config), exist_ok=True)
+        AutoConfig.register(
+            family.farskip_type, getattr(configs, family.farskip_config), exist_ok=True
+        )
         if family.like:
             regular = getattr(configs, family.farskip_config.removeprefix("FarSkip"))
             AutoConfig.register(family.model_type, regular, exist_ok=True)
-        for architecture in (family.architecture, *((family.causal_lm,) if family.like else ())):
-            ModelRegistry.register_model(architecture, f"fcsd_vllm.models:{family.architecture}")
+        for architecture in (
+            family.architecture,
+            *((family.causal_lm,) if family.like else ()),
+        ):
+            ModelRegistry.register_model(
+                architecture, f"fcsd_vllm.models:{family.architecture}"
+            )
             _add_hook(family, architecture)
     _add_warning()
     if current_platform.is_cpu():
@@ -43,8 +52,13 @@ def register_all() -> None:
 
 
 def _add_hook(family: Family, architecture: str) -> None:
-    """Let vLLM ask us, after what it does for the base's architecture, when an engine is configured."""
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    """Let vLLM ask us, after what it does for the base's architecture, when an engine
+    is configured.
+    """
+    from vllm.model_executor.models.config import (
+        MODELS_CONFIG_MAP,
+        VerifyAndUpdateConfig,
+    )
     from vllm.platforms import current_platform
 
     base: Any = MODELS_CONFIG_MAP.get(family.stock, VerifyAndUpdateConfig)
@@ -56,11 +70,16 @@ def _add_hook(family: Family, architecture: str) -> None:
         check_latent(vllm_config, family)
         check_weights(vllm_config.model_config.model)
         if getattr(vllm_config.model_config.hf_config, "gated_attention", False):
-            check_gates(vllm_config.model_config.model, vllm_config.model_config.hf_config.num_hidden_layers)
+            check_gates(
+                vllm_config.model_config.model,
+                vllm_config.model_config.hf_config.num_hidden_layers,
+            )
         settings = read_settings(vllm_config.additional_config)
         if settings.comm != "blocking" and current_platform.is_cuda_alike():
             keep_whole_graphs(vllm_config.compilation_config)
-        vllm_config.additional_config = with_version(vllm_config.additional_config, fcsd_vllm.__version__)
+        vllm_config.additional_config = with_version(
+            vllm_config.additional_config, fcsd_vllm.__version__
+        )
 
     MODELS_CONFIG_MAP[architecture] = type(
         f"{architecture}Config",
@@ -85,23 +104,29 @@ def check_latent(vllm_config: Any, family: Family) -> None:
         return  # vLLM takes the first back end that has the size
     others = "" if current_platform.is_cpu() else "--attention-backend TRITON_MLA, or "
     raise Refused(
-        f"fcsd-serving: {family.causal_lm}: its latent cache has {latent} channels, for which {chosen.name} has no"
-        f" kernel; use {others}VLLM_MLA_DISABLE=1 in the environment (a cache of whole heads)"
+        f"fcsd-serving: {family.causal_lm}: its latent cache has {latent} channels, for"
+        f" which {chosen.name} has no kernel; use {others}VLLM_MLA_DISABLE=1 in the"
+        " environment (a cache of whole heads)"
     )
 
 
 def _add_warning() -> None:
-    """Let vLLM's Transformers backend, which runs a checkpoint's own `modeling_farskip.py`, say what it does not do."""
+    """Let vLLM's Transformers backend, which runs a checkpoint's own
+    `modeling_farskip.py`, say what it does not do.
+    """
     from vllm.logger import init_logger
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    from vllm.model_executor.models.config import (
+        MODELS_CONFIG_MAP,
+        VerifyAndUpdateConfig,
+    )
     from vllm.model_executor.models.registry import _TRANSFORMERS_BACKEND_MODELS
 
     def verify_and_update_config(vllm_config: Any) -> None:
         config = vllm_config.model_config.hf_config
         if getattr(config, "farskip", None) is not None:
             init_logger("vllm.fcsd").warning_once(
-                "FarSkip: %s runs in vLLM's Transformers backend: its all-reduces are blocking, nothing is overlapped."
-                " They are overlapped for: %s",
+                "FarSkip: %s runs in vLLM's Transformers backend: its all-reduces are"
+                " blocking, nothing is overlapped. They are overlapped for: %s",
                 config.model_type,
                 ", ".join(FAMILIES),
             )
@@ -109,15 +134,20 @@ def _add_warning() -> None:
     hook = staticmethod(verify_and_update_config)
     for name in _TRANSFORMERS_BACKEND_MODELS:
         if name not in MODELS_CONFIG_MAP:
-            made = type(f"{name}FarSkipConfig", (VerifyAndUpdateConfig,), {"verify_and_update_config": hook})
+            made = type(
+                f"{name}FarSkipConfig",
+                (VerifyAndUpdateConfig,),
+                {"verify_and_update_config": hook},
+            )
             MODELS_CONFIG_MAP[name] = made
 
 
 def keep_whole_graphs(compilation_config: Any) -> None:
     """Capture whole decode steps, and run prefill without graphs.
 
-    A piecewise graph ends at attention, where the sums that FarSkip hides behind attention are in flight: a stream that
-    leaves a capture has to come back before it ends.
+    A piecewise graph ends at attention, where the sums that FarSkip hides behind
+    attention are in flight: a stream that leaves a capture has to come back before it
+    ends.
     """
     from vllm.config import CUDAGraphMode
     from vllm.logger import init_logger
@@ -125,5 +155,7 @@ def keep_whole_graphs(compilation_config: Any) -> None:
     mode = compilation_config.cudagraph_mode
     kept = CUDAGraphMode.FULL_DECODE_ONLY if mode is None else mode.without_piecewise()
     if kept != mode:
-        init_logger("vllm.fcsd").info_once("FarSkip: no piecewise graphs, cudagraph_mode is %s", kept.name)
+        init_logger("vllm.fcsd").info_once(
+            "FarSkip: no piecewise graphs, cudagraph_mode is %s", kept.name
+        )
     compilation_config.cudagraph_mode = kept

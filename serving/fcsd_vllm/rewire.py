@@ -1,4 +1,6 @@
-"""Rewire the layers of a vLLM model before weights are loaded: loaders, kernels, caches and LoRA see the stock one."""
+"""Rewire the layers of a vLLM model before weights are loaded: loaders, kernels, caches
+and LoRA see the stock one.
+"""
 
 import functools
 import inspect
@@ -33,7 +35,8 @@ def rewire(
     """Rewire the selected layers that this rank holds, in place.
 
     Args:
-        stack: the module with `layers`; those of other pipeline stages are stand-ins without attention.
+        stack: the module with `layers`; those of other pipeline stages are stand-ins
+            without attention.
         table: where the custom ops look layers up by name.
         version: of vLLM, for the message about an internal that it lacks.
 
@@ -46,7 +49,10 @@ def rewire(
     """
     layers: list[Any] = list(stack.layers)  # type: ignore[arg-type]
     here = [_attention(layer, family) is not None for layer in layers]
-    is_moe = [here[k] and _runner(getattr(layer, family.moe)) is not None for k, layer in enumerate(layers)]
+    is_moe = [
+        here[k] and _runner(getattr(layer, family.moe)) is not None
+        for k, layer in enumerate(layers)
+    ]
     rewired = [k for k in field.layers if here[k]]
     for k in rewired:
         _check_forward(layers[k], k)
@@ -60,54 +66,80 @@ def rewire(
         schedule: Schedule
         if isinstance(communication, Transport):
             before = table.get(layer_name(k - 1))
-            schedule = _exchanging(parts, getattr(before, "exchange", None), family, version)
+            schedule = _exchanging(
+                parts, getattr(before, "exchange", None), family, version
+            )
         else:
             schedule = Schedule(**parts)
             _give_partial_sums(schedule, family, version)
         table[schedule.name] = schedule
         attention = _attention(layers[k], family)
-        takes = set(inspect.signature(attention.forward).parameters) & set(family.arguments)
-        run = functools.partial(_forward, schedule, attention, family.arguments, tuple(sorted(takes)))
+        takes = set(inspect.signature(attention.forward).parameters) & set(
+            family.arguments
+        )
+        run = functools.partial(
+            _forward, schedule, attention, family.arguments, tuple(sorted(takes))
+        )
         layers[k].forward = run
     return rewired
 
 
-def used_functions(stack: nn.Module, family: Family, rewired: list[int]) -> list[Callable[..., Any]]:
+def used_functions(
+    stack: nn.Module, family: Family, rewired: list[int]
+) -> list[Callable[..., Any]]:
     """Return the forwards that rewired layers replace or call, and that of the loop around them."""
     layers: list[Any] = [stack.layers[k] for k in rewired]  # type: ignore[index]
     parts = [
-        part for layer in layers for part in (layer, _attention(layer, family), getattr(layer, family.moe))
+        part
+        for layer in layers
+        for part in (layer, _attention(layer, family), getattr(layer, family.moe))
     ]
     return [type(part).forward for part in (stack, *parts)]
 
 
 def _check_forward(layer: nn.Module, k: int) -> None:
-    """Refuse a layer whose forward is wrapped: what the wrapper does, such as to fetch weights, would be left out."""
+    """Refuse a layer whose forward is wrapped: what the wrapper does, such as to fetch
+    weights, would be left out.
+    """
     if (wrapper := vars(layer).get("forward")) is not None:
         raise Refused(
-            f"layer {k}: {getattr(wrapper, '__module__', 'something')} has put a forward of its own in the layer's"
-            " place, which FarSkip layers would leave out; switch that off (offloading of weights: --cpu-offload-gb,"
+            f"layer {k}: {getattr(wrapper, '__module__', 'something')} has put a"
+            " forward of its own in the layer's place, which FarSkip layers would"
+            " leave out; switch that off (offloading of weights: --cpu-offload-gb,"
             " --offload-group-size)"
         )
 
 
 def _attention(layer: nn.Module, family: Family) -> Any:
-    """Return the module of a layer that is its attention; None for a layer of another pipeline stage."""
+    """Return the module of a layer that is its attention; None for a layer of another
+    pipeline stage.
+    """
     return next(
-        (module for name in family.attention if (module := getattr(layer, name, None)) is not None), None
+        (
+            module
+            for name in family.attention
+            if (module := getattr(layer, name, None)) is not None
+        ),
+        None,
     )
 
 
 def _runner(block: nn.Module) -> MoERunner | None:
     """Return what runs the experts of an MoE block; None for a dense MLP."""
-    return next((module for module in block.modules() if isinstance(module, MoERunner)), None)
+    return next(
+        (module for module in block.modules() if isinstance(module, MoERunner)), None
+    )
 
 
 def _give_partial_sums(schedule: Schedule, family: Family, version: str) -> None:
-    """Let attention, the block and the shared experts of a layer give this rank's part of their sums."""
+    """Let attention, the block and the shared experts of a layer give this rank's part
+    of their sums.
+    """
     where = f"layer {schedule.index}"
     _check_layer(schedule)
-    _row(_attention(schedule.layer, family), f"attention of {where}", version).reduce_results = False
+    _row(
+        _attention(schedule.layer, family), f"attention of {where}", version
+    ).reduce_results = False
     if schedule.dense:
         _row(schedule.block, f"MLP of {where}", version).reduce_results = False
         return
@@ -118,7 +150,8 @@ def _give_partial_sums(schedule: Schedule, family: Family, version: str) -> None
     kernel = getattr(runner._quant_method, "moe_kernel", None)
     if kernel is not None and kernel.output_is_reduced():
         raise Refused(
-            f"{where}: {type(kernel).__name__} sums the outputs of its ranks itself; choose another MoE back end"
+            f"{where}: {type(kernel).__name__} sums the outputs of its ranks itself;"
+            " choose another MoE back end"
         )
     runner.moe_config.skip_final_all_reduce = True
     _take_shared(schedule, runner)
@@ -132,14 +165,24 @@ def _exchanging(
     _check_layer(schedule)
     if not schedule.dense:
         runner: Any = _runner(schedule.block)
-        for name in ("router", "routed_scaling_factor", "routed_experts", "_sequence_parallel_context"):
+        for name in (
+            "router",
+            "routed_scaling_factor",
+            "routed_experts",
+            "_sequence_parallel_context",
+        ):
             if not hasattr(runner, name):
                 raise missing(version, f"MoERunner.{name}")
         _check_runner(schedule, runner, version)
         if runner._quant_method.is_monolithic:
-            raise Refused(f"layer {schedule.index}: {type(runner._quant_method).__name__} {MONOLITHIC}")
+            raise Refused(
+                f"layer {schedule.index}: {type(runner._quant_method).__name__}"
+                f" {MONOLITHIC}"
+            )
         _take_shared(schedule, runner)
-        schedule.exchange = Exchange(schedule.block, runner, schedule.index, parts["communication"])
+        schedule.exchange = Exchange(
+            schedule.block, runner, schedule.index, parts["communication"]
+        )
     call_before_kernel(_attention(schedule.layer, family), schedule.between)
     return schedule
 
@@ -149,22 +192,27 @@ def _take_shared(schedule: Schedule, runner: Any) -> None:
     if runner._shared_experts is not None:
         schedule.shared = runner._shared_experts._layer
         runner._shared_experts = None
-        runner._forward_entry = runner._select_forward()  # which asked whether there are shared experts
+        # which asked whether there are shared experts
+        runner._forward_entry = runner._select_forward()
 
 
 def _row(module: nn.Module, what: str, version: str) -> Any:
     """Return the one matmul of a module whose output is summed over the ranks."""
     rows = [part for part in module.modules() if isinstance(part, RowParallelLinear)]
     if len(rows) != 1 or not hasattr(rows[0], "reduce_results"):
-        raise missing(version, f"single RowParallelLinear.reduce_results in {what} ({len(rows)} found)")
+        raise missing(
+            version,
+            f"single RowParallelLinear.reduce_results in {what} ({len(rows)} found)",
+        )
     return rows[0]
 
 
 def _check_layer(schedule: Schedule) -> None:
     if getattr(schedule.layer, "layer_scale", False):
         raise Refused(
-            f"layer {schedule.index}: layer_scale multiplies the sums of this layer, which FarSkip layers do not do;"
-            " serve the model that it was converted from"
+            f"layer {schedule.index}: layer_scale multiplies the sums of this layer,"
+            " which FarSkip layers do not do; serve the model that it was converted"
+            " from"
         )
 
 
@@ -176,8 +224,8 @@ def _check_runner(schedule: Schedule, runner: Any, version: str) -> None:
     where = f"layer {schedule.index}"
     if runner.moe_config.is_sequence_parallel:
         raise Refused(
-            f"{where}: sequence-parallel MoE scatters the stream; use --tensor-parallel-size 1 or"
-            " --data-parallel-size 1"
+            f"{where}: sequence-parallel MoE scatters the stream; use"
+            " --tensor-parallel-size 1 or --data-parallel-size 1"
         )
     if getattr(block, "is_fused_shared_expert_enabled", False):
         raise Refused(
@@ -186,12 +234,13 @@ def _check_runner(schedule: Schedule, runner: Any, version: str) -> None:
         )
     if getattr(block, "replicate_shared_expert", False):
         raise Refused(
-            f"{where}: its shared expert is replicated on every rank; use a tensor parallel size that divides it"
+            f"{where}: its shared expert is replicated on every rank; use a tensor"
+            " parallel size that divides it"
         )
     if getattr(runner, "routed_output_transform", None) is not None:
         raise Refused(
-            f"{where}: its routed output is transformed after the sum over the ranks, which must not be delayed;"
-            " serve the model that it was converted from"
+            f"{where}: its routed output is transformed after the sum over the ranks,"
+            " which must not be delayed; serve the model that it was converted from"
         )
 
 
@@ -220,17 +269,26 @@ def _forward(
     elif schedule.receives:
         stream, flight = residual
         routed = hidden
-        base, read = torch.ops.fcsd.attention_input(stream, flight, routed, schedule.name)
+        base, read = torch.ops.fcsd.attention_input(
+            stream, flight, routed, schedule.name
+        )
     elif residual is None:
         base, read = hidden, schedule.layer.input_layernorm(hidden)
     else:
         read, base = schedule.layer.input_layernorm(hidden, residual)
     given["hidden_states"] = read
     out = attention(**{name: given[name] for name in takes})
-    op = torch.ops.fcsd.after_attention_in_flight if schedule.in_flight else torch.ops.fcsd.after_attention
+    op = (
+        torch.ops.fcsd.after_attention_in_flight
+        if schedule.in_flight
+        else torch.ops.fcsd.after_attention
+    )
     outputs = op(out, base, routed, schedule.name)
     if schedule.carries and schedule.ends_stage:
         outputs = torch.ops.fcsd.finish(
-            outputs[0], outputs[1], outputs[2] if schedule.in_flight else None, schedule.name
+            outputs[0],
+            outputs[1],
+            outputs[2] if schedule.in_flight else None,
+            schedule.name,
         )
     return pair(schedule, outputs)

@@ -1,18 +1,23 @@
-"""The schedule of a rewired layer: what is computed, and between which two points a collective runs.
+"""The schedule of a rewired layer: what is computed, and between which two points a
+collective runs.
 
     A_k = sum over ranks of attn_k + shared_k     begun before the routed experts of k, waited for before attention k+1
     R_k = sum over ranks of routed_k              begun after them, waited for before the MoE block of k+1
 
-so that A_k is hidden behind routed experts and R_k behind attention. The two collectives of a layer are as many as the
-regular model has. The other cases of `fcsd.Connectivity`:
+so that A_k is hidden behind routed experts and R_k behind attention. The two
+collectives of a layer are as many as the regular model has. The other cases of
+`fcsd.Connectivity`:
 
-- A selected dense layer: one collective, of attn_k + mlp_k; nothing is in flight after it.
-- `mlp: full`: A_k is of attn_k only and waited for before the MoE block, which reads the stream after attention. Where
-  attention of k+1 reads the stream without routed_k, shared_k takes a third collective, beside the routed experts.
+- A selected dense layer: one collective, of attn_k + mlp_k; nothing is in flight after
+  it.
+- `mlp: full`: A_k is of attn_k only and waited for before the MoE block, which reads
+  the stream after attention. Where attention of k+1 reads the stream without routed_k,
+  shared_k takes a third collective, beside the routed experts.
 - `attention: full`, and the last layer of a run: A_k and R_k end with the layer.
 
-The stream o_k travels between layers as vLLM's pair (hidden_states, residual), whose sum it is: hidden_states is
-routed_k, residual the rest. In flight, residual is (stream, A_k): after both waits o_k = routed_k + stream + A_k.
+The stream o_k travels between layers as vLLM's pair (hidden_states, residual), whose
+sum it is: hidden_states is routed_k, residual the rest. In flight, residual is (stream,
+A_k): after both waits o_k = routed_k + stream + A_k.
 """
 
 from dataclasses import dataclass
@@ -40,7 +45,9 @@ class Schedule:
     dense: bool
     outdated: bool
     receives: bool
-    """Routed output of the layer before is given apart from the stream, in flight but for `begins_stage`."""
+    """Routed output of the layer before is given apart from the stream, in flight but
+    for `begins_stage`.
+    """
     carries: bool
     """So is the own."""
     begins_stage: bool
@@ -61,8 +68,14 @@ class Schedule:
     def attention_input(
         self, stream: torch.Tensor, flight: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stream without the routed output of the layer before, and that after the norm."""
-        base = stream.clone() if flight is None else stream + self._wait(flight, self.flight, self.index - 1)
+        """Return the stream without the routed output of the layer before, and that
+        after the norm.
+        """
+        base = (
+            stream.clone()
+            if flight is None
+            else stream + self._wait(flight, self.flight, self.index - 1)
+        )
         return base, self.layer.input_layernorm(base)
 
     def after_attention(
@@ -76,7 +89,8 @@ class Schedule:
             routed: what it did not read: the routed output of the layer before.
 
         Returns:
-            stream, routed output, and in flight A_k (or the shared output of `mlp: full`).
+            stream, routed output, and in flight A_k (or the shared output of `mlp:
+            full`).
         """
         early = (
             None
@@ -94,20 +108,36 @@ class Schedule:
         read = self.layer.post_attention_layernorm(stream)
         if self.dense:
             return self._dense(attention, stream, read)
-        return self._outdated(attention, early, stream, read) if self.outdated else self._full(stream, read)
+        return (
+            self._outdated(attention, early, stream, read)
+            if self.outdated
+            else self._full(stream, read)
+        )
 
     def _dense(
         self, attention: torch.Tensor, stream: torch.Tensor, read: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         out = self.block(read)
-        out = self._wait(self._start(attention + out if self.outdated else out, "mlp"), "mlp")
+        out = self._wait(
+            self._start(attention + out if self.outdated else out, "mlp"), "mlp"
+        )
         # The next stage takes hidden_states for a routed output.
-        return (stream + out, torch.zeros_like(out)) if self.ends_stage else (stream, out)
+        return (
+            (stream + out, torch.zeros_like(out)) if self.ends_stage else (stream, out)
+        )
 
     def _outdated(
-        self, attention: torch.Tensor, early: torch.Tensor | None, stream: torch.Tensor, read: torch.Tensor
+        self,
+        attention: torch.Tensor,
+        early: torch.Tensor | None,
+        stream: torch.Tensor,
+        read: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        flight = early if self.shared is None else self._start(attention + self.shared(read), "attention")
+        flight = (
+            early
+            if self.shared is None
+            else self._start(attention + self.shared(read), "attention")
+        )
         assert flight is not None
         routed = self._start(self.block(read), "routed")
         if self.carries:
@@ -115,9 +145,15 @@ class Schedule:
         stream = stream + self._wait(flight, "attention")
         return stream, self._wait(routed, "routed")
 
-    def _full(self, stream: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _full(
+        self, stream: torch.Tensor, read: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         if self.carries:
-            flight = () if self.shared is None else (self._start(self.shared(read), "shared"),)
+            flight = (
+                ()
+                if self.shared is None
+                else (self._start(self.shared(read), "shared"),)
+            )
             return stream, self._start(self.block(read), "routed"), *flight
         shared = (
             None if self.shared is None else self.shared(read)
@@ -130,19 +166,28 @@ class Schedule:
     def _start(self, x: torch.Tensor, what: str) -> torch.Tensor:
         return self.communication.start(x, f"{what}.{self.index}")
 
-    def _wait(self, x: torch.Tensor | None, what: str, index: int | None = None) -> torch.Tensor:
+    def _wait(
+        self, x: torch.Tensor | None, what: str, index: int | None = None
+    ) -> torch.Tensor:
         assert x is not None
-        return self.communication.wait(x, f"{what}.{self.index if index is None else index}")
+        return self.communication.wait(
+            x, f"{what}.{self.index if index is None else index}"
+        )
 
     def finished(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return (stream, routed) of a layer that carries, complete: for the boundary of a pipeline."""
+        """Return (stream, routed) of a layer that carries, complete: for the boundary
+        of a pipeline.
+        """
         stream, routed, *flight = outputs
-        stream = stream + self._wait(flight[0], self.flight) if flight else stream.clone()
+        stream = (
+            stream + self._wait(flight[0], self.flight) if flight else stream.clone()
+        )
         return stream, self._wait(routed, "routed").clone()
 
 
 def place(field: Field, k: int, here: list[bool], is_moe: list[bool]) -> dict[str, Any]:
-    """Return what the place of a selected layer says of its schedule, by the names of its fields.
+    """Return what the place of a selected layer says of its schedule, by the names of
+    its fields.
 
     here: the layers of this stage of a pipeline.
     """
@@ -152,7 +197,9 @@ def place(field: Field, k: int, here: list[bool], is_moe: list[bool]) -> dict[st
         "name": layer_name(k),
         "dense": not is_moe[k],
         "outdated": field.outdated,
-        "receives": field.partial and k - 1 in field.layers and (begins_stage or is_moe[k - 1]),
+        "receives": (
+            field.partial and k - 1 in field.layers and (begins_stage or is_moe[k - 1])
+        ),
         "carries": field.partial and is_moe[k] and k + 1 in field.layers,
         "begins_stage": begins_stage,
         "ends_stage": k + 1 < len(here) and not here[k + 1],
@@ -164,7 +211,9 @@ def layer_name(k: int) -> str:
     return f"fcsd.layers.{k}"
 
 
-def pair(schedule: Schedule, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, Any]:
+def pair(
+    schedule: Schedule, outputs: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, Any]:
     """Return what the layer hands on in vLLM's loop: (hidden_states, residual)."""
     stream, routed, *flight = outputs
     if schedule.carries and not schedule.ends_stage:

@@ -14,50 +14,74 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How collectives run. vLLM hashes these into the key of its compile cache, with the plugin's version."""
+    """How collectives run. vLLM hashes these into the key of its compile cache, with
+    the plugin's version.
+    """
 
     comm: str = ""
-    """blocking: the engine's own all-reduce; stream: NCCL or RCCL on a stream of its own (the default on GPUs);
-    c10d: functional collectives (the default on CPUs); timed: a thread that also emulates a network."""
+    """blocking: the engine's own all-reduce; stream: NCCL or RCCL on a stream of its
+    own (the default on GPUs); c10d: functional collectives (the default on CPUs);
+    timed: a thread that also emulates a network."""
     min_overlap_bytes: int = 0
-    """Messages below this size are reduced at once by the engine's own all-reduce, which is faster for small ones."""
+    """Messages below this size are reduced at once by the engine's own all-reduce,
+    which is faster for small ones.
+    """
     latency_ms: float = 0.0
     """The delay of a collective in an emulated network; only `timed`."""
     bandwidth_gb_per_s: float = 0.0
     """The rate of an emulated network, 0 for none; only `timed`."""
     looked_at: str = ""
-    """Digest of the changed functions of vLLM that a user has looked at; the refusal of an engine names it."""
+    """Digest of the changed functions of vLLM that a user has looked at; the refusal of
+    an engine names it.
+    """
 
 
 def read_settings(additional_config: Any) -> Settings:
     """Return the settings of an engine.
 
     Raises:
-        SettingsError: an unknown key or back end, a wrong type, a negative number, an emulated network without `timed`.
+        SettingsError: an unknown key or back end, a wrong type, a negative number, an
+            emulated network without `timed`.
     """
-    given = additional_config.get("fcsd", {}) if isinstance(additional_config, Mapping) else {}
+    given = (
+        additional_config.get("fcsd", {})
+        if isinstance(additional_config, Mapping)
+        else {}
+    )
     where = "additional_config: fcsd"
     if not isinstance(given, Mapping):
-        raise SettingsError(f"{where}: must be a mapping such as {{'comm': 'blocking'}}, got {given!r}")
+        raise SettingsError(
+            f"{where}: must be a mapping such as {{'comm': 'blocking'}}, got {given!r}"
+        )
     names = [field.name for field in fields(Settings)]
     chosen = {name: value for name, value in given.items() if name != "version"}
     for name, value in chosen.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else f"; allowed: {', '.join(names)}"
+            hint = (
+                f"; did you mean '{near[0]}'?"
+                if near
+                else f"; allowed: {', '.join(names)}"
+            )
             raise SettingsError(f"{where}.{name}: unknown key{hint}")
         if name == "comm":
             if value not in BACK_ENDS:
-                raise SettingsError(f"{where}.comm: must be one of {', '.join(BACK_ENDS)}, got {value!r}")
+                raise SettingsError(
+                    f"{where}.comm: must be one of {', '.join(BACK_ENDS)}, got {value!r}"
+                )
         elif name == "looked_at":
             if not isinstance(value, str):
                 raise SettingsError(
                     f"{where}.looked_at: must be the digest that the refusal named, got {value!r}"
                 )
         elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise SettingsError(f"{where}.{name}: must be a number of 0 or more, got {value!r}")
+            raise SettingsError(
+                f"{where}.{name}: must be a number of 0 or more, got {value!r}"
+            )
     settings = Settings(**chosen)
-    if (settings.latency_ms or settings.bandwidth_gb_per_s) and settings.comm != "timed":
+    if (
+        settings.latency_ms or settings.bandwidth_gb_per_s
+    ) and settings.comm != "timed":
         raise SettingsError(
             f"{where}: latency_ms and bandwidth_gb_per_s emulate a network; they need comm: timed"
         )
@@ -65,7 +89,9 @@ def read_settings(additional_config: Any) -> Settings:
 
 
 def with_version(additional_config: Mapping[str, Any], version: str) -> dict[str, Any]:
-    """Return an additional config that tells the plugin's version too: other code must not find its compiled graphs."""
+    """Return an additional config that tells the plugin's version too: other code must
+    not find its compiled graphs.
+    """
     chosen = {**additional_config.get("fcsd", {}), "version": version}
     return {**additional_config, "fcsd": chosen}
 

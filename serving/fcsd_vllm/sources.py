@@ -1,10 +1,13 @@
-"""What a verified engine's code is: a digest of each function that FarSkip layers replace or call.
+"""What a verified engine's code is: a digest of each function that FarSkip layers
+replace or call.
 
-A release may change what such a function does and keep its name. `sources.json` has the digests by verified version:
+A release may change what such a function does and keep its name. `sources.json` has the
+digests by verified version:
 
     python -m fcsd_vllm.sources
 
-adds those of the installed vLLM, after its models were compared with fcsd's (`serving/tests`). Standard library only.
+adds those of the installed vLLM, after its models were compared with fcsd's
+(`serving/tests`). Standard library only.
 """
 
 import ast
@@ -19,11 +22,14 @@ from typing import Any
 FILE = Path(__file__).with_name("sources.json")
 SOURCES: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
 """Verified version -> function -> digest."""
-_VERSIONED = ("kind", "type_comment", "type_params")  # not in every Python's syntax trees
+# not in every Python's syntax trees
+_VERSIONED = ("kind", "type_comment", "type_params")
 
 
 def digest(function: Callable[..., Any]) -> str:
-    """Return 16 hex digits of what a function does: comments, docstrings, layout and Python's version do not count."""
+    """Return 16 hex digits of what a function does: comments, docstrings, layout and
+    Python's version do not count.
+    """
     try:
         text = inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
@@ -34,7 +40,11 @@ def digest(function: Callable[..., Any]) -> str:
 def digests(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
     """Return module and name -> digest, without what the plugin has defined itself."""
     named = {f"{each.__module__}.{each.__qualname__}": each for each in functions}
-    return {name: digest(each) for name, each in sorted(named.items()) if not name.startswith("fcsd_")}
+    return {
+        name: digest(each)
+        for name, each in sorted(named.items())
+        if not name.startswith("fcsd_")
+    }
 
 
 def changed(installed: Mapping[str, str]) -> dict[str, str]:
@@ -66,8 +76,14 @@ def _plain(node: Any) -> Any:
         and ast.get_docstring(node) is not None
     ):
         node.body = node.body[1:]
-    fields = [(name, _plain(value)) for name, value in ast.iter_fields(node) if name not in _VERSIONED]
-    return type(node).__name__, *(field for field in fields if field[1] is not None and field[1] != ())
+    fields = [
+        (name, _plain(value))
+        for name, value in ast.iter_fields(node)
+        if name not in _VERSIONED
+    ]
+    return type(node).__name__, *(
+        field for field in fields if field[1] is not None and field[1] != ()
+    )
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
-"""Exchanges of rows between data-parallel ranks, begun in one place and waited for in another, by several back ends.
+"""Exchanges of rows between data-parallel ranks, begun in one place and waited for in
+another, by several back ends.
 
     gather    every rank's rows, in the order of ranks: the dispatch of `allgather_reducescatter`
     scatter   of rows of all ranks the sum over ranks of the own ones: its combine
 
-Ranks may have different numbers of rows, `sizes`, and none. Both return what waits; the memory given to `scatter` is
-read until then. A tag names an exchange of the model, such as `dispatch.3`, and is the same on every rank and in every
-step.
+Ranks may have different numbers of rows, `sizes`, and none. Both return what waits; the
+memory given to `scatter` is read until then. A tag names an exchange of the model, such
+as `dispatch.3`, and is the same on every rank and in every step.
 """
 
 from collections.abc import Callable
@@ -18,26 +19,38 @@ from fcsd_vllm.communication import Stream, Timed
 from fcsd_vllm.settings import Settings
 
 
-def gather_rows(x: torch.Tensor, sizes: list[int], group: Any, wait: bool = True) -> tuple[torch.Tensor, Any]:
-    """Return all ranks' rows, and the work to wait for; gloo gathers only equal numbers, so every rank sends to all."""
+def gather_rows(
+    x: torch.Tensor, sizes: list[int], group: Any, wait: bool = True
+) -> tuple[torch.Tensor, Any]:
+    """Return all ranks' rows, and the work to wait for; gloo gathers only equal
+    numbers, so every rank sends to all.
+    """
     rows = x.new_empty((sum(sizes), *x.shape[1:]))
     sent = x.repeat(len(sizes), *[1] * (x.dim() - 1))
-    work = dist.all_to_all_single(rows, sent, sizes, [len(x)] * len(sizes), group, async_op=not wait)
+    work = dist.all_to_all_single(
+        rows, sent, sizes, [len(x)] * len(sizes), group, async_op=not wait
+    )
     return rows, work
 
 
 def scatter_rows(
     x: torch.Tensor, sizes: list[int], group: Any, wait: bool = True
 ) -> tuple[torch.Tensor, Any]:
-    """Return what every rank has of this rank's rows, (ranks, rows, …), and the work to wait for."""
+    """Return what every rank has of this rank's rows, (ranks, rows, …), and the work to
+    wait for.
+    """
     own = sizes[dist.get_rank(group)]
     parts = x.new_empty((len(sizes) * own, *x.shape[1:]))
-    work = dist.all_to_all_single(parts, x.contiguous(), [own] * len(sizes), sizes, group, async_op=not wait)
+    work = dist.all_to_all_single(
+        parts, x.contiguous(), [own] * len(sizes), sizes, group, async_op=not wait
+    )
     return parts.view(len(sizes), own, *x.shape[1:]), work
 
 
 class Transport:
-    """A back end: torch.distributed on the group of the device, gloo on CPUs, NCCL or RCCL elsewhere."""
+    """A back end: torch.distributed on the group of the device, gloo on CPUs, NCCL or
+    RCCL elsewhere.
+    """
 
     def __init__(self, group: Any, settings: Settings) -> None:
         self.group = group.device_group
@@ -70,7 +83,9 @@ class Transport:
         return wait
 
 
-def _giving(rows: list[torch.Tensor], end: Callable[[], object]) -> Callable[[], list[torch.Tensor]]:
+def _giving(
+    rows: list[torch.Tensor], end: Callable[[], object]
+) -> Callable[[], list[torch.Tensor]]:
     """Return what waits for the end and gives the rows that are there by then."""
 
     def wait() -> list[torch.Tensor]:
@@ -81,7 +96,9 @@ def _giving(rows: list[torch.Tensor], end: Callable[[], object]) -> Callable[[],
 
 
 class TimedTransport(Transport):
-    """The thread of `Timed`, with its emulated network; a dispatch is one message, and so is a combine."""
+    """The thread of `Timed`, with its emulated network; a dispatch is one message, and
+    so is a combine.
+    """
 
     def __init__(self, group: Any, settings: Settings) -> None:
         super().__init__(group, settings)
@@ -96,7 +113,9 @@ class TimedTransport(Transport):
         def run() -> None:
             gathered.extend(gather_rows(x, sizes, self.group)[0] for x in tensors)
 
-        end = self.timed.begin(run, sum(x[:1].nbytes for x in tensors) * sum(sizes), tag)
+        end = self.timed.begin(
+            run, sum(x[:1].nbytes for x in tensors) * sum(sizes), tag
+        )
 
         return _giving(gathered, end)
 
@@ -148,7 +167,13 @@ class StreamTransport(Transport):
 
 
 def make_transport(settings: Settings, group: Any) -> Transport:
-    """Return the back end that the settings name, over the data-parallel ranks; `blocking` is vLLM's own exchange."""
+    """Return the back end that the settings name, over the data-parallel ranks;
+    `blocking` is vLLM's own exchange.
+    """
     if settings.comm == "timed":
         return TimedTransport(group, settings)
-    return StreamTransport(group, settings) if settings.comm == "stream" else Transport(group, settings)
+    return (
+        StreamTransport(group, settings)
+        if settings.comm == "stream"
+        else Transport(group, settings)
+    )

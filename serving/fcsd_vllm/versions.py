@@ -9,13 +9,16 @@ from typing import Any
 from fcsd_vllm.sources import SOURCES, changed, digests, seal
 
 VERIFIED = tuple(SOURCES)
-"""Versions of vLLM whose models were compared with fcsd's: ids, log-probabilities, order of collectives."""
+"""Versions of vLLM whose models were compared with fcsd's: ids, log-probabilities,
+order of collectives.
+"""
 
 # Model internals move with releases; the plugin API has not since 0.6.
 _MOE = "vllm.model_executor.layers.fused_moe"
 _RUNNER = f"{_MOE}.runner.moe_runner"
 _ATTENTION = "vllm.model_executor.layers.attention"
-# What experts over data-parallel ranks are cut out of: steps that `exchange.py` takes apart or does itself.
+# What experts over data-parallel ranks are cut out of: steps that `exchange.py` takes
+# apart or does itself.
 EXCHANGE = (
     (_RUNNER, "MoERunner._sequence_parallel_context"),
     (_RUNNER, "MoERunner._apply_quant_method"),
@@ -24,15 +27,27 @@ EXCHANGE = (
     (f"{_MOE}.modular_kernel", "FusedMoEKernelModularImpl._fused_experts"),
     (f"{_MOE}.modular_kernel", "FusedMoEKernelModularImpl._finalize"),
     (f"{_MOE}.modular_kernel", "FusedMoEKernelModularImpl._allocate_buffers"),
-    (f"{_MOE}.prepare_finalize.naive_dp_ep", "MoEPrepareAndFinalizeNaiveDPEPModular.prepare"),
-    (f"{_MOE}.prepare_finalize.naive_dp_ep", "MoEPrepareAndFinalizeNaiveDPEPModular.finalize"),
+    (
+        f"{_MOE}.prepare_finalize.naive_dp_ep",
+        "MoEPrepareAndFinalizeNaiveDPEPModular.prepare",
+    ),
+    (
+        f"{_MOE}.prepare_finalize.naive_dp_ep",
+        "MoEPrepareAndFinalizeNaiveDPEPModular.finalize",
+    ),
     (f"{_MOE}.prepare_finalize.naive_dp_ep", "_quantize_and_setup_dispatch"),
     (f"{_MOE}.prepare_finalize.naive_dp_ep", "_unwrap_scale_and_prepare_for_moe"),
     (f"{_MOE}.topk_weight_and_reduce", "TopKWeightAndReduceContiguous.apply"),
     ("vllm.distributed.device_communicators.all2all", "AgRsAll2AllManager.dispatch"),
-    ("vllm.distributed.device_communicators.all2all", "AgRsAll2AllManager.combine_into_output"),
+    (
+        "vllm.distributed.device_communicators.all2all",
+        "AgRsAll2AllManager.combine_into_output",
+    ),
     ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.all_gatherv"),
-    ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.reduce_scatterv"),
+    (
+        "vllm.distributed.device_communicators.pynccl",
+        "PyNcclCommunicator.reduce_scatterv",
+    ),
     ("vllm.distributed.parallel_state", "get_dp_group"),
     (f"{_ATTENTION}.attention", "unified_attention_with_output"),
     (f"{_ATTENTION}.mla_attention", "unified_mla_attention_with_output"),
@@ -57,9 +72,16 @@ NEEDED = (
     ("vllm.distributed.parallel_state", "get_tp_group"),
     ("vllm.utils.torch_utils", "direct_register_custom_op"),
 )
-"""Module and name of each internal of vLLM that is used; functions are known by their source, too."""
+"""Module and name of each internal of vLLM that is used; functions are known by their
+source, too.
+"""
 
-_WRAPPED = (("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.apply"),)
+_WRAPPED = (
+    (
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
+        "CPUUnquantizedExperts.apply",
+    ),
+)
 """What is wrapped where an engine has it."""
 
 
@@ -73,12 +95,15 @@ def release(version: str) -> str:
 
 
 def unverified(version: str) -> str | None:
-    """Return the sentence to warn with about an engine that is not on the list; None for one that is."""
+    """Return the sentence to warn with about an engine that is not on the list; None
+    for one that is.
+    """
     if release(version) in VERIFIED:
         return None
     return (
-        f"fcsd-serving: vLLM {version} is not verified ({', '.join(VERIFIED)} is): compare the log-probabilities of a"
-        " few prompts with load_model(...) before you rely on it"
+        f"fcsd-serving: vLLM {version} is not verified ({', '.join(VERIFIED)} is):"
+        " compare the log-probabilities of a few prompts with load_model(...) before"
+        " you rely on it"
     )
 
 
@@ -100,7 +125,9 @@ def check_internals(version: str) -> None:
 def needed_functions() -> list[Callable[..., Any]]:
     """Return those of `NEEDED` that are functions, and what else is wrapped."""
     return [
-        each for module, name in (*NEEDED, *_WRAPPED) if inspect.isfunction(each := _internal(module, name))
+        each
+        for module, name in (*NEEDED, *_WRAPPED)
+        if inspect.isfunction(each := _internal(module, name))
     ]
 
 
@@ -114,12 +141,15 @@ def _internal(module: str, name: str) -> Any:
     return holder
 
 
-def check_sources(functions: Iterable[Callable[..., Any]], version: str, looked_at: str = "") -> None:
+def check_sources(
+    functions: Iterable[Callable[..., Any]], version: str, looked_at: str = ""
+) -> None:
     """Raise EngineError if a function is not what it was in a verified version.
 
     Args:
         functions: what a model's layers replace and call.
-        looked_at: the digest of the changes by which a user says that they were looked at.
+        looked_at: the digest of the changes by which a user says that they were looked
+            at.
     """
     new = changed(digests(functions))
     if not new or looked_at == seal(new):
@@ -127,7 +157,8 @@ def check_sources(functions: Iterable[Callable[..., Any]], version: str, looked_
     names = ", ".join(".".join(name.split(".")[-2:]) for name in new)
     setting = json.dumps({"fcsd": {"looked_at": seal(new)}})
     raise EngineError(
-        f"fcsd-serving: vLLM {version}: FarSkip layers replace or call functions whose source nobody has compared:"
-        f" {names}; install vllm=={', '.join(VERIFIED)}, or read what changed, compare the log-probabilities of a few"
-        f" prompts with load_model(...), and say so: --additional-config '{setting}'"
+        f"fcsd-serving: vLLM {version}: FarSkip layers replace or call functions whose"
+        f" source nobody has compared: {names}; install vllm=={', '.join(VERIFIED)}, or"
+        " read what changed, compare the log-probabilities of a few prompts with"
+        f" load_model(...), and say so: --additional-config '{setting}'"
     )

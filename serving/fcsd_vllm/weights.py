@@ -1,4 +1,6 @@
-"""What the headers of a checkpoint's safetensors files tell before weights load. Standard library only."""
+"""What the headers of a checkpoint's safetensors files tell before weights load.
+Standard library only.
+"""
 
 import json
 from pathlib import Path
@@ -11,34 +13,51 @@ _FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 
 
 def check_weights(folder: str) -> None:
-    """Raise Refused for a local checkpoint with an FP8 weight that has no scale (`NAME_scale…`) beside it.
+    """Raise Refused for a local checkpoint with an FP8 weight that has no scale
+    (`NAME_scale…`) beside it.
 
     An engine would read that weight as if its scale were 1, and serve another model.
     """
-    types = dict(entry for file in sorted(Path(folder).glob("*.safetensors")) for entry in _types(file))
+    types = dict(
+        entry
+        for file in sorted(Path(folder).glob("*.safetensors"))
+        for entry in _types(file)
+    )
     scaled = {name.partition("_scale")[0] for name in types if "_scale" in name}
     for name, dtype in sorted(types.items()):
         if dtype in _FP8 and "_scale" not in name and name not in scaled:
             raise Refused(
-                f"fcsd-serving: {folder}: {name} is FP8 and has no scale ({name}_scale or {name}_scale_inv), without"
-                " which its values are not known; convert the original again with its scales, or a bfloat16 one"
+                f"fcsd-serving: {folder}: {name} is FP8 and has no scale ({name}_scale"
+                f" or {name}_scale_inv), without which its values are not known;"
+                " convert the original again with its scales, or a bfloat16 one"
             )
 
 
 def check_gates(folder: str, layers: int) -> None:
-    """Raise Refused for a local checkpoint that lacks the gate of one of its layers, which vLLM would not miss."""
-    names = {name for file in Path(folder).glob("*.safetensors") for name, _ in _types(file)}
+    """Raise Refused for a local checkpoint that lacks the gate of one of its layers,
+    which vLLM would not miss.
+    """
+    names = {
+        name for file in Path(folder).glob("*.safetensors") for name, _ in _types(file)
+    }
     for index in range(layers if names else 0):
         if not any(name.startswith(f"model.layers.{index}{GATE}") for name in names):
             raise Refused(
-                f"fcsd-serving: {folder}: model.layers.{index}{GATE}weight is missing, which config.json's"
-                " gated_attention needs; download or convert the checkpoint again"
+                f"fcsd-serving: {folder}: model.layers.{index}{GATE}weight is missing,"
+                " which config.json's gated_attention needs; download or convert the"
+                " checkpoint again"
             )
 
 
 def _types(file: Path) -> list[tuple[str, str]]:
-    """Return name and dtype of each tensor; nothing for what is no such file, which the engine says itself."""
+    """Return name and dtype of each tensor; nothing for what is no such file, which the
+    engine says itself.
+    """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = opened.read(length) if length <= file.stat().st_size else b"{}"
-    return [(name, entry["dtype"]) for name, entry in json.loads(header).items() if name != "__metadata__"]
+    return [
+        (name, entry["dtype"])
+        for name, entry in json.loads(header).items()
+        if name != "__metadata__"
+    ]

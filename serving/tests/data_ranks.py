@@ -1,9 +1,11 @@
-"""Run cases on data-parallel ranks, each with a whole engine in its process (`torchrun`, executor `external_launcher`).
+"""Run cases on data-parallel ranks, each with a whole engine in its process
+(`torchrun`, executor `external_launcher`).
 
     torchrun --nproc-per-node N data_ranks.py MODELS RESULTS CASE …
 
-A case is CHECKPOINT:LAYOUT[:MUTANT]: a layout of `LAYOUTS`, a mutant of `MUTANTS`. Ranks take the eight prompts of
-`data_parallel.npz` in turn, so their numbers of tokens differ; the third step of a short prompt meets a prefill.
+A case is CHECKPOINT:LAYOUT[:MUTANT]: a layout of `LAYOUTS`, a mutant of `MUTANTS`.
+Ranks take the eight prompts of `data_parallel.npz` in turn, so their numbers of tokens
+differ; the third step of a short prompt meets a prefill.
 """
 
 import itertools
@@ -16,7 +18,12 @@ from typing import Any
 import engine
 import two_ranks
 
-_CHUNKS = {"enable_prefix_caching": True, "max_num_batched_tokens": 48, "block_size": 32, "max_num_seqs": 4}
+_CHUNKS = {
+    "enable_prefix_caching": True,
+    "max_num_batched_tokens": 48,
+    "block_size": 32,
+    "max_num_seqs": 4,
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "blocking": {"comm": "blocking"},
     "async": {"comm": "c10d"},
@@ -30,12 +37,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "abort": {"comm": "c10d"},
     "hooks": {"comm": "c10d"},
 }
-"""In `idle` the last rank has no prompt, in `few` there are fewer prompts than ranks, of a token each step; in `abort`
-the first client of each rank goes after four steps; in `hooks` halves are waited for as those of DeepEP are."""
+"""In `idle` the last rank has no prompt, in `few` there are fewer prompts than ranks,
+of a token each step; in `abort` the first client of each rank goes after four steps; in
+`hooks` halves are waited for as those of DeepEP are."""
 
 
 def give_hooks(llm: Any) -> None:
-    """Let each half give a hook and a receiver, which is empty before the hook: as DeepEP's low-latency halves do."""
+    """Let each half give a hook and a receiver, which is empty before the hook: as
+    DeepEP's low-latency halves do.
+    """
     for schedule in engine.exchanging(llm):
         halves = schedule.exchange.halves
         for name in ("prepare_async", "finalize_async"):
@@ -104,14 +114,18 @@ def add_shared_twice(llm: Any) -> None:
 def die(llm: Any) -> None:
     """The last rank is killed in the middle of a layer."""
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        engine.exchanging(llm)[2].exchange.experts = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        engine.exchanging(llm)[2].exchange.experts = lambda: os.kill(
+            os.getpid(), signal.SIGKILL
+        )
 
 
 def leave_dense_stock(llm: Any) -> None:
     """A selected dense layer is the stock layer."""
     for schedule in engine.schedules_of(llm):
         if schedule.dense:
-            schedule.layer.forward = type(schedule.layer).forward.__get__(schedule.layer)
+            schedule.layer.forward = type(schedule.layer).forward.__get__(
+                schedule.layer
+            )
 
 
 MUTANTS = {
@@ -138,13 +152,17 @@ def prompts_of(layout: str, rank: int, ranks: int) -> list[int]:
 
 
 def generate_and_abort(llm: Any, reference: Path, which: list[int]) -> list[Any]:
-    """Return what `engine.generate` does, without the first prompt, which is taken back while the others go on."""
+    """Return what `engine.generate` does, without the first prompt, which is taken back
+    while the others go on.
+    """
     serving = llm.llm_engine
     step, steps = serving.step, itertools.count()
 
     def step_and_abort() -> Any:
         if next(steps) == 4:
-            serving.abort_request([min(serving.output_processor.external_req_ids, key=int)])
+            serving.abort_request(
+                [min(serving.output_processor.external_req_ids, key=int)]
+            )
         return step()
 
     serving.step = step_and_abort
@@ -152,11 +170,17 @@ def generate_and_abort(llm: Any, reference: Path, which: list[int]) -> list[Any]
 
 
 def run(case: str, models: Path) -> dict[str, Any]:
-    """Return what a case gave on this rank: its prompts, those with equal ids, largest difference, order of events."""
+    """Return what a case gave on this rank: its prompts, those with equal ids, largest
+    difference, order of events.
+    """
     checkpoint, layout, *mutants = case.split(":")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options = {"enable_expert_parallel": True, "max_model_len": 1152, **LAYOUTS[layout]}
-    settings = {name: options.pop(name) for name in ("comm", "min_overlap_bytes") if name in options}
+    settings = {
+        name: options.pop(name)
+        for name in ("comm", "min_overlap_bytes")
+        if name in options
+    }
     reference = models / checkpoint / "data_parallel.npz"
     which = prompts_of(layout, rank, ranks)
     llm = engine.start_engine(
@@ -168,8 +192,12 @@ def run(case: str, models: Path) -> dict[str, Any]:
         **options,
     )
     try:
-        engine.generate(llm, reference, which=[0])  # the exchange is cut in a model's first step
-        for change in [*([give_hooks] if layout == "hooks" else []), *map(MUTANTS.get, mutants)]:
+        # the exchange is cut in a model's first step
+        engine.generate(llm, reference, which=[0])
+        for change in [
+            *([give_hooks] if layout == "hooks" else []),
+            *map(MUTANTS.get, mutants),
+        ]:
             change(llm)
         recorder = engine.record_exchange(llm)
         if layout == "abort":
@@ -177,7 +205,11 @@ def run(case: str, models: Path) -> dict[str, Any]:
         else:
             outputs = engine.generate(llm, reference, which=which)
         recorder.forget()
-        result: dict[str, Any] = {"case": case, "prompts": len(which), "events": recorder.events}
+        result: dict[str, Any] = {
+            "case": case,
+            "prompts": len(which),
+            "events": recorder.events,
+        }
         if layout == "chunks":
             again = engine.generate(llm, reference, prompt_logprobs=None, which=which)
             result["cached"] = max(output.num_cached_tokens for output in again)

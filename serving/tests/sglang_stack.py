@@ -1,7 +1,9 @@
-"""The layers of SGLang's models in one process, without its engine, and with the attention of transformers.
+"""The layers of SGLang's models in one process, without its engine, and with the
+attention of transformers.
 
-SGLang's MLA runs on compiled kernels only. With attention taken from transformers, all else of a layer is SGLang's:
-norms, experts, shared experts, boundaries, and what fcsd_sglang makes of them; and prompts need no cache.
+SGLang's MLA runs on compiled kernels only. With attention taken from transformers, all
+else of a layer is SGLang's: norms, experts, shared experts, boundaries, and what
+fcsd_sglang makes of them; and prompts need no cache.
 """
 
 import os
@@ -26,7 +28,9 @@ PLACE: dict[str, int] = {}
 
 
 def start(rank: int = 0, ranks: int = 1, experts: int = 1, port: int = 29531) -> None:
-    """Make this process one of `ranks` of SGLang; experts are spread over them in `experts` parts."""
+    """Make this process one of `ranks` of SGLang; experts are spread over them in
+    `experts` parts.
+    """
     import fcsd_sglang
 
     fcsd_sglang.register()
@@ -51,7 +55,11 @@ def _publish(folder: Path) -> Any:
         ep_size=PLACE["experts"],
     )
     arguments.resolve_once()
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=PLACE["rank"], gpu_id=0))
+    publish(
+        arguments,
+        role="scheduler",
+        ranks=SpawnRanks(world_rank=PLACE["rank"], gpu_id=0),
+    )
     if not torch.distributed.is_initialized():
         bootstrap._init_parallel_groups(
             backend="gloo",
@@ -73,15 +81,27 @@ def load(folder: Path, original: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = get_model(
-        model_config=_publish(folder), load_config=LoadConfig(), device_config=DeviceConfig("cpu", gpu_id=0)
+        model_config=_publish(folder),
+        load_config=LoadConfig(),
+        device_config=DeviceConfig("cpu", gpu_id=0),
     )
     base = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).model
     ranks = get_parallel().tp_size
     for layer, other in zip(model.model.layers, base.layers, strict=True):
 
-        def attention(hidden_states: Any, positions: Any, *, of: Any = other.self_attn, **rest: Any) -> Any:
+        def attention(
+            hidden_states: Any,
+            positions: Any,
+            *,
+            of: Any = other.self_attn,
+            **rest: Any,
+        ) -> Any:
             angles = base.rotary_emb(hidden_states[None], positions[None])
-            out = of(hidden_states=hidden_states[None], position_embeddings=angles, attention_mask=None)
+            out = of(
+                hidden_states=hidden_states[None],
+                position_embeddings=angles,
+                attention_mask=None,
+            )
             return out[0][0] / ranks  # this rank's part of the sum
 
         layer.self_attn.forward = attention
@@ -104,14 +124,18 @@ def logprobs(model: Any, tokens: Any) -> torch.Tensor:
     hidden = model.model(tokens, torch.arange(len(tokens)), batch)
     logits = hidden @ model.lm_head.weight.T
     if torch.distributed.get_world_size() > 1:
-        parts = [torch.empty_like(logits) for _ in range(torch.distributed.get_world_size())]
+        parts = [
+            torch.empty_like(logits) for _ in range(torch.distributed.get_world_size())
+        ]
         torch.distributed.all_gather(parts, logits)
         logits = torch.cat(parts, -1)
     return logits.log_softmax(-1)
 
 
 def worst(model: Any, folder: Path) -> float:
-    """Return the largest difference of a log-probability from fcsd's, over prompts and what fcsd generated."""
+    """Return the largest difference of a log-probability from fcsd's, over prompts and
+    what fcsd generated.
+    """
     reference = np.load(folder / "reference.npz")
     differences = []
     for k in range(4):
@@ -122,7 +146,9 @@ def worst(model: Any, folder: Path) -> float:
 
 
 def record(model: Any) -> list[str]:
-    """Give the list that a forward fills: attention, shared experts, experts, starts and waits; see `orders`."""
+    """Give the list that a forward fills: attention, shared experts, experts, starts
+    and waits; see `orders`.
+    """
     from sglang.srt.runtime_context import get_parallel
 
     events: list[str] = []
@@ -139,7 +165,9 @@ def record(model: Any) -> list[str]:
         schedule = getattr(layer, "farskip_schedule", None)
         if schedule is None:
             continue
-        schedule.block = said(f"{'mlp' if schedule.dense else 'experts'} {k}", schedule.block)
+        schedule.block = said(
+            f"{'mlp' if schedule.dense else 'experts'} {k}", schedule.block
+        )
         schedule.shared = schedule.shared and said(f"shared {k}", schedule.shared)
         schedule.communication = _Recording(schedule.communication, events)
     group = get_parallel().tp_group
@@ -161,10 +189,16 @@ class _Recording:
 
 
 def compare(models: Path, case: str) -> dict[str, Any]:
-    """Return how far a checkpoint is from fcsd's reference and from the original's, and the order of a step."""
+    """Return how far a checkpoint is from fcsd's reference and from the original's, and
+    the order of a step.
+    """
     folder, original = models / case, models / f"{case.partition('-')[0]}-original"
     model = load(folder, original)
-    comparison = {"case": case, "worst": worst(model, folder), "original": worst(model, original)}
+    comparison = {
+        "case": case,
+        "worst": worst(model, folder),
+        "original": worst(model, original),
+    }
     events = record(model)
     logprobs(model, range(8))
     return {**comparison, "events": list(events)}

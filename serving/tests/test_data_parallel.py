@@ -1,4 +1,6 @@
-"""Data-parallel attention, experts over all ranks: right and in order, however uneven the ranks; mutants are not."""
+"""Data-parallel attention, experts over all ranks: right and in order, however uneven
+the ranks; mutants are not.
+"""
 
 import json
 import os
@@ -17,7 +19,14 @@ from launch import ENVIRONMENT
 from test_parallel import HERE, PATIENCE_S, run_ranks
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
-OTHERS = ("instella_moe", "deepseek_v2", "llama4_text", "mixtral", "olmoe", "qwen3_next")
+OTHERS = (
+    "instella_moe",
+    "deepseek_v2",
+    "llama4_text",
+    "mixtral",
+    "olmoe",
+    "qwen3_next",
+)
 CONNECTIVITIES = ("all", "half", "gap", "attention_full", "mlp_full")
 
 RIGHT = [
@@ -25,7 +34,16 @@ RIGHT = [
     *(f"{family}-all:blocking" for family in FAMILIES),
     *(
         f"qwen2_moe-all:{layout}"
-        for layout in ("timed", "no_ep", "small_at_once", "chunks", "idle", "few", "abort", "hooks")
+        for layout in (
+            "timed",
+            "no_ep",
+            "small_at_once",
+            "chunks",
+            "idle",
+            "few",
+            "abort",
+            "hooks",
+        )
     ),
     *(f"{family}-all:async" for family in OTHERS),
     "glm4_moe-all:chunks",
@@ -48,29 +66,48 @@ FOUR = [
     "deepseek_v3-half:blocking",
     "qwen2_moe-all:idle",
 ]
-if os.environ.get("FCSD_SERVING_BREADTH"):  # every family, connectivity and way, on two ranks and on four
-    every = [f"{f}-{c}:{way}" for f in FAMILIES for c in CONNECTIVITIES for way in ("async", "blocking")]
+# every family, connectivity and way, on two ranks and on four
+if os.environ.get("FCSD_SERVING_BREADTH"):
+    every = [
+        f"{f}-{c}:{way}"
+        for f in FAMILIES
+        for c in CONNECTIVITIES
+        for way in ("async", "blocking")
+    ]
     RIGHT += [case for case in every if case not in RIGHT]
-    FOUR += [case for case in [*every, *(f"{f}-all:idle" for f in FAMILIES)] if case not in FOUR]
+    FOUR += [
+        case
+        for case in [*every, *(f"{f}-all:idle" for f in FAMILIES)]
+        if case not in FOUR
+    ]
 
 
 @pytest.fixture(scope="module")
-def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def results(
+    models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
     place = tmp_path_factory.mktemp("ranks") / "results"
     return run_ranks(models, place, RIGHT + WRONG, script=HERE / "data_ranks.py")
 
 
 @pytest.fixture(scope="module")
-def results_of_four(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results_of_four(
+    models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     place = tmp_path_factory.mktemp("four") / "results"
     return run_ranks(models, place, FOUR, script=HERE / "data_ranks.py", ranks=4)
 
 
 def check(ranks: list[dict[str, Any]], prompts: int) -> None:
-    """Each rank computes what `load_model` computes, of all prompts together, and not the original."""
+    """Each rank computes what `load_model` computes, of all prompts together, and not
+    the original.
+    """
     for result in ranks:
         assert "error" not in result, result["error"]
-        print(f"{result['case']}: {result['equal']} of {result['prompts']} prompts, {result['worst']:.1e}")
+        print(
+            f"{result['case']}: {result['equal']} of {result['prompts']} prompts,"
+            f" {result['worst']:.1e}"
+        )
         assert (result["equal"], result["original"]) == (result["prompts"], 0)
         assert result["worst"] < BOUND
     assert sum(result["prompts"] for result in ranks) == prompts
@@ -79,14 +116,18 @@ def check(ranks: list[dict[str, Any]], prompts: int) -> None:
 def steps_of(case: str) -> list[str]:
     """Return the events of one step of a case."""
     checkpoint, layout, *_ = case.split(":")
-    events = orders.events(exchange_orders.OF_CASE[checkpoint], ranks=2)[1:]  # there is no sum of embeddings
-    if layout == "compiled":  # attention, which is outside the plugin's operators, runs no hooks
+    # there is no sum of embeddings
+    events = orders.events(exchange_orders.OF_CASE[checkpoint], ranks=2)[1:]
+    # attention, which is outside the plugin's operators, runs no hooks
+    if layout == "compiled":
         return [event for event in events if not event.startswith("attention")]
     return events
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_data_parallel_ranks_compute_what_load_model_computes(case: str, results: dict[str, Any]) -> None:
+def test_data_parallel_ranks_compute_what_load_model_computes(
+    case: str, results: dict[str, Any]
+) -> None:
     layout = case.split(":")[1]
     check(results[case], {"chunks": 16, "few": 1, "abort": 6}.get(layout, 8))
     if layout == "chunks":
@@ -94,7 +135,9 @@ def test_data_parallel_ranks_compute_what_load_model_computes(case: str, results
 
 
 @pytest.mark.parametrize("case", FOUR)
-def test_so_do_four_of_which_one_may_be_idle(case: str, results_of_four: dict[str, Any]) -> None:
+def test_so_do_four_of_which_one_may_be_idle(
+    case: str, results_of_four: dict[str, Any]
+) -> None:
     check(results_of_four[case], 8)
 
 
@@ -125,8 +168,12 @@ def test_a_mutant_is_seen(case: str, results: dict[str, Any]) -> None:
         assert "error" not in result, result["error"]
         wrong_order = result["events"] != step * (len(result["events"]) // len(step))
         wrong_numbers = result["worst"] > 1e-2
-        print(f"{case}: order {'wrong' if wrong_order else 'right'}, off by {result['worst']:.1e}")
-        if mutant in ("wait_at_start", "dispatch_after_attention"):  # they compute the same
+        print(
+            f"{case}: order {'wrong' if wrong_order else 'right'}, off by"
+            f" {result['worst']:.1e}"
+        )
+        # they compute the same
+        if mutant in ("wait_at_start", "dispatch_after_attention"):
             assert wrong_order
             assert result["equal"] == result["prompts"]
         else:
@@ -157,5 +204,7 @@ def test_the_other_rank_ends_with_an_error_when_one_is_killed_in_the_middle_of_a
     finally:
         for rank in ranks:
             rank.kill()
-    (result,) = [json.loads(line) for line in (tmp_path / "results.0").read_text().splitlines()]
+    (result,) = [
+        json.loads(line) for line in (tmp_path / "results.0").read_text().splitlines()
+    ]
     assert "onnection" in result["error"]

@@ -1,4 +1,6 @@
-"""Two ranks: tensor and expert parallel, blocking and overlapped, are right and in order; mutants are not."""
+"""Two ranks: tensor and expert parallel, blocking and overlapped, are right and in
+order; mutants are not.
+"""
 
 import json
 import subprocess
@@ -13,12 +15,21 @@ from launch import start_ranks
 HERE = Path(__file__).parent
 PATIENCE_S = 1200
 
-STAGES = [f"{case}:pp" for case in ("qwen3_moe-all", "qwen2_moe-gap", "deepseek_v2-all", "gpt_oss-all")]
+STAGES = [
+    f"{case}:pp"
+    for case in ("qwen3_moe-all", "qwen2_moe-gap", "deepseek_v2-all", "gpt_oss-all")
+]
 
 RIGHT = [
     *(
         f"{family}-all:{layout}"
-        for family in ("qwen3_moe", "qwen2_moe", "deepseek_v2", "gpt_oss", "instella_moe")
+        for family in (
+            "qwen3_moe",
+            "qwen2_moe",
+            "deepseek_v2",
+            "gpt_oss",
+            "instella_moe",
+        )
         for layout in ("tp", "ep", "async", "async_ep")
     ),
     "qwen3_moe-gap:async",
@@ -38,7 +49,11 @@ WRONG = [
 
 
 def run_ranks(
-    models: Path, place: Path, cases: list[str], script: Path = HERE / "two_ranks.py", ranks: int = 2
+    models: Path,
+    place: Path,
+    cases: list[str],
+    script: Path = HERE / "two_ranks.py",
+    ranks: int = 2,
 ) -> dict[str, list[dict[str, Any]]]:
     """Return every case's result on each rank, of one launch of as many processes."""
     run = start_ranks(
@@ -53,7 +68,8 @@ def run_ranks(
     try:
         _, said = run.communicate(timeout=PATIENCE_S + 60 * len(cases))
     finally:
-        run.terminate()  # and torchrun its ranks, of which one may wait for ever for the other
+        # and torchrun its ranks, of which one may wait for ever for the other
+        run.terminate()
         run.wait()
     assert run.returncode == 0, said[-4000:]
     results = [
@@ -64,17 +80,25 @@ def run_ranks(
 
 
 @pytest.fixture(scope="module")
-def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return run_ranks(models, tmp_path_factory.mktemp("ranks") / "results", RIGHT + WRONG)
+def results(
+    models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    return run_ranks(
+        models, tmp_path_factory.mktemp("ranks") / "results", RIGHT + WRONG
+    )
 
 
 @pytest.fixture(scope="module")
-def stages(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def stages(
+    models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
     return run_ranks(models, tmp_path_factory.mktemp("stages") / "results", STAGES)
 
 
 @pytest.mark.parametrize("case", STAGES)
-def test_two_stages_of_a_pipeline_compute_what_load_model_computes(case: str, stages: dict[str, Any]) -> None:
+def test_two_stages_of_a_pipeline_compute_what_load_model_computes(
+    case: str, stages: dict[str, Any]
+) -> None:
     for result in stages[case]:
         assert "error" not in result, result["error"]
         assert (result["equal"], result["original"]) == (4, 0)
@@ -91,22 +115,29 @@ def test_two_ranks_compute_what_load_model_computes_and_not_the_original(
         assert result["worst"] < BOUND
 
 
-@pytest.mark.parametrize("case", [case for case in RIGHT if case.partition(":")[0] in orders.OF_CASE])
+@pytest.mark.parametrize(
+    "case", [case for case in RIGHT if case.partition(":")[0] in orders.OF_CASE]
+)
 def test_both_ranks_begin_and_end_their_sums_in_the_order_that_is_written_down(
     case: str, results: dict[str, Any]
 ) -> None:
     compiled = case.endswith(
         "compiled"
     )  # in its graph is the engine's own sum, of embeddings, where none sees it
-    step = orders.events(orders.OF_CASE[case.partition(":")[0]], ranks=1 if compiled else 2)
+    step = orders.events(
+        orders.OF_CASE[case.partition(":")[0]], ranks=1 if compiled else 2
+    )
     for result in results[case]:
         assert result["events"] == step * 16
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in RIGHT if "-all:" in case and not case.endswith("compiled")]
+    "case",
+    [case for case in RIGHT if "-all:" in case and not case.endswith("compiled")],
 )
-def test_a_layer_takes_as_many_sums_as_in_the_regular_model(case: str, results: dict[str, Any]) -> None:
+def test_a_layer_takes_as_many_sums_as_in_the_regular_model(
+    case: str, results: dict[str, Any]
+) -> None:
     events = results[case][0]["events"]
     sums = [event for event in events if event.startswith(("start", "all_reduce"))]
     dense = sum(event == "start mlp.0" for event in sums)  # one less
@@ -121,7 +152,10 @@ def test_a_mutant_is_seen(case: str, results: dict[str, Any]) -> None:
         assert "error" not in result, result["error"]
         wrong_order = result["events"] != step * 16
         wrong_numbers = result["worst"] > 1e-2
-        print(f"{case}: order {'wrong' if wrong_order else 'right'}, off by {result['worst']:.1e}")
+        print(
+            f"{case}: order {'wrong' if wrong_order else 'right'}, off by {result['worst']:.1e}"
+        )
         assert wrong_order or wrong_numbers
-        if mutant not in ("wait_early", "wait_late"):  # the one computes the same, the other may by chance
+        # the one computes the same, the other may by chance
+        if mutant not in ("wait_early", "wait_late"):
             assert wrong_numbers

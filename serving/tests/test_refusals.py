@@ -1,4 +1,6 @@
-"""What cannot be served says so in one line, before weights are looked for: these folders have none."""
+"""What cannot be served says so in one line, before weights are looked for: these
+folders have none.
+"""
 
 import json
 import os
@@ -40,7 +42,12 @@ def refusal(folder: Path, **options: Any) -> str:
 
 
 START = "import engine, pathlib, sys; engine.start_engine(pathlib.Path(sys.argv[1]))"
-FIELD = {"version": 1, "layers": [0, 1, 2, 3], "attention": "partial", "mlp": "outdated"}
+FIELD = {
+    "version": 1,
+    "layers": [0, 1, 2, 3],
+    "attention": "partial",
+    "mlp": "outdated",
+}
 
 
 @pytest.mark.parametrize(
@@ -50,41 +57,61 @@ FIELD = {"version": 1, "layers": [0, 1, 2, 3], "attention": "partial", "mlp": "o
             {"farskip": {**FIELD, "version": 2}},
             "config.json: farskip.version: this fcsd reads version 1, got 2",
         ),
-        ({"farskip": None}, "config.json: farskip.version: this fcsd reads version 1, got None"),
+        (
+            {"farskip": None},
+            "config.json: farskip.version: this fcsd reads version 1, got None",
+        ),
         (
             {"farskip": {**FIELD, "layers": [3, 4]}},
             "layers: index 4 is out of range: the model has 4 decoder layers",
         ),
         (
             {"architectures": ["Qwen3MoeForCausalLM"]},
-            "model_type 'farskip_qwen3_moe' needs architectures ['FarSkipQwen3MoeForCausalLM']",
+            (
+                "model_type 'farskip_qwen3_moe' needs architectures"
+                " ['FarSkipQwen3MoeForCausalLM']"
+            ),
         ),
         (
             {"model_type": "qwen3_moe"},
-            "architecture 'FarSkipQwen3MoeForCausalLM' needs model_type 'farskip_qwen3_moe', got 'qwen3_moe'",
+            (
+                "architecture 'FarSkipQwen3MoeForCausalLM' needs model_type"
+                " 'farskip_qwen3_moe', got 'qwen3_moe'"
+            ),
         ),
     ],
 )
-def test_a_config_that_does_not_belong_together_is_refused(changes: Any, words: str, folder: Any) -> None:
+def test_a_config_that_does_not_belong_together_is_refused(
+    changes: Any, words: str, folder: Any
+) -> None:
     assert words in refusal(folder("qwen3_moe-all", **changes))
 
 
-def test_settings_and_features_are_refused_by_the_engine_that_is_configured(folder: Any) -> None:
+def test_settings_and_features_are_refused_by_the_engine_that_is_configured(
+    folder: Any,
+) -> None:
     assert "fcsd.com: unknown key; did you mean 'comm'?" in refusal(
         folder("qwen3_moe-all"), additional_config={"fcsd": {"com": "blocking"}}
     )
-    assert "vLLM rescales the stream of this family in float16; use --dtype bfloat16" in refusal(
-        folder("deepseek_v2-all"), dtype="float16", attention_backend=None
+    assert (
+        "vLLM rescales the stream of this family in float16; use --dtype bfloat16"
+        in refusal(folder("deepseek_v2-all"), dtype="float16", attention_backend=None)
     )
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"pipeline_parallel_size": 2}, "was never run; use --pipeline-parallel-size 1"),
+        (
+            {"pipeline_parallel_size": 2},
+            "was never run; use --pipeline-parallel-size 1",
+        ),
         (
             {"enable_lora": True},
-            "adapters travel with the tokens, which FarSkip's exchange does not do; merge them",
+            (
+                "adapters travel with the tokens, which FarSkip's exchange does not do;"
+                " merge them"
+            ),
         ),
     ],
 )
@@ -93,21 +120,37 @@ def test_what_data_parallel_ranks_lack_is_refused_before_weights_are_looked_for(
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    ranks = {"data_parallel_size": 2, "enable_expert_parallel": True, "skip_tokenizer_init": True}
+    ranks = {
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "skip_tokenizer_init": True,
+    }
     with pytest.raises(ValueError, match="fcsd-serving") as raised:
-        EngineArgs(str(folder("qwen2_moe-all")), dtype="float32", **ranks, **options).create_engine_config()
-    (line,) = [line for line in str(raised.value).splitlines() if "fcsd-serving" in line]
+        EngineArgs(
+            str(folder("qwen2_moe-all")), dtype="float32", **ranks, **options
+        ).create_engine_config()
+    (line,) = [
+        line for line in str(raised.value).splitlines() if "fcsd-serving" in line
+    ]
     assert words in line
 
 
-def test_an_fp8_checkpoint_without_scales_is_refused_by_the_engine_that_is_configured(folder: Any) -> None:
+def test_an_fp8_checkpoint_without_scales_is_refused_by_the_engine_that_is_configured(
+    folder: Any,
+) -> None:
     place = folder("qwen3_moe-all")
-    save_file({"x.weight": torch.ones(4).to(torch.float8_e4m3fn)}, place / "model.safetensors")
-    assert "x.weight is FP8 and has no scale (x.weight_scale or x.weight_scale_inv)" in refusal(place)
+    save_file(
+        {"x.weight": torch.ones(4).to(torch.float8_e4m3fn)}, place / "model.safetensors"
+    )
+    assert (
+        "x.weight is FP8 and has no scale (x.weight_scale or x.weight_scale_inv)"
+        in refusal(place)
+    )
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen3_moe-all", "instella_moe-all", "instella_moe-original", "instella_moe-amd"]
+    "case",
+    ["qwen3_moe-all", "instella_moe-all", "instella_moe-original", "instella_moe-amd"],
 )
 def test_without_the_plugin_the_checkpoint_is_refused_and_never_served_as_the_regular_model(
     case: str, folder: Any
@@ -120,12 +163,18 @@ def test_without_the_plugin_the_checkpoint_is_refused_and_never_served_as_the_re
         text=True,
     )
     assert run.returncode != 0
-    names = ("farskip_qwen3_moe", "trust_remote_code", "['InstellaMoEForCausalLM'] are not supported")
+    names = (
+        "farskip_qwen3_moe",
+        "trust_remote_code",
+        "['InstellaMoEForCausalLM'] are not supported",
+    )
     assert any(name in run.stderr for name in names), run.stderr[-2000:]
     assert "rewired" not in run.stderr
 
 
-def test_a_gate_that_is_missing_and_one_too_many_are_errors(models: Path, folder: Any) -> None:
+def test_a_gate_that_is_missing_and_one_too_many_are_errors(
+    models: Path, folder: Any
+) -> None:
     tensors = load_file(models / "instella_moe-amd" / "model.safetensors")
     gate = tensors.pop("model.layers.2.self_attn.gate_proj.weight")
     place = folder("instella_moe-amd")
@@ -134,14 +183,20 @@ def test_a_gate_that_is_missing_and_one_too_many_are_errors(models: Path, folder
     tensors["model.layers.2.self_attn.gate_proj.weight"] = gate
     tensors["model.layers.4.self_attn.gate_proj.weight"] = gate.clone()
     save_file(tensors, place / "model.safetensors")
-    assert "layers.4.self_attn.gate_proj.weight belongs to no parameter" in refusal(place)
+    assert "layers.4.self_attn.gate_proj.weight belongs to no parameter" in refusal(
+        place
+    )
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(config | {"gated_attention": False}))
-    assert "layers.0.self_attn.gate_proj.weight belongs to no parameter" in refusal(place)
+    assert "layers.0.self_attn.gate_proj.weight belongs to no parameter" in refusal(
+        place
+    )
 
 
 def test_amds_keys_that_cannot_be_served_are_refused(folder: Any) -> None:
-    assert "farskip_stride: unknown key" in refusal(folder("instella_moe-amd", farskip_stride=2))
+    assert "farskip_stride: unknown key" in refusal(
+        folder("instella_moe-amd", farskip_stride=2)
+    )
 
 
 def test_an_engine_that_is_not_on_the_list_warns_and_one_without_an_internal_is_refused(
@@ -149,14 +204,18 @@ def test_an_engine_that_is_not_on_the_list_warns_and_one_without_an_internal_is_
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(versions, "VERIFIED", ("0.0.1",))
-    monkeypatch.setattr("logging.Logger.warning", lambda self, message, *args, **kwargs: said.append(message))
+    monkeypatch.setattr(
+        "logging.Logger.warning",
+        lambda self, message, *args, **kwargs: said.append(message),
+    )
     registration.register_all()
     assert any("is not verified (0.0.1 is)" in text for text in said)
     from vllm.model_executor.layers.fused_moe.runner import moe_runner
 
     monkeypatch.delattr(moe_runner, "MoERunner")
     with pytest.raises(
-        versions.EngineError, match=r"has no .*MoERunner.*install a verified version: vllm==0.0.1"
+        versions.EngineError,
+        match=r"has no .*MoERunner.*install a verified version: vllm==0.0.1",
     ):
         registration.register_all()
 
@@ -186,7 +245,8 @@ def test_the_functions_that_layers_replace_or_call_are_known_and_a_change_is_ref
     from fcsd_vllm import models, sources
 
     digests = sources.digests([*versions.needed_functions(), *models.forwards()])
-    assert sources.SOURCES["0.32.0"] == digests  # written anew by `python -m fcsd_vllm.sources`
+    # written anew by `python -m fcsd_vllm.sources`
+    assert sources.SOURCES["0.32.0"] == digests
     stock = Qwen3MoeDecoderLayer.forward
 
     def forward(self: Any, positions: Any, hidden_states: Any, residual: Any) -> Any:
@@ -197,8 +257,8 @@ def test_the_functions_that_layers_replace_or_call_are_known_and_a_change_is_ref
     engine.inspect_here("qwen3_moe")
     said = refusal(folder("qwen3_moe-all"))
     assert (
-        "functions whose source nobody has compared: Qwen3MoeDecoderLayer.forward; install vllm==0.32.0"
-        in said
+        "functions whose source nobody has compared: Qwen3MoeDecoderLayer.forward;"
+        " install vllm==0.32.0" in said
     )
     name = f"{stock.__module__}.{stock.__qualname__}"
     looked_at = sources.seal({name: sources.digest(forward)})
@@ -215,12 +275,23 @@ def test_a_layer_in_whose_place_another_forward_stands_is_refused() -> None:
 
     stack, layer = nn.Module(), nn.Module()
     layer.self_attn, layer.mlp = nn.Identity(), nn.Identity()
-    layer.forward = lambda *args: None  # as vLLM's offloaders do, which fetch the layer's weights there
+    # as vLLM's offloaders do, which fetch the layer's weights there
+    layer.forward = lambda *args: None
     stack.layers = nn.ModuleList([layer])
     with pytest.raises(
-        Refused, match="layer 0: test_refusals has put a forward of its own in the layer's place"
+        Refused,
+        match=(
+            "layer 0: test_refusals has put a forward of its own in the layer's place"
+        ),
     ):
-        rewire.rewire(stack, FAMILIES["qwen3_moe"], read_field({**FIELD, "layers": [0]}), None, {}, "0.32.0")
+        rewire.rewire(
+            stack,
+            FAMILIES["qwen3_moe"],
+            read_field({**FIELD, "layers": [0]}),
+            None,
+            {},
+            "0.32.0",
+        )
 
 
 @pytest.mark.parametrize("comm", ["blocking", "c10d"])
@@ -233,13 +304,21 @@ def test_a_piecewise_graph_is_refused_where_its_capture_begins_unless_nothing_is
     from fcsd_vllm.communication import make_communication
     from fcsd_vllm.settings import Settings
 
-    group = SimpleNamespace(world_size=2, device_group=SimpleNamespace(group_name="ranks"))
-    layer = SimpleNamespace(communication=make_communication(Settings(comm=comm), group))
+    group = SimpleNamespace(
+        world_size=2, device_group=SimpleNamespace(group_name="ranks")
+    )
+    layer = SimpleNamespace(
+        communication=make_communication(Settings(comm=comm), group)
+    )
     for mode in CUDAGraphMode:
-        context = SimpleNamespace(cudagraph_runtime_mode=mode, no_compile_layers={"layer": layer})
+        context = SimpleNamespace(
+            cudagraph_runtime_mode=mode, no_compile_layers={"layer": layer}
+        )
         monkeypatch.setattr(ops, "get_forward_context", lambda context=context: context)
         if comm != "blocking" and mode is CUDAGraphMode.PIECEWISE:
-            with pytest.raises(Refused, match="vLLM captures piecewise graphs, which end where"):
+            with pytest.raises(
+                Refused, match="vLLM captures piecewise graphs, which end where"
+            ):
                 ops._schedule("layer")
         else:
             assert ops._schedule("layer") is layer
@@ -260,9 +339,21 @@ class Summing:
             {},
             "use --tensor-parallel-size 1 or --data",
         ),
-        ({}, {"is_fused_shared_expert_enabled": True}, "set VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0"),
-        ({}, {"replicate_shared_expert": True}, "use a tensor parallel size that divides it"),
-        ({"routed_output_transform": 1}, {}, "serve the model that it was converted from"),
+        (
+            {},
+            {"is_fused_shared_expert_enabled": True},
+            "set VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0",
+        ),
+        (
+            {},
+            {"replicate_shared_expert": True},
+            "use a tensor parallel size that divides it",
+        ),
+        (
+            {"routed_output_transform": 1},
+            {},
+            "serve the model that it was converted from",
+        ),
         (
             {"_quant_method": SimpleNamespace(moe_kernel=Summing())},
             {},
@@ -271,22 +362,32 @@ class Summing:
     ],
 )
 def test_experts_whose_sum_cannot_be_taken_apart_are_refused_with_what_to_do(
-    runner: dict[str, Any], block: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+    runner: dict[str, Any],
+    block: dict[str, Any],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from fcsd_vllm import rewire
     from fcsd_vllm.families import FAMILIES
 
     usual = {
-        "moe_config": SimpleNamespace(is_sequence_parallel=False, skip_final_all_reduce=False),
+        "moe_config": SimpleNamespace(
+            is_sequence_parallel=False, skip_final_all_reduce=False
+        ),
         "_quant_method": SimpleNamespace(moe_kernel=None),
         "_shared_experts": None,
         "_select_forward": lambda: None,
         "_forward_entry": None,
     }
-    monkeypatch.setattr(rewire, "_runner", lambda block: SimpleNamespace(**usual | runner))
+    monkeypatch.setattr(
+        rewire, "_runner", lambda block: SimpleNamespace(**usual | runner)
+    )
     monkeypatch.setattr(rewire, "_row", lambda *_: SimpleNamespace())
     schedule: Any = SimpleNamespace(
-        index=3, dense=False, layer=SimpleNamespace(self_attn=1), block=SimpleNamespace(**block)
+        index=3,
+        dense=False,
+        layer=SimpleNamespace(self_attn=1),
+        block=SimpleNamespace(**block),
     )
     with pytest.raises(Refused, match=f"layer 3: .*{words}"):
         rewire._give_partial_sums(schedule, FAMILIES["qwen2_moe"], "0.32.0")
@@ -296,13 +397,24 @@ def test_experts_whose_exchange_cannot_be_cut_out_are_refused_with_what_to_do() 
     from fcsd_vllm.exchange import Exchange
     from fcsd_vllm.settings import Settings
 
-    def refused(words: str, block: Any = None, comm: str = "c10d", **kernel: Any) -> None:
+    def refused(
+        words: str, block: Any = None, comm: str = "c10d", **kernel: Any
+    ) -> None:
         impl, back_end = SimpleNamespace(), SimpleNamespace(activation_format=None)
         made = SimpleNamespace(
-            **{"is_monolithic": False, "impl": impl, "prepare_finalize": back_end, **kernel}
+            **{
+                "is_monolithic": False,
+                "impl": impl,
+                "prepare_finalize": back_end,
+                **kernel,
+            }
         )
-        runner = SimpleNamespace(routed_scaling_factor=1.0, _quant_method=SimpleNamespace(moe_kernel=made))
-        exchange: Any = Exchange(block, runner, 3, SimpleNamespace(settings=Settings(comm=comm)))
+        runner = SimpleNamespace(
+            routed_scaling_factor=1.0, _quant_method=SimpleNamespace(moe_kernel=made)
+        )
+        exchange: Any = Exchange(
+            block, runner, 3, SimpleNamespace(settings=Settings(comm=comm))
+        )
         exchange.block = block and (lambda read: block(exchange, read))
         with pytest.raises(Refused, match=f"layer 3: .*{words}"):
             exchange.start(torch.ones(2, 4))
@@ -311,9 +423,21 @@ def test_experts_whose_exchange_cannot_be_cut_out_are_refused_with_what_to_do() 
         exchange.output = torch.empty_like(read)
         return 2 * exchange.output
 
-    refused("out of which no exchange can be cut; choose another --moe-backend", is_monolithic=True)
     refused(
-        "comm: c10d cannot split SimpleNamespace; use --all2all-backend allgather_reducescatter, deepep_high"
+        "out of which no exchange can be cut; choose another --moe-backend",
+        is_monolithic=True,
     )
-    refused("without the kernel that is cut; use --data-parallel-size 1", lambda _, read: read, "blocking")
-    refused("computes with the routed output, .* use --data-parallel-size 1", computing, "blocking")
+    refused(
+        "comm: c10d cannot split SimpleNamespace; use --all2all-backend"
+        " allgather_reducescatter, deepep_high"
+    )
+    refused(
+        "without the kernel that is cut; use --data-parallel-size 1",
+        lambda _, read: read,
+        "blocking",
+    )
+    refused(
+        "computes with the routed output, .* use --data-parallel-size 1",
+        computing,
+        "blocking",
+    )

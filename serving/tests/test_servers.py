@@ -1,6 +1,8 @@
-"""`vllm serve` on two data-parallel ranks: a killed client, a killed rank, a plan from what `fcsd bench serve` saw.
+"""`vllm serve` on two data-parallel ranks: a killed client, a killed rank, a plan from
+what `fcsd bench serve` saw.
 
-The benchmark and the plan are fcsd's, in an environment of its own: FCSD_PYTHON, which `make test-serving` sets.
+The benchmark and the plan are fcsd's, in an environment of its own: FCSD_PYTHON, which
+`make test-serving` sets.
 """
 
 import json
@@ -32,7 +34,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 FLAGS = shlex.split(
-    "--dtype float32 --enforce-eager --max-model-len 1152 --max-num-seqs 8 --api-server-count 1"
+    "--dtype float32 --enforce-eager --max-model-len 1152 --max-num-seqs 8"
+    " --api-server-count 1"
 )
 PATIENCE_S = 1200
 LONG = 1000
@@ -68,7 +71,11 @@ class Server:
         self.reference, self.log = np.load(folder / "data_parallel.npz"), log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                words, env=ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                words,
+                env=ENVIRONMENT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def answers(self) -> bool:
@@ -95,7 +102,9 @@ class Server:
         }
 
     def worst(self, k: int) -> float:
-        """Ask for a prompt; its ids are the reference's. Return the largest difference of a log-probability."""
+        """Ask for a prompt; its ids are the reference's. Return the largest difference
+        of a log-probability.
+        """
         request = urllib.request.Request(
             f"{self.url}/v1/completions",
             json.dumps(self.body(k)).encode(),
@@ -115,7 +124,10 @@ class Server:
         """Return a figure that it counts, over both ranks."""
         with urllib.request.urlopen(f"{self.url}/metrics") as answer:
             text = answer.read().decode()
-        return sum(float(value) for value in re.findall(rf"^vllm:{metric}{{.*}} (\S+)$", text, re.M))
+        return sum(
+            float(value)
+            for value in re.findall(rf"^vllm:{metric}{{.*}} (\S+)$", text, re.M)
+        )
 
 
 @pytest.fixture
@@ -136,7 +148,10 @@ def engines_of(server: Server) -> dict[str, int]:
     engines = {}
     for place in Path("/proc").glob("[0-9]*"):
         try:
-            title, group = (place / "cmdline").read_text().strip("\0 "), os.getpgid(int(place.name))
+            title, group = (
+                (place / "cmdline").read_text().strip("\0 "),
+                os.getpgid(int(place.name)),
+            )
         except (OSError, UnicodeDecodeError):
             continue
         if "EngineCore" in title and group == server.process.pid:
@@ -149,7 +164,13 @@ def test_a_killed_client_changes_nothing_for_the_others_and_a_killed_rank_ends_t
 ) -> None:
     long = server.body(1, LONG, stream=True)
     client = subprocess.Popen(
-        [sys.executable, "-c", CLIENT, f"{server.url}/v1/completions", json.dumps(long)],
+        [
+            sys.executable,
+            "-c",
+            CLIENT,
+            f"{server.url}/v1/completions",
+            json.dumps(long),
+        ],
         stdout=subprocess.PIPE,
     )
     assert client.stdout is not None and client.stdout.readline().startswith(b"data: ")
@@ -165,39 +186,96 @@ def test_a_killed_client_changes_nothing_for_the_others_and_a_killed_rank_ends_t
 
     engines = engines_of(server)
     assert len(engines) == 2
-    os.kill(next(pid for title, pid in engines.items() if "DP1" in title), signal.SIGKILL)
+    os.kill(
+        next(pid for title, pid in engines.items() if "DP1" in title), signal.SIGKILL
+    )
     server.process.wait(PATIENCE_S)  # with status 0: vLLM takes it for a shutdown
     assert "EngineDeadError" in server.log.read_text()
     wait_for(lambda: not engines_of(server))
 
 
-def test_the_times_of_wide_servers_are_read_by_a_plan(models: Path, tmp_path: Path) -> None:
+def test_the_times_of_wide_servers_are_read_by_a_plan(
+    models: Path, tmp_path: Path
+) -> None:
     if "FCSD_PYTHON" not in os.environ or "FCSD_SERVING_BREADTH" not in os.environ:
-        pytest.skip("starts four servers; run `FCSD_SERVING_BREADTH=1 make test-serving`")
+        pytest.skip(
+            "starts four servers; run `FCSD_SERVING_BREADTH=1 make test-serving`"
+        )
     fcsd, out = [os.environ["FCSD_PYTHON"], "-m", "fcsd"], tmp_path / "served"
     comm = {"comm": "timed", "latency_ms": 2, "bandwidth_gb_per_s": 0.5}
     words = [
-        *("bench", "serve", str(models / "qwen2_moe-all"), "--against", str(models / "qwen2_moe-original")),
-        *("--output", str(out), "--vllm", str(VLLM), "--tensor-parallel", "2", "--comm", json.dumps(comm)),
-        *("--rows", "wide_blocking,wide_overlapped", "--rounds", "1", "--prompt-tokens", "64"),
-        *("--requests", "4", "--output-tokens", "128", f"--serve-args={shlex.join(FLAGS)}"),
+        *(
+            "bench",
+            "serve",
+            str(models / "qwen2_moe-all"),
+            "--against",
+            str(models / "qwen2_moe-original"),
+        ),
+        *(
+            "--output",
+            str(out),
+            "--vllm",
+            str(VLLM),
+            "--tensor-parallel",
+            "2",
+            "--comm",
+            json.dumps(comm),
+        ),
+        *(
+            "--rows",
+            "wide_blocking,wide_overlapped",
+            "--rounds",
+            "1",
+            "--prompt-tokens",
+            "64",
+        ),
+        *(
+            "--requests",
+            "4",
+            "--output-tokens",
+            "128",
+            f"--serve-args={shlex.join(FLAGS)}",
+        ),
     ]
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    run = subprocess.run([*fcsd, *words], env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [*fcsd, *words], env=environment, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr[-3000:]
-    gains = {each["phase"]: each for each in json.loads((out / "serving.json").read_text())["gains"]}
-    assert "prefill" in gains  # on a busy machine decoding may communicate for longer than its answers take
+    gains = {
+        each["phase"]: each
+        for each in json.loads((out / "serving.json").read_text())["gains"]
+    }
+    # on a busy machine decoding may communicate for longer than its answers take
+    assert "prefill" in gains
     plans = []
     for phase, gain in gains.items():
-        words = ["plan", str(models / "qwen2_moe-all"), "--phase", phase, "--dp", "2", "--batch", "4"]
+        words = [
+            "plan",
+            str(models / "qwen2_moe-all"),
+            "--phase",
+            phase,
+            "--dp",
+            "2",
+            "--batch",
+            "4",
+        ]
         words += ["--length", str(gain["times"]["length"]), "--measured", gain["file"]]
         plans.append(shlex.join(["fcsd", *words]))
         plan = subprocess.run(
-            [*fcsd, *words, "--json"], cwd=out, env=environment, capture_output=True, text=True, check=False
+            [*fcsd, *words, "--json"],
+            cwd=out,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert plan.returncode == 0, plan.stderr
         times = json.loads(plan.stdout)["times"]
-        print(f"{phase}: {times['speed_up']:.3f} planned, {gain['measured']['median']:.3f} measured")
+        print(
+            f"{phase}: {times['speed_up']:.3f} planned,"
+            f" {gain['measured']['median']:.3f} measured"
+        )
         assert times["speed_up"] == pytest.approx(gain["planned"])
         assert 1 <= times["speed_up"] <= gain["limit"]
     assert f"    {plans[-1]}\n" in run.stdout

@@ -1,4 +1,6 @@
-"""FarSkip models in SGLang on a CPU: `make test-sglang` makes the environment and the checkpoints."""
+"""FarSkip models in SGLang on a CPU: `make test-sglang` makes the environment and the
+checkpoints.
+"""
 
 import json
 import os
@@ -17,7 +19,10 @@ from fcsd_sglang.refusals import ARGUMENTS, check_arguments
 from fcsd_sglang.versions import VERSION, EngineError, check_version
 
 pytest.importorskip(
-    "sglang", reason="sglang is not installed; `make test-sglang` installs it beside the checkout"
+    "sglang",
+    reason=(
+        "sglang is not installed; `make test-sglang` installs it beside the checkout"
+    ),
 )
 
 BOUND = 1e-5
@@ -28,7 +33,9 @@ ENVIRONMENT = {
     **os.environ,
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join([str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "PYTHONPATH": os.pathsep.join(
+        [str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
     "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang",
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -56,11 +63,15 @@ def test_layers_compute_what_fcsd_computes_in_the_order_that_hides_sums(
     assert comparison["worst"] < BOUND
     assert comparison["original"] > 0.1
     if comparison["case"] in orders.OF_CASE:
-        assert comparison["events"] == orders.events(orders.OF_CASE[comparison["case"]], ranks=1)
+        assert comparison["events"] == orders.events(
+            orders.OF_CASE[comparison["case"]], ranks=1
+        )
 
 
 @pytest.mark.parametrize("case", ["deepseek_v2-all", "glm4_moe-mlp_full"])
-def test_experts_that_write_into_their_input_spoil_nothing(case: str, models: Path, stack: Any) -> None:
+def test_experts_that_write_into_their_input_spoil_nothing(
+    case: str, models: Path, stack: Any
+) -> None:
     model = stack.load(models / case, models / f"{case.partition('-')[0]}-original")
 
     def spoiling(experts: Any) -> Any:
@@ -79,19 +90,38 @@ def test_experts_that_write_into_their_input_spoil_nothing(case: str, models: Pa
     assert stack.worst(model, models / case) < BOUND
 
 
-# transformers writes no moe_layer_freq for DeepSeek, which SGLang asks for; files of real checkpoints have it.
+# transformers writes no moe_layer_freq for DeepSeek, which SGLang asks for; files of
+# real checkpoints have it.
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
-def test_a_regular_checkpoint_stays_regular(family: str, models: Path, stack: Any) -> None:
+def test_a_regular_checkpoint_stays_regular(
+    family: str, models: Path, stack: Any
+) -> None:
     assert stack.compare(models, f"{family}-original")["worst"] < BOUND
 
 
 @pytest.mark.parametrize("experts, port", [(1, 29541), (2, 29542)])
-def test_two_ranks_compute_the_same_and_sum_in_the_same_order(experts: int, port: int, models: Path) -> None:
-    cases = ["qwen3_moe-all", "qwen3_moe-gap", "deepseek_v2-all", "deepseek_v3-gap", "glm4_moe-mlp_full"]
+def test_two_ranks_compute_the_same_and_sum_in_the_same_order(
+    experts: int, port: int, models: Path
+) -> None:
+    cases = [
+        "qwen3_moe-all",
+        "qwen3_moe-gap",
+        "deepseek_v2-all",
+        "deepseek_v3-gap",
+        "glm4_moe-mlp_full",
+    ]
     script = str(Path(__file__).with_name("sglang_stack.py"))
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), str(experts), str(port), str(models), *cases],
+            [
+                sys.executable,
+                script,
+                str(rank),
+                str(experts),
+                str(port),
+                str(models),
+                *cases,
+            ],
             env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             text=True,
@@ -100,7 +130,11 @@ def test_two_ranks_compute_the_same_and_sum_in_the_same_order(experts: int, port
     ]
     outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     first, second = (
-        [json.loads(line.partition(" ")[2]) for line in output.splitlines() if line.startswith("RESULT")]
+        [
+            json.loads(line.partition(" ")[2])
+            for line in output.splitlines()
+            if line.startswith("RESULT")
+        ]
         for output in outputs
     )
     assert [comparison["case"] for comparison in first] == cases
@@ -109,7 +143,9 @@ def test_two_ranks_compute_the_same_and_sum_in_the_same_order(experts: int, port
         assert ours["original"] > 0.1
         assert ours["events"] == theirs["events"]
         if ours["case"] in orders.OF_CASE:
-            assert ours["events"] == orders.events(orders.OF_CASE[ours["case"]], ranks=2)
+            assert ours["events"] == orders.events(
+                orders.OF_CASE[ours["case"]], ranks=2
+            )
 
 
 ENGINE = """
@@ -141,7 +177,9 @@ if __name__ == "__main__":
 """
 
 
-def run_engine(folder: Path, tmp_path: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_engine(
+    folder: Path, tmp_path: Path, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """Return what a server's engine said of a checkpoint, in processes of its own."""
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
@@ -169,7 +207,9 @@ def test_the_engine_generates_what_load_model_generates(
     import numpy as np
 
     run = run_engine(models / case, tmp_path, **options)
-    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT")), None)
+    line = next(
+        (line for line in run.stdout.splitlines() if line.startswith("RESULT")), None
+    )
     assert line is not None, run.stderr[-2000:]
     reference = np.load(models / case / "reference.npz")
     worst = 0.0
@@ -177,7 +217,12 @@ def test_the_engine_generates_what_load_model_generates(
         assert answer["ids"] == reference[f"ids{k}"].tolist()
         for position, row in enumerate(answer["rows"]):
             for logprob, token in row:
-                worst = max(worst, abs(logprob - float(reference[f"logprobs{k}"][position - 1, token])))
+                worst = max(
+                    worst,
+                    abs(
+                        logprob - float(reference[f"logprobs{k}"][position - 1, token])
+                    ),
+                )
     assert worst < BOUND
     assert "FarSkip: rewired" in run.stderr + run.stdout
 
@@ -196,7 +241,12 @@ CONFIG = {
     "architectures": ["FarSkipQwen3MoeForCausalLM"],
     "model_type": "farskip_qwen3_moe",
     "num_hidden_layers": 4,
-    "farskip": {"version": 1, "layers": [0, 1], "attention": "partial", "mlp": "outdated"},
+    "farskip": {
+        "version": 1,
+        "layers": [0, 1],
+        "attention": "partial",
+        "mlp": "outdated",
+    },
 }
 
 
@@ -208,9 +258,14 @@ def read(folder: Path, **changes: Any) -> Any:
     return get_config(str(folder), trust_remote_code=False)
 
 
-def test_a_config_looks_like_the_base_and_keeps_its_field(tmp_path: Path, stack: Any) -> None:
+def test_a_config_looks_like_the_base_and_keeps_its_field(
+    tmp_path: Path, stack: Any
+) -> None:
     config = read(tmp_path)
-    assert (config.model_type, config.architectures) == ("qwen3_moe", ["Qwen3MoeForCausalLM"])
+    assert (config.model_type, config.architectures) == (
+        "qwen3_moe",
+        ["Qwen3MoeForCausalLM"],
+    )
     assert config.farskip == CONFIG["farskip"]
 
 
@@ -226,7 +281,10 @@ def test_a_config_looks_like_the_base_and_keeps_its_field(tmp_path: Path, stack:
             "index 9 is out of range: the model has 4 decoder layers",
         ),
         ({"farskip": None}, "farskip.version: this fcsd reads version 1, got None"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "needs architectures ['FarSkipQwen3MoeForCausalLM']"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"]},
+            "needs architectures ['FarSkipQwen3MoeForCausalLM']",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_in_a_line(
@@ -246,7 +304,9 @@ def test_instella_is_refused_by_a_line_that_names_what_serves_it(
 
     with pytest.raises(EngineError, match=r"github\.com/AMD-AGI/FarSkip-Collective"):
         read(tmp_path, model_type=model_type)
-    amds = next(made for made in models.classes() if made.__name__ == "InstellaMoEForCausalLM")
+    amds = next(
+        made for made in models.classes() if made.__name__ == "InstellaMoEForCausalLM"
+    )
     with pytest.raises(EngineError, match="serve it with vLLM and this plugin"):
         amds(config=None)
 
@@ -259,7 +319,9 @@ def test_a_farskip_config_is_refused_in_another_version(
         read(tmp_path)
 
 
-def test_no_class_is_made_in_another_version(stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_class_is_made_in_another_version(
+    stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fcsd_sglang import models
 
     models.classes.cache_clear()
@@ -275,7 +337,8 @@ def test_without_the_variable_a_farskip_config_is_refused(
 ) -> None:
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", value)
     with pytest.raises(
-        EngineError, match="needs SGLANG_EXTERNAL_MODEL_PACKAGE=fcsd_sglang in the environment"
+        EngineError,
+        match="needs SGLANG_EXTERNAL_MODEL_PACKAGE=fcsd_sglang in the environment",
     ):
         read(tmp_path)
 
@@ -306,7 +369,10 @@ def test_without_the_plugin_sglang_refuses_the_folder(models: Path) -> None:
         ({"enable_two_batch_overlap": True}, "two-batch overlap"),
         ({"enable_layernorm_sp": True}, "scattered over the ranks"),
         ({"enable_nvidia_megakernel": True}, "monokernels"),
-        ({"enable_fused_moe_sum_all_reduce": True}, "--enable-fused-moe-sum-all-reduce"),
+        (
+            {"enable_fused_moe_sum_all_reduce": True},
+            "--enable-fused-moe-sum-all-reduce",
+        ),
         ({"enable_torch_compile": True}, "--enable-torch-compile"),
         ({"enable_lora": True}, "LoRA"),
         ({"speculative_algorithm": "EAGLE3"}, "draft models"),
@@ -316,7 +382,10 @@ def test_an_argument_that_farskip_layers_do_not_go_with_is_refused(
     argument: dict[str, Any], message: str
 ) -> None:
     check_arguments(
-        SimpleNamespace(moe_a2a_backend="none", speculative_algorithm="NGRAM", tp_size=8), "FarSkipX"
+        SimpleNamespace(
+            moe_a2a_backend="none", speculative_algorithm="NGRAM", tp_size=8
+        ),
+        "FarSkipX",
     )
     with pytest.raises(ValueError, match=message):
         check_arguments(SimpleNamespace(**argument), "FarSkipX")
@@ -334,7 +403,10 @@ def test_every_refused_argument_is_one_of_sglang(stack: Any) -> None:
     [
         ("blocking", 'must be JSON such as {"comm": "blocking"}'),
         ('{"com": "blocking"}', "FCSD_SERVING.com: unknown key; did you mean 'comm'?"),
-        ('{"comm": "stream"}', "must be one of c10d, blocking, timed with SGLang, got 'stream'"),
+        (
+            '{"comm": "stream"}',
+            "must be one of c10d, blocking, timed with SGLang, got 'stream'",
+        ),
     ],
 )
 def test_a_setting_that_means_nothing_is_refused(

@@ -1,4 +1,6 @@
-"""One rank: every family and connectivity gives the ids and log-probabilities of `load_model`, in one process."""
+"""One rank: every family and connectivity gives the ids and log-probabilities of
+`load_model`, in one process.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,14 +57,18 @@ def test_the_engine_computes_what_load_model_computes_and_not_the_original(
     print(f"{case}: {equal} of 4 prompts, {worst:.1e}")
     assert equal == 4
     assert worst < engine.BOUND
-    original, _ = engine.compare(outputs, folder.with_name(f"{case.partition('-')[0]}-original"))
+    original, _ = engine.compare(
+        outputs, folder.with_name(f"{case.partition('-')[0]}-original")
+    )
     assert original == 0
     if case in orders.OF_CASE:
         step = orders.events(orders.OF_CASE[case], ranks=1)
         assert recorder.events == step * (len(recorder.events) // len(step))
 
 
-def test_a_checkpoint_of_amd_and_a_regular_gated_one_are_served_as_they_are(models: Path, start: Any) -> None:
+def test_a_checkpoint_of_amd_and_a_regular_gated_one_are_served_as_they_are(
+    models: Path, start: Any
+) -> None:
     for case, other in (
         ("instella_moe-amd", "instella_moe-original"),
         ("instella_moe-original", "instella_moe-all"),
@@ -83,7 +89,9 @@ def test_a_latent_of_544_is_refused_on_a_cpu_and_served_as_whole_heads(
     folder = models / "instella_moe-latent"
     with pytest.raises(Exception) as raised:
         start(folder)
-    assert "its latent cache has 544 channels, for which CPU_MLA has no kernel" in str(raised.value)
+    assert "its latent cache has 544 channels, for which CPU_MLA has no kernel" in str(
+        raised.value
+    )
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     outputs = engine.generate(start(folder, attention_backend=None), folder)
     equal, worst = engine.compare(outputs, folder)
@@ -93,7 +101,9 @@ def test_a_latent_of_544_is_refused_on_a_cpu_and_served_as_whole_heads(
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe-all", "qwen2_moe-all", "instella_moe-all"])
-def test_a_compiled_model_computes_the_same_in_the_same_order(case: str, models: Path, start: Any) -> None:
+def test_a_compiled_model_computes_the_same_in_the_same_order(
+    case: str, models: Path, start: Any
+) -> None:
     folder = models / case
     llm = start(folder, enforce_eager=False)
     recorder = engine.record(llm)
@@ -113,28 +123,46 @@ def test_prefixes_in_the_cache_and_chunks_of_sixteen_change_nothing(
     case: str, models: Path, start: Any
 ) -> None:
     folder = models / case
-    llm = start(folder, enable_prefix_caching=True, max_num_batched_tokens=16, block_size=32, max_num_seqs=4)
-    first, second = (engine.generate(llm, folder, prompt_logprobs=cold) for cold in (5, None))
+    llm = start(
+        folder,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=16,
+        block_size=32,
+        max_num_seqs=4,
+    )
+    first, second = (
+        engine.generate(llm, folder, prompt_logprobs=cold) for cold in (5, None)
+    )
     for outputs in (first, second):
         equal, worst = engine.compare(outputs, folder)
         assert equal == 4
         assert worst < engine.BOUND
-    assert max(output.num_cached_tokens for output in second) >= 32  # of the prompt of 64 tokens
+    # of the prompt of 64 tokens
+    assert max(output.num_cached_tokens for output in second) >= 32
 
 
 def test_an_adapter_of_attention_and_shared_experts_is_added_to_the_rewired_layers(
     models: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LoRA of experts needs Triton; vLLM 0.32.0 chooses that on CPUs too, whatever modules the adapter may have."""
+    """LoRA of experts needs Triton; vLLM 0.32.0 chooses that on CPUs too, whatever
+    modules the adapter may have.
+    """
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.layers.fused_moe import layer
 
     make = layer.FusedMoEConfig
-    monkeypatch.setattr(layer, "FusedMoEConfig", lambda **given: make(**{**given, "is_lora_enabled": False}))
+    monkeypatch.setattr(
+        layer,
+        "FusedMoEConfig",
+        lambda **given: make(**{**given, "is_lora_enabled": False}),
+    )
     base, adapter = models / "qwen2_moe-all", models / "qwen2_moe-adapter"
     modules = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     llm = start(base, enable_lora=True, lora_target_modules=modules)
-    for folder, request in ((adapter, LoRARequest("adapter", 1, str(adapter))), (base, None)):
+    for folder, request in (
+        (adapter, LoRARequest("adapter", 1, str(adapter))),
+        (base, None),
+    ):
         outputs = engine.generate(llm, folder, lora_request=request)
         equal, worst = engine.compare(outputs, folder)
         assert equal == 4
@@ -148,7 +176,10 @@ def off_by() -> float:
     from vllm import _custom_ops as ops
 
     some = torch.Generator().manual_seed(0)
-    rows, weight = (torch.randint(-127, 128, (64, 128), generator=some).to(torch.int8) for _ in range(2))
+    rows, weight = (
+        torch.randint(-127, 128, (64, 128), generator=some).to(torch.int8)
+        for _ in range(2)
+    )
     out, one = torch.empty(64, 64), torch.ones(64, 1)
     ops.onednn_scaled_mm(
         ops.create_onednn_scaled_mm(weight.T, one, torch.float32, True, False),
@@ -165,19 +196,24 @@ def off_by() -> float:
 def test_int8_attention_and_shared_experts_compute_what_integers_compute(
     models: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By oneDNN on every CPU: vLLM's kernel for AMX has no float32, and its int8 experts need AMX."""
+    """By oneDNN on every CPU: vLLM's kernel for AMX has no float32, and its int8
+    experts need AMX.
+    """
     from vllm.model_executor.kernels.linear.scaled_mm import cpu
 
     monkeypatch.setattr(cpu, "check_cpu_sgl_kernel", lambda *_: False)
     folder = models / "qwen2_moe-int8"
     if (wrong := off_by()) > 0.5:
-        pytest.skip(f"vLLM's int8 kernel for this processor overflows: integers are off by {wrong:.0f}")
+        pytest.skip(
+            f"vLLM's int8 kernel for this processor overflows: integers are off by {wrong:.0f}"
+        )
     outputs = engine.generate(start(folder), folder)
     equal, worst = engine.compare(outputs, folder)
     print(f"int8: {equal} of 4 prompts, {worst:.1e}")
     assert equal == 4
     assert worst < 5e-3  # a value within rounding of half a step falls to either side
-    assert engine.compare(outputs, models / "qwen2_moe-all")[1] > 2e-2  # the same without int8
+    # the same without int8
+    assert engine.compare(outputs, models / "qwen2_moe-all")[1] > 2e-2
     assert engine.compare(outputs, models / "qwen2_moe-original")[0] == 0
 
 
@@ -192,12 +228,15 @@ def test_a_family_without_a_row_runs_in_the_transformers_backend_which_says_that
     )  # as `inspect_here`
     said: list[str] = []
     monkeypatch.setattr(
-        "logging.Logger.warning", lambda self, text, *args, **_: said.append(text % args if args else text)
+        "logging.Logger.warning",
+        lambda self, text, *args, **_: said.append(text % args if args else text),
     )
     folder = models / "ernie4_5_moe-all"
     outputs = engine.generate(start(folder, trust_remote_code=True), folder)
     assert any(
-        "ernie4_5_moe runs in vLLM's Transformers backend: its all-reduces are bloc" in text for text in said
+        "ernie4_5_moe runs in vLLM's Transformers backend: its all-reduces are bloc"
+        in text
+        for text in said
     )
     equal, worst = engine.compare(outputs, folder)
     assert equal == 4
@@ -206,7 +245,9 @@ def test_a_family_without_a_row_runs_in_the_transformers_backend_which_says_that
 
 
 def test_ngram_speculation_changes_nothing(models: Path, start: Any) -> None:
-    """Last, because vLLM 0.32.0 starts no other engine in a process that has numba, which these drafts are made by."""
+    """Last, because vLLM 0.32.0 starts no other engine in a process that has numba,
+    which these drafts are made by.
+    """
     folder = models / "qwen2_moe-all"
     speculation = {
         "method": "ngram",
@@ -215,9 +256,15 @@ def test_ngram_speculation_changes_nothing(models: Path, start: Any) -> None:
         "prompt_lookup_min": 1,
     }
     llm = start(folder, speculative_config=speculation, disable_log_stats=False)
-    equal, worst = engine.compare(engine.generate(llm, folder, prompt_logprobs=None), folder)
+    equal, worst = engine.compare(
+        engine.generate(llm, folder, prompt_logprobs=None), folder
+    )
     assert equal == 4
     assert worst < engine.BOUND
-    counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    counted = {
+        metric.name: metric.value
+        for metric in llm.get_metrics()
+        if hasattr(metric, "value")
+    }
     assert counted["vllm:spec_decode_num_drafts"] > 0
     assert counted["vllm:spec_decode_num_accepted_tokens"] > 0

@@ -1,9 +1,10 @@
-"""Run cases on two ranks, each with a whole engine in its process (`torchrun`, executor `external_launcher`).
+"""Run cases on two ranks, each with a whole engine in its process (`torchrun`, executor
+`external_launcher`).
 
     torchrun --nproc-per-node 2 two_ranks.py MODELS RESULTS CASE …
 
-A case is CHECKPOINT:LAYOUT[:MUTANT]: a layout of `LAYOUTS`, a mutant of `MUTANTS`. Rank R writes RESULTS.R, a line of
-JSON a case.
+A case is CHECKPOINT:LAYOUT[:MUTANT]: a layout of `LAYOUTS`, a mutant of `MUTANTS`. Rank
+R writes RESULTS.R, a line of JSON a case.
 """
 
 import json
@@ -16,7 +17,12 @@ from typing import Any
 
 import engine
 
-_STAGES = {"comm": "blocking", "tensor_parallel_size": 1, "pipeline_parallel_size": 2, "enforce_eager": False}
+_STAGES = {
+    "comm": "blocking",
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 2,
+    "enforce_eager": False,
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp": _STAGES,  # compiled: on CPUs vLLM's own stages do not run eagerly
     "tp": {"comm": "blocking"},
@@ -34,8 +40,8 @@ def wait_early(llm: Any) -> None:
 
     for schedule in engine.schedules_of(llm):
         start = schedule._start
-        schedule._start = lambda x, what, start=start, schedule=schedule: Schedule._wait(
-            schedule, start(x, what), what
+        schedule._start = lambda x, what, start=start, schedule=schedule: (
+            Schedule._wait(schedule, start(x, what), what)
         )
         schedule._wait = lambda x, *_: x
 
@@ -46,12 +52,16 @@ def wait_late(llm: Any) -> None:
         wait = schedule._wait
         late: list[Any] = []
 
-        def attention_input(stream: Any, flight: Any, schedule: Any = schedule, late: Any = late) -> Any:
+        def attention_input(
+            stream: Any, flight: Any, schedule: Any = schedule, late: Any = late
+        ) -> Any:
             base = stream + flight
             late.append(flight)
             return base, schedule.layer.input_layernorm(base)
 
-        def wait_for_both(x: Any, what: str, index: Any = None, wait: Any = wait, late: Any = late) -> Any:
+        def wait_for_both(
+            x: Any, what: str, index: Any = None, wait: Any = wait, late: Any = late
+        ) -> Any:
             x = wait(x, what, index)
             if late and what == "routed":
                 wait(late.pop(), "attention", index)
@@ -88,7 +98,9 @@ def leave_dense_stock(llm: Any) -> None:
 
     for schedule in engine.schedules_of(llm):
         if schedule.dense:
-            schedule.layer.forward = type(schedule.layer).forward.__get__(schedule.layer)
+            schedule.layer.forward = type(schedule.layer).forward.__get__(
+                schedule.layer
+            )
             for part in schedule.layer.modules():
                 if isinstance(part, RowParallelLinear):
                     part.reduce_results = True
@@ -96,7 +108,13 @@ def leave_dense_stock(llm: Any) -> None:
 
 MUTANTS = {
     function.__name__: function
-    for function in (wait_early, wait_late, forget_all_reduce, reduce_shared_twice, leave_dense_stock)
+    for function in (
+        wait_early,
+        wait_late,
+        forget_all_reduce,
+        reduce_shared_twice,
+        leave_dense_stock,
+    )
 }
 
 
@@ -117,10 +135,15 @@ def run(case: str, models: Path) -> dict[str, Any]:
         for mutant in mutants:
             MUTANTS[mutant](llm)
         recorder = engine.record(llm)
-        # vLLM's stages under torchrun give none for prompts: the first stage looks for logits, too.
-        outputs = engine.generate(llm, folder, prompt_logprobs=None if layout == "pp" else 5)
+        # vLLM's stages under torchrun give none for prompts: the first stage looks for
+        # logits, too.
+        outputs = engine.generate(
+            llm, folder, prompt_logprobs=None if layout == "pp" else 5
+        )
         equal, worst = engine.compare(outputs, folder)
-        original, _ = engine.compare(outputs, folder.with_name(f"{checkpoint.partition('-')[0]}-original"))
+        original, _ = engine.compare(
+            outputs, folder.with_name(f"{checkpoint.partition('-')[0]}-original")
+        )
         recorder.forget()
         return {
             "case": case,
@@ -134,15 +157,25 @@ def run(case: str, models: Path) -> dict[str, Any]:
 
 
 def name_shared_memory() -> None:
-    """Name the memory that ranks share after their launch: to vLLM all are one, also those that were killed."""
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+    """Name the memory that ranks share after their launch: to vLLM all are one, also
+    those that were killed.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import (
+        _CPUSHMDistributed as SharedMemory,
+    )
 
     stock = SharedMemory.make_group_name
-    SharedMemory.make_group_name = staticmethod(lambda communicator: f"{stock(communicator)}-{os.getppid()}")
+    SharedMemory.make_group_name = staticmethod(
+        lambda communicator: f"{stock(communicator)}-{os.getppid()}"
+    )
 
 
-def main(run: Callable[[str, Path], dict[str, Any]], models: str, results: str, *cases: str) -> None:
-    """Run cases one after another; one that fails says why and ends the launch, in which the other rank would wait."""
+def main(
+    run: Callable[[str, Path], dict[str, Any]], models: str, results: str, *cases: str
+) -> None:
+    """Run cases one after another; one that fails says why and ends the launch, in
+    which the other rank would wait.
+    """
     name_shared_memory()
     engine.inspect_here(*{case.partition("-")[0] for case in cases})
     with open(f"{results}.{os.environ['RANK']}", "w") as file:
@@ -155,7 +188,8 @@ def main(run: Callable[[str, Path], dict[str, Any]], models: str, results: str, 
             print(json.dumps(result), file=file, flush=True)
             if "error" in result:
                 os._exit(1)
-    for shared in Path("/dev/shm").glob(f"*-cpushm-{os.getppid()}_*"):  # engines that are kept leave it
+    # engines that are kept leave it
+    for shared in Path("/dev/shm").glob(f"*-cpushm-{os.getppid()}_*"):
         shared.unlink(missing_ok=True)
     os._exit(0)  # and would take minutes to be taken apart one by one
 

@@ -1,9 +1,11 @@
-"""Say whether the wheels of a requirements file exist for this machine, before an environment is made of them.
+"""Say whether the wheels of a requirements file exist for this machine, before an
+environment is made of them.
 
     python wheels.py requirements.txt
 
-Exit status: 0 they do; 77 one exists for other machines only, so what needs it is skipped; 1 one exists for none, or
-cannot be looked up: a wrong name or version, no network. Asks `pip index`, with whatever pip is configured for.
+Exit status: 0 they do; 77 one exists for other machines only, so what needs it is
+skipped; 1 one exists for none, or cannot be looked up: a wrong name or version, no
+network. Asks `pip index`, with whatever pip is configured for.
 """
 
 import subprocess
@@ -14,9 +16,18 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 SKIP = 77
 _OTHERS = [
-    f"--platform={tag}_{cpu}" for tag in ("manylinux_2_28", "manylinux2014") for cpu in ("x86_64", "aarch64")
+    f"--platform={tag}_{cpu}"
+    for tag in ("manylinux_2_28", "manylinux2014")
+    for cpu in ("x86_64", "aarch64")
 ]
-OTHERS = [*_OTHERS, "--python-version=3.12", "--implementation=cp", "--abi=cp312", "--abi=abi3", "--abi=none"]
+OTHERS = [
+    *_OTHERS,
+    "--python-version=3.12",
+    "--implementation=cp",
+    "--abi=cp312",
+    "--abi=abi3",
+    "--abi=none",
+]
 """The machines that vLLM's wheels are made for."""
 
 
@@ -35,7 +46,10 @@ def decide(line: str) -> tuple[int, str]:
     last = (elsewhere.strip().splitlines() or ["pip printed nothing"])[-1]
     return (
         1,
-        f"{line}: no machine has a wheel of it, here are {', '.join(here[:3]) or 'none'}; pip: {last}",
+        (
+            f"{line}: no machine has a wheel of it, here are"
+            f" {', '.join(here[:3]) or 'none'}; pip: {last}"
+        ),
     )
 
 
@@ -43,12 +57,26 @@ def _versions(printed: str) -> list[str]:
     """Return the versions in the output of `pip index versions`."""
     start = "Available versions: "
     return next(
-        (line[len(start) :].split(", ") for line in printed.splitlines() if line.startswith(start)), []
+        (
+            line[len(start) :].split(", ")
+            for line in printed.splitlines()
+            if line.startswith(start)
+        ),
+        [],
     )
 
 
 def _ask(name: str, *flags: str) -> str:
-    words = [sys.executable, "-m", "pip", "index", "versions", name, "--only-binary=:all:", *flags]
+    words = [
+        sys.executable,
+        "-m",
+        "pip",
+        "index",
+        "versions",
+        name,
+        "--only-binary=:all:",
+        *flags,
+    ]
     return subprocess.run(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     ).stdout
@@ -56,7 +84,10 @@ def _ask(name: str, *flags: str) -> str:
 
 def main(file: str) -> int:
     """Print what is missing; return the exit status, of an error before a skip."""
-    lines = [line.partition("#")[0].strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    lines = [
+        line.partition("#")[0].strip()
+        for line in Path(file).read_text(encoding="utf-8").splitlines()
+    ]
     decisions = [decide(line) for line in lines if line]
     for status, reason in decisions:
         if status:

@@ -1,4 +1,6 @@
-"""The functions of `import fcsd`: models in memory, evaluation and recipes, with the command line's errors."""
+"""The functions of `import fcsd`: models in memory, evaluation and recipes, with the
+command line's errors.
+"""
 
 import copy
 import json
@@ -53,24 +55,37 @@ def test_a_model_in_memory_is_converted_in_place_and_back(
 
 def test_sides_are_given_once(original: Any) -> None:
     model = fcsd.convert(copy.deepcopy(original), "all", attention="full")
-    assert model.config.farskip["attention"] == "full" and model.config.farskip["mlp"] == "outdated"
-    with pytest.raises(UserError, match="attention, mlp: are sides of the Connectivity that is given"):
+    assert (
+        model.config.farskip["attention"] == "full"
+        and model.config.farskip["mlp"] == "outdated"
+    )
+    with pytest.raises(
+        UserError, match="attention, mlp: are sides of the Connectivity that is given"
+    ):
         fcsd.convert(model, fcsd.Connectivity("all"), mlp="full")
-    fcsd.convert(model, "all", mlp="full")  # another connectivity is put in the place of the first
+    # another connectivity is put in the place of the first
+    fcsd.convert(model, "all", mlp="full")
     assert model.config.farskip["mlp"] == "full"
 
 
 def test_checkpoints_are_converted_and_loaded_with_their_tokenizers(
     base_checkpoint: Path, tmp_path: Path
 ) -> None:
-    out = fcsd.convert_checkpoint(str(base_checkpoint), tmp_path / "out", layers="last:1")
+    out = fcsd.convert_checkpoint(
+        str(base_checkpoint), tmp_path / "out", layers="last:1"
+    )
     assert out == tmp_path / "out"
     model, tokenizer = fcsd.load(out)
     while_loaded, _ = fcsd.load(base_checkpoint, layers=[1])
     back, _ = fcsd.load(str(out), original=True)
     regular, _ = fcsd.load(base_checkpoint, dtype="bfloat16")
-    assert farskip_layers(model) == farskip_layers(while_loaded) == [1] and not model.training
-    assert type(back).__name__ == "Qwen2MoeForCausalLM" and regular.dtype == torch.bfloat16
+    assert (
+        farskip_layers(model) == farskip_layers(while_loaded) == [1]
+        and not model.training
+    )
+    assert (
+        type(back).__name__ == "Qwen2MoeForCausalLM" and regular.dtype == torch.bfloat16
+    )
     assert len(tokenizer) == 300
     with torch.no_grad():
         one, other = (each(X, use_cache=False).logits for each in (model, while_loaded))
@@ -90,38 +105,75 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 def test_a_dense_model_a_wrong_text_and_a_second_conversion_are_refused_as_on_the_command_line(
-    original: Any, base_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    original: Any,
+    base_checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    dense = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=2, vocab_size=99, head_dim=8, **sizes))
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    dense = Qwen3ForCausalLM(
+        Qwen3Config(num_hidden_layers=2, vocab_size=99, head_dim=8, **sizes)
+    )
     dense.save_pretrained(tmp_path / "dense")
     said = printed(capsys, "convert", str(tmp_path / "dense"), str(tmp_path / "out"))
-    assert raised(lambda: fcsd.convert(dense, "all")) == said.removeprefix(f"{tmp_path / 'dense'}: ")
-    assert raised(lambda: fcsd.convert_checkpoint(tmp_path / "dense", tmp_path / "out")) == said
+    assert raised(lambda: fcsd.convert(dense, "all")) == said.removeprefix(
+        f"{tmp_path / 'dense'}: "
+    )
+    assert (
+        raised(lambda: fcsd.convert_checkpoint(tmp_path / "dense", tmp_path / "out"))
+        == said
+    )
 
-    said = printed(capsys, "convert", str(base_checkpoint), str(tmp_path / "out"), "--layers", "lst:3")
+    said = printed(
+        capsys,
+        "convert",
+        str(base_checkpoint),
+        str(tmp_path / "out"),
+        "--layers",
+        "lst:3",
+    )
     assert raised(lambda: fcsd.convert(copy.deepcopy(original), "lst:3")) == said
     assert said.startswith("layers: 'lst:3' is not a selection; allowed: all, moe")
 
     model = fcsd.convert(copy.deepcopy(original), "all")
     fcsd.convert_checkpoint(base_checkpoint, tmp_path / "once")
     said = printed(capsys, "convert", str(tmp_path / "once"), str(tmp_path / "twice"))
-    assert said == f"{tmp_path / 'once'}: is already converted with this connectivity (layers [0, 1])"
-    assert raised(lambda: fcsd.convert(model, "all")) == (
-        "FarSkipQwen2MoeForCausalLM: is already converted with this connectivity (layers [0, 1, 2, 3])"
+    assert (
+        said
+        == f"{tmp_path / 'once'}: is already converted with this connectivity (layers"
+        " [0, 1])"
     )
     assert (
-        raised(lambda: fcsd.convert(model, "last:9")) == "layers: last:9: the model has only 4 decoder layers"
+        raised(lambda: fcsd.convert(model, "all"))
+        == "FarSkipQwen2MoeForCausalLM: is already converted with this connectivity"
+        " (layers [0, 1, 2, 3])"
     )
-    assert "is not converted, nothing to undo" in raised(lambda: fcsd.unconvert(copy.deepcopy(original)))
-    assert "not a transformers model" in raised(lambda: fcsd.convert(torch.nn.Linear(2, 2)))
+    assert (
+        raised(lambda: fcsd.convert(model, "last:9"))
+        == "layers: last:9: the model has only 4 decoder layers"
+    )
+    assert "is not converted, nothing to undo" in raised(
+        lambda: fcsd.unconvert(copy.deepcopy(original))
+    )
+    assert "not a transformers model" in raised(
+        lambda: fcsd.convert(torch.nn.Linear(2, 2))
+    )
 
 
 def test_data_and_tokenizers_are_refused_as_in_a_recipe(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def trainer(rows: list[dict[str, Any]], tokenizer: Any = None, **settings: Any) -> Any:
-        arguments = fcsd.FCSDConfig(output_dir=str(tmp_path / "run"), layers="all", max_length=32, **settings)
+    def trainer(
+        rows: list[dict[str, Any]], tokenizer: Any = None, **settings: Any
+    ) -> Any:
+        arguments = fcsd.FCSDConfig(
+            output_dir=str(tmp_path / "run"), layers="all", max_length=32, **settings
+        )
         return fcsd.FCSDTrainer(
             str(bench.base),
             arguments,
@@ -131,26 +183,48 @@ def test_data_and_tokenizers_are_refused_as_in_a_recipe(
 
     write_rows(tmp_path / "texts" / "rows.jsonl", [{"story": "a"}])
     file = tmp_path / "texts" / "rows.jsonl"
-    data = {"train": [{"path": str(file), "columns": {"text": "words"}}], "max_length": 32}
+    data = {
+        "train": [{"path": str(file), "columns": {"text": "words"}}],
+        "max_length": 32,
+    }
     said = printed(capsys, "distill", str(bench.recipe("columns", data=data)))
-    assert said.startswith(f"data set {file}: no column 'words'; it has 'story'; name the right ones")
-    assert raised(lambda: trainer([{"story": "a"}], columns={"text": "words"})) == said.replace(
-        str(file), "train_dataset"
+    assert said.startswith(
+        f"data set {file}: no column 'words'; it has 'story'; name the right ones"
     )
+    assert raised(
+        lambda: trainer([{"story": "a"}], columns={"text": "words"})
+    ) == said.replace(str(file), "train_dataset")
 
     plain = tmp_path / "plain"
     fcsd.load(bench.base)[0].save_pretrained(plain)
     tiny_tokenizer(300, chat_template=False).save_pretrained(plain)
-    said = printed(capsys, "distill", str(bench.recipe("plain", model={"path": str(plain)})))
-    messages = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    said = printed(
+        capsys, "distill", str(bench.recipe("plain", model={"path": str(plain)}))
+    )
+    messages = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+            ]
+        }
+    ]
     own = fcsd.load(plain)[1]
     here = said.replace("`columns: {text: …}`", "columns={'text': …}")
-    assert raised(lambda: trainer(messages, own)) == here and "no chat template, needed" in said
+    assert (
+        raised(lambda: trainer(messages, own)) == here
+        and "no chat template, needed" in said
+    )
 
 
-def test_the_dtype_of_a_model_that_is_loaded_has_one_name(base_checkpoint: Path) -> None:
+def test_the_dtype_of_a_model_that_is_loaded_has_one_name(
+    base_checkpoint: Path,
+) -> None:
     with pytest.raises(
-        UserError, match=r"^fcsd\.load: torch_dtype: is here dtype=…, for example dtype='bfloat16'"
+        UserError,
+        match=(
+            r"^fcsd\.load: torch_dtype: is here dtype=…, for example dtype='bfloat16'"
+        ),
     ):
         fcsd.load(base_checkpoint, torch_dtype=torch.bfloat16)
 
@@ -166,21 +240,37 @@ def suite() -> SuiteConfig:
 def test_models_in_memory_are_evaluated_and_compared_as_folders_are(
     base_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"question": f"{n}+1", "choices": ["1", "2", "3 is it"], "answer": n % 3} for n in range(8)]
+    rows = [
+        {"question": f"{n}+1", "choices": ["1", "2", "3 is it"], "answer": n % 3}
+        for n in range(8)
+    ]
     (tmp_path / "data").mkdir()
     write_rows(tmp_path / "data" / "choice" / "test.jsonl", rows)
     model, tokenizer = fcsd.load(base_checkpoint)
     options: dict[str, Any] = {"data_root": tmp_path / "data", "progress": False}
     model.train()
     before = fcsd.evaluate_model(model, suite(), tokenizer=tokenizer, **options)
-    assert model.training and before["suite"] == "quick" and len(before.samples["tiny_choice"]) == 8
+    assert (
+        model.training
+        and before["suite"] == "quick"
+        and len(before.samples["tiny_choice"]) == 8
+    )
     assert json.loads(json.dumps(before)) == before
     fcsd.convert(model, "all")
     after = fcsd.evaluate_model(model, suite(), tokenizer=tokenizer, **options)
     comparison = fcsd.compare(before, after)
-    assert comparison["tasks"]["tiny_choice"]["num_items"] == 8 and "tiny_choice" in str(comparison)
-    folders = [result.save(tmp_path / name) for name, result in (("before", before), ("after", after))]
-    assert dict(fcsd.compare(*folders)) == dict(fcsd.compare(before, folders[1])) == dict(comparison)
+    assert comparison["tasks"]["tiny_choice"][
+        "num_items"
+    ] == 8 and "tiny_choice" in str(comparison)
+    folders = [
+        result.save(tmp_path / name)
+        for name, result in (("before", before), ("after", after))
+    ]
+    assert (
+        dict(fcsd.compare(*folders))
+        == dict(fcsd.compare(before, folders[1]))
+        == dict(comparison)
+    )
     capsys.readouterr()
     assert main(["compare", *map(str, folders)]) == 0
     assert capsys.readouterr().out.strip() == str(fcsd.compare(*folders))
@@ -188,36 +278,54 @@ def test_models_in_memory_are_evaluated_and_compared_as_folders_are(
         fcsd.evaluate_model(model, suite(), **options)
     with pytest.raises(UserError, match="suite 'tini': no such suite"):
         fcsd.evaluate_model(model, "tini", tokenizer=tokenizer, **options)
-    with pytest.raises(UserError, match="compare: a dict; what evaluate_model gave, or the folder"):
+    with pytest.raises(
+        UserError, match="compare: a dict; what evaluate_model gave, or the folder"
+    ):
         fcsd.compare(dict(before), after)  # type: ignore[arg-type]
 
 
-def test_recipes_are_loaded_by_name_and_run_from_a_path_and_from_plain_data(bench: Bench) -> None:
+def test_recipes_are_loaded_by_name_and_run_from_a_path_and_from_plain_data(
+    bench: Bench,
+) -> None:
     recipe = fcsd.load_recipe(
         "tiny/demo", overrides={"train.learning_rate": 1e-5, "connectivity.layers": [0]}
     )
     assert recipe.train.learning_rate == 1e-5 and recipe.connectivity.layers == [0]
     path = bench.recipe("python")
     folder = fcsd.run_stage("distill", path)
-    assert folder == bench.folder / "python" / "distill" and (folder / "model" / "config.json").is_file()
+    assert (
+        folder == bench.folder / "python" / "distill"
+        and (folder / "model" / "config.json").is_file()
+    )
     plain = fcsd.load_recipe(path).dump() | {"output_dir": str(bench.folder / "plain")}
     again = fcsd.run_stage("distill", plain)
     results = [read_json(each / "manifest.json")["results"] for each in (folder, again)]
     assert results[0]["last_loss"] == results[1]["last_loss"]
     assert fcsd.run_stage("convert", plain) == bench.folder / "plain" / "convert"
     with pytest.raises(
-        UserError, match="run_stage: no stage 'destill'; allowed: pretrain, convert, calibrate, sweep"
+        UserError,
+        match=(
+            "run_stage: no stage 'destill'; allowed: pretrain, convert, calibrate,"
+            " sweep"
+        ),
     ):
         fcsd.run_stage("destill", path)
     with pytest.raises(UserError, match="stage 'convert' has no variants"):
         fcsd.run_stage("convert", path, variant="sft")
-    with pytest.raises(UserError, match=r"recipe: train.max_step: unknown key; did you mean 'max_steps'"):
+    with pytest.raises(
+        UserError,
+        match=r"recipe: train.max_step: unknown key; did you mean 'max_steps'",
+    ):
         fcsd.run_stage("distill", plain | {"train": {"max_step": 3}})
 
 
 MODEL: Any = object()  # stands for a converted model in memory
 WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
-    ("convert", {"model": "path"}, "model: a str; a model in memory (fcsd.load gives one and its tokenizer,"),
+    (
+        "convert",
+        {"model": "path"},
+        "model: a str; a model in memory (fcsd.load gives one and its tokenizer,",
+    ),
     (
         "convert",
         {"model": (1, 2)},
@@ -234,25 +342,57 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
         {"model": MODEL, "out": "x"},
         "; the path of a checkpoint (fcsd.convert takes a model in",
     ),
-    ("convert_checkpoint", {"model": "x", "out": None}, "out: None; the path of a new folder is needed"),
+    (
+        "convert_checkpoint",
+        {"model": "x", "out": None},
+        "out: None; the path of a new folder is needed",
+    ),
     (
         "convert_checkpoint",
         {"model": "BASE", "out": "/proc/x"},
         "/proc/x: cannot be made, /proc may not be written",
     ),
-    ("load", {"path": MODEL}, "; the path of a checkpoint, or owner/name on the Hub, is needed"),
-    ("load", {"path": "BASE", "dtype": "bf"}, "fcsd.load: transformers refuses dtype='bf': "),
-    ("load", {"path": "BASE", "attn_implementation": "x"}, "transformers refuses attn_implementation='x': "),
+    (
+        "load",
+        {"path": MODEL},
+        "; the path of a checkpoint, or owner/name on the Hub, is needed",
+    ),
+    (
+        "load",
+        {"path": "BASE", "dtype": "bf"},
+        "fcsd.load: transformers refuses dtype='bf': ",
+    ),
+    (
+        "load",
+        {"path": "BASE", "attn_implementation": "x"},
+        "transformers refuses attn_implementation='x': ",
+    ),
     ("load", {"path": "BASE", "nonsense": 3}, "transformers refuses nonsense=3: "),
-    ("calibrate", {"student": "x", "teacher": MODEL, "rows": X}, "student: a str; a model in memory"),
-    ("calibrate", {"student": MODEL, "teacher": None, "rows": X}, "teacher: None; a model in memory"),
-    ("calibrate", {"student": MODEL, "teacher": MODEL, "rows": None}, "rows: None; token ids (N, T)"),
+    (
+        "calibrate",
+        {"student": "x", "teacher": MODEL, "rows": X},
+        "student: a str; a model in memory",
+    ),
+    (
+        "calibrate",
+        {"student": MODEL, "teacher": None, "rows": X},
+        "teacher: None; a model in memory",
+    ),
+    (
+        "calibrate",
+        {"student": MODEL, "teacher": MODEL, "rows": None},
+        "rows: None; token ids (N, T)",
+    ),
     (
         "calibrate",
         {"student": MODEL, "teacher": MODEL, "rows": ["a"]},
         "rows: a list of str; token ids (N, T)",
     ),
-    ("calibrate", {"student": MODEL, "teacher": MODEL, "rows": torch.tensor(3)}, "rows: a Tensor; token ids"),
+    (
+        "calibrate",
+        {"student": MODEL, "teacher": MODEL, "rows": torch.tensor(3)},
+        "rows: a Tensor; token ids",
+    ),
     (
         "calibrate",
         {"student": MODEL, "teacher": MODEL, "rows": X / 2},
@@ -283,7 +423,11 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
         {"model": "BASE", "suite": {}},
         "suite: a dict; the name or path of a suite, or a SuiteConfig",
     ),
-    ("evaluate_model", {"model": "BASE", "limit": "3"}, "limit: a str; a whole number or None is needed"),
+    (
+        "evaluate_model",
+        {"model": "BASE", "limit": "3"},
+        "limit: a str; a whole number or None is needed",
+    ),
     (
         "evaluate_model",
         {"model": "BASE", "launch": 3},
@@ -299,7 +443,11 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
         {"path": {}},
         "path: a dict; the path of a recipe, or the name of one that ships with fcsd",
     ),
-    ("load_recipe", {"path": "tiny/demo", "overrides": "a=1"}, "overrides: a str; a dict of keys to values"),
+    (
+        "load_recipe",
+        {"path": "tiny/demo", "overrides": "a=1"},
+        "overrides: a str; a dict of keys to values",
+    ),
     (
         "load_recipe",
         {"path": "tiny/demo", "overrides": [{}]},
@@ -325,16 +473,22 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("function", "arguments", "message"), WRONG_KINDS)
 def test_an_argument_of_the_wrong_kind_is_one_line(
-    function: str, arguments: dict[str, Any], message: str, original: Any, base_checkpoint: Path
+    function: str,
+    arguments: dict[str, Any],
+    message: str,
+    original: Any,
+    base_checkpoint: Path,
 ) -> None:
     """Values of other kinds, paths in the place of models, what `fcsd.load` gives as a whole."""
     model = fcsd.convert(copy.deepcopy(original))
     given = {
-        name: model
-        if value is MODEL
-        else base_checkpoint
-        if isinstance(value, str) and value == "BASE"
-        else value
+        name: (
+            model
+            if value is MODEL
+            else (
+                base_checkpoint if isinstance(value, str) and value == "BASE" else value
+            )
+        )
         for name, value in arguments.items()
     }
     with pytest.raises(UserError) as caught:
@@ -345,7 +499,12 @@ def test_an_argument_of_the_wrong_kind_is_one_line(
 def test_a_tokenizer_may_be_a_path(original: Any, base_checkpoint: Path) -> None:
     student = fcsd.convert(copy.deepcopy(original))
     rows = [{"text": f"{n} and {n * n % 97}, then {n * 31 % 89}"} for n in range(200)]
-    by_path = fcsd.calibrate(student, original, rows, tokenizer=base_checkpoint, max_length=32)
+    by_path = fcsd.calibrate(
+        student, original, rows, tokenizer=base_checkpoint, max_length=32
+    )
     student = fcsd.convert(copy.deepcopy(original))
     tokenizer = fcsd.load(base_checkpoint)[1]
-    assert fcsd.calibrate(student, original, rows, tokenizer=tokenizer, max_length=32) == by_path
+    assert (
+        fcsd.calibrate(student, original, rows, tokenizer=tokenizer, max_length=32)
+        == by_path
+    )

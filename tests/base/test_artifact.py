@@ -1,4 +1,6 @@
-"""Stage folders: finished ones are found, changed ones refused, nothing half-written under a final name."""
+"""Stage folders: finished ones are found, changed ones refused, nothing half-written
+under a final name.
+"""
 
 import json
 import os
@@ -31,7 +33,12 @@ from tests.support import ROOT, in_a_fork
 
 
 def stage(folder: Path, **settings: object) -> Stage:
-    return Stage(folder, "distill", {"train": {"learning_rate": 1e-3} | settings}, {"original": "abc"})
+    return Stage(
+        folder,
+        "distill",
+        {"train": {"learning_rate": 1e-3} | settings},
+        {"original": "abc"},
+    )
 
 
 def test_a_stage_goes_from_absent_over_unfinished_to_finished(tmp_path: Path) -> None:
@@ -52,7 +59,9 @@ def test_a_stage_goes_from_absent_over_unfinished_to_finished(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_a_changed_stage_is_refused_with_the_difference(tmp_path: Path, finished: bool) -> None:
+def test_a_changed_stage_is_refused_with_the_difference(
+    tmp_path: Path, finished: bool
+) -> None:
     one = stage(tmp_path / "s")
     one.start()
     (one.folder / "history.jsonl").touch()
@@ -60,7 +69,10 @@ def test_a_changed_stage_is_refused_with_the_difference(tmp_path: Path, finished
         one.finish({})
     with pytest.raises(
         UserError,
-        match=r"other settings \(train\.learning_rate: 0\.001 -> 0\.002\); choose another output folder",
+        match=(
+            r"other settings \(train\.learning_rate: 0\.001 -> 0\.002\); choose another"
+            r" output folder"
+        ),
     ):
         stage(tmp_path / "s", learning_rate=2e-3).state()
     with pytest.raises(UserError, match=r'original: "abc" -> "def"'):
@@ -69,7 +81,9 @@ def test_a_changed_stage_is_refused_with_the_difference(tmp_path: Path, finished
         Stage(one.folder, "sweep", {}, {}).state()
 
 
-def test_a_stage_that_has_left_nothing_yet_may_begin_with_other_settings(tmp_path: Path) -> None:
+def test_a_stage_that_has_left_nothing_yet_may_begin_with_other_settings(
+    tmp_path: Path,
+) -> None:
     stage(tmp_path / "s").start()
     (tmp_path / "s" / "checkpoints").mkdir()
     other = stage(tmp_path / "s", learning_rate=2e-3)
@@ -143,13 +157,16 @@ def test_a_kill_while_the_first_record_of_a_stage_is_written_does_not_keep_it_fr
     assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL
     (left,) = folder.iterdir()
     assert left.name.startswith(".stage.json.")
-    for other in (stage(folder), stage(folder, learning_rate=2e-3)):  # it has left nothing of either
+    # it has left nothing of either
+    for other in (stage(folder), stage(folder, learning_rate=2e-3)):
         assert other.state() == "absent"
     stage(folder).start()
     assert [path.name for path in folder.iterdir()] == ["stage.json"]
 
 
-def test_a_finished_stage_that_lacks_what_its_manifest_names_is_refused(tmp_path: Path) -> None:
+def test_a_finished_stage_that_lacks_what_its_manifest_names_is_refused(
+    tmp_path: Path,
+) -> None:
     one = stage(tmp_path / "s")
     one.start()
     (one.folder / "model").mkdir()
@@ -157,7 +174,8 @@ def test_a_finished_stage_that_lacks_what_its_manifest_names_is_refused(tmp_path
     assert one.state() == "finished"
     (one.folder / "model").rmdir()
     message = (
-        r"s/model: is not there, though manifest\.json names it; put it back, or remove .*/s to run stage"
+        r"s/model: is not there, though manifest\.json names it; put it back, or remove"
+        r" .*/s to run stage"
     )
     with pytest.raises(UserError, match=message):
         one.state()
@@ -177,7 +195,9 @@ def test_a_folder_whose_writing_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_folder_is_replaced_only_when_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_an_existing_folder_is_replaced_only_when_the_new_one_is_whole(
+    tmp_path: Path,
+) -> None:
     with new_folder(tmp_path / "model") as folder:
         (folder / "old").write_text("x")
     with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "model") as folder:
@@ -189,7 +209,9 @@ def test_an_existing_folder_is_replaced_only_when_the_new_one_is_whole(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "disk" / "publish").mkdir(parents=True)
     (tmp_path / "disk" / "publish" / "old").touch()
     (tmp_path / "publish").symlink_to("disk/publish")
@@ -205,7 +227,9 @@ def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(tmp_path: Pat
     assert (tmp_path / "gone").is_symlink() and (tmp_path / "nowhere").is_dir()
 
 
-def test_a_new_folder_takes_no_place_that_was_filled_in_the_meantime(tmp_path: Path) -> None:
+def test_a_new_folder_takes_no_place_that_was_filled_in_the_meantime(
+    tmp_path: Path,
+) -> None:
     for make in (
         lambda place: (place.mkdir(), (place / "theirs").touch()),
         lambda place: place.touch(),
@@ -217,7 +241,11 @@ def test_a_new_folder_takes_no_place_that_was_filled_in_the_meantime(tmp_path: P
                 (new / "ours").touch()
                 make(place)
         assert not (tmp_path / "ours").exists() and not (place / "ours").exists()
-        shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink()
+        (
+            shutil.rmtree(place)
+            if place.is_dir() and not place.is_symlink()
+            else place.unlink()
+        )
         assert not list(tmp_path.iterdir())
 
 
@@ -241,7 +269,9 @@ def test_a_path_that_no_file_can_have_is_refused_before_the_work(
     check_folder_place(tmp_path / os.fsdecode(b"caf\xe9"))  # is a name, if not UTF-8
 
 
-def test_a_text_with_half_a_character_is_written_as_json_can_have_it(tmp_path: Path) -> None:
+def test_a_text_with_half_a_character_is_written_as_json_can_have_it(
+    tmp_path: Path,
+) -> None:
     value = {"path": os.fsdecode(b"caf\xe9"), "text": "é\ud83d"}
     write_json(tmp_path / "x.json", value)
     assert read_json(tmp_path / "x.json") == value
@@ -257,7 +287,9 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
     else:
         file.symlink_to("/dev/zero")
     for read in (read_text, read_json, file_sha256, safetensors_header):
-        with pytest.raises(UserError, match=r"is a (named pipe|device), a regular file is needed"):
+        with pytest.raises(
+            UserError, match=r"is a (named pipe|device), a regular file is needed"
+        ):
             read(file)
 
 
@@ -274,7 +306,9 @@ def test_an_address_is_shown_without_what_may_be_secret() -> None:
         assert str(UserError(text)) == (text if shown is None else shown)
 
 
-def test_a_folder_that_does_not_have_the_mark_of_ours_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_have_the_mark_of_ours_is_not_replaced(
+    tmp_path: Path,
+) -> None:
     for text in ("old", "new"):
         with new_folder(tmp_path / "ours", "report.json", "report") as folder:
             (folder / "report.json").write_text(text)
@@ -284,7 +318,10 @@ def test_a_folder_that_does_not_have_the_mark_of_ours_is_not_replaced(tmp_path: 
     (tmp_path / "file").write_text("years")
     for name in ("thesis", "file"):
         with (
-            pytest.raises(UserError, match=f"{name}: exists and is no report; choose another folder"),
+            pytest.raises(
+                UserError,
+                match=f"{name}: exists and is no report; choose another folder",
+            ),
             new_folder(tmp_path / name, "report.json", "report"),
         ):
             raise AssertionError
@@ -293,7 +330,9 @@ def test_a_folder_that_does_not_have_the_mark_of_ours_is_not_replaced(tmp_path: 
 
 def test_a_full_disk_is_one_line_and_other_errors_pass(tmp_path: Path) -> None:
     with (
-        pytest.raises(UserError, match=r"model: could not be written \(No space left on device\)"),
+        pytest.raises(
+            UserError, match=r"model: could not be written \(No space left on device\)"
+        ),
         writing(tmp_path / "model"),
     ):
         raise OSError(28, "No space left on device")
@@ -305,7 +344,9 @@ def test_a_damaged_manifest_says_what_to_do(tmp_path: Path) -> None:
     one = stage(tmp_path / "s")
     one.start()
     (one.folder / "manifest.json").write_text('{"stage": ')
-    with pytest.raises(UserError, match=r"manifest\.json: not valid JSON .*; remove the folder"):
+    with pytest.raises(
+        UserError, match=r"manifest\.json: not valid JSON .*; remove the folder"
+    ):
         one.state()
 
 
@@ -315,7 +356,8 @@ def test_the_fingerprint_follows_the_bytes_of_the_weights(tmp_path: Path) -> Non
     (tmp_path / "model.safetensors").write_bytes(b"a")
     first = weights_fingerprint(tmp_path)
     write_json(tmp_path / "config.json", {})
-    (tmp_path / "._model.safetensors").write_bytes(b"attributes")  # what macOS leaves on foreign disks
+    # what macOS leaves on foreign disks
+    (tmp_path / "._model.safetensors").write_bytes(b"attributes")
     assert weights_fingerprint(tmp_path) == first
     (tmp_path / "model.safetensors").write_bytes(b"b")
     assert weights_fingerprint(tmp_path) != first
@@ -330,7 +372,8 @@ def test_json_is_written_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-# ---- folders that an fcsd of schema_version 1 left: manifests of one small run, and its recipe
+# ---- folders that an fcsd of schema_version 1 left: manifests of one small run, and
+# its recipe
 
 SMALL = [
     "pretrain.train.max_steps=3", "pretrain.train.warmup_steps=1", "train.max_steps=3", "train.warmup_steps=1",
@@ -341,7 +384,9 @@ SMALL = [
 
 
 def former(name: str, folder: Path) -> tuple[Stage, dict[str, Any]]:
-    """Return the stage as this fcsd would begin it in `folder`, which holds what the former one left; its manifest."""
+    """Return the stage as this fcsd would begin it in `folder`, which holds what the
+    former one left; its manifest.
+    """
     manifest = read_json(ROOT / "tests" / "files" / "schema_1" / f"{name}.json")
     assert manifest["schema_version"] == 1
     (folder / "history.jsonl").touch()
@@ -359,15 +404,25 @@ def former(name: str, folder: Path) -> tuple[Stage, dict[str, Any]]:
     settings = {}
     for key, value in manifest["settings"].items():
         settings[key] = dump[key]
-        if key in ("data", "train", "evaluation", "model"):  # of which a stage records a part
-            settings[key] = {part: each for part, each in dump[key].items() if part in value}
+        # of which a stage records a part
+        if key in ("data", "train", "evaluation", "model"):
+            settings[key] = {
+                part: each for part, each in dump[key].items() if part in value
+            }
     return Stage(folder, manifest["stage"], settings, manifest["inputs"]), manifest
 
 
-@pytest.mark.parametrize("name", ["pretrain", "convert", "variants-sft", "variants-kl", "evaluate-fcsd"])
-def test_a_former_folder_is_read_where_its_settings_mean_the_same(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["pretrain", "convert", "variants-sft", "variants-kl", "evaluate-fcsd"]
+)
+def test_a_former_folder_is_read_where_its_settings_mean_the_same(
+    name: str, tmp_path: Path
+) -> None:
     stage, manifest = former(name, tmp_path)
-    assert stage.state() == "finished" and read_json(stage.folder / "manifest.json") == manifest
+    assert (
+        stage.state() == "finished"
+        and read_json(stage.folder / "manifest.json") == manifest
+    )
 
 
 def test_a_former_folder_whose_settings_are_written_otherwise_is_refused_with_what_to_do(
@@ -376,9 +431,12 @@ def test_a_former_folder_whose_settings_are_written_otherwise_is_refused_with_wh
     stage, manifest = former("distill", tmp_path)
     assert manifest["settings"]["early_stopping"]["dataset"] == "fcsd/tiny-code"
     message = (
-        r"was made by another fcsd \(schema_version 1, this one writes 5\) with other settings, or with these written"
-        r" differently \(early_stopping\.chat_template: true -> null; .*; and \d+ more\); choose another output folder,"
-        r" remove this folder to run the stage again, or continue with the fcsd that made it"
+        r"was made by another fcsd \(schema_version 1, this one writes 5\) with other"
+        r" settings, or with these written"
+        r" differently \(early_stopping\.chat_template: true -> null; .*; and \d+"
+        r" more\); choose another output folder,"
+        r" remove this folder to run the stage again, or continue with the fcsd that"
+        r" made it"
     )
     with pytest.raises(UserError, match=message):
         stage.state()
@@ -386,8 +444,14 @@ def test_a_former_folder_whose_settings_are_written_otherwise_is_refused_with_wh
 
 def test_a_former_folder_with_other_settings_is_refused(tmp_path: Path) -> None:
     stage, _ = former("variants-sft", tmp_path)
-    changed = stage.settings | {"objective": stage.settings["objective"] | {"vocab_size": 7}}
+    changed = stage.settings | {
+        "objective": stage.settings["objective"] | {"vocab_size": 7}
+    }
     with pytest.raises(UserError, match=r"objective\.vocab_size: null -> 7"):
         Stage(stage.folder, stage.name, changed, stage.inputs).state()
-    with pytest.raises(UserError, match=r"was made with other settings \(original: .* -> \"abc\"\)"):
-        Stage(stage.folder, stage.name, stage.settings, stage.inputs | {"original": "abc"}).state()
+    with pytest.raises(
+        UserError, match=r"was made with other settings \(original: .* -> \"abc\"\)"
+    ):
+        Stage(
+            stage.folder, stage.name, stage.settings, stage.inputs | {"original": "abc"}
+        ).state()

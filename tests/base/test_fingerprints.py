@@ -40,9 +40,15 @@ def checkpoint(tmp_path: Path) -> Path:
     folder.mkdir()
     save_file({"a": np.arange(4, dtype=np.float32)}, folder / "model.safetensors")
     write_json(folder / "config.json", CONFIG)
-    write_json(folder / "generation_config.json", {"eos_token_id": 1, "transformers_version": "4.57.0"})
+    write_json(
+        folder / "generation_config.json",
+        {"eos_token_id": 1, "transformers_version": "4.57.0"},
+    )
     write_json(folder / "tokenizer.json", {"model": {"merges": ["a b"]}})
-    write_json(folder / "tokenizer_config.json", {"chat_template": "{{ x }}", "name_or_path": "/somewhere"})
+    write_json(
+        folder / "tokenizer_config.json",
+        {"chat_template": "{{ x }}", "name_or_path": "/somewhere"},
+    )
     return folder
 
 
@@ -62,8 +68,14 @@ def test_a_copy_and_what_another_transformers_writes_of_itself_are_the_same_chec
     }  # fmt: skip
     del config["torch_dtype"]
     write_json(other / "config.json", config)
-    write_json(other / "generation_config.json", {"transformers_version": "5.23.1", "eos_token_id": 1})
-    write_json(other / "tokenizer_config.json", {"name_or_path": "owner/name", "chat_template": "{{ x }}"})
+    write_json(
+        other / "generation_config.json",
+        {"transformers_version": "5.23.1", "eos_token_id": 1},
+    )
+    write_json(
+        other / "tokenizer_config.json",
+        {"name_or_path": "owner/name", "chat_template": "{{ x }}"},
+    )
     write_json(other / "model.safetensors.index.json", {})
     (other / "README.md").write_text("# Other words")
     assert known(other) == before
@@ -86,7 +98,12 @@ def test_a_copy_and_what_another_transformers_writes_of_itself_are_the_same_chec
 )  # fmt: skip
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_stage_is_refused_when_a_file_that_it_read_has_changed_and_the_file_is_named(
-    checkpoint: Path, tmp_path: Path, file: str, content: dict[str, Any], said: str, finished: bool
+    checkpoint: Path,
+    tmp_path: Path,
+    file: str,
+    content: dict[str, Any],
+    said: str,
+    finished: bool,
 ) -> None:
     stage = Stage(tmp_path / "s", "distill", {}, known(checkpoint))
     stage.start()
@@ -96,7 +113,9 @@ def test_a_stage_is_refused_when_a_file_that_it_read_has_changed_and_the_file_is
     assert stage.state() == ("finished" if finished else "unfinished")
     (checkpoint / file).parent.mkdir(exist_ok=True)
     write_json(checkpoint / file, content)
-    with pytest.raises(UserError, match=f"was made with other settings .*{said}.*remove this folder"):
+    with pytest.raises(
+        UserError, match=f"was made with other settings .*{said}.*remove this folder"
+    ):
         Stage(stage.folder, "distill", {}, known(checkpoint)).state()
 
 
@@ -114,19 +133,27 @@ def test_a_folder_that_noted_less_of_what_it_read_is_refused_with_what_it_did_no
     stage = Stage(tmp_path / "s", "convert", {}, known(checkpoint))
     stage.start()
     record = read_json(stage.folder / "stage.json")
-    record |= {"schema_version": 4, "inputs": {"original": record["inputs"]["original"]}}
+    record |= {
+        "schema_version": 4,
+        "inputs": {"original": record["inputs"]["original"]},
+    }
     write_json(stage.folder / "manifest.json", record)
     message = (
-        r"made by another fcsd \(schema_version 4, .*did not note original/config\.json.*remove this folder"
+        r"made by another fcsd \(schema_version 4, .*did not note"
+        r" original/config\.json.*remove this folder"
     )
     with pytest.raises(UserError, match=message):
         stage.state()
 
 
-def test_hard_links_are_read_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hard_links_are_read_once(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[Path] = []
     header = weights.safetensors_header
-    monkeypatch.setattr(weights, "safetensors_header", lambda path: read.append(path) or header(path))
+    monkeypatch.setattr(
+        weights, "safetensors_header", lambda path: read.append(path) or header(path)
+    )
     (tmp_path / "links").mkdir()
     os.link(checkpoint / "model.safetensors", tmp_path / "links" / "model.safetensors")
     assert weights_fingerprint(checkpoint) == weights_fingerprint(tmp_path / "links")
@@ -146,7 +173,9 @@ def finished(checkpoint: Path, tmp_path: Path) -> Path:
     return stage.folder
 
 
-def test_what_a_stage_left_is_the_same_in_another_folder(finished: Path, tmp_path: Path) -> None:
+def test_what_a_stage_left_is_the_same_in_another_folder(
+    finished: Path, tmp_path: Path
+) -> None:
     check_outputs(finished)
     shutil.copytree(finished, tmp_path / "moved")
     check_outputs(tmp_path / "moved")
@@ -158,7 +187,12 @@ def test_what_a_stage_left_is_the_same_in_another_folder(finished: Path, tmp_pat
     ("file", "old", "new", "said"),
     [
         ("model/model.safetensors", b"\0\0\x80?", b"\0\0\0@", "model: "),
-        ("model/config.json", b'_tok": 2', b'_tok": 1', r"model/config\.json\.num_experts_per_tok: 2 -> 1"),
+        (
+            "model/config.json",
+            b'_tok": 2',
+            b'_tok": 1',
+            r"model/config\.json\.num_experts_per_tok: 2 -> 1",
+        ),
         ("model/tokenizer.json", b"a b", b"b a", r"model/tokenizer\.json: "),
         ("history.jsonl", b"1.25", b"1.15", r"history\.jsonl: "),
         ("scores.json", b"0.25", b"0.75", r"scores\.json: "),
@@ -168,7 +202,10 @@ def test_a_result_that_is_not_what_a_stage_left_is_named_with_what_to_do(
     finished: Path, file: str, old: bytes, new: bytes, said: str
 ) -> None:
     flip(finished / file, old, new)
-    message = rf"distill: is not what the stage left \({said}.*damaged or changed since.*remove the folder"
+    message = (
+        rf"distill: is not what the stage left \({said}.*damaged or changed"
+        r" since.*remove the folder"
+    )
     with pytest.raises(UserError, match=message):
         check_outputs(finished)
     readers = {"history.jsonl": read_history, "scores.json": read_scores}
@@ -187,8 +224,13 @@ def test_a_result_that_is_gone_is_missed(finished: Path) -> None:
 
 def test_a_digit_of_a_manifest_does_not_change_unseen(finished: Path) -> None:
     flip(finished / "manifest.json", b'"last_loss": 1.25', b'"last_loss": 1.15')
-    for read in (read_manifest, Stage(finished, "distill", {}, {"original": "abc"}).state):
-        with pytest.raises(UserError, match=r"manifest\.json: is damaged.*remove the folder"):
+    for read in (
+        read_manifest,
+        Stage(finished, "distill", {}, {"original": "abc"}).state,
+    ):
+        with pytest.raises(
+            UserError, match=r"manifest\.json: is damaged.*remove the folder"
+        ):
             read(finished) if read is read_manifest else read()  # type: ignore[call-arg]
 
 
@@ -200,5 +242,7 @@ def test_a_sealed_file_is_what_was_written_or_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"result\.json: is damaged: .*; do this"):
         read_sealed(file, "do this")
     write_json(file, {"loss": 1.5})
-    with pytest.raises(UserError, match="lacks the hash that it is written with; do this"):
+    with pytest.raises(
+        UserError, match="lacks the hash that it is written with; do this"
+    ):
         read_sealed(file, "do this")

@@ -1,4 +1,6 @@
-"""Helper processes ignore what others send, and never keep the process that they help from ending."""
+"""Helper processes ignore what others send, and never keep the process that they help
+from ending.
+"""
 
 import contextlib
 import os
@@ -13,7 +15,9 @@ import pytest
 from fcsd.base.helper import obey_only_parent
 from tests.support import ROOT, in_a_fork
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "sigtimedwait"), reason="no sigtimedwait on this machine")
+pytestmark = pytest.mark.skipif(
+    not hasattr(signal, "sigtimedwait"), reason="no sigtimedwait on this machine"
+)
 
 ENDED = 1  # the exit status of a helper that has obeyed
 
@@ -33,7 +37,9 @@ def helper() -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_of_another_process_is_ignored_and_one_of_the_parent_is_not(number: signal.Signals) -> None:
+def test_a_signal_of_another_process_is_ignored_and_one_of_the_parent_is_not(
+    number: signal.Signals,
+) -> None:
     child = helper()
     subprocess.run(["kill", f"-{int(number)}", str(child)], check=True)
     while number in pending(child):
@@ -59,7 +65,8 @@ def test_a_helper_ends_with_its_parent(tmp_path: Path) -> None:
     assert in_a_fork(parent, tmp_path / "output") == -signal.SIGKILL
     state = Path("/proc", (tmp_path / "pid").read_text(), "status")
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        while "State:\tZ" not in state.read_text():  # a container may have nobody who asks how orphans ended
+        # a container may have nobody who asks how orphans ended
+        while "State:\tZ" not in state.read_text():
             time.sleep(0.05)
 
 
@@ -75,5 +82,7 @@ next(batches)
 
 
 def test_a_loader_that_is_not_used_up_does_not_keep_its_process_from_ending() -> None:
-    ended = subprocess.run([sys.executable, "-c", ALIVE_AT_EXIT], cwd=ROOT, timeout=300, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", ALIVE_AT_EXIT], cwd=ROOT, timeout=300, check=False
+    )
     assert ended.returncode == 0

@@ -1,4 +1,6 @@
-"""How the plugin for servers is installed: what is printed and published names no package of an index."""
+"""How the plugin for servers is installed: what is printed and published names no
+package of an index.
+"""
 
 import json
 import re
@@ -20,11 +22,18 @@ def checkout(folder: Path, remote: str | None = None) -> str:
 
     def git(*words: str) -> str:
         who = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-        done = subprocess.run(["git", "-C", folder, *who, *words], check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", "-C", folder, *who, *words],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         return done.stdout.strip()
 
     (folder / "serving").mkdir(parents=True)
-    (folder / "serving" / "pyproject.toml").write_text('[project]\nname = "fcsd-serving"\n')
+    (folder / "serving" / "pyproject.toml").write_text(
+        '[project]\nname = "fcsd-serving"\n'
+    )
     git("init", "-q")
     git("add", "serving")
     git("commit", "-q", "-m", "x")
@@ -39,14 +48,19 @@ def checkout(folder: Path, remote: str | None = None) -> str:
         ("https://github.com/me/fcsd.git", "https://github.com/me/fcsd.git"),
         ("https://me:secret@github.com/me/fcsd", "https://github.com/me/fcsd"),
         ("git@github.com:me/fcsd.git", "https://github.com/me/fcsd.git"),
-        ("ssh://git:secret@git.example.org/me/fcsd", "ssh://git@git.example.org/me/fcsd"),
+        (
+            "ssh://git:secret@git.example.org/me/fcsd",
+            "ssh://git@git.example.org/me/fcsd",
+        ),
     ],
 )
 def test_a_checkout_gives_the_address_of_its_remote_and_its_commit(
     remote: str, address: str, tmp_path: Path
 ) -> None:
     commit = checkout(tmp_path / "fcsd", remote)
-    command = f"`pip install 'fcsd-serving @ git+{address}@{commit}#subdirectory=serving'`"
+    command = (
+        f"`pip install 'fcsd-serving @ git+{address}@{commit}#subdirectory=serving'`"
+    )
     assert plugin_install(tmp_path / "fcsd") == command
     is_open = address.startswith("https://github.com/")
     published = plugin_install(tmp_path / "fcsd", published=True)
@@ -54,14 +68,19 @@ def test_a_checkout_gives_the_address_of_its_remote_and_its_commit(
 
 
 @pytest.mark.parametrize(
-    "remote", [None, "/home/me/fcsd", "file:///home/me/fcsd", "../fcsd", "https://x.org/a?b=c"]
+    "remote",
+    [None, "/home/me/fcsd", "file:///home/me/fcsd", "../fcsd", "https://x.org/a?b=c"],
 )
-def test_a_remote_that_nobody_else_reaches_is_not_named(remote: str | None, tmp_path: Path) -> None:
+def test_a_remote_that_nobody_else_reaches_is_not_named(
+    remote: str | None, tmp_path: Path
+) -> None:
     commit = checkout(tmp_path / "fcsd", remote)
     assert plugin_install(tmp_path / "fcsd") == f"{WORDS} at commit {commit}"
 
 
-def test_a_copy_without_git_and_one_inside_another_repository_have_no_commit(tmp_path: Path) -> None:
+def test_a_copy_without_git_and_one_inside_another_repository_have_no_commit(
+    tmp_path: Path,
+) -> None:
     checkout(tmp_path, "https://github.com/me/other")
     (tmp_path / "copy" / "serving").mkdir(parents=True)
     (tmp_path / "copy" / "serving" / "pyproject.toml").write_text("")
@@ -72,8 +91,14 @@ def test_a_copy_without_git_and_one_inside_another_repository_have_no_commit(tmp
     ("record", "said"),
     [
         (
-            {"url": "https://github.com/me/fcsd", "vcs_info": {"vcs": "git", "commit_id": "a" * 40}},
-            f"`pip install 'fcsd-serving @ git+https://github.com/me/fcsd@{'a' * 40}#subdirectory=serving'`",
+            {
+                "url": "https://github.com/me/fcsd",
+                "vcs_info": {"vcs": "git", "commit_id": "a" * 40},
+            },
+            (
+                "`pip install 'fcsd-serving @"
+                f" git+https://github.com/me/fcsd@{'a' * 40}#subdirectory=serving'`"
+            ),
         ),
         ({"url": "file:///work/fcsd", "dir_info": {}}, WORDS),
         (None, WORDS),
@@ -89,7 +114,9 @@ def test_an_installed_fcsd_gives_what_pip_noted(
         def locate_file(self, path: object) -> Path:
             return tmp_path
 
-    monkeypatch.setattr(repository.importlib.metadata, "distribution", lambda name: Installed())
+    monkeypatch.setattr(
+        repository.importlib.metadata, "distribution", lambda name: Installed()
+    )
     repository._of_package.cache_clear()
     try:
         assert plugin_install(tmp_path) == said
@@ -97,9 +124,25 @@ def test_an_installed_fcsd_gives_what_pip_noted(
         repository._of_package.cache_clear()
 
 
-def test_nothing_that_is_printed_or_written_installs_the_plugin_by_its_name_alone() -> None:
-    folders = ("fcsd", "serving", "docs", "recipes", "examples", "configs", "eval", "benchmarks")
-    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.is_file()]
+def test_nothing_that_is_printed_or_written_installs_the_plugin_by_its_name_alone() -> (
+    None
+):
+    folders = (
+        "fcsd",
+        "serving",
+        "docs",
+        "recipes",
+        "examples",
+        "configs",
+        "eval",
+        "benchmarks",
+    )
+    files = [
+        file
+        for folder in folders
+        for file in (ROOT / folder).rglob("*")
+        if file.is_file()
+    ]
     texts = {
         file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8")
         for file in (*files, ROOT / "README.md")

@@ -26,7 +26,9 @@ from tests.support import ROOT, in_a_fork
 
 def killed_in(work: Callable[[], object], place: Path) -> None:
     """Run `work` in a fork that is killed where it calls `die`."""
-    assert in_a_fork(lambda: work() or 0, place / "output") == -signal.SIGKILL, (place / "output").read_text()
+    assert in_a_fork(lambda: work() or 0, place / "output") == -signal.SIGKILL, (
+        place / "output"
+    ).read_text()
     (place / "output").unlink()
 
 
@@ -105,9 +107,17 @@ def test_a_killed_conversion_leaves_nothing_once_it_is_run_again(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "far"]
 
 
-def test_a_conversion_that_has_its_name_says_what_it_was_made_from(tmp_path: Path) -> None:
+def test_a_conversion_that_has_its_name_says_what_it_was_made_from(
+    tmp_path: Path,
+) -> None:
     tiny_model("mixtral").save_pretrained(tmp_path / "base")
-    words = ["convert", str(tmp_path / "base"), str(tmp_path / "far"), "--layers", "all"]
+    words = [
+        "convert",
+        str(tmp_path / "base"),
+        str(tmp_path / "far"),
+        "--layers",
+        "all",
+    ]
 
     def convert() -> int:
         Places(tmp_path, kill="after rename to far, 1").watch()
@@ -115,7 +125,12 @@ def test_a_conversion_that_has_its_name_says_what_it_was_made_from(tmp_path: Pat
 
     killed_in(convert, tmp_path)
     manifest = read_json(tmp_path / "far" / "manifest.json")
-    assert manifest["stage"] == "convert" and manifest["results"]["layers"] == [0, 1, 2, 3]
+    assert manifest["stage"] == "convert" and manifest["results"]["layers"] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert manifest["settings"]["model"]["path"] == words[1]
 
 
@@ -132,7 +147,8 @@ def test_a_living_owner_keeps_its_folder_whatever_its_process_is_called(
         assert (first / "mine").read_text() == "x"
         with new_folder(tmp_path / "model") as third:
             (third / "theirs").write_text("x")
-    assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine"]  # the last to end
+    # the last to end
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -152,7 +168,9 @@ def test_a_folder_taken_for_a_dead_ones_before_its_lock_is_made_anew(
         assert folder.is_dir() and taken != [folder]
 
 
-def test_what_another_host_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_host_left_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its owner may live: a lock of another machine is not seen here."""
 
     def half() -> None:
@@ -167,15 +185,21 @@ def test_what_another_host_left_stays(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_the_cache_of_a_killed_process_goes_with_the_next_process(tmp_path: Path) -> None:
-    code = "import sys, time\nfrom fcsd.data.local import fresh_cache\n" + (
-        "with fresh_cache(sys.argv[1]):\n    print('in', flush=True)\n    time.sleep(float(sys.argv[2]))\n"
+def test_the_cache_of_a_killed_process_goes_with_the_next_process(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "import sys, time\nfrom fcsd.data.local import fresh_cache\n"
+        + "with fresh_cache(sys.argv[1]):\n    print('in', flush=True)\n   "
+        " time.sleep(float(sys.argv[2]))\n"
     )
 
     def reader(seconds: int) -> subprocess.Popen[str]:
         environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", code, str(ROOT / "recipes"), str(seconds)]
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None and process.stdout.readline() == "in\n"
         process.stdout.close()
         return process
@@ -195,7 +219,9 @@ def test_the_cache_of_a_killed_process_goes_with_the_next_process(tmp_path: Path
 def test_a_command_that_needs_no_folder_removes_those_of_killed_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after an evaluation that was killed when all was written: the second one finds it finished."""
+    """As after an evaluation that was killed when all was written: the second one finds
+    it finished.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def work() -> None:
@@ -207,7 +233,9 @@ def test_a_command_that_needs_no_folder_removes_those_of_killed_ones(
     with scratch_folder("fcsd-push") as living:
         assert len(list(tmp_path.iterdir())) == 4
         assert main(["families"]) == 0
-        assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "fcsd-own-notes", living])
+        assert sorted(tmp_path.iterdir()) == sorted(
+            [tmp_path / "fcsd-own-notes", living]
+        )
 
 
 def test_a_sandbox_that_cannot_start_leaves_no_folder(
@@ -219,6 +247,9 @@ def test_a_sandbox_that_cannot_start_leaves_no_folder(
         raise OSError("no more processes")
 
     monkeypatch.setattr(subprocess, "Popen", refused)
-    with pytest.raises(ScorerError, match="no more processes"), scorer.CodeScorer(num_workers=1):
+    with (
+        pytest.raises(ScorerError, match="no more processes"),
+        scorer.CodeScorer(num_workers=1),
+    ):
         pass
     assert list(tmp_path.iterdir()) == []

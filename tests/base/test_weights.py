@@ -12,7 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fcsd.base.errors import UserError
-from fcsd.base.weights import check_finite, find_weights, weight_files, weights_fingerprint
+from fcsd.base.weights import (
+    check_finite,
+    find_weights,
+    weight_files,
+    weights_fingerprint,
+)
 from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
@@ -62,11 +67,16 @@ def test_a_stale_index_is_passed_over_as_transformers_does_and_says_so(
     assert torch.equal(expected, by_transformers(saved / "whole"))
     assert torch.equal(logits(load_model(both)), expected)
     said = capsys.readouterr().err
-    assert said.count(f"{INDEX}: is not read, and neither are the {shards} weight files") == 1
+    assert (
+        said.count(f"{INDEX}: is not read, and neither are the {shards} weight files")
+        == 1
+    )
     assert "which transformers loads instead; remove" in said
     convert_checkpoint(both, tmp_path / "far", Connectivity("all"))
     assert torch.equal(logits(load_model(tmp_path / "far", original=True)), expected)
-    assert [file.name for file in (tmp_path / "far").glob("*.safetensors*")] == [WEIGHTS]
+    assert [file.name for file in (tmp_path / "far").glob("*.safetensors*")] == [
+        WEIGHTS
+    ]
     assert weights_fingerprint(both) == weights_fingerprint(saved / "whole")
     assert main(["inspect", str(both)]) == 0
     said = capsys.readouterr().out
@@ -105,18 +115,29 @@ def test_weights_that_the_config_names_are_taken_as_transformers_does(
         tiny_model("qwen3_moe").save_pretrained(tmp_path / "first")
         shutil.copyfile(tmp_path / "first" / WEIGHTS, both / WEIGHTS)
     config = json.loads((both / "config.json").read_text())
-    (both / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+    (both / "config.json").write_text(
+        json.dumps(config | {"transformers_weights": name})
+    )
     expected = by_transformers(both)
-    assert torch.equal(expected, by_transformers(saved / ("sharded" if index else "whole")))
+    assert torch.equal(
+        expected, by_transformers(saved / ("sharded" if index else "whole"))
+    )
     assert torch.equal(logits(load_model(both)), expected)
     convert_checkpoint(both, tmp_path / "far", Connectivity("all"))
     assert torch.equal(logits(load_model(tmp_path / "far", original=True)), expected)
     assert read_checkpoint(tmp_path / "far").index == (name if index else None)
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "a/b.safetensors", "model.bin", 3])
-def test_weights_that_the_config_names_outside_the_folder_are_refused(name: object, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config\.json: transformers_weights names .* in this folder is"):
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "a/b.safetensors", "model.bin", 3]
+)
+def test_weights_that_the_config_names_outside_the_folder_are_refused(
+    name: object, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"config\.json: transformers_weights names .* in this folder is",
+    ):
         find_weights(tmp_path, {"transformers_weights": name})
 
 
@@ -127,8 +148,13 @@ def test_a_tensor_in_two_shards_is_refused_where_transformers_takes_another_than
     first, *_, last = sorted(folder.glob("*.safetensors"))
     tensors = load_file(first)
     name = next(iter(tensors))
-    save_file(load_file(last) | {name: tensors[name] + 1}, last, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=f"{last.name}: tensor '{name}' is in this file too, .*{first.name}"):
+    save_file(
+        load_file(last) | {name: tensors[name] + 1}, last, metadata={"format": "pt"}
+    )
+    with pytest.raises(
+        UserError,
+        match=f"{last.name}: tensor '{name}' is in this file too, .*{first.name}",
+    ):
         read_checkpoint(folder)
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"][name] = last.name
@@ -143,26 +169,41 @@ DTYPES = (
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_that_are_not_finite_are_counted_by_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_counted_by_dtype(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     """All patterns of bits of values that have 8 or 16, and some of wider ones."""
     width = dtype.itemsize
     if width <= 2:
-        values = torch.arange(256**width).to(torch.uint8 if width == 1 else torch.uint16).view(dtype)
+        values = (
+            torch.arange(256**width)
+            .to(torch.uint8 if width == 1 else torch.uint16)
+            .view(dtype)
+        )
     else:
-        values = torch.tensor([0.0, -1.0, 1e30, math.inf, -math.inf, math.nan, -math.nan], dtype=dtype)
+        values = torch.tensor(
+            [0.0, -1.0, 1e30, math.inf, -math.inf, math.nan, -math.nan], dtype=dtype
+        )
     expected = int((~torch.isfinite(values.double())).sum())
     save_file({"a": values, "b": torch.ones(3)}, tmp_path / WEIGHTS)
-    with pytest.raises(UserError, match=rf"in 1 tensors: 'a' \({expected} of {len(values)}\); so is"):
+    with pytest.raises(
+        UserError, match=rf"in 1 tensors: 'a' \({expected} of {len(values)}\); so is"
+    ):
         check_finite(tmp_path)
     file_hash = hashlib.sha256((tmp_path / WEIGHTS).read_bytes()).hexdigest()
-    expected_hash = hashlib.sha256(WEIGHTS.encode() + b"\0" + file_hash.encode()).hexdigest()
+    expected_hash = hashlib.sha256(
+        WEIGHTS.encode() + b"\0" + file_hash.encode()
+    ).hexdigest()
     assert weights_fingerprint(tmp_path) == expected_hash
 
 
 def test_integers_and_finite_values_are_no_fault_and_a_damaged_file_is_hashed_all_the_same(
     tmp_path: Path,
 ) -> None:
-    save_file({"a": torch.full((9,), -1, dtype=torch.int8), "b": torch.tensor([3e38])}, tmp_path / WEIGHTS)
+    save_file(
+        {"a": torch.full((9,), -1, dtype=torch.int8), "b": torch.tensor([3e38])},
+        tmp_path / WEIGHTS,
+    )
     check_finite(tmp_path)
     whole = weights_fingerprint(tmp_path)
     (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:-1])
@@ -170,12 +211,17 @@ def test_integers_and_finite_values_are_no_fault_and_a_damaged_file_is_hashed_al
     assert weight_files(tmp_path) == [tmp_path / WEIGHTS]
 
 
-def test_an_expert_that_is_all_nan_is_refused_as_input_of_a_stage(saved: Path, tmp_path: Path) -> None:
+def test_an_expert_that_is_all_nan_is_refused_as_input_of_a_stage(
+    saved: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(saved / "whole", tmp_path / "model"))
     tensors = load_file(folder / WEIGHTS)
     name = "model.layers.1.mlp.experts.2.down_proj.weight"
     tensors[name].fill_(math.nan)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     size = tensors[name].numel()
-    with pytest.raises(UserError, match=rf"1 tensors: '{name}' \({size} of {size}\).*fetch the checkpoint"):
+    with pytest.raises(
+        UserError,
+        match=rf"1 tensors: '{name}' \({size} of {size}\).*fetch the checkpoint",
+    ):
         find_model(ModelConfig(path=str(folder))).fingerprints("original")

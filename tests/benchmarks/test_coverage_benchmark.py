@@ -1,4 +1,6 @@
-"""The interval of the mean holds the true mean as often as it says; the full grid is `benchmarks/coverage.py`."""
+"""The interval of the mean holds the true mean as often as it says; the full grid is
+`benchmarks/coverage.py`.
+"""
 
 import pytest
 
@@ -16,8 +18,12 @@ from benchmarks.coverage import TARGET, cases, coverage
         ([1, 20, 300, 2000], 0.02, 0.07),
     ],
 )
-def test_the_interval_of_the_mean_holds_the_true_mean(sizes: list[int], gained: float, lost: float) -> None:
-    """Around the mean of the centres of the tasks' intervals, the first was held in 3.8 % of draws."""
+def test_the_interval_of_the_mean_holds_the_true_mean(
+    sizes: list[int], gained: float, lost: float
+) -> None:
+    """Around the mean of the centres of the tasks' intervals, the first was held in 3.8
+    % of draws.
+    """
     held, half = coverage(sizes, gained, lost, draws=1500)
     assert held >= TARGET and half < 1
 

@@ -1,4 +1,6 @@
-"""The benchmark of overlap: what its table says, who computes when batons are handed on, what its link is told."""
+"""The benchmark of overlap: what its table says, who computes when batons are handed
+on, what its link is told.
+"""
 
 import math
 import time
@@ -12,13 +14,24 @@ from benchmarks.overlap.report import printed, summary
 from tests.reference.ranks import run_ranks
 
 
-def test_a_ratio_is_the_median_over_rounds_and_hidden_the_share_of_what_was_sent() -> None:
+def test_a_ratio_is_the_median_over_rounds_and_hidden_the_share_of_what_was_sent() -> (
+    None
+):
     def rounds(*steps: float, exposed: float) -> list[dict[str, float]]:
-        return [{"step": step, "total of all": 1.0, "exposed of all": exposed} for step in steps]
+        return [
+            {"step": step, "total of all": 1.0, "exposed of all": exposed}
+            for step in steps
+        ]
 
-    table = summary({"regular": rounds(4, 6, 5, exposed=1), "full": rounds(2, 2, 5, exposed=0.25)})
-    assert table["regular"]["ratio"] == 1 and table["full"]["ratio"] == 2  # of 2, 3 and 1
-    assert table["full"]["hidden of all"] == pytest.approx(0.75) and table["full"]["step"] == 2
+    table = summary(
+        {"regular": rounds(4, 6, 5, exposed=1), "full": rounds(2, 2, 5, exposed=0.25)}
+    )
+    # of 2, 3 and 1
+    assert table["regular"]["ratio"] == 1 and table["full"]["ratio"] == 2
+    assert (
+        table["full"]["hidden of all"] == pytest.approx(0.75)
+        and table["full"]["step"] == 2
+    )
     assert "| full | 2000 | 2.00 | 50% | 75.0% | - | - | - | - |" in printed(table)
 
 
@@ -43,7 +56,8 @@ def test_the_modes_and_sizes_follow_from_model_and_device() -> None:
     def options(*words: str) -> Any:
         return complete(parser().parse_args(words))
 
-    assert not {"beside", "both"} & set(options("--model", "none").modes)  # it has no shared expert
+    # it has no shared expert
+    assert not {"beside", "both"} & set(options("--model", "none").modes)
     assert options("--checkpointing").modes == ["blocking", "full"]
     cuda = options("--device", "cuda", "--layers", "2")
     assert (cuda.ranks, cuda.compute, cuda.dim, cuda.layers) == (1, "real", 2048, 2)
@@ -52,18 +66,25 @@ def test_the_modes_and_sizes_follow_from_model_and_device() -> None:
     assert exchanged_bytes(plain) == pytest.approx(2 * 64 * ranks * 64 * 4 / 2)
 
 
-SMALL = "--link plain --compute real --layers 3 --dim 32 --expert-dim 16 --experts 4 --top-k 2 --rows 1 --length 8"
+SMALL = (
+    "--link plain --compute real --layers 3 --dim 32 --expert-dim 16 --experts 4"
+    " --top-k 2 --rows 1 --length 8"
+)
 
 
 def stepped(rank: int, model: str, modes: tuple[str, str]) -> Any:
-    """Return, for each mode, gradients, what was launched and waited for, and tokens of layer 1's shared expert."""
+    """Return, for each mode, gradients, what was launched and waited for, and tokens of
+    layer 1's shared expert.
+    """
     bench = Bench(complete(parser().parse_args([*SMALL.split(), "--model", model])))
     steps = []
     for mode in modes:
         block, hook = bench.prepare(mode).model.layers[1].mlp, None
         if model == "shared":
             hook = block.shared_experts.register_forward_pre_hook(
-                lambda _, args: bench.records.append(("shared", args[0].shape[:-1].numel()))
+                lambda _, args: bench.records.append(
+                    ("shared", args[0].shape[:-1].numel())
+                )
             )
         bench.step(mode)
         if hook is not None:
@@ -74,29 +95,50 @@ def stepped(rank: int, model: str, modes: tuple[str, str]) -> Any:
             if event == "shared" or r.kind != "counts"
         ]
         named = bench.models[mode in REGULAR].named_parameters()
-        gradients = {name: getattr(p.grad, "_local_tensor", p.grad).clone() for name, p in named}
+        gradients = {
+            name: getattr(p.grad, "_local_tensor", p.grad).clone() for name, p in named
+        }
         steps.append((gradients, events))
     return steps
 
 
 def check_gradients(expected: Any, actual: Any) -> None:
     for name, gradient in expected.items():
-        assert (actual[name] - gradient).abs().max() <= 2e-6 * gradient.abs().max(), name
+        assert (actual[name] - gradient).abs().max() <= 2e-6 * gradient.abs().max(), (
+            name
+        )
 
 
 @pytest.mark.parametrize("model", ["shared", "none"])
-def test_one_node_an_exchange_has_the_gradients_of_two_and_their_order(model: str) -> None:
-    """Only because the number of the node is set: without, autograd would wait at once for what it has launched."""
-    for (expected, order), (actual, seen) in run_ranks(stepped, 2, model, ("full", "one-node")):
-        assert seen == order and len([event for event in order if event[0] != "shared"]) == 2 * 4 * 3
+def test_one_node_an_exchange_has_the_gradients_of_two_and_their_order(
+    model: str,
+) -> None:
+    """Only because the number of the node is set: without, autograd would wait at once
+    for what it has launched.
+    """
+    for (expected, order), (actual, seen) in run_ranks(
+        stepped, 2, model, ("full", "one-node")
+    ):
+        assert (
+            seen == order
+            and len([event for event in order if event[0] != "shared"]) == 2 * 4 * 3
+        )
         check_gradients(expected, actual)
 
 
-def test_the_exact_rivals_shared_expert_is_computed_beside_both_exchanges_in_halves() -> None:
+def test_the_exact_rivals_shared_expert_is_computed_beside_both_exchanges_in_halves() -> (
+    None
+):
     """Return those of the 8 tokens of a rank."""
-    for (expected, _), (actual, seen) in run_ranks(stepped, 2, "shared", ("regular", "both")):
+    for (expected, _), (actual, seen) in run_ranks(
+        stepped, 2, "shared", ("regular", "both")
+    ):
         check_gradients(expected, actual)
-        layer = [event[:2] for event in seen if event[0] == "shared" or (event[2:] == (1, False))]
+        layer = [
+            event[:2]
+            for event in seen
+            if event[0] == "shared" or (event[2:] == (1, False))
+        ]
         assert layer == [
             ("start", "dispatch"), ("shared", 4), ("wait", "dispatch"),
             ("start", "combine"), ("shared", 4), ("wait", "combine"),

@@ -39,17 +39,27 @@ def test_overhead_stands_beside_two_forks_and_canonical_programs_are_counted(
     ]
     assert benchmark.main([*words, "--json", str(tmp_path / "out.json")]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
-    assert list(report["overhead_ms"]) == ["two forks", "interpreter", "one worker", "2 workers"]
-    assert all(len(times) == 2 and min(times) > 0 for times in report["overhead_ms"].values())
+    assert list(report["overhead_ms"]) == [
+        "two forks",
+        "interpreter",
+        "one worker",
+        "2 workers",
+    ]
+    assert all(
+        len(times) == 2 and min(times) > 0 for times in report["overhead_ms"].values()
+    )
     assert {name: row["programs"] for name, row in report["canonical"].items()} == {
         "MBPP+": 3,
         "HumanEval+": 3,
     }
     out = capsys.readouterr().out
-    assert out.count("target at most 10 ms") == 2 and out.count("target at most 75 s on 2 cores") == 1
+    assert (
+        out.count("target at most 10 ms") == 2
+        and out.count("target at most 75 s on 2 cores") == 1
+    )
 
 
 def test_a_target_that_is_missed_is_said_to_be(benchmark: Any) -> None:
-    assert benchmark.verdict(9.9, 10, "ms").endswith("met") and benchmark.verdict(10.1, 10, "ms").endswith(
-        "MISSED"
-    )
+    assert benchmark.verdict(9.9, 10, "ms").endswith("met") and benchmark.verdict(
+        10.1, 10, "ms"
+    ).endswith("MISSED")

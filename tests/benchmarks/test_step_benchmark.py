@@ -1,4 +1,6 @@
-"""The benchmark of whole steps compares trainers that do the same, and reports ratios that mean what they say."""
+"""The benchmark of whole steps compares trainers that do the same, and reports ratios
+that mean what they say.
+"""
 
 import importlib.util
 import sys
@@ -9,7 +11,18 @@ import torch
 from transformers import TrainerCallback
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "step.py"
-SMALL = ["--dim", "64", "--layers", "2", "--vocab", "512", "--length", "64", "--rows", "2"]
+SMALL = [
+    "--dim",
+    "64",
+    "--layers",
+    "2",
+    "--vocab",
+    "512",
+    "--length",
+    "64",
+    "--rows",
+    "2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +51,24 @@ def losses(benchmark, variant, lengths, folder):
     return watcher.values
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL's, of names that transformers will drop
+# TRL's, of names that transformers will drop
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
 @pytest.mark.parametrize("lengths", ["equal", "mixed"])
-def test_all_distillations_have_the_same_losses_after_the_same_updates(benchmark, lengths, tmp_path):
+def test_all_distillations_have_the_same_losses_after_the_same_updates(
+    benchmark, lengths, tmp_path
+):
     expected = losses(benchmark, "kl", lengths, tmp_path / "kl")
     assert len(expected) == 3 and expected[0] > expected[2] > 0
     others = ["kl cached"]
     if importlib.util.find_spec("trl") is not None:
         others += ["gkd"] + ["gkd sorted"] * (lengths == "mixed")
     for variant in others:
-        # Divergences of 2e-4 nats: float32 has each token's to 1e-7, TRL from two log-softmaxes.
-        assert losses(benchmark, variant, lengths, tmp_path / variant) == pytest.approx(expected, rel=1e-3)
+        # Divergences of 2e-4 nats: float32 has each token's to 1e-7, TRL from two
+        # log-softmaxes.
+        assert losses(benchmark, variant, lengths, tmp_path / variant) == pytest.approx(
+            expected, rel=1e-3
+        )
 
 
 def test_the_mixed_batch_fills_its_rows_and_the_equal_one_needs_no_padding(benchmark):
@@ -71,7 +90,9 @@ def test_the_heads_share_is_that_of_a_real_model(benchmark):
     assert share == pytest.approx(0.10, abs=0.01)
 
 
-def test_ratios_are_against_the_best_of_the_peer_and_differences_against_every_other(benchmark):
+def test_ratios_are_against_the_best_of_the_peer_and_differences_against_every_other(
+    benchmark,
+):
     def result(seconds, ratio, *losses):
         return {"seconds": seconds, "time_ratio": ratio, "losses": list(losses)}
 

@@ -1,4 +1,6 @@
-"""The command line: every command explains itself; a mistake is one line, exit status 2, and nothing half-written."""
+"""The command line: every command explains itself; a mistake is one line, exit status
+2, and nothing half-written.
+"""
 
 import argparse
 import json
@@ -20,7 +22,11 @@ from tests.support import ROOT, Bench, start
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    (choices,) = (a.choices for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    (choices,) = (
+        a.choices
+        for a in cli.build_parser()._actions
+        if isinstance(a, argparse._SubParsersAction)
+    )
     return dict(choices)
 
 
@@ -51,14 +57,13 @@ def test_the_commands_are_these() -> None:
 
 def test_help_and_version_load_no_heavy_library() -> None:
     code = (
-        "import sys, resource\n"
-        "import fcsd, fcsd.cli.main\n"
-        "for words in (['--version'], ['--help'], ['distill', '--help']):\n"
-        "    try: fcsd.cli.main.main(words)\n"
-        "    except SystemExit as end: assert not end.code\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'lm_eval', 'pydantic', 'numpy'} & set(sys.modules)\n"
-        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "print('LOADED', sorted(heavy), used.ru_utime + used.ru_stime < 1.0)\n"
+        "import sys, resource\nimport fcsd, fcsd.cli.main\nfor words in (['--version'],"
+        " ['--help'], ['distill', '--help']):\n    try: fcsd.cli.main.main(words)\n   "
+        " except SystemExit as end: assert not end.code\nheavy = {'torch',"
+        " 'transformers', 'datasets', 'lm_eval', 'pydantic', 'numpy'} &"
+        " set(sys.modules)\nused ="
+        " resource.getrusage(resource.RUSAGE_SELF)\nprint('LOADED', sorted(heavy),"
+        " used.ru_utime + used.ru_stime < 1.0)\n"
     )
     with start("-c", code) as child:
         out, error = child.communicate()
@@ -91,7 +96,9 @@ class Refused:
         self.capfd.readouterr()
         status = main(list(command))
         out, error = self.capfd.readouterr()
-        lines = [line for line in re.split(r"[\n\r]", error) if line.startswith("fcsd ")]
+        lines = [
+            line for line in re.split(r"[\n\r]", error) if line.startswith("fcsd ")
+        ]
         assert (status, len(lines)) == (2, 1), error
         assert "Traceback" not in error and error.rstrip().endswith(lines[0])
         assert re.search(message, lines[0]), lines[0]
@@ -99,11 +106,14 @@ class Refused:
         assert self._final_names() == before
 
     def _final_names(self) -> list[str]:
-        """Finished results: whatever is neither a stage's note, nor tokens for the next try, nor an empty folder."""
+        """Finished results: whatever is neither a stage's note, nor tokens for the next
+        try, nor an empty folder.
+        """
         return sorted(
             str(path)
             for path in self.watched.rglob("*")
-            if (path.is_file() and path.name != "stage.json") or path.name in ("model", "publish")
+            if (path.is_file() and path.name != "stage.json")
+            or path.name in ("model", "publish")
             if "tokens" not in path.parts
         )
 
@@ -118,7 +128,9 @@ def copied(bench: Bench, **config: Any) -> Path:
     folder = bench.rows.parent / "copied"
     shutil.copytree(bench.base, folder)
     values = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps({key: v for key, v in values.items() if v is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({key: v for key, v in values.items() if v is not None})
+    )
     return folder
 
 
@@ -143,16 +155,31 @@ def lose_tensor(folder: Path) -> None:
 CHECKPOINTS: list[tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]] = [
     ("unknown model type", {"model_type": "qwen9_moe"}, None, r"qwen9_moe"),
     ("dense model", {"model_type": "qwen3"}, None, r"qwen3"),
-    ("truncated weights", {}, truncate, r"model\.safetensors: .*(truncated|damaged|incomplete)"),
+    (
+        "truncated weights",
+        {},
+        truncate,
+        r"model\.safetensors: .*(truncated|damaged|incomplete)",
+    ),
     ("corrupt weights", {}, corrupt, r"model\.safetensors: "),
-    ("missing tensor", {}, lose_tensor, r"1 tensors are missing, the first is 'lm_head\.weight'"),
+    (
+        "missing tensor",
+        {},
+        lose_tensor,
+        r"1 tensors are missing, the first is 'lm_head\.weight'",
+    ),
     (
         "no weights",
         {},
         lambda folder: (folder / "model.safetensors").unlink(),
         r"no weights|no \.safetensors|holds no",
     ),
-    ("no config", {}, lambda folder: (folder / "config.json").unlink(), r"config\.json: no such file"),
+    (
+        "no config",
+        {},
+        lambda folder: (folder / "config.json").unlink(),
+        r"config\.json: no such file",
+    ),
     (
         "invalid config",
         {},
@@ -163,17 +190,25 @@ CHECKPOINTS: list[tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]]
 
 
 @pytest.mark.parametrize(
-    ("config", "damage", "message"), [case[1:] for case in CHECKPOINTS], ids=[c[0] for c in CHECKPOINTS]
+    ("config", "damage", "message"),
+    [case[1:] for case in CHECKPOINTS],
+    ids=[c[0] for c in CHECKPOINTS],
 )
 def test_a_checkpoint_that_cannot_be_used_is_refused(
-    bench: Bench, refused: Refused, config: dict[str, Any], damage: Callable[[Path], Any] | None, message: str
+    bench: Bench,
+    refused: Refused,
+    config: dict[str, Any],
+    damage: Callable[[Path], Any] | None,
+    message: str,
 ) -> None:
     model = copied(bench, **config)
     if damage is not None:
         damage(model)
     refused("convert", str(model), str(bench.folder / "out"), message=message)
     assert list(bench.folder.iterdir()) == []
-    refused("distill", str(bench.recipe("r", model={"path": str(model)})), message=message)
+    refused(
+        "distill", str(bench.recipe("r", model={"path": str(model)})), message=message
+    )
 
 
 def test_a_missing_folder_is_refused(bench: Bench, refused: Refused) -> None:
@@ -183,25 +218,42 @@ def test_a_missing_folder_is_refused(bench: Bench, refused: Refused) -> None:
         ["evaluate", missing, "--output", str(bench.folder / "e")],
     ):
         refused(*command, message=r"missing: no such folder")
-    refused("distill", str(bench.recipe("r", model={"path": missing})), message=r"missing: no such folder")
+    refused(
+        "distill",
+        str(bench.recipe("r", model={"path": missing})),
+        message=r"missing: no such folder",
+    )
     refused("distill", str(bench.folder / "no.yaml"), message=r"no\.yaml: no such file")
     refused("compare", missing, missing, message=r"missing")
 
 
-def test_a_tokenizer_that_is_missing_or_does_not_fit_is_refused(bench: Bench, refused: Refused) -> None:
+def test_a_tokenizer_that_is_missing_or_does_not_fit_is_refused(
+    bench: Bench, refused: Refused
+) -> None:
     model = copied(bench)
     recipe = bench.recipe("r", model={"path": str(model)})
     (model / "chat_template.jinja").unlink()
     refused(
         "distill",
         str(recipe),
-        message=r"no chat template, needed for prompts and messages; use the tokenizer of an",
+        message=(
+            r"no chat template, needed for prompts and messages; use the tokenizer"
+            r" of an"
+        ),
     )
     tiny_tokenizer(512).save_pretrained(model)
-    refused("distill", str(recipe), message=r"the tokenizer has 512 tokens, the model's vocabulary only 300")
+    refused(
+        "distill",
+        str(recipe),
+        message=r"the tokenizer has 512 tokens, the model's vocabulary only 300",
+    )
     for file in model.glob("tokenizer*"):
         file.unlink()
-    refused("distill", str(recipe), message=r"copied: holds no tokenizer; copy tokenizer\.json")
+    refused(
+        "distill",
+        str(recipe),
+        message=r"copied: holds no tokenizer; copy tokenizer\.json",
+    )
 
 
 def source(bench: Bench, text: str, **keys: Any) -> dict[str, Any]:
@@ -211,7 +263,15 @@ def source(bench: Bench, text: str, **keys: Any) -> dict[str, Any]:
 
 
 ROW = (
-    json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
+    json.dumps(
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+            ]
+        }
+    )
+    + "\n"
 )
 
 
@@ -221,7 +281,10 @@ ROW = (
         (
             '{"prompt": "a"}\n',
             {},
-            r"no column 'messages'; it has 'prompt'; name the right ones under `columns`",
+            (
+                r"no column 'messages'; it has 'prompt'; name the right ones under"
+                r" `columns`"
+            ),
         ),
         ("", {}, r"other\.jsonl.*empty"),
         ('{"messages": [\n', {}, r"other\.jsonl"),
@@ -233,9 +296,16 @@ ROW = (
         (
             ROW,
             {},
-            r"gives 1 rows of 32 tokens, one batch of train\.batch_size_tokens 128 needs 4; use more data",
+            (
+                r"gives 1 rows of 32 tokens, one batch of train\.batch_size_tokens 128"
+                r" needs 4; use more data"
+            ),
         ),
-        (ROW, {"streaming": True}, r"data.train.0.streaming: every source is tokenized once"),
+        (
+            ROW,
+            {"streaming": True},
+            r"data.train.0.streaming: every source is tokenized once",
+        ),
         (ROW, {"split": "test"}, r"other\.jsonl"),
     ],
     ids=[
@@ -251,12 +321,20 @@ ROW = (
 def test_data_that_cannot_be_used_is_refused(
     bench: Bench, refused: Refused, text: str, keys: dict[str, Any], message: str
 ) -> None:
-    refused("distill", str(bench.recipe("r", data=source(bench, text, **keys))), message=message)
+    refused(
+        "distill",
+        str(bench.recipe("r", data=source(bench, text, **keys))),
+        message=message,
+    )
 
 
 def test_a_missing_data_file_is_refused(bench: Bench, refused: Refused) -> None:
     data = {"train": [{"path": str(bench.folder / "none.jsonl")}], "max_length": 32}
-    refused("distill", str(bench.recipe("r", data=data)), message=r"none\.jsonl.*no such file")
+    refused(
+        "distill",
+        str(bench.recipe("r", data=data)),
+        message=r"none\.jsonl.*no such file",
+    )
 
 
 def test_a_text_that_cannot_be_read_is_refused_with_what_its_option_takes(
@@ -264,10 +342,14 @@ def test_a_text_that_cannot_be_read_is_refused_with_what_its_option_takes(
 ) -> None:
     file, out = bench.rows.parent / "texts.jsonl", str(bench.folder / "out")
     for row, message in (
-        ({"text": 5}, r"texts\.jsonl, row 1: column 'text': text is needed, got 5; correct it$"),
+        (
+            {"text": 5},
+            r"texts\.jsonl, row 1: column 'text': text is needed, got 5; correct it$",
+        ),
         (
             {"story": "a"},
-            r"no column 'messages', .*; it has 'story'; name the right ones under `columns`, for example"
+            r"no column 'messages', .*; it has 'story'; name the right ones under"
+            r" `columns`, for example"
             r" \{path: \S*texts\.jsonl, columns: \{'text': 'content'\}\}$",
         ),
     ):
@@ -275,7 +357,14 @@ def test_a_text_that_cannot_be_read_is_refused_with_what_its_option_takes(
         for command in (
             ["calibrate", str(bench.base), f"{out}-c-{next(iter(row))}"],
             ["layers", str(bench.base), "--output", f"{out}-l-{next(iter(row))}"],
-            ["routing", str(bench.base), "--endpoints", "2", "--output", f"{out}-r-{next(iter(row))}"],
+            [
+                "routing",
+                str(bench.base),
+                "--endpoints",
+                "2",
+                "--output",
+                f"{out}-r-{next(iter(row))}",
+            ],
         ):
             refused(*command, "--text", str(file), message=message)
 
@@ -287,18 +376,30 @@ def test_mistakes_in_a_recipe_are_refused(bench: Bench, refused: Refused) -> Non
         refused(command, recipe, "--set", override, message=message)
 
     wrong(
-        "train.learning_rat=1", r"train\.learning_rat: unknown key; did you mean 'learning_rate'\?", "recipe"
+        "train.learning_rat=1",
+        r"train\.learning_rat: unknown key; did you mean 'learning_rate'\?",
+        "recipe",
     )
     wrong(
         "train.batch_size_tokens=96",
-        r"96 is not a multiple of 64 \(per_device_train_batch_size 2 x data\.max_length 32",
+        r"96 is not a multiple of 64 \(per_device_train_batch_size 2 x"
+        r" data\.max_length 32",
     )
     wrong("connectivity.layers=[7]", r"7")
-    absent = "{task: {kind: code, task: absent, dataset: absent/absent, chat_template: true}}"
+    absent = (
+        "{task: {kind: code, task: absent, dataset: absent/absent, chat_template:"
+        " true}}"
+    )
     wrong(f"early_stopping={absent}", r"absent/absent")
     wrong("pretrain=1", r"pretrain")
     wrong("variants.x={connectivty.layers: all}", r"did you mean 'connectivity'\?")
-    refused("distill", recipe, "--variant", "sfd", message=r"has no variant 'sfd'; allowed: sft")
+    refused(
+        "distill",
+        recipe,
+        "--variant",
+        "sfd",
+        message=r"has no variant 'sfd'; allowed: sft",
+    )
     refused("sweep", recipe, message=r"has no `sweep` section")
     refused("pretrain", recipe, message=r"has no `pretrain` section")
     refused(
@@ -317,7 +418,9 @@ def test_mistakes_in_a_recipe_are_refused(bench: Bench, refused: Refused) -> Non
     )
 
 
-def test_a_folder_of_someone_else_is_not_written_into(bench: Bench, refused: Refused) -> None:
+def test_a_folder_of_someone_else_is_not_written_into(
+    bench: Bench, refused: Refused
+) -> None:
     own = bench.folder / "r" / "distill"
     own.mkdir(parents=True)
     (own / "thesis.txt").write_text("mine")
@@ -327,7 +430,13 @@ def test_a_folder_of_someone_else_is_not_written_into(bench: Bench, refused: Ref
         message=r"is not empty and was not made by stage 'distill'; choose another",
     )
     refused("convert", str(bench.base), str(own), message=r"exists|not empty")
-    refused("trace", str(bench.recipe()), "--output", str(own), message=r"distill: exists and is no trace")
+    refused(
+        "trace",
+        str(bench.recipe()),
+        "--output",
+        str(own),
+        message=r"distill: exists and is no trace",
+    )
     unfinished = own.rename(bench.folder / "out.partial")
     text = ("--text", str(bench.rows))
     refused(
@@ -339,7 +448,11 @@ def test_a_folder_of_someone_else_is_not_written_into(bench: Bench, refused: Ref
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("x" * 300, r"xxx…?:? .*(bytes; up to|too long)"), ("a\ud800", "half a character")]
+    ("name", "message"),
+    [
+        ("x" * 300, r"xxx…?:? .*(bytes; up to|too long)"),
+        ("a\ud800", "half a character"),
+    ],
 )
 def test_a_path_that_no_file_can_have_is_refused_wherever_it_stands(
     bench: Bench, refused: Refused, name: str, message: str
@@ -357,7 +470,10 @@ def test_a_path_that_no_file_can_have_is_refused_wherever_it_stands(
     ):
         refused(
             *command,
-            message=f"{message}|: no such f(ile|older)|no file can be called so|the path is not UTF-8",
+            message=(
+                f"{message}|: no such f(ile|older)|no file can be called so|the path is"
+                " not UTF-8"
+            ),
         )
     if "\ud800" not in name:
         refused("distill", recipe, "--set", f"output_dir={path}", message=message)
@@ -381,17 +497,31 @@ def test_an_output_folder_that_cannot_be_made_is_refused_with_what_is_in_its_way
         ["tiny-data", out],
     ):
         refused(
-            *command, message=r"afile/x\S*: cannot be made, \S*/afile is no folder; choose another output"
+            *command,
+            message=(
+                r"afile/x\S*: cannot be made, \S*/afile is no folder; choose another"
+                r" output"
+            ),
         )
         # What nobody may write in, and root learns only by trying.
         command = [word.replace(out, "/proc/x") for word in command]
         refused(
-            *command, message=r"/proc/x\S*: cannot be made, /proc may not be written \(.+\); choose another"
+            *command,
+            message=(
+                r"/proc/x\S*: cannot be made, /proc may not be written \(.+\); choose"
+                r" another"
+            ),
         )
 
 
-def test_a_mistake_in_a_command_line_is_argparse_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["convert"], ["convert", "a", "b", "--attention", "half"], ["nonsense"]):
+def test_a_mistake_in_a_command_line_is_argparse_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in (
+        ["convert"],
+        ["convert", "a", "b", "--attention", "half"],
+        ["nonsense"],
+    ):
         with pytest.raises(SystemExit) as ended:
             main(words)
         assert ended.value.code == 2
@@ -406,7 +536,10 @@ def test_an_interruption_says_how_to_go_on(
 
     monkeypatch.setattr("fcsd.pipeline.distill.distill", interrupted)
     assert main(["distill", str(bench.recipe("r"))]) == 130
-    assert capsys.readouterr().err == "\nfcsd distill: interrupted; run the same command again to continue\n"
+    assert (
+        capsys.readouterr().err
+        == "\nfcsd distill: interrupted; run the same command again to continue\n"
+    )
 
 
 def test_convert_and_unconvert_give_the_weights_back(
@@ -416,11 +549,19 @@ def test_convert_and_unconvert_give_the_weights_back(
 
     there, back = bench.folder / "there", bench.folder / "back"
     assert main(["convert", str(bench.base), str(there), "--layers", "last:1"]) == 0
-    assert json.loads((there / "config.json").read_text())["model_type"] == "farskip_qwen2_moe"
+    assert (
+        json.loads((there / "config.json").read_text())["model_type"]
+        == "farskip_qwen2_moe"
+    )
     assert main(["unconvert", str(there), str(back)]) == 0
     assert json.loads((back / "config.json").read_text())["model_type"] == "qwen2_moe"
-    one, other = load_file(bench.base / "model.safetensors"), load_file(back / "model.safetensors")
-    assert one.keys() == other.keys() and all((value == other[name]).all() for name, value in one.items())
+    one, other = (
+        load_file(bench.base / "model.safetensors"),
+        load_file(back / "model.safetensors"),
+    )
+    assert one.keys() == other.keys() and all(
+        (value == other[name]).all() for name, value in one.items()
+    )
     assert capsys.readouterr().out.split() == [str(there), str(back)]
 
 
@@ -434,7 +575,9 @@ def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)
 
 
-def test_the_resolved_recipe_loads_again(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_resolved_recipe_loads_again(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["recipe", str(bench.recipe("r")), "--set", "seed=5"]) == 0
     first = capsys.readouterr().out
     again = bench.folder / "again.yaml"
@@ -454,13 +597,18 @@ def test_the_entry_point_is_installed_with_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert 'fcsd = "fcsd.cli.main:main"' in text
     completed = subprocess.run(
-        [sys.executable, "-m", "fcsd", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "fcsd", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "First steps:" in completed.stdout
 
 
 @pytest.mark.parametrize(
-    ("word", "said"), [("trian", "pretrain"), ("distil", "distill"), ("evalute", "evaluate")]
+    ("word", "said"),
+    [("trian", "pretrain"), ("distil", "distill"), ("evalute", "evaluate")],
 )
 def test_a_command_that_is_misspelt_is_guessed(
     word: str, said: str, capsys: pytest.CaptureFixture[str]

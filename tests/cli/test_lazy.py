@@ -36,7 +36,9 @@ def test_only_the_command_lines_own_imports_of_fcsd_wait() -> None:
     assert builtins.__import__ is load
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "fcsd/cli").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "fcsd/cli").glob("*.py")), ids=lambda path: path.stem
+)
 def test_no_function_of_the_command_line_imports_fcsd(path: Path) -> None:
     inside = [
         ast.unparse(each)

@@ -16,23 +16,45 @@ def parsed(*words: str) -> Any:
 
 
 def test_a_changed_field_changes_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (parsed("evaluate", "m").batch_size, parsed("layers", "m", "--output", "o").batch_size) == (16, 16)
+    assert (
+        parsed("evaluate", "m").batch_size,
+        parsed("layers", "m", "--output", "o").batch_size,
+    ) == (16, 16)
     monkeypatch.setattr(EvaluationConfig.model_fields["batch_size"], "default", 7)
-    assert (parsed("evaluate", "m").batch_size, parsed("layers", "m", "--output", "o").batch_size) == (7, 7)
+    assert (
+        parsed("evaluate", "m").batch_size,
+        parsed("layers", "m", "--output", "o").batch_size,
+    ) == (7, 7)
 
 
 def test_values_have_the_type_of_the_field() -> None:
     options = parsed(
-        "evaluate", "m", "--batch-size", "8", "--limit", "3", "--allow-weak-sandbox", "--cache", "c"
+        "evaluate",
+        "m",
+        "--batch-size",
+        "8",
+        "--limit",
+        "3",
+        "--allow-weak-sandbox",
+        "--cache",
+        "c",
     )
-    assert (options.batch_size, options.limit, options.allow_weak_sandbox, options.cache) == (
+    assert (
+        options.batch_size,
+        options.limit,
+        options.allow_weak_sandbox,
+        options.cache,
+    ) == (
         8,
         3,
         True,
         Path("c"),
     )
     assert parsed("evaluate", "m", "--batch-size", "auto").batch_size == "auto"
-    assert (parsed("evaluate", "m").suite, parsed("layers", "m", "--output", "o").suite) == (
+    assert (
+        parsed("evaluate", "m").suite,
+        parsed("layers", "m", "--output", "o").suite,
+    ) == (
         "paper11",
         "tiny",
     )
@@ -56,7 +78,9 @@ def test_a_value_of_another_type_is_refused(
 
 def test_of_commands_that_are_not_asked_for_no_option_is_looked_up() -> None:
     commands = build_parser("convert").commands
-    assert [name for name, parser in commands.items() if len(parser._actions) > 1] == ["convert"]
+    assert [name for name, parser in commands.items() if len(parser._actions) > 1] == [
+        "convert"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,9 +92,14 @@ def test_of_commands_that_are_not_asked_for_no_option_is_looked_up() -> None:
         "allow_weak_sandbox": "evaluation.allow_weak_sandbox",
     }.items(),
 )  # fmt: skip
-def test_a_layer_study_takes_what_the_key_of_a_recipe_takes(field: str, key: str) -> None:
+def test_a_layer_study_takes_what_the_key_of_a_recipe_takes(
+    field: str, key: str
+) -> None:
     section, name = key.split(".")
-    ours, theirs = Study.model_fields[field], Recipe.model_fields[section].annotation.model_fields[name]
+    ours, theirs = (
+        Study.model_fields[field],
+        Recipe.model_fields[section].annotation.model_fields[name],
+    )
     assert (ours.annotation, ours.default, ours.metadata) == (
         theirs.annotation,
         theirs.default,

@@ -1,4 +1,6 @@
-"""The command line and the keys of recipes and suites are frozen: what users have written keeps its meaning."""
+"""The command line and the keys of recipes and suites are frozen: what users have
+written keeps its meaning.
+"""
 
 import difflib
 
@@ -11,12 +13,15 @@ from tests.reference.surface import FILES, written
 def test_the_surface_changes_only_on_purpose(name: str) -> None:
     before, now = FILES[name].read_text(), written(name)
     change = "\n".join(
-        difflib.unified_diff(before.splitlines(), now.splitlines(), "committed", "now", n=0, lineterm="")
+        difflib.unified_diff(
+            before.splitlines(), now.splitlines(), "committed", "now", n=0, lineterm=""
+        )
     )
     assert before == now, (
-        f"what users type has changed:\n{change}\nIf that is meant: `python -m tests.reference.surface` writes"
-        f" {FILES[name].name}, and CHANGELOG.md tells them; where a key that was there before changes,"
-        " SCHEMA_VERSION in fcsd/base/artifact.py is raised"
+        f"what users type has changed:\n{change}\nIf that is meant: `python -m"
+        f" tests.reference.surface` writes {FILES[name].name}, and CHANGELOG.md tells"
+        " them; where a key that was there before changes, SCHEMA_VERSION in"
+        " fcsd/base/artifact.py is raised"
     )
 
 
@@ -32,5 +37,9 @@ def test_types_bounds_choices_and_defaults_are_part_of_it() -> None:
         '"data.train.0.columns": ',
     ):
         assert line in text["recipe_keys"], line
-    for line in ('"--batch-size": "type ', "default 16", "choices ['response', 'all'], default response"):
+    for line in (
+        '"--batch-size": "type ',
+        "default 16",
+        "choices ['response', 'all'], default response",
+    ):
         assert line in text["command_line"], line

@@ -1,7 +1,9 @@
-"""What the loss is on in conversations: the assistant's words and the end of its turns, in whatever chat template.
+"""What the loss is on in conversations: the assistant's words and the end of its turns,
+in whatever chat template.
 
-The templates are those that TRL ships, where it is installed, and reductions of others, written here. What the
-assistant says is told by its words, which stand in one message each, and by ends and headers that are listed by hand.
+The templates are those that TRL ships, where it is installed, and reductions of others,
+written here. What the assistant says is told by its words, which stand in one message
+each, and by ends and headers that are listed by hand.
 """
 
 import importlib.util
@@ -23,17 +25,23 @@ from tests.examples import tokenize_example
 MARKER = re.compile(r"<[^<>\s{}'\"]*[|｜][^<>\s{}'\"]*>|</?s>|<\w+_of_\w+>|\[/?INST\]")
 
 
-def make_tokenizer(template: str | None, *, adds_bos: bool = False) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    template: str | None, *, adds_bos: bool = False
+) -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer that takes the markers of a template as one token each."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
-    fast.add_special_tokens({"additional_special_tokens": sorted({*MARKER.findall(template or "")})})
+    fast.add_special_tokens(
+        {"additional_special_tokens": sorted({*MARKER.findall(template or "")})}
+    )
     if adds_bos:
         bos = ("<bos>", fast.bos_token_id)
         fast.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -47,13 +55,20 @@ def said(encoded: Mapping[str, Any], tokenizer: Any) -> list[str]:
     """Return the parts of a conversation that the loss is on."""
     tokens = zip(encoded["loss_mask"], encoded["input_ids"], strict=True)
     return [
-        tokenizer.decode([i for _, i in part]) for loss, part in groupby(tokens, lambda t: bool(t[0])) if loss
+        tokenizer.decode([i for _, i in part])
+        for loss, part in groupby(tokens, lambda t: bool(t[0]))
+        if loss
     ]
 
 
-def said_in(template: str, messages: Sequence[Mapping[str, Any]], **columns: Any) -> list[str]:
+def said_in(
+    template: str, messages: Sequence[Mapping[str, Any]], **columns: Any
+) -> list[str]:
     tokenizer = make_tokenizer(template)
-    return said(tokenize_example({"m": messages}, {"messages": "m"}, tokenizer, **columns), tokenizer)
+    return said(
+        tokenize_example({"m": messages}, {"messages": "m"}, tokenizer, **columns),
+        tokenizer,
+    )
 
 
 def user(text: str) -> dict[str, Any]:
@@ -65,7 +80,11 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
 
 
 def call(name: str, **arguments: str) -> dict[str, Any]:
-    return {"type": "function", "id": "callaaaaa", "function": {"name": name, "arguments": arguments}}
+    return {
+        "type": "function",
+        "id": "callaaaaa",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def tool(text: str, name: str = "weather") -> dict[str, Any]:
@@ -113,7 +132,8 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 
-# What ends a turn, in all these templates; a GLM's turn ends where another one begins, Gemma 4's call where its result.
+# What ends a turn, in all these templates; a GLM's turn ends where another one begins,
+# Gemma 4's call where its result.
 ENDS = (
     "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<|end|>", "<|return|>", "<|call|>",
     "<|eot|>", "<|user|>", "<|observation|>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>", "<eos>", "</s>",
@@ -128,30 +148,56 @@ HEADERS = (
 def words(message: Mapping[str, Any]) -> set[str]:
     """Return the words of a message that no other message has."""
     content = message["content"]
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    text = (
+        content
+        if isinstance(content, str)
+        else "".join(part["text"] for part in content)
+    )
     functions = [one["function"] for one in message.get("tool_calls", [])]
-    arguments = [value for function in functions for value in function["arguments"].values()]
-    whole = re.sub("think|tool_response|im_start|im_end|assistant|user", "", " ".join([text, *arguments]))
+    arguments = [
+        value for function in functions for value in function["arguments"].values()
+    ]
+    whole = re.sub(
+        "think|tool_response|im_start|im_end|assistant|user",
+        "",
+        " ".join([text, *arguments]),
+    )
     return {word for word in re.findall("[a-z]{3,}", whole) if word != "weather"}
 
 
 def check(tokenizer: Any, messages: Sequence[dict[str, Any]], *, loosely: bool) -> None:
-    """Check that the loss is on what the assistant says, on all of it, and on nothing else.
+    """Check that the loss is on what the assistant says, on all of it, and on nothing
+    else.
 
-    loosely: headers may be among it, as where a template marks it itself, and answers may be in several parts.
+    loosely: headers may be among it, as where a template marks it itself, and answers
+    may be in several parts.
     """
     encoded = tokenize_example({"m": messages}, {"messages": "m"}, tokenizer)
     parts, whole = said(encoded, tokenizer), tokenizer.decode(encoded["input_ids"])
     answers = [message for message in messages if message["role"] == "assistant"]
-    others = set().union(*(words(message) for message in messages if message["role"] != "assistant"))
+    others = set().union(
+        *(words(message) for message in messages if message["role"] != "assistant")
+    )
     assert [word for word in others if any(word in part for part in parts)] == []
     if loosely:
-        assert all(word in "".join(parts) for answer in answers for word in words(answer) if word in whole)
+        assert all(
+            word in "".join(parts)
+            for answer in answers
+            for word in words(answer)
+            if word in whole
+        )
         return
     assert len(parts) == len(answers)
     for part, answer in zip(parts, answers, strict=True):
-        assert [word for word in words(answer) if word in whole and word not in part] == []
-        assert [word for other in answers for word in words(other) - words(answer) if word in part] == []
+        assert [
+            word for word in words(answer) if word in whole and word not in part
+        ] == []
+        assert [
+            word
+            for other in answers
+            for word in words(other) - words(answer)
+            if word in part
+        ] == []
         assert part.rstrip().endswith(ENDS)
         assert "quoted" in part or not any(header in part for header in HEADERS)
 
@@ -175,10 +221,15 @@ def is_refused_rightly(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> bo
     except (TemplateError, TypeError):
         return True
     called = {
-        name for one in messages for name in re.findall("'name': '([a-z]+)'", str(one.get("tool_calls", "")))
+        name
+        for one in messages
+        for name in re.findall("'name': '([a-z]+)'", str(one.get("tool_calls", "")))
     }
     return any(
-        word not in written for one in messages if one["role"] == "assistant" for word in words(one) | called
+        word not in written
+        for one in messages
+        if one["role"] == "assistant"
+        for word in words(one) | called
     )
 
 
@@ -192,23 +243,38 @@ def test_of_every_stock_template_the_loss_is_on_the_answers_and_their_ends_and_o
     num_checked = 0
     for kind, messages in CONVERSATIONS.items():
         try:
-            # Gemma 4 has what is said beside a call behind its result, in one turn with what is said next.
+            # Gemma 4 has what is said beside a call behind its result, in one turn with
+            # what is said next.
             merged = "gemma" in name and kind == "text beside a call"
             check(tokenizer, messages, loosely=marked or merged)
             num_checked += 1
         except BadExample:
             assert is_refused_rightly(tokenizer, messages), kind
-    assert num_checked >= 4 or name.startswith(("idefics3", "smolvlm", "llava_next"))  # take content in parts
+    # take content in parts
+    assert num_checked >= 4 or name.startswith(("idefics3", "smolvlm", "llava_next"))
 
 
 @pytest.mark.skipif(not STOCK, reason="trl, which has the templates, is not installed")
-@pytest.mark.parametrize("name", ["llama3", "gemma", "gemma3", "phi3", "cohere2", "lfm2", "glm4moe"])
-def test_what_has_loss_in_a_stock_template_is_what_trl_marks_in_its_own_copy_for_training(name: str) -> None:
-    kinds = ["several turns", "thoughts in tags", "an empty answer at the end", "a tool", "a call at the end"]
+@pytest.mark.parametrize(
+    "name", ["llama3", "gemma", "gemma3", "phi3", "cohere2", "lfm2", "glm4moe"]
+)
+def test_what_has_loss_in_a_stock_template_is_what_trl_marks_in_its_own_copy_for_training(
+    name: str,
+) -> None:
+    kinds = [
+        "several turns",
+        "thoughts in tags",
+        "an empty answer at the end",
+        "a tool",
+        "a call at the end",
+    ]
     num_compared = 0
     for kind in kinds:
         try:
-            ours, marked = (said_in(STOCK[name + copy], CONVERSATIONS[kind]) for copy in ("", "_training"))
+            ours, marked = (
+                said_in(STOCK[name + copy], CONVERSATIONS[kind])
+                for copy in ("", "_training")
+            )
         except BadExample:
             continue
         assert ours == marked, kind
@@ -218,15 +284,18 @@ def test_what_has_loss_in_a_stock_template_is_what_trl_marks_in_its_own_copy_for
 
 TURN = "{{ '<|' + m.role + '|>' }}"
 NO_END = (  # as GLM-4.5's: a turn ends where another one begins
-    "[gMASK]<sop>{% for m in messages %}{% if m.role == 'tool' %}<|observation|>\n{{ m.content }}{% else %}"
+    "[gMASK]<sop>{% for m in messages %}{% if m.role == 'tool' %}<|observation|>\n{{"
+    " m.content }}{% else %}"
     + TURN
-    + "{{ '\n' + m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>"
-    "{{ c.function.name + (c.function.arguments | tojson) }}</tool_call>{% endfor %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    + "{{ '\n' + m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>{{"
+    " c.function.name + (c.function.arguments | tojson) }}</tool_call>{% endfor %}{%"
+    " endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
-def test_where_turns_have_no_end_the_token_of_the_next_role_is_learnt_and_one_is_put_at_the_end() -> None:
+def test_where_turns_have_no_end_the_token_of_the_next_role_is_learnt_and_one_is_put_at_the_end() -> (
+    None
+):
     kinds = {
         "several turns": ["\ngreetings<|user|>", "\ncold<|user|>", "\nwelcome<|user|>"],
         "a tool": [
@@ -250,7 +319,9 @@ def test_where_turns_have_no_end_the_token_of_the_next_role_is_learnt_and_one_is
 
 @pytest.mark.skipif(not STOCK, reason="trl, which has the templates, is not installed")
 def test_glm_learns_to_stop_and_neither_gpt_oss_nor_gemma_to_speak_for_others() -> None:
-    call_of_gemma = '<|tool_call>call:weather{city:<|"|>oslo<|"|>}<tool_call|><|tool_response>'
+    call_of_gemma = (
+        '<|tool_call>call:weather{city:<|"|>oslo<|"|>}<tool_call|><|tool_response>'
+    )
     expected = [call_of_gemma, "lookingcold<turn|>\n", "welcome<turn|>\n"]
     assert said_in(STOCK["gemma4_v5"], CONVERSATIONS["text beside a call"]) == expected
     opening = "\n<think></think>\n"
@@ -260,7 +331,10 @@ def test_glm_learns_to_stop_and_neither_gpt_oss_nor_gemma_to_speak_for_others() 
     ]  # fmt: skip
     final = "<|channel|>final<|message|>"
     assert said_in(STOCK["gptoss"], CONVERSATIONS["a tool"]) == [
-        ' to=functions.weather<|channel|>commentary json<|message|>{"city": "oslo"}<|call|>',
+        (
+            ' to=functions.weather<|channel|>commentary json<|message|>{"city":'
+            ' "oslo"}<|call|>'
+        ),
         final + "cold<|end|>",
         final + "welcome<|return|>",
     ]
@@ -270,38 +344,54 @@ OPENED = "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 LOOP = "{% for m in messages %}"
 REDUCED = {
     # Phi-3: an end of all behind the last end of turn.
-    "an end of text": LOOP
-    + TURN
-    + "{{ '\n' + m.content + '<|end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|assistant|>\n' }}{% else %}<eos>{% endif %}",
+    "an end of text": (
+        LOOP + TURN + "{{ '\n' + m.content + '<|end|>\n' }}{% endfor %}{% if"
+        " add_generation_prompt %}"
+        "{{ '<|assistant|>\n' }}{% else %}<eos>{% endif %}"
+    ),
     # Only the last turn has an end.
-    "an end at the end": LOOP
-    + TURN
-    + "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
-    "{% elif messages[-1].role == 'assistant' %}<eos>{% endif %}",
+    "an end at the end": (
+        LOOP
+        + TURN
+        + "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+        "{% elif messages[-1].role == 'assistant' %}<eos>{% endif %}"
+    ),
     # Hunyuan 3, Apertus: an end only where a turn follows.
-    "an end before others": LOOP
-    + TURN
-    + "{{ m.content }}{% if m.role == 'assistant' and not loop.last %}<|end|>"
-    "{% endif %}{% endfor %}" + OPENED,
+    "an end before others": (
+        LOOP
+        + TURN
+        + "{{ m.content }}{% if m.role == 'assistant' and not loop.last %}<|end|>"
+        "{% endif %}{% endfor %}" + OPENED
+    ),
     # Mistral: no opening, and the system prompt in the last turn of the user.
-    "a prompt that moves": "{% set ns = namespace(system='') %}<bos>" + LOOP + "{% if m.role == 'system' %}"
-    "{% set ns.system = m.content %}{% elif m.role == 'user' %}{{ '[INST] ' + (ns.system + ' ' if loop.revindex <= 2"
-    " else '') + m.content + '[/INST]' }}{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}",
+    "a prompt that moves": (
+        "{% set ns = namespace(system='') %}<bos>"
+        + LOOP
+        + "{% if m.role == 'system' %}{% set ns.system = m.content %}{% elif m.role =="
+        " 'user' %}{{ '[INST] ' + (ns.system + ' ' if loop.revindex <= 2 else '') +"
+        " m.content + '[/INST]' }}{% else %}{{ ' ' + m.content + '</s>' }}{% endif"
+        " %}{% endfor %}"
+    ),
     # No opening, though there is a header.
     "a header alone": LOOP + TURN + "{{ m.content + '<|end|>' }}{% endfor %}",
     # Command R7B: opened for the assistant behind everything.
-    "always open": LOOP + "{{ '<|start|><|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
-    "<|start|><|assistant|>",
+    "always open": (
+        LOOP + "{{ '<|start|><|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+        "<|start|><|assistant|>"
+    ),
     # DeepSeek-R1: thoughts are opened in the prompt and taken out of earlier turns.
-    "thoughts go": LOOP
-    + TURN
-    + "{% set c = m.content %}{% if '</think>' in c %}{% set c = c.split('</think>')[-1] %}"
-    "{% endif %}{{ c + '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}",
+    "thoughts go": (
+        LOOP + TURN + "{% set c = m.content %}{% if '</think>' in c %}{% set c ="
+        " c.split('</think>')[-1] %}{% endif %}{{ c + '<|end|>' }}{% endfor %}{% if"
+        " add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
+    ),
     # Text alone tells who speaks, with other white space in the opening.
-    "plain text": LOOP
-    + "{{ m.role | upper + ': ' + m.content + ('<eos>' if m.role == 'assistant' else '\n') }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '\nASSISTANT:' }}{% endif %}",
+    "plain text": (
+        LOOP
+        + "{{ m.role | upper + ': ' + m.content + ('<eos>' if m.role == 'assistant'"
+        " else '\n') }}{% endfor %}{% if add_generation_prompt %}{{ '\nASSISTANT:'"
+        " }}{% endif %}"
+    ),
 }
 
 
@@ -318,10 +408,15 @@ REDUCED = {
         ("plain text", " cold<eos>", " welcome<eos>"),
     ],
 )
-def test_a_turn_begins_behind_its_opening_and_ends_with_its_end(name: str, first: str, last: str) -> None:
+def test_a_turn_begins_behind_its_opening_and_ends_with_its_end(
+    name: str, first: str, last: str
+) -> None:
     for kind in ("a system prompt", "several turns"):
         parts = said_in(REDUCED[name], CONVERSATIONS[kind])
-        assert [part.lstrip("\n") for part in parts[-2:]] == [first.lstrip("\n"), last.lstrip("\n")]
+        assert [part.lstrip("\n") for part in parts[-2:]] == [
+            first.lstrip("\n"),
+            last.lstrip("\n"),
+        ]
         assert len(parts) == (2 if kind == "a system prompt" else 3)
 
 
@@ -332,22 +427,41 @@ def test_thoughts_that_a_template_takes_out_leave_the_answer_its_loss() -> None:
     ]
 
 
-def test_calls_that_a_template_does_not_write_and_answers_in_no_order_are_refused() -> None:
+def test_calls_that_a_template_does_not_write_and_answers_in_no_order_are_refused() -> (
+    None
+):
     with pytest.raises(BadExample, match="does not write"):
         said_in(REDUCED["an end of text"], CONVERSATIONS["a tool"])
     backwards = (
-        "{% for m in messages | reverse %}" + TURN + "{{ m.content + '<|end|>' }}{% endfor %}" + OPENED
+        "{% for m in messages | reverse %}"
+        + TURN
+        + "{{ m.content + '<|end|>' }}{% endfor %}"
+        + OPENED
     )
-    with pytest.raises(BadExample, match="does not say where the loss of an example belongs"):
-        said_in(backwards, [user("now?"), assistant("cold"), assistant("certain"), assistant("more")])
+    with pytest.raises(
+        BadExample, match="does not say where the loss of an example belongs"
+    ):
+        said_in(
+            backwards,
+            [user("now?"), assistant("cold"), assistant("certain"), assistant("more")],
+        )
 
 
 def test_private_characters_of_the_data_are_data() -> None:
-    messages = [user("now? \U000f0000\U000f0001"), assistant("cold\U000f0000"), *AFTERWARDS[1:]]
-    assert said_in(REDUCED["a header alone"], messages) == ["cold\U000f0000<|end|>", "welcome<|end|>"]
+    messages = [
+        user("now? \U000f0000\U000f0001"),
+        assistant("cold\U000f0000"),
+        *AFTERWARDS[1:],
+    ]
+    assert said_in(REDUCED["a header alone"], messages) == [
+        "cold\U000f0000<|end|>",
+        "welcome<|end|>",
+    ]
 
 
-def test_a_tokenizer_without_offsets_gives_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_without_offsets_gives_the_same_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     messages = CONVERSATIONS["a tool"]
     fast = said_in(NO_END, messages)
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
@@ -360,10 +474,9 @@ def test_of_turns_that_nothing_ends_there_is_one_warning(
     monkeypatch.setattr(chat, "_warnings", set())
     open_turns = LOOP + "{{ m.role + ': ' + m.content + ' ' }}{% endfor %}"
     marks = (
-        LOOP
-        + TURN
-        + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
-        "{{ m.content }}{% endif %}<|end|>{% endfor %}" + OPENED
+        LOOP + TURN + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{%"
+        " endgeneration %}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+        + OPENED
     )
     for template, reason in (
         (open_turns, "ends turns of the assistant with no token"),
@@ -372,10 +485,14 @@ def test_of_turns_that_nothing_ends_there_is_one_warning(
         for _ in range(2):
             parts = said_in(template, CONVERSATIONS["several turns"])
         assert (
-            capsys.readouterr().err.count(f"its chat template {reason}: a model does not learn from it") == 1
+            capsys.readouterr().err.count(
+                f"its chat template {reason}: a model does not learn from it"
+            )
+            == 1
         )
         assert len(parts) == 3
-    assert said_in(open_turns, CONVERSATIONS["several turns"])[-1] == "welcome <eos>"  # as texts end
+    # as texts end
+    assert said_in(open_turns, CONVERSATIONS["several turns"])[-1] == "welcome <eos>"
     said_in(REDUCED["an end of text"], CONVERSATIONS["several turns"])
     assert capsys.readouterr().err == ""
 
@@ -384,27 +501,38 @@ def test_of_turns_that_nothing_ends_there_is_one_warning(
 
 
 @pytest.mark.parametrize(
-    "name", ["an end of text", "an end before others", "a header alone", "a prompt that moves"]
+    "name",
+    ["an end of text", "an end before others", "a header alone", "a prompt that moves"],
 )
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_a_text_that_holds_a_chat_gets_no_second_beginning_and_no_second_end(
     name: str, adds_bos: bool
 ) -> None:
-    tokenizer = make_tokenizer("<bos>" + REDUCED[name].replace("<bos>", ""), adds_bos=adds_bos)
+    tokenizer = make_tokenizer(
+        "<bos>" + REDUCED[name].replace("<bos>", ""), adds_bos=adds_bos
+    )
     messages = CONVERSATIONS["several turns"]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     encoded = tokenize_example({"t": text}, {"text": "t"}, tokenizer)
-    ended = "" if name != "an end before others" else "<eos>"  # the template leaves the last turn open
-    assert tokenizer.decode(encoded["input_ids"]) == text + ended and all(encoded["loss_mask"])
+    # the template leaves the last turn open
+    ended = "" if name != "an end before others" else "<eos>"
+    assert tokenizer.decode(encoded["input_ids"]) == text + ended and all(
+        encoded["loss_mask"]
+    )
     whole = tokenize_example({"m": messages}, {"messages": "m"}, tokenizer)
     assert whole["input_ids"].count(tokenizer.bos_token_id) == 1
     plain = tokenize_example({"t": "hello"}, {"text": "t"}, tokenizer)
-    assert tokenizer.decode(plain["input_ids"]) == ("<bos>" if adds_bos else "") + "hello<eos>"
+    assert (
+        tokenizer.decode(plain["input_ids"])
+        == ("<bos>" if adds_bos else "") + "hello<eos>"
+    )
 
 
 def test_an_end_that_the_tokenizer_writes_itself_is_not_written_twice() -> None:
     tokenizer = make_tokenizer(None)
-    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<bos>", "<eos>")]
+    special = [
+        (token, tokenizer.convert_tokens_to_ids(token)) for token in ("<bos>", "<eos>")
+    ]
     around = processors.TemplateProcessing("<bos> $A <eos>", special_tokens=special)
     tokenizer.backend_tokenizer.post_processor = around
     for text in ("hello", "<bos>hello", "hello<eos>", "<bos>hello<eos>"):

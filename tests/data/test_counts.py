@@ -1,4 +1,6 @@
-"""What becomes of the examples that are read is counted, and an error says which of them have no answer."""
+"""What becomes of the examples that are read is counted, and an error says which of
+them have no answer.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,10 @@ def given(examples: list[dict[str, Any]], **options: Any) -> Any:
 def tokens(*labels: bool) -> dict[str, list[int]]:
     """Return an example of so many tokens, of which those with a label of True have loss."""
     ids = list(range(5, 5 + len(labels)))
-    return {"input_ids": ids, "labels": [i if has else -100 for i, has in zip(ids, labels, strict=True)]}
+    return {
+        "input_ids": ids,
+        "labels": [i if has else -100 for i, has in zip(ids, labels, strict=True)],
+    }
 
 
 NO, YES = [False], [True]
@@ -47,13 +52,23 @@ def test_every_example_is_whole_cut_or_without_loss(packing: bool) -> None:
     rows = given(examples, packing=packing)
     assert rows.counts == ExampleCounts(read=8, cut=2, without_loss=2, cut_away=1)
     assert rows.counts.usable == rows.num_examples() == 5
-    assert rows.counts.sentence(3) == "8 examples read: 2 cut, 3 without loss, 0 left out, 3 never used"
+    assert (
+        rows.counts.sentence(3)
+        == "8 examples read: 2 cut, 3 without loss, 0 left out, 3 never used"
+    )
 
 
-def test_what_is_left_out_is_counted_and_a_second_call_finds_it_in_the_file(tmp_path: Path) -> None:
+def test_what_is_left_out_is_counted_and_a_second_call_finds_it_in_the_file(
+    tmp_path: Path,
+) -> None:
     overlap = "one two three four five six seven eight"
-    write_rows(tmp_path / "data" / "a.jsonl", [{"text": "a b c"}, {"text": None}, {"text": overlap}] * 2)
-    source = SourceConfig(path=str(tmp_path / "data" / "a.jsonl"), columns={"text": "text"})
+    write_rows(
+        tmp_path / "data" / "a.jsonl",
+        [{"text": "a b c"}, {"text": None}, {"text": overlap}] * 2,
+    )
+    source = SourceConfig(
+        path=str(tmp_path / "data" / "a.jsonl"), columns={"text": "text"}
+    )
     place = (tmp_path / "tokens", ["a"])
     expected = ExampleCounts(read=6, bad=2, overlapping=2)
     for index in (ItemIndex([Item("task", "1", (overlap,))]), None):
@@ -67,28 +82,47 @@ def test_what_is_left_out_is_counted_and_a_second_call_finds_it_in_the_file(tmp_
 def test_an_example_that_a_mixture_repeats_is_counted_once(tmp_path: Path) -> None:
     sources = []
     for name, count in (("long", 40), ("short", 3)):
-        write_rows(tmp_path / f"{name}.jsonl", [{"text": f"{name} {n}"} for n in range(count)])
-        sources.append(SourceConfig(path=str(tmp_path / f"{name}.jsonl"), columns={"text": "text"}))
+        write_rows(
+            tmp_path / f"{name}.jsonl", [{"text": f"{name} {n}"} for n in range(count)]
+        )
+        sources.append(
+            SourceConfig(path=str(tmp_path / f"{name}.jsonl"), columns={"text": "text"})
+        )
     rows = build_dataset(sources, TOKENIZER, max_length=16, num_proc=1)
     assert rows.num_examples() == rows.counts.read == 43
 
 
 def test_what_more_than_a_twentieth_of_the_examples_lose_is_a_warning() -> None:
-    assert not list(ExampleCounts(read=100, cut=5, without_loss=5, cut_away=5, bad=5).warnings(64))
-    counts = ExampleCounts(read=100, cut=6, without_loss=7, cut_away=8, bad=9, overlapping=10)
+    assert not list(
+        ExampleCounts(read=100, cut=5, without_loss=5, cut_away=5, bad=5).warnings(64)
+    )
+    counts = ExampleCounts(
+        read=100, cut=6, without_loss=7, cut_away=8, bad=9, overlapping=10
+    )
     assert [text.partition(":")[0] for text in counts.warnings(64)] == ["warning"] * 5
     texts = "\n".join(counts.warnings(64))
     for text in (
-        "6 of 100 examples (6 %) are cut: some of their tokens with loss lie behind max_length 64; raise it",
-        "8 of 100 examples (8 %) are without loss: all of their tokens with loss lie behind max_length 64; raise it",
-        "7 of 100 examples (7 %) are without loss: they have no answer; check the data, or `columns`",
+        (
+            "6 of 100 examples (6 %) are cut: some of their tokens with loss lie behind"
+            " max_length 64; raise it"
+        ),
+        (
+            "8 of 100 examples (8 %) are without loss: all of their tokens with loss"
+            " lie behind max_length 64; raise it"
+        ),
+        (
+            "7 of 100 examples (7 %) are without loss: they have no answer; check the"
+            " data, or `columns`"
+        ),
         "9 of 100 examples (9 %) are left out: they cannot be tokenized",
         "10 of 100 examples (10 %) are left out: they overlap with test items",
     ):
         assert text in texts
 
 
-def test_held_out_text_has_a_line_where_it_loses_something(capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_text_has_a_line_where_it_loses_something(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     whole = given([tokens(*NO, *YES)])
     cut = given([tokens(*NO, *YES)] * 30 + [tokens(*NO, *YES * 20)])
     capsys.readouterr()
@@ -118,7 +152,9 @@ def test_held_out_text_has_a_line_where_it_loses_something(capsys: pytest.Captur
 def test_data_without_an_answer_do_not_get_the_advice_of_longer_rows(
     example: dict[str, Any], missing: str
 ) -> None:
-    with pytest.raises(UserError, match="not one of 4 examples has a token with loss") as caught:
+    with pytest.raises(
+        UserError, match="not one of 4 examples has a token with loss"
+    ) as caught:
         given([example] * 4)
     assert missing in str(caught.value) and "max_length" not in str(caught.value)
     assert "name other columns under `columns`" in str(caught.value)
@@ -126,7 +162,8 @@ def test_data_without_an_answer_do_not_get_the_advice_of_longer_rows(
 
 def test_data_whose_answers_are_all_cut_away_get_the_advice_of_longer_rows() -> None:
     with pytest.raises(
-        UserError, match="not one of 2 examples has a response token within max_length: 8; raise"
+        UserError,
+        match="not one of 2 examples has a response token within max_length: 8; raise",
     ):
         given([tokens(*NO * 3), tokens(*NO * 9, *YES)])
 
@@ -134,7 +171,8 @@ def test_data_whose_answers_are_all_cut_away_get_the_advice_of_longer_rows() -> 
 def test_data_of_which_nothing_is_left_say_what_became_of_them() -> None:
     text = "one two three four five six seven eight"
     with pytest.raises(
-        UserError, match="none of 3 examples is left: 1 cannot be tokenized, 2 overlap with test"
+        UserError,
+        match="none of 3 examples is left: 1 cannot be tokenized, 2 overlap with test",
     ):
         given(
             [{"text": text}, {"text": None}, {"text": text}], bad_rows=BadRows("skip"),

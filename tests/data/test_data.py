@@ -1,4 +1,6 @@
-"""Instruction data to packed rows, on small tokenizers made here; on real data where it lies beside us."""
+"""Instruction data to packed rows, on small tokenizers made here; on real data where it
+lies beside us.
+"""
 
 import importlib.util
 import json
@@ -23,7 +25,9 @@ from tests.examples import pack, tokenize_example
 
 TURN = "{{ '<|' + message['role'] + '|>' }}"
 PLAIN_TEMPLATE = (
-    "{% for message in messages %}" + TURN + "{{ message['content'] + '<|eos|>' }}{% endfor %}"
+    "{% for message in messages %}"
+    + TURN
+    + "{{ message['content'] + '<|eos|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 MARKED_TEMPLATE = (
@@ -32,30 +36,38 @@ MARKED_TEMPLATE = (
     "{% else %}{{ message['content'] + '<|eos|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# Numbers a conversation by its length, so that no conversation begins like a shorter one.
+# Numbers a conversation by its length, so that no conversation begins like a shorter
+# one.
 REWRITING_TEMPLATE = "{{ messages | length }}" + PLAIN_TEMPLATE
 # Thoughts in the last turn only, as in Qwen3's.
 THINKING_TEMPLATE = (
     "{% for message in messages %}"
     + TURN
-    + "{% if message['role'] == 'assistant' and loop.last %}<think></think>{% endif %}"
-    "{{ message['content'] + '<|eos|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    + "{% if message['role'] == 'assistant' and loop.last %}<think></think>{% endif"
+    " %}{{ message['content'] + '<|eos|>' }}{% endfor %}{% if add_generation_prompt"
+    " %}{{ '<|assistant|>' }}{% endif %}"
 )
 REFUSING_TEMPLATE = (
-    "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user speaks first') }}{% endif %}"
-    + PLAIN_TEMPLATE
+    "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user speaks first')"
+    " }}{% endif %}" + PLAIN_TEMPLATE
 )
 
 
 def make_tokenizer(template=None, pad=True):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|eos|>", pad_token="<|pad|>" if pad else None
+        tokenizer_object=tokenizer,
+        eos_token="<|eos|>",
+        pad_token="<|pad|>" if pad else None,
     )
-    fast.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>"]})
+    fast.add_special_tokens(
+        {"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>"]}
+    )
     fast.chat_template = template
     return fast
 
@@ -75,12 +87,20 @@ def write_jsonl(path, rows):
 
 
 def write_texts(path, lengths, letter="a"):
-    return write_jsonl(path, [{"text": chr(ord(letter) + i % 26) * n} for i, n in enumerate(lengths)])
+    return write_jsonl(
+        path, [{"text": chr(ord(letter) + i % 26) * n} for i, n in enumerate(lengths)]
+    )
 
 
 def said(encoded, tokenizer):
     """Return the text on which loss is."""
-    return tokenizer.decode([i for i, m in zip(encoded["input_ids"], encoded["loss_mask"], strict=True) if m])
+    return tokenizer.decode(
+        [
+            i
+            for i, m in zip(encoded["input_ids"], encoded["loss_mask"], strict=True)
+            if m
+        ]
+    )
 
 
 CONVERSATION = [
@@ -95,30 +115,44 @@ CONVERSATION = [
 # ---- tokens
 
 
-@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE], ids=["prefix", "generation marks"])
+@pytest.mark.parametrize(
+    "template", [PLAIN_TEMPLATE, MARKED_TEMPLATE], ids=["prefix", "generation marks"]
+)
 def test_loss_is_on_every_token_that_the_assistant_says_and_its_end_of_turn(template):
     tokenizer = make_tokenizer(template)
     encoded = tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
-    assert tokenizer.decode(encoded["input_ids"]) == (
-        "<|system|>be brief<|eos|><|user|>2+2?<|eos|><|assistant|>4<|eos|>"
+    assert (
+        tokenizer.decode(encoded["input_ids"])
+        == "<|system|>be brief<|eos|><|user|>2+2?<|eos|><|assistant|>4<|eos|>"
         "<|user|>twice?<|eos|><|assistant|>8, é<|eos|>"
     )
     assert said(encoded, tokenizer) == "4<|eos|>8, é<|eos|>"
 
 
-@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE], ids=["prefix", "generation marks"])
+@pytest.mark.parametrize(
+    "template", [PLAIN_TEMPLATE, MARKED_TEMPLATE], ids=["prefix", "generation marks"]
+)
 def test_prompt_input_and_response_become_one_exchange(template):
     tokenizer = make_tokenizer(template)
     columns = {"prompt": "p", "input": "i", "response": "r"}
     encoded = tokenize_example({"p": "Add", "i": "1 2", "r": "3"}, columns, tokenizer)
-    assert tokenizer.decode(encoded["input_ids"]) == "<|user|>Add\n\n1 2<|eos|><|assistant|>3<|eos|>"
+    assert (
+        tokenizer.decode(encoded["input_ids"])
+        == "<|user|>Add\n\n1 2<|eos|><|assistant|>3<|eos|>"
+    )
     assert said(encoded, tokenizer) == "3<|eos|>"
     encoded = tokenize_example({"p": "Add", "i": "", "r": "3"}, columns, tokenizer)
-    assert tokenizer.decode(encoded["input_ids"]) == "<|user|>Add<|eos|><|assistant|>3<|eos|>"
+    assert (
+        tokenizer.decode(encoded["input_ids"])
+        == "<|user|>Add<|eos|><|assistant|>3<|eos|>"
+    )
 
 
 SHAREGPT = [
-    {"from": {"user": "human", "assistant": "gpt"}.get(turn["role"], turn["role"]), "value": turn["content"]}
+    {
+        "from": {"user": "human", "assistant": "gpt"}.get(turn["role"], turn["role"]),
+        "value": turn["content"],
+    }
     for turn in CONVERSATION
 ]
 
@@ -126,40 +160,66 @@ SHAREGPT = [
 def test_a_conversation_in_the_words_of_sharegpt_is_the_same_conversation():
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
     one, other = (
-        tokenize_example({"m": each}, {"messages": "m"}, tokenizer) for each in (CONVERSATION, SHAREGPT)
+        tokenize_example({"m": each}, {"messages": "m"}, tokenizer)
+        for each in (CONVERSATION, SHAREGPT)
     )
     assert one == other
 
 
 # Says which tools there are before the conversation, as those of Qwen3 and Llama do.
-TOOL_TEMPLATE = "{% if tools %}{% for tool in tools %}<{{ tool.function.name }}>{% endfor %}{% endif %}" + (
-    "{% for message in messages %}" + TURN + "{{ message['content'] }}"
-    "{% if 'tool_calls' in message %}[{{ message.tool_calls[0].function.name }}]{% endif %}<|eos|>{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+TOOL_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}<{{ tool.function.name }}>{% endfor %}{%"
+    " endif %}"
+    + (
+        "{% for message in messages %}"
+        + TURN
+        + "{{ message['content'] }}{% if 'tool_calls' in message %}[{{"
+        " message.tool_calls[0].function.name }}]{% endif %}<|eos|>{% endfor %}{% if"
+        " add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
 )
 TOOLS = [
-    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "clock",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    },
     {"type": "function", "function": {"name": "add", "parameters": None}},
 ]
 CALL = [
     {"role": "user", "content": "time?", "tool_calls": None},
-    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock", "arguments": {}}}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "clock", "arguments": {}}}],
+    },
 ]
 
 
-@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["a list", "as JSON text"])
 @pytest.mark.parametrize(
-    "columns", [{"messages": "m", "tools": "t"}, {"prompt": "p", "response": "r", "tools": "t"}]
+    "tools", [TOOLS, json.dumps(TOOLS)], ids=["a list", "as JSON text"]
 )
-def test_the_chat_template_writes_the_tools_of_an_example_and_loss_is_on_the_call(tools, columns):
+@pytest.mark.parametrize(
+    "columns",
+    [{"messages": "m", "tools": "t"}, {"prompt": "p", "response": "r", "tools": "t"}],
+)
+def test_the_chat_template_writes_the_tools_of_an_example_and_loss_is_on_the_call(
+    tools, columns
+):
     tokenizer = make_tokenizer(TOOL_TEMPLATE)
     example = {"m": CALL, "p": CALL[:1], "r": CALL[1:], "t": tools}
     encoded = tokenize_example(example, columns, tokenizer)
     by_transformers = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "time?"}, CALL[1] | {"content": ""}], tools=TOOLS, tokenize=False
+        [{"role": "user", "content": "time?"}, CALL[1] | {"content": ""}],
+        tools=TOOLS,
+        tokenize=False,
     )
     assert tokenizer.decode(encoded["input_ids"]) == by_transformers
-    assert by_transformers == "<clock><add><|user|>time?<|eos|><|assistant|>[clock]<|eos|>"
+    assert (
+        by_transformers == "<clock><add><|user|>time?<|eos|><|assistant|>[clock]<|eos|>"
+    )
     assert said(encoded, tokenizer) == "[clock]<|eos|>"
     none = tokenize_example(example | {"t": None}, columns, tokenizer)
     assert tokenizer.decode(none["input_ids"]).startswith("<|user|>time?")
@@ -169,45 +229,70 @@ def test_tools_that_a_template_would_leave_out_are_refused(tmp_path):
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
     for wrong in ("clock", 5, ["clock"], '"clock"'):
         with pytest.raises(
-            UserError, match="column 't': a list of tools, or JSON text of one, is needed, got"
+            UserError,
+            match="column 't': a list of tools, or JSON text of one, is needed, got",
         ):
-            tokenize_example({"m": CONVERSATION, "t": wrong}, {"messages": "m", "tools": "t"}, tokenizer)
+            tokenize_example(
+                {"m": CONVERSATION, "t": wrong},
+                {"messages": "m", "tools": "t"},
+                tokenizer,
+            )
     message = (
-        "its chat template writes no tools, and the data have a column of them; use a template that does"
+        "its chat template writes no tools, and the data have a column of them; use a"
+        " template that does"
     )
     # A column of this name is read whether the recipe names it or not.
-    path = write_jsonl(tmp_path / "tools.jsonl", [{"messages": CONVERSATION, "tools": TOOLS}])
+    path = write_jsonl(
+        tmp_path / "tools.jsonl", [{"messages": CONVERSATION, "tools": TOOLS}]
+    )
     source = Source(path, columns={"messages": "messages"})
     with pytest.raises(UserError, match=message):
         build_dataset([source], tokenizer, max_length=64)
     (row,) = build_dataset([source], make_tokenizer(TOOL_TEMPLATE), max_length=128)
-    assert make_tokenizer().decode(row["input_ids"]).startswith("<clock><add><|system|>be brief")
+    assert (
+        make_tokenizer()
+        .decode(row["input_ids"])
+        .startswith("<clock><add><|system|>be brief")
+    )
 
 
-@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE, THINKING_TEMPLATE, REWRITING_TEMPLATE])
-def test_of_prompts_and_completions_that_are_conversations_the_loss_is_on_the_completion_alone(template):
+@pytest.mark.parametrize(
+    "template", [PLAIN_TEMPLATE, MARKED_TEMPLATE, THINKING_TEMPLATE, REWRITING_TEMPLATE]
+)
+def test_of_prompts_and_completions_that_are_conversations_the_loss_is_on_the_completion_alone(
+    template,
+):
     tokenizer = make_tokenizer(template)
     columns = {"prompt": "p", "response": "r"}
     whole = tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
-    encoded = tokenize_example({"p": CONVERSATION[:4], "r": CONVERSATION[4:]}, columns, tokenizer)
+    encoded = tokenize_example(
+        {"p": CONVERSATION[:4], "r": CONVERSATION[4:]}, columns, tokenizer
+    )
     assert encoded["input_ids"] == whole["input_ids"]
     assert said(encoded, tokenizer).removeprefix("<think></think>") == "8, é<|eos|>"
-    first = tokenize_example({"p": CONVERSATION[:2], "r": CONVERSATION[2:]}, columns, tokenizer)
+    first = tokenize_example(
+        {"p": CONVERSATION[:2], "r": CONVERSATION[2:]}, columns, tokenizer
+    )
     assert first == whole
     mixed = tokenize_example({"p": CONVERSATION[:2], "r": "4"}, columns, tokenizer)
-    assert mixed == tokenize_example({"m": CONVERSATION[:3]}, {"messages": "m"}, tokenizer)
+    assert mixed == tokenize_example(
+        {"m": CONVERSATION[:3]}, {"messages": "m"}, tokenizer
+    )
 
 
 def test_in_a_template_that_rewrites_earlier_turns_the_response_is_what_its_message_changes():
     tokenizer = make_tokenizer(REWRITING_TEMPLATE)
     encoded = tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
-    assert tokenizer.decode(encoded["input_ids"]).startswith("5<|system|>be brief<|eos|>")
+    assert tokenizer.decode(encoded["input_ids"]).startswith(
+        "5<|system|>be brief<|eos|>"
+    )
     assert said(encoded, tokenizer) == "4<|eos|>8, é<|eos|>"
     # With thoughts in the last turn only, which the model writes too.
     tokenizer = make_tokenizer(THINKING_TEMPLATE)
     encoded = tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
-    assert tokenizer.decode(encoded["input_ids"]) == (
-        "<|system|>be brief<|eos|><|user|>2+2?<|eos|><|assistant|>4<|eos|>"
+    assert (
+        tokenizer.decode(encoded["input_ids"])
+        == "<|system|>be brief<|eos|><|user|>2+2?<|eos|><|assistant|>4<|eos|>"
         "<|user|>twice?<|eos|><|assistant|><think></think>8, é<|eos|>"
     )
     assert said(encoded, tokenizer) == "4<|eos|><think></think>8, é<|eos|>"
@@ -220,20 +305,29 @@ def test_qwen3s_own_template_gives_every_turn_its_response():
     path = Path(spec.origin).parent / "chat_templates" / "qwen3.jinja"
     tokenizer = make_tokenizer(path.read_text())
     encoded = tokenize_example({"m": SHAREGPT}, {"messages": "m"}, tokenizer)
-    assert said(encoded, tokenizer) == "4<|im_end|>\n<think>\n\n</think>\n\n8, é<|im_end|>\n"
+    assert (
+        said(encoded, tokenizer)
+        == "4<|im_end|>\n<think>\n\n</think>\n\n8, é<|im_end|>\n"
+    )
 
 
 def test_a_template_that_rewrites_needs_a_fast_tokenizer(monkeypatch):
     tokenizer = make_tokenizer(THINKING_TEMPLATE)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    with pytest.raises(UserError, match=r"not a fast tokenizer.*mark responses in the template with"):
+    with pytest.raises(
+        UserError, match=r"not a fast tokenizer.*mark responses in the template with"
+    ):
         tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
 
 
 def test_loss_on_all_takes_the_prompt_too():
     tokenizer = make_tokenizer(MARKED_TEMPLATE)
-    encoded = tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer, loss_on="all")
-    assert all(encoded["loss_mask"]) and len(encoded["loss_mask"]) == len(encoded["input_ids"])
+    encoded = tokenize_example(
+        {"m": CONVERSATION}, {"messages": "m"}, tokenizer, loss_on="all"
+    )
+    assert all(encoded["loss_mask"]) and len(encoded["loss_mask"]) == len(
+        encoded["input_ids"]
+    )
 
 
 def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
@@ -247,7 +341,12 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
 @pytest.mark.parametrize(
     ("template", "example", "columns", "message"),
     [
-        (None, {"m": CONVERSATION}, {"messages": "m"}, "no chat template, needed for prompts and messages"),
+        (
+            None,
+            {"m": CONVERSATION},
+            {"messages": "m"},
+            "no chat template, needed for prompts and messages",
+        ),
         (
             REFUSING_TEMPLATE,
             {"m": CONVERSATION},
@@ -293,7 +392,9 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
         ),
     ],
 )
-def test_an_example_that_cannot_be_read_is_refused_with_the_reason(template, example, columns, message):
+def test_an_example_that_cannot_be_read_is_refused_with_the_reason(
+    template, example, columns, message
+):
     with pytest.raises(UserError, match=message) as caught:
         tokenize_example(example, columns, make_tokenizer(template))
     assert "\n" not in str(caught.value)
@@ -310,7 +411,9 @@ def test_text_without_an_end_of_sequence_token_is_refused():
 
 
 def numbered(lengths, masked=0):
-    """Return examples of tokens that are all different, to find them again; the first `masked` have no loss."""
+    """Return examples of tokens that are all different, to find them again; the first
+    `masked` have no loss.
+    """
     start, examples = 1, []
     for n in lengths:
         examples.append(
@@ -327,11 +430,15 @@ LENGTHS = np.random.default_rng(0).integers(2, 17, 200).tolist()
 
 
 @pytest.mark.parametrize("num_open_rows", [1, 4, 1000])
-def test_every_token_of_every_example_is_in_exactly_one_row_and_in_one_piece(num_open_rows):
+def test_every_token_of_every_example_is_in_exactly_one_row_and_in_one_piece(
+    num_open_rows,
+):
     examples = numbered(LENGTHS)
     rows = list(pack(examples, 32, pad_token_id=0, num_open_rows=num_open_rows))
     assert all(len(row[name]) == 32 for row in rows for name in row)
-    assert sorted(t for row in rows for t in row["input_ids"] if t) == list(range(1, sum(LENGTHS) + 1))
+    assert sorted(t for row in rows for t in row["input_ids"] if t) == list(
+        range(1, sum(LENGTHS) + 1)
+    )
     whole = []
     for row in rows:
         starts = [*np.flatnonzero(row["position_ids"] == 0), 32]
@@ -339,7 +446,9 @@ def test_every_token_of_every_example_is_in_exactly_one_row_and_in_one_piece(num
         assert [t for piece in pieces for t in piece] == row["input_ids"].tolist()
         whole += [piece for piece in pieces if piece[0] != 0]
     assert sorted(whole) == [example["input_ids"] for example in examples]
-    assert sum(int((row["labels"] != NO_LOSS).sum()) for row in rows) == sum(LENGTHS) - 200
+    assert (
+        sum(int((row["labels"] != NO_LOSS).sum()) for row in rows) == sum(LENGTHS) - 200
+    )
 
 
 def test_packing_fills_rows_and_no_packing_gives_each_example_its_own():
@@ -363,13 +472,17 @@ def test_a_row_is_what_one_writes_by_hand():
 
 
 def test_an_example_longer_than_a_row_is_cut_and_one_without_loss_left_is_left_out():
-    examples = [*numbered([9]), {"input_ids": [1] * 9, "loss_mask": [False] * 8 + [True]}]
+    examples = [
+        *numbered([9]),
+        {"input_ids": [1] * 9, "loss_mask": [False] * 8 + [True]},
+    ]
     rows = list(pack(examples, 8, pad_token_id=0))
     assert [row["input_ids"].tolist() for row in rows] == [[1, 2, 3, 4, 5, 6, 7, 8]]
 
 
 def test_no_position_predicts_the_first_token_of_another_example():
-    labels = torch.tensor([[5, 6, 7, 8]])  # as a data set with loss on every token would have it
+    # as a data set with loss on every token would have it
+    labels = torch.tensor([[5, 6, 7, 8]])
     keep, targets = next_token_targets(labels, torch.tensor([[0, 1, 0, 1]]))
     assert keep.tolist() == [[True, False, True, False]] and targets.tolist() == [6, 8]
 
@@ -378,7 +491,10 @@ def test_collated_rows_are_integer_batches_without_a_mask():
     rows = list(pack(numbered(LENGTHS), 32, pad_token_id=0))[:3]
     batch = Collator()(rows)
     assert list(batch) == ["input_ids", "position_ids", "labels"]
-    assert all(tensor.shape == (3, 32) and tensor.dtype == torch.int64 for tensor in batch.values())
+    assert all(
+        tensor.shape == (3, 32) and tensor.dtype == torch.int64
+        for tensor in batch.values()
+    )
     assert batch["labels"][1].tolist() == rows[1]["labels"].tolist()
 
 
@@ -411,7 +527,9 @@ def tiny_model(family, attention):
             n_group=1, topk_group=1, first_k_dense_replace=1,
         )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.2)
@@ -420,18 +538,25 @@ def tiny_model(family, attention):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_packed_examples_give_the_logits_and_the_loss_that_each_gives_alone(family, attention):
+def test_packed_examples_give_the_logits_and_the_loss_that_each_gives_alone(
+    family, attention
+):
     model = tiny_model(family, attention)
     generator = np.random.default_rng(1)
     lengths = [5, 9, 2, 7, 12, 3, 6]
     examples = [
-        {"input_ids": generator.integers(1, 64, n).tolist(), "loss_mask": [i > 1 or n == 2 for i in range(n)]}
+        {
+            "input_ids": generator.integers(1, 64, n).tolist(),
+            "loss_mask": [i > 1 or n == 2 for i in range(n)],
+        }
         for n in lengths
     ]
     batch = Collator()(list(pack(examples, 24, pad_token_id=0)))
     assert batch["input_ids"].shape[0] == 2 and (batch["input_ids"] == 0).any()
     with torch.no_grad():
-        packed = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        packed = model(
+            batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+        ).logits
         keep, targets = next_token_targets(batch["labels"], batch["position_ids"])
         loss = F.cross_entropy(packed[keep], targets, reduction="sum")
 
@@ -441,14 +566,20 @@ def test_packed_examples_give_the_logits_and_the_loss_that_each_gives_alone(fami
             logits = model(ids, use_cache=False).logits
             alone[tuple(example["input_ids"])] = logits[0]
             mask = torch.tensor(example["loss_mask"])[1:]
-            alone_loss += F.cross_entropy(logits[0, :-1][mask], ids[0, 1:][mask], reduction="sum")
+            alone_loss += F.cross_entropy(
+                logits[0, :-1][mask], ids[0, 1:][mask], reduction="sum"
+            )
 
     compared = 0
-    for row, positions, logits in zip(batch["input_ids"], batch["position_ids"], packed, strict=True):
+    for row, positions, logits in zip(
+        batch["input_ids"], batch["position_ids"], packed, strict=True
+    ):
         starts = [*torch.nonzero(positions == 0).flatten().tolist(), len(row)]
         for begin, end in pairwise(starts):
             if (expected := alone.get(tuple(row[begin:end].tolist()))) is not None:
-                torch.testing.assert_close(logits[begin:end], expected, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(
+                    logits[begin:end], expected, rtol=1e-4, atol=1e-4
+                )
                 compared += 1
     assert compared == len(examples)
     torch.testing.assert_close(loss, alone_loss, rtol=1e-5, atol=1e-4)
@@ -465,7 +596,9 @@ def test_the_same_seed_gives_the_same_rows_and_another_seed_others(tmp_path):
     source = Source(write_texts(tmp_path / "a.jsonl", LENGTHS))
 
     def build(seed):
-        return rows_of(build_dataset([source], make_tokenizer(), max_length=32, seed=seed))
+        return rows_of(
+            build_dataset([source], make_tokenizer(), max_length=32, seed=seed)
+        )
 
     assert build(0) == build(0)
     assert build(0) != build(1)
@@ -487,7 +620,10 @@ def test_jsonl_json_parquet_and_a_folder_in_hub_layout_give_the_same_rows(tmp_pa
         Source(str(folder / "main" / "train.parquet")),
         Source(str(folder), name="main"),
     ]
-    built = [rows_of(build_dataset([source], make_tokenizer(), max_length=32)) for source in sources]
+    built = [
+        rows_of(build_dataset([source], make_tokenizer(), max_length=32))
+        for source in sources
+    ]
     assert built[0] == built[1] == built[2] == built[3]
 
 
@@ -502,9 +638,16 @@ def test_packed_rows_have_every_token_of_their_source(tmp_path):
     built = build_dataset([source], make_tokenizer(), max_length=32)
     rows = rows_of(built)
     assert rows == rows_of(built)
-    assert sum(label != NO_LOSS for row in rows for label in row["labels"]) == sum(LENGTHS)
-    batch = next(iter(torch.utils.data.DataLoader(built, batch_size=2, collate_fn=Collator())))
-    assert batch["input_ids"].shape == (2, 32) and batch["input_ids"][0].tolist() == rows[0]["input_ids"]
+    assert sum(label != NO_LOSS for row in rows for label in row["labels"]) == sum(
+        LENGTHS
+    )
+    batch = next(
+        iter(torch.utils.data.DataLoader(built, batch_size=2, collate_fn=Collator()))
+    )
+    assert (
+        batch["input_ids"].shape == (2, 32)
+        and batch["input_ids"][0].tolist() == rows[0]["input_ids"]
+    )
 
 
 def test_sources_are_mixed_by_weight(tmp_path):
@@ -525,22 +668,37 @@ def test_a_short_source_is_read_again_until_the_longest_one_has_ended(tmp_path):
         Source(write_texts(tmp_path / "short.jsonl", [4] * 7, "A")),
     ]
     tokenizer = make_tokenizer()
-    rows = [tokenizer.decode(row["input_ids"][:4]) for row in build_dataset(sources, tokenizer, max_length=5)]
+    rows = [
+        tokenizer.decode(row["input_ids"][:4])
+        for row in build_dataset(sources, tokenizer, max_length=5)
+    ]
     assert sum(text.islower() for text in rows) >= 300  # every example of the long one
-    assert 0.4 < sum(text.isupper() for text in rows) / len(rows) < 0.6  # as often as its weight says
+    # as often as its weight says
+    assert 0.4 < sum(text.isupper() for text in rows) / len(rows) < 0.6
 
 
 def test_sources_of_different_columns_are_mixed(tmp_path):
-    """Their chat templates are applied one after another: the state that marks responses is one for all threads."""
+    """Their chat templates are applied one after another: the state that marks
+    responses is one for all threads.
+    """
     rows = [
-        [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": f"say {n}"}]
+        [
+            {"role": "user", "content": f"{n}"},
+            {"role": "assistant", "content": f"say {n}"},
+        ]
         for n in range(300)
     ]
     write_jsonl(tmp_path / "a.jsonl", [{"m": row} for row in rows])
     write_jsonl(
         tmp_path / "b.jsonl",
         [
-            {"id": n, "c": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "say b"}]}
+            {
+                "id": n,
+                "c": [
+                    {"from": "human", "value": "x"},
+                    {"from": "gpt", "value": "say b"},
+                ],
+            }
             for n in range(300)
         ],
     )
@@ -553,8 +711,12 @@ def test_sources_of_different_columns_are_mixed(tmp_path):
     tokenizer = make_tokenizer(MARKED_TEMPLATE)
     answers = []
     for row in build_dataset(sources, tokenizer, max_length=40, packing=False):
-        answers.append(tokenizer.decode([token for token in row["labels"] if token != NO_LOSS]))
-    assert all(answer.startswith("say ") and answer.endswith("<|eos|>") for answer in answers)
+        answers.append(
+            tokenizer.decode([token for token in row["labels"] if token != NO_LOSS])
+        )
+    assert all(
+        answer.startswith("say ") and answer.endswith("<|eos|>") for answer in answers
+    )
     assert {answer[4] for answer in answers} >= {"b", "c", "1"} and len(answers) >= 900
 
 
@@ -567,7 +729,9 @@ def test_unpacked_rows_hold_one_example_each(tmp_path):
 
 def test_the_tokenizers_end_of_sequence_pads_where_it_has_no_padding_token(tmp_path):
     tokenizer = make_tokenizer(pad=False)
-    row = build_dataset([Source(write_texts(tmp_path / "a.jsonl", [3]))], tokenizer, max_length=8)[0]
+    row = build_dataset(
+        [Source(write_texts(tmp_path / "a.jsonl", [3]))], tokenizer, max_length=8
+    )[0]
     assert row["input_ids"][4:].tolist() == [tokenizer.eos_token_id] * 4
     assert row["labels"][4:].tolist() == [NO_LOSS] * 4
 
@@ -578,10 +742,15 @@ def test_the_tokenizers_end_of_sequence_pads_where_it_has_no_padding_token(tmp_p
         ({"path": "missing.jsonl"}, "missing.jsonl: no such file"),
         ({"path": "./nowhere/at/all"}, "no such folder"),
         ({"split": "test"}, "no split 'test'"),
-        ({"columns": {"prompt": "q", "response": "text"}}, "no column 'q'; it has 'text'"),
+        (
+            {"columns": {"prompt": "q", "response": "text"}},
+            "no column 'q'; it has 'text'",
+        ),
     ],
 )
-def test_a_source_that_is_not_what_the_recipe_says_is_refused(tmp_path, change, message):
+def test_a_source_that_is_not_what_the_recipe_says_is_refused(
+    tmp_path, change, message
+):
     options = {
         "path": write_texts(tmp_path / "a.jsonl", [3]),
     } | change
@@ -604,7 +773,8 @@ def test_a_missing_configuration_or_split_of_a_folder_is_refused_with_what_there
     folder.mkdir()
     write_jsonl(folder / "train.jsonl", [{"text": "a"}])
     (folder / "README.md").write_text(
-        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: train.jsonl\n---\n"
+        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path:"
+        " train.jsonl\n---\n"
     )
     with pytest.raises(UserError, match=message) as caught:
         load_source(Source(str(folder), name=name, split=split))
@@ -625,12 +795,18 @@ def test_a_data_set_without_a_single_response_token_is_refused(tmp_path):
         write_jsonl(tmp_path / "a.jsonl", [{"p": "x" * 50, "r": "y"}] * 3),
         columns={"prompt": "p", "response": "r"},
     )
-    with pytest.raises(UserError, match="not one of 3 examples has a response token within max_length: 16"):
+    with pytest.raises(
+        UserError,
+        match="not one of 3 examples has a response token within max_length: 16",
+    ):
         build_dataset([source], make_tokenizer(PLAIN_TEMPLATE), max_length=16)
 
 
 def test_an_error_inside_the_data_reaches_the_user_as_it_is(tmp_path):
-    source = Source(write_texts(tmp_path / "a.jsonl", [3]), columns={"prompt": "text", "response": "text"})
+    source = Source(
+        write_texts(tmp_path / "a.jsonl", [3]),
+        columns={"prompt": "text", "response": "text"},
+    )
     with pytest.raises(UserError, match="no chat template"):
         build_dataset([source], make_tokenizer(), max_length=16)
 
@@ -650,8 +826,12 @@ def test_an_error_inside_the_data_reaches_the_user_as_it_is(tmp_path):
         ),
     ],
 )
-def test_real_instruction_data_is_packed_with_loss_on_its_responses(shared_data, path, name, columns):
-    source = Source(str(shared_data / path), name=name, columns=columns, max_examples=50)
+def test_real_instruction_data_is_packed_with_loss_on_its_responses(
+    shared_data, path, name, columns
+):
+    source = Source(
+        str(shared_data / path), name=name, columns=columns, max_examples=50
+    )
     tokenizer = make_tokenizer(MARKED_TEMPLATE)
     first = next(iter(load_source(source)))
     encoded = tokenize_example(first, columns, tokenizer)
@@ -673,11 +853,23 @@ def test_trim_padding_cuts_behind_the_last_loss_of_any_row_and_keeps_the_targets
     }
     cut = trim_padding(batch)
     assert cut["input_ids"].shape == cut["labels"].shape == (3, 128)
-    assert cut["input_ids"].equal(batch["input_ids"][:, :128]) and cut["teacher_hidden"].shape == (36, 4)
-    whole, short = (next_token_targets(b["labels"], b["position_ids"]) for b in (batch, cut))
-    assert whole[0][:, :128].equal(short[0]) and whole[0].sum() == short[0].sum() and whole[1].equal(short[1])
-    assert trim_padding(batch | {"labels": torch.full((3, 200), NO_LOSS)})["labels"].shape == (3, 64)
-    short = {name: value[:, :30] for name, value in batch.items() if name != "teacher_hidden"}
+    assert cut["input_ids"].equal(batch["input_ids"][:, :128]) and cut[
+        "teacher_hidden"
+    ].shape == (36, 4)
+    whole, short = (
+        next_token_targets(b["labels"], b["position_ids"]) for b in (batch, cut)
+    )
+    assert (
+        whole[0][:, :128].equal(short[0])
+        and whole[0].sum() == short[0].sum()
+        and whole[1].equal(short[1])
+    )
+    assert trim_padding(batch | {"labels": torch.full((3, 200), NO_LOSS)})[
+        "labels"
+    ].shape == (3, 64)
+    short = {
+        name: value[:, :30] for name, value in batch.items() if name != "teacher_hidden"
+    }
     assert trim_padding(short)["labels"].shape == (3, 30)
 
 
@@ -686,9 +878,18 @@ def test_trim_padding_cuts_behind_the_last_loss_of_any_row_and_keeps_the_targets
     [
         (
             "rows.csv",
-            r"load_dataset\('csv', data_files=PATH, split='train'\)\.to_json\('rows\.jsonl'\) writes one",
+            (
+                r"load_dataset\('csv', data_files=PATH,"
+                r" split='train'\)\.to_json\('rows\.jsonl'\) writes one"
+            ),
         ),
-        ("rows.tsv", r"load_dataset\('csv', data_files=PATH, sep='\\t', split='train'\)\.to_json"),
+        (
+            "rows.tsv",
+            (
+                r"load_dataset\('csv', data_files=PATH, sep='\\t',"
+                r" split='train'\)\.to_json"
+            ),
+        ),
         ("rows.txt", r"load_dataset\('text', data_files=PATH"),
         ("rows.arrow", r"load_dataset\('arrow', data_files=PATH"),
         ("rows.jsonl.gz", "unpack it first"),
@@ -702,10 +903,13 @@ def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(
     (tmp_path / name).write_text("a,b")
     read = r"\.jsonl, \.json, \.parquet files are, and folders in hub layout; "
     for path in (name, str(tmp_path / name)):
-        with pytest.raises(UserError, match=f"{name}: a file of this kind is not read; {read}.*{hint}"):
+        with pytest.raises(
+            UserError, match=f"{name}: a file of this kind is not read; {read}.*{hint}"
+        ):
             check_source(SourceConfig(path=path))
     if "." in name:
         with pytest.raises(
-            UserError, match=f"missing{name}: no such file, nor is this kind read; {read}.*{hint}"
+            UserError,
+            match=f"missing{name}: no such file, nor is this kind read; {read}.*{hint}",
         ):
             check_source(SourceConfig(path=f"missing{name}"))

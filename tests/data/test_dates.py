@@ -1,4 +1,6 @@
-"""A chat template that writes today's date: a run sees one date, and so do two runs that are compared."""
+"""A chat template that writes today's date: a run sees one date, and so do two runs
+that are compared.
+"""
 
 from datetime import datetime
 from pathlib import Path
@@ -22,9 +24,10 @@ from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 
 DATED = (
-    "{{ '<|im_start|>system\nToday is ' + strftime_now('%Y-%m-%d') + '<|im_end|>\n' }}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ '<|im_start|>system\nToday is ' + strftime_now('%Y-%m-%d') + '<|im_end|>\n'"
+    " }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content +"
+    " '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt"
+    " %}<|im_start|>assistant\n{% endif %}"
 )
 ASKED = [{"role": "user", "content": "hi"}]
 
@@ -48,13 +51,29 @@ def tokenizer_with(template: str = DATED) -> Any:
 
 def answers(place: Path, monkeypatch: pytest.MonkeyPatch, day: int) -> dict[str, Any]:  # noqa: F811
     set_day(day, monkeypatch)
-    model = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=512, num_hidden_layers=1)
+    model = tiny_model(
+        "qwen3_moe", vocab_size=512, max_position_embeddings=512, num_hidden_layers=1
+    )
     rows = [
-        {"task": "t_answers", "kind": "generation", "metric": "exact_match,none", "dataset": "o/answers"},
-        {"task": "t_choice", "kind": "likelihood", "metric": "acc,none", "dataset": "o/choice"},
+        {
+            "task": "t_answers",
+            "kind": "generation",
+            "metric": "exact_match,none",
+            "dataset": "o/answers",
+        },
+        {
+            "task": "t_choice",
+            "kind": "likelihood",
+            "metric": "acc,none",
+            "dataset": "o/choice",
+        },
     ]
     asked = suite(place, *({**row, "chat_template": True} for row in rows))
-    plan: dict[str, Any] = {"data_root": str(place / "data"), "batch_size": 2, "limit": 2}
+    plan: dict[str, Any] = {
+        "data_root": str(place / "data"),
+        "batch_size": 2,
+        "limit": 2,
+    }
     tokenizer = tokenizer_with()
     said = suite_prompts(asked, place / "data", tokenizer, 1)
     assert all("Today is 2025-01-01" in tokenizer.decode(prompt) for prompt in said)
@@ -73,7 +92,9 @@ def test_the_same_model_on_two_days_is_asked_the_same(
     assert before["result"]["settings"]["template_date"] == "2025-01-01"
 
 
-def test_code_prompts_have_the_date_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_prompts_have_the_date_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     set_day(24, monkeypatch)
     row = {"task": "x", "kind": "code", "dataset": "a/b", "chat_template": True}
     problem = Problem("0", "add", "def f(): pass", ())
@@ -81,12 +102,27 @@ def test_code_prompts_have_the_date_of_the_others(monkeypatch: pytest.MonkeyPatc
     assert "Today is 2025-01-01" in prompts(tokenizer_with(), [problem], task)[0]
 
 
-def test_no_date_is_recorded_where_the_template_writes_none(place: Path) -> None:  # noqa: F811
-    model = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=512, num_hidden_layers=1)
-    row = {"task": "t_answers", "kind": "generation", "metric": "exact_match,none", "dataset": "o/answers"}
-    made = SuiteConfig.model_validate(suite(place, {**row, "chat_template": True}).model_dump())
+def test_no_date_is_recorded_where_the_template_writes_none(
+    place: Path,  # noqa: F811
+) -> None:
+    model = tiny_model(
+        "qwen3_moe", vocab_size=512, max_position_embeddings=512, num_hidden_layers=1
+    )
+    row = {
+        "task": "t_answers",
+        "kind": "generation",
+        "metric": "exact_match,none",
+        "dataset": "o/answers",
+    }
+    made = SuiteConfig.model_validate(
+        suite(place, {**row, "chat_template": True}).model_dump()
+    )
     made = made.model_copy(update={"folder": str(place)})
-    plan: dict[str, Any] = {"data_root": str(place / "data"), "batch_size": 2, "limit": 1}
+    plan: dict[str, Any] = {
+        "data_root": str(place / "data"),
+        "batch_size": 2,
+        "limit": 1,
+    }
     result, _ = evaluate(model, tiny_tokenizer(), made, progress=False, **plan)
     assert result["settings"]["template_date"] is None
 
@@ -125,13 +161,24 @@ def test_a_dated_template_writes_what_transformers_writes_on_that_day(
     expected = tokenizer.apply_chat_template(ASKED, **options)
     set_day(25, monkeypatch)
     changed = dated(tokenizer.chat_template, datetime(2026, 11, 24))
-    assert tokenizer.apply_chat_template(ASKED, chat_template=changed, **options) == expected
+    assert (
+        tokenizer.apply_chat_template(ASKED, chat_template=changed, **options)
+        == expected
+    )
 
 
-def test_a_chat_over_midnight_keeps_the_day_on_which_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=512, num_hidden_layers=1)
+def test_a_chat_over_midnight_keeps_the_day_on_which_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model(
+        "qwen3_moe", vocab_size=512, max_position_embeddings=512, num_hidden_layers=1
+    )
     tokenizer = tokenizer_with()
-    speaker = Speaker("model", model, tokenizer, [*ASKED], today=datetime(2026, 11, 23, 23, 59))
+    speaker = Speaker(
+        "model", model, tokenizer, [*ASKED], today=datetime(2026, 11, 23, 23, 59)
+    )
     for day in (23, 24):
         set_day(day, monkeypatch)
-        assert "Today is 2026-11-23" in tokenizer.decode(speaker.prompt()["input_ids"][0])
+        assert "Today is 2026-11-23" in tokenizer.decode(
+            speaker.prompt()["input_ids"][0]
+        )

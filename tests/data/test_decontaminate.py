@@ -1,4 +1,6 @@
-"""Test items in training data: planted ones are found, what only looks alike is not, and real data is told apart."""
+"""Test items in training data: planted ones are found, what only looks alike is not,
+and real data is told apart.
+"""
 
 import json
 import random
@@ -20,11 +22,16 @@ from fcsd.evaluation.items import dataset_items, suite_items
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.support import Bench
 
-QUESTION = "A farmer's well is 12 metres deep, and every day the water in it rises by three more; how deep is it then?"
+QUESTION = (
+    "A farmer's well is 12 metres deep, and every day the water in it rises by three"
+    " more; how deep is it then?"
+)
 
 
 def index(*texts: str, ngram: int = 13) -> ItemIndex:
-    return ItemIndex((Item("task", str(n), (text,)) for n, text in enumerate(texts)), ngram)
+    return ItemIndex(
+        (Item("task", str(n), (text,)) for n, text in enumerate(texts)), ngram
+    )
 
 
 def test_thirteen_words_in_a_row_are_an_overlap_and_twelve_are_not() -> None:
@@ -38,28 +45,46 @@ def test_thirteen_words_in_a_row_are_an_overlap_and_twelve_are_not() -> None:
 
 def test_case_punctuation_and_line_breaks_make_no_difference() -> None:
     searched = index(QUESTION)
-    assert searched.find(QUESTION.upper().replace(" ", "\n  ").replace(",", " --")) is not None
-    assert searched.find(QUESTION.replace("three", "four").replace("deep", "wide")) is None
+    assert (
+        searched.find(QUESTION.upper().replace(" ", "\n  ").replace(",", " --"))
+        is not None
+    )
+    assert (
+        searched.find(QUESTION.replace("three", "four").replace("deep", "wide")) is None
+    )
 
 
-def test_a_shorter_item_counts_as_a_whole_and_a_very_short_one_is_counted_as_unchecked() -> None:
+def test_a_shorter_item_counts_as_a_whole_and_a_very_short_one_is_counted_as_unchecked() -> (
+    None
+):
     short = "Write a function that finds the shared elements of lists."  # 10 words
     searched = index(short, "What is it called?", QUESTION)
-    assert searched.find(f"Please: {short} Thanks.") == ("task", "0", " ".join(words(short)))
+    assert searched.find(f"Please: {short} Thanks.") == (
+        "task",
+        "0",
+        " ".join(words(short)),
+    )
     assert searched.find(short.removesuffix("lists.")) is None
     assert searched.find("What is it called? " * 20) is None
     assert searched.unchecked == {"task": 1}
 
 
 def test_wording_that_many_items_share_and_rows_of_numbers_say_nothing() -> None:
-    frame = "Read the following passage with care and answer the question at its very end:"
+    frame = (
+        "Read the following passage with care and answer the question at its very end:"
+    )
     searched = index(
-        *(f"{frame} number {n} is about the town called {'abcdefghijklmnop'[n] * 3}" for n in range(16))
+        *(
+            f"{frame} number {n} is about the town called {'abcdefghijklmnop'[n] * 3}"
+            for n in range(16)
+        )
     )
     assert searched.find(frame) is None
     assert searched.find(f"{frame} number 3 is about the town called ddd") is not None
     assert (
-        index("assert add(" + ", ".join(map(str, range(40))) + ")").find(" ".join(map(str, range(40))))
+        index("assert add(" + ", ".join(map(str, range(40))) + ")").find(
+            " ".join(map(str, range(40)))
+        )
         is None
     )
 
@@ -89,18 +114,29 @@ def test_the_index_finds_what_sets_of_words_find(ngram: int) -> None:
     chance = random.Random(0)
 
     def text(length: int) -> str:
-        return " ".join(chance.choice(["a", "b", "the", "1", "2"]) for _ in range(length))
+        return " ".join(
+            chance.choice(["a", "b", "the", "1", "2"]) for _ in range(length)
+        )
 
-    items = [Item("t", str(n), (text(chance.randint(4, 30)), text(9))) for n in range(40)]
+    items = [
+        Item("t", str(n), (text(chance.randint(4, 30)), text(9))) for n in range(40)
+    ]
     searched = ItemIndex(items, ngram)
     outcomes = set()
     for _ in range(150):
         begin = chance.randint(0, 20)
-        part = words(chance.choice(items).texts[0])[begin : begin + chance.randint(6, 15)]
-        candidate = f"{text(chance.randint(0, 20))} {' '.join(part)} {text(chance.randint(0, 20))}"
+        part = words(chance.choice(items).texts[0])[
+            begin : begin + chance.randint(6, 15)
+        ]
+        candidate = (
+            f"{text(chance.randint(0, 20))} {' '.join(part)}"
+            f" {text(chance.randint(0, 20))}"
+        )
         outcomes.add(expected := reference(items, candidate, ngram))
         assert (searched.find(candidate) is not None) == expected
-    planted = [f"{text(5)} {' '.join(words(item.texts[0]))} {text(4)}" for item in items]
+    planted = [
+        f"{text(5)} {' '.join(words(item.texts[0]))} {text(4)}" for item in items
+    ]
     assert [searched.find(each) is not None for each in planted] == [
         reference(items, each, ngram) for each in planted
     ]
@@ -108,7 +144,12 @@ def test_the_index_finds_what_sets_of_words_find(ngram: int) -> None:
 
 
 def test_all_texts_of_a_row_are_read_also_inside_lists_and_mappings() -> None:
-    row = {"q": "one", "choices": {"label": ["A"], "text": ["two", "three"]}, "answer": 3, "none": None}
+    row = {
+        "q": "one",
+        "choices": {"label": ["A"], "text": ["two", "three"]},
+        "answer": 3,
+        "none": None,
+    }
     assert list(all_texts(row)) == ["one", "A", "two", "three"]
 
 
@@ -118,44 +159,70 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[SourceConfig], Path]:
+def places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[SourceConfig], Path]:
     """Two sources of 50 examples with one planted item each, and a data root with the items."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     plain = [{"p": f"what is {n} and {n}", "r": f"it is {2 * n}"} for n in range(50)]
     plain[30]["p"] = f"Tell me: {QUESTION}"
-    talk = [{"m": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": "yes"}]} for n in range(50)]
+    talk = [
+        {"m": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": "yes"}]}
+        for n in range(50)
+    ]
     talk[7]["m"][1]["value"] = QUESTION.upper()
     sources = [
-        SourceConfig(path=write(tmp_path / "a.jsonl", plain), columns={"prompt": "p", "response": "r"}),
+        SourceConfig(
+            path=write(tmp_path / "a.jsonl", plain),
+            columns={"prompt": "p", "response": "r"},
+        ),
         SourceConfig(path=write(tmp_path / "b.jsonl", talk), columns={"messages": "m"}),
     ]
     root = tmp_path / "root" / "owner" / "bench"
     root.mkdir(parents=True)
-    write(root / "test.jsonl", [{"id": 1, "question": "Too short?"}, {"id": 2, "question": QUESTION}])
+    write(
+        root / "test.jsonl",
+        [{"id": 1, "question": "Too short?"}, {"id": 2, "question": QUESTION}],
+    )
     return sources, tmp_path / "root"
 
 
 def test_planted_items_are_left_out_and_on_the_record(places: Any) -> None:
     sources = places[0]
-    items = list(dataset_items(sections.TestSetConfig(path="owner/bench", columns=["question"]), places[1]))
+    items = list(
+        dataset_items(
+            sections.TestSetConfig(path="owner/bench", columns=["question"]), places[1]
+        )
+    )
     decontaminator = Decontaminator(ItemIndex(items))
     rows = build_dataset(
-        sources, tiny_tokenizer(), max_length=256, packing=False, decontaminator=decontaminator
+        sources,
+        tiny_tokenizer(),
+        max_length=256,
+        packing=False,
+        decontaminator=decontaminator,
     )
     said = [tiny_tokenizer().decode(row["input_ids"]).lower() for row in rows]
     assert len(said) >= 98 and not any("farmer" in text for text in said)
     names = [f"{source.path}:train" for source in sources]
     overlaps = {overlap["source"]: overlap for overlap in decontaminator.overlaps()}
     assert len(decontaminator.overlaps()) == 2 and set(overlaps) == set(names)
-    assert overlaps[names[0]]["item"] == "1" and overlaps[names[0]]["task"] == "owner/bench"
+    assert (
+        overlaps[names[0]]["item"] == "1"
+        and overlaps[names[0]]["task"] == "owner/bench"
+    )
     assert overlaps[names[0]]["begins"].startswith("Tell me: A farmer's well")
     assert overlaps[names[1]]["ngram"] == " ".join(words(QUESTION)[:13])
     summary = decontaminator.summary()
-    assert summary["by_task"] == {"owner/bench": 2} and summary["num_items_too_short"] == {"owner/bench": 1}
+    assert summary["by_task"] == {"owner/bench": 2} and summary[
+        "num_items_too_short"
+    ] == {"owner/bench": 1}
     assert summary["by_source"][names[0]] == {"num_examples": 50, "num_left_out": 1}
 
 
-def test_a_stage_leaves_the_list_and_its_manifest_the_numbers(bench: Bench, places: Any) -> None:
+def test_a_stage_leaves_the_list_and_its_manifest_the_numbers(
+    bench: Bench, places: Any
+) -> None:
     sources, root = places
     train = [source.model_dump(mode="json") for source in sources]
     plan = {"against": [{"path": "owner/bench", "columns": ["question"]}]}
@@ -167,32 +234,51 @@ def test_a_stage_leaves_the_list_and_its_manifest_the_numbers(bench: Bench, plac
     assert main(["distill", str(path)]) == 0
     folder = bench.folder / "r" / "distill"
     results = read_json(folder / "manifest.json")["results"]["decontamination"]
-    assert results["num_left_out"] == 2 and results["num_items"] == 2 and results["ngram"] == 13
+    assert (
+        results["num_left_out"] == 2
+        and results["num_items"] == 2
+        and results["ngram"] == 13
+    )
     listed = read_json(folder / "decontamination.json")
     assert len(listed["left_out"]) == 2 and listed["by_source"] == results["by_source"]
     inputs = read_json(folder / "manifest.json")["inputs"]
     assert "data.decontaminate.against.0" in inputs
 
 
-def test_what_the_items_are_is_checked(places: Any, bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_items_are_is_checked(
+    places: Any, bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = places[1]
     for change, message in {
-        "{against: [{path: owner/other}]}": "owner/other: no such folder; evaluation.data_root must hold",
-        "{against: [{path: owner/bench, columns: [query]}]}": "no column 'query'; it has 'id', 'question'",
+        "{against: [{path: owner/other}]}": (
+            "owner/other: no such folder; evaluation.data_root must hold"
+        ),
+        "{against: [{path: owner/bench, columns: [query]}]}": (
+            "no column 'query'; it has 'id', 'question'"
+        ),
         "{ngram: 13}": "needs test items: name a suite, or data sets under `against`",
         "{suite: tinny}": "suite 'tinny': no such suite; did you mean 'tiny'?",
     }.items():
-        command = ["--set", f"data.decontaminate={change}", "--set", f"evaluation.data_root={root}"]
+        command = [
+            "--set",
+            f"data.decontaminate={change}",
+            "--set",
+            f"evaluation.data_root={root}",
+        ]
         assert main(["distill", str(bench.recipe("r")), *command]) == 2
         assert message in capsys.readouterr().err
 
 
 def items_of(shared_data: Path, name: str) -> Iterator[Item]:
     config = {"openai/gsm8k": "main"}.get(name)
-    return dataset_items(sections.TestSetConfig(path=name, name=config), shared_data / "hub")
+    return dataset_items(
+        sections.TestSetConfig(path=name, name=config), shared_data / "hub"
+    )
 
 
-def test_the_suites_loaders_give_the_items_of_likelihood_generation_and_code_tasks(tmp_path: Path) -> None:
+def test_the_suites_loaders_give_the_items_of_likelihood_generation_and_code_tasks(
+    tmp_path: Path,
+) -> None:
     from fcsd.pipeline.tiny.tasks import write_tiny_data
 
     write_tiny_data(
@@ -204,14 +290,21 @@ def test_the_suites_loaders_give_the_items_of_likelihood_generation_and_code_tas
         num_test=6,
         vocab_size=400,
     )
-    items = list(suite_items(load_suite("tiny"), tmp_path / "d" / "data", tiny_tokenizer()))
+    items = list(
+        suite_items(load_suite("tiny"), tmp_path / "d" / "data", tiny_tokenizer())
+    )
     assert {item.task for item in items} == {"tiny_code", "tiny_choice", "tiny_answers"}
     code = [item for item in items if item.task == "tiny_code"]
     assert len(code) == 6 and any("def " in text for text in code[0].texts)
     questions = datasets.load_dataset(
-        "json", data_files=str(next((tmp_path / "d/data/fcsd/tiny-choice").rglob("test*"))), split="train"
+        "json",
+        data_files=str(next((tmp_path / "d/data/fcsd/tiny-choice").rglob("test*"))),
+        split="train",
     )
-    assert questions[0]["question"] in next(item for item in items if item.task == "tiny_choice").texts
+    assert (
+        questions[0]["question"]
+        in next(item for item in items if item.task == "tiny_choice").texts
+    )
 
 
 @pytest.mark.real_data
@@ -223,13 +316,19 @@ def test_every_test_problem_of_gsm8k_overlaps_with_itself_and_few_with_the_train
     assert len(searched.items) == 1319 and searched.unchecked.total() == 0
 
     def left_out(split: str) -> tuple[int, int]:
-        rows = datasets.load_dataset(str(shared_data / "hub/openai/gsm8k"), "main", split=split)
-        overlaps = [searched.find(row["question"]) or searched.find(row["answer"]) for row in rows]
+        rows = datasets.load_dataset(
+            str(shared_data / "hub/openai/gsm8k"), "main", split=split
+        )
+        overlaps = [
+            searched.find(row["question"]) or searched.find(row["answer"])
+            for row in rows
+        ]
         return sum(overlap is not None for overlap in overlaps), len(rows)
 
     assert left_out("test") == (1319, 1319)
     count, rows = left_out("train")
-    assert rows == 7473 and count < 0.005 * rows  # figures of speech: "find the total number of students"
+    # figures of speech: "find the total number of students"
+    assert rows == 7473 and count < 0.005 * rows
 
 
 @pytest.mark.real_data
@@ -238,6 +337,9 @@ def test_mbpp_items_overlap_by_their_short_questions(
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     items = list(items_of(shared_data, "evalplus/mbppplus"))
-    searched = ItemIndex(Item(item.task, item.id, item.texts[:2]) for item in items)  # code and question
-    overlaps = [searched.find(f"Here is a task. {item.texts[1]} Use Python.") for item in items]
+    # code and question
+    searched = ItemIndex(Item(item.task, item.id, item.texts[:2]) for item in items)
+    overlaps = [
+        searched.find(f"Here is a task. {item.texts[1]} Use Python.") for item in items
+    ]
     assert sum(overlap is not None for overlap in overlaps) >= 370 and len(items) == 378

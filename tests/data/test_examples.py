@@ -1,4 +1,6 @@
-"""Examples in the forms in which data come: what is trained is what they say, or they are refused by name."""
+"""Examples in the forms in which data come: what is trained is what they say, or they
+are refused by name.
+"""
 
 import datetime
 import importlib.util
@@ -32,14 +34,17 @@ from tests.data.test_data import (
 )
 from tests.examples import tokenize_example
 
-# A role that a template does not name is left out without a word, as in those of Qwen and DeepSeek.
+# A role that a template does not name is left out without a word, as in those of Qwen
+# and DeepSeek.
 NAMING_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] in ['system', 'user', 'assistant'] %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|eos|>' }}{% endif %}{% endfor %}"
+    "{% for message in messages %}{% if message['role'] in ['system', 'user',"
+    " 'assistant'] %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|eos|>'"
+    " }}{% endif %}{% endfor %}"
 )
 CALLING_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% for call in message.tool_calls or [] %}"
-    "[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}<|eos|>{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% for"
+    " call in message.tool_calls or [] %}[{{ call.function.name }} {{"
+    " call.function.arguments | tojson }}]{% endfor %}<|eos|>{% endfor %}"
 )
 # Puts texts together, as DeepSeek's does.
 TEXT_CALLING_TEMPLATE = (
@@ -49,8 +54,9 @@ TEXT_CALLING_TEMPLATE = (
     "{% endfor %}<|eos|>{% endfor %}"
 )
 PARTS_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}"
-    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|eos|>{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{% for part in message.content"
+    " %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|eos|>{%"
+    " endfor %}"
 )
 CHAT = [
     {"role": "system", "content": "be brief"},
@@ -77,7 +83,9 @@ def stock(name: str) -> str:
 
 def stock_names() -> list[str]:
     spec = importlib.util.find_spec("trl")
-    folder = Path(spec.origin).parent / "chat_templates" if spec and spec.origin else None
+    folder = (
+        Path(spec.origin).parent / "chat_templates" if spec and spec.origin else None
+    )
     return sorted(path.stem for path in folder.glob("*.jinja")) if folder else []
 
 
@@ -98,9 +106,14 @@ def refusal(messages: list[Any], template: str = PLAIN_TEMPLATE, **columns: Any)
 
 
 def parts(message: dict[str, Any], kind: str = "text") -> dict[str, Any]:
-    """Cut a content into parts of one character, with a key without value as `datasets` writes them."""
+    """Cut a content into parts of one character, with a key without value as `datasets`
+    writes them.
+    """
     return message | {
-        "content": [{"type": kind, "text": text, "image_url": None} for text in message["content"]]
+        "content": [
+            {"type": kind, "text": text, "image_url": None}
+            for text in message["content"]
+        ]
     }
 
 
@@ -109,7 +122,16 @@ def parts(message: dict[str, Any], kind: str = "text") -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
 @pytest.mark.parametrize(
-    "template", [PLAIN_TEMPLATE, MARKED_TEMPLATE, REWRITING_TEMPLATE, "qwen3", "gptoss", "llama3", "smolvlm"]
+    "template",
+    [
+        PLAIN_TEMPLATE,
+        MARKED_TEMPLATE,
+        REWRITING_TEMPLATE,
+        "qwen3",
+        "gptoss",
+        "llama3",
+        "smolvlm",
+    ],
 )
 def test_a_content_of_text_parts_is_their_text(template: str, kind: str) -> None:
     template = template if "{" in template else stock(template)
@@ -123,8 +145,8 @@ def test_a_content_of_text_parts_is_their_text(template: str, kind: str) -> None
 def test_a_template_that_reads_parts_alone_is_given_parts() -> None:
     text, learned = tokens_of(CHAT, PARTS_TEMPLATE)
     assert (
-        text
-        == "<|system|>be brief<|eos|><|user|>2+2?<|eos|><|assistant|>4<|eos|><|user|>twice?<|eos|><|assistant|>8<|eos|>"
+        text == "<|system|>be"
+        " brief<|eos|><|user|>2+2?<|eos|><|assistant|>4<|eos|><|user|>twice?<|eos|><|assistant|>8<|eos|>"
     )
     assert "4" in learned and "8" in learned and "twice" not in learned
 
@@ -143,7 +165,10 @@ def test_a_template_that_reads_parts_alone_is_given_parts() -> None:
     ],
 )
 def test_a_part_that_is_no_text_is_refused_by_its_kind(part: Any, name: str) -> None:
-    message = {"role": "user", "content": [{"type": "text", "text": "what is this?"}, part]}
+    message = {
+        "role": "user",
+        "content": [{"type": "text", "text": "what is this?"}, part],
+    }
     error = refusal([message, CHAT[2]])
     assert f"column 'm': a content with a part {name}; parts of type 'text'" in error
     assert "fcsd distils text only" in error
@@ -155,41 +180,61 @@ def test_parts_beside_texts_are_read_from_every_kind_of_data_as_they_are_written
 ) -> None:
     examples = [
         {
-            "messages": [{"role": "user", "content": "5"}, {"role": "assistant", "content": '{"x": null}'}],
+            "messages": [
+                {"role": "user", "content": "5"},
+                {"role": "assistant", "content": '{"x": null}'},
+            ],
             "id": "a",
         },
         {
-            "messages": [parts({"role": "user", "content": "7"}), {"role": "assistant", "content": "14"}],
+            "messages": [
+                parts({"role": "user", "content": "7"}),
+                {"role": "assistant", "content": "14"},
+            ],
             "id": 4,
         },
     ]
-    tokenizer, options = make_tokenizer(PLAIN_TEMPLATE), {"max_length": 128, "shuffle": False}
+    tokenizer, options = (
+        make_tokenizer(PLAIN_TEMPLATE),
+        {"max_length": 128, "shuffle": False},
+    )
     if form == "list":
         (row,) = given_rows(examples, tokenizer, name="x", **options)
     else:
         lines = [json.dumps(example) for example in examples]
         text = "\n".join(lines) if form.endswith("l") else f"[{','.join(lines)}]"
         (tmp_path / form).write_text(text)
-        (row,) = build_dataset([SourceConfig(path=str(tmp_path / form))], tokenizer, **options)
+        (row,) = build_dataset(
+            [SourceConfig(path=str(tmp_path / form))], tokenizer, **options
+        )
     text = tokenizer.decode(row["input_ids"])
     assert text.startswith(
-        '<|user|>5<|eos|><|assistant|>{"x": null}<|eos|><|user|>7<|eos|><|assistant|>14<|eos|>'
+        '<|user|>5<|eos|><|assistant|>{"x":'
+        " null}<|eos|><|user|>7<|eos|><|assistant|>14<|eos|>"
     )
 
 
 def test_a_text_that_is_json_is_the_same_text_from_a_file(tmp_path: Path) -> None:
     answers = ["5", "true", '{"x": 1.0}', '"quoted"', "plain", "null"]
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"p": "?", "r": answer, "n": 1} for answer in answers])
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [{"p": "?", "r": answer, "n": 1} for answer in answers]
+    )
     source = SourceConfig(path=path, columns={"prompt": "p", "response": "r"})
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
-    rows = build_dataset([source], tokenizer, max_length=64, packing=False, shuffle=False)
-    learned = [tokenizer.decode([token for token in row["labels"] if token != NO_LOSS]) for row in rows]
+    rows = build_dataset(
+        [source], tokenizer, max_length=64, packing=False, shuffle=False
+    )
+    learned = [
+        tokenizer.decode([token for token in row["labels"] if token != NO_LOSS])
+        for row in rows
+    ]
     assert learned == [f"{answer}<|eos|>" for answer in answers]
 
 
 def test_metadata_of_a_message_are_not_read() -> None:
     noted = [
-        message | {"time": datetime.datetime(2026, 1, 1), "id": index} for index, message in enumerate(CHAT)
+        message | {"time": datetime.datetime(2026, 1, 1), "id": index}
+        for index, message in enumerate(CHAT)
     ]
     assert tokens_of(noted, PLAIN_TEMPLATE) == tokens_of(CHAT, PLAIN_TEMPLATE)
 
@@ -222,7 +267,16 @@ ARGUMENTS = {"city": "Köln", "days": 2, "exact": None}
 
 @pytest.mark.parametrize(
     "template",
-    [CALLING_TEMPLATE, "qwen2_5", "qwen3", "qwen3_5_nothink", "gptoss", "glm4moe", "llama3_1", "gemma4"],
+    [
+        CALLING_TEMPLATE,
+        "qwen2_5",
+        "qwen3",
+        "qwen3_5_nothink",
+        "gptoss",
+        "glm4moe",
+        "llama3_1",
+        "gemma4",
+    ],
 )
 def test_arguments_that_are_json_text_are_written_once(template: str) -> None:
     template = template if "{" in template else stock(template)
@@ -230,7 +284,8 @@ def test_arguments_that_are_json_text_are_written_once(template: str) -> None:
     tokenizer.bos_token = "<|bos|>"
     calls = [{"type": "function", "function": {"name": "look", "arguments": ARGUMENTS}}]
     reference = tokenizer.apply_chat_template(
-        [CHAT[1], {"role": "assistant", "content": "", "tool_calls": calls}], tokenize=False
+        [CHAT[1], {"role": "assistant", "content": "", "tool_calls": calls}],
+        tokenize=False,
     )
     text, learned = tokens_of(calling(json.dumps(ARGUMENTS)), template)
     assert text.startswith(reference) and "Köln" in text and '\\"' not in text
@@ -238,8 +293,12 @@ def test_arguments_that_are_json_text_are_written_once(template: str) -> None:
 
 
 @pytest.mark.parametrize("template", [TEXT_CALLING_TEMPLATE, "deepseekv3"])
-@pytest.mark.parametrize("arguments", ['{"city":  "Bonn"}', {"city": "Bonn"}], ids=["text", "an object"])
-def test_a_template_that_puts_texts_together_is_given_json_text(template: str, arguments: Any) -> None:
+@pytest.mark.parametrize(
+    "arguments", ['{"city":  "Bonn"}', {"city": "Bonn"}], ids=["text", "an object"]
+)
+def test_a_template_that_puts_texts_together_is_given_json_text(
+    template: str, arguments: Any
+) -> None:
     template = template if "{" in template else stock(template)
     written = arguments if isinstance(arguments, str) else '{"city": "Bonn"}'
     text, learned = tokens_of(calling(arguments), template)
@@ -250,8 +309,14 @@ def test_a_template_that_puts_texts_together_is_given_json_text(template: str, a
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ("{city: Bonn}", "arguments of a call: JSON text is needed, got '{city: Bonn}'"),
-        ('"Bonn"', "the arguments of a call of 'look' must be an object, or JSON text of one"),
+        (
+            "{city: Bonn}",
+            "arguments of a call: JSON text is needed, got '{city: Bonn}'",
+        ),
+        (
+            '"Bonn"',
+            "the arguments of a call of 'look' must be an object, or JSON text of one",
+        ),
         ("[1]", "the arguments of a call of 'look' must be an object"),
         (5, "the arguments of a call of 'look' must be an object"),
     ],
@@ -262,7 +327,9 @@ def test_arguments_that_are_no_object_are_refused(arguments: Any, reason: str) -
 
 @pytest.mark.parametrize("arguments", ["", "{}", "null", None, {}])
 def test_a_call_may_have_no_arguments(arguments: Any) -> None:
-    assert tokens_of(calling(arguments), CALLING_TEMPLATE)[0].endswith("<|assistant|>[look {}]<|eos|>")
+    assert tokens_of(calling(arguments), CALLING_TEMPLATE)[0].endswith(
+        "<|assistant|>[look {}]<|eos|>"
+    )
 
 
 CALLED = '<|user|>2+2?<|eos|><|assistant|>[look {"x": 1}]<|eos|>'
@@ -271,21 +338,45 @@ CALLED = '<|user|>2+2?<|eos|><|assistant|>[look {"x": 1}]<|eos|>'
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "assistant", "function_call": {"name": "look", "arguments": '{"x": 1}'}},
-        {"role": "assistant", "content": "", "tool_calls": [{"name": "look", "arguments": {"x": 1}}]},
-        {"role": "assistant", "tool_calls": '[{"function": {"name": "look", "arguments": {"x": 1}}}]'},
+        {
+            "role": "assistant",
+            "function_call": {"name": "look", "arguments": '{"x": 1}'},
+        },
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"name": "look", "arguments": {"x": 1}}],
+        },
+        {
+            "role": "assistant",
+            "tool_calls": '[{"function": {"name": "look", "arguments": {"x": 1}}}]',
+        },
         {"role": "tool_call", "content": '{"name": "look", "arguments": {"x": 1}}'},
         {"from": "function_call", "value": '[{"name": "look", "arguments": {"x": 1}}]'},
     ],
-    ids=["OpenAI's old form", "without a wrapper", "JSON text", "ms-swift", "LLaMA-Factory"],
+    ids=[
+        "OpenAI's old form",
+        "without a wrapper",
+        "JSON text",
+        "ms-swift",
+        "LLaMA-Factory",
+    ],
 )
 def test_calls_in_other_forms_are_calls(message: dict[str, Any]) -> None:
     text, learned = tokens_of([CHAT[1], message], CALLING_TEMPLATE)
-    assert text == CALLED and learned.endswith('[look {"x": 1}]<|eos|>') and "2+2" not in learned
+    assert (
+        text == CALLED
+        and learned.endswith('[look {"x": 1}]<|eos|>')
+        and "2+2" not in learned
+    )
 
 
 @pytest.mark.parametrize(
-    "message", [{"from": "function_call", "value": "look"}, {"from": "function_call", "value": "5"}]
+    "message",
+    [
+        {"from": "function_call", "value": "look"},
+        {"from": "function_call", "value": "5"},
+    ],
 )
 def test_a_call_that_is_none_is_refused(message: dict[str, Any]) -> None:
     assert "column 'm': a call" in refusal([CHAT[1], message], CALLING_TEMPLATE)
@@ -295,18 +386,36 @@ def test_parameters_of_a_tool_that_are_json_text_are_written_once() -> None:
     template = "{{ tools | tojson }}" + CALLING_TEMPLATE
     function = {"name": "look", "parameters": {"type": "object", "properties": {}}}
     tool = {"type": "function", "function": function}
-    text = {"type": "function", "function": function | {"parameters": json.dumps(function["parameters"])}}
-    assert tokens_of(CHAT, template, tools=[text]) == tokens_of(CHAT, template, tools=[tool])
+    text = {
+        "type": "function",
+        "function": function | {"parameters": json.dumps(function["parameters"])},
+    }
+    assert tokens_of(CHAT, template, tools=[text]) == tokens_of(
+        CHAT, template, tools=[tool]
+    )
 
 
-def test_tools_without_a_wrapper_are_given_one_where_the_template_would_not_write_them() -> None:
-    function = {"name": "look", "description": "looks", "parameters": {"type": "object", "properties": {}}}
+def test_tools_without_a_wrapper_are_given_one_where_the_template_would_not_write_them() -> (
+    None
+):
+    function = {
+        "name": "look",
+        "description": "looks",
+        "parameters": {"type": "object", "properties": {}},
+    }
     wrapped = [{"type": "function", "function": function}]
     text = tokens_of(CHAT, stock("gptoss"), tools=wrapped)
     assert "look" in text[0]
-    for bare in ([function], json.dumps([function]), [{"type": "function", **function}]):
+    for bare in (
+        [function],
+        json.dumps([function]),
+        [{"type": "function", **function}],
+    ):
         assert tokens_of(CHAT, stock("gptoss"), tools=bare) == text
-    assert f"<tools>\n{json.dumps(function)}\n" in tokens_of(CHAT, stock("qwen3"), tools=[function])[0]
+    assert (
+        f"<tools>\n{json.dumps(function)}\n"
+        in tokens_of(CHAT, stock("qwen3"), tools=[function])[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -319,7 +428,9 @@ def test_tools_without_a_wrapper_are_given_one_where_the_template_would_not_writ
         ("qwen3_vl", [*CHAT, *CHAT], "what a message of role 'system' says at its place"),
     ],
 )  # fmt: skip
-def test_what_a_template_would_leave_out_is_refused(template: str, messages: list[Any], reason: str) -> None:
+def test_what_a_template_would_leave_out_is_refused(
+    template: str, messages: list[Any], reason: str
+) -> None:
     template = template if "{" in template else stock(template)
     error = refusal(messages, template)
     assert f"its chat template {reason}" in error or reason in error
@@ -328,7 +439,9 @@ def test_what_a_template_would_leave_out_is_refused(template: str, messages: lis
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", stock_names())
-def test_every_stock_template_writes_all_that_an_example_says_or_refuses_it(name: str) -> None:
+def test_every_stock_template_writes_all_that_an_example_says_or_refuses_it(
+    name: str,
+) -> None:
     template = stock(name)
     result = {"role": "tool", "name": "look", "content": "it rains"}
     chats = [
@@ -348,7 +461,11 @@ def test_every_stock_template_writes_all_that_an_example_says_or_refuses_it(name
             assert chat != chats[-1]
             continue
         assert [word for word in says if word not in text] == []
-        assert [wrong for wrong in ("'city'", '\\"city', "'text'", '"text"') if wrong in text] == []
+        assert [
+            wrong
+            for wrong in ("'city'", '\\"city', "'text'", '"text"')
+            if wrong in text
+        ] == []
 
 
 # ---- roles
@@ -362,30 +479,50 @@ def test_every_stock_template_writes_all_that_an_example_says_or_refuses_it(name
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")])
-def test_a_role_of_other_data_is_the_standard_one(keys: tuple[str, str], role: str, standard: str) -> None:
+def test_a_role_of_other_data_is_the_standard_one(
+    keys: tuple[str, str], role: str, standard: str
+) -> None:
     def turns(name: str) -> list[dict[str, str]]:
         chat = [("user", "a"), ("assistant", "b"), (name, "c"), ("assistant", "d")]
         return [dict(zip(keys, turn, strict=True)) for turn in chat]
 
-    assert tokens_of(turns(role), PLAIN_TEMPLATE) == tokens_of(turns(standard), PLAIN_TEMPLATE)
+    assert tokens_of(turns(role), PLAIN_TEMPLATE) == tokens_of(
+        turns(standard), PLAIN_TEMPLATE
+    )
 
 
-def test_a_message_of_a_function_is_its_result_in_openais_data_and_unclear_in_others() -> None:
+def test_a_message_of_a_function_is_its_result_in_openais_data_and_unclear_in_others() -> (
+    None
+):
     result = {"role": "function", "name": "look", "content": "4"}
-    assert tokens_of([*CHAT[:3], result], PLAIN_TEMPLATE)[0].endswith("<|tool|>4<|eos|>")
-    error = refusal([{"from": "human", "value": "a"}, {"from": "function", "value": "4"}])
+    assert tokens_of([*CHAT[:3], result], PLAIN_TEMPLATE)[0].endswith(
+        "<|tool|>4<|eos|>"
+    )
+    error = refusal(
+        [{"from": "human", "value": "a"}, {"from": "function", "value": "4"}]
+    )
     assert "write 'function_call' or 'observation'" in error
 
 
-def test_a_result_of_a_tool_is_an_observation_where_the_template_knows_that_name_alone() -> None:
+def test_a_result_of_a_tool_is_an_observation_where_the_template_knows_that_name_alone() -> (
+    None
+):
     template = NAMING_TEMPLATE.replace("'user',", "'user', 'observation',")
-    for result in ({"role": "tool", "content": "4"}, {"from": "observation", "value": "4"}):
-        assert tokens_of([*CHAT[:3], result], template)[0].endswith("<|observation|>4<|eos|>")
+    for result in (
+        {"role": "tool", "content": "4"},
+        {"from": "observation", "value": "4"},
+    ):
+        assert tokens_of([*CHAT[:3], result], template)[0].endswith(
+            "<|observation|>4<|eos|>"
+        )
 
 
 def test_an_unknown_role_is_refused_unless_the_template_names_it() -> None:
     messages = [*CHAT[:2], {"role": "critic", "content": "so?"}, *CHAT[2:]]
-    assert "knows no role like that of a message from 'critic'; allowed: human, user" in refusal(messages)
+    assert (
+        "knows no role like that of a message from 'critic'; allowed: human, user"
+        in refusal(messages)
+    )
     naming = "{# of 'critic' #}" + PLAIN_TEMPLATE
     assert "<|critic|>so?<|eos|>" in tokens_of(messages, naming)[0]
 
@@ -406,16 +543,27 @@ def test_a_developers_message_is_written_as_one_of_the_system_where_the_template
     template: str, written: str
 ) -> None:
     template = template if "{" in template else stock(template)
-    assert written in tokens_of([{"role": "developer", "content": "be brief"}, *CHAT[1:]], template)[0]
+    assert (
+        written
+        in tokens_of(
+            [{"role": "developer", "content": "be brief"}, *CHAT[1:]], template
+        )[0]
+    )
 
 
 # ---- where loss is
 
 
-@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE, REWRITING_TEMPLATE, THINKING_TEMPLATE])
+@pytest.mark.parametrize(
+    "template", [PLAIN_TEMPLATE, MARKED_TEMPLATE, REWRITING_TEMPLATE, THINKING_TEMPLATE]
+)
 @pytest.mark.parametrize(
     ("off", "on"),
-    [({"weight": 0}, {"weight": 1}), ({"train": False}, {"train": True}), ({"loss": False}, {})],
+    [
+        ({"weight": 0}, {"weight": 1}),
+        ({"train": False}, {"train": True}),
+        ({"loss": False}, {}),
+    ],
 )
 def test_a_message_may_say_that_there_is_no_loss_on_it(
     template: str, off: dict[str, Any], on: dict[str, Any]
@@ -423,36 +571,62 @@ def test_a_message_may_say_that_there_is_no_loss_on_it(
     plain, learned = tokens_of(CHAT, template)
     chat = [CHAT[0], CHAT[1] | off, CHAT[2] | off, CHAT[3], CHAT[4] | on]
     text, rest = tokens_of(chat, template)
-    assert text == plain and rest == learned.removeprefix("4<|eos|>") and rest.endswith("8<|eos|>")
+    assert (
+        text == plain
+        and rest == learned.removeprefix("4<|eos|>")
+        and rest.endswith("8<|eos|>")
+    )
     assert tokens_of([*CHAT[:4], CHAT[4] | off], template)[1] == "4<|eos|>"
-    assert tokens_of([*CHAT[:2], CHAT[2] | off, CHAT[3], CHAT[4] | off], template)[1] == ""
+    assert (
+        tokens_of([*CHAT[:2], CHAT[2] | off, CHAT[3], CHAT[4] | off], template)[1] == ""
+    )
 
 
 @pytest.mark.parametrize(
     ("index", "keys", "reason"),
     [
-        (2, {"weight": 0.5}, "a message with weight: 0.5; 0 and 1, or false and true, are allowed"),
+        (
+            2,
+            {"weight": 0.5},
+            "a message with weight: 0.5; 0 and 1, or false and true, are allowed",
+        ),
         (2, {"train": "no"}, "a message with train: 'no'"),
-        (2, {"weight": 0, "train": True}, "message 3: its keys weight, train, .* say different things"),
+        (
+            2,
+            {"weight": 0, "train": True},
+            "message 3: its keys weight, train, .* say different things",
+        ),
         (
             1,
             {"train": True},
-            "message 2, of role 'user', says that loss is on it, and `loss_on: response` puts",
+            (
+                "message 2, of role 'user', says that loss is on it, and `loss_on:"
+                " response` puts"
+            ),
         ),
         (
             2,
             {"train_detail": [{"begin_offset": 0}]},
             "a message with a key 'train_detail': loss is on whole messages",
         ),
-        (1, {"images": ["a.png"]}, "a message with a key 'images': fcsd distils text only"),
+        (
+            1,
+            {"images": ["a.png"]},
+            "a message with a key 'images': fcsd distils text only",
+        ),
         (
             2,
             {"refusal": "I cannot"},
-            "a message with a key 'refusal': what the assistant says goes under 'content'",
+            (
+                "a message with a key 'refusal': what the assistant says goes under"
+                " 'content'"
+            ),
         ),
     ],
 )
-def test_a_key_that_cannot_be_followed_is_refused(index: int, keys: dict[str, Any], reason: str) -> None:
+def test_a_key_that_cannot_be_followed_is_refused(
+    index: int, keys: dict[str, Any], reason: str
+) -> None:
     chat = [*CHAT[:index], CHAT[index] | keys, *CHAT[index + 1 :]]
     with pytest.raises(BadExample, match=reason):
         tokens_of(chat, PLAIN_TEMPLATE)
@@ -461,9 +635,12 @@ def test_a_key_that_cannot_be_followed_is_refused(index: int, keys: dict[str, An
 def test_no_loss_on_a_message_and_loss_on_all_tokens_contradict_each_other() -> None:
     tokenizer, columns = make_tokenizer(PLAIN_TEMPLATE), {"messages": "m"}
     with pytest.raises(
-        BadExample, match="says that no loss is on it, and `loss_on: all` puts loss on all tokens"
+        BadExample,
+        match="says that no loss is on it, and `loss_on: all` puts loss on all tokens",
     ):
-        tokenize_example({"m": [CHAT[1], CHAT[2] | {"weight": 0}]}, columns, tokenizer, "all")
+        tokenize_example(
+            {"m": [CHAT[1], CHAT[2] | {"weight": 0}]}, columns, tokenizer, "all"
+        )
     example = {"m": [CHAT[1] | {"weight": 1}, CHAT[2] | {"weight": 1}]}
     assert all(tokenize_example(example, columns, tokenizer, "all")["loss_mask"])
 
@@ -487,18 +664,26 @@ def test_of_several_masks_all_count_and_what_is_not_attended_to_is_left_out() ->
         "assistant_masks": [1, 1, 0, 1, 1],
         "attention_mask": [1, 1, 1, 1, 0],
     }
-    (row,) = given_rows([IDS | masks], make_tokenizer(pad=False), name="x", max_length=5)
+    (row,) = given_rows(
+        [IDS | masks], make_tokenizer(pad=False), name="x", max_length=5
+    )
     assert row["labels"].tolist() == [-100, 6, -100, 8, -100]
 
 
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"loss_mask": [0, 1]}, "column 'loss_mask': 0 or 1 is needed for each of the 5 tokens, got 2"),
+        (
+            {"loss_mask": [0, 1]},
+            "column 'loss_mask': 0 or 1 is needed for each of the 5 tokens, got 2",
+        ),
         ({"loss_mask": [0, 1, 2, 0, 0]}, "column 'loss_mask': 0 or 1 is needed"),
         (
             {"loss_mask": [0, 1, 0, 0, 0], "labels": [-100, 6, 7, -100, -100]},
-            "columns 'labels' and 'loss_mask': they differ on where loss is, first at token 3; remove one of them",
+            (
+                "columns 'labels' and 'loss_mask': they differ on where loss is, first"
+                " at token 3; remove one of them"
+            ),
         ),
     ],
 )
@@ -514,34 +699,60 @@ def test_the_system_message_of_a_column_begins_the_conversation() -> None:
     text = tokens_of(CHAT, PLAIN_TEMPLATE)
     assert tokens_of(CHAT[1:], PLAIN_TEMPLATE, system="be brief") == text
     assert tokens_of(CHAT, PLAIN_TEMPLATE, system="be brief") == text
-    assert tokens_of(CHAT, PLAIN_TEMPLATE, system="") == tokens_of(CHAT, PLAIN_TEMPLATE, system=None) == text
+    assert (
+        tokens_of(CHAT, PLAIN_TEMPLATE, system="")
+        == tokens_of(CHAT, PLAIN_TEMPLATE, system=None)
+        == text
+    )
     assert "the conversation begins with another system message, 'be brief'" in refusal(
         CHAT, system="be long"
     )
 
 
-def test_system_and_history_of_alpaca_come_before_the_prompt_and_earlier_answers_are_learned() -> None:
+def test_system_and_history_of_alpaca_come_before_the_prompt_and_earlier_answers_are_learned() -> (
+    None
+):
     row = {
         "instruction": "twice?", "input": "", "output": "8", "system": "be brief", "history": [["2+2?", "4"]],
     }  # fmt: skip
-    bare = {"instruction": "2+2?", "input": "now", "output": "4", "system": None, "history": []}
+    bare = {
+        "instruction": "2+2?",
+        "input": "now",
+        "output": "4",
+        "system": None,
+        "history": [],
+    }
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
-    rows = given_rows([row, bare], tokenizer, name="x", max_length=128, packing=False, shuffle=False)
+    rows = given_rows(
+        [row, bare], tokenizer, name="x", max_length=128, packing=False, shuffle=False
+    )
     texts = [tokenizer.decode(row["input_ids"]) for row in rows]
     assert texts[0].startswith(tokens_of(CHAT, PLAIN_TEMPLATE)[0])
     assert texts[1].startswith("<|user|>2+2?\n\nnow<|eos|><|assistant|>4<|eos|><|pad|>")
-    learned = [tokenizer.decode([token for token in row["labels"] if token != NO_LOSS]) for row in rows]
+    learned = [
+        tokenizer.decode([token for token in row["labels"] if token != NO_LOSS])
+        for row in rows
+    ]
     assert learned == ["4<|eos|>8<|eos|>", "4<|eos|>"]
 
 
 def test_history_that_is_no_pairs_or_stands_beside_messages_is_refused() -> None:
-    tokenizer, columns = make_tokenizer(PLAIN_TEMPLATE), {"prompt": "p", "response": "r", "history": "h"}
+    tokenizer, columns = (
+        make_tokenizer(PLAIN_TEMPLATE),
+        {"prompt": "p", "response": "r", "history": "h"},
+    )
     with pytest.raises(
-        BadExample, match="column 'h': a list of pairs of texts, prompt and response, is needed"
+        BadExample,
+        match="column 'h': a list of pairs of texts, prompt and response, is needed",
     ):
         tokenize_example({"p": "a", "r": "b", "h": ["a", "b"]}, columns, tokenizer)
-    with pytest.raises(BadExample, match="column 'h': goes with a prompt that is text, not with messages"):
-        tokenize_example({"p": CHAT[:2], "r": "b", "h": [["a", "b"]]}, columns, tokenizer)
+    with pytest.raises(
+        BadExample,
+        match="column 'h': goes with a prompt that is text, not with messages",
+    ):
+        tokenize_example(
+            {"p": CHAT[:2], "r": "b", "h": [["a", "b"]]}, columns, tokenizer
+        )
 
 
 def test_options_of_an_example_reach_its_chat_template() -> None:
@@ -549,16 +760,26 @@ def test_options_of_an_example_reach_its_chat_template() -> None:
     columns = {"prompt": "p", "response": "r", "chat_template_kwargs": "k"}
     chat = [CHAT[1], CHAT[2] | {"reasoning_content": "hm"}]
     template = tokenizer.chat_template
-    tokenizer.chat_template = template + "{% if enable_thinking is false %}/off{% endif %}"
+    tokenizer.chat_template = (
+        template + "{% if enable_thinking is false %}/off{% endif %}"
+    )
     for options in (
         {"enable_thinking": False},
         '{"enable_thinking": false}',
         {"enable_thinking": False, "x": None},
     ):
-        encoded = tokenize_example({"p": chat[:1], "r": chat[1:], "k": options}, columns, tokenizer)
-        reference = tokenizer.apply_chat_template(chat, tokenize=False, enable_thinking=False)
-        assert tokenizer.decode(encoded["input_ids"]) == reference and reference.endswith("/off")
-    plain = tokenize_example({"p": chat[:1], "r": chat[1:], "k": None}, columns, tokenizer)
+        encoded = tokenize_example(
+            {"p": chat[:1], "r": chat[1:], "k": options}, columns, tokenizer
+        )
+        reference = tokenizer.apply_chat_template(
+            chat, tokenize=False, enable_thinking=False
+        )
+        assert tokenizer.decode(
+            encoded["input_ids"]
+        ) == reference and reference.endswith("/off")
+    plain = tokenize_example(
+        {"p": chat[:1], "r": chat[1:], "k": None}, columns, tokenizer
+    )
     assert not tokenizer.decode(plain["input_ids"]).endswith("/off")
 
 
@@ -567,14 +788,19 @@ def test_options_of_an_example_reach_its_chat_template() -> None:
     [
         (
             {"enable_thinking": False},
-            "its chat template reads no 'enable_thinking'; take it out of chat_template_kwargs",
+            (
+                "its chat template reads no 'enable_thinking'; take it out of"
+                " chat_template_kwargs"
+            ),
         ),
         ({"tokenize": False}, "its chat template is given 'tokenize' by fcsd"),
         ({"chat_template": "x"}, "its chat template is given 'chat_template' by fcsd"),
         ([1], "options of the chat template are needed, name and value"),
     ],
 )
-def test_options_that_a_template_does_not_read_are_refused(options: Any, reason: str) -> None:
+def test_options_that_a_template_does_not_read_are_refused(
+    options: Any, reason: str
+) -> None:
     assert reason in refusal(CHAT, chat_template_kwargs=options)
 
 
@@ -586,35 +812,61 @@ def test_thoughts_reach_the_template_under_any_key_and_a_template_without_them_s
         assert "<think>\nlet me see\n</think>" in tokens_of(chat, stock("qwen3"))[1]
         assert "analysis<|message|>let me see" in tokens_of(chat, stock("gptoss"))[1]
         assert tokens_of(chat, PLAIN_TEMPLATE) == tokens_of(CHAT[1:3], PLAIN_TEMPLATE)
-    sentence = "the chat template writes no thoughts, which messages of the data have: they are not learned"
+    sentence = (
+        "the chat template writes no thoughts, which messages of the data have: they"
+        " are not learned"
+    )
     assert capsys.readouterr().err.count(sentence) == 1
 
 
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        *((name, "fcsd distils text only") for name in ("image", "images", "videos", "audios")),
-        *((name, "fcsd learns every answer and prefers none") for name in ("rejected", "kto_tag")),
-        *((name, "all tokens with loss count alike") for name in ("weight", "advantage")),
+        *(
+            (name, "fcsd distils text only")
+            for name in ("image", "images", "videos", "audios")
+        ),
+        *(
+            (name, "fcsd learns every answer and prefers none")
+            for name in ("rejected", "kto_tag")
+        ),
+        *(
+            (name, "all tokens with loss count alike")
+            for name in ("weight", "advantage")
+        ),
         *(
             (name, "it masks tokens, and is read beside 'input_ids'")
             for name in ("completion_mask", "labels")
         ),
-        ("system_prompt", "it sets the prompt; say `system: system_prompt` under `columns`"),
+        (
+            "system_prompt",
+            "it sets the prompt; say `system: system_prompt` under `columns`",
+        ),
         ("functions", "it is an old form of 'tools'"),
     ],
 )
-@pytest.mark.parametrize("kind", ["messages", "prompt and response", "prompt and completion", "recipe"])
+@pytest.mark.parametrize(
+    "kind", ["messages", "prompt and response", "prompt and completion", "recipe"]
+)
 def test_a_column_that_would_set_prompt_or_loss_and_is_not_read_is_refused_by_name(
     tmp_path: Path, kind: str, more: str, reason: str
 ) -> None:
-    plain = {"prompt": "a", kind.split()[-1]: "b"} if " " in kind else {"messages": CHAT}
+    plain = (
+        {"prompt": "a", kind.split()[-1]: "b"} if " " in kind else {"messages": CHAT}
+    )
     with pytest.raises(UserError) as caught:
         if kind == "recipe":
             path = write_jsonl(tmp_path / "rows.jsonl", [plain | {more: [1]}])
-            build_dataset([SourceConfig(path=path)], make_tokenizer(PLAIN_TEMPLATE), max_length=64)
+            build_dataset(
+                [SourceConfig(path=path)], make_tokenizer(PLAIN_TEMPLATE), max_length=64
+            )
         else:
-            given_rows([plain | {more: [1]}], make_tokenizer(PLAIN_TEMPLATE), name="x", max_length=64)
+            given_rows(
+                [plain | {more: [1]}],
+                make_tokenizer(PLAIN_TEMPLATE),
+                name="x",
+                max_length=64,
+            )
     error = str(caught.value)
     assert f": a column '{more}' beside " in error and f"is not read: {reason}" in error
     assert error.endswith("; remove the column to train without it")
@@ -633,20 +885,33 @@ def test_a_column_that_is_named_is_read_and_plain_metadata_are_not() -> None:
     example = {"messages": CHAT[1:], "system_prompt": "be brief"} | more
     columns = {"messages": "messages", "system": "system_prompt"}
     (row,) = given_rows([example], tokenizer, name="x", max_length=128, columns=columns)
-    assert tokenizer.decode(row["input_ids"]).startswith(tokens_of(CHAT, PLAIN_TEMPLATE)[0])
+    assert tokenizer.decode(row["input_ids"]).startswith(
+        tokens_of(CHAT, PLAIN_TEMPLATE)[0]
+    )
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     (row,) = given_rows(
-        [pair], tokenizer, name="x", max_length=32, columns={"prompt": "prompt", "response": "chosen"}
+        [pair],
+        tokenizer,
+        name="x",
+        max_length=32,
+        columns={"prompt": "prompt", "response": "chosen"},
     )
-    assert tokenizer.decode(row["input_ids"]).startswith("<|user|>a<|eos|><|assistant|>b<|eos|>")
+    assert tokenizer.decode(row["input_ids"]).startswith(
+        "<|user|>a<|eos|><|assistant|>b<|eos|>"
+    )
 
 
 @pytest.mark.parametrize("more", ["position_ids", "seq_lengths"])
-def test_tokens_that_are_packed_already_are_refused_where_they_would_see_each_other(more: str) -> None:
+def test_tokens_that_are_packed_already_are_refused_where_they_would_see_each_other(
+    more: str,
+) -> None:
     with pytest.raises(
-        UserError, match=f"a column '{more}' beside 'input_ids' is not read: the rows are packed"
+        UserError,
+        match=f"a column '{more}' beside 'input_ids' is not read: the rows are packed",
     ):
-        given_rows([IDS | {more: [0, 1, 0, 1, 2]}], make_tokenizer(), name="x", max_length=5)
+        given_rows(
+            [IDS | {more: [0, 1, 0, 1, 2]}], make_tokenizer(), name="x", max_length=5
+        )
 
 
 # ---- prompts and completions as TRL reads them
@@ -656,11 +921,23 @@ def test_tokens_that_are_packed_already_are_refused_where_they_would_see_each_ot
 def by_trl() -> Any:
     """Tokenizes examples as TRL's SFTTrainer does: token ids and labels."""
     trl = pytest.importorskip("trl")
-    values = {"dataset_num_proc": None, "dataset_text_field": "text", "assistant_only_loss": False}
-    values |= {"max_length": None, "truncation_mode": "keep_start", "shuffle_dataset": False}
+    values = {
+        "dataset_num_proc": None,
+        "dataset_text_field": "text",
+        "assistant_only_loss": False,
+    }
+    values |= {
+        "max_length": None,
+        "truncation_mode": "keep_start",
+        "shuffle_dataset": False,
+    }
 
-    def tokenized(examples: list[dict[str, Any]], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-        trainer = SimpleNamespace(_tokenizer=tokenizer, completion_only_loss=True, chat_template=None)
+    def tokenized(
+        examples: list[dict[str, Any]], tokenizer: Any
+    ) -> list[tuple[list[int], list[int]]]:
+        trainer = SimpleNamespace(
+            _tokenizer=tokenizer, completion_only_loss=True, chat_template=None
+        )
         prepared = trl.SFTTrainer._prepare_dataset(
             trainer,
             datasets.Dataset.from_list(examples),
@@ -675,12 +952,24 @@ def by_trl() -> Any:
     return tokenized
 
 
-def given(examples: list[dict[str, Any]], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    rows = given_rows(examples, tokenizer, name="x", max_length=64, packing=False, shuffle=False)
+def given(
+    examples: list[dict[str, Any]], tokenizer: Any
+) -> list[tuple[list[int], list[int]]]:
+    rows = given_rows(
+        examples, tokenizer, name="x", max_length=64, packing=False, shuffle=False
+    )
     pairs = []
     for index in range(len(rows)):
-        size = int(np.flatnonzero(rows[index]["input_ids"] != tokenizer.pad_token_id)[-1]) + 1
-        pairs.append((rows[index]["input_ids"][:size].tolist(), rows[index]["labels"][:size].tolist()))
+        size = (
+            int(np.flatnonzero(rows[index]["input_ids"] != tokenizer.pad_token_id)[-1])
+            + 1
+        )
+        pairs.append(
+            (
+                rows[index]["input_ids"][:size].tolist(),
+                rows[index]["labels"][:size].tolist(),
+            )
+        )
     return pairs
 
 
@@ -700,36 +989,71 @@ def test_prompts_and_completions_that_are_text_become_the_tokens_and_labels_of_t
     assert tokenizer.decode(given(examples, tokenizer)[0][0]) == "2+2=4<|eos|>"
 
 
-def test_a_token_across_the_end_of_the_prompt_is_the_completions_as_in_trl(by_trl: Any) -> None:
-    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "<|bos|>", "<|eos|>", "<|pad|>"]
-    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, [("a", "b")]))
+def test_a_token_across_the_end_of_the_prompt_is_the_completions_as_in_trl(
+    by_trl: Any,
+) -> None:
+    alphabet = [
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        "ab",
+        "<|bos|>",
+        "<|eos|>",
+        "<|pad|>",
+    ]
+    backend = Tokenizer(
+        models.BPE({token: index for index, token in enumerate(alphabet)}, [("a", "b")])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bos = alphabet.index("<|bos|>")
-    backend.post_processor = processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", bos)])
+    backend.post_processor = processors.TemplateProcessing(
+        "<|bos|> $A", special_tokens=[("<|bos|>", bos)]
+    )
     special = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-    examples = [{"prompt": "xa", "completion": "by"}, {"prompt": "", "completion": "ab"}]
+    examples = [
+        {"prompt": "xa", "completion": "by"},
+        {"prompt": "", "completion": "ab"},
+    ]
     pairs = given(examples, tokenizer)
     assert pairs == by_trl(examples, tokenizer)
-    assert tokenizer.convert_ids_to_tokens(pairs[0][0]) == ["<|bos|>", "x", "ab", "y", "<|eos|>"]
+    assert tokenizer.convert_ids_to_tokens(pairs[0][0]) == [
+        "<|bos|>",
+        "x",
+        "ab",
+        "y",
+        "<|eos|>",
+    ]
     assert pairs[0][1][:2] == [NO_LOSS, NO_LOSS] and NO_LOSS not in pairs[0][1][2:]
 
 
-def test_completions_that_are_conversations_become_the_tokens_and_labels_of_trl(by_trl: Any) -> None:
+def test_completions_that_are_conversations_become_the_tokens_and_labels_of_trl(
+    by_trl: Any,
+) -> None:
     tokenizer = make_tokenizer("{% if mood %}{{ mood }}{% endif %}" + PLAIN_TEMPLATE)
     examples = [
-        {"prompt": CHAT[:4], "completion": CHAT[4:], "chat_template_kwargs": {"mood": "mild"}},
-        {"prompt": CHAT[:2], "completion": CHAT[2:3], "chat_template_kwargs": {"mood": "wild"}},
+        {
+            "prompt": CHAT[:4],
+            "completion": CHAT[4:],
+            "chat_template_kwargs": {"mood": "mild"},
+        },
+        {
+            "prompt": CHAT[:2],
+            "completion": CHAT[2:3],
+            "chat_template_kwargs": {"mood": "wild"},
+        },
     ]
     assert given(examples, tokenizer) == by_trl(examples, tokenizer)
 
 
 def test_tokens_with_masks_get_the_labels_of_trl(by_trl: Any) -> None:
-    examples = [IDS | {"completion_mask": [0, 0, 1, 1, 1], "assistant_masks": [0, 1, 1, 0, 1]}]
+    examples = [
+        IDS | {"completion_mask": [0, 0, 1, 1, 1], "assistant_masks": [0, 1, 1, 0, 1]}
+    ]
     assert given(examples, make_tokenizer()) == by_trl(examples, make_tokenizer())
 
 
-def test_a_response_goes_through_the_chat_template_and_a_completion_does_not(tmp_path: Path) -> None:
+def test_a_response_goes_through_the_chat_template_and_a_completion_does_not(
+    tmp_path: Path,
+) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "2+2=", "completion": "4"}])
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
     texts = {}
@@ -738,8 +1062,12 @@ def test_a_response_goes_through_the_chat_template_and_a_completion_does_not(tmp
         {"prompt": "prompt", "response": "completion"},
         None,
     ):
-        (row,) = build_dataset([SourceConfig(path=path, columns=columns)], tokenizer, max_length=64)
-        texts[[*columns][-1] if columns else None] = tokenizer.decode(row["input_ids"]).replace("<|pad|>", "")
+        (row,) = build_dataset(
+            [SourceConfig(path=path, columns=columns)], tokenizer, max_length=64
+        )
+        texts[[*columns][-1] if columns else None] = tokenizer.decode(
+            row["input_ids"]
+        ).replace("<|pad|>", "")
     assert texts == {
         "completion": "2+2=4<|eos|>",
         "response": "<|user|>2+2=<|eos|><|assistant|>4<|eos|>",
@@ -750,13 +1078,19 @@ def test_a_response_goes_through_the_chat_template_and_a_completion_does_not(tmp
 @pytest.mark.parametrize(
     ("example", "reason"),
     [
-        ({"p": "a", "c": CHAT[2:3]}, "columns 'p' and 'c': both must be text or both lists of messages"),
+        (
+            {"p": "a", "c": CHAT[2:3]},
+            "columns 'p' and 'c': both must be text or both lists of messages",
+        ),
         ({"p": CHAT[:2], "c": "a"}, "column 'c': a list of messages"),
         (
             {"p": "a", "c": "b", "system": "be brief"},
             "column 'system': goes with messages, and not with a prompt",
         ),
-        ({"p": "a", "c": "b", "tools": [{"name": "x"}]}, "column 'tools': goes with messages"),
+        (
+            {"p": "a", "c": "b", "tools": [{"name": "x"}]},
+            "column 'tools': goes with messages",
+        ),
     ],
 )
 def test_a_completion_that_only_a_template_could_write_is_refused(
@@ -766,10 +1100,16 @@ def test_a_completion_that_only_a_template_could_write_is_refused(
     with pytest.raises(BadExample, match=reason):
         tokenize_example(example, columns, make_tokenizer(PLAIN_TEMPLATE))
     with pytest.raises(
-        UserError, match=r"a column 'history' beside .* is not read: it goes with 'prompt' and 'resp"
+        UserError,
+        match=(
+            r"a column 'history' beside .* is not read: it goes with 'prompt' and 'resp"
+        ),
     ):
         given_rows(
-            [{"prompt": "a", "completion": "b", "history": []}], make_tokenizer(), name="x", max_length=8
+            [{"prompt": "a", "completion": "b", "history": []}],
+            make_tokenizer(),
+            name="x",
+            max_length=8,
         )
 
 
@@ -783,8 +1123,19 @@ def test_test_items_are_looked_for_in_every_form_of_an_example() -> None:
         {"messages": CHAT[1:3], "system": words},
     ]
     for example in examples:
-        clean = json.loads(json.dumps(example).replace("three", "3").replace('"t"', '"u"'))
+        clean = json.loads(
+            json.dumps(example).replace("three", "3").replace('"t"', '"u"')
+        )
         record = BadRows()
-        options: dict[str, Any] = {"max_length": 256, "decontaminator": decontaminator, "bad_rows": record}
-        rows = given_rows([example, clean], make_tokenizer(PLAIN_TEMPLATE), name="x", **options)
-        assert len(rows) == 1 and record.summary() == {"num_examples": 1, "num_left_out": 0}
+        options: dict[str, Any] = {
+            "max_length": 256,
+            "decontaminator": decontaminator,
+            "bad_rows": record,
+        }
+        rows = given_rows(
+            [example, clean], make_tokenizer(PLAIN_TEMPLATE), name="x", **options
+        )
+        assert len(rows) == 1 and record.summary() == {
+            "num_examples": 1,
+            "num_left_out": 0,
+        }

@@ -1,4 +1,6 @@
-"""Data that a caller holds gives the rows of a recipe's file; what its columns mean is seen from their names."""
+"""Data that a caller holds gives the rows of a recipe's file; what its columns mean is
+seen from their names.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +18,10 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(300)
 CHATS = [
-    [{"role": "user", "content": f"{n} + 1"}, {"role": "assistant", "content": f"{n + 1} it is"}]
+    [
+        {"role": "user", "content": f"{n} + 1"},
+        {"role": "assistant", "content": f"{n + 1} it is"},
+    ]
     for n in range(30)
 ]
 TEXTS = [f"{n} and {n + 1}" for n in range(30)]
@@ -24,12 +29,20 @@ TEXTS = [f"{n} and {n + 1}" for n in range(30)]
 
 def rows_of(data: Any) -> list[dict[str, list[int]]]:
     return [
-        {name: list(map(int, row[name])) for name in ("input_ids", "position_ids", "labels")} for row in data
+        {
+            name: list(map(int, row[name]))
+            for name in ("input_ids", "position_ids", "labels")
+        }
+        for row in data
     ]
 
 
 def listed(rows: Any) -> list[Any]:
-    return [rows[index] for index in range(len(rows))] if hasattr(rows, "__len__") else list(rows)
+    return (
+        [rows[index] for index in range(len(rows))]
+        if hasattr(rows, "__len__")
+        else list(rows)
+    )
 
 
 def given(data: Any, **options: Any) -> list[dict[str, list[int]]]:
@@ -40,10 +53,18 @@ def given(data: Any, **options: Any) -> list[dict[str, list[int]]]:
 @pytest.mark.parametrize(
     ("examples", "columns"),
     [
-        ([{"messages": chat, "text": "not read"} for chat in CHATS], {"messages": "messages"}),
+        (
+            [{"messages": chat, "text": "not read"} for chat in CHATS],
+            {"messages": "messages"},
+        ),
         (
             [
-                {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}]}
+                {
+                    "conversations": [
+                        {"from": "human", "value": text},
+                        {"from": "gpt", "value": text},
+                    ]
+                }
                 for text in TEXTS
             ],
             {"messages": "conversations"},
@@ -57,7 +78,15 @@ def given(data: Any, **options: Any) -> list[dict[str, list[int]]]:
             {"prompt": "prompt", "input": "input", "response": "completion"},
         ),
         (
-            [{"instruction": text, "input": "more", "output": text, "text": "all of it"} for text in TEXTS],
+            [
+                {
+                    "instruction": text,
+                    "input": "more",
+                    "output": text,
+                    "text": "all of it",
+                }
+                for text in TEXTS
+            ],
             {"prompt": "instruction", "input": "input", "response": "output"},
         ),
         (
@@ -82,13 +111,18 @@ def test_rows_are_those_of_a_recipe_of_the_same_examples(
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(example) + "\n" for example in examples))
     source = SourceConfig(path=str(file), columns=columns)
-    expected = rows_of(listed(build_dataset([source], TOKENIZER, max_length=40, seed=3)))
+    expected = rows_of(
+        listed(build_dataset([source], TOKENIZER, max_length=40, seed=3))
+    )
     data = datasets.Dataset.from_list(examples)
     assert given(data) == given(data.to_iterable_dataset()) == expected
     assert given(examples) == expected
     assert given(data.with_format("torch")) == expected
     renamed = data.rename_columns({name: f"my_{name}" for name in columns.values()})
-    assert given(renamed, columns={key: f"my_{name}" for key, name in columns.items()}) == expected
+    assert (
+        given(renamed, columns={key: f"my_{name}" for key, name in columns.items()})
+        == expected
+    )
 
 
 def test_tokens_are_packed_as_they_are_with_loss_where_labels_say_so() -> None:
@@ -103,7 +137,12 @@ def test_tokens_are_packed_as_they_are_with_loss_where_labels_say_so() -> None:
     assert row["labels"] == [-100, -100, 7, 8, -100, 10, -100, -100]
     padded = [{"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}]
     (row,) = given(padded, max_length=4)
-    assert row["input_ids"] == [5, 6, pad, pad] and row["labels"] == [-100, 6, -100, -100]
+    assert row["input_ids"] == [5, 6, pad, pad] and row["labels"] == [
+        -100,
+        6,
+        -100,
+        -100,
+    ]
 
 
 def test_rows_that_are_packed_come_back_as_they_are() -> None:
@@ -113,10 +152,13 @@ def test_rows_that_are_packed_come_back_as_they_are() -> None:
         [{k: np.asarray(v) for k, v in rows[i].items()} for i in range(len(rows))]
     )
     assert given_rows(stored, TOKENIZER, name="x", max_length=16) is stored
-    streamed = given_rows(stored.to_iterable_dataset(), TOKENIZER, name="x", max_length=16, num_rows=2)
+    streamed = given_rows(
+        stored.to_iterable_dataset(), TOKENIZER, name="x", max_length=16, num_rows=2
+    )
     assert rows_of(streamed) == rows_of(stored)[:2]
     with pytest.raises(
-        UserError, match="its rows are packed already, with 16 tokens, and max_length is 32; set"
+        UserError,
+        match="its rows are packed already, with 16 tokens, and max_length is 32; set",
     ):
         given_rows(stored, TOKENIZER, name="x", max_length=32)
 
@@ -146,14 +188,22 @@ TEXTS_ROWS = [{"text": text} for text in TEXTS]
         (TEXTS_ROWS, {"columns": 3}, "columns: an int, 3; what a column means and its name are needed"),
     ],
 )  # fmt: skip
-def test_what_is_no_data_is_refused(data: Any, options: dict[str, Any], message: str) -> None:
+def test_what_is_no_data_is_refused(
+    data: Any, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         given(data, **options)
 
 
 def test_a_column_that_only_later_examples_have_is_not_left_out() -> None:
-    with pytest.raises(UserError, match="row 1: column 'labels': a list of token ids is needed, got None"):
-        given([{"input_ids": [5, 6]}, {"input_ids": [5, 6], "labels": [-100, 6]}], max_length=4)
+    with pytest.raises(
+        UserError,
+        match="row 1: column 'labels': a list of token ids is needed, got None",
+    ):
+        given(
+            [{"input_ids": [5, 6]}, {"input_ids": [5, 6], "labels": [-100, 6]}],
+            max_length=4,
+        )
 
 
 @pytest.mark.parametrize(
@@ -169,7 +219,9 @@ def test_a_column_that_only_later_examples_have_is_not_left_out() -> None:
         ([[5, 6], [7]], "token ids: a list of whole numbers is needed, got"),
     ],
 )  # fmt: skip
-def test_ids_that_the_model_does_not_know_are_named_with_their_example(ids: list[Any], message: str) -> None:
+def test_ids_that_the_model_does_not_know_are_named_with_their_example(
+    ids: list[Any], message: str
+) -> None:
     good = {"input_ids": [5, 299]}
     with pytest.raises(UserError, match=f"data set train_dataset, row 1: {message}"):
         given([{"input_ids": ids}], vocab_size=300)
@@ -177,7 +229,10 @@ def test_ids_that_the_model_does_not_know_are_named_with_their_example(ids: list
         examples = [good] * 20 + [{"input_ids": ids}]
         record = BadRows("skip")
         rows = given(examples, vocab_size=300, bad_rows=record, packing=False)
-        assert len(rows) == 20 and record.listed()[0]["where"] == "data set train_dataset, row 21"
+        assert (
+            len(rows) == 20
+            and record.listed()[0]["where"] == "data set train_dataset, row 21"
+        )
 
 
 def test_ids_of_rows_that_are_packed_are_checked_as_well() -> None:
@@ -186,7 +241,8 @@ def test_ids_of_rows_that_are_packed_are_checked_as_well() -> None:
         for token in (299, 300)
     ]
     with pytest.raises(
-        UserError, match="data set train_dataset, row 2: token id 300 at position 0 is not in"
+        UserError,
+        match="data set train_dataset, row 2: token id 300 at position 0 is not in",
     ):
         given(rows, max_length=4, vocab_size=300)
     assert len(given(rows, max_length=4, vocab_size=301)) == 2

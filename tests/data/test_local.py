@@ -1,4 +1,6 @@
-"""A local data set is read as it lies there now, not as a folder of the same name was read before."""
+"""A local data set is read as it lies there now, not as a folder of the same name was
+read before.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +14,10 @@ from fcsd.evaluation.code.problems import read_problems
 from fcsd.evaluation.config import LikelihoodTaskConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.tasks import load_task
 
-README = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path: test.jsonl\n---\n"
+README = (
+    "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path:"
+    " test.jsonl\n---\n"
+)
 
 
 def folder(root: Path, answer: int) -> Path:
@@ -29,12 +34,18 @@ def folder(root: Path, answer: int) -> Path:
     return place
 
 
-def test_two_folders_of_one_name_and_a_changed_folder_give_their_own_rows(tmp_path: Path) -> None:
+def test_two_folders_of_one_name_and_a_changed_folder_give_their_own_rows(
+    tmp_path: Path,
+) -> None:
     for root, answer in (("one", 0), ("two", 1), ("one", 1)):
         place = folder(tmp_path / root, answer)
         assert read_problems(place)[0].prompt == f"give {answer}"
         (row,) = load_source(
-            SourceConfig(path=str(place), split="test", columns={"prompt": "prompt", "response": "code"})
+            SourceConfig(
+                path=str(place),
+                split="test",
+                columns={"prompt": "prompt", "response": "code"},
+            )
         )
         assert row["prompt"] == f"give {answer}"
 
@@ -43,11 +54,16 @@ def test_lm_eval_tasks_read_what_lies_there_too(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks" / "mine"
     tasks.mkdir(parents=True)
     (tasks / "mine.yaml").write_text(
-        "task: mine\ndataset_path: someone/same-name\noutput_type: multiple_choice\ntest_split: test\n"
-        "doc_to_text: question\ndoc_to_choice: choices\ndoc_to_target: answer\nmetric_list: [{metric: acc}]\n"
+        "task: mine\ndataset_path: someone/same-name\noutput_type:"
+        " multiple_choice\ntest_split: test\ndoc_to_text: question\ndoc_to_choice:"
+        " choices\ndoc_to_target: answer\nmetric_list: [{metric: acc}]\n"
     )
     row = LikelihoodTaskConfig(
-        task="mine", kind="likelihood", metric="acc,none", dataset="someone/same-name", lm_eval_include="mine"
+        task="mine",
+        kind="likelihood",
+        metric="acc,none",
+        dataset="someone/same-name",
+        lm_eval_include="mine",
     )
     suite = SuiteConfig(name="s", tasks=[row], folder=str(tasks.parent))
     for root, answer in (("one", 0), ("two", 1)):
@@ -82,7 +98,9 @@ def test_every_file_that_may_be_read_identifies_a_folder_and_hidden_ones_do_not(
     assert (data_fingerprint(str(tmp_path)) != before) == counts
 
 
-def test_of_a_readme_the_settings_identify_a_folder_and_the_text_does_not(tmp_path: Path) -> None:
+def test_of_a_readme_the_settings_identify_a_folder_and_the_text_does_not(
+    tmp_path: Path,
+) -> None:
     place = folder(tmp_path, 1)
     before = data_fingerprint(str(place))
     (place / "README.md").write_text(README + "# Other words\n--- and a line\n")

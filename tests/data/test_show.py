@@ -23,12 +23,23 @@ TOKENIZER = tiny_tokenizer(300)
 def chat(question: str, *answers: str) -> dict[str, Any]:
     turns = [{"role": "user", "content": question}]
     for answer in answers:
-        turns += [{"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
+        turns += [
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "go on"},
+        ]
     return {"messages": turns[:-1]}
 
 
-def rows_of(examples: list[dict[str, Any]], tokenizer: Any = TOKENIZER, **options: Any) -> Any:
-    settings = {"name": "x", "max_length": 64, "shuffle": False, "num_proc": 1, **options}
+def rows_of(
+    examples: list[dict[str, Any]], tokenizer: Any = TOKENIZER, **options: Any
+) -> Any:
+    settings = {
+        "name": "x",
+        "max_length": 64,
+        "shuffle": False,
+        "num_proc": 1,
+        **options,
+    }
     return given_rows(datasets.Dataset.from_list(examples), tokenizer, **settings)
 
 
@@ -37,16 +48,32 @@ def test_examples_are_apart_special_tokens_are_there_padding_is_not_and_what_has
 ):
     rows = rows_of([chat("1 + 1", "2 it is"), chat("a", "b", "c")])
     head, first, one, second, two = row_lines(rows, 0, TOKENIZER)
-    assert re.fullmatch(r"row 1 of 1: 2 examples, (\d+) of 64 tokens, (\d+) with loss", head)
+    assert re.fullmatch(
+        r"row 1 of 1: 2 examples, (\d+) of 64 tokens, (\d+) with loss", head
+    )
     ids, labels = rows[0]["input_ids"], rows[0]["labels"]
     length = [*rows[0]["position_ids"]].index(0, 1)
-    assert first == f"-- example 1 of 2: {length} tokens, {(labels[:length] != -100).sum()} with loss"
-    assert second.startswith("-- example 2 of 2: ") and f" {(labels != -100).sum()} with loss" in head
-    for text, begin, end in ((one, 0, length), (two, length, int(head.split(", ")[1].split()[0]))):
-        assert text.replace("[[", "").replace("]]", "") == TOKENIZER.decode(ids[begin:end])
+    assert (
+        first
+        == f"-- example 1 of 2: {length} tokens, {(labels[:length] != -100).sum()} with"
+        " loss"
+    )
+    assert (
+        second.startswith("-- example 2 of 2: ")
+        and f" {(labels != -100).sum()} with loss" in head
+    )
+    for text, begin, end in (
+        (one, 0, length),
+        (two, length, int(head.split(", ")[1].split()[0])),
+    ):
+        assert text.replace("[[", "").replace("]]", "") == TOKENIZER.decode(
+            ids[begin:end]
+        )
     assert TOKENIZER.bos_token in one and TOKENIZER.pad_token not in one + two
     assert re.findall(r"\[\[(.*?)\]\]", one) == ["2 it is" + TOKENIZER.eos_token]
-    assert re.findall(r"\[\[(.*?)\]\]", two) == [f"{answer}{TOKENIZER.eos_token}" for answer in "bc"]
+    assert re.findall(r"\[\[(.*?)\]\]", two) == [
+        f"{answer}{TOKENIZER.eos_token}" for answer in "bc"
+    ]
 
 
 def test_an_example_that_is_cut_says_how_long_it_was() -> None:
@@ -56,16 +83,25 @@ def test_an_example_that_is_cut_says_how_long_it_was() -> None:
 
 
 def test_the_first_token_of_an_example_is_not_marked_as_nothing_predicts_it() -> None:
-    (_, head, text) = row_lines(rows_of([{"text": "a b"}]), 0, TOKENIZER)
+    _, head, text = row_lines(rows_of([{"text": "a b"}]), 0, TOKENIZER)
     first, *others = TOKENIZER.convert_ids_to_tokens(TOKENIZER("a b")["input_ids"])
     assert text.startswith(f"{first}[[") and f"{len(others) + 1} with loss" in head
 
 
 def spaced_tokenizer() -> Any:
-    """Return a tokenizer of words whose decoder leaves out the space at the beginning, as Llama 2's."""
-    words = ["<unk>", "<s>", "</s>", *(f"▁{word}" for word in ("one", "two", "three", "four"))]
+    """Return a tokenizer of words whose decoder leaves out the space at the beginning,
+    as Llama 2's.
+    """
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"▁{word}" for word in ("one", "two", "three", "four")),
+    ]
     tokenizer = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+        models.WordLevel(
+            {word: index for index, word in enumerate(words)}, unk_token="<unk>"
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -77,20 +113,26 @@ def spaced_tokenizer() -> Any:
 def test_spaces_between_tokens_with_and_without_loss_stay() -> None:
     tokenizer = spaced_tokenizer()
     ids = [1, 3, 4, 5, 6, 2]
-    rows = rows_of([{"input_ids": ids, "labels": [-100, -100, 4, 5, -100, 2]}], tokenizer)
+    rows = rows_of(
+        [{"input_ids": ids, "labels": [-100, -100, 4, 5, -100, 2]}], tokenizer
+    )
     *_, text = row_lines(rows, 0, tokenizer)
     assert text.replace("[[", "").replace("]]", "") == tokenizer.decode(ids)
     assert re.sub(r"\s", "", text) == "<s>one[[twothree]]four[[</s>]]"
     assert re.search(r"one ?\[\[ ?two three\]\] ?four", text)
 
 
-def test_rows_that_came_packed_and_unpacked_rows_are_shown_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_came_packed_and_unpacked_rows_are_shown_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rows = rows_of([chat("1 + 1", "2 it is"), chat("a", "b")], packing=False)
     packed = datasets.Dataset.from_list([dict(row) for row in rows])
     capsys.readouterr()
     print_rows(packed, TOKENIZER, 5)
     out = capsys.readouterr().out
-    assert out.count("row ") == 2 and "[[b<eos>]]" in out.replace(TOKENIZER.eos_token, "<eos>")
+    assert out.count("row ") == 2 and "[[b<eos>]]" in out.replace(
+        TOKENIZER.eos_token, "<eos>"
+    )
     print_rows(rows, TOKENIZER, 5)
     assert capsys.readouterr().out == out
 
@@ -124,7 +166,9 @@ def test_tokenize_shows_rows_after_its_own_lines_also_when_the_tokens_are_there(
     for _ in range(2):
         assert main(["tokenize", recipe, "--show", "2"]) == 0
         first, *shown = capsys.readouterr().out.splitlines()
-        assert first == line and [text[:6] for text in shown if text.startswith("row ")] == [
+        assert first == line and [
+            text[:6] for text in shown if text.startswith("row ")
+        ] == [
             "row 1 ",
             "row 2 ",
         ]

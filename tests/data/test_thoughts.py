@@ -1,4 +1,6 @@
-"""Thoughts and answers of every family's markers, written by hand after the families' own templates."""
+"""Thoughts and answers of every family's markers, written by hand after the families'
+own templates.
+"""
 
 from typing import Any
 
@@ -9,11 +11,16 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.data.test_examples import stock
 
 HARMONY = (
-    "<|channel|>analysis<|message|>User greets.\n\nQuestion: what now?<|end|><|start|>assistant"
-    "<|channel|>final<|message|>Hello!<|return|>"
+    "<|channel|>analysis<|message|>User greets.\n\nQuestion: what"
+    " now?<|end|><|start|>assistant<|channel|>final<|message|>Hello!<|return|>"
 )
-SEED = "{% set think_end_token = '</seed:think>' %}{{ messages[0].content }}<seed:think>"
-MISTRAL = "[SYSTEM_PROMPT]Think first: [THINK]draft[/THINK]answer[/SYSTEM_PROMPT]{{ messages[0].content }}"
+SEED = (
+    "{% set think_end_token = '</seed:think>' %}{{ messages[0].content }}<seed:think>"
+)
+MISTRAL = (
+    "[SYSTEM_PROMPT]Think first: [THINK]draft[/THINK]answer[/SYSTEM_PROMPT]{{"
+    " messages[0].content }}"
+)
 GEMMA = "{{ '<|channel>thought\n<channel|>' }}{{ messages[0].content }}"
 HUNYUAN = "<think> </think> <answer> </answer>{{ messages[0].content }}"
 COHERE = "<|START_THINKING|> <|END_THINKING|><|START_RESPONSE|> <|END_RESPONSE|>"
@@ -48,13 +55,17 @@ def tokenizer_with(template: str, *special: str) -> Any:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     tokenizer.chat_template = (
-        template if "{" in template or "<" in template or "◁" in template else stock(template)
+        template
+        if "{" in template or "<" in template or "◁" in template
+        else stock(template)
     )
     return tokenizer
 
 
 @pytest.mark.parametrize("name", SPOKEN)
-def test_the_answer_follows_the_familys_markers_and_thoughts_without_an_end_are_none(name: str) -> None:
+def test_the_answer_follows_the_familys_markers_and_thoughts_without_an_end_are_none(
+    name: str,
+) -> None:
     template, text, endless = SPOKEN[name]
     thoughts = Thoughts(tokenizer_with(template))
     assert thoughts.answer(text) == "Hello!"
@@ -64,7 +75,9 @@ def test_the_answer_follows_the_familys_markers_and_thoughts_without_an_end_are_
 
 
 @pytest.mark.parametrize("name", SPOKEN)
-def test_a_stream_shows_the_answer_alone_however_the_text_is_cut_into_pieces(name: str) -> None:
+def test_a_stream_shows_the_answer_alone_however_the_text_is_cut_into_pieces(
+    name: str,
+) -> None:
     template, text, endless = SPOKEN[name]
     thoughts = Thoughts(tokenizer_with(template))
     for size in (1, 3, 7, len(text)):
@@ -75,16 +88,23 @@ def test_a_stream_shows_the_answer_alone_however_the_text_is_cut_into_pieces(nam
 
 def test_an_answer_is_shown_while_it_is_written() -> None:
     thoughts = Thoughts(tokenizer_with("qwen3"))
-    stream = thoughts.streamed(iter(["<think>a", "</thi", "nk>\n\nHel", "lo ", "you"]), "")
+    stream = thoughts.streamed(
+        iter(["<think>a", "</thi", "nk>\n\nHel", "lo ", "you"]), ""
+    )
     assert list(stream) == ["Hel", "lo", " you"]
 
 
-def test_thoughts_that_the_prompt_has_opened_are_thoughts_without_a_marker_of_their_own() -> None:
+def test_thoughts_that_the_prompt_has_opened_are_thoughts_without_a_marker_of_their_own() -> (
+    None
+):
     thoughts = Thoughts(tokenizer_with("deepseek_r1_distill"))
     prompt = "<｜User｜>Hi<｜Assistant｜><think>\n"
     assert thoughts.answer("User greets.\n\nSo: hello", prompt) == ""
     assert thoughts.answer("User greets.</think>\n\nHello!", prompt) == "Hello!"
-    assert thoughts.answer("Hello!", "<|im_start|>assistant\n<think>\n\n</think>\n\n") == "Hello!"
+    assert (
+        thoughts.answer("Hello!", "<|im_start|>assistant\n<think>\n\n</think>\n\n")
+        == "Hello!"
+    )
 
 
 def test_a_marker_inside_a_line_of_the_answer_opens_no_thoughts() -> None:
@@ -95,20 +115,30 @@ def test_a_marker_inside_a_line_of_the_answer_opens_no_thoughts() -> None:
 
 
 def test_markers_that_are_special_tokens_outlive_decoding_and_others_do_not() -> None:
-    """Reference: the same text, tokenized by a tokenizer of which none of the markers is special."""
+    """Reference: the same text, tokenized by a tokenizer of which none of the markers
+    is special.
+    """
     marks = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>")
     tokenizer = tokenizer_with("gptoss", *marks, "<|other|>")
     thoughts = Thoughts(tokenizer)
-    tokens = tokenizer(HARMONY.replace("Hello", "Hel<|other|>lo"), add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(tokens, skip_special_tokens=True).endswith("assistantfinalHello!")
+    tokens = tokenizer(
+        HARMONY.replace("Hello", "Hel<|other|>lo"), add_special_tokens=False
+    )["input_ids"]
+    assert tokenizer.decode(tokens, skip_special_tokens=True).endswith(
+        "assistantfinalHello!"
+    )
     assert thoughts.decode(tokens) == HARMONY
     assert thoughts.without_special(HARMONY + "<|other|>") == HARMONY
     plain = Thoughts(tokenizer_with("qwen3", "<|other|>"))
-    assert plain.decode(tokenizer.encode("a<|other|>b", add_special_tokens=False)) == "ab"
+    assert (
+        plain.decode(tokenizer.encode("a<|other|>b", add_special_tokens=False)) == "ab"
+    )
 
 
 def test_a_tokenizer_whose_template_names_no_marker_is_known_by_its_tokens() -> None:
-    thoughts = Thoughts(tokenizer_with("{{ messages[0].content }}", "[THINK]", "[/THINK]"))
+    thoughts = Thoughts(
+        tokenizer_with("{{ messages[0].content }}", "[THINK]", "[/THINK]")
+    )
     assert thoughts.answer("[THINK]a[/THINK]b") == "b"
 
 

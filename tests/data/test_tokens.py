@@ -1,4 +1,6 @@
-"""Tokens on disk: every source is read once, a kill costs a shard, and the order is that of `datasets`."""
+"""Tokens on disk: every source is read once, a kill costs a shard, and the order is
+that of `datasets`.
+"""
 
 import itertools
 import json
@@ -51,7 +53,10 @@ def folder(path: Path, *lengths: int) -> str:
     """Return files of so many short texts, each different."""
     path.mkdir()
     for file, length in enumerate(lengths):
-        lines = [json.dumps({"text": f"{path.name} {file} {row}"}) + "\n" for row in range(length)]
+        lines = [
+            json.dumps({"text": f"{path.name} {file} {row}"}) + "\n"
+            for row in range(length)
+        ]
         (path / f"{file:02}.jsonl").write_text("".join(lines))
     return str(path)
 
@@ -71,7 +76,9 @@ def texts(built: Any) -> list[str]:
 
 def files(root: Path) -> dict[str, bytes]:
     return {
-        str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
     }
 
 
@@ -80,17 +87,34 @@ def files(root: Path) -> dict[str, bytes]:
 def test_the_order_is_that_in_which_datasets_shuffles_and_mixes(
     tmp_path: Path, weights: list[float], shuffle: bool
 ) -> None:
-    parts = [source(folder(tmp_path / f"s{n}", 40 + n, 7), weight=each) for n, each in enumerate(weights)]
+    parts = [
+        source(folder(tmp_path / f"s{n}", 40 + n, 7), weight=each)
+        for n, each in enumerate(weights)
+    ]
     expected = []
     for part in parts:
-        lines = [line for file in sorted(Path(part.path).iterdir()) for line in file.read_text().splitlines()]
+        lines = [
+            line
+            for file in sorted(Path(part.path).iterdir())
+            for line in file.read_text().splitlines()
+        ]
         plain = datasets.Dataset.from_list([json.loads(line) for line in lines])
         expected.append(plain.shuffle(seed=5) if shuffle else plain)
     mixed = expected[0]
     if len(parts) > 1:
         shares = [each / sum(weights) for each in weights]
-        mixed = datasets.interleave_datasets(expected, shares, seed=5, stopping_strategy="all_exhausted")
-    built = build_dataset(parts, TOKENIZER, max_length=32, packing=False, seed=5, shuffle=shuffle, num_proc=1)
+        mixed = datasets.interleave_datasets(
+            expected, shares, seed=5, stopping_strategy="all_exhausted"
+        )
+    built = build_dataset(
+        parts,
+        TOKENIZER,
+        max_length=32,
+        packing=False,
+        seed=5,
+        shuffle=shuffle,
+        num_proc=1,
+    )
     assert texts(built) == mixed["text"]
 
 
@@ -98,28 +122,49 @@ def test_the_order_is_that_in_which_datasets_shuffles_and_mixes(
 def mixed(tmp_path: Path) -> Iterator[Any]:
     """Makes a mixture in which test items and bad rows come up; its records are new every time."""
     path = tmp_path / "b"
-    parts = [source(folder(tmp_path / "a", 41, 53, 12), weight=2.0), source(folder(path, 20))]
+    parts = [
+        source(folder(tmp_path / "a", 41, 53, 12), weight=2.0),
+        source(folder(path, 20)),
+    ]
     lines: list[dict[str, Any]] = [{"text": f"b 0 {row}"} for row in range(20)]
     lines[3] = {"text": None}
     lines[8] = {"text": "one two three four five six seven eight"}
     (path / "00.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    index = ItemIndex([Item("task", "1", ("One two three four five six seven eight.",))])
+    index = ItemIndex(
+        [Item("task", "1", ("One two three four five six seven eight.",))]
+    )
 
     def make(place: Path | None = None, num_proc: int = 1) -> tuple[Any, Any]:
         decontaminator, bad = Decontaminator(index), BadRows("skip")
-        options: dict[str, Any] = {"max_length": 32, "decontaminator": decontaminator, "bad_rows": bad}
+        options: dict[str, Any] = {
+            "max_length": 32,
+            "decontaminator": decontaminator,
+            "bad_rows": bad,
+        }
         if place is not None:
             options["place"] = (place, ["a", "b"])
         built = build_dataset(parts, TOKENIZER, num_proc=num_proc, **options)
-        return built, (decontaminator.summary(), bad.summary(), bad.listed(), built.record)
+        return built, (
+            decontaminator.summary(),
+            bad.summary(),
+            bad.listed(),
+            built.record,
+        )
 
     yield make
 
 
-def test_worker_processes_change_neither_files_nor_records_and_end(mixed: Any, tmp_path: Path) -> None:
-    alone, helped = (mixed(tmp_path / f"tokens{number}", number)[1] for number in (1, 3))
+def test_worker_processes_change_neither_files_nor_records_and_end(
+    mixed: Any, tmp_path: Path
+) -> None:
+    alone, helped = (
+        mixed(tmp_path / f"tokens{number}", number)[1] for number in (1, 3)
+    )
     assert alone == helped
-    assert alone[0]["num_left_out"] == 1 and alone[1] == {"num_examples": 125, "num_left_out": 1}
+    assert alone[0]["num_left_out"] == 1 and alone[1] == {
+        "num_examples": 125,
+        "num_left_out": 1,
+    }
     assert files(tmp_path / "tokens1") == files(tmp_path / "tokens3")
     assert multiprocessing.active_children() == []
 
@@ -155,8 +200,13 @@ def test_kills_at_random_moments_leave_the_same_bytes(
     assert files(tmp_path / "killed") == files(tmp_path / "whole")  # hidden ones, too
 
 
-def test_a_killed_writer_of_tokens_leaves_one_file_which_the_next_one_removes(tmp_path: Path) -> None:
-    file, arrays = tmp_path / "tokens" / "0.safetensors", {"ids": np.arange(4, dtype=np.int32)}
+def test_a_killed_writer_of_tokens_leaves_one_file_which_the_next_one_removes(
+    tmp_path: Path,
+) -> None:
+    file, arrays = (
+        tmp_path / "tokens" / "0.safetensors",
+        {"ids": np.arange(4, dtype=np.int32)},
+    )
     file.parent.mkdir()
 
     def killed() -> int:
@@ -173,7 +223,9 @@ def test_a_killed_writer_of_tokens_leaves_one_file_which_the_next_one_removes(tm
     finally:
         os.umask(before)
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    assert oct(file.stat().st_mode)[-3:] == "640" and shards.Shard(file).record == {"a": 1}
+    assert oct(file.stat().st_mode)[-3:] == "640" and shards.Shard(file).record == {
+        "a": 1
+    }
     assert shards.Shard(file).array("ids").tolist() == [0, 1, 2, 3]
 
 
@@ -207,7 +259,12 @@ def test_what_was_written_before_a_kill_is_not_tokenized_again(
 @pytest.mark.parametrize("name", ["a/00003", "a/00000", "b/00001", "rows-", "a/0"])
 @pytest.mark.parametrize("with_rows", [True, False])
 def test_tokens_that_are_cut_or_gone_are_made_anew(
-    mixed: Any, tmp_path: Path, damage: str, name: str, with_rows: bool, capsys: pytest.CaptureFixture[str]
+    mixed: Any,
+    tmp_path: Path,
+    damage: str,
+    name: str,
+    with_rows: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     place = tmp_path / "tokens"
     built, record = mixed(place)
@@ -215,20 +272,27 @@ def test_tokens_that_are_cut_or_gone_are_made_anew(
     if not with_rows:
         next(place.glob("rows-*")).unlink()
     for file in place.glob(f"{name}*.safetensors"):
-        file.unlink() if damage == "gone" else os.truncate(file, file.stat().st_size // 2)
+        file.unlink() if damage == "gone" else os.truncate(
+            file, file.stat().st_size // 2
+        )
     again, new_record = mixed(place)
-    assert files(place) == before and texts(again) == texts(built) and new_record == record
+    assert (
+        files(place) == before and texts(again) == texts(built) and new_record == record
+    )
     assert ("is damaged, and is written again" in capsys.readouterr().err) == (
         damage == "cut" and (with_rows or name != "rows-")
     )
 
 
-def test_tokens_that_vanish_under_a_training_are_one_line(mixed: Any, tmp_path: Path) -> None:
+def test_tokens_that_vanish_under_a_training_are_one_line(
+    mixed: Any, tmp_path: Path
+) -> None:
     built, _ = mixed(tmp_path / "tokens")
     shard = next((tmp_path / "tokens" / "a").glob("*.safetensors"))
     shard.unlink()
     with pytest.raises(
-        UserError, match=r"a/0.*\.safetensors: is damaged or gone .*run the same command again"
+        UserError,
+        match=r"a/0.*\.safetensors: is damaged or gone .*run the same command again",
     ):
         texts(built)
 
@@ -245,7 +309,9 @@ def test_what_a_kill_in_the_middle_of_a_shard_leaves_is_swept_when_it_is_written
         finally:
             os._exit(0)
     while not any(file.stat().st_size > 1 << 20 for file in path.parent.iterdir()):
-        assert os.waitpid(child, os.WNOHANG)[0] == 0, "was written before it could be killed"
+        assert os.waitpid(child, os.WNOHANG)[0] == 0, (
+            "was written before it could be killed"
+        )
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert not path.exists()
@@ -262,8 +328,14 @@ def test_data_that_never_end_are_refused(tmp_path: Path, place: str) -> None:
     else:
         os.mkfifo(path)
     given = path.parent if place == "in a folder" else path
-    for read in (lambda path: build_dataset([source(path)], TOKENIZER, max_length=8), data_fingerprint):
-        with pytest.raises(UserError, match=r"0\.jsonl: is a (named pipe|device), a regular file is needed"):
+    for read in (
+        lambda path: build_dataset([source(path)], TOKENIZER, max_length=8),
+        data_fingerprint,
+    ):
+        with pytest.raises(
+            UserError,
+            match=r"0\.jsonl: is a (named pipe|device), a regular file is needed",
+        ):
             read(str(given))
 
 
@@ -308,10 +380,15 @@ def test_a_wrong_number_of_shards_is_noticed(mixed: Any, tmp_path: Path) -> None
     (tmp_path / "tokens/a/end.json").write_text('{"shards": 1}')
     for path in (tmp_path / "tokens").glob("rows-*"):
         path.unlink()
-    assert texts(mixed(tmp_path / "tokens")[0]) == said and files(tmp_path / "tokens") == before
+    assert (
+        texts(mixed(tmp_path / "tokens")[0]) == said
+        and files(tmp_path / "tokens") == before
+    )
 
 
-def test_tokenizers_that_differ_in_anything_but_their_vocabulary_share_no_tokens(bench: Bench) -> None:
+def test_tokenizers_that_differ_in_anything_but_their_vocabulary_share_no_tokens(
+    bench: Bench,
+) -> None:
     from tokenizers import normalizers
 
     run = Run(load_recipe(bench.recipe("r")), join_launch())
@@ -320,7 +397,10 @@ def test_tokenizers_that_differ_in_anything_but_their_vocabulary_share_no_tokens
     before = folder_names(run.recipe.data, tokenizer, None, inputs)
     tokenizer("a", padding="max_length", truncation=True, max_length=7)
     assert folder_names(run.recipe.data, tokenizer, None, inputs) == before
-    assert folder_names(run.recipe.data, load_tokenizer(bench.base), None, inputs) == before
+    assert (
+        folder_names(run.recipe.data, load_tokenizer(bench.base), None, inputs)
+        == before
+    )
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     assert folder_names(run.recipe.data, tokenizer, None, inputs) != before
 
@@ -332,21 +412,38 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("large")
-def test_of_a_large_source_as_much_is_written_as_a_training_needs(tmp_path: Path) -> None:
-    parts = [source(folder(tmp_path / "a", 90, 90, 90), weight=3.0), source(folder(tmp_path / "b", 200))]
+def test_of_a_large_source_as_much_is_written_as_a_training_needs(
+    tmp_path: Path,
+) -> None:
+    parts = [
+        source(folder(tmp_path / "a", 90, 90, 90), weight=3.0),
+        source(folder(tmp_path / "b", 200)),
+    ]
     place = tmp_path / "tokens", ["a", "b"]
-    options: dict[str, Any] = {"max_length": 32, "packing": False, "place": place, "num_proc": 1}
+    options: dict[str, Any] = {
+        "max_length": 32,
+        "packing": False,
+        "place": place,
+        "num_proc": 1,
+    }
     built = build_dataset(parts, TOKENIZER, num_rows=40, **options)
     assert len(built) == 40
     said = texts(built)
     assert len({*said}) == 40 and 24 <= sum(text.startswith("a") for text in said) <= 36
     number = {name: len([*(place[0] / name).iterdir()]) for name in ("a", "b")}
-    assert 5 <= number["a"] <= 9 and 2 <= number["b"] <= 4 and not [*place[0].rglob("end.json")]
-    before = {path: path.stat().st_mtime_ns for path in place[0].rglob("0*.safetensors")}
+    assert (
+        5 <= number["a"] <= 9
+        and 2 <= number["b"] <= 4
+        and not [*place[0].rglob("end.json")]
+    )
+    before = {
+        path: path.stat().st_mtime_ns for path in place[0].rglob("0*.safetensors")
+    }
     more = build_dataset(parts, TOKENIZER, num_rows=300, **options)
     assert len(more) == 300 and len({*texts(more)}) >= 280
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-    # More than there is: all of it, the shorter source again and again, as of sources that are taken whole.
+    # More than there is: all of it, the shorter source again and again, as of sources
+    # that are taken whole.
     everything = build_dataset(parts, TOKENIZER, num_rows=10_000, **options)
     every = [f"a {file} {row}" for file in range(3) for row in range(90)]
     assert {*texts(everything)} == {*every, *(f"b 0 {row}" for row in range(200))}
@@ -363,20 +460,34 @@ def test_a_stream_without_an_end_is_read_as_far_as_it_is_needed() -> None:
 
     stream = datasets.IterableDataset.from_generator(forever)
     built = given_rows(
-        stream, TOKENIZER, name="train_dataset", max_length=16, packing=False, num_rows=50, num_proc=1
+        stream,
+        TOKENIZER,
+        name="train_dataset",
+        max_length=16,
+        packing=False,
+        num_rows=50,
+        num_proc=1,
     )
-    assert len(built) == 50 and {*texts(built)} <= {f"row {number}" for number in range(54)}
+    assert len(built) == 50 and {*texts(built)} <= {
+        f"row {number}" for number in range(54)
+    }
     assert given < 70
 
 
 def test_a_data_set_that_shuffles_by_itself_gives_all_its_rows() -> None:
-    stream = datasets.Dataset.from_dict({"text": [f"row {row}" for row in range(60)]}).to_iterable_dataset()
+    stream = datasets.Dataset.from_dict(
+        {"text": [f"row {row}" for row in range(60)]}
+    ).to_iterable_dataset()
     shuffled = stream.shuffle(seed=3, buffer_size=9)
-    built = given_rows(shuffled, TOKENIZER, name="train_dataset", max_length=16, packing=False)
+    built = given_rows(
+        shuffled, TOKENIZER, name="train_dataset", max_length=16, packing=False
+    )
     assert sorted(texts(built)) == sorted(f"row {row}" for row in range(60))
 
 
-def test_tokens_are_shared_by_what_the_trainings_of_a_recipe_differ_in(bench: Bench, capsys: Any) -> None:
+def test_tokens_are_shared_by_what_the_trainings_of_a_recipe_differ_in(
+    bench: Bench, capsys: Any
+) -> None:
     variants = {
         "sft": {"objective.name": "sft"},
         "long": {"data.max_length": 64, "train.batch_size_tokens": 256},
@@ -392,12 +503,15 @@ def test_tokens_are_shared_by_what_the_trainings_of_a_recipe_differ_in(bench: Be
     ]
     tokens = bench.folder / "r" / "tokens"
     assert f"60 rows of 32 tokens, in {tokens}" in lines[0]
-    assert len([path for path in tokens.iterdir() if path.is_dir()]) == 2  # what is said, and all
+    # what is said, and all
+    assert len([path for path in tokens.iterdir() if path.is_dir()]) == 2
     before = files(tokens)
     assert main(["distill", *command]) == 0
     assert main(["distill", *command, "--variant", "long"]) == 0
     assert files(tokens) == before
-    bench.rows.write_text(bench.rows.read_text() + bench.rows.read_text().splitlines()[0] + "\n")
+    bench.rows.write_text(
+        bench.rows.read_text() + bench.rows.read_text().splitlines()[0] + "\n"
+    )
     assert main(["tokenize", *command]) == 0
     assert len([path for path in tokens.iterdir() if path.is_dir()]) == 4
 
@@ -405,7 +519,8 @@ def test_tokens_are_shared_by_what_the_trainings_of_a_recipe_differ_in(bench: Be
 def _rows_of_a_rank(rank: int, path: str) -> list[list[int]]:
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
+    # the parent may have run alone before
+    AcceleratorState._reset_state(reset_partial_state=True)
     return _rows_of(path)
 
 
@@ -420,7 +535,9 @@ def test_two_ranks_and_one_read_the_same_rows(bench: Bench) -> None:
     assert one == other == _rows_of(str(bench.recipe("one"))) and len(one) == 60
 
 
-def test_a_worker_that_is_killed_is_an_error_and_an_error_in_one_reaches_the_user() -> None:
+def test_a_worker_that_is_killed_is_an_error_and_an_error_in_one_reaches_the_user() -> (
+    None
+):
     def work(piece: int) -> int:
         if piece == 3:
             os._exit(9)
@@ -443,7 +560,8 @@ def _peak_mb(call: Callable[[], Any]) -> float:
         try:
             call()
             most = [
-                resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+                resource.getrusage(who).ru_maxrss
+                for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
             ]
             os.write(writer, str(max(most)).encode())
         finally:
@@ -455,8 +573,12 @@ def _peak_mb(call: Callable[[], Any]) -> float:
     return int(text) / 1024
 
 
-def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of two million tokens, and all of them; in memory they would take 12 bytes each, 22 MB more."""
+def test_memory_does_not_grow_with_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of two million tokens, and all of them; in memory they would take 12
+    bytes each, 22 MB more.
+    """
     monkeypatch.setattr(reading, "PIECE_EXAMPLES", 256)
     monkeypatch.setattr(reading, "_BLOCK", 256)
     line = json.dumps({"text": "abcd efgh " * 20}) + "\n"
@@ -467,7 +589,9 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.
 
     def build(name: str) -> Callable[[], Any]:
         part, place = source(str(tmp_path / f"{name}-data")), (tmp_path / name, ["a"])
-        return lambda: build_dataset([part], TOKENIZER, max_length=512, num_proc=1, place=place)
+        return lambda: build_dataset(
+            [part], TOKENIZER, max_length=512, num_proc=1, place=place
+        )
 
     few, many = _peak_mb(build("few")), _peak_mb(build("many"))
     written = rows.PackedRows(next((tmp_path / "many").glob("rows-*")))

@@ -19,11 +19,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_look_at_the_machine() -> Iterator[None]:
-    """lm-eval notes pip's list, compilers and drivers beside every evaluation: a second and a half each."""
+    """lm-eval notes pip's list, compilers and drivers beside every evaluation: a second
+    and a half each.
+    """
     from torch.utils import collect_env
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collect_env, "get_pretty_env_info", functools.cache(collect_env.get_pretty_env_info))
+        patch.setattr(
+            collect_env,
+            "get_pretty_env_info",
+            functools.cache(collect_env.get_pretty_env_info),
+        )
         yield
 
 

@@ -1,5 +1,6 @@
-"""A data root with a few invented rows for every benchmark of the shipped suites, in the schema and the layout of its
-repository on the Hub (research: the columns that lm-eval 0.4.13 reads)."""
+"""A data root with a few invented rows for every benchmark of the shipped suites, in
+the schema and the layout of its repository on the Hub (research: the columns that
+lm-eval 0.4.13 reads)."""
 
 import json
 from pathlib import Path
@@ -12,17 +13,23 @@ TRAIN = 26  # 25 shots, and one more
 
 
 def write_repository(folder: Path, configs: dict[str, dict[str, Rows]]) -> None:
-    """configs: configuration -> split -> rows, as jsonl files that the README's front matter names."""
+    """configs: configuration -> split -> rows, as jsonl files that the README's front
+    matter names.
+    """
     entries = []
     for config, splits in configs.items():
         files = []
         for split, rows in splits.items():
             path = folder / config / f"{split}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            path.write_text(
+                "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+            )
             files.append({"split": split, "path": f"{config}/{split}.jsonl"})
         entries.append({"config_name": config, "data_files": files})
-    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': entries})}---\n", encoding="utf-8")
+    (folder / "README.md").write_text(
+        f"---\n{yaml.safe_dump({'configs': entries})}---\n", encoding="utf-8"
+    )
 
 
 def mmlu_subjects() -> list[str]:
@@ -85,24 +92,34 @@ def assertion(out, exp, atol):
 
 
 def humaneval_row(i: int) -> dict[str, Any]:
-    """Return a row in EvalPlus's form; its number of base inputs is that of HumanEval's problem of the same number."""
+    """Return a row in EvalPlus's form; its number of base inputs is that of HumanEval's
+    problem of the same number.
+    """
     inputs = [[n, 1] for n in range(8)]
     return {
         "task_id": f"HumanEval/{i}",
         "prompt": f'def add{i}(a, b):\n    """ Return a plus b plus {i}. """\n',
         "canonical_solution": f"    return a + b + {i}\n",
         "entry_point": f"add{i}",
-        "test": f"{ASSERTION}\ndef check(candidate):\n    inputs = {inputs}\n"
-        f"    results = {[n + 1 + i for n in range(8)]}\n"
-        "    for i, (inp, exp) in enumerate(zip(inputs, results)):\n        assertion(candidate(*inp), exp, 0)\n",
+        "test": (
+            f"{ASSERTION}\ndef check(candidate):\n    inputs = {inputs}\n    results ="
+            f" {[n + 1 + i for n in range(8)]}\n    for i, (inp, exp) in"
+            " enumerate(zip(inputs, results)):\n        assertion(candidate(*inp),"
+            " exp, 0)\n"
+        ),
     }
 
 
 def mbpp_row(i: int) -> dict[str, Any]:
-    """Return a row in EvalPlus's form with three base inputs and one more; visible tests see the base inputs only."""
+    """Return a row in EvalPlus's form with three base inputs and one more; visible
+    tests see the base inputs only.
+    """
     inputs = [[1, 2], [3, 3], [0, 3], [-1, 5]]
     right = [a * b + i for a, b in inputs]
-    shown = [f"assert mul{i}({a}, {b}) == {r}" for (a, b), r in zip(inputs[:3], right, strict=False)]
+    shown = [
+        f"assert mul{i}({a}, {b}) == {r}"
+        for (a, b), r in zip(inputs[:3], right, strict=False)
+    ]
     return {
         "task_id": 1000 + i,
         "code": f"def mul{i}(a, b):\n    return a * b + {i}\n",
@@ -110,8 +127,10 @@ def mbpp_row(i: int) -> dict[str, Any]:
         "source_file": "none",
         "test_imports": [],
         "test_list": shown,
-        "test": f"{ASSERTION}\ninputs = {inputs}\nresults = {right}\n"
-        f"for i, (inp, exp) in enumerate(zip(inputs, results)):\n    assertion(mul{i}(*inp), exp, 0)\n",
+        "test": (
+            f"{ASSERTION}\ninputs = {inputs}\nresults = {right}\nfor i, (inp, exp) in"
+            f" enumerate(zip(inputs, results)):\n    assertion(mul{i}(*inp), exp, 0)\n"
+        ),
     }
 
 
@@ -119,7 +138,10 @@ def write_root(root: Path, count: int = 3) -> Path:
     """Return all data sets of the shipped suites, `count` graded rows each."""
 
     def splits(name: str, *graded: str, train: str = "train") -> dict[str, Rows]:
-        return {train: rows_of(name, TRAIN), **{split: rows_of(name, count) for split in graded}}
+        return {
+            train: rows_of(name, TRAIN),
+            **{split: rows_of(name, count) for split in graded},
+        }
 
     for name, config, graded in (
         ("baber/piqa", "default", "validation"),
@@ -130,7 +152,9 @@ def write_root(root: Path, count: int = 3) -> Path:
         ("openai/gsm8k", "main", "test"),
         ("allenai/sciq", "default", "test"),
     ):
-        write_repository(root / name, {config: splits(name, graded, *({"validation"} - {graded}))})
+        write_repository(
+            root / name, {config: splits(name, graded, *({"validation"} - {graded}))}
+        )
     arc = splits("allenai/ai2_arc", "test", "validation")
     write_repository(root / "allenai/ai2_arc", {"ARC-Easy": arc, "ARC-Challenge": arc})
     write_repository(root / "aps/super_glue", {"boolq": splits("boolq", "validation")})

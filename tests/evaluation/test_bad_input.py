@@ -1,4 +1,6 @@
-"""What a user gets wrong, through the command: one line that names the task and says what to do, and status 2."""
+"""What a user gets wrong, through the command: one line that names the task and says
+what to do, and status 2.
+"""
 
 import gzip
 import hashlib
@@ -22,7 +24,12 @@ from tests.reference.tiny import tiny_model
 from tests.support import few, start
 
 Files = dict[str, list[dict[str, Any]] | str | None]
-PIQA = {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"}
+PIQA = {
+    "task": "piqa",
+    "kind": "likelihood",
+    "metric": "acc_norm,none",
+    "dataset": "baber/piqa",
+}
 GSM8K = {
     "task": "gsm8k",
     "kind": "generation",
@@ -30,7 +37,12 @@ GSM8K = {
     "num_fewshot": 2,
     "dataset": "openai/gsm8k",
 }
-CODE = {"task": "mbpp_plus", "kind": "code", "dataset": "evalplus/mbppplus", "max_new_tokens": 4}
+CODE = {
+    "task": "mbpp_plus",
+    "kind": "code",
+    "dataset": "evalplus/mbppplus",
+    "max_new_tokens": 4,
+}
 SPLITS = {
     "baber/piqa": ("train", "validation"),
     "openai/gsm8k": ("train", "test"),
@@ -41,9 +53,9 @@ SPLITS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bad") / "model"
-    tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=200, num_hidden_layers=1).save_pretrained(
-        folder
-    )
+    tiny_model(
+        "qwen3_moe", vocab_size=512, max_position_embeddings=200, num_hidden_layers=1
+    ).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
@@ -52,14 +64,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(tmp_path: Path) -> Path:
     for dataset, splits in SPLITS.items():
         rows = {split: rows_of(dataset, 3) for split in splits}
-        write_repository(tmp_path / "root" / dataset, {"main" if "gsm8k" in dataset else "default": rows})
+        write_repository(
+            tmp_path / "root" / dataset,
+            {"main" if "gsm8k" in dataset else "default": rows},
+        )
     return tmp_path / "root"
 
 
 def words(model: Path, root: Path, *tasks: dict[str, Any], **options: Any) -> list[str]:
     suite = root.parent / "suite.yaml"
     suite.write_text(yaml.safe_dump({"name": "mine", "tasks": list(tasks)}))
-    given = {"suite": suite, "data-root": root, "output": root.parent / "out", "limit": 1} | options
+    given = {
+        "suite": suite,
+        "data-root": root,
+        "output": root.parent / "out",
+        "limit": 1,
+    } | options
     return [
         "evaluate",
         str(model),
@@ -67,7 +87,9 @@ def words(model: Path, root: Path, *tasks: dict[str, Any], **options: Any) -> li
     ]
 
 
-def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
+def error_of(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], status: int = 2
+) -> str:
     """Return what the command says when it fails: one line."""
     assert main(arguments) == status
     *_, line = capsys.readouterr().err.strip().splitlines()
@@ -75,7 +97,9 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], status: i
     return line.partition("error: ")[2]
 
 
-def changed(index: int | None, **values: Any) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+def changed(
+    index: int | None, **values: Any
+) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
     """Return values of one row, or of all; None takes the column away."""
 
     def change(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -89,7 +113,10 @@ def changed(index: int | None, **values: Any) -> Callable[[list[dict[str, Any]]]
     return change
 
 
-PIQA_FILE, CODE_FILE = "baber/piqa/default/validation.jsonl", "evalplus/mbppplus/default/test.jsonl"
+PIQA_FILE, CODE_FILE = (
+    "baber/piqa/default/validation.jsonl",
+    "evalplus/mbppplus/default/test.jsonl",
+)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +143,22 @@ def test_data_that_a_task_cannot_read_is_named_with_file_row_and_column(
     if rows is None:
         path.unlink()
     else:
-        path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text(
+            rows
+            if isinstance(rows, str)
+            else "".join(json.dumps(row) + "\n" for row in rows)
+        )
     expected = message.format(file=path, folder=path.parents[1])
     assert error_of(words(model, root, task), capsys).startswith(expected)
 
 
 @pytest.mark.parametrize(("task", "file"), [(PIQA, PIQA_FILE), (CODE, CODE_FILE)])
 def test_a_damaged_parquet_file_is_named_with_its_task(
-    task: dict[str, Any], file: str, model: Path, root: Path, capsys: pytest.CaptureFixture[str]
+    task: dict[str, Any],
+    file: str,
+    model: Path,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = (root / file).with_suffix(".parquet")
     rows = [json.loads(line) for line in (root / file).read_text().splitlines()]
@@ -134,7 +169,9 @@ def test_a_damaged_parquet_file_is_named_with_its_task(
     whole = path.read_bytes()
     path.write_bytes(whole[:40] + bytes(60) + whole[100:])  # its footer is whole
     line = error_of(words(model, root, task), capsys)
-    assert line.startswith(f"task {task['task']}: {path}: is damaged (") and line.endswith("; fetch it again")
+    assert line.startswith(
+        f"task {task['task']}: {path}: is damaged ("
+    ) and line.endswith("; fetch it again")
 
 
 def test_a_wrong_column_of_one_subject_of_mmlu_is_named(
@@ -147,13 +184,23 @@ def test_a_wrong_column_of_one_subject_of_mmlu_is_named(
         "dev": rows_of("cais/mmlu", 2),
         "validation": rows_of("cais/mmlu", 1),
     }
-    wrong = good | {"test": [row | {"choices": "abcd"} for row in rows_of("cais/mmlu", 2)]}
-    subjects = {name: wrong if name == "abstract_algebra" else good for name in mmlu_subjects()}
+    wrong = good | {
+        "test": [row | {"choices": "abcd"} for row in rows_of("cais/mmlu", 2)]
+    }
+    subjects = {
+        name: wrong if name == "abstract_algebra" else good for name in mmlu_subjects()
+    }
     write_repository(root / "cais/mmlu", subjects)
-    task = {"task": "mmlu", "kind": "likelihood", "metric": "acc,none", "dataset": "cais/mmlu"}
+    task = {
+        "task": "mmlu",
+        "kind": "likelihood",
+        "metric": "acc,none",
+        "dataset": "cais/mmlu",
+    }
     said = error_of(words(model, root, task), capsys)
     assert said.startswith(
-        f"task mmlu: {root}/cais/mmlu/abstract_algebra/test.jsonl, row 0: choices must be a list of 4 texts, got 'abcd'"
+        f"task mmlu: {root}/cais/mmlu/abstract_algebra/test.jsonl, row 0: choices must"
+        " be a list of 4 texts, got 'abcd'"
     )
 
 
@@ -177,11 +224,17 @@ def test_a_wrong_column_of_one_subject_of_mmlu_is_named(
     ],
 )  # fmt: skip
 def test_a_row_that_does_not_fit_lm_eval_says_what_would(
-    task: dict[str, Any], message: str, model: Path, root: Path, capsys: pytest.CaptureFixture[str]
+    task: dict[str, Any],
+    message: str,
+    model: Path,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import re
 
-    assert re.search(message.replace("?", r"\?"), error_of(words(model, root, task), capsys))
+    assert re.search(
+        message.replace("?", r"\?"), error_of(words(model, root, task), capsys)
+    )
 
 
 def test_unknown_suites_and_places_that_cannot_be_used_are_refused(
@@ -190,11 +243,23 @@ def test_unknown_suites_and_places_that_cannot_be_used_are_refused(
     file = tmp_path / "file"
     file.write_text("x")
     for options, message in (
-        ({"suite": "paper12"}, "suite 'paper12': no such suite; did you mean 'paper11'?"),
-        ({"data-root": tmp_path / "none"}, f"{tmp_path}/none: no such folder (data root)"),
-        ({"output": file}, f"{file}: is a file; stage 'evaluate' needs a folder of its own"),
+        (
+            {"suite": "paper12"},
+            "suite 'paper12': no such suite; did you mean 'paper11'?",
+        ),
+        (
+            {"data-root": tmp_path / "none"},
+            f"{tmp_path}/none: no such folder (data root)",
+        ),
+        (
+            {"output": file},
+            f"{file}: is a file; stage 'evaluate' needs a folder of its own",
+        ),
         ({"cache": file}, f"{file}: is a file; finished tasks need a folder"),
-        ({"output": model}, f"{model}: is not empty and was not made by stage 'evaluate'"),
+        (
+            {"output": model},
+            f"{model}: is not empty and was not made by stage 'evaluate'",
+        ),
         ({"limit": 0}, "limit: must be at least 1, got 0"),
     ):
         assert error_of(words(model, root, PIQA, **options), capsys).startswith(message)
@@ -209,14 +274,17 @@ def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_read(
 ) -> None:
     from fcsd.evaluation import stage
 
-    monkeypatch.setattr(stage, "load_for_evaluation", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        stage, "load_for_evaluation", lambda *_, **__: pytest.fail("weights were read")
+    )
     bare = shutil.copytree(model, tmp_path / "bare")
     for path in bare.glob("*token*"):
         path.unlink()
     said = error_of(words(bare, root, PIQA), capsys)
     assert (
         said
-        == f"{bare}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json beside the weights"
+        == f"{bare}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json"
+        " beside the weights"
     )
 
 
@@ -231,7 +299,8 @@ def test_canonical_solutions_that_fail_are_no_score_but_an_error_of_status_1(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = error_of(words(model, root, CODE), capsys, status=1)
     assert said.startswith(
-        "task mbpp_plus: 1 of 1 canonical solutions do not pass their own tests (1000: wrong"
+        "task mbpp_plus: 1 of 1 canonical solutions do not pass their own tests (1000:"
+        " wrong"
     )
 
 
@@ -241,19 +310,31 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
     """256 new tokens do not fit the model's 200 positions, which shows when GSM8K is asked."""
     said = error_of(words(model, root, PIQA, GSM8K), capsys)
     assert said.startswith(
-        "task gsm8k: max_new_tokens 256 leave no room for a prompt in the model's 200 positions"
+        "task gsm8k: max_new_tokens 256 leave no room for a prompt in the model's 200"
+        " positions"
     )
     assert said.endswith("(the finished task is kept; run again to continue)")
     (kept,) = (root.parent / "out" / FINISHED_TASKS).iterdir()
-    assert kept.name.startswith("piqa-") and not (root.parent / "out/results.json").exists()
+    assert (
+        kept.name.startswith("piqa-")
+        and not (root.parent / "out/results.json").exists()
+    )
     content = read_json(kept)
     content["samples"][0]["score"] = 0.25
     del content["sha256"]
-    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    content["sha256"] = hashlib.sha256(
+        json.dumps(content, sort_keys=True).encode()
+    ).hexdigest()
     kept.write_text(json.dumps(content))
-    cache = {"cache": root.parent / "out" / FINISHED_TASKS, "output": root.parent / "other"}
+    cache = {
+        "cache": root.parent / "out" / FINISHED_TASKS,
+        "output": root.parent / "other",
+    }
     assert main(words(model, root, PIQA, GSM8K | {"max_new_tokens": 2}, **cache)) == 0
-    assert read_json(root.parent / "other/results.json")["tasks"]["piqa"]["value"] == 0.25  # not asked again
+    # not asked again
+    assert (
+        read_json(root.parent / "other/results.json")["tasks"]["piqa"]["value"] == 0.25
+    )
 
 
 @pytest.mark.slow
@@ -261,8 +342,8 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
 def test_a_hub_that_cannot_be_reached_is_an_error_with_the_task_and_the_way_without_it(
     offline: str, model: Path, root: Path
 ) -> None:
-    """Where nobody listens the client of the Hub tries for half a minute, here without its pauses, and says so;
-    offline it does not try."""
+    """Where nobody listens the client of the Hub tries for half a minute, here without
+    its pauses, and says so; offline it does not try."""
     row = PIQA | {"revision": "a" * 40}
     *arguments, _, _ = words(model, root, row, **{"data-root": root})
     place = arguments.index("--data-root")
@@ -273,20 +354,28 @@ def test_a_hub_that_cannot_be_reached_is_an_error_with_the_task_and_the_way_with
         "HF_ENDPOINT": "http://127.0.0.1:9",
     }
     hasty = (
-        "import time; time.sleep = lambda _: None; from fcsd.cli.main import main; raise SystemExit(main())"
+        "import time; time.sleep = lambda _: None; from fcsd.cli.main import main;"
+        " raise SystemExit(main())"
     )
-    with start("-c", hasty, *arguments, **environment, HF_HOME=str(root.parent / "home")) as child:
+    with start(
+        "-c", hasty, *arguments, **environment, HF_HOME=str(root.parent / "home")
+    ) as child:
         said = child.communicate(timeout=300)[1].strip().splitlines()
     assert child.returncode == 2 and ("Retrying" in "".join(said)) == (offline == "0")
     assert said[-1].startswith(
-        "fcsd evaluate: error: task piqa: cannot be loaded with the data set baber/piqa: Couldn't"
+        "fcsd evaluate: error: task piqa: cannot be loaded with the data set"
+        " baber/piqa: Couldn't"
     )
-    assert "(`fcsd evaluate --fetch ROOT --suite SUITE`) and give it as --data-root" in said[-1]
+    assert (
+        "(`fcsd evaluate --fetch ROOT --suite SUITE`) and give it as --data-root"
+        in said[-1]
+    )
     assert not any("Traceback" in line for line in said)
 
 
 SOLUTIONS = [
-    {"task_id": 1000 + i, "solution": f"def mul{i}(a, b):\n    return a * b + {i}\n"} for i in range(3)
+    {"task_id": 1000 + i, "solution": f"def mul{i}(a, b):\n    return a * b + {i}\n"}
+    for i in range(3)
 ]
 
 
@@ -294,7 +383,8 @@ def samples_text(*samples: Any) -> bytes:
     return "".join(json.dumps(sample) + "\n" for sample in samples).encode()
 
 
-TRUNCATED = gzip.compress(samples_text(*SOLUTIONS), mtime=0)[:-9]  # no time in a test's name
+# no time in a test's name
+TRUNCATED = gzip.compress(samples_text(*SOLUTIONS), mtime=0)[:-9]
 
 
 @pytest.mark.parametrize(
@@ -313,30 +403,52 @@ TRUNCATED = gzip.compress(samples_text(*SOLUTIONS), mtime=0)[:-9]  # no time in 
     ],
 )  # fmt: skip
 def test_a_file_of_samples_that_cannot_be_graded_is_refused_with_its_line(
-    name: str, content: bytes, message: str, root: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    content: bytes,
+    message: str,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = root.parent / name
     file.write_bytes(content)
-    said = error_of(["score", str(file), "--dataset", "mbpp_plus", "--data-root", str(root)], capsys)
+    said = error_of(
+        ["score", str(file), "--dataset", "mbpp_plus", "--data-root", str(root)], capsys
+    )
     assert said.startswith(message.format(file=file))
 
 
 def test_ready_samples_may_be_compressed_and_hold_any_text_and_replace_only_their_own_result(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    separators = SOLUTIONS[0] | {"solution": "# \u2028 \x85\n" + SOLUTIONS[0]["solution"]}
-    text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in [separators, *SOLUTIONS[1:]])
+    separators = SOLUTIONS[0] | {
+        "solution": "# \u2028 \x85\n" + SOLUTIONS[0]["solution"]
+    }
+    text = "".join(
+        json.dumps(each, ensure_ascii=False) + "\n"
+        for each in [separators, *SOLUTIONS[1:]]
+    )
     file = root.parent / "s.jsonl.gz"
     file.write_bytes(gzip.compress(text.encode()))
     out = root.parent / "scored"
-    arguments = ["score", str(file), "--dataset", "mbpp_plus", "--data-root", str(root), "--output", str(out)]
+    arguments = [
+        "score",
+        str(file),
+        "--dataset",
+        "mbpp_plus",
+        "--data-root",
+        str(root),
+        "--output",
+        str(out),
+    ]
     for _ in range(2):
         assert main(arguments) == 0
     assert read_json(out / "results.json")["tasks"]["mbpp_plus"]["value"] == 1
     (root.parent / "evaluated").mkdir()
     (root.parent / "evaluated/results.json").write_text('{"suite": "paper11"}')
     said = error_of([*arguments[:-1], str(root.parent / "evaluated")], capsys)
-    assert said.endswith("holds something else than a result of `fcsd score`; choose another --output")
+    assert said.endswith(
+        "holds something else than a result of `fcsd score`; choose another --output"
+    )
     said = error_of([*arguments, "--timeout-s", "0"], capsys)
     assert said == "--timeout-s: must be above 0, got 0"
 

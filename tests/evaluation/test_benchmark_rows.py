@@ -1,4 +1,6 @@
-"""Every task of the shipped suites runs on rows in its exact schema, and refuses rows that are not."""
+"""Every task of the shipped suites runs on rows in its exact schema, and refuses rows
+that are not.
+"""
 
 import copy
 import json
@@ -28,42 +30,73 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("qwen3_moe", **ONE_HEAD, max_position_embeddings=8192, num_hidden_layers=2)
+    return tiny_model(
+        "qwen3_moe", **ONE_HEAD, max_position_embeddings=8192, num_hidden_layers=2
+    )
 
 
 def short(row: TaskConfig) -> TaskConfig:
     """Return the row with answers of a few tokens: what the model says does not matter here."""
-    return row if row.kind == "likelihood" else row.model_copy(update={"max_new_tokens": 3})
+    return (
+        row
+        if row.kind == "likelihood"
+        else row.model_copy(update={"max_new_tokens": 3})
+    )
 
 
 def task(suite: str, name: str) -> TaskConfig:
     return next(row for row in load_suite(suite).tasks if row.task == name)
 
 
-def test_every_task_of_the_papers_suite_runs_from_local_data(root: Path, model: Any) -> None:
+def test_every_task_of_the_papers_suite_runs_from_local_data(
+    root: Path, model: Any
+) -> None:
     suite = load_suite("paper11")
     suite = suite.model_copy(update={"tasks": [short(row) for row in suite.tasks]})
     result, samples = evaluate(
-        model, tiny_tokenizer(), suite, data_root=root, batch_size=32, limit=1, progress=False
+        model,
+        tiny_tokenizer(),
+        suite,
+        data_root=root,
+        batch_size=32,
+        limit=1,
+        progress=False,
     )
     expected = {row.task: (1, 3) for row in suite.tasks} | {"mmlu": (57, 114)}
-    assert {k: (v["num_items"], v["num_items_total"]) for k, v in result["tasks"].items()} == expected
-    assert len({sample["doc_id"].split("/")[0] for sample in samples["mmlu"]}) == 57 == len(mmlu_subjects())
+    assert {
+        k: (v["num_items"], v["num_items_total"]) for k, v in result["tasks"].items()
+    } == expected
+    assert (
+        len({sample["doc_id"].split("/")[0] for sample in samples["mmlu"]})
+        == 57
+        == len(mmlu_subjects())
+    )
     assert {k: v["num_fewshot"] for k, v in result["tasks"].items()} == {
         row.task: row.num_fewshot for row in suite.tasks
     }
-    assert result["complete"] is False and result["tasks"]["mbpp_plus"]["base"]["value"] == 0
+    assert (
+        result["complete"] is False
+        and result["tasks"]["mbpp_plus"]["base"]["value"] == 0
+    )
     headline = [v["value"] for v in result["tasks"].values() if v["headline"]]
     assert len(headline) == 11 and result["mean"] == pytest.approx(sum(headline) / 11)
 
 
-def test_the_tasks_that_only_the_other_suites_have_run_from_local_data(root: Path, model: Any) -> None:
+def test_the_tasks_that_only_the_other_suites_have_run_from_local_data(
+    root: Path, model: Any
+) -> None:
     """And those with other shots; MMLU without shots is the same 57 tasks."""
-    seen = {(row.task, row.num_fewshot, row.metric) for row in load_suite("paper11").tasks}
+    seen = {
+        (row.task, row.num_fewshot, row.metric) for row in load_suite("paper11").tasks
+    }
     tasks = []
     for name in ("pretrain9", "camoe9"):
         for row in load_suite(name).tasks:
-            if (row.task, row.num_fewshot, row.metric) not in seen and row.task != "mmlu":
+            if (
+                row.task,
+                row.num_fewshot,
+                row.metric,
+            ) not in seen and row.task != "mmlu":
                 tasks.append(short(row))
     assert {(row.task, row.num_fewshot) for row in tasks} == {
         ("boolq", 0), ("sciq", 0), ("rte", 0), ("winogrande", 5), ("gsm8k", 5), ("hellaswag", 10),
@@ -72,7 +105,13 @@ def test_the_tasks_that_only_the_other_suites_have_run_from_local_data(root: Pat
     unique = {row.task: row for row in tasks}
     suite = SuiteConfig(name="rest", tasks=list(unique.values()))
     result, _ = evaluate(
-        model, tiny_tokenizer(), suite, data_root=root, batch_size=32, limit=1, progress=False
+        model,
+        tiny_tokenizer(),
+        suite,
+        data_root=root,
+        batch_size=32,
+        limit=1,
+        progress=False,
     )
     assert {k: v["num_fewshot"] for k, v in result["tasks"].items()} == {
         row.task: row.num_fewshot for row in suite.tasks
@@ -83,7 +122,9 @@ def row_of(name: str, *, chat: bool) -> TaskConfig:
     """Return a row of paper11, or a group of its MMLU; three shots, answers of a few tokens."""
     row = task("paper11", "mmlu" if name.startswith("mmlu") else name)
     answers = {} if row.kind == "likelihood" else {"max_new_tokens": 8}
-    return row.model_copy(update={"task": name, "num_fewshot": 3, "chat_template": chat} | answers)
+    return row.model_copy(
+        update={"task": name, "num_fewshot": 3, "chat_template": chat} | answers
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,20 +143,25 @@ def test_a_benchmark_gives_the_numbers_of_plain_lm_eval(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """lm-eval's own front door, wrapper and task files: choices by length, choices by what follows, a group, and
-    generated answers."""
+    """lm-eval's own front door, wrapper and task files: choices by length, choices by
+    what follows, a group, and generated answers."""
     import datasets
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     row = row_of(name, chat=chat)
-    folder = Path(str(lm_eval.__file__)).parent / "tasks" / (row.lm_eval_include or name)
+    folder = (
+        Path(str(lm_eval.__file__)).parent / "tasks" / (row.lm_eval_include or name)
+    )
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.chdir(root)  # where the names of the data sets on the Hub are folders
     plain = lm_eval.simple_evaluate(
         HFLM(
-            pretrained=copy.deepcopy(model), tokenizer=tiny_tokenizer(), batch_size=1, enable_thinking=False
+            pretrained=copy.deepcopy(model),
+            tokenizer=tiny_tokenizer(),
+            batch_size=1,
+            enable_thinking=False,
         ),
         tasks=[name],
         num_fewshot=3,
@@ -140,9 +186,13 @@ def test_a_benchmark_gives_the_numbers_of_plain_lm_eval(
     expected = [
         (item if member == name else f"{member}/{item}", each)
         for member, items in plain["samples"].items()
-        for item, each in sorted((s["doc_id"], s) for s in items if s["filter"] == row.metric.split(",")[1])
+        for item, each in sorted(
+            (s["doc_id"], s) for s in items if s["filter"] == row.metric.split(",")[1]
+        )
     ]
-    assert sorted(str(each["doc_id"]) for each in samples[name]) == sorted(str(item) for item, _ in expected)
+    assert sorted(str(each["doc_id"]) for each in samples[name]) == sorted(
+        str(item) for item, _ in expected
+    )
     mine = {each["doc_id"]: each for each in samples[name]}
     for item, other in expected:
         for key in ("doc_hash", "prompt_hash"):
@@ -159,8 +209,8 @@ def test_a_benchmark_gives_the_numbers_of_plain_lm_eval(
 def test_the_lm_eval_command_finds_the_same_item_by_item(
     root: Path, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Both from the command line, on one FarSkip checkpoint (there by the code that lies in it), and compared by
-    `fcsd compare`."""
+    """Both from the command line, on one FarSkip checkpoint (there by the code that
+    lies in it), and compared by `fcsd compare`."""
     model.save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
     assert main(["convert", str(tmp_path / "base"), str(tmp_path / "model")]) == 0
@@ -168,45 +218,61 @@ def test_the_lm_eval_command_finds_the_same_item_by_item(
     rows = [row_of(name, chat=False).model_dump(exclude_none=True) for name in names]
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": rows}))
     words = (
-        f"-m lm_eval --model hf --model_args pretrained={tmp_path / 'model'},trust_remote_code=True"
-        f" --tasks {','.join(names)} --num_fewshot 3 --batch_size 2 --limit 2"
-        f" --gen_kwargs max_gen_toks=8 --log_samples --output_path {tmp_path / 'theirs'}"
+        "-m lm_eval --model hf --model_args"
+        f" pretrained={tmp_path / 'model'},trust_remote_code=True --tasks"
+        f" {','.join(names)} --num_fewshot 3 --batch_size 2 --limit 2 --gen_kwargs"
+        f" max_gen_toks=8 --log_samples --output_path {tmp_path / 'theirs'}"
     )
     with start(*words.split(), cwd=root, HF_HOME=str(tmp_path / "home")) as child:
         said = child.communicate(timeout=600)
     assert child.returncode == 0, said
     options = (
-        f"--suite {tmp_path / 'suite.yaml'} --data-root {root} --limit 2 --output {tmp_path / 'mine'}".split()
+        f"--suite {tmp_path / 'suite.yaml'} --data-root {root} --limit 2 --output"
+        f" {tmp_path / 'mine'}".split()
     )
     assert main(["evaluate", str(tmp_path / "model"), *options]) == 0
     capfd.readouterr()
-    assert main(["compare", str(tmp_path / "theirs"), str(tmp_path / "mine"), "--json"]) == 0
+    assert (
+        main(["compare", str(tmp_path / "theirs"), str(tmp_path / "mine"), "--json"])
+        == 0
+    )
     (comparison,) = json.loads(capfd.readouterr().out).values()
     rows = comparison["tasks"]
     assert {
-        name: [row[key] for key in ("num_items", "delta", "gained", "lost")] for name, row in rows.items()
+        name: [row[key] for key in ("num_items", "delta", "gained", "lost")]
+        for name, row in rows.items()
     } == {name: [2, 0, 0, 0] for name in names}
 
 
 def test_the_work_of_a_task_is_what_the_model_reads_or_may_write(root: Path) -> None:
     def of(name: str, limit: int | None = None) -> Work:
         row = task("paper11", name)
-        return work(row, load_task(row, SuiteConfig(name="s", tasks=[row]), root, tiny_tokenizer()), limit)
+        return work(
+            row,
+            load_task(row, SuiteConfig(name="s", tasks=[row]), root, tiny_tokenizer()),
+            limit,
+        )
 
     rows = rows_of("baber/piqa", 3)
     read = sum(
-        len(f"Question: {row['goal']}\nAnswer: {row[choice]}") for row in rows for choice in ("sol1", "sol2")
+        len(f"Question: {row['goal']}\nAnswer: {row[choice]}")
+        for row in rows
+        for choice in ("sol1", "sol2")
     )
     assert of("piqa") == Work(3, "characters", pytest.approx(read))
     assert of("piqa", 1) == Work(1, "characters", pytest.approx(read / 3))
     # Five letters for one prompt: lm-eval asks once.
-    (first, *_) = rows_of("tau/commonsense_qa", 1)
-    assert len(first["question"]) < of("commonsense_qa").amount / 3 < 2 * len(str(first))
+    first, *_ = rows_of("tau/commonsense_qa", 1)
+    assert (
+        len(first["question"]) < of("commonsense_qa").amount / 3 < 2 * len(str(first))
+    )
     assert of("gsm8k") == Work(3, "tokens", 3 * 256)
 
 
 def test_the_lm_eval_edition_of_mbpp_plus_has_lm_evals_prompt() -> None:
-    """Against lm-eval's own shots and template, read as text: importing them would fetch a metric and run code."""
+    """Against lm-eval's own shots and template, read as text: importing them would
+    fetch a metric and run code.
+    """
     import ast
 
     import lm_eval
@@ -227,13 +293,27 @@ def test_the_lm_eval_edition_of_mbpp_plus_has_lm_evals_prompt() -> None:
         for line in (folder / "mbpp_plus.yaml").read_text().splitlines()
         if line.startswith("doc_to_text")
     ]
-    template = Environment(keep_trailing_newline=True).from_string(yaml.safe_load(lines[0])["doc_to_text"])
-    document = {"prompt": "Do it.", "test_list": ["assert f(1)", "assert f(2)", "assert f(3)"]}
-    expected = "".join(template.render(**shot) + shot["code"] + "\n[DONE]\n\n" for shot in shots)
+    template = Environment(keep_trailing_newline=True).from_string(
+        yaml.safe_load(lines[0])["doc_to_text"]
+    )
+    document = {
+        "prompt": "Do it.",
+        "test_list": ["assert f(1)", "assert f(2)", "assert f(3)"],
+    }
+    expected = "".join(
+        template.render(**shot) + shot["code"] + "\n[DONE]\n\n" for shot in shots
+    )
     row = task("paper11", "mbpp_plus_lmeval")
-    made = Problem("1", "Do it.", "", (), tuple(document["test_list"])).text(row.prompt_template or "")
+    made = Problem("1", "Do it.", "", (), tuple(document["test_list"])).text(
+        row.prompt_template or ""
+    )
     assert made + "\n" == expected + template.render(**document)
-    assert (row.stop, row.max_new_tokens, row.tests, row.headline) == (["[DONE]"], 256, "visible", False)
+    assert (row.stop, row.max_new_tokens, row.tests, row.headline) == (
+        ["[DONE]"],
+        256,
+        "visible",
+        False,
+    )
 
 
 NAMES = {
@@ -254,40 +334,56 @@ def test_every_column_that_is_missing_or_of_the_wrong_type_is_named(name: str) -
         for row in lacking:
             del row[column]
         with pytest.raises(
-            UserError, match=f"task {name}: x .test.: no column '{column}'; it needs .*{column}"
+            UserError,
+            match=f"task {name}: x .test.: no column '{column}'; it needs .*{column}",
         ):
             check_rows(name, columns, lacking, "x (test)")
         for value in (None, 7.5, True):
             wrong[2][column] = value
-            with pytest.raises(UserError, match=rf"x \(test\), row 2: {column} must be .*, got {value}"):
+            with pytest.raises(
+                UserError, match=rf"x \(test\), row 2: {column} must be .*, got {value}"
+            ):
                 check_rows(name, columns, wrong, "x (test)")
 
 
 def test_an_answer_that_is_none_of_the_choices_is_named() -> None:
     rows = rows_of("allenai/ai2_arc", 2)
     rows[1]["answerKey"] = "E"
-    with pytest.raises(UserError, match="row 1: answerKey 'E' is none of the labels 1, 2, 3, 4"):
+    with pytest.raises(
+        UserError, match="row 1: answerKey 'E' is none of the labels 1, 2, 3, 4"
+    ):
         check_rows("arc_easy", columns_of("arc_easy", load_suite("paper11")), rows, "x")
 
 
-def test_bad_local_data_of_a_benchmark_is_refused_before_a_model_is_asked(tmp_path: Path) -> None:
+def test_bad_local_data_of_a_benchmark_is_refused_before_a_model_is_asked(
+    tmp_path: Path,
+) -> None:
     row = task("paper11", "piqa")
     suite = SuiteConfig(name="s", tasks=[row])
     good = rows_of("baber/piqa", 3)
 
     def load(rows: list[dict[str, Any]]) -> None:
-        write_repository(tmp_path / row.dataset, {"default": {"train": good, "validation": rows}})
+        write_repository(
+            tmp_path / row.dataset, {"default": {"train": good, "validation": rows}}
+        )
         load_task(row, suite, tmp_path, tiny_tokenizer())
 
     load(good)
     with pytest.raises(
-        UserError, match=r"task piqa: .*piqa \(validation\), row 1: label must be one of 0, 1, got -1"
+        UserError,
+        match=(
+            r"task piqa: .*piqa \(validation\), row 1: label must be one of 0, 1,"
+            r" got -1"
+        ),
     ):
         load([good[0], good[1] | {"label": -1}])
-    with pytest.raises(UserError, match=r"task piqa: .*row 0: goal must be text, got None"):
+    with pytest.raises(
+        UserError, match=r"task piqa: .*row 0: goal must be text, got None"
+    ):
         load([{k: v for k, v in line.items() if k != "goal"} for line in good])
     with pytest.raises(
-        UserError, match=r"task piqa: .*no such folder; the data root must hold .*--fetch ROOT"
+        UserError,
+        match=r"task piqa: .*no such folder; the data root must hold .*--fetch ROOT",
     ):
         load_task(row, suite, tmp_path / "baber", tiny_tokenizer())
     with pytest.raises(UserError, match=r"nowhere: no such folder \(data root\)"):
@@ -299,5 +395,7 @@ def test_more_shots_than_rows_are_refused(tmp_path: Path) -> None:
     rows = rows_of("allenai/ai2_arc", 24)
     config = {"train": rows, "validation": rows[:1], "test": rows[:2]}
     write_repository(tmp_path / row.dataset, {"ARC-Challenge": config})
-    with pytest.raises(UserError, match=r"task arc_challenge: 25 shots, but .* \(train\) has 24 rows"):
+    with pytest.raises(
+        UserError, match=r"task arc_challenge: 25 shots, but .* \(train\) has 24 rows"
+    ):
         load_task(row, SuiteConfig(name="s", tasks=[row]), tmp_path, tiny_tokenizer())

@@ -1,4 +1,6 @@
-"""The evaluation of a checkpoint: where the model computes, and what makes an evaluation another one."""
+"""The evaluation of a checkpoint: where the model computes, and what makes an
+evaluation another one.
+"""
 
 import contextlib
 import shutil
@@ -35,21 +37,31 @@ def evaluated(recipe: Path, name: str, folder: Path) -> None:
     """Evaluate a model of a run; the original of the recipe is the same folder."""
     plan = load_recipe(recipe)
     model = ModelFolder(plan.model, folder)
-    suite, reference = load_suite(plan.evaluation.suite), stage.Reference(model, plan.data)
+    suite, reference = (
+        load_suite(plan.evaluation.suite),
+        stage.Reference(model, plan.data),
+    )
     evaluation = stage.Evaluation(name, model, suite, plan.evaluation, reference)
     stage.run_evaluation(evaluation, plan.folder / "evaluate" / name, join_launch())
 
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The results of evaluations in which no model is asked anything, in order; nothing of them is written."""
+    """The results of evaluations in which no model is asked anything, in order; nothing
+    of them is written.
+    """
     results: list[dict[str, Any]] = []
 
     @contextlib.contextmanager
     def prepare_evaluation(tokenizer: Any, *args: Any, **options: Any) -> Iterator[Any]:
-        yield lambda model, name, batches: ({"name": name, "vocabulary": len(tokenizer)}, {})
+        yield lambda model, name, batches: (
+            {"name": name, "vocabulary": len(tokenizer)},
+            {},
+        )
 
-    monkeypatch.setattr(stage, "_leave", lambda _, result, samples, launch: results.append(result))
+    monkeypatch.setattr(
+        stage, "_leave", lambda _, result, samples, launch: results.append(result)
+    )
     monkeypatch.setattr(stage, "prepare_evaluation", prepare_evaluation)
     return results
 
@@ -85,8 +97,14 @@ def test_a_model_that_the_accelerator_cannot_hold_is_refused_with_its_size(
         def _apply(self, *args: Any, **options: Any) -> Any:
             raise torch.OutOfMemoryError
 
-    with pytest.raises(UserError, match=r"some/model: its weights \(4 GB\) do not fit on meta"):
-        to_device(Big(31250, 32000, bias=False, device="meta"), "some/model", torch.device("meta"))  # type: ignore[arg-type]
+    with pytest.raises(
+        UserError, match=r"some/model: its weights \(4 GB\) do not fit on meta"
+    ):
+        to_device(
+            Big(31250, 32000, bias=False, device="meta"),
+            "some/model",
+            torch.device("meta"),
+        )  # type: ignore[arg-type]
 
 
 def test_a_copy_is_read_straight_to_the_device_and_one_that_is_too_large_is_refused(
@@ -102,17 +120,25 @@ def test_a_copy_is_read_straight_to_the_device_and_one_that_is_too_large_is_refu
 
     monkeypatch.setattr(placed, "load_checkpoint", load)
     with pytest.raises(
-        UserError, match=r"model: its weights \(0 GB\) do not fit on cuda:1 beside what is there"
+        UserError,
+        match=r"model: its weights \(0 GB\) do not fit on cuda:1 beside what is there",
     ):
         placed.load_for_evaluation(
-            ModelFolder(ModelConfig(), place / "model"), Launch(device, Engine("ddp"), Ranks(1, 2))
+            ModelFolder(ModelConfig(), place / "model"),
+            Launch(device, Engine("ddp"), Ranks(1, 2)),
         )
     assert maps == [{"": device}]
 
 
-def test_a_dense_model_is_judged_as_what_others_are_compared_with(place: Path, tmp_path: Path) -> None:
+def test_a_dense_model_is_judged_as_what_others_are_compared_with(
+    place: Path, tmp_path: Path
+) -> None:
     config = LlamaConfig(
-        vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=512,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     own = shutil.copytree(place, tmp_path / "place")
     LlamaForCausalLM(config).save_pretrained(own / "model")
@@ -122,7 +148,9 @@ def test_a_dense_model_is_judged_as_what_others_are_compared_with(place: Path, t
 def test_the_original_is_gone_when_the_judged_model_is_loaded(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, left: list[dict[str, Any]]
 ) -> None:
-    """One accelerator may not hold both: the KL needs the original's hidden states and head only."""
+    """One accelerator may not hold both: the KL needs the original's hidden states and
+    head only.
+    """
     loaded: list[weakref.ref[Any]] = []
     load = stage.load_for_evaluation
 
@@ -133,7 +161,11 @@ def test_the_original_is_gone_when_the_judged_model_is_loaded(
         return model
 
     monkeypatch.setattr(stage, "load_for_evaluation", seen)
-    data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
+    data = {
+        "train": [{"path": str(bench.rows)}],
+        "heldout": {"path": str(bench.rows)},
+        "heldout_examples": 4,
+    }
     evaluated(bench.recipe(data=data | {"max_length": 32}), "original", bench.base)
     assert len(loaded) == 2
     kl = left[0]["kl_to_original"]
@@ -151,27 +183,42 @@ def test_the_original_is_read_once_for_all_models_that_are_measured_against_it(
         return read(model, rows, **options)
 
     monkeypatch.setattr(stage, "read_original", counted)
-    data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
+    data = {
+        "train": [{"path": str(bench.rows)}],
+        "heldout": {"path": str(bench.rows)},
+        "heldout_examples": 4,
+    }
     plan = load_recipe(bench.recipe(data=data | {"max_length": 32}))
     original = ModelFolder(plan.model, bench.base)
     other = bench.folder / "models" / "other"
     tiny_model(
-        "qwen3_moe", vocab_size=original.load_config().vocab_size, num_hidden_layers=1, seed=9
+        "qwen3_moe",
+        vocab_size=original.load_config().vocab_size,
+        num_hidden_layers=1,
+        seed=9,
     ).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
     reference = stage.Reference(original, plan.data)
 
     def evaluate(name: str, model: ModelFolder, reference: stage.Reference) -> None:
-        one = stage.Evaluation(name, model, load_suite("tiny"), plan.evaluation, reference)
+        one = stage.Evaluation(
+            name, model, load_suite("tiny"), plan.evaluation, reference
+        )
         stage.run_evaluation(one, bench.folder / name, join_launch())
 
-    for name, model in (("one", original), ("other", ModelFolder(plan.model, other)), ("again", original)):
+    for name, model in (
+        ("one", original),
+        ("other", ModelFolder(plan.model, other)),
+        ("again", original),
+    ):
         evaluate(name, model, reference)
     assert reads == [4]
     original_kl, other_kl, again = (result["kl_to_original"]["kl"] for result in left)
     assert original_kl == again == pytest.approx(0, abs=1e-6) and other_kl > 0.01
     longer = plan.data.model_copy(update={"heldout_examples": 5})
-    evaluate("longer", original, stage.Reference(original, longer, _known=reference._known))
+    evaluate(
+        "longer", original, stage.Reference(original, longer, _known=reference._known)
+    )
     assert reads == [4, 5], "other rows are read"
 
 
@@ -185,7 +232,9 @@ def test_a_finished_evaluation_is_not_that_of_another_tokenizer_or_configuration
     (model / "README.md").write_text("# A card")
     judge(place, tmp_path / "out", model=model, limit=1)
     (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    with pytest.raises(UserError, match=r"was made with other settings \(model/chat_template.jinja: "):
+    with pytest.raises(
+        UserError, match=r"was made with other settings \(model/chat_template.jinja: "
+    ):
         judge(place, tmp_path / "out", model=model, limit=1)
 
 
@@ -211,5 +260,9 @@ def test_files_that_change_an_answer_identify_a_configuration_and_no_others(
 def test_a_revision_belongs_to_the_original_on_the_hub_and_not_to_the_models_of_the_run(
     bench: Bench, left: list[dict[str, Any]]
 ) -> None:
-    evaluated(bench.recipe(model={"path": "owner/name", "revision": "a" * 40}), "converted", bench.base)
+    evaluated(
+        bench.recipe(model={"path": "owner/name", "revision": "a" * 40}),
+        "converted",
+        bench.base,
+    )
     assert left[0]["name"] == "converted" and left[0]["vocabulary"] > 0

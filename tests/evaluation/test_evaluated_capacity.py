@@ -1,4 +1,6 @@
-"""A capacity in an evaluation: one sequence a pass, counted in the settings, the same scores on two ranks."""
+"""A capacity in an evaluation: one sequence a pass, counted in the settings, the same
+scores on two ranks.
+"""
 
 import os
 from pathlib import Path
@@ -33,10 +35,15 @@ def evaluated(rank: int, folder: Path, factor: float | None) -> Any:
     model = load_for_evaluation(
         ModelFolder(ModelConfig(path=str(folder / "model")), folder / "model"), launch
     )
-    config = EvaluationConfig(data_root=str(folder / "data"), batch_size=1, capacity_factor=factor)
+    config = EvaluationConfig(
+        data_root=str(folder / "data"), batch_size=1, capacity_factor=factor
+    )
     suite = load_suite(folder / "suite.yaml")
-    suite = suite.model_copy(update={"tasks": suite.tasks[:2]})  # likelihoods and answers
-    with prepare_evaluation(tiny_tokenizer(), suite, config, progress=False, ranks=launch.ranks) as evaluate:
+    # likelihoods and answers
+    suite = suite.model_copy(update={"tasks": suite.tasks[:2]})
+    with prepare_evaluation(
+        tiny_tokenizer(), suite, config, progress=False, ranks=launch.ranks
+    ) as evaluate:
         return evaluate(model, "model")
 
 
@@ -45,7 +52,10 @@ def test_two_ranks_have_the_scores_and_the_share_of_one_process(place: Path) -> 
     ((result, samples),) = run_ranks(evaluated, 1, place, 0.5)
     ((_, without),) = run_ranks(evaluated, 1, place, None)
     assert samples != without
-    assert (result["settings"]["capacity_factor"], result["settings"]["capacity_drop"]) == (0.5, "order")
+    assert (
+        result["settings"]["capacity_factor"],
+        result["settings"]["capacity_drop"],
+    ) == (0.5, "order")
     assert 0.2 < result["settings"]["dropped_share"] < 0.8
     for other, others in run_ranks(evaluated, 2, place, 0.5):
         assert others == samples
@@ -56,12 +66,22 @@ def test_two_ranks_have_the_scores_and_the_share_of_one_process(place: Path) -> 
     ("options", "message"),
     [
         (["--capacity-factor", "1.5"], "capacity_factor: needs batch_size 1, not 16"),
-        (["--capacity-factor", "-1", "--batch-size", "1"], "capacity_factor: must be above 0, got -1"),
-        (["--capacity-drop", "weight"], "capacity_drop: 'weight' has no meaning without capacity_factor"),
+        (
+            ["--capacity-factor", "-1", "--batch-size", "1"],
+            "capacity_factor: must be above 0, got -1",
+        ),
+        (
+            ["--capacity-drop", "weight"],
+            "capacity_drop: 'weight' has no meaning without capacity_factor",
+        ),
     ],
 )
 def test_a_capacity_that_has_no_meaning_is_one_line(
-    place: Path, tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    tmp_path: Path,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = [
         "evaluate",
@@ -87,12 +107,20 @@ def test_a_recipe_is_refused_where_its_sections_do_not_go_together() -> None:
         {"layer_study": {"tasks": ["a"]}},
         {"batch_size": 2},
     ):
-        with pytest.raises(UserError, match=r"^r: evaluation: capacity_factor: |^r: .*capacity_factor: "):
+        with pytest.raises(
+            UserError,
+            match=r"^r: evaluation: capacity_factor: |^r: .*capacity_factor: ",
+        ):
             validate(EvaluationConfig, values | more, "r")
 
 
 def test_a_comparison_names_the_capacity_that_one_side_has() -> None:
     settings = {"limit": None, "versions": {}}
     other = settings | {"capacity_factor": 1.25, "capacity_drop": "weight"}
-    evaluated = {"a": {"result": {"settings": settings}}, "b": {"result": {"settings": other}}}
-    assert "capacity factor: none (a), 1.25 by weight (b)" in differing_settings(evaluated)
+    evaluated = {
+        "a": {"result": {"settings": settings}},
+        "b": {"result": {"settings": other}},
+    }
+    assert "capacity factor: none (a), 1.25 by weight (b)" in differing_settings(
+        evaluated
+    )

@@ -27,16 +27,26 @@ COMMIT = "a" * 40
 
 
 def row(task: str, dataset: str, **changes: Any) -> TaskConfig:
-    base = {"task": task, "kind": "likelihood", "metric": "acc,none", "dataset": dataset, "revision": COMMIT}
+    base = {
+        "task": task,
+        "kind": "likelihood",
+        "metric": "acc,none",
+        "dataset": dataset,
+        "revision": COMMIT,
+    }
     return validate(TaskConfig, base | changes, "row")
 
 
-SUITE = SuiteConfig(name="s", tasks=[row("piqa", "baber/piqa"), row("sciq", "allenai/sciq")])
+SUITE = SuiteConfig(
+    name="s", tasks=[row("piqa", "baber/piqa"), row("sciq", "allenai/sciq")]
+)
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A Hub that gives invented rows; the data sets that were asked for. A name that is in the list twice fails."""
+    """A Hub that gives invented rows; the data sets that were asked for. A name that is
+    in the list twice fails.
+    """
     asked: list[str] = []
 
     def download(dataset: str, revision: str | None, folder: Path) -> str:
@@ -45,14 +55,19 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if os.environ.get("FAIL") == dataset:
             raise ConnectionError("no route to host")
         split = "validation" if dataset == "baber/piqa" else "test"
-        write_repository(folder, {"default": {"train": rows_of(dataset, 3), split: rows_of(dataset, 3)}})
+        write_repository(
+            folder,
+            {"default": {"train": rows_of(dataset, 3), split: rows_of(dataset, 3)}},
+        )
         return COMMIT
 
     monkeypatch.setattr(suites, "_download", download)
     return asked
 
 
-def test_a_data_root_is_filled_and_what_is_there_is_not_fetched_again(hub: list[str], tmp_path: Path) -> None:
+def test_a_data_root_is_filled_and_what_is_there_is_not_fetched_again(
+    hub: list[str], tmp_path: Path
+) -> None:
     assert fetch_suite(SUITE, tmp_path) == ["baber/piqa", "allenai/sciq"] == hub
     assert fetch_suite(SUITE, tmp_path) == [] and len(hub) == 2
     assert sorted(os.listdir(tmp_path / "baber")) == ["piqa"]
@@ -64,18 +79,28 @@ def test_a_data_set_whose_id_leads_out_of_the_data_root_is_not_fetched(
     hub: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"'\.\./\.\./x': leads out of the folder"):
-        fetch_suite(SuiteConfig(name="s", tasks=[row("piqa", "../../x")]), tmp_path / "root")
+        fetch_suite(
+            SuiteConfig(name="s", tasks=[row("piqa", "../../x")]), tmp_path / "root"
+        )
     assert hub == [] and not list(tmp_path.iterdir())
 
 
-def test_a_data_set_that_several_tasks_read_is_fetched_once(hub: list[str], tmp_path: Path) -> None:
+def test_a_data_set_that_several_tasks_read_is_fetched_once(
+    hub: list[str], tmp_path: Path
+) -> None:
     tasks = [row("a", "o/d"), row("b", "o/d")]
-    write = SuiteConfig(name="s", tasks=[row("piqa", "baber/piqa"), row("other", "baber/piqa")])
+    write = SuiteConfig(
+        name="s", tasks=[row("piqa", "baber/piqa"), row("other", "baber/piqa")]
+    )
     fetch_suite(write, tmp_path)
     assert hub == ["baber/piqa"]
     with pytest.raises(UserError, match="tasks a and b want two revisions of o/d"):
         fetch_suite(
-            SuiteConfig(name="s", tasks=[tasks[0], tasks[1].model_copy(update={"revision": None})]), tmp_path
+            SuiteConfig(
+                name="s",
+                tasks=[tasks[0], tasks[1].model_copy(update={"revision": None})],
+            ),
+            tmp_path,
         )
 
 
@@ -85,11 +110,18 @@ def test_a_failure_names_the_task_and_keeps_what_was_fetched(
     monkeypatch.setenv("FAIL", "allenai/sciq")
     with pytest.raises(
         UserError,
-        match=f"task sciq: data set allenai/sciq@{COMMIT} cannot be fetched .no route to host.; check the network",
+        match=(
+            f"task sciq: data set allenai/sciq@{COMMIT} cannot be fetched .no route to"
+            " host.; check the network"
+        ),
     ):
         fetch_suite(SUITE, tmp_path)
-    assert not (tmp_path / "allenai/sciq").exists() and (tmp_path / "baber/piqa" / MARK).is_file()
-    assert (tmp_path / "allenai/.sciq.fetch/half").is_file()  # the next fetch goes on with it
+    assert (
+        not (tmp_path / "allenai/sciq").exists()
+        and (tmp_path / "baber/piqa" / MARK).is_file()
+    )
+    # the next fetch goes on with it
+    assert (tmp_path / "allenai/.sciq.fetch/half").is_file()
     monkeypatch.delenv("FAIL")
     assert fetch_suite(SUITE, tmp_path) == ["allenai/sciq"]
 
@@ -99,14 +131,21 @@ def test_another_revision_and_a_folder_of_unknown_origin_are_not_replaced(
 ) -> None:
     fetch_suite(SUITE, tmp_path)
     other = SuiteConfig(name="s", tasks=[row("piqa", "baber/piqa", revision="b" * 40)])
-    with pytest.raises(UserError, match=f"task piqa: .*holds revision {COMMIT}, the suite wants {'b' * 40}"):
+    with pytest.raises(
+        UserError,
+        match=f"task piqa: .*holds revision {COMMIT}, the suite wants {'b' * 40}",
+    ):
         fetch_suite(other, tmp_path)
     (tmp_path / "baber/piqa" / MARK).unlink()
-    with pytest.raises(UserError, match=r"task piqa: .*was not fetched by `fcsd evaluate --fetch`"):
+    with pytest.raises(
+        UserError, match=r"task piqa: .*was not fetched by `fcsd evaluate --fetch`"
+    ):
         fetch_suite(SUITE, tmp_path)
 
 
-def test_where_the_rows_came_from_does_not_change_their_identity(hub: list[str], tmp_path: Path) -> None:
+def test_where_the_rows_came_from_does_not_change_their_identity(
+    hub: list[str], tmp_path: Path
+) -> None:
     fetch_suite(SUITE, tmp_path)
     before = data_fingerprint(str(tmp_path / "baber/piqa"))
     (tmp_path / "baber/piqa" / MARK).unlink()
@@ -114,12 +153,16 @@ def test_where_the_rows_came_from_does_not_change_their_identity(hub: list[str],
 
 
 def test_an_offline_process_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"task piqa: .*cannot be fetched .*HF_HUB_OFFLINE is set"):
+    with pytest.raises(
+        UserError, match=r"task piqa: .*cannot be fetched .*HF_HUB_OFFLINE is set"
+    ):
         fetch_suite(SUITE, tmp_path)
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """The few endpoints of the Hub that a snapshot of a data set needs; the first request for `fails` is refused."""
+    """The few endpoints of the Hub that a snapshot of a data set needs; the first
+    request for `fails` is refused.
+    """
 
     files: dict[str, bytes]
     served: list[str]
@@ -135,7 +178,11 @@ class _Hub(BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         if path.startswith("/api/datasets/baber/piqa/revision/"):
             siblings = [{"rfilename": name} for name in self.files]
-            return self._reply(json.dumps({"id": "baber/piqa", "sha": COMMIT, "siblings": siblings}).encode())
+            return self._reply(
+                json.dumps(
+                    {"id": "baber/piqa", "sha": COMMIT, "siblings": siblings}
+                ).encode()
+            )
         if path.startswith("/api/datasets/baber/piqa/tree/"):
             tree = [
                 {"type": "file", "path": name, "size": len(data), "oid": name}
@@ -152,13 +199,21 @@ class _Hub(BaseHTTPRequestHandler):
                 self.send_error(403)
                 return None
             self.served.append(name)
-        return self._reply(self.files[name], etag=f'"{zlib.crc32(name.encode()):08x}"', name=name)
+        return self._reply(
+            self.files[name], etag=f'"{zlib.crc32(name.encode()):08x}"', name=name
+        )
 
     def _reply(self, data: bytes, etag: str | None = None, name: str = "") -> None:
-        begin = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        begin = int(
+            self.headers.get("Range", "bytes=0-")
+            .removeprefix("bytes=")
+            .partition("-")[0]
+        )
         self.send_response(206 if begin else 200)
         if begin:
-            self.send_header("Content-Range", f"bytes {begin}-{len(data) - 1}/{len(data)}")
+            self.send_header(
+                "Content-Range", f"bytes {begin}-{len(data) - 1}/{len(data)}"
+            )
         data = data[begin:]
         self.send_header("Content-Length", str(len(data)))
         self.send_header("X-Repo-Commit", COMMIT)
@@ -180,11 +235,14 @@ class _Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
     write_repository(
-        tmp_path / "source", {"default": {s: rows_of("baber/piqa", 3) for s in ("train", "validation")}}
+        tmp_path / "source",
+        {"default": {s: rows_of("baber/piqa", 3) for s in ("train", "validation")}},
     )
     source = tmp_path / "source"
     _Hub.files = {
-        str(p.relative_to(source)): p.read_bytes() for p in sorted(source.rglob("*")) if p.is_file()
+        str(p.relative_to(source)): p.read_bytes()
+        for p in sorted(source.rglob("*"))
+        if p.is_file()
     }
     _Hub.files["piqa.py"] = b"raise SystemExit"
     _Hub.served, _Hub.fails, _Hub.hangs = [], [], {}
@@ -195,7 +253,9 @@ def server(tmp_path: Path) -> Iterator[str]:
 
 
 def fetch_command(server: str, tmp_path: Path) -> Any:
-    """Return the command that fetches PIQA from the server, as a context manager; its suite is suite.yaml."""
+    """Return the command that fetches PIQA from the server, as a context manager; its
+    suite is suite.yaml.
+    """
     task = row("piqa", "baber/piqa").model_dump(exclude_none=True)
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": [task]}))
     words = [
@@ -207,14 +267,24 @@ def fetch_command(server: str, tmp_path: Path) -> Any:
         "--suite",
         str(tmp_path / "suite.yaml"),
     ]
-    environment = {"HF_ENDPOINT": server, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+    environment = {
+        "HF_ENDPOINT": server,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "home"),
+    }
     return start(*words, **environment)
 
 
 def assert_fetched(tmp_path: Path) -> None:
     place = tmp_path / "root/baber/piqa"
-    assert sorted(p.name for p in place.iterdir()) == sorted(["README.md", "default", MARK])
-    assert all((place / name).read_bytes() == data for name, data in _Hub.files.items() if name != "piqa.py")
+    assert sorted(p.name for p in place.iterdir()) == sorted(
+        ["README.md", "default", MARK]
+    )
+    assert all(
+        (place / name).read_bytes() == data
+        for name, data in _Hub.files.items()
+        if name != "piqa.py"
+    )
     assert sorted(p.name for p in place.parent.iterdir()) == ["piqa"]
     loaded = load_suite(tmp_path / "suite.yaml")
     assert load_task(loaded.tasks[0], loaded, tmp_path / "root", tiny_tokenizer())
@@ -228,9 +298,15 @@ def test_the_command_fetches_with_the_real_client_and_goes_on_after_a_failure(
     for _ in range(2):
         with fetch_command(server, tmp_path) as child:
             results.append((child.communicate(timeout=120)[1], child.returncode))
-    assert results[0][1] == 2 and "task piqa: data set baber/piqa@" in results[0][0], results[0]
+    assert results[0][1] == 2 and "task piqa: data set baber/piqa@" in results[0][0], (
+        results[0]
+    )
     assert results[1][1] == 0, results[1]
-    assert sorted(_Hub.served) == ["README.md", "default/train.jsonl", "default/validation.jsonl"]
+    assert sorted(_Hub.served) == [
+        "README.md",
+        "default/train.jsonl",
+        "default/validation.jsonl",
+    ]
     assert_fetched(tmp_path)
 
 

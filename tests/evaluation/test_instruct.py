@@ -1,4 +1,5 @@
-"""The suite for chat models, through the chat template, on a few invented rows in the schema of each data set.
+"""The suite for chat models, through the chat template, on a few invented rows in the
+schema of each data set.
 
 IFEval and MATH need packages of `fcsd[instruct]`; `make test-extras` runs those two.
 """
@@ -30,7 +31,8 @@ def bbh_parts() -> list[str]:
 
     folder = Path(str(lm_eval.__file__)).parent / "tasks" / "bbh" / "cot_fewshot"
     names = [
-        re.search(r'dataset_name"?: "?(\w+)', path.read_text()) for path in sorted(folder.glob("*.yaml"))
+        re.search(r'dataset_name"?: "?(\w+)', path.read_text())
+        for path in sorted(folder.glob("*.yaml"))
     ]
     return [match[1] for match in names if match is not None]
 
@@ -48,14 +50,23 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("instruct")
     pro = {
         "test": [mmlu_pro(subject, 1) for subject in SUBJECTS],
-        "validation": [mmlu_pro(subject, number) for subject in SUBJECTS for number in range(5)],
+        "validation": [
+            mmlu_pro(subject, number) for subject in SUBJECTS for number in range(5)
+        ],
     }
     write_repository(root / "TIGER-Lab/MMLU-Pro", {"default": pro})
     question = {"Question": "Which is a metal?", "Correct Answer": "iron"}
-    wrong = {f"Incorrect Answer {n}": text for n, text in enumerate(("wood", "air", "milk"), start=1)}
-    write_repository(root / "Idavidrein/gpqa", {"gpqa_diamond": {"train": [question | wrong]}})
+    wrong = {
+        f"Incorrect Answer {n}": text
+        for n, text in enumerate(("wood", "air", "milk"), start=1)
+    }
+    write_repository(
+        root / "Idavidrein/gpqa", {"gpqa_diamond": {"train": [question | wrong]}}
+    )
     row = {"input": "not True is", "target": "False"}
-    write_repository(root / "SaylorTwift/bbh", {name: {"test": [row]} for name in bbh_parts()})
+    write_repository(
+        root / "SaylorTwift/bbh", {name: {"test": [row]} for name in bbh_parts()}
+    )
     sums = {
         "problem": "What is $1/4 + 1/4$?", "solution": r"It is $\boxed{\frac{1}{2}}$.", "answer": r"\frac{1}{2}",
         "subject": "Algebra", "level": 1, "unique_id": "a",
@@ -71,7 +82,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(root: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return what a model that says a few tokens is given for a task of the suite, and how it is graded."""
+    """Return what a model that says a few tokens is given for a task of the suite, and
+    how it is graded.
+    """
     (row,) = [row for row in load_suite("instruct").tasks if row.task == name]
     own = row.model_dump(mode="json", exclude_unset=True) | {"max_new_tokens": 3}
     result, samples = evaluate(
@@ -82,21 +95,30 @@ def asked(root: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return result["tasks"][name], samples[name]
 
 
-def graded(root: Path, folder: Path, name: str, samples: list[dict[str, Any]], *answers: str) -> float:
+def graded(
+    root: Path, folder: Path, name: str, samples: list[dict[str, Any]], *answers: str
+) -> float:
     """Return the score of these answers, given to the items in turn."""
     rows = [
         {"doc_id": sample["doc_id"], "completion": answers[index % len(answers)]}
         for index, sample in enumerate(samples)
     ]
     file = lines(folder / "s.jsonl", *rows)
-    result = score_file(Scoring(samples=file, dataset=name, data_root=root, suite="instruct"))
+    result = score_file(
+        Scoring(samples=file, dataset=name, data_root=root, suite="instruct")
+    )
     return float(result["tasks"][name]["value"])
 
 
-def test_mmlu_pro_asks_fourteen_subjects_with_five_shots_as_turns(root: Path, tmp_path: Path) -> None:
+def test_mmlu_pro_asks_fourteen_subjects_with_five_shots_as_turns(
+    root: Path, tmp_path: Path
+) -> None:
     row, samples = asked(root, "mmlu_pro")
     assert (row["num_items"], row["num_fewshot"], row["value"]) == (14, 5, 0)
-    assert samples[0]["prompt"].count("<assistant>") == 6 and "J. 10" in samples[0]["prompt"]
+    assert (
+        samples[0]["prompt"].count("<assistant>") == 6
+        and "J. 10" in samples[0]["prompt"]
+    )
     right, wrong = (
         "Two. The answer is (B). Question: The answer is (C)",
         "The answer is (C). The answer is (B).",
@@ -104,42 +126,71 @@ def test_mmlu_pro_asks_fourteen_subjects_with_five_shots_as_turns(root: Path, tm
     assert graded(root, tmp_path, "mmlu_pro", samples, right, wrong) == 7 / 14
 
 
-def test_gpqa_shuffles_its_choices_and_takes_the_last_letter(root: Path, tmp_path: Path) -> None:
+def test_gpqa_shuffles_its_choices_and_takes_the_last_letter(
+    root: Path, tmp_path: Path
+) -> None:
     row, samples = asked(root, "gpqa_diamond_cot_zeroshot")
     (right,) = re.findall(r"(\([A-D]\)) iron", samples[0]["prompt"])
     assert row["num_items"] == 1 and samples[0]["target"] == right
     other = "(A)" if right != "(A)" else "(B)"
-    for answer, value in ((f"Not {other} but {right}", 1), (f"Not {right} but {other}", 0)):
-        assert graded(root, tmp_path, "gpqa_diamond_cot_zeroshot", samples, answer) == value
+    for answer, value in (
+        (f"Not {other} but {right}", 1),
+        (f"Not {right} but {other}", 0),
+    ):
+        assert (
+            graded(root, tmp_path, "gpqa_diamond_cot_zeroshot", samples, answer)
+            == value
+        )
 
 
 @pytest.mark.slow
-def test_bbh_has_its_twenty_seven_parts_with_three_shots(root: Path, tmp_path: Path) -> None:
+def test_bbh_has_its_twenty_seven_parts_with_three_shots(
+    root: Path, tmp_path: Path
+) -> None:
     row, samples = asked(root, "bbh_cot_fewshot")
-    assert (row["num_items"], row["num_fewshot"]) == (27, 3) and len(set(bbh_parts())) == 27
+    assert (row["num_items"], row["num_fewshot"]) == (27, 3) and len(
+        set(bbh_parts())
+    ) == 27
     assert samples[0]["prompt"].count("<assistant>") == 4
     right, wrong = "So the answer is False.", "So the answer is True."
-    assert graded(root, tmp_path, "bbh_cot_fewshot", samples, right, wrong) == pytest.approx(14 / 27)
+    assert graded(
+        root, tmp_path, "bbh_cot_fewshot", samples, right, wrong
+    ) == pytest.approx(14 / 27)
 
 
 @pytest.mark.extras
 def test_math_is_graded_by_proof_of_equality(root: Path, tmp_path: Path) -> None:
-    pytest.importorskip("math_verify", reason="`make test-extras` installs fcsd[instruct]")
+    pytest.importorskip(
+        "math_verify", reason="`make test-extras` installs fcsd[instruct]"
+    )
     row, samples = asked(root, "minerva_math500")
     assert (row["num_items"], row["num_fewshot"]) == (1, 4)
-    for answer, value in ((r"so $\boxed{0.5}$.", 1), (r"$\boxed{\frac{2}{4}}$", 1), (r"$\boxed{0.4}$", 0)):
+    for answer, value in (
+        (r"so $\boxed{0.5}$.", 1),
+        (r"$\boxed{\frac{2}{4}}$", 1),
+        (r"$\boxed{0.4}$", 0),
+    ):
         assert graded(root, tmp_path, "minerva_math500", samples, answer) == value
 
 
 @pytest.mark.extras
-def test_ifeval_checks_every_instruction(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("langdetect", reason="`make test-extras` installs fcsd[instruct]")
+def test_ifeval_checks_every_instruction(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(
+        "langdetect", reason="`make test-extras` installs fcsd[instruct]"
+    )
     import nltk
 
-    # lm-eval fetches nltk's sentence splitter when it is not found; these instructions do not use it.
+    # lm-eval fetches nltk's sentence splitter when it is not found; these instructions
+    # do not use it.
     (tmp_path / "nltk/tokenizers/punkt_tab").mkdir(parents=True)
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk"), *nltk.data.path])
     row, samples = asked(root, "ifeval")
     assert (row["metric"], row["num_items"]) == ("prompt_level_strict_acc,none", 1)
-    for answer, value in (("* iron\n* zinc", 1), ("* iron, zinc\n* tin", 0), ("* iron", 0)):
+    for answer, value in (
+        ("* iron\n* zinc", 1),
+        ("* iron, zinc\n* tin", 0),
+        ("* iron", 0),
+    ):
         assert graded(root, tmp_path, "ifeval", samples, answer) == value

@@ -46,7 +46,9 @@ ROWS: list[dict[str, Any]] = [
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint `model`, data in `root`, and `suite.yaml`."""
     root = tmp_path_factory.mktemp("resume")
-    model = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=1024, num_hidden_layers=1)
+    model = tiny_model(
+        "qwen3_moe", vocab_size=512, max_position_embeddings=1024, num_hidden_layers=1
+    )
     model.save_pretrained(root / "model")
     tiny_tokenizer().save_pretrained(root / "model")
     for name, config, graded in (
@@ -62,7 +64,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The tasks that a model was asked, in order; `gsm8k` fails once while the list holds "fail"."""
+    """The tasks that a model was asked, in order; `gsm8k` fails once while the list
+    holds "fail".
+    """
     seen: list[str] = []
     run = likelihood.run_task
 
@@ -81,8 +85,15 @@ def judge(place: Path, output: Path, **changes: Any) -> Any:
     config = ModelConfig(path=str(changes.pop("model", place / "model")))
     settings = {"data_root": str(place / "root"), "batch_size": 4} | changes
     suite = load_suite(place / "suite.yaml")
-    run_evaluation(Evaluation("model", config, suite, EvaluationConfig(**settings)), output, join_launch())
-    return {task: row["value"] for task, row in read_json(output / "results.json")["tasks"].items()}
+    run_evaluation(
+        Evaluation("model", config, suite, EvaluationConfig(**settings)),
+        output,
+        join_launch(),
+    )
+    return {
+        task: row["value"]
+        for task, row in read_json(output / "results.json")["tasks"].items()
+    }
 
 
 def test_an_evaluation_that_was_stopped_goes_on_with_the_next_task(
@@ -92,7 +103,10 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_task(
     asked[:] = ["fail"]
     with pytest.raises(KeyboardInterrupt):
         judge(place, tmp_path / "cut")
-    assert asked == ["piqa", "sciq"] and len(list((tmp_path / "cut" / FINISHED_TASKS).iterdir())) == 2
+    assert (
+        asked == ["piqa", "sciq"]
+        and len(list((tmp_path / "cut" / FINISHED_TASKS).iterdir())) == 2
+    )
     assert not (tmp_path / "cut" / "results.json").exists()
     asked.clear()
     assert judge(place, tmp_path / "cut", batch_size=2) == whole and asked == ["gsm8k"]
@@ -101,12 +115,16 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_task(
         "beside, for lm-eval's tools"
     )
     for name in ("piqa", "sciq", "gsm8k"):
-        one, other = ((tmp_path / x / f"samples_{name}.jsonl").read_text() for x in ("whole", "cut"))
+        one, other = (
+            (tmp_path / x / f"samples_{name}.jsonl").read_text()
+            for x in ("whole", "cut")
+        )
         assert [s["doc_hash"] for s in map(json.loads, one.splitlines())] == [
             s["doc_hash"] for s in map(json.loads, other.splitlines())
         ]
     asked.clear()
-    (tmp_path / "cut" / FINISHED_TASKS).mkdir()  # as a kill leaves it behind the manifest
+    # as a kill leaves it behind the manifest
+    (tmp_path / "cut" / FINISHED_TASKS).mkdir()
     judge(place, tmp_path / "cut")
     assert asked == [] and not (tmp_path / "cut" / FINISHED_TASKS).exists()
 
@@ -118,17 +136,26 @@ def test_a_killed_evaluation_goes_on_and_finds_what_an_uninterrupted_one_finds(
     out, run = tmp_path / "out", likelihood.run_task
 
     def dies(wrapper: Any, row: TaskConfig, *rest: Any) -> Any:
-        return os.kill(os.getpid(), signal.SIGKILL) if row.task == "gsm8k" else run(wrapper, row, *rest)
+        return (
+            os.kill(os.getpid(), signal.SIGKILL)
+            if row.task == "gsm8k"
+            else run(wrapper, row, *rest)
+        )
 
     def killed() -> int:
         likelihood.run_task = dies
         words = (
-            f"evaluate {place / 'model'} --suite {place / 'suite.yaml'} --data-root {place / 'root'}".split()
+            f"evaluate {place / 'model'} --suite {place / 'suite.yaml'} --data-root"
+            f" {place / 'root'}".split()
         )
         return main([*words, "--output", str(out), "--batch-size", "4"])
 
-    assert in_a_fork(killed, tmp_path / "said") == -signal.SIGKILL, (tmp_path / "said").read_text()
-    kept = sorted(path.name.partition("-")[0] for path in (out / FINISHED_TASKS).iterdir())
+    assert in_a_fork(killed, tmp_path / "said") == -signal.SIGKILL, (
+        tmp_path / "said"
+    ).read_text()
+    kept = sorted(
+        path.name.partition("-")[0] for path in (out / FINISHED_TASKS).iterdir()
+    )
     assert kept == ["piqa", "sciq"] and not (out / "results.json").exists()
     judge(place, out)
     judge(place, tmp_path / "whole")
@@ -136,7 +163,9 @@ def test_a_killed_evaluation_goes_on_and_finds_what_an_uninterrupted_one_finds(
         assert (out / f"samples_{name}.jsonl").read_text() == (
             tmp_path / f"whole/samples_{name}.jsonl"
         ).read_text()
-    one, other = (read_json(folder / "results.json") for folder in (out, tmp_path / "whole"))
+    one, other = (
+        read_json(folder / "results.json") for folder in (out, tmp_path / "whole")
+    )
     for result in (one, other):
         result.pop("wall_s")
     assert one == other
@@ -155,7 +184,11 @@ def test_an_error_in_a_later_task_keeps_the_finished_ones_and_says_so(
 
     monkeypatch.setattr(runner.likelihood, "run_task", fails)
     with pytest.raises(
-        kind, match=r"something is wrong \(the 2 finished tasks are kept; run again to continue\)"
+        kind,
+        match=(
+            r"something is wrong \(the 2 finished tasks are kept; run again to"
+            r" continue\)"
+        ),
     ):
         judge(place, tmp_path / "out")
     assert len(list((tmp_path / "out" / FINISHED_TASKS).iterdir())) == 2
@@ -170,9 +203,19 @@ def test_a_shared_cache_is_by_weights_and_never_by_path(
     first = judge(place, tmp_path / "a", cache=str(cache))
     asked.clear()
     shutil.copytree(place / "model", tmp_path / "moved")
-    assert judge(place, tmp_path / "b", cache=str(cache), model=tmp_path / "moved") == first and asked == []
+    assert (
+        judge(place, tmp_path / "b", cache=str(cache), model=tmp_path / "moved")
+        == first
+        and asked == []
+    )
     # Other weights at the same path, other items, another tokenizer: asked again.
-    other = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=1024, num_hidden_layers=1, seed=1)
+    other = tiny_model(
+        "qwen3_moe",
+        vocab_size=512,
+        max_position_embeddings=1024,
+        num_hidden_layers=1,
+        seed=1,
+    )
     other.save_pretrained(tmp_path / "moved")
     judge(place, tmp_path / "c", cache=str(cache), model=tmp_path / "moved")
     assert asked == ["piqa", "sciq", "gsm8k"]
@@ -181,7 +224,9 @@ def test_a_shared_cache_is_by_weights_and_never_by_path(
     assert asked == ["piqa", "sciq", "gsm8k"]
     asked.clear()
     shutil.copytree(place / "model", tmp_path / "template")
-    (tmp_path / "template" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    (tmp_path / "template" / "chat_template.jinja").write_text(
+        "{{ messages[0]['content'] }}"
+    )
     judge(place, tmp_path / "e", cache=str(cache), model=tmp_path / "template")
     assert asked == ["piqa", "sciq", "gsm8k"]
 
@@ -206,7 +251,11 @@ def test_a_damaged_or_foreign_file_of_the_store_is_not_read(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "byte", "digit"])
 def test_a_finished_task_whose_samples_are_damaged_is_evaluated_again_alone(
-    place: Path, tmp_path: Path, asked: list[str], damage: str, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    tmp_path: Path,
+    asked: list[str],
+    damage: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     whole = judge(place, tmp_path / "out")
     file = tmp_path / "out" / "samples_sciq.jsonl"
@@ -214,10 +263,15 @@ def test_a_finished_task_whose_samples_are_damaged_is_evaluated_again_alone(
     if damage == "gone":
         file.unlink()
     elif damage == "digit":  # no score is another one
-        file.write_bytes(text.replace(b'"loglikelihoods": [-', b'"loglikelihoods": [-9', 1))
+        file.write_bytes(
+            text.replace(b'"loglikelihoods": [-', b'"loglikelihoods": [-9', 1)
+        )
         assert file.read_bytes() != text
     else:
-        file.write_bytes(text[: len(text) // 2] + (b"\xff" + text[len(text) // 2 + 1 :]) * (damage == "byte"))
+        file.write_bytes(
+            text[: len(text) // 2]
+            + (b"\xff" + text[len(text) // 2 + 1 :]) * (damage == "byte")
+        )
     asked.clear()
     assert judge(place, tmp_path / "out") == whole
     assert asked == ["sciq"] and file.read_bytes() == text
@@ -230,7 +284,9 @@ def test_a_result_with_another_digit_is_evaluated_again(
     whole = judge(place, tmp_path / "out")
     file = tmp_path / "out" / "results.json"
     text = file.read_text()
-    file.write_text(re.sub(r'"num_items_total": \d', '"num_items_total": 9', text, count=1))
+    file.write_text(
+        re.sub(r'"num_items_total": \d', '"num_items_total": 9', text, count=1)
+    )
     assert file.read_text() != text
     asked.clear()
     assert judge(place, tmp_path / "out") == whole
@@ -239,18 +295,30 @@ def test_a_result_with_another_digit_is_evaluated_again(
     assert read_json(file)["tasks"] == json.loads(text)["tasks"]
 
 
-def test_an_answer_of_a_server_with_another_digit_is_asked_for_again(tmp_path: Path) -> None:
+def test_an_answer_of_a_server_with_another_digit_is_asked_for_again(
+    tmp_path: Path,
+) -> None:
     journal = Journal(tmp_path / "a.jsonl")
     journal.put(["question"], [-1.25])
     journal.put(["other"], [-2.5])
-    assert [Journal(journal.path).get([name]) for name in ("question", "other")] == [[-1.25], [-2.5]]
+    assert [Journal(journal.path).get([name]) for name in ("question", "other")] == [
+        [-1.25],
+        [-2.5],
+    ]
     assert journal.path is not None
     journal.path.write_text(journal.path.read_text().replace("-1.25", "-1.75"))
-    assert [Journal(journal.path).get([name]) for name in ("question", "other")] == [None, [-2.5]]
+    assert [Journal(journal.path).get([name]) for name in ("question", "other")] == [
+        None,
+        [-2.5],
+    ]
 
 
-def test_a_definition_beside_the_suite_is_part_of_what_a_task_is(tmp_path: Path) -> None:
-    suite = SuiteConfig.model_validate({"name": "s", "tasks": [ROWS[0] | {"lm_eval_include": "mine"}]})
+def test_a_definition_beside_the_suite_is_part_of_what_a_task_is(
+    tmp_path: Path,
+) -> None:
+    suite = SuiteConfig.model_validate(
+        {"name": "s", "tasks": [ROWS[0] | {"lm_eval_include": "mine"}]}
+    )
     suite = suite.model_copy(update={"folder": str(tmp_path)})
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "piqa.yaml").write_text("task: piqa\ndoc_to_text: a\n")
@@ -294,8 +362,11 @@ class _Model:
     device = torch.device("meta")
 
 
-def test_an_automatic_batch_size_is_halved_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gc.collect", lambda: None)  # slow beside everything that the tests have loaded
+def test_an_automatic_batch_size_is_halved_until_it_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # slow beside everything that the tests have loaded
+    monkeypatch.setattr("gc.collect", lambda: None)
     asked: list[int] = []
 
     def work(size: int) -> int:
@@ -308,25 +379,33 @@ def test_an_automatic_batch_size_is_halved_until_it_fits(monkeypatch: pytest.Mon
     assert batch.run(work) == 16 and asked == [128, 64, 32, 16]
     assert batch.run(work) == 16 and len(asked) == 5  # remembered
     batch.begin(1000, ALONE)
-    assert batch.run(work) == 16 and asked[5:] == [128, 64, 32, 16]  # another task, with prompts of its own
+    # another task, with prompts of its own
+    assert batch.run(work) == 16 and asked[5:] == [128, 64, 32, 16]
     batch.begin(11, ALONE)
     assert batch.run(work) == 11
     batch.begin(11, Ranks(0, 4))
     assert batch.run(work) == 3  # some for every rank
-    with pytest.raises(UserError, match="out of memory with batch_size 32: lower it, or use 'auto'"):
+    with pytest.raises(
+        UserError, match="out of memory with batch_size 32: lower it, or use 'auto'"
+    ):
         BatchSizer(32, _Model()).run(work)  # type: ignore[arg-type]
 
     def never(size: int) -> None:
         raise torch.OutOfMemoryError
 
-    with pytest.raises(UserError, match="out of memory with batch_size 1: the model leaves no room"):
+    with pytest.raises(
+        UserError, match="out of memory with batch_size 1: the model leaves no room"
+    ):
         batch.run(never)
 
 
 def test_a_log_has_one_line_a_task_and_no_bars(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"evaluate {place / 'model'} --suite {place / 'suite.yaml'} --data-root {place / 'root'}".split()
+    words = (
+        f"evaluate {place / 'model'} --suite {place / 'suite.yaml'} --data-root"
+        f" {place / 'root'}".split()
+    )
     assert main([*words, "--output", str(tmp_path / "out"), "--limit", "2"]) == 0
     lines = capsys.readouterr().err.strip().splitlines()
     each = ["[1/3] piqa: 2 items", "[2/3] sciq: 2 items", "[3/3] gsm8k: 2 items"]
@@ -334,8 +413,13 @@ def test_a_log_has_one_line_a_task_and_no_bars(
 
 
 @pytest.mark.parametrize(("disabled", "drawn"), [("", True), ("1", False)])
-def test_a_bar_is_drawn_unless_tqdms_variable_switches_all_off(disabled: str, drawn: bool) -> None:
-    code = "from fcsd.base.text import progress_bar; print([*progress_bar('ab', desc='rows', shown=True)])"
+def test_a_bar_is_drawn_unless_tqdms_variable_switches_all_off(
+    disabled: str, drawn: bool
+) -> None:
+    code = (
+        "from fcsd.base.text import progress_bar; print([*progress_bar('ab',"
+        " desc='rows', shown=True)])"
+    )
     with start("-c", code, TQDM_DISABLE=disabled) as child:
         values, bar = child.communicate(timeout=60)
     assert values == "['a', 'b']\n" and ("rows: 100%" in bar) == drawn

@@ -1,4 +1,6 @@
-"""`fcsd evaluate`, `layers` and `run` in a launch of two processes: what one process leaves, also after a kill."""
+"""`fcsd evaluate`, `layers` and `run` in a launch of two processes: what one process
+leaves, also after a kill.
+"""
 
 import json
 import os
@@ -54,7 +56,9 @@ def test_an_evaluation_whose_process_was_killed_goes_on_with_the_next_task(
         runner.likelihood.run_task = deadly  # a fork of its own
         return main(command(place, tmp_path / "out"))
 
-    (status, text), (second, _) = in_forked_ranks(killed_in_the_second_task, 2, tmp_path)
+    (status, text), (second, _) = in_forked_ranks(
+        killed_in_the_second_task, 2, tmp_path
+    )
     assert status not in (0, -signal.SIGKILL) and second == -signal.SIGKILL
     assert "rank 1 of 2 ended without an error: killed" in text
     assert len(list((tmp_path / "out" / FINISHED_TASKS).iterdir())) == 1
@@ -73,10 +77,13 @@ def test_an_evaluation_whose_process_was_killed_goes_on_with_the_next_task(
 
 def test_expert_parallel_processes_judge_as_one(place: Path, tmp_path: Path) -> None:
     assert main(command(place, tmp_path / "one", "--limit", "2")) == 0
-    assert launch("cpu_2_ep", command(place, tmp_path / "ep", "--limit", "2", "--expert-parallel", "2")) == [
-        0
-    ]
-    one, other = (read_json(tmp_path / name / "results.json")["tasks"] for name in ("one", "ep"))
+    assert launch(
+        "cpu_2_ep",
+        command(place, tmp_path / "ep", "--limit", "2", "--expert-parallel", "2"),
+    ) == [0]
+    one, other = (
+        read_json(tmp_path / name / "results.json")["tasks"] for name in ("one", "ep")
+    )
     assert one == other and one["t_group"]["num_items"] == 4
 
 
@@ -84,13 +91,19 @@ def test_expert_parallel_processes_judge_as_one(place: Path, tmp_path: Path) -> 
     ("config", "more", "message"),
     [
         ("cpu_2", ["--device-map", "auto"], "--device-map: is for one process"),
-        ("cpu_2_fsdp2", ["--batch-size", "auto"], "shards the weights over 2; give a number"),
+        (
+            "cpu_2_fsdp2",
+            ["--batch-size", "auto"],
+            "shards the weights over 2; give a number",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused_by_all_processes_and_printed_by_one(
     place: Path, tmp_path: Path, config: str, more: list[str], message: str
 ) -> None:
-    endings = [rank[0] for rank in outcomes(config, command(place, tmp_path / "out", *more))]
+    endings = [
+        rank[0] for rank in outcomes(config, command(place, tmp_path / "out", *more))
+    ]
     assert [status for status, _ in endings] == [2, 2]
     assert sum(message in text for _, text in endings) == 1
     assert not (tmp_path / "out").exists()
@@ -114,29 +127,43 @@ def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(
     }  # fmt: skip
 
     def whole(name: str, *more: str) -> list[str]:
-        recipe = ["run", str(bench.recipe(name, **changes)), "--set", "train.max_steps=2"]
+        recipe = [
+            "run",
+            str(bench.recipe(name, **changes)),
+            "--set",
+            "train.max_steps=2",
+        ]
         return [*recipe, "--set", "evaluation.layer_study=true", *more]
 
     assert main(whole("one")) == 0
     assert launch(f"cpu_2_{engine}", whole(engine, *parallel)) == [0]
     for name in ("original", "converted", "fcsd"):
         (a, samples), (b, others) = (
-            read_result(bench.folder / each / "evaluate" / name) for each in ("one", engine)
+            read_result(bench.folder / each / "evaluate" / name)
+            for each in ("one", engine)
         )
-        assert a["kl_to_original"]["kl"] == pytest.approx(b["kl_to_original"]["kl"], rel=0.01, abs=1e-6)
+        assert a["kl_to_original"]["kl"] == pytest.approx(
+            b["kl_to_original"]["kl"], rel=0.01, abs=1e-6
+        )
         for task, items in samples.items():
-            assert [each["doc_hash"] for each in items] == [each["doc_hash"] for each in others[task]]
+            assert [each["doc_hash"] for each in items] == [
+                each["doc_hash"] for each in others[task]
+            ]
         if name != "fcsd":  # trained in another order of sums
             assert [task["value"] for task in a["tasks"].values()] == [
                 task["value"] for task in b["tasks"].values()
             ]
         assert (bench.folder / engine / "report" / "report.md").is_file()
         assert (bench.folder / engine / "publish" / "README.md").is_file()
-    # A layer study rewires whole copies: it is left for later, and made up by the same recipe in one process.
+    # A layer study rewires whole copies: it is left for later, and made up by the same
+    # recipe in one process.
     points = read_json(bench.folder / "one" / "layers" / "layers.json")["points"]
     assert not (bench.folder / engine / "layers").exists()
     assert main(whole(engine)) == 0
-    assert read_json(bench.folder / engine / "report" / "report.json")["layers"]["points"] == points
+    assert (
+        read_json(bench.folder / engine / "report" / "report.json")["layers"]["points"]
+        == points
+    )
 
 
 def test_a_layer_study_of_two_copies_leaves_the_bytes_of_one_process_and_is_refused_for_parts(
@@ -148,9 +175,17 @@ def test_a_layer_study_of_two_copies_leaves_the_bytes_of_one_process_and_is_refu
     ]  # fmt: skip
     assert launch("cpu_2", [*base, "--output", str(tmp_path / "two")]) == [0]
     assert main([*base, "--output", str(tmp_path / "one")]) == 0
-    one, two = (json.loads((tmp_path / name / "layers.json").read_text()) for name in ("one", "two"))
+    one, two = (
+        json.loads((tmp_path / name / "layers.json").read_text())
+        for name in ("one", "two")
+    )
     assert one == two and len(one["points"]) == 2
-    endings = [rank[0] for rank in outcomes("cpu_2_fsdp2", [*base, "--output", str(tmp_path / "parts")])]
+    endings = [
+        rank[0]
+        for rank in outcomes(
+            "cpu_2_fsdp2", [*base, "--output", str(tmp_path / "parts")]
+        )
+    ]
     assert [status for status, _ in endings] == [2, 2]
     assert sum("rewires whole copies of the model" in text for _, text in endings) == 1
 
@@ -165,11 +200,20 @@ def test_a_model_whose_weights_are_brought_to_the_device_layer_by_layer_is_judge
     made = []
     for options in (
         {},
-        {"device_map": "auto", "max_memory": {"cpu": 100_000}, "offload_folder": tmp_path / "off"},
+        {
+            "device_map": "auto",
+            "max_memory": {"cpu": 100_000},
+            "offload_folder": tmp_path / "off",
+        },
     ):
         model = load_model(place / "model", **options)
         result, samples = evaluate(
-            model, tiny_tokenizer(), suite, data_root=place / "data", batch_size=3, progress=False
+            model,
+            tiny_tokenizer(),
+            suite,
+            data_root=place / "data",
+            batch_size=3,
+            progress=False,
         )
         made.append((result["tasks"], samples))
     assert model.device.type == "meta" and input_device(model).type == "cpu"

@@ -9,7 +9,14 @@ from fcsd.base.errors import UserError
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.comparison import settings_line
 from fcsd.report.table import score_table
-from tests.evaluation.test_runner import CODE, GENERATION, judge, likelihood, place, plain_lm_eval
+from tests.evaluation.test_runner import (
+    CODE,
+    GENERATION,
+    judge,
+    likelihood,
+    place,
+    plain_lm_eval,
+)
 from tests.reference.tiny import tiny_model
 
 __all__ = ["place"]  # a fixture
@@ -18,7 +25,12 @@ POSITIONS = 40
 
 @pytest.fixture(scope="module")
 def short() -> Any:
-    return tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=POSITIONS, num_hidden_layers=1)
+    return tiny_model(
+        "qwen3_moe",
+        vocab_size=512,
+        max_position_embeddings=POSITIONS,
+        num_hidden_layers=1,
+    )
 
 
 def test_prompts_that_were_cut_are_marked_and_give_the_numbers_of_plain_lm_eval(
@@ -29,10 +41,14 @@ def test_prompts_that_were_cut_are_marked_and_give_the_numbers_of_plain_lm_eval(
     encode = tiny_tokenizer().encode
     too_long = 0
     for mine, other in zip(
-        samples["t_choice"], sorted(plain["samples"]["t_choice"], key=lambda s: s["doc_id"]), strict=True
+        samples["t_choice"],
+        sorted(plain["samples"]["t_choice"], key=lambda s: s["doc_id"]),
+        strict=True,
     ):
         # The last token of an answer is predicted, not read.
-        longest = max(len(encode(context + answer)) - 1 for context, answer in other["arguments"])
+        longest = max(
+            len(encode(context + answer)) - 1 for context, answer in other["arguments"]
+        )
         assert mine.get("cut", False) == (longest > POSITIONS)
         too_long += longest > POSITIONS
         assert mine["loglikelihoods"] == pytest.approx(
@@ -41,16 +57,27 @@ def test_prompts_that_were_cut_are_marked_and_give_the_numbers_of_plain_lm_eval(
         )
     assert 0 < too_long < 12, too_long
     assert made["tasks"]["t_choice"]["prompts_cut"] == too_long
-    assert f"t_choice: {too_long} prompts are longer than the model's positions" in score_table(made)
-    assert f"t_choice 1-shot, {too_long} of 12 prompts cut on the left" in settings_line(made)
+    assert (
+        f"t_choice: {too_long} prompts are longer than the model's positions"
+        in score_table(made)
+    )
+    assert (
+        f"t_choice 1-shot, {too_long} of 12 prompts cut on the left"
+        in settings_line(made)
+    )
 
 
 def test_prompts_are_cut_to_leave_room_for_the_answer(short: Any, place: Path) -> None:
     tight = GENERATION | {"max_new_tokens": POSITIONS - 4}
     made, samples = judge(short, place, tight)
-    assert made["tasks"]["t_answers"]["prompts_cut"] == 6 and all(s["cut"] for s in samples["t_answers"])
+    assert made["tasks"]["t_answers"]["prompts_cut"] == 6 and all(
+        s["cut"] for s in samples["t_answers"]
+    )
     made, samples = judge(short, place, GENERATION)
-    assert made["tasks"]["t_answers"]["prompts_cut"] == 0 and "cut" not in samples["t_answers"][0]
+    assert (
+        made["tasks"]["t_answers"]["prompts_cut"] == 0
+        and "cut" not in samples["t_answers"][0]
+    )
     assert "cut" not in score_table(made)
 
 
@@ -59,7 +86,10 @@ def test_prompts_are_cut_to_leave_room_for_the_answer(short: Any, place: Path) -
     [
         (
             GENERATION | {"max_new_tokens": POSITIONS},
-            "task t_answers: max_new_tokens 40 leave no room for a prompt in the model's 40 positions; lower",
+            (
+                "task t_answers: max_new_tokens 40 leave no room for a prompt in the"
+                " model's 40 positions; lower"
+            ),
         ),
         (
             CODE | {"max_new_tokens": POSITIONS},
@@ -67,7 +97,10 @@ def test_prompts_are_cut_to_leave_room_for_the_answer(short: Any, place: Path) -
         ),
         (
             likelihood(dataset="o/lengthy"),
-            "task t_choice: an answer of [0-9]+ tokens .*y y y.* cannot be scored; the model has 40 positions",
+            (
+                "task t_choice: an answer of [0-9]+ tokens .*y y y.* cannot be scored;"
+                " the model has 40 positions"
+            ),
         ),
     ],
 )
@@ -79,7 +112,10 @@ def test_what_cannot_be_asked_at_all_is_refused_with_the_task(
     if not (place / "data/o/lengthy").exists():
         choices = ["x", " ".join("y" * 100), "z"]
         write_rows(
-            place / "data/o/lengthy", [{"question": "q", "choices": choices, "answer": 0}], "test", "train"
+            place / "data/o/lengthy",
+            [{"question": "q", "choices": choices, "answer": 0}],
+            "test",
+            "train",
         )
     with pytest.raises(UserError, match=message):
         judge(short, place, row)

@@ -1,4 +1,6 @@
-"""Several ranks judge a model as one process does: whole copies to the last bit, spread weights but for float noise."""
+"""Several ranks judge a model as one process does: whole copies to the last bit, spread
+weights but for float noise.
+"""
 
 import contextlib
 import os
@@ -43,7 +45,9 @@ BATCH = 2
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A FarSkip checkpoint `model`, `suite.yaml` with its tasks beside it, `data`: an odd number of batches each."""
+    """A FarSkip checkpoint `model`, `suite.yaml` with its tasks beside it, `data`: an
+    odd number of batches each.
+    """
     root = tmp_path_factory.mktemp("ranks")
     for name in ("t_group", "t_one", "t_two", "t_answers"):
         named = TASKS[name] if "group" in TASKS[name] else {"task": name, **TASKS[name]}
@@ -64,20 +68,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(5)
     ]  # fmt: skip
     write_rows(root / "data/o/code", code, "test")
-    rows = [{"lm_eval_include": "mine", **row} if row["kind"] != "code" else row for row in ROWS]
+    rows = [
+        {"lm_eval_include": "mine", **row} if row["kind"] != "code" else row
+        for row in ROWS
+    ]
     (root / "suite.yaml").write_text(yaml.safe_dump({"name": "mine", "tasks": rows}))
     model = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=1024)
     convert_model(model, Connectivity("all"))
     model.save_pretrained(root / "model")
-    tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=1024, seed=1).save_pretrained(
-        root / "other"
-    )
+    tiny_model(
+        "qwen3_moe", vocab_size=512, max_position_embeddings=1024, seed=1
+    ).save_pretrained(root / "other")
     tiny_tokenizer().save_pretrained(root / "model")
     return root
 
 
-def judged(rank: int, place: Path, variables: dict[str, str], experts: int = 1) -> dict[str, Any]:
-    """Return what this rank finds, the passes that its model made, and whether it holds a part of the weights only."""
+def judged(
+    rank: int, place: Path, variables: dict[str, str], experts: int = 1
+) -> dict[str, Any]:
+    """Return what this rank finds, the passes that its model made, and whether it holds
+    a part of the weights only.
+    """
     from accelerate.state import AcceleratorState
 
     os.environ.update(variables)
@@ -93,9 +104,15 @@ def judged(rank: int, place: Path, variables: dict[str, str], experts: int = 1) 
     assert ranks.lockstep == is_sharded(model)
     passes = []
     forward = model.forward
-    model.forward = lambda *args, **kwargs: (passes.append(1), forward(*args, **kwargs))[1]  # type: ignore[method-assign]
+    model.forward = lambda *args, **kwargs: (
+        passes.append(1),
+        forward(*args, **kwargs),
+    )[1]  # type: ignore[method-assign]
     gathers, gather = [], _fsdp_param_group.foreach_all_gather
-    _fsdp_param_group.foreach_all_gather = lambda *args: (gathers.append(1), gather(*args))[1]
+    _fsdp_param_group.foreach_all_gather = lambda *args: (
+        gathers.append(1),
+        gather(*args),
+    )[1]
     result, samples = evaluate(
         model, tiny_tokenizer(), load_suite(place / "suite.yaml"), data_root=place / "data", batch_size=BATCH,
         progress=False, ranks=ranks,
@@ -114,7 +131,9 @@ def text_rows() -> list[Any]:
     rows = []
     for length in (9, 4, 12, 7, 5):
         ids = [draws.randrange(1, 512) for _ in range(length)]
-        rows.append({"input_ids": ids, "labels": ids, "position_ids": list(range(length))})
+        rows.append(
+            {"input_ids": ids, "labels": ids, "position_ids": list(range(length))}
+        )
     return rows
 
 
@@ -129,7 +148,10 @@ def test_copies_share_the_work_and_find_what_one_process_finds_to_the_last_bit(
     place: Path, alone: dict[str, Any]
 ) -> None:
     ranks = run_ranks(judged, 2, place, {})
-    assert ranks[0]["result"] == ranks[1]["result"] and ranks[0]["samples"] == ranks[1]["samples"]
+    assert (
+        ranks[0]["result"] == ranks[1]["result"]
+        and ranks[0]["samples"] == ranks[1]["samples"]
+    )
     assert ranks[0]["samples"] == alone["samples"]
     assert ranks[0]["result"] | {"wall_s": 0} == alone["result"] | {"wall_s": 0}
     assert ranks[0]["kl"] == ranks[1]["kl"] == alone["kl"] and alone["kl"]["kl"] > 0.01
@@ -139,16 +161,25 @@ def test_copies_share_the_work_and_find_what_one_process_finds_to_the_last_bit(
     )  # what one ends at, the other does not
 
 
-@pytest.mark.parametrize(("config", "experts"), few([("cpu_2_fsdp2", 1), ("cpu_2_ep", 2)], 1))
+@pytest.mark.parametrize(
+    ("config", "experts"), few([("cpu_2_fsdp2", 1), ("cpu_2_ep", 2)], 1)
+)
 def test_ranks_that_spread_the_weights_go_in_step_and_find_what_one_process_finds(
     place: Path, alone: dict[str, Any], config: str, experts: int
 ) -> None:
     variables = environment(ROOT / "configs" / f"{config}.yaml")
     ranks = run_ranks(judged, 2, place, variables, experts)
-    assert ranks[0]["result"] == ranks[1]["result"] and ranks[0]["samples"] == ranks[1]["samples"]
-    assert all(each["spread"] for each in ranks) and ranks[0]["passes"] == ranks[1]["passes"]
+    assert (
+        ranks[0]["result"] == ranks[1]["result"]
+        and ranks[0]["samples"] == ranks[1]["samples"]
+    )
+    assert (
+        all(each["spread"] for each in ranks)
+        and ranks[0]["passes"] == ranks[1]["passes"]
+    )
     assert ranks[0]["passes"] < alone["passes"] * 0.75
-    if config == "cpu_2_fsdp2":  # once for all tasks: of each layer, of the embedding and of the final norm
+    # once for all tasks: of each layer, of the embedding and of the final norm
+    if config == "cpu_2_fsdp2":
         assert ranks[0]["gathers"] == ranks[1]["gathers"] == 4 + 2
     for task, items in alone["samples"].items():
         for one, other in zip(items, ranks[0]["samples"][task], strict=True):
@@ -167,12 +198,22 @@ def test_ranks_that_spread_the_weights_go_in_step_and_find_what_one_process_find
 
 @pytest.mark.parametrize("batches", range(6))
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_batches_are_dealt_once_and_idle_passes_make_the_ranks_even(batches: int, size: int) -> None:
+def test_batches_are_dealt_once_and_idle_passes_make_the_ranks_even(
+    batches: int, size: int
+) -> None:
     ranks = [Ranks(rank, size, lockstep=True) for rank in range(size)]
     shares = [each.deal(range(batches)) for each in ranks]
-    assert sorted(number for share in shares for number in share) == list(range(batches))
+    assert sorted(number for share in shares for number in share) == list(
+        range(batches)
+    )
     assert (
-        len({len(share) + each.idle_passes(batches) for share, each in zip(shares, ranks, strict=True)}) == 1
+        len(
+            {
+                len(share) + each.idle_passes(batches)
+                for share, each in zip(shares, ranks, strict=True)
+            }
+        )
+        == 1
     )
     assert all(Ranks(rank, size).idle_passes(batches) == 0 for rank in range(size))
 
@@ -190,7 +231,9 @@ def raised_on(rank: int, wrong: int, error: Exception) -> list[str]:
         try:
             messages.append(str(call(fail)))
         except Exception as raised:
-            messages.append(f"{type(raised).__name__}: {raised}".strip().replace("\n", " | "))
+            messages.append(
+                f"{type(raised).__name__}: {raised}".strip().replace("\n", " | ")
+            )
     return messages
 
 
@@ -204,7 +247,11 @@ def raised_on(rank: int, wrong: int, error: Exception) -> list[str]:
 def test_an_error_of_one_rank_is_raised_on_all(error: Exception, shown: str) -> None:
     own = f"{type(error).__name__}: {error}"
     (first, second), (third, fourth) = run_ranks(raised_on, 2, 0, error)
-    assert first == second == own and re.fullmatch(shown, third) and re.fullmatch(shown, fourth)
+    assert (
+        first == second == own
+        and re.fullmatch(shown, third)
+        and re.fullmatch(shown, fourth)
+    )
     (first, second), others = run_ranks(raised_on, 2, 1, error)
     assert re.fullmatch(shown, first) and second == "0" and others == [own, "0"]
 
@@ -234,20 +281,28 @@ def short_of_memory(rank: int, place: Path) -> Any:
     return samples, most
 
 
-def test_a_copy_that_runs_out_of_memory_tries_again_alone(place: Path, alone: dict[str, Any]) -> None:
+def test_a_copy_that_runs_out_of_memory_tries_again_alone(
+    place: Path, alone: dict[str, Any]
+) -> None:
     (first, wide), (second, narrow) = run_ranks(short_of_memory, 2, place)
     assert first == second and max(wide) > 3 and min(narrow) <= 2 < max(narrow)
     for task, items in first.items():
         for one, other in zip(items, alone["samples"][task], strict=True):
-            assert one["score"] == other["score"] and one.get("completion") == other.get("completion")
+            assert one["score"] == other["score"] and one.get(
+                "completion"
+            ) == other.get("completion")
             assert one.get("loglikelihoods") == pytest.approx(
                 other.get("loglikelihoods"), abs=1e-4
             )  # sums of float32
 
 
-def test_an_automatic_batch_size_is_refused_where_no_rank_can_try_again_alone(place: Path) -> None:
+def test_an_automatic_batch_size_is_refused_where_no_rank_can_try_again_alone(
+    place: Path,
+) -> None:
     with (
-        pytest.raises(UserError, match=r"'auto' needs .* shards the weights over 2; give a number"),
+        pytest.raises(
+            UserError, match=r"'auto' needs .* shards the weights over 2; give a number"
+        ),
         prepare_evaluation(
             tiny_tokenizer(),
             load_suite(place / "suite.yaml"),
@@ -258,8 +313,12 @@ def test_an_automatic_batch_size_is_refused_where_no_rank_can_try_again_alone(pl
         pass
 
 
-def test_the_random_state_of_other_ranks_devices_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking for it makes a context on each device, which takes memory from the rank that computes there."""
+def test_the_random_state_of_other_ranks_devices_is_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Asking for it makes a context on each device, which takes memory from the rank
+    that computes there.
+    """
     asked: list[Any] = []
 
     @contextlib.contextmanager

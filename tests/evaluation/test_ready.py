@@ -25,7 +25,9 @@ from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 
 RIGHT = [f"def mul{i}(a, b):\n    return a * b + {i}\n" for i in range(3)]
-BASE_ONLY = [f"def mul{i}(a, b):\n    return a * b + {i} if a >= 0 else 0\n" for i in range(3)]
+BASE_ONLY = [
+    f"def mul{i}(a, b):\n    return a * b + {i} if a >= 0 else 0\n" for i in range(3)
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,48 +40,88 @@ def lines(path: Path, *samples: Any) -> Path:
     return path
 
 
-def test_solutions_are_graded_and_the_result_can_be_compared(root: Path, tmp_path: Path) -> None:
+def test_solutions_are_graded_and_the_result_can_be_compared(
+    root: Path, tmp_path: Path
+) -> None:
     ids = ("Mbpp/1000", "1001", 1002)  # EvalPlus's form of the id, and the Hub's
     both = []
-    for name, programs in (("a", RIGHT), ("b", [RIGHT[0], BASE_ONLY[1], "def mul2(a, b): return None\n"])):
+    for name, programs in (
+        ("a", RIGHT),
+        ("b", [RIGHT[0], BASE_ONLY[1], "def mul2(a, b): return None\n"]),
+    ):
         file = lines(
             tmp_path / f"{name}.jsonl",
-            *({"task_id": i, "solution": p} for i, p in zip(ids, programs, strict=True)),
+            *(
+                {"task_id": i, "solution": p}
+                for i, p in zip(ids, programs, strict=True)
+            ),
         )
-        score_file(Scoring(samples=file, dataset="mbpp_plus", data_root=root, output=tmp_path / name))
+        score_file(
+            Scoring(
+                samples=file,
+                dataset="mbpp_plus",
+                data_root=root,
+                output=tmp_path / name,
+            )
+        )
         result, samples = read_result(tmp_path / name)
         both.append({"result": result, "samples": samples})
     task = both[1]["result"]["tasks"]["mbpp_plus"]
-    assert (task["value"], task["base"]["value"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
-    assert task["outcomes"] == {"passed": 1, "wrong": 2} and both[1]["result"]["sandbox"]["network_off"]
+    assert (task["value"], task["base"]["value"]) == (
+        pytest.approx(1 / 3),
+        pytest.approx(2 / 3),
+    )
+    assert (
+        task["outcomes"] == {"passed": 1, "wrong": 2}
+        and both[1]["result"]["sandbox"]["network_off"]
+    )
     row = compare(*both)["tasks"]["mbpp_plus"]
     assert (row["gained"], row["lost"]) == (0, 2)
 
 
-def test_several_samples_of_a_problem_give_pass_at_k(root: Path, tmp_path: Path) -> None:
+def test_several_samples_of_a_problem_give_pass_at_k(
+    root: Path, tmp_path: Path
+) -> None:
     samples = [
-        {"task_id": f"HumanEval/{i}", "completion": f"    return a + b + {i if good else 99}\n"}
+        {
+            "task_id": f"HumanEval/{i}",
+            "completion": f"    return a + b + {i if good else 99}\n",
+        }
         for i, goods in enumerate([(1, 0, 0, 0, 0), (0, 0, 0, 0, 0), (1, 1, 1, 1, 1)])
         for good in goods
     ]
     result = score_file(
-        Scoring(samples=lines(tmp_path / "s.jsonl", *samples), dataset="humaneval_plus", data_root=root)
+        Scoring(
+            samples=lines(tmp_path / "s.jsonl", *samples),
+            dataset="humaneval_plus",
+            data_root=root,
+        )
     )
     task = result["tasks"]["humaneval_plus"]
     assert task["pass_at_k"] == {"1": pytest.approx(0.4), "5": pytest.approx(2 / 3)}
-    assert task["value"] == pytest.approx(0.4) and task["outcomes"] == {"passed": 6, "wrong": 9}
+    assert task["value"] == pytest.approx(0.4) and task["outcomes"] == {
+        "passed": 6,
+        "wrong": 9,
+    }
 
 
-def test_what_evaluate_wrote_is_read_with_the_program_taken_from_the_completion(root: Path) -> None:
-    (problem, *_) = read_problems(root / "evalplus/humanevalplus")
+def test_what_evaluate_wrote_is_read_with_the_program_taken_from_the_completion(
+    root: Path,
+) -> None:
+    problem, *_ = read_problems(root / "evalplus/humanevalplus")
     text = "```python\ndef add0(a, b):\n    return a + b\n```"
     sample = {"doc_id": "HumanEval/0", "completion": text}
     program = problem.prefix + text.split("\n", 1)[1][:-3]
     assert programs_of([("line 1", sample)], [problem]) == {"HumanEval/0": [program]}
-    alone = program.removeprefix(problem.prefix).strip()  # as EvalPlus reads an answer to a question
-    assert programs_of([("line 1", sample)], [problem], chat=True) == {"HumanEval/0": [alone]}
+    # as EvalPlus reads an answer to a question
+    alone = program.removeprefix(problem.prefix).strip()
+    assert programs_of([("line 1", sample)], [problem], chat=True) == {
+        "HumanEval/0": [alone]
+    }
     thought = sample | {"completion": f"<think>```python\nno\n```</think>\n{text}"}
-    assert programs_of([("line 1", thought)], [problem], thinking=True) == {"HumanEval/0": [program]}
+    assert programs_of([("line 1", thought)], [problem], thinking=True) == {
+        "HumanEval/0": [program]
+    }
 
 
 @pytest.mark.parametrize(
@@ -91,11 +133,23 @@ def test_what_evaluate_wrote_is_read_with_the_program_taken_from_the_completion(
             '{"task_id": 7, "solution": "x"}',
             r"line 1: 7 is not a problem of this data set \(it has 1000, 1001, 1002\)",
         ),
-        ('{"task_id": "Mbpp/7", "solution": "x"}', r"line 1: 'Mbpp/7' is not a problem"),
+        (
+            '{"task_id": "Mbpp/7", "solution": "x"}',
+            r"line 1: 'Mbpp/7' is not a problem",
+        ),
         ('{"solution": "x"}', r"line 1: task_id: text or a number is needed, got None"),
-        ('{"task_id": 1000}', r"line 1: no 'solution' \(a whole program\) and no 'completion'"),
-        ('{"task_id": 1000, "solution": 5}', r"line 1: solution: text is needed, got int"),
-        ('{"task_id": 1000, "solution": "x"}\n[]', r"line 2: a JSON object is needed, got list"),
+        (
+            '{"task_id": 1000}',
+            r"line 1: no 'solution' \(a whole program\) and no 'completion'",
+        ),
+        (
+            '{"task_id": 1000, "solution": 5}',
+            r"line 1: solution: text is needed, got int",
+        ),
+        (
+            '{"task_id": 1000, "solution": "x"}\n[]',
+            r"line 2: a JSON object is needed, got list",
+        ),
         ('{"task_id": 1000, "solution": "x"', r"line 1: not valid JSON"),
         (
             '{"task_id": 1000, "solution": "x"}',
@@ -103,7 +157,9 @@ def test_what_evaluate_wrote_is_read_with_the_program_taken_from_the_completion(
         ),
     ],
 )
-def test_a_bad_file_of_samples_is_one_line(root: Path, tmp_path: Path, text: str, message: str) -> None:
+def test_a_bad_file_of_samples_is_one_line(
+    root: Path, tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "s.jsonl"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
@@ -113,8 +169,14 @@ def test_a_bad_file_of_samples_is_one_line(root: Path, tmp_path: Path, text: str
 def test_a_wrong_data_set_or_file_is_one_line(root: Path, tmp_path: Path) -> None:
     path = lines(tmp_path / "s.jsonl", {"task_id": 1000, "solution": "x"})
     with pytest.raises(UserError, match=r"nothing\.jsonl: no such file"):
-        score_file(Scoring(samples=tmp_path / "nothing.jsonl", dataset="mbpp_plus", data_root=root))
-    with pytest.raises(UserError, match=r"task mbpp_plus: .*no such folder; the data root must hold"):
+        score_file(
+            Scoring(
+                samples=tmp_path / "nothing.jsonl", dataset="mbpp_plus", data_root=root
+            )
+        )
+    with pytest.raises(
+        UserError, match=r"task mbpp_plus: .*no such folder; the data root must hold"
+    ):
         score_file(Scoring(samples=path, dataset="mbpp_plus", data_root=tmp_path))
 
 
@@ -127,11 +189,14 @@ def test_the_command_prints_base_and_plus_and_marks_a_partial_file(
     assert "2 of 3 problems have no sample" in capsys.readouterr().err
     assert main([*words, "--partial"]) == 0
     out = capsys.readouterr().out
-    assert "| mbpp_plus " in out and "| mbpp_plus (base tests) " in out and "1 of 3" in out
+    assert (
+        "| mbpp_plus " in out and "| mbpp_plus (base tests) " in out and "1 of 3" in out
+    )
     assert "a quick look, not a result" in out
 
 
-# What evalplus 0.3.1 leaves beside the samples, by a module of its name: passes what says "right".
+# What evalplus 0.3.1 leaves beside the samples, by a module of its name: passes what
+# says "right".
 STAND_IN = """
 import json, os, sys
 words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -160,22 +225,39 @@ def evalplus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sys.modules.pop("evalplus", None)
 
 
-def test_evalplus_grades_in_a_process_of_its_own(root: Path, tmp_path: Path, evalplus: None) -> None:
+def test_evalplus_grades_in_a_process_of_its_own(
+    root: Path, tmp_path: Path, evalplus: None
+) -> None:
     texts = ["right", "slow", "right but bad"]
-    path = lines(tmp_path / "s.jsonl", *({"task_id": 1000 + i, "solution": t} for i, t in enumerate(texts)))
+    path = lines(
+        tmp_path / "s.jsonl",
+        *({"task_id": 1000 + i, "solution": t} for i, t in enumerate(texts)),
+    )
     options: dict[str, Any] = {
         "data_root": root, "scorer": "evalplus", "evalplus_data": tmp_path / "data.jsonl.gz",
     }  # fmt: skip
-    with pytest.raises(UserError, match=r"EvalPlus runs programs without our sandbox.*--allow-weak-sandbox"):
+    with pytest.raises(
+        UserError,
+        match=r"EvalPlus runs programs without our sandbox.*--allow-weak-sandbox",
+    ):
         score_file(Scoring(samples=path, dataset="mbpp_plus", **options))
     options["allow_weak_sandbox"] = True
-    task = score_file(Scoring(samples=path, dataset="mbpp_plus", **options))["tasks"]["mbpp_plus"]
+    task = score_file(Scoring(samples=path, dataset="mbpp_plus", **options))["tasks"][
+        "mbpp_plus"
+    ]
     assert task["outcomes"] == {"passed": 1, "timeout": 1, "wrong": 1}
-    assert (task["value"], task["base"]["value"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
-    with pytest.raises(UserError, match="grades mbpp_plus and humaneval_plus, not mbpp_plus_lmeval"):
+    assert (task["value"], task["base"]["value"]) == (
+        pytest.approx(1 / 3),
+        pytest.approx(2 / 3),
+    )
+    with pytest.raises(
+        UserError, match="grades mbpp_plus and humaneval_plus, not mbpp_plus_lmeval"
+    ):
         score_file(Scoring(samples=path, dataset="mbpp_plus_lmeval", **options))
     lines(path, *({"task_id": 1000 + i, "solution": "crash"} for i in range(3)))
-    with pytest.raises(RuntimeError, match="EvalPlus failed with status 1: no such problem"):
+    with pytest.raises(
+        RuntimeError, match="EvalPlus failed with status 1: no such problem"
+    ):
         score_file(Scoring(samples=path, dataset="mbpp_plus", **options))
 
 
@@ -184,26 +266,47 @@ def test_without_the_package_the_error_says_what_to_install(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *p: None if name == "evalplus" else find(name, *p)
+        "importlib.util.find_spec",
+        lambda name, *p: None if name == "evalplus" else find(name, *p),
     )
-    path = lines(tmp_path / "s.jsonl", *({"task_id": 1000 + i, "solution": "x"} for i in range(3)))
-    with pytest.raises(UserError, match=r"not installed; pip install 'fcsd\[evalplus\]'"):
-        score_file(Scoring(samples=path, dataset="mbpp_plus", data_root=root, scorer="evalplus"))
+    path = lines(
+        tmp_path / "s.jsonl",
+        *({"task_id": 1000 + i, "solution": "x"} for i in range(3)),
+    )
+    with pytest.raises(
+        UserError, match=r"not installed; pip install 'fcsd\[evalplus\]'"
+    ):
+        score_file(
+            Scoring(
+                samples=path, dataset="mbpp_plus", data_root=root, scorer="evalplus"
+            )
+        )
 
 
-# ---------------------------------------------------------------------------------- answers that lm-eval grades
+# ----------------------------------------------------------------------------------
+# answers that lm-eval grades
 
-# The invented rows of GSM8K: Ann has i pens and buys 3. What each is worth by its rules, flexible-extract (the last
-# number, up to "Question:") and strict-match (the number behind ####):
-ANSWERS = [("She has 3.", 1, 0), ("1 + 3\n#### 4\n\nQuestion: Bob has 70 pens", 1, 1), ("#### 7 or 5?", 1, 0)]
+# The invented rows of GSM8K: Ann has i pens and buys 3. What each is worth by its
+# rules, flexible-extract (the last number, up to "Question:") and strict-match (the
+# number behind ####):
+ANSWERS = [
+    ("She has 3.", 1, 0),
+    ("1 + 3\n#### 4\n\nQuestion: Bob has 70 pens", 1, 1),
+    ("#### 7 or 5?", 1, 0),
+]
 
 
 def answers(path: Path, texts: Any = None, **more: Any) -> Path:
     texts = [text for text, *_ in ANSWERS] if texts is None else texts
-    return lines(path, *({"doc_id": i, "completion": text} | more for i, text in enumerate(texts)))
+    return lines(
+        path,
+        *({"doc_id": i, "completion": text} | more for i, text in enumerate(texts)),
+    )
 
 
-def test_answers_are_graded_by_lm_evals_filters_and_metric(root: Path, tmp_path: Path) -> None:
+def test_answers_are_graded_by_lm_evals_filters_and_metric(
+    root: Path, tmp_path: Path
+) -> None:
     for suite, column in (("paper11", 1), ("camoe9", 2)):
         score_file(
             Scoring(
@@ -215,10 +318,16 @@ def test_answers_are_graded_by_lm_evals_filters_and_metric(root: Path, tmp_path:
             )
         )
         result, kept = read_result(tmp_path / suite)
-        assert [sample["score"] for sample in kept["gsm8k"]] == [answer[column] for answer in ANSWERS]
+        assert [sample["score"] for sample in kept["gsm8k"]] == [
+            answer[column] for answer in ANSWERS
+        ]
         assert result["tasks"]["gsm8k"]["num_fewshot"] == 5 and result["complete"]
     same = score_file(
-        Scoring(samples=answers(tmp_path / "a.jsonl", task="gsm8k"), dataset=None, data_root=root)
+        Scoring(
+            samples=answers(tmp_path / "a.jsonl", task="gsm8k"),
+            dataset=None,
+            data_root=root,
+        )
     )  # the lines say it
     assert same["tasks"]["gsm8k"]["value"] == 1
 
@@ -226,27 +335,50 @@ def test_answers_are_graded_by_lm_evals_filters_and_metric(root: Path, tmp_path:
 def test_what_a_model_said_is_graded_as_when_it_was_evaluated_and_compared_with_it(
     root: Path, tmp_path: Path
 ) -> None:
-    model = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=8192, num_hidden_layers=1)
+    model = tiny_model(
+        "qwen3_moe", vocab_size=512, max_position_embeddings=8192, num_hidden_layers=1
+    )
     suite = load_suite("paper11")
     suite = chosen_suite(["gsm8k"], suite)
     suite.tasks[0] = suite.tasks[0].model_copy(update={"max_new_tokens": 6})
-    result, samples = evaluate(model, tiny_tokenizer(), suite, data_root=root, batch_size=4, progress=False)
+    result, samples = evaluate(
+        model, tiny_tokenizer(), suite, data_root=root, batch_size=4, progress=False
+    )
     file = lines(tmp_path / "s.jsonl", *samples["gsm8k"])
-    score_file(Scoring(samples=file, dataset="gsm8k", data_root=root, output=tmp_path / "out"))
+    score_file(
+        Scoring(samples=file, dataset="gsm8k", data_root=root, output=tmp_path / "out")
+    )
     again, kept = read_result(tmp_path / "out")
     assert kept["gsm8k"] == samples["gsm8k"]
-    comparison = compare({"result": result, "samples": samples}, {"result": again, "samples": kept})
+    comparison = compare(
+        {"result": result, "samples": samples}, {"result": again, "samples": kept}
+    )
     assert comparison["tasks"]["gsm8k"]["delta"] == 0
     # Without numbers, by the hashes that lm-eval writes, in any order.
-    named = [{key: s[key] for key in ("prompt_hash", "completion")} for s in reversed(samples["gsm8k"])]
-    score_file(Scoring(samples=lines(file, *named), dataset="gsm8k", data_root=root, output=tmp_path / "out"))
+    named = [
+        {key: s[key] for key in ("prompt_hash", "completion")}
+        for s in reversed(samples["gsm8k"])
+    ]
+    score_file(
+        Scoring(
+            samples=lines(file, *named),
+            dataset="gsm8k",
+            data_root=root,
+            output=tmp_path / "out",
+        )
+    )
     assert read_result(tmp_path / "out")[1] == kept
 
 
-def test_several_answers_count_by_their_mean_and_thoughts_are_cut_off(root: Path, tmp_path: Path) -> None:
+def test_several_answers_count_by_their_mean_and_thoughts_are_cut_off(
+    root: Path, tmp_path: Path
+) -> None:
     texts = [f"<think>#### {i}, no, 99</think>\n#### {i + 3}" for i in range(3)]
     rows = [
-        {"doc_id": i, "completions": [text, f"<think>It is {i + 3}.</think>I cannot say."]}
+        {
+            "doc_id": i,
+            "completions": [text, f"<think>It is {i + 3}.</think>I cannot say."],
+        }
         for i, text in enumerate(texts)
     ]
     options: dict[str, Any] = {"data_root": root, "suite": "camoe9"}
@@ -261,16 +393,23 @@ def test_several_answers_count_by_their_mean_and_thoughts_are_cut_off(root: Path
     )
     result, kept = read_result(tmp_path / "out")
     assert result["tasks"]["gsm8k"]["value"] == 0.5
-    assert kept["gsm8k"][1]["scores"] == [1, 0] and kept["gsm8k"][1]["completions"][0] == "#### 4"
     assert (
-        score_file(Scoring(samples=answers(tmp_path / "u.jsonl", texts), dataset="gsm8k", **options))[
-            "tasks"
-        ]["gsm8k"]["value"]
+        kept["gsm8k"][1]["scores"] == [1, 0]
+        and kept["gsm8k"][1]["completions"][0] == "#### 4"
+    )
+    assert (
+        score_file(
+            Scoring(
+                samples=answers(tmp_path / "u.jsonl", texts), dataset="gsm8k", **options
+            )
+        )["tasks"]["gsm8k"]["value"]
         == 0
     )
 
 
-def test_members_of_a_group_are_named_in_the_line_or_its_number(root: Path, tmp_path: Path) -> None:
+def test_members_of_a_group_are_named_in_the_line_or_its_number(
+    root: Path, tmp_path: Path
+) -> None:
     """Two tasks of our own, whose answer is right if it is the question's number."""
     own = tmp_path / "own"
     own.mkdir()
@@ -279,17 +418,24 @@ def test_members_of_a_group_are_named_in_the_line_or_its_number(root: Path, tmp_
         "doc_to_text": "{{question}}", "metric_list": [{"metric": "exact_match"}], "generation_kwargs": {"until": []},
     }  # fmt: skip
     for name, target in (("low", "0"), ("high", "{{answer.split('#### ')[1]}}")):
-        (own / f"{name}.yaml").write_text(yaml.safe_dump(leaf | {"task": name, "doc_to_target": target}))
-    (own / "both.yaml").write_text(yaml.safe_dump({"group": "both", "task": ["high", "low"]}))
+        (own / f"{name}.yaml").write_text(
+            yaml.safe_dump(leaf | {"task": name, "doc_to_target": target})
+        )
+    (own / "both.yaml").write_text(
+        yaml.safe_dump({"group": "both", "task": ["high", "low"]})
+    )
     rows = [{"doc_id": f"low/{i}", "completion": "0"} for i in range(3)]
     rows += [{"task": "high", "doc_id": i, "completion": str(i + 3)} for i in (2, 0)]
     file = lines(tmp_path / "s.jsonl", *rows)
     options: dict[str, Any] = {"data_root": root, "include_path": own}
     with pytest.raises(
-        UserError, match=r"1 of 6 documents have no answer \(the first is high/1\); .*--partial"
+        UserError,
+        match=r"1 of 6 documents have no answer \(the first is high/1\); .*--partial",
     ):
         score_file(Scoring(samples=file, dataset="both", **options))
-    task = score_file(Scoring(samples=file, dataset="both", partial=True, **options))["tasks"]["both"]
+    task = score_file(Scoring(samples=file, dataset="both", partial=True, **options))[
+        "tasks"
+    ]["both"]
     assert (task["value"], task["num_items"], task["num_items_total"]) == (1, 5, 6)
 
 
@@ -306,33 +452,81 @@ def test_members_of_a_group_are_named_in_the_line_or_its_number(root: Path, tmp_
         ({"doc_id": 0, "completion": "x", "task": "other"}, "task gsm8k: the file holds no answer to it"),
     ],
 )  # fmt: skip
-def test_a_bad_file_of_answers_is_one_line(root: Path, tmp_path: Path, row: Any, message: str) -> None:
+def test_a_bad_file_of_answers_is_one_line(
+    root: Path, tmp_path: Path, row: Any, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
-        score_file(Scoring(samples=lines(tmp_path / "s.jsonl", row), dataset="gsm8k", data_root=root))
+        score_file(
+            Scoring(
+                samples=lines(tmp_path / "s.jsonl", row),
+                dataset="gsm8k",
+                data_root=root,
+            )
+        )
 
 
-def test_answers_to_other_data_or_to_tasks_without_text_are_refused(root: Path, tmp_path: Path) -> None:
+def test_answers_to_other_data_or_to_tasks_without_text_are_refused(
+    root: Path, tmp_path: Path
+) -> None:
     other = answers(tmp_path / "a.jsonl", doc_hash="0" * 64)
     with pytest.raises(
-        UserError, match=r"a\.jsonl, line 1: doc_hash is of another document than gsm8k's 0: the data set"
+        UserError,
+        match=(
+            r"a\.jsonl, line 1: doc_hash is of another document than gsm8k's 0: the"
+            r" data set"
+        ),
     ):
         score_file(Scoring(samples=other, dataset="gsm8k", data_root=root))
-    uneven = lines(other, *({"doc_id": i, "completions": ["1"] * (1 + i % 2)} for i in range(3)))
-    with pytest.raises(UserError, match=r"1 to 2 answers to a document; it needs the same number of every"):
+    uneven = lines(
+        other, *({"doc_id": i, "completions": ["1"] * (1 + i % 2)} for i in range(3))
+    )
+    with pytest.raises(
+        UserError,
+        match=r"1 to 2 answers to a document; it needs the same number of every",
+    ):
         score_file(Scoring(samples=uneven, dataset="gsm8k", data_root=root))
-    with pytest.raises(UserError, match="task piqa: is scored by likelihood, which a file of answers does"):
-        score_file(Scoring(samples=answers(tmp_path / "p.jsonl"), dataset="piqa", data_root=root))
-    with pytest.raises(UserError, match=r"line 1: names no task; add a key 'task', or give --dataset"):
-        score_file(Scoring(samples=answers(tmp_path / "n.jsonl"), dataset=None, data_root=root))
+    with pytest.raises(
+        UserError,
+        match="task piqa: is scored by likelihood, which a file of answers does",
+    ):
+        score_file(
+            Scoring(
+                samples=answers(tmp_path / "p.jsonl"), dataset="piqa", data_root=root
+            )
+        )
+    with pytest.raises(
+        UserError, match=r"line 1: names no task; add a key 'task', or give --dataset"
+    ):
+        score_file(
+            Scoring(samples=answers(tmp_path / "n.jsonl"), dataset=None, data_root=root)
+        )
 
 
 def test_one_file_may_hold_programs_and_answers(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"task": "gsm8k", "doc_id": i, "completion": text} for i, (text, *_) in enumerate(ANSWERS)]
-    rows += [{"task": "mbpp_plus", "task_id": 1000 + i, "solution": text} for i, text in enumerate(RIGHT)]
+    rows = [
+        {"task": "gsm8k", "doc_id": i, "completion": text}
+        for i, (text, *_) in enumerate(ANSWERS)
+    ]
+    rows += [
+        {"task": "mbpp_plus", "task_id": 1000 + i, "solution": text}
+        for i, text in enumerate(RIGHT)
+    ]
     file = lines(tmp_path / "s.jsonl", *rows)
-    assert main(["score", str(file), "--data-root", str(root), "--output", str(tmp_path / "o")]) == 0
+    assert (
+        main(
+            [
+                "score",
+                str(file),
+                "--data-root",
+                str(root),
+                "--output",
+                str(tmp_path / "o"),
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "| gsm8k " in out and "| mbpp_plus (base tests) " in out
     result, _ = read_result(tmp_path / "o")
@@ -341,15 +535,26 @@ def test_one_file_may_hold_programs_and_answers(
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ thoughts
+# ------------------------------------------------------------------------------------------------
+# thoughts
 
 
 @pytest.mark.parametrize("thinking", [True, None])
-def test_a_models_thoughts_are_cut_off_before_an_answer_is_graded(root: Path, thinking: bool | None) -> None:
-    """In the thoughts stand a wrong number and a wrong program, of which the first in the text would count."""
-    model, tokenizer = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=8192), tiny_tokenizer()
+def test_a_models_thoughts_are_cut_off_before_an_answer_is_graded(
+    root: Path, thinking: bool | None
+) -> None:
+    """In the thoughts stand a wrong number and a wrong program, of which the first in
+    the text would count.
+    """
+    model, tokenizer = (
+        tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=8192),
+        tiny_tokenizer(),
+    )
     wrong, right = "def mul0(a, b): return 99", "def mul0(a, b): return a * b"
-    said = f"<think>#### 99\n```python\n{wrong}\n```\n</think>\n#### 3\n```python\n{right}\n```\n"
+    said = (
+        f"<think>#### 99\n```python\n{wrong}\n```\n</think>\n####"
+        f" 3\n```python\n{right}\n```\n"
+    )
     ids = torch.tensor(tokenizer(said, add_special_tokens=False)["input_ids"])
     assert "</think>" in tokenizer.decode(ids)
     model.generate = lambda input_ids, **_: torch.cat(  # type: ignore[method-assign,assignment]
@@ -362,8 +567,14 @@ def test_a_models_thoughts_are_cut_off_before_an_answer_is_graded(root: Path, th
     )
     rows = [row.model_dump(mode="json", exclude_unset=True) | how for row in chosen]
     suite = SuiteConfig.model_validate({"name": "own", "tasks": rows})
-    _, samples = evaluate(model, tokenizer, suite, data_root=root, batch_size=2, limit=1, progress=False)
-    assert [samples[task][0]["score"] for task in ("gsm8k", "mbpp_plus")] == [bool(thinking)] * 2
+    _, samples = evaluate(
+        model, tokenizer, suite, data_root=root, batch_size=2, limit=1, progress=False
+    )
+    assert [samples[task][0]["score"] for task in ("gsm8k", "mbpp_plus")] == [
+        bool(thinking)
+    ] * 2
     for task in ("gsm8k", "mbpp_plus"):
         completion = samples[task][0]["completion"]
-        assert ("99" not in completion and completion.startswith("#### 3")) is bool(thinking)
+        assert ("99" not in completion and completion.startswith("#### 3")) is bool(
+            thinking
+        )

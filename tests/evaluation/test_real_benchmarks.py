@@ -15,18 +15,26 @@ from tests.support import evaluate
 pytestmark = pytest.mark.real_data
 
 
-def test_benchmarks_run_from_local_data_and_have_their_official_numbers_of_items(shared_hub: Path) -> None:
+def test_benchmarks_run_from_local_data_and_have_their_official_numbers_of_items(
+    shared_hub: Path,
+) -> None:
     official = {
         "hellaswag": 10042, "winogrande": 1267, "humaneval_plus": 164, "gsm8k": 1319, "mbpp_plus": 378,
         "mbpp_plus_lmeval": 378,
     }  # fmt: skip
     suite = load_suite("paper11")
     tasks = [
-        row if row.kind == "likelihood" else row.model_copy(update={"max_new_tokens": 4})
+        (
+            row
+            if row.kind == "likelihood"
+            else row.model_copy(update={"max_new_tokens": 4})
+        )
         for row in suite.tasks
         if row.task in official
     ]
-    model = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=8192, num_hidden_layers=2)
+    model = tiny_model(
+        "qwen3_moe", vocab_size=512, max_position_embeddings=8192, num_hidden_layers=2
+    )
     result, samples = evaluate(
         model,
         tiny_tokenizer(),
@@ -36,8 +44,12 @@ def test_benchmarks_run_from_local_data_and_have_their_official_numbers_of_items
         limit=2,
         progress=False,
     )
-    assert {task: row["num_items_total"] for task, row in result["tasks"].items()} == official
-    assert {task: row["num_items"] for task, row in result["tasks"].items()} == dict.fromkeys(samples, 2)
+    assert {
+        task: row["num_items_total"] for task, row in result["tasks"].items()
+    } == official
+    assert {
+        task: row["num_items"] for task, row in result["tasks"].items()
+    } == dict.fromkeys(samples, 2)
     assert result["tasks"]["gsm8k"]["num_fewshot"] == 5
     assert [len(sample["loglikelihoods"]) for sample in samples["hellaswag"]] == [4] * 2
 
@@ -65,7 +77,16 @@ def test_all_canonical_programs_pass_and_programs_that_return_none_do_not(
     assert all(bool(problem.base_tests) == (tests == "all") for problem in problems)
     with CodeScorer(timeout_s=10.0) as scorer:
         scorer.self_check(problems)
-        nothing = {problem.task_id: [returns_none(problem.canonical)] for problem in problems}
-        outcomes = [each for (each,) in scorer.score_samples(problems, nothing, whole_programs=True)]
-    assert not [outcome.task_id for outcome in outcomes if "passed" in (outcome.outcome, outcome.base)]
+        nothing = {
+            problem.task_id: [returns_none(problem.canonical)] for problem in problems
+        }
+        outcomes = [
+            each
+            for (each,) in scorer.score_samples(problems, nothing, whole_programs=True)
+        ]
+    assert not [
+        outcome.task_id
+        for outcome in outcomes
+        if "passed" in (outcome.outcome, outcome.base)
+    ]
     assert {outcome.outcome for outcome in outcomes} <= {"wrong", "error"}

@@ -37,7 +37,9 @@ ANSWERS = {
     "doc_to_text": "question",
     "doc_to_target": "answer",
     "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": 4},
-    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    "metric_list": [
+        {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
+    ],
 }
 TASKS: dict[str, dict[str, Any]] = {
     "t_choice": CHOICE,
@@ -45,10 +47,22 @@ TASKS: dict[str, dict[str, Any]] = {
     "t_group": {"group": "t_group", "task": ["t_one", "t_two"]},
     "t_one": CHOICE,
     "t_two": CHOICE | {"test_split": "train"},
-    "t_mistakes": CHOICE
-    | {"metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": False}]},
-    "t_median": CHOICE
-    | {"metric_list": [{"metric": "acc", "aggregation": "median", "higher_is_better": True}]},
+    "t_mistakes": (
+        CHOICE
+        | {
+            "metric_list": [
+                {"metric": "acc", "aggregation": "mean", "higher_is_better": False}
+            ]
+        }
+    ),
+    "t_median": (
+        CHOICE
+        | {
+            "metric_list": [
+                {"metric": "acc", "aggregation": "median", "higher_is_better": True}
+            ]
+        }
+    ),
 }
 CODE = {
     "task": "t_code",
@@ -63,11 +77,15 @@ CODE = {
 def write_rows(folder: Path, rows: list[dict[str, Any]], *splits: str) -> None:
     folder.mkdir(parents=True)
     files = [{"split": split, "path": f"{split}.jsonl"} for split in splits]
-    front = yaml.safe_dump({"configs": [{"config_name": "default", "data_files": files}]})
+    front = yaml.safe_dump(
+        {"configs": [{"config_name": "default", "data_files": files}]}
+    )
     (folder / "README.md").write_text(f"---\n{front}---\n")
     for offset, split in enumerate(splits):
         shifted = rows[offset:] + rows[:offset]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shifted))
+        (folder / f"{split}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in shifted)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +107,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     write_rows(root / "data/o/choice", choice, "test", "train")
     write_rows(
-        root / "data/o/answers", [{"question": f"{n} and", "answer": str(n)} for n in range(6)], "test"
+        root / "data/o/answers",
+        [{"question": f"{n} and", "answer": str(n)} for n in range(6)],
+        "test",
     )
     code = [
         {"task_id": n, "prompt": f"add {n}", "code": f"def f(x): return x + {n}", "test_imports": [],
@@ -103,16 +123,29 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def suite(place: Path, *rows: dict[str, Any]) -> SuiteConfig:
     path = place / "suite.yaml"
     defaults = {"t_code": {}}
-    made = [{"lm_eval_include": "mine", **row} if row["task"] not in defaults else row for row in rows]
+    made = [
+        {"lm_eval_include": "mine", **row} if row["task"] not in defaults else row
+        for row in rows
+    ]
     path.write_text(yaml.safe_dump({"name": "mine", "tasks": made}))
     return load_suite(path)
 
 
 def likelihood(task: str = "t_choice", **changes: Any) -> dict[str, Any]:
-    return {"task": task, "kind": "likelihood", "metric": "acc,none", "dataset": "o/choice"} | changes
+    return {
+        "task": task,
+        "kind": "likelihood",
+        "metric": "acc,none",
+        "dataset": "o/choice",
+    } | changes
 
 
-GENERATION = {"task": "t_answers", "kind": "generation", "metric": "exact_match,none", "dataset": "o/answers"}
+GENERATION = {
+    "task": "t_answers",
+    "kind": "generation",
+    "metric": "exact_match,none",
+    "dataset": "o/answers",
+}
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +154,18 @@ def model() -> Any:
 
 
 def judge(model: Any, place: Path, *rows: dict[str, Any], **options: Any) -> Any:
-    options = {"data_root": place / "data", "batch_size": 4, "progress": False} | options
+    options = {
+        "data_root": place / "data",
+        "batch_size": 4,
+        "progress": False,
+    } | options
     tokenizer = options.pop("tokenizer", None) or tiny_tokenizer()
     return evaluate(model, tokenizer, suite(place, *rows), **options)
 
 
-def plain_lm_eval(model: Any, place: Path, task: str, shots: int, data: str, **options: Any) -> Any:
+def plain_lm_eval(
+    model: Any, place: Path, task: str, shots: int, data: str, **options: Any
+) -> Any:
     """Return the same task through lm-eval's own front door."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -135,7 +174,13 @@ def plain_lm_eval(model: Any, place: Path, task: str, shots: int, data: str, **o
     manager = TaskManager(include_path=[str(place / "mine")], include_defaults=False)
     spec = {
         "group": "g",
-        "task": [{"task": task, "dataset_path": str(place / "data" / data), "num_fewshot": shots}],
+        "task": [
+            {
+                "task": task,
+                "dataset_path": str(place / "data" / data),
+                "num_fewshot": shots,
+            }
+        ],
     }
     lm = HFLM(pretrained=copy.deepcopy(model), tokenizer=tiny_tokenizer(), batch_size=1)
     return lm_eval.simple_evaluate(lm, tasks=[spec], task_manager=manager, **options)
@@ -147,15 +192,27 @@ def test_likelihood_numbers_are_those_of_plain_lm_eval(
     model: Any, place: Path, shots: int, chat: bool
 ) -> None:
     plain = plain_lm_eval(
-        model, place, "t_choice", shots, "o/choice", apply_chat_template=chat, fewshot_as_multiturn=chat
+        model,
+        place,
+        "t_choice",
+        shots,
+        "o/choice",
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
     )
     theirs = plain["results"]["t_choice"]
     prompts = {s["doc_id"]: s["prompt_hash"] for s in plain["samples"]["t_choice"]}
     for metric in ("acc,none", "acc_norm,none"):
-        made, samples = judge(model, place, likelihood(metric=metric, num_fewshot=shots, chat_template=chat))
+        made, samples = judge(
+            model,
+            place,
+            likelihood(metric=metric, num_fewshot=shots, chat_template=chat),
+        )
         numbers = made["tasks"]["t_choice"]
         assert numbers["value"] == pytest.approx(float(theirs[metric]))
-        assert numbers["stderr"] == pytest.approx(float(theirs[metric.replace(",", "_stderr,")]))
+        assert numbers["stderr"] == pytest.approx(
+            float(theirs[metric.replace(",", "_stderr,")])
+        )
         assert numbers["num_items"] == 12 and numbers["num_fewshot"] == shots
         assert {s["doc_id"]: s["prompt_hash"] for s in samples["t_choice"]} == prompts
 
@@ -163,30 +220,46 @@ def test_likelihood_numbers_are_those_of_plain_lm_eval(
 def test_generated_answers_are_those_of_plain_lm_eval(model: Any, place: Path) -> None:
     made, samples = judge(model, place, GENERATION)
     plain = plain_lm_eval(model, place, "t_answers", 0, "o/answers")
-    theirs = [s["resps"][0][0] for s in sorted(plain["samples"]["t_answers"], key=lambda s: s["doc_id"])]
+    theirs = [
+        s["resps"][0][0]
+        for s in sorted(plain["samples"]["t_answers"], key=lambda s: s["doc_id"])
+    ]
     assert [s["completion"] for s in samples["t_answers"]] == theirs
-    assert made["tasks"]["t_answers"]["value"] == plain["results"]["t_answers"]["exact_match,none"]
+    assert (
+        made["tasks"]["t_answers"]["value"]
+        == plain["results"]["t_answers"]["exact_match,none"]
+    )
 
 
 THINKS = (
-    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:"
-    "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% else %}thoughts{% endif %}{% endif %}"
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}{% if"
+    " add_generation_prompt %}assistant:{% if enable_thinking is defined and not"
+    " enable_thinking %}no thoughts{% else %}thoughts{% endif %}{% endif %}"
 )
 
 
-def test_thinking_is_switched_off_in_every_kind_of_task(model: Any, place: Path) -> None:
+def test_thinking_is_switched_off_in_every_kind_of_task(
+    model: Any, place: Path
+) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = THINKS
-    rows = [row | {"chat_template": True} for row in (likelihood(num_fewshot=1), GENERATION, CODE)]
+    rows = [
+        row | {"chat_template": True}
+        for row in (likelihood(num_fewshot=1), GENERATION, CODE)
+    ]
     made, samples = judge(model, place, *rows, tokenizer=tokenizer, limit=2)
     prompts = [sample["prompt"] for items in samples.values() for sample in items]
-    assert len(prompts) == 6 and all(prompt.endswith("assistant:no thoughts") for prompt in prompts)
+    assert len(prompts) == 6 and all(
+        prompt.endswith("assistant:no thoughts") for prompt in prompts
+    )
     assert all(row["chat_template"] for row in made["tasks"].values())
     recorded = made["settings"]["chat_template_sha256"]
     assert recorded == hashlib.sha256(json.dumps(THINKS).encode()).hexdigest()
 
 
-def test_batch_size_and_order_of_tasks_do_not_change_the_scores(model: Any, place: Path) -> None:
+def test_batch_size_and_order_of_tasks_do_not_change_the_scores(
+    model: Any, place: Path
+) -> None:
     rows = [likelihood(), GENERATION, CODE]
     one, one_samples = judge(model, place, *rows, batch_size=1)
     many, many_samples = judge(model, place, *rows[::-1], batch_size=7)
@@ -213,9 +286,19 @@ def test_a_result_is_complete_plain_json_and_survives_the_folder(
     model: Any, place: Path, tmp_path: Path
 ) -> None:
     made, samples = judge(
-        model, place, likelihood(), GENERATION, CODE | {"headline": False}, limit=3, name="m"
+        model,
+        place,
+        likelihood(),
+        GENERATION,
+        CODE | {"headline": False},
+        limit=3,
+        name="m",
     )
-    assert made["model"] == "m" and made["settings"]["limit"] == 3 and made["sandbox"]["network_off"]
+    assert (
+        made["model"] == "m"
+        and made["settings"]["limit"] == 3
+        and made["sandbox"]["network_off"]
+    )
     assert [row["num_items"] for row in made["tasks"].values()] == [3, 3, 3]
     assert made["mean"] == pytest.approx(
         (made["tasks"]["t_choice"]["value"] + made["tasks"]["t_answers"]["value"]) / 2
@@ -229,15 +312,22 @@ def test_a_result_is_complete_plain_json_and_survives_the_folder(
     assert compare(both, both)["mean"]["delta"] == 0
 
 
-def test_other_shots_give_prompts_that_cannot_be_compared(model: Any, place: Path) -> None:
+def test_other_shots_give_prompts_that_cannot_be_compared(
+    model: Any, place: Path
+) -> None:
     a, b = (judge(model, place, likelihood(num_fewshot=n)) for n in (0, 2))
     b[0]["tasks"]["t_choice"]["num_fewshot"] = 0  # even when the record says the same
     with pytest.raises(UserError, match="the prompts differ in 12 of 12 items"):
         compare(*({"result": result, "samples": samples} for result, samples in (a, b)))
 
 
-def test_evaluating_leaves_model_tokenizer_and_random_state_as_they_were(place: Path) -> None:
-    model, tokenizer = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=1024), tiny_tokenizer()
+def test_evaluating_leaves_model_tokenizer_and_random_state_as_they_were(
+    place: Path,
+) -> None:
+    model, tokenizer = (
+        tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=1024),
+        tiny_tokenizer(),
+    )
     model.train()
     model.model.layers[1].eval()
     model.config.use_cache = False
@@ -249,29 +339,54 @@ def test_evaluating_leaves_model_tokenizer_and_random_state_as_they_were(place: 
     expected = torch.rand(2).tolist(), numpy.random.rand(), random.random()
     for seed in (torch.manual_seed, numpy.random.seed, random.seed):
         seed(5)
-    judge(model, place, likelihood(num_fewshot=2), GENERATION, CODE, tokenizer=tokenizer)
+    judge(
+        model, place, likelihood(num_fewshot=2), GENERATION, CODE, tokenizer=tokenizer
+    )
     assert (torch.rand(2).tolist(), numpy.random.rand(), random.random()) == expected
     assert [module.training for module in model.modules()] == before
     assert model.config.use_cache is False and tokenizer.padding_side == "right"
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, weights[name]) for name, value in model.state_dict().items()
+    )
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (likelihood("t_choise"), r"task t_choise: not defined in .*mine; did you mean 't_choice'\?"),
-        (likelihood(metric="f2,none"), r"metric 'f2,none' does not exist; allowed: acc,none, acc_norm,none"),
+        (
+            likelihood("t_choise"),
+            r"task t_choise: not defined in .*mine; did you mean 't_choice'\?",
+        ),
+        (
+            likelihood(metric="f2,none"),
+            r"metric 'f2,none' does not exist; allowed: acc,none, acc_norm,none",
+        ),
         (likelihood(metric="acc,strict"), "metric 'acc,strict' does not exist"),
-        (likelihood(lm_eval_include="nowhere"), "task t_choice: no folder 'nowhere' with its definition"),
-        (likelihood(dataset="o/none"), "task t_choice: .*none: no such folder; the data root must hold"),
-        (likelihood(split="nope"), "task t_choice: cannot be loaded with the data set .*choice"),
-        (likelihood(kind="generation"), "kind is 'generation', but lm-eval's output_type is multiple_choice"),
+        (
+            likelihood(lm_eval_include="nowhere"),
+            "task t_choice: no folder 'nowhere' with its definition",
+        ),
+        (
+            likelihood(dataset="o/none"),
+            "task t_choice: .*none: no such folder; the data root must hold",
+        ),
+        (
+            likelihood(split="nope"),
+            "task t_choice: cannot be loaded with the data set .*choice",
+        ),
+        (
+            likelihood(kind="generation"),
+            "kind is 'generation', but lm-eval's output_type is multiple_choice",
+        ),
         (CODE | {"split": "nope"}, "cannot read split 'nope'"),
         (likelihood("t_median"), "is not a mean over items"),
         (
             likelihood("t_mistakes"),
-            "task t_mistakes: lower is better in acc,none; models are compared by metrics of",
+            (
+                "task t_mistakes: lower is better in acc,none; models are compared by"
+                " metrics of"
+            ),
         ),
     ],
 )
@@ -290,32 +405,54 @@ def test_nothing_is_asked_of_the_model_before_everything_is_there(place: Path) -
             raise AssertionError("asked")
 
     with pytest.raises(UserError, match="task t_answers"):
-        judge(Untouchable(), place, likelihood(dataset="o/choice"), GENERATION | {"dataset": "o/none"})
+        judge(
+            Untouchable(),
+            place,
+            likelihood(dataset="o/choice"),
+            GENERATION | {"dataset": "o/none"},
+        )
 
 
-def test_a_missing_data_root_or_template_and_a_wrong_number_are_refused(model: Any, place: Path) -> None:
+def test_a_missing_data_root_or_template_and_a_wrong_number_are_refused(
+    model: Any, place: Path
+) -> None:
     with pytest.raises(UserError, match=r"nowhere: no such folder \(data root\)"):
         judge(model, place, likelihood(), data_root=place / "nowhere")
     with pytest.raises(UserError, match="limit: must be at least 1, got 0"):
         judge(model, place, likelihood(), limit=0)
     for row in (likelihood(chat_template=True), CODE | {"chat_template": True}):
-        with pytest.raises(UserError, match="chat_template: true, but the tokenizer has no chat template"):
+        with pytest.raises(
+            UserError,
+            match="chat_template: true, but the tokenizer has no chat template",
+        ):
             judge(model, place, row, tokenizer=tiny_tokenizer(chat_template=False))
 
 
-def test_the_hub_cannot_be_reached_offline_and_the_error_names_the_task(model: Any, place: Path) -> None:
-    with pytest.raises(UserError, match="task t_choice: cannot be loaded with the data set owner/not-here"):
+def test_the_hub_cannot_be_reached_offline_and_the_error_names_the_task(
+    model: Any, place: Path
+) -> None:
+    with pytest.raises(
+        UserError,
+        match="task t_choice: cannot be loaded with the data set owner/not-here",
+    ):
         judge(model, place, likelihood(dataset="owner/not-here"), data_root=None)
 
 
 def test_a_failed_write_leaves_nothing_under_a_final_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Out of range float"):
-        write_result({"schema_version": 1, "tasks": {}}, {"t": [{"score": float("nan")}]}, tmp_path)
+        write_result(
+            {"schema_version": 1, "tasks": {}},
+            {"t": [{"score": float("nan")}]},
+            tmp_path,
+        )
     assert os.listdir(tmp_path) == []
 
 
 def test_damaged_results_are_refused(model: Any, place: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no results\.json; this is not a folder that `fcsd evaluate` wrote"):
+    with pytest.raises(
+        UserError,
+        match=r"no results\.json; this is not a folder that `fcsd evaluate` wrote",
+    ):
         read_result(tmp_path)
     good, samples = judge(model, place, likelihood(), limit=2)
     write_result(good, samples, tmp_path)
@@ -324,7 +461,10 @@ def test_damaged_results_are_refused(model: Any, place: Path, tmp_path: Path) ->
     for text, message in (
         (whole.splitlines()[0] + "\n", "1 samples, but results.json says 2"),
         (whole[:-6], "line 2: not valid JSON"),
-        (whole.replace("doc_hash", "hash"), r"line 1: not a sample \(doc_id, doc_hash, prompt_hash, score\)"),
+        (
+            whole.replace("doc_hash", "hash"),
+            r"line 1: not a sample \(doc_id, doc_hash, prompt_hash, score\)",
+        ),
         ("", "0 samples, but results.json says 2"),
     ):
         file.write_text(text)
@@ -342,20 +482,38 @@ def test_damaged_results_are_refused(model: Any, place: Path, tmp_path: Path) ->
 def test_a_config_that_asks_for_mtp_is_answered_token_by_token(
     family: str, place: Path, tmp_path: Path
 ) -> None:
-    """transformers takes generation settings from config.json where there is no generation_config.json."""
+    """transformers takes generation settings from config.json where there is no
+    generation_config.json.
+    """
     model = tiny_model(family, vocab_size=512, max_position_embeddings=512)
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model/generation_config.json").unlink(missing_ok=True)
-    config = json.loads((tmp_path / "model/config.json").read_text()) | {"use_mtp": True}
+    config = json.loads((tmp_path / "model/config.json").read_text()) | {
+        "use_mtp": True
+    }
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     drafting = load_model(tmp_path / "model")
     assert drafting.generation_config.use_mtp
     rows = [
-        {"task": "t_answers", "kind": "generation", "metric": "exact_match,none", "dataset": "o/answers"},
+        {
+            "task": "t_answers",
+            "kind": "generation",
+            "metric": "exact_match,none",
+            "dataset": "o/answers",
+        },
         CODE,
     ]
-    plan = {"data_root": str(place / "data"), "batch_size": 2, "limit": 2, "allow_weak_sandbox": True}
-    _, samples = evaluate(drafting, tiny_tokenizer(), suite(place, *rows), progress=False, **plan)
+    plan = {
+        "data_root": str(place / "data"),
+        "batch_size": 2,
+        "limit": 2,
+        "allow_weak_sandbox": True,
+    }
+    _, samples = evaluate(
+        drafting, tiny_tokenizer(), suite(place, *rows), progress=False, **plan
+    )
     assert drafting.generation_config.use_mtp, "the model is left as it was"
-    _, expected = evaluate(model, tiny_tokenizer(), suite(place, *rows), progress=False, **plan)
+    _, expected = evaluate(
+        model, tiny_tokenizer(), suite(place, *rows), progress=False, **plan
+    )
     assert samples == expected

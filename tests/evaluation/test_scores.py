@@ -8,7 +8,13 @@ import pytest
 from scipy import stats
 
 from fcsd.base.errors import UserError
-from fcsd.base.stats import holm, interval, plain_mean, pooled_standard_error, standard_error
+from fcsd.base.stats import (
+    holm,
+    interval,
+    plain_mean,
+    pooled_standard_error,
+    standard_error,
+)
 from fcsd.evaluation.scores import compare, paired
 
 
@@ -20,7 +26,12 @@ def samples(scores: list[float], prompt: str = "p") -> list[dict[str, Any]]:
 
 
 def result(scores: dict[str, list[float]], **row: Any) -> dict[str, Any]:
-    base = {"metric": "acc,none", "num_fewshot": 0, "kind": "likelihood", "headline": True} | row
+    base = {
+        "metric": "acc,none",
+        "num_fewshot": 0,
+        "kind": "likelihood",
+        "headline": True,
+    } | row
     return {
         "result": {"tasks": dict.fromkeys(scores, base), "settings": {"limit": None}},
         "samples": {task: samples(values) for task, values in scores.items()},
@@ -29,7 +40,9 @@ def result(scores: dict[str, list[float]], **row: Any) -> dict[str, Any]:
 
 def test_standard_errors_are_those_of_the_statistics_module() -> None:
     scores = [random.Random(0).random() for _ in range(50)]
-    assert standard_error(scores) == pytest.approx(statistics.stdev(scores) / math.sqrt(50))
+    assert standard_error(scores) == pytest.approx(
+        statistics.stdev(scores) / math.sqrt(50)
+    )
     assert standard_error([1.0]) is None
 
 
@@ -37,10 +50,17 @@ def test_the_standard_error_of_a_group_is_lm_evals() -> None:
     from lm_eval.api.metrics import pooled_sample_stderr
 
     rng = random.Random(1)
-    groups = [[float(rng.random() < share) for _ in range(n)] for share, n in ((0.2, 7), (0.9, 40), (0.5, 2))]
-    expected = pooled_sample_stderr([standard_error(group) or 0.0 for group in groups], [7, 40, 2])
+    groups = [
+        [float(rng.random() < share) for _ in range(n)]
+        for share, n in ((0.2, 7), (0.9, 40), (0.5, 2))
+    ]
+    expected = pooled_sample_stderr(
+        [standard_error(group) or 0.0 for group in groups], [7, 40, 2]
+    )
     assert pooled_standard_error(groups) == pytest.approx(float(expected))
-    assert pooled_standard_error([[1.0, 0.0], [1.0]]) is None, "one item has no variance within"
+    assert pooled_standard_error([[1.0, 0.0], [1.0]]) is None, (
+        "one item has no variance within"
+    )
 
 
 def test_holm_multiplies_the_smallest_p_by_their_number_and_never_falls() -> None:
@@ -50,19 +70,26 @@ def test_holm_multiplies_the_smallest_p_by_their_number_and_never_falls() -> Non
 
 def test_plain_mean_propagates_errors_by_hand() -> None:
     assert plain_mean([(0.2, 0.03), (0.4, 0.04)]) == pytest.approx((0.3, 0.025))
-    assert plain_mean([(0.2, 0.03), (0.4, None)])[1] is None, "one item says nothing about its error"
+    assert plain_mean([(0.2, 0.03), (0.4, None)])[1] is None, (
+        "one item says nothing about its error"
+    )
 
 
 def test_a_paired_comparison_by_hand() -> None:
     # 10 items: 5 right in both, 1 gained, 3 lost, 1 wrong in both
-    row = paired(samples([1] * 5 + [0] + [1] * 3 + [0]), samples([1] * 5 + [1] + [0] * 3 + [0]))
+    row = paired(
+        samples([1] * 5 + [0] + [1] * 3 + [0]), samples([1] * 5 + [1] + [0] * 3 + [0])
+    )
     differences = [0] * 5 + [1] + [-1] * 3 + [0]
     assert (row["gained"], row["lost"], row["num_items"]) == (1, 3, 10)
     assert row["delta"] == pytest.approx(-0.2)
-    assert row["delta_stderr"] == pytest.approx(statistics.stdev(differences) / math.sqrt(10))
+    assert row["delta_stderr"] == pytest.approx(
+        statistics.stdev(differences) / math.sqrt(10)
+    )
     # exact McNemar: 2 * P(at most 1 of 4 fair coins)
     assert row["p_value"] == pytest.approx(2 * (1 + 4) / 16)
-    # Bonett and Price: one item more gained and one lost, so 2 and 4 of 12; 2.179 is Student's t of 12 at 97.5 %
+    # Bonett and Price: one item more gained and one lost, so 2 and 4 of 12; 2.179 is
+    # Student's t of 12 at 97.5 %
     half = 2.1788 * math.sqrt(2 + 4 - 2.0**2 / 12) / 12
     assert row["interval"] == pytest.approx([-2 / 12 - half, -2 / 12 + half], rel=1e-4)
     assert row["retained_percent"] == pytest.approx(75.0)
@@ -71,7 +98,12 @@ def test_a_paired_comparison_by_hand() -> None:
 def test_the_paired_error_ignores_what_is_hard_for_both() -> None:
     scores = [float(i % 2) for i in range(100)]
     row = paired(samples(scores), samples(scores))
-    assert (row["delta"], row["delta_stderr"], row["p_value"], row["retained_percent"]) == (
+    assert (
+        row["delta"],
+        row["delta_stderr"],
+        row["p_value"],
+        row["retained_percent"],
+    ) == (
         0.0,
         0.0,
         1.0,
@@ -81,15 +113,25 @@ def test_the_paired_error_ignores_what_is_hard_for_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gained", "lost"), [(0.002, 0.03), (0.01, 0.05), (0.1, 0.02), (0.0, 0.09), (0.1, 0.15), (0.0, 0.95)]
+    ("gained", "lost"),
+    [(0.002, 0.03), (0.01, 0.05), (0.1, 0.02), (0.0, 0.09), (0.1, 0.15), (0.0, 0.95)],
 )
-def test_the_interval_holds_the_true_difference_as_often_as_it_says(gained: float, lost: float) -> None:
-    """All outcomes of 30 items, each with its probability; the plain interval holds it less often."""
+def test_the_interval_holds_the_true_difference_as_often_as_it_says(
+    gained: float, lost: float
+) -> None:
+    """All outcomes of 30 items, each with its probability; the plain interval holds it
+    less often.
+    """
     count, covered, plain = 30, 0.0, 0.0
     for up in range(count + 1):
         for down in range(count + 1 - up):
             ways = math.comb(count, up) * math.comb(count - up, down)
-            share = ways * gained**up * lost**down * (1 - gained - lost) ** (count - up - down)
+            share = (
+                ways
+                * gained**up
+                * lost**down
+                * (1 - gained - lost) ** (count - up - down)
+            )
             if share < 1e-12:
                 continue
             differences = [1.0] * up + [-1.0] * down + [0.0] * (count - up - down)
@@ -97,7 +139,10 @@ def test_the_interval_holds_the_true_difference_as_often_as_it_says(gained: floa
             assert limits is not None
             covered += share * (limits[0] <= gained - lost <= limits[1])
             mean = sum(differences) / count
-            plain += share * (abs(mean - (gained - lost)) <= 1.96 * (standard_error(differences) or 0.0))
+            plain += share * (
+                abs(mean - (gained - lost))
+                <= 1.96 * (standard_error(differences) or 0.0)
+            )
     assert covered > 0.93 and covered > plain
     assert plain < 0.8 or 0.05 < lost < 0.9 or gained > 0.05, (
         "what the plain one is worth where little changes"
@@ -111,7 +156,10 @@ def test_interval_and_errors_agree_with_a_bootstrap_over_items() -> None:
         before = rng.random(count) < 0.7
         after = numpy.where(rng.random(count) < 0.15, rng.random(count) < 0.4, before)
         tasks[task] = (before.astype(float), after.astype(float))
-    sides = [result({task: list(map(float, both[side])) for task, both in tasks.items()}) for side in (0, 1)]
+    sides = [
+        result({task: list(map(float, both[side])) for task, both in tasks.items()})
+        for side in (0, 1)
+    ]
     made = compare(sides[0], sides[1])
     drawn = {}
     for task, (before, after) in tasks.items():
@@ -123,9 +171,15 @@ def test_interval_and_errors_agree_with_a_bootstrap_over_items() -> None:
         (made["mean"], (drawn["x"] + drawn["y"]) / 2),
     ):
         assert row["delta_stderr"] == pytest.approx(values.std(), rel=0.05)
-        assert row["interval"] == pytest.approx(list(numpy.quantile(values, [0.025, 0.975])), abs=0.004)
-    unpaired = math.hypot(*(made["tasks"][task]["original_stderr"] for task in tasks)) / 2
-    assert made["mean"]["delta_stderr"] < unpaired, "what both find hard cancels in the mean, too"
+        assert row["interval"] == pytest.approx(
+            list(numpy.quantile(values, [0.025, 0.975])), abs=0.004
+        )
+    unpaired = (
+        math.hypot(*(made["tasks"][task]["original_stderr"] for task in tasks)) / 2
+    )
+    assert made["mean"]["delta_stderr"] < unpaired, (
+        "what both find hard cancels in the mean, too"
+    )
 
 
 def test_fractional_scores_get_students_interval_and_a_sign_test() -> None:
@@ -135,7 +189,9 @@ def test_fractional_scores_get_students_interval_and_a_sign_test() -> None:
     row = paired(samples(before), samples(after))
     reference = stats.ttest_rel(after, before).confidence_interval(0.95)
     assert row["interval"] == pytest.approx([reference.low, reference.high])
-    assert row["p_value"] == pytest.approx(2 * 0.5 ** row["gained"]) and row["lost"] == 0
+    assert (
+        row["p_value"] == pytest.approx(2 * 0.5 ** row["gained"]) and row["lost"] == 0
+    )
 
 
 def test_one_item_and_no_change_do_not_pass_for_certainty() -> None:
@@ -144,15 +200,23 @@ def test_one_item_and_no_change_do_not_pass_for_certainty() -> None:
     assert one["interval"][0] < -0.6 and one["interval"][1] > 0.6
     assert paired(samples([0.5]), samples([0.3]))["interval"] is None
     same = paired(samples([1.0, 0.0] * 50), samples([1.0, 0.0] * 50))
-    assert same["interval"] == pytest.approx([-0.0275, 0.0275], abs=1e-4)  # about 3 of 100 items
+    # about 3 of 100 items
+    assert same["interval"] == pytest.approx([-0.0275, 0.0275], abs=1e-4)
     made = compare(result({"x": [0.5]}), result({"x": [0.3]}))
-    assert made["mean"]["interval"] is None and made["mean"]["verdict"] == "within noise"
+    assert (
+        made["mean"]["interval"] is None and made["mean"]["verdict"] == "within noise"
+    )
     assert made["mean"]["delta_stderr"] is None
 
 
 def test_three_tasks_all_lost_have_a_mean_whose_interval_reaches_all() -> None:
-    made = compare(*(result({task: [share] * 20 for task in "xyz"}) for share in (1.0, 0.0)))["mean"]
-    assert made["delta"] == made["interval"][0] == -1.0 and -0.9 < made["interval"][1] < -0.8
+    made = compare(
+        *(result({task: [share] * 20 for task in "xyz"}) for share in (1.0, 0.0))
+    )["mean"]
+    assert (
+        made["delta"] == made["interval"][0] == -1.0
+        and -0.9 < made["interval"][1] < -0.8
+    )
 
 
 def test_the_order_of_the_samples_does_not_matter() -> None:
@@ -168,13 +232,21 @@ def test_nothing_is_retained_of_a_score_of_zero() -> None:
     ("other", "message"),
     [
         (samples([1, 0, 1], prompt="q"), "the prompts differ in 3 of 3 items"),
-        (samples([1, 0]), "3 items against 2; evaluate both models with the same limit"),
-        ([{**s, "doc_hash": "x"} for s in samples([1, 0, 1])], "the items differ .*same revision"),
+        (
+            samples([1, 0]),
+            "3 items against 2; evaluate both models with the same limit",
+        ),
+        (
+            [{**s, "doc_hash": "x"} for s in samples([1, 0, 1])],
+            "the items differ .*same revision",
+        ),
         ([samples([1])[0]] * 3, "an item is listed twice"),
         ([], "no samples to compare"),
     ],
 )
-def test_samples_that_do_not_match_are_refused(other: list[dict[str, Any]], message: str) -> None:
+def test_samples_that_do_not_match_are_refused(
+    other: list[dict[str, Any]], message: str
+) -> None:
     with pytest.raises(UserError, match=f"^piqa: {message}"):
         paired(samples([1, 0, 1]), other, "piqa")
 
@@ -183,40 +255,70 @@ def test_a_comparison_averages_the_headline_tasks_only() -> None:
     a, b = result({"x": [1, 1], "y": [1, 0]}), result({"x": [1, 0], "y": [1, 0]})
     made = compare(a, b)
     assert made["mean"]["original"] == 0.75 and made["mean"]["converted"] == 0.5
-    assert made["mean"]["delta"] == -0.25 and made["mean"]["retained_percent"] == pytest.approx(200 / 3)
+    assert made["mean"]["delta"] == -0.25 and made["mean"][
+        "retained_percent"
+    ] == pytest.approx(200 / 3)
     errors = [made["tasks"][task]["delta_stderr"] for task in ("x", "y")]
     assert made["mean"]["delta_stderr"] == pytest.approx(math.hypot(*errors) / 2)
 
 
 def test_the_verdict_is_for_all_tasks_together() -> None:
     kept = {f"t{i}": [1.0, 0.0] * 5 for i in range(9)}
-    a = result(kept | {"worse": [1.0] * 10, "much_worse": [1.0] * 12, "better": [0.0] * 20})
-    b = result(kept | {"worse": [0.0] * 7 + [1.0] * 3, "much_worse": [0.0] * 12, "better": [1.0] * 20})
+    a = result(
+        kept | {"worse": [1.0] * 10, "much_worse": [1.0] * 12, "better": [0.0] * 20}
+    )
+    b = result(
+        kept
+        | {
+            "worse": [0.0] * 7 + [1.0] * 3,
+            "much_worse": [0.0] * 12,
+            "better": [1.0] * 20,
+        }
+    )
     rows = compare(a, b)["tasks"]
-    assert rows["worse"]["p_value"] < 0.05 < rows["worse"]["p_holm"], "one of twelve so small is no surprise"
+    assert rows["worse"]["p_value"] < 0.05 < rows["worse"]["p_holm"], (
+        "one of twelve so small is no surprise"
+    )
     assert rows["much_worse"]["p_holm"] == pytest.approx(11 * 2 / 2**12)
-    assert {task: row["verdict"] for task, row in rows.items() if row["verdict"] != "within noise"} == {
+    assert {
+        task: row["verdict"]
+        for task, row in rows.items()
+        if row["verdict"] != "within noise"
+    } == {
         "much_worse": "lost",
         "better": "gained",
     }
 
 
 def test_results_with_other_tasks_are_refused_and_compared_where_they_agree() -> None:
-    a, b = result({"x": [1, 0], "z": [1, 1]}), result({"z": [1, 0], "y": [1, 1], "x": [1, 1]})
+    a, b = (
+        result({"x": [1, 0], "z": [1, 1]}),
+        result({"z": [1, 0], "y": [1, 1], "x": [1, 1]}),
+    )
     with pytest.raises(
         UserError,
-        match=r"different tasks \(y in one only\); .* or compare .* --tasks x,z \(in Python: tasks=",
+        match=(
+            r"different tasks \(y in one only\); .* or compare .* --tasks x,z \(in"
+            r" Python: tasks="
+        ),
     ):
         compare(a, b)
-    with pytest.raises(UserError, match=r"^task y: not in both results; both have x, z$"):
+    with pytest.raises(
+        UserError, match=r"^task y: not in both results; both have x, z$"
+    ):
         compare(a, b, ["y"])
     made = compare(a, b, ["z", "x"])
     assert list(made["tasks"]) == ["x", "z"] and made["mean"]["num_tasks"] == 2
 
 
 def test_the_mean_of_one_task_has_the_verdict_of_the_task() -> None:
-    made = compare(result({"x": [1.0] * 11 + [0.0] * 3}), result({"x": [0.0] * 11 + [1.0] * 3}))
-    assert made["tasks"]["x"]["p_value"] == pytest.approx(2 * 470 / 2**14) and made["mean"]["interval"][1] < 0
+    made = compare(
+        result({"x": [1.0] * 11 + [0.0] * 3}), result({"x": [0.0] * 11 + [1.0] * 3})
+    )
+    assert (
+        made["tasks"]["x"]["p_value"] == pytest.approx(2 * 470 / 2**14)
+        and made["mean"]["interval"][1] < 0
+    )
     assert made["mean"]["verdict"] == made["tasks"]["x"]["verdict"] == "within noise"
 
 
@@ -228,15 +330,28 @@ def test_what_is_no_headline_has_no_mean() -> None:
 @pytest.mark.parametrize(
     ("row", "settings", "suite_row", "message"),
     [
-        ({"num_fewshot": 5}, {}, {}, "^x: num_fewshot is 0 against 5; evaluate both the same way$"),
-        ({"metric": "acc_norm,none"}, {}, {}, "^x: metric is acc,none against acc_norm,none"),
+        (
+            {"num_fewshot": 5},
+            {},
+            {},
+            "^x: num_fewshot is 0 against 5; evaluate both the same way$",
+        ),
+        (
+            {"metric": "acc_norm,none"},
+            {},
+            {},
+            "^x: metric is acc,none against acc_norm,none",
+        ),
         ({"chat_template": True}, {}, {}, "^x: chat_template is False against True"),
         ({}, {}, {"max_new_tokens": 512}, "^x: max_new_tokens is 256 against 512"),
         ({}, {}, {"temperature": 0.8}, "^x: temperature is 0.0 against 0.8"),
     ],
 )
 def test_a_task_that_was_asked_or_answered_otherwise_is_refused(
-    row: dict[str, Any], settings: dict[str, Any], suite_row: dict[str, Any], message: str
+    row: dict[str, Any],
+    settings: dict[str, Any],
+    suite_row: dict[str, Any],
+    message: str,
 ) -> None:
     own = {"task": "x", "max_new_tokens": 256, "temperature": 0.0, "stop": None}
     a, b = (result({"x": [1, 0]}, chat_template=False) for _ in range(2))
@@ -264,7 +379,10 @@ def test_samples_that_do_not_match_are_refused_with_the_setting_that_explains_it
 ) -> None:
     a, b = (result({"x": [1, 0]}, revision="a") for _ in range(2))
     for each in (a, b):
-        each["result"]["settings"] |= {"chat_template_sha256": "p", "fewshot_seed": 1234}
+        each["result"]["settings"] |= {
+            "chat_template_sha256": "p",
+            "fewshot_seed": 1234,
+        }
     b["result"]["settings"] |= settings
     b["result"]["tasks"]["x"] = b["result"]["tasks"]["x"] | row
     if change == "drop":
@@ -279,7 +397,10 @@ def test_samples_that_do_not_match_are_refused_with_the_setting_that_explains_it
 def test_a_metric_of_which_less_is_better_is_not_compared_as_if_more_were() -> None:
     row = {"metric": "brier_score,none", "higher_is_better": False}
     with pytest.raises(
-        UserError, match=r"a: lower is better in brier_score,none; .*leave the task out with --tasks"
+        UserError,
+        match=(
+            r"a: lower is better in brier_score,none; .*leave the task out with --tasks"
+        ),
     ):
         compare(result({"a": [0.1, 0.2]}, **row), result({"a": [0.4, 0.5]}, **row))
 

@@ -1,4 +1,6 @@
-"""Evaluation through a server: the same items, prompts and scores as in memory, and what a server may do wrong."""
+"""Evaluation through a server: the same items, prompts and scores as in memory, and
+what a server may do wrong.
+"""
 
 import json
 import os
@@ -13,7 +15,12 @@ from fcsd.base.files import read_json
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
 from fcsd.evaluation import server as client
-from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig, load_suite
+from fcsd.evaluation.config import (
+    EvaluationConfig,
+    ServerConfig,
+    SuiteConfig,
+    load_suite,
+)
 from fcsd.evaluation.stage import FINISHED_TASKS, Evaluation, Reference, run_evaluation
 from fcsd.evaluation.store import Journal
 from fcsd.model.config import ModelConfig
@@ -46,7 +53,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_test=8,
         vocab_size=512,
     )
-    model = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=512, num_hidden_layers=2)
+    model = tiny_model(
+        "qwen3_moe", vocab_size=512, max_position_embeddings=512, num_hidden_layers=2
+    )
     model.save_pretrained(root / "base")
     tiny_tokenizer().save_pretrained(root / "base")
     convert_checkpoint(root / "base", root / "model", Connectivity("all"))
@@ -55,13 +64,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(place: Path) -> dict[str, Any]:
-    """The converted model, and the same weights with regular connectivity, as a stock engine would serve them."""
+    """The converted model, and the same weights with regular connectivity, as a stock
+    engine would serve them.
+    """
     converted = load_model(place / "model")
     return {"converted": converted, "stock": load_model(place / "model", original=True)}
 
 
 @pytest.fixture
-def engine(place: Path, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(
+    place: Path, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> Engine:
     monkeypatch.delenv(client.API_KEY, raising=False)
     return Engine(models["converted"], tiny_tokenizer())
 
@@ -73,20 +86,35 @@ def url(engine: Engine) -> Iterator[str]:
 
 
 def config_of(place: Path, **changes: Any) -> EvaluationConfig:
-    options = {"data_root": str(place / "tiny" / "data"), "batch_size": 4, "limit": ITEMS} | changes
+    options = {
+        "data_root": str(place / "tiny" / "data"),
+        "batch_size": 4,
+        "limit": ITEMS,
+    } | changes
     return EvaluationConfig(**options)
 
 
-def evaluated(place: Path, output: Path, url: str | None = None, **changes: Any) -> dict[str, list[Any]]:
+def evaluated(
+    place: Path, output: Path, url: str | None = None, **changes: Any
+) -> dict[str, list[Any]]:
     """Samples by task, of the first items of suite tiny."""
     if url is not None:
-        changes["server"] = ServerConfig(url=url, concurrency=changes.pop("concurrency", 4))
-    own = {name: changes.pop(name) for name in ("suite", "server_check") if name in changes}
-    options: dict[str, Any] = {"suite": load_suite("tiny"), "config": config_of(place, **changes)}
+        changes["server"] = ServerConfig(
+            url=url, concurrency=changes.pop("concurrency", 4)
+        )
+    own = {
+        name: changes.pop(name) for name in ("suite", "server_check") if name in changes
+    }
+    options: dict[str, Any] = {
+        "suite": load_suite("tiny"),
+        "config": config_of(place, **changes),
+    }
     model = ModelConfig(path=str(place / "model"))
     run_evaluation(Evaluation("model", model, **(options | own)), output, join_launch())
     return {
-        path.stem.removeprefix("samples_"): [json.loads(line) for line in path.read_text().splitlines()]
+        path.stem.removeprefix("samples_"): [
+            json.loads(line) for line in path.read_text().splitlines()
+        ]
         for path in output.glob("samples_*.jsonl")
     }
 
@@ -100,7 +128,9 @@ def in_memory(place: Path) -> Path:
 def only(kind: str) -> SuiteConfig:
     """Suite tiny, its task of one kind."""
     suite = load_suite("tiny")
-    return suite.model_copy(update={"tasks": [row for row in suite.tasks if row.kind == kind]})
+    return suite.model_copy(
+        update={"tasks": [row for row in suite.tasks if row.kind == kind]}
+    )
 
 
 def test_a_server_gives_the_samples_of_the_model_in_memory_item_by_item(
@@ -110,17 +140,29 @@ def test_a_server_gives_the_samples_of_the_model_in_memory_item_by_item(
     served = evaluated(place, tmp_path / "served", url)
     assert set(served) == {"tiny_code", "tiny_choice", "tiny_answers"}
     for task, samples in served.items():
-        known = [json.loads(line) for line in (in_memory / f"samples_{task}.jsonl").read_text().splitlines()]
+        known = [
+            json.loads(line)
+            for line in (in_memory / f"samples_{task}.jsonl").read_text().splitlines()
+        ]
         assert len(samples) == len(known) == ITEMS
         for one, other in zip(samples, known, strict=True):
-            received, computed = one.pop("loglikelihoods", []), other.pop("loglikelihoods", [])
+            received, computed = (
+                one.pop("loglikelihoods", []),
+                other.pop("loglikelihoods", []),
+            )
             assert received == pytest.approx(computed, abs=1e-4)
             assert one == other
-    assert all(isinstance(token, int) for body in engine.bodies for token in body["prompt"])
+    assert all(
+        isinstance(token, int) for body in engine.bodies for token in body["prompt"]
+    )
     assert not engine.faults, "all were met"
     settings = read_json(tmp_path / "served" / "results.json")["settings"]
     check = settings["server"].pop("check")
-    assert check["dtype"] == "float32" and check["mean_difference"] < 1e-4 and check["prompts"] == 8
+    assert (
+        check["dtype"] == "float32"
+        and check["mean_difference"] < 1e-4
+        and check["prompts"] == 8
+    )
     assert settings["server"] == {
         "engine": "vllm", "version": "0.32.0", "dtype": None, "parallelism": "tp2-ep", "model": "served",
         "context": 514, "concurrency": 4,
@@ -131,23 +173,35 @@ def test_a_server_gives_the_samples_of_the_model_in_memory_item_by_item(
 
 
 def test_an_evaluation_whose_server_went_away_asks_for_the_rest_only(
-    place: Path, tmp_path: Path, engine: Engine, url: str, monkeypatch: pytest.MonkeyPatch
+    place: Path,
+    tmp_path: Path,
+    engine: Engine,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client, "PATIENCE_S", 0.0)
     whole = evaluated(place, tmp_path / "whole", url, suite=only("generation"))
     asked = len(engine.bodies)
     engine.bodies.clear()
-    # The probe, the check's eight prompts and two items are answered; then nobody is there.
+    # The probe, the check's eight prompts and two items are answered; then nobody is
+    # there.
     engine.faults = [*["well"] * 11, *["drop"] * 40]
     with pytest.raises(
-        UserError, match=r"server http://127\S+ has not answered for 0 s \(.*answers that came are kept"
+        UserError,
+        match=(
+            r"server http://127\S+ has not answered for 0 s \(.*answers that came are"
+            r" kept"
+        ),
     ):
         evaluated(place, tmp_path / "cut", url, suite=only("generation"), concurrency=1)
     (kept,) = (tmp_path / "cut" / FINISHED_TASKS).glob("*.jsonl")
     assert len(Journal(kept)) == 2
-    kept.write_bytes(kept.read_bytes()[:-9])  # the last line is cut off, as a kill may do
+    # the last line is cut off, as a kill may do
+    kept.write_bytes(kept.read_bytes()[:-9])
     engine.faults = [*["well"] * 10, "another"]
-    with pytest.raises(UserError, match="serves another/model now, and not served as before"):
+    with pytest.raises(
+        UserError, match="serves another/model now, and not served as before"
+    ):
         evaluated(place, tmp_path / "cut", url, suite=only("generation"), concurrency=1)
     engine.faults, engine.root = [], "served"
     engine.bodies.clear()
@@ -159,7 +213,11 @@ def test_an_evaluation_whose_server_went_away_asks_for_the_rest_only(
 def test_tasks_of_one_engine_are_not_taken_for_those_of_another(
     place: Path, tmp_path: Path, engine: Engine, url: str
 ) -> None:
-    options = {"suite": only("likelihood"), "cache": str(tmp_path / "cache"), "server_check": False}
+    options = {
+        "suite": only("likelihood"),
+        "cache": str(tmp_path / "cache"),
+        "server_check": False,
+    }
 
     def asked(output: str, **changes: Any) -> int:
         engine.bodies.clear()
@@ -173,24 +231,38 @@ def test_tasks_of_one_engine_are_not_taken_for_those_of_another(
     assert asked("d") == first
     engine.version = "0.33.0"
     assert asked("e") == first
-    assert read_json(tmp_path / "e" / "results.json")["settings"]["server"]["check"] is None
-    in_memory = evaluated(place, tmp_path / "f", None, suite=options["suite"], cache=options["cache"])
-    assert len(in_memory["tiny_choice"]) == ITEMS and len(list((tmp_path / "cache").iterdir())) == 5
+    assert (
+        read_json(tmp_path / "e" / "results.json")["settings"]["server"]["check"]
+        is None
+    )
+    in_memory = evaluated(
+        place, tmp_path / "f", None, suite=options["suite"], cache=options["cache"]
+    )
+    assert (
+        len(in_memory["tiny_choice"]) == ITEMS
+        and len(list((tmp_path / "cache").iterdir())) == 5
+    )
 
 
 def test_every_sample_has_a_seed_of_its_own_whatever_the_concurrency(
     place: Path, tmp_path: Path, engine: Engine, url: str
 ) -> None:
     (row,) = only("code").tasks
-    drawn = row.model_copy(update={"num_samples": 2, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 4})
+    drawn = row.model_copy(
+        update={"num_samples": 2, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 4}
+    )
     suite = SuiteConfig(name="drawn", tasks=[drawn])
     options: dict[str, Any] = {"suite": suite, "server_check": False, "limit": 3}
     engine.token_ids = False  # an engine that gives texts alone
     one = evaluated(place, tmp_path / "one", url, **options)
     sent = [body for body in engine.bodies if "seed" in body]
     assert sorted(body["seed"] for body in sent) == list(range(1234, 1240))
-    assert {(body["temperature"], body["top_p"], body["top_k"]) for body in sent} == {(0.8, 0.9, -1)}
-    assert len({each for sample in one["tiny_code"] for each in sample["completions"]}) > 3
+    assert {(body["temperature"], body["top_p"], body["top_k"]) for body in sent} == {
+        (0.8, 0.9, -1)
+    }
+    assert (
+        len({each for sample in one["tiny_code"] for each in sample["completions"]}) > 3
+    )
     again = evaluated(place, tmp_path / "again", f"{url}/v1/", **options, concurrency=1)
     assert again == one
 
@@ -200,7 +272,9 @@ def test_a_server_as_long_as_the_model_cuts_a_prompt_to_leave_a_token_to_write(
 ) -> None:
     """vLLM takes as many tokens as the model has positions, and writes one of them."""
     folder = tmp_path / "short"
-    longest = max(len(body["prompt"]) for body in asked_in_full(place, tmp_path, engine, url))
+    longest = max(
+        len(body["prompt"]) for body in asked_in_full(place, tmp_path, engine, url)
+    )
     model = load_model(place / "base")
     model.config.max_position_embeddings = longest - 2
     model.save_pretrained(folder)
@@ -213,11 +287,20 @@ def test_a_server_as_long_as_the_model_cuts_a_prompt_to_leave_a_token_to_write(
         evaluation = Evaluation("short", model_of, only("likelihood"), server)
         run_evaluation(evaluation, tmp_path / "cut", join_launch())
     assert max(len(body["prompt"]) for body in short.bodies) == longest - 3
-    assert read_json(tmp_path / "cut" / "results.json")["tasks"]["tiny_choice"]["prompts_cut"] > 0
+    assert (
+        read_json(tmp_path / "cut" / "results.json")["tasks"]["tiny_choice"][
+            "prompts_cut"
+        ]
+        > 0
+    )
 
 
-def asked_in_full(place: Path, tmp_path: Path, engine: Engine, url: str) -> list[dict[str, Any]]:
-    evaluated(place, tmp_path / "full", url, suite=only("likelihood"), server_check=False)
+def asked_in_full(
+    place: Path, tmp_path: Path, engine: Engine, url: str
+) -> list[dict[str, Any]]:
+    evaluated(
+        place, tmp_path / "full", url, suite=only("likelihood"), server_check=False
+    )
     return engine.bodies
 
 
@@ -284,33 +367,53 @@ def test_an_answer_that_the_server_cut_short_is_an_error(
 ) -> None:
     engine.faults = ["well", *["short"] * 4]
     with pytest.raises(
-        UserError, match="ends answers after 31 tokens, and 32 may be written; lift that limit"
+        UserError,
+        match="ends answers after 31 tokens, and 32 may be written; lift that limit",
     ):
-        evaluated(place, tmp_path / "out", url, suite=only("generation"), server_check=False)
+        evaluated(
+            place, tmp_path / "out", url, suite=only("generation"), server_check=False
+        )
 
 
 def test_likelihoods_need_prompt_logprobs_and_answers_do_not(
     place: Path, in_memory: Path, tmp_path: Path, engine: Engine, url: str
 ) -> None:
     engine.prompt_logprobs = False
-    with pytest.raises(UserError, match="returns no prompt_logprobs, and task tiny_choice is scored by"):
-        evaluated(place, tmp_path / "a", url, suite=only("likelihood"), server_check=False)
-    made = evaluated(place, tmp_path / "b", url, suite=only("generation"), server_check=False)
+    with pytest.raises(
+        UserError, match="returns no prompt_logprobs, and task tiny_choice is scored by"
+    ):
+        evaluated(
+            place, tmp_path / "a", url, suite=only("likelihood"), server_check=False
+        )
+    made = evaluated(
+        place, tmp_path / "b", url, suite=only("generation"), server_check=False
+    )
     known = (in_memory / "samples_tiny_answers.jsonl").read_text().splitlines()
     assert made["tiny_answers"] == [json.loads(line) for line in known]
 
 
 def test_a_key_opens_the_server_and_is_written_nowhere(
-    place: Path, tmp_path: Path, engine: Engine, url: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    place: Path,
+    tmp_path: Path,
+    engine: Engine,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Any,
 ) -> None:
     engine.api_key = "sesame"
     monkeypatch.setenv(client.API_KEY, "wrong")
-    with pytest.raises(UserError, match=f"refuses the key in {client.API_KEY}") as caught:
+    with pytest.raises(
+        UserError, match=f"refuses the key in {client.API_KEY}"
+    ) as caught:
         evaluated(place, tmp_path / "out", url, suite=only("likelihood"))
     monkeypatch.setenv(client.API_KEY, "sesame")
     evaluated(place, tmp_path / "out", url, suite=only("likelihood"))
-    left = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert left and not any("sesame" in text or "wrong" in text for text in [*left, *capfd.readouterr()])
+    left = [
+        path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()
+    ]
+    assert left and not any(
+        "sesame" in text or "wrong" in text for text in [*left, *capfd.readouterr()]
+    )
     assert "wrong" not in str(caught.value)
 
 
@@ -328,9 +431,16 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
     }  # fmt: skip
     recipe = validate(Recipe, raw, "recipe")
 
-    def evaluate(name: str, server: ServerConfig | None, launch: Launch) -> dict[str, Any]:
-        original = ModelFolder(recipe.model.model_copy(update={"path": str(place / "base")}), place / "base")
-        model = ModelFolder(recipe.model.model_copy(update={"path": str(place / name)}), place / name)
+    def evaluate(
+        name: str, server: ServerConfig | None, launch: Launch
+    ) -> dict[str, Any]:
+        original = ModelFolder(
+            recipe.model.model_copy(update={"path": str(place / "base")}),
+            place / "base",
+        )
+        model = ModelFolder(
+            recipe.model.model_copy(update={"path": str(place / name)}), place / name
+        )
         config = recipe.evaluation.model_copy(update={"server": server})
         reference = Reference(original, recipe.data)
         evaluation = Evaluation(name, model, load_suite("tiny"), config, reference)
@@ -338,17 +448,23 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
         return dict(read_json(stage.folder / "results.json"))
 
     server, launch = recipe.evaluation.server, join_launch()
-    with pytest.raises(UserError, match=r"serves served, and not .*/base as .*Serve it: vllm serve .*/base$"):
+    with pytest.raises(
+        UserError,
+        match=r"serves served, and not .*/base as .*Serve it: vllm serve .*/base$",
+    ):
         evaluate("base", server, launch)
     result = evaluate("model", server, launch)
     assert result["settings"]["server"]["check"]["mean_difference"] < 1e-4
     assert result["kl_to_original"]["kl"] > 0, "in memory"
-    assert evaluate("model", server and ServerConfig(url="http://127.0.0.1:9"), launch) == result, (
-        "is finished"
-    )
+    assert (
+        evaluate("model", server and ServerConfig(url="http://127.0.0.1:9"), launch)
+        == result
+    ), "is finished"
     with pytest.raises(UserError, match=r"another .*server|server.*differ|settings"):
         evaluate("model", None, launch)
-    with pytest.raises(UserError, match="is asked by one process, and this launch has 2"):
+    with pytest.raises(
+        UserError, match="is asked by one process, and this launch has 2"
+    ):
         evaluate("model", server, Launch(launch.device, launch.engine, Ranks(0, 2)))
 
 
@@ -374,7 +490,14 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
 def test_a_wrong_address_is_an_error_of_one_line(
     options: list[str], message: str, place: Path, tmp_path: Path, capfd: Any
 ) -> None:
-    words = ["evaluate", str(place / "model"), "--suite", "tiny", "--data-root", str(place / "tiny" / "data")]
+    words = [
+        "evaluate",
+        str(place / "model"),
+        "--suite",
+        "tiny",
+        "--data-root",
+        str(place / "tiny" / "data"),
+    ]
     assert main([*words, "--output", str(tmp_path / "out"), *options]) == 2
     said = capfd.readouterr().err
     assert message in said and said.count("\n") == 1 and "secret" not in said

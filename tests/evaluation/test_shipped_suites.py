@@ -1,4 +1,6 @@
-"""The shipped suites against the papers: tasks, shots, metric keys, data sets and their pinned revisions."""
+"""The shipped suites against the papers: tasks, shots, metric keys, data sets and their
+pinned revisions.
+"""
 
 import re
 
@@ -8,8 +10,9 @@ from fcsd.cli.main import main
 from fcsd.evaluation.config import GenerationTaskConfig, load_suite, suite_names
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
 
-# Task -> (shots, lm-eval's metric key, data set on the Hub), from the papers: Table 1 and Table 4 of FarSkip-Collective
-# (which state no shots; MMLU at 5 and the rest at lm-eval's own are our choice), and section 4.2 of CAMoE (which does).
+# Task -> (shots, lm-eval's metric key, data set on the Hub), from the papers: Table 1
+# and Table 4 of FarSkip-Collective (which state no shots; MMLU at 5 and the rest at
+# lm-eval's own are our choice), and section 4.2 of CAMoE (which does).
 PAPER11 = {
     "piqa": (0, "acc_norm,none", "baber/piqa"),
     "arc_easy": (0, "acc_norm,none", "allenai/ai2_arc"),
@@ -49,24 +52,38 @@ CAMOE9 = {
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("paper11", PAPER11), ("paper11_chat", PAPER11), ("pretrain9", PRETRAIN9), ("camoe9", CAMOE9)],
+    [
+        ("paper11", PAPER11),
+        ("paper11_chat", PAPER11),
+        ("pretrain9", PRETRAIN9),
+        ("camoe9", CAMOE9),
+    ],
 )
 def test_a_shipped_suite_has_the_papers_tasks_shots_metrics_and_data(
     name: str, expected: dict[str, tuple[int, str, str]]
 ) -> None:
     rows = [row for row in load_suite(name).tasks if row.headline]
-    assert {row.task: (row.num_fewshot, row.metric, row.dataset) for row in rows} == expected
+    assert {
+        row.task: (row.num_fewshot, row.metric, row.dataset) for row in rows
+    } == expected
     assert [row.task for row in rows] == list(expected)
     assert {row.chat_template for row in rows} == {name == "paper11_chat"}
 
 
 def test_the_chat_edition_differs_in_how_it_asks_and_in_nothing_else() -> None:
-    plain, chat = ({row.task: row for row in load_suite(name).tasks} for name in ("paper11", "paper11_chat"))
+    plain, chat = (
+        {row.task: row for row in load_suite(name).tasks}
+        for name in ("paper11", "paper11_chat")
+    )
     how = {"chat_template", "prompt_template", "stop", "max_new_tokens"}
     for task, row in chat.items():
         assert row.model_dump(exclude=how) == plain[task].model_dump(exclude=how)
     lengths, before = (
-        {name: row.max_new_tokens for name, row in rows.items() if row.kind != "likelihood"}
+        {
+            name: row.max_new_tokens
+            for name, row in rows.items()
+            if row.kind != "likelihood"
+        }
         for rows in (chat, plain)
     )
     longer = {name for name, length in lengths.items() if length != before[name]}
@@ -79,10 +96,19 @@ def test_the_suite_for_chat_models_is_as_lm_eval_defines_it() -> None:
     plain = load_suite("tiny")
     for row in suite.tasks:
         (theirs,) = chosen_suite([row.task], plain).tasks
-        assert isinstance(row, GenerationTaskConfig) and isinstance(theirs, GenerationTaskConfig)
-        assert (row.num_fewshot, row.dataset, row.chat_template) == (theirs.num_fewshot, theirs.dataset, True)
-        # The first of its metrics is lm-eval's headline but for MATH, which has two: a string, and a proof of equality.
-        assert row.metric == ("math_verify,none" if row.task == "minerva_math500" else theirs.metric)
+        assert isinstance(row, GenerationTaskConfig) and isinstance(
+            theirs, GenerationTaskConfig
+        )
+        assert (row.num_fewshot, row.dataset, row.chat_template) == (
+            theirs.num_fewshot,
+            theirs.dataset,
+            True,
+        )
+        # The first of its metrics is lm-eval's headline but for MATH, which has two: a
+        # string, and a proof of equality.
+        assert row.metric == (
+            "math_verify,none" if row.task == "minerva_math500" else theirs.metric
+        )
 
 
 def test_help_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,4 +122,6 @@ def test_help_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_data_set_of_a_shipped_suite_is_pinned_to_one_commit(name: str) -> None:
     rows = load_suite(name).tasks
     assert all(re.fullmatch("[0-9a-f]{40}", row.revision or "") for row in rows)
-    assert len({(row.dataset, row.revision) for row in rows}) == len({row.dataset for row in rows})
+    assert len({(row.dataset, row.revision) for row in rows}) == len(
+        {row.dataset for row in rows}
+    )

@@ -16,7 +16,9 @@ def write(path: Path, tasks: str) -> Path:
 
 
 @pytest.mark.parametrize("name", suite_names())
-def test_every_shipped_suite_can_be_loaded_and_is_named_like_its_file(name: str) -> None:
+def test_every_shipped_suite_can_be_loaded_and_is_named_like_its_file(
+    name: str,
+) -> None:
     assert load_suite(name).name == name
 
 
@@ -26,7 +28,8 @@ def test_the_tiny_suite_ships() -> None:
 
 def test_an_unknown_suite_lists_what_exists() -> None:
     with pytest.raises(
-        UserError, match=r"suite 'tinny': no such suite; did you mean 'tiny'\? \(or give the path"
+        UserError,
+        match=r"suite 'tinny': no such suite; did you mean 'tiny'\? \(or give the path",
     ):
         load_suite("tinny")
 
@@ -35,37 +38,76 @@ def test_an_unknown_suite_lists_what_exists() -> None:
     ("row", "message"),
     [
         (
-            "{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', num_fewshots: 5}",
+            (
+                "{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none',"
+                " num_fewshots: 5}"
+            ),
             "did you mean 'num_fewshot'",
         ),
-        ("{task: a, dataset: x/y, kind: likelihood, metric: acc}", "metric is lm-eval's key 'metric,filter'"),
+        (
+            "{task: a, dataset: x/y, kind: likelihood, metric: acc}",
+            "metric is lm-eval's key 'metric,filter'",
+        ),
         (
             "{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', stop: [x]}",
             "stop: no meaning for kind 'likelihood'",
         ),
         (
-            "{task: a, dataset: x/y, kind: generation, metric: 'em,none', timeout_s: 4}",
+            (
+                "{task: a, dataset: x/y, kind: generation, metric: 'em,none',"
+                " timeout_s: 4}"
+            ),
             "timeout_s: no meaning",
         ),
         ("{task: a, kind: code, dataset: null}", "tasks.0.dataset"),
         (
             "{task: a, kind: code, dataset: x/y, num_fewshot: 3}",
-            "tasks.0.num_fewshot: has no meaning for kind 'code', whose shots are part of prompt_template, got 3",
+            (
+                "tasks.0.num_fewshot: has no meaning for kind 'code', whose shots are"
+                " part of prompt_template, got 3"
+            ),
         ),
-        ("{task: a, kind: code, dataset: x/y, metric: acc}", "metric of a code task is 'pass@k'"),
-        ("{task: a, kind: code, dataset: x/y, metric: pass@10}", "pass@10 needs num_samples of 10 or more"),
-        ("{task: a, kind: code, dataset: x/y, num_samples: 2}", "set a temperature above 0"),
-        ("{task: a, kind: code, dataset: x/y, prompt_template: hi}", "must contain {prompt}"),
+        (
+            "{task: a, kind: code, dataset: x/y, metric: acc}",
+            "metric of a code task is 'pass@k'",
+        ),
+        (
+            "{task: a, kind: code, dataset: x/y, metric: pass@10}",
+            "pass@10 needs num_samples of 10 or more",
+        ),
+        (
+            "{task: a, kind: code, dataset: x/y, num_samples: 2}",
+            "set a temperature above 0",
+        ),
+        (
+            "{task: a, kind: code, dataset: x/y, prompt_template: hi}",
+            "must contain {prompt}",
+        ),
         (
             "{task: a, dataset: x/y, kind: chat, metric: 'acc,none'}",
             "tasks.0.kind: Input should be 'likelihood',",
         ),
-        ("{task: a, dataset: x/y}", "tasks.0.kind: is required: 'likelihood', 'generation' or 'code'"),
-        ("{task: a, dataset: x/y, kind: likelihood}", "tasks.0.metric: is required for kind 'likelihood'"),
-        ("piqa", "tasks.0: a mapping of keys to values is needed, got 'piqa'"),
-        ("{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', num_fewshot: -1}", "num_fewshot"),
         (
-            "{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', num_fewshot: '5'}",
+            "{task: a, dataset: x/y}",
+            "tasks.0.kind: is required: 'likelihood', 'generation' or 'code'",
+        ),
+        (
+            "{task: a, dataset: x/y, kind: likelihood}",
+            "tasks.0.metric: is required for kind 'likelihood'",
+        ),
+        ("piqa", "tasks.0: a mapping of keys to values is needed, got 'piqa'"),
+        (
+            (
+                "{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none',"
+                " num_fewshot: -1}"
+            ),
+            "num_fewshot",
+        ),
+        (
+            (
+                "{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none',"
+                " num_fewshot: '5'}"
+            ),
             "num_fewshot: Input should",
         ),
         (
@@ -78,11 +120,15 @@ def test_an_unknown_suite_lists_what_exists() -> None:
         ),
     ],
 )
-def test_a_mistake_in_a_row_is_named_with_its_place(tmp_path: Path, row: str, message: str) -> None:
+def test_a_mistake_in_a_row_is_named_with_its_place(
+    tmp_path: Path, row: str, message: str
+) -> None:
     path = write(tmp_path / "s.yaml", f"  - {row}")
     with pytest.raises(UserError) as caught:
         load_suite(path)
-    assert str(caught.value).startswith(f"{path}: tasks.0") and message in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: tasks.0") and message in str(
+        caught.value
+    )
 
 
 def test_two_rows_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -101,21 +147,34 @@ def test_a_code_row_records_its_defaults() -> None:
     )
 
 
-def test_a_data_set_is_looked_for_below_the_data_root_and_is_a_hub_id_without(tmp_path: Path) -> None:
+def test_a_data_set_is_looked_for_below_the_data_root_and_is_a_hub_id_without(
+    tmp_path: Path,
+) -> None:
     row = CodeTaskConfig.model_validate(CODE)
     assert dataset_location(row, None) == "owner/problems"
-    with pytest.raises(UserError, match=r"task c: .*problems: no such folder; the data root must hold"):
+    with pytest.raises(
+        UserError, match=r"task c: .*problems: no such folder; the data root must hold"
+    ):
         dataset_location(row, tmp_path)
     (tmp_path / "owner" / "problems").mkdir(parents=True)
-    assert dataset_location(row, tmp_path) == str((tmp_path / "owner" / "problems").resolve())
+    assert dataset_location(row, tmp_path) == str(
+        (tmp_path / "owner" / "problems").resolve()
+    )
 
 
 def test_a_row_of_its_own_is_refused_in_the_same_words() -> None:
     with pytest.raises(
         UserError,
-        match=r"row: num_samples: no meaning for kind 'likelihood', only for code \(and 1 more: metric: is req",
+        match=(
+            r"row: num_samples: no meaning for kind 'likelihood', only for code \(and 1"
+            r" more: metric: is req"
+        ),
     ):
-        validate(TaskConfig, {"task": "a", "kind": "likelihood", "dataset": "d", "num_samples": 3}, "row")
+        validate(
+            TaskConfig,
+            {"task": "a", "kind": "likelihood", "dataset": "d", "num_samples": 3},
+            "row",
+        )
     row = validate(
         TaskConfig, CODE | {"num_fewshot": 0}, "row"
     )  # as rows were printed before they were unions

@@ -1,4 +1,6 @@
-"""Thoughts before answers, in memory and through a server: what ends them, what counts, and what tables say."""
+"""Thoughts before answers, in memory and through a server: what ends them, what counts,
+and what tables say.
+"""
 
 import json
 from pathlib import Path
@@ -8,7 +10,12 @@ import pytest
 import torch
 import yaml
 
-from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig, load_suite
+from fcsd.evaluation.config import (
+    EvaluationConfig,
+    ServerConfig,
+    SuiteConfig,
+    load_suite,
+)
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
 from fcsd.evaluation.stage import Evaluation, run_evaluation
@@ -30,12 +37,19 @@ TASK = {
     "test_split": "test",
     "doc_to_text": "question",
     "doc_to_target": "answer",
-    "generation_kwargs": {"until": ["\n\n", "Question:"], "do_sample": False, "max_gen_toks": LIMIT},
-    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    "generation_kwargs": {
+        "until": ["\n\n", "Question:"],
+        "do_sample": False,
+        "max_gen_toks": LIMIT,
+    },
+    "metric_list": [
+        {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
+    ],
 }
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 THINK = "<think> </think>"
-MARKERS = {  # in the template, what opens the thoughts and ends them, and the special tokens
+# in the template, what opens the thoughts and ends them, and the special tokens
+MARKERS = {
     "think": (THINK, "<think>", "</think>", ()),
     "opened by the prompt": (THINK + "{% if add_generation_prompt %}<think>\n{% endif %}", "", "</think>", ()),
     "seed": ("</seed:think>", "<seed:think>", "</seed:think>", ()),
@@ -49,7 +63,9 @@ THOUGHT = "Hm.\n\nQuestion: two? def f(x):\n```python\nassert False\n```\nprint(
 
 
 def replies(begin: str, end: str) -> dict[str, str]:
-    """What is written to a question: right with stop strings in the thoughts, endless thoughts, an endless answer."""
+    """What is written to a question: right with stop strings in the thoughts, endless
+    thoughts, an endless answer.
+    """
     return {
         "right": f"{begin}{THOUGHT}{end}\n\n7\n\nQuestion: more",
         "endless": f"{begin}7 " * 90,
@@ -68,7 +84,9 @@ def tokenizer_of(kind: str) -> Any:
 
 
 def script(tokenizer: Any, kind: str, prompt: list[int], new: int) -> list[int]:
-    """The tokens that the model would write, with the end of the sequence where there is room for it."""
+    """The tokens that the model would write, with the end of the sequence where there
+    is room for it.
+    """
     text = tokenizer.decode(prompt)
     said = replies(*MARKERS[kind][1:3])
     reply = next((reply for name, reply in said.items() if name in text), "a probe")
@@ -79,7 +97,10 @@ def script(tokenizer: Any, kind: str, prompt: list[int], new: int) -> list[int]:
 def scripted(tokenizer: Any, kind: str) -> Any:
     """A model that writes what it is told, and obeys the criteria that stop it."""
     model = tiny_model(
-        "qwen3_moe", vocab_size=len(tokenizer), max_position_embeddings=4096, num_hidden_layers=1
+        "qwen3_moe",
+        vocab_size=len(tokenizer),
+        max_position_embeddings=4096,
+        num_hidden_layers=1,
     )
 
     def generate(input_ids: Any, stopping_criteria: Any = None, **options: Any) -> Any:
@@ -92,7 +113,9 @@ def scripted(tokenizer: Any, kind: str) -> Any:
         made = input_ids
         for token in script(tokenizer, kind, input_ids[0].tolist(), new):
             made = torch.cat([made, torch.tensor([[token]])], dim=1)
-            if stopping_criteria and bool(torch.as_tensor(stopping_criteria(made, None)).all()):
+            if stopping_criteria and bool(
+                torch.as_tensor(stopping_criteria(made, None)).all()
+            ):
                 break
         return made
 
@@ -105,7 +128,9 @@ class Scripted(Engine):
 
     kind = "think"
 
-    def _generate(self, prompt: list[int], new: int, body: dict[str, Any]) -> tuple[list[int], str, Any]:
+    def _generate(
+        self, prompt: list[int], new: int, body: dict[str, Any]
+    ) -> tuple[list[int], str, Any]:
         made: list[int] = []
         for token in script(self.tokenizer, self.kind, prompt, new):
             made.append(token)
@@ -121,7 +146,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("thoughts")
     (root / "mine").mkdir()
     (root / "mine/sums.yaml").write_text(yaml.safe_dump(TASK))
-    rows = [{"question": f"{name}: 3 + 4?", "answer": "7"} for name in ("right", "endless", "long")]
+    rows = [
+        {"question": f"{name}: 3 + 4?", "answer": "7"}
+        for name in ("right", "endless", "long")
+    ]
     write_rows(root / "data/o/sums", rows, "test")
     return root
 
@@ -131,21 +159,31 @@ def sums(place: Path, **changes: Any) -> SuiteConfig:
         "task": "sums", "kind": "generation", "metric": "exact_match,none", "dataset": "o/sums",
         "lm_eval_include": "mine", "chat_template": True, "thinking": True,
     }  # fmt: skip
-    (place / "suite.yaml").write_text(yaml.safe_dump({"name": "mine", "tasks": [row | changes]}))
+    (place / "suite.yaml").write_text(
+        yaml.safe_dump({"name": "mine", "tasks": [row | changes]})
+    )
     return load_suite(place / "suite.yaml")
 
 
-def in_memory(place: Path, kind: str, **changes: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def in_memory(
+    place: Path, kind: str, **changes: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     tokenizer = tokenizer_of(kind)
     plan: dict[str, Any] = {"data_root": str(place / "data"), "batch_size": 1}
     result, samples = evaluate(
-        scripted(tokenizer, kind), tokenizer, sums(place, **changes), progress=False, **plan
+        scripted(tokenizer, kind),
+        tokenizer,
+        sums(place, **changes),
+        progress=False,
+        **plan,
     )
     return result, samples["sums"]
 
 
 @pytest.mark.parametrize("kind", MARKERS)
-def test_stop_strings_end_the_answer_and_not_the_thoughts(place: Path, kind: str) -> None:
+def test_stop_strings_end_the_answer_and_not_the_thoughts(
+    place: Path, kind: str
+) -> None:
     result, samples = in_memory(place, kind)
     right, endless, long = (sample["completion"] for sample in samples)
     assert right.strip() == "7" and samples[0]["score"] == 1
@@ -161,14 +199,19 @@ def test_a_server_is_asked_for_thoughts_to_their_end_and_gives_the_same(
 ) -> None:
     tokenizer = tokenizer_of(kind)
     model = tiny_model(
-        "qwen3_moe", vocab_size=len(tokenizer), max_position_embeddings=4096, num_hidden_layers=1
+        "qwen3_moe",
+        vocab_size=len(tokenizer),
+        max_position_embeddings=4096,
+        num_hidden_layers=1,
     )
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     engine = Scripted(model, tokenizer)
     engine.kind, engine.token_ids = kind, ids
     with serving(engine) as url:
-        config = EvaluationConfig(data_root=str(place / "data"), server=ServerConfig(url=url, concurrency=1))
+        config = EvaluationConfig(
+            data_root=str(place / "data"), server=ServerConfig(url=url, concurrency=1)
+        )
         asked = Evaluation(
             "model",
             ModelConfig(path=str(tmp_path / "model")),
@@ -179,7 +222,9 @@ def test_a_server_is_asked_for_thoughts_to_their_end_and_gives_the_same(
         run_evaluation(asked, tmp_path / "out", join_launch())
     result, samples = read_result(tmp_path / "out")
     _, expected = in_memory(place, kind)
-    assert [each["completion"] for each in samples["sums"]] == [each["completion"] for each in expected]
+    assert [each["completion"] for each in samples["sums"]] == [
+        each["completion"] for each in expected
+    ]
     assert result["tasks"]["sums"]["answers_at_limit"] == 2
 
 
@@ -195,11 +240,14 @@ def test_a_family_that_cannot_answer_without_thoughts_is_read_alike_when_none_ar
         _, samples = in_memory(place, kind, thinking=False)
         assert samples[0]["completion"].strip() == "7"
     _, samples = in_memory(place, "gptoss", thinking=None, chat_template=False)
-    assert samples[0]["completion"].startswith("analysis")  # a plain prompt has no turns
+    # a plain prompt has no turns
+    assert samples[0]["completion"].startswith("analysis")
 
 
 @pytest.mark.parametrize("kind", MARKERS)
-def test_code_tasks_cut_thoughts_by_the_same_markers_and_count_the_same(tmp_path: Path, kind: str) -> None:
+def test_code_tasks_cut_thoughts_by_the_same_markers_and_count_the_same(
+    tmp_path: Path, kind: str
+) -> None:
     code = [
         {"task_id": n, "prompt": f"{name}: add", "code": "f = 1", "test_imports": [], "test_list": [],
          "test": "assert True"}
@@ -212,8 +260,14 @@ def test_code_tasks_cut_thoughts_by_the_same_markers_and_count_the_same(tmp_path
     }  # fmt: skip
     tokenizer = tokenizer_of(kind)
     suite = SuiteConfig.model_validate({"name": "mine", "tasks": [row]})
-    plan: dict[str, Any] = {"data_root": str(tmp_path / "data"), "batch_size": 1, "allow_weak_sandbox": True}
-    result, samples = evaluate(scripted(tokenizer, kind), tokenizer, suite, progress=False, **plan)
+    plan: dict[str, Any] = {
+        "data_root": str(tmp_path / "data"),
+        "batch_size": 1,
+        "allow_weak_sandbox": True,
+    }
+    result, samples = evaluate(
+        scripted(tokenizer, kind), tokenizer, suite, progress=False, **plan
+    )
     right, endless, long = (sample["completion"] for sample in samples["code"])
     assert right == "7" and endless == "" and long.startswith("7 is it")
     assert result["tasks"]["code"]["answers_at_limit"] == 2
@@ -224,7 +278,8 @@ def test_every_table_says_how_many_answers_hit_the_token_limit(place: Path) -> N
     other, more = in_memory(place, "think", max_new_tokens=LIMIT)
     assert other["tasks"]["sums"]["answers_at_limit"] == 2
     compared = compare(
-        {"result": result, "samples": {"sums": samples}}, {"result": other, "samples": {"sums": more}}
+        {"result": result, "samples": {"sums": samples}},
+        {"result": other, "samples": {"sums": more}},
     )
     said = "2 of 3 answers hit the token limit"
     assert f"sums: {said}" in score_table(result)

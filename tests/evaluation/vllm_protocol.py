@@ -1,7 +1,9 @@
-"""A server that speaks vLLM's protocol (0.32, `entrypoints/openai`), with a model in this process behind it.
+"""A server that speaks vLLM's protocol (0.32, `entrypoints/openai`), with a model in
+this process behind it.
 
-It is written from vLLM's own files, and shares no code with the client: requests are checked as vLLM checks them,
-each is computed alone, and answers have all the fields of vLLM's, used or not.
+It is written from vLLM's own files, and shares no code with the client: requests are
+checked as vLLM checks them, each is computed alone, and answers have all the fields of
+vLLM's, used or not.
 """
 
 import json
@@ -20,9 +22,11 @@ class Engine:
     """What is served, what was asked, and what is to go wrong.
 
     Attributes:
-        faults: taken one by one by the next completions: a status, or "drop", "abort", "html", "another" (it
-            ends, and something else is served under the same name), "short" (a limit of its own); the rest is answered.
-        bodies, keys: of every completion that was answered; the Authorization of every request.
+        faults: taken one by one by the next completions: a status, or "drop", "abort",
+            "html", "another" (it ends, and something else is served under the same
+            name), "short" (a limit of its own); the rest is answered.
+        bodies, keys: of every completion that was answered; the Authorization of every
+        request.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str = "served"):
@@ -41,13 +45,19 @@ class Engine:
         vocabulary = self.model.config.get_text_config().vocab_size
         prompt, new = body["prompt"], body.get("max_tokens", 16)
         if body["model"] != self.name:
-            return 404, _error(404, f"The model `{body['model']}` does not exist.", "NotFoundError")
-        if not isinstance(prompt, list) or not all(isinstance(token, int) for token in prompt):
+            return 404, _error(
+                404, f"The model `{body['model']}` does not exist.", "NotFoundError"
+            )
+        if not isinstance(prompt, list) or not all(
+            isinstance(token, int) for token in prompt
+        ):
             return 400, _error(400, "text was sent")
         if max(prompt) >= vocabulary:
             return 400, _error(400, f"Token id {max(prompt)} is out of vocabulary")
         if len(prompt) + new > self.context:
-            return 400, _error(400, f"This model's maximum context length is {self.context} tokens.")
+            return 400, _error(
+                400, f"This model's maximum context length is {self.context} tokens."
+            )
         if body.get("prompt_logprobs") is not None and not self.prompt_logprobs:
             return 400, _error(400, "prompt_logprobs is not supported")
         with self.lock, torch.no_grad():
@@ -69,7 +79,12 @@ class Engine:
         }  # fmt: skip
 
     def _prompt_logprobs(self, prompt: list[int], top: int) -> list[Any]:
-        logprobs = self.model(input_ids=torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+        logprobs = (
+            self.model(input_ids=torch.tensor([prompt]))
+            .logits[0]
+            .float()
+            .log_softmax(-1)
+        )
         entries: list[Any] = [None]
         for place, token in enumerate(prompt[1:]):
             row = logprobs[place]
@@ -86,8 +101,12 @@ class Engine:
             )
         return entries
 
-    def _generate(self, prompt: list[int], new: int, body: dict[str, Any]) -> tuple[list[int], str, Any]:
-        """Return one token after the other; sampled ones from a generator with the request's seed."""
+    def _generate(
+        self, prompt: list[int], new: int, body: dict[str, Any]
+    ) -> tuple[list[int], str, Any]:
+        """Return one token after the other; sampled ones from a generator with the
+        request's seed.
+        """
         ends = set(body.get("stop_token_ids") or ())
         if not body.get("ignore_eos"):
             ends.add(self.tokenizer.eos_token_id)
@@ -98,7 +117,11 @@ class Engine:
             out = self.model(input_ids=torch.tensor([read]), use_cache=True, **cache)
             logits, cache = out.logits[0, -1].float(), cache_of(out)
             if temperature := body.get("temperature", 1.0):
-                token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+                token = int(
+                    torch.multinomial(
+                        (logits / temperature).softmax(-1), 1, generator=generator
+                    )
+                )
             else:
                 token = int(logits.argmax())
             made.append(token)
@@ -111,12 +134,18 @@ class Engine:
 
     def _stop_in(self, made: list[int], body: dict[str, Any]) -> str | None:
         """Return the stop string that the text has come to."""
-        text = self.tokenizer.decode(made, skip_special_tokens=body.get("skip_special_tokens", True))
+        text = self.tokenizer.decode(
+            made, skip_special_tokens=body.get("skip_special_tokens", True)
+        )
         return next((stop for stop in body.get("stop") or () if stop in text), None)
 
     def _text(self, made: list[int], body: dict[str, Any], stopped_by: Any) -> str:
         kept = made[:-1] if isinstance(stopped_by, int) else made
-        text = str(self.tokenizer.decode(kept, skip_special_tokens=body.get("skip_special_tokens", True)))
+        text = str(
+            self.tokenizer.decode(
+                kept, skip_special_tokens=body.get("skip_special_tokens", True)
+            )
+        )
         return text.partition(stopped_by)[0] if isinstance(stopped_by, str) else text
 
 
@@ -134,8 +163,14 @@ def serving(engine: Engine) -> Iterator[str]:
         def log_message(self, *args: Any) -> None:
             pass
 
-        def answer(self, status: int, content: Any, kind: str = "application/json") -> None:
-            data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        def answer(
+            self, status: int, content: Any, kind: str = "application/json"
+        ) -> None:
+            data = (
+                content.encode()
+                if isinstance(content, str)
+                else json.dumps(content).encode()
+            )
             with suppress(ConnectionError):  # whoever asked may have gone
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
@@ -146,7 +181,9 @@ def serving(engine: Engine) -> Iterator[str]:
         def allowed(self) -> bool:
             engine.keys.append(self.headers.get("Authorization"))
             if engine.html:
-                self.answer(200, "<html><body>Welcome</body></html>", "text/html; charset=utf-8")
+                self.answer(
+                    200, "<html><body>Welcome</body></html>", "text/html; charset=utf-8"
+                )
                 return False
             guarded = engine.api_key is not None and self.path.startswith("/v1")
             if guarded and engine.keys[-1] != f"Bearer {engine.api_key}":
@@ -166,7 +203,11 @@ def serving(engine: Engine) -> Iterator[str]:
                 "/version": {"version": engine.version},
             }
             content = known.get(self.path)
-            self.answer(200, content) if content else self.answer(404, {"detail": "Not Found"})
+            (
+                self.answer(200, content)
+                if content
+                else self.answer(404, {"detail": "Not Found"})
+            )
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -191,7 +232,8 @@ def serving(engine: Engine) -> Iterator[str]:
                 self.answer(status, content)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = False  # a thread in a forward pass would outlive the interpreter
+        # a thread in a forward pass would outlive the interpreter
+        server.daemon_threads = False
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:

@@ -1,4 +1,6 @@
-"""fcsd with deterministic kernels, interrupted in the step after step N (0: not at all): interrupted.py N COMMAND…"""
+"""fcsd with deterministic kernels, interrupted in the step after step N (0: not at
+all): interrupted.py N COMMAND…
+"""
 
 import sys
 from typing import Any

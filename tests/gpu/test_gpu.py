@@ -1,4 +1,6 @@
-"""What only a GPU can show: kernels of the loss, every family, a run, its resume, engines on one NCCL rank, memory."""
+"""What only a GPU can show: kernels of the loss, every family, a run, its resume,
+engines on one NCCL rank, memory.
+"""
 
 import copy
 import json
@@ -20,10 +22,14 @@ from tests.support import ROOT, Bench, free_port, start
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of CUDA or ROCm"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a GPU of CUDA or ROCm"
+    ),
 ]
 
-TEXT_FAMILIES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
+TEXT_FAMILIES = sorted(
+    name for name, family in FAMILIES.items() if not family.multimodal
+)
 
 
 # ---- the loss
@@ -39,7 +45,9 @@ def exact_cross_entropy(h, w, labels):
 
 
 def loss_inputs(dtype, n=700, dim=256, vocab=5003):
-    """Return student and teacher close to each other, as at the end of a distillation: 0.01 nats a token."""
+    """Return student and teacher close to each other, as at the end of a distillation:
+    0.01 nats a token.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -56,14 +64,23 @@ def relative(actual, expected):
 
 @pytest.mark.parametrize("chunk_tokens", [64, 700])
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.bfloat16, 5e-3), (torch.float16, 5e-3), (torch.float32, 1e-4)]
+    ("dtype", "bound"),
+    [(torch.bfloat16, 5e-3), (torch.float16, 5e-3), (torch.float32, 1e-4)],
 )
 @pytest.mark.parametrize("loss", ["kl", "cross_entropy"])
-def test_the_loss_and_its_gradients_are_those_of_float64(loss, dtype, bound, chunk_tokens):
-    """Half precision goes through `mm(out_dtype=float32)`; the head's gradient adds to itself chunk after chunk."""
+def test_the_loss_and_its_gradients_are_those_of_float64(
+    loss, dtype, bound, chunk_tokens
+):
+    """Half precision goes through `mm(out_dtype=float32)`; the head's gradient adds to
+    itself chunk after chunk.
+    """
     h, w, th, tw = loss_inputs(dtype)
     labels = torch.randint(
-        0, len(w), (len(h),), device="cuda", generator=torch.Generator("cuda").manual_seed(1)
+        0,
+        len(w),
+        (len(h),),
+        device="cuda",
+        generator=torch.Generator("cuda").manual_seed(1),
     )
     leaves = [x.requires_grad_() for x in (h, w)]
     wide = [x.detach().double().requires_grad_() for x in (h, w)]
@@ -72,12 +89,16 @@ def test_the_loss_and_its_gradients_are_those_of_float64(loss, dtype, bound, chu
         actual = fused_kl(h, w, th, tw, **options)
         expected = exact_kl(*wide, th.double(), tw.double())
     else:
-        actual = fused_cross_entropy(h, w, labels, chunk_bytes=chunk_tokens * len(w) * 2 * 4)
+        actual = fused_cross_entropy(
+            h, w, labels, chunk_bytes=chunk_tokens * len(w) * 2 * 4
+        )
         expected = exact_cross_entropy(*wide, labels)
     assert actual.dtype == torch.float32
     assert relative(actual.detach(), expected.detach()) < 1e-4
     for mine, exact in zip(
-        torch.autograd.grad(actual, leaves), torch.autograd.grad(expected, wide), strict=True
+        torch.autograd.grad(actual, leaves),
+        torch.autograd.grad(expected, wide),
+        strict=True,
     ):
         assert mine.dtype == dtype
         assert relative(mine, exact) < bound
@@ -85,9 +106,15 @@ def test_the_loss_and_its_gradients_are_those_of_float64(loss, dtype, bound, chu
 
 def test_the_loss_keeps_one_chunk_of_logits_and_never_all():
     n, dim, vocab = 8192, 512, 100_000
-    h, th = (torch.randn(n, dim, device="cuda", dtype=torch.bfloat16, requires_grad=k == 0) for k in range(2))
+    h, th = (
+        torch.randn(n, dim, device="cuda", dtype=torch.bfloat16, requires_grad=k == 0)
+        for k in range(2)
+    )
     w, tw = (
-        torch.randn(vocab, dim, device="cuda", dtype=torch.bfloat16, requires_grad=k == 0) for k in range(2)
+        torch.randn(
+            vocab, dim, device="cuda", dtype=torch.bfloat16, requires_grad=k == 0
+        )
+        for k in range(2)
     )
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -116,9 +143,16 @@ def test_a_rewired_model_computes_on_the_gpu_what_it_computes_on_a_cpu(model_typ
         for model in (on_cpu, on_gpu):
             output = model(ids.to(model.device), use_cache=False).logits
             (
-                output * torch.sin(torch.arange(output.numel(), device=model.device).view_as(output))
+                output
+                * torch.sin(
+                    torch.arange(output.numel(), device=model.device).view_as(output)
+                )
             ).sum().backward()
-            gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+            gradients = {
+                n: p.grad.cpu()
+                for n, p in model.named_parameters()
+                if p.grad is not None
+            }
             results.append((output.detach().cpu(), gradients))
     (logits, gradients), (gpu_logits, gpu_gradients) = results
     torch.testing.assert_close(gpu_logits, logits, rtol=1e-8, atol=1e-8)
@@ -126,13 +160,21 @@ def test_a_rewired_model_computes_on_the_gpu_what_it_computes_on_a_cpu(model_typ
     for name, gradient in gradients.items():
         scale = max(1.0, float(gradient.abs().max()))
         torch.testing.assert_close(
-            gpu_gradients[name] / scale, gradient / scale, rtol=1e-7, atol=1e-7, msg=name
+            gpu_gradients[name] / scale,
+            gradient / scale,
+            rtol=1e-7,
+            atol=1e-7,
+            msg=name,
         )
 
 
 @pytest.mark.parametrize("model_type", TEXT_FAMILIES)
-def test_bfloat16_with_the_default_kernels_stays_as_close_as_the_original_does(model_type):
-    """Kernels of experts and attention that a CPU does not take; the rewired model loses no more than the original."""
+def test_bfloat16_with_the_default_kernels_stays_as_close_as_the_original_does(
+    model_type,
+):
+    """Kernels of experts and attention that a CPU does not take; the rewired model
+    loses no more than the original.
+    """
     ids = torch.randint(3, 99, (2, 32), generator=torch.Generator().manual_seed(3))
     drift = {}
     for name in ("original", "farskip"):
@@ -142,7 +184,9 @@ def test_bfloat16_with_the_default_kernels_stays_as_close_as_the_original_does(m
         with torch.no_grad():
             exact = model(ids, use_cache=False).logits.log_softmax(-1)
             rounded = (
-                model.to("cuda", torch.bfloat16)(ids.cuda(), use_cache=False).logits.float().log_softmax(-1)
+                model.to("cuda", torch.bfloat16)(ids.cuda(), use_cache=False)
+                .logits.float()
+                .log_softmax(-1)
             )
         drift[name] = float((rounded.cpu() - exact).abs().median())
     assert drift["farskip"] < 3 * drift["original"] + 0.02, drift
@@ -152,11 +196,14 @@ def test_bfloat16_with_the_default_kernels_stays_as_close_as_the_original_does(m
 def test_experts_under_autocast_are_computed_in_bfloat16_as_their_loop_is(model_type):
     autocast_experts()
     models = {
-        name: tiny_model(model_type, experts_implementation=name).cuda() for name in ("grouped_mm", "eager")
+        name: tiny_model(model_type, experts_implementation=name).cuda()
+        for name in ("grouped_mm", "eager")
     }
     loss, actual, kernels = gradients(models["grouped_mm"], True)
     looped, loop, _ = gradients(models["eager"], True)
-    _, exact, _ = gradients(tiny_model(model_type, experts_implementation="eager").cuda(), False)
+    _, exact, _ = gradients(
+        tiny_model(model_type, experts_implementation="eager").cuda(), False
+    )
     assert kernels.dtypes == {torch.bfloat16}
     assert loss == pytest.approx(looped, rel=0.02)
     for name, gradient in actual.items():
@@ -176,21 +223,37 @@ def test_a_calibration_on_the_gpu_folds_what_one_on_a_cpu_folds(model_type):
         folded = []
         for device in ("cpu", "cuda"):
             student = copy.deepcopy(converted).to(device)
-            calibrate_model(student, copy.deepcopy(teacher).to(device), rows, progress=False)
-            folded.append({name: p.detach().cpu() for name, p in student.named_parameters()})
+            calibrate_model(
+                student, copy.deepcopy(teacher).to(device), rows, progress=False
+            )
+            folded.append(
+                {name: p.detach().cpu() for name, p in student.named_parameters()}
+            )
     before = {name: p.detach() for name, p in converted.named_parameters()}
-    changed = [name for name, weight in folded[0].items() if not torch.equal(weight, before[name])]
+    changed = [
+        name
+        for name, weight in folded[0].items()
+        if not torch.equal(weight, before[name])
+    ]
     assert len(changed) > 8
     for name in changed:
-        weight, scale = folded[0][name], float((folded[0][name] - before[name]).abs().max())
-        torch.testing.assert_close(folded[1][name], weight, rtol=0, atol=1e-6 * scale, msg=name)
+        weight, scale = (
+            folded[0][name],
+            float((folded[0][name] - before[name]).abs().max()),
+        )
+        torch.testing.assert_close(
+            folded[1][name], weight, rtol=0, atol=1e-6 * scale, msg=name
+        )
 
 
 # ---- a run
 
 
 def history(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "distill" / "history.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "distill" / "history.jsonl").read_text().splitlines()
+    ]
 
 
 def run(*command: str, **environment: str) -> str:
@@ -210,15 +273,26 @@ def test_a_run_on_the_gpu_has_the_loss_curve_of_a_cpu(bench: Bench):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-2)
 
 
-def test_a_bfloat16_run_on_the_gpu_follows_the_float32_one_and_stops_early_by_code(bench: Bench):
+def test_a_bfloat16_run_on_the_gpu_follows_the_float32_one_and_stops_early_by_code(
+    bench: Bench,
+):
     train = {
         "max_steps": 12, "batch_size_tokens": 128, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
         "warmup_steps": 2, "logging_steps": 1, "save_steps": 4,
     }  # fmt: skip
-    run("-m", "fcsd", "distill", str(bench.recipe("wide", train={**train, "bf16": False})))
-    scored = bench.recipe("narrow", train={**train, "bf16": True}, early_stopping=bench.early_stopping)
+    run(
+        "-m",
+        "fcsd",
+        "distill",
+        str(bench.recipe("wide", train={**train, "bf16": False})),
+    )
+    scored = bench.recipe(
+        "narrow", train={**train, "bf16": True}, early_stopping=bench.early_stopping
+    )
     run("-m", "fcsd", "distill", str(scored))
-    for a, b in zip(history(bench.folder / "narrow"), history(bench.folder / "wide"), strict=True):
+    for a, b in zip(
+        history(bench.folder / "narrow"), history(bench.folder / "wide"), strict=True
+    ):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.1)
     assert (bench.folder / "narrow" / "distill" / "scores.json").is_file()
 
@@ -245,7 +319,9 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_engine_on_one_nccl_rank_trains_what_a_plain_process_does(engine, bench: Bench):
+def test_an_engine_on_one_nccl_rank_trains_what_a_plain_process_does(
+    engine, bench: Bench
+):
     import yaml
 
     if engine == "zero3":
@@ -267,8 +343,12 @@ def test_an_engine_on_one_nccl_rank_trains_what_a_plain_process_does(engine, ben
         str(free_port()),
     )
     run("-m", "fcsd", "distill", str(bench.recipe("alone")))
-    run(*launch, "-m", "fcsd", "distill", str(bench.recipe(engine)), OMP_NUM_THREADS="1")
-    for a, b in zip(history(bench.folder / engine), history(bench.folder / "alone"), strict=True):
+    run(
+        *launch, "-m", "fcsd", "distill", str(bench.recipe(engine)), OMP_NUM_THREADS="1"
+    )
+    for a, b in zip(
+        history(bench.folder / engine), history(bench.folder / "alone"), strict=True
+    ):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-2)
 

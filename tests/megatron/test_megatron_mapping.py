@@ -1,4 +1,6 @@
-"""What of `fcsd_megatron` needs no Megatron: names, settings, plans, refusals. `make test-megatron` has the rest."""
+"""What of `fcsd_megatron` needs no Megatron: names, settings, plans, refusals. `make
+test-megatron` has the rest.
+"""
 
 import importlib
 import sys
@@ -23,7 +25,9 @@ def package() -> Any:
     """The modules that need no Megatron."""
     sys.path.insert(0, str(ROOT / "megatron"))
     try:
-        return SimpleNamespace(**{name: importlib.import_module(f"fcsd_megatron.{name}") for name in PURE})
+        return SimpleNamespace(
+            **{name: importlib.import_module(f"fcsd_megatron.{name}") for name in PURE}
+        )
     finally:
         sys.path.remove(str(ROOT / "megatron"))
 
@@ -37,7 +41,9 @@ def package() -> Any:
     ],
     ids=str,
 )
-def test_the_plans_are_those_of_the_rewired_model(package: Any, connectivity: Connectivity) -> None:
+def test_the_plans_are_those_of_the_rewired_model(
+    package: Any, connectivity: Connectivity
+) -> None:
     model = tiny_model("deepseek_v3")
     mask = moe_mask(model.config, FAMILIES["deepseek_v3"])
     convert_model(model, connectivity)
@@ -46,7 +52,9 @@ def test_the_plans_are_those_of_the_rewired_model(package: Any, connectivity: Co
     assert [plan and (plan.outdated, plan.carry) for plan in plans] == [
         plan and (plan.outdated, plan.carry) for plan in rewired
     ]
-    assert [k for k, plan in enumerate(plans) if plan] == resolve_layers(connectivity.layers, mask)
+    assert [k for k, plan in enumerate(plans) if plan] == resolve_layers(
+        connectivity.layers, mask
+    )
 
 
 def test_a_regular_checkpoint_has_no_plans(package: Any) -> None:
@@ -62,22 +70,36 @@ def test_every_tensor_of_the_files_is_in_one_piece_and_comes_back(
     sources = [name for piece in source.pieces.values() for name in piece.sources]
     assert sorted(sources) == sorted(source.checkpoint.shapes)
     for piece in source.pieces.values():
-        tensors = [torch.randn(source.checkpoint.shapes[name]) for name in piece.sources]
+        tensors = [
+            torch.randn(source.checkpoint.shapes[name]) for name in piece.sources
+        ]
         assert all(map(torch.equal, piece.split(piece.join(tensors)), tensors))
 
 
-def test_grouped_attention_has_queries_key_and_value_of_a_group_together(package: Any) -> None:
+def test_grouped_attention_has_queries_key_and_value_of_a_group_together(
+    package: Any,
+) -> None:
     config = tiny_config("qwen3_moe", head_dim=1)  # 4 heads, 2 groups
-    piece = package.names.pieces_of(config, [True])["decoder.layers.0.self_attention.linear_qkv.weight"]
-    rows = piece.join([torch.tensor(each)[:, None] for each in ([1, 2, 3, 4], [10, 20], [100, 200])])
+    piece = package.names.pieces_of(config, [True])[
+        "decoder.layers.0.self_attention.linear_qkv.weight"
+    ]
+    rows = piece.join(
+        [torch.tensor(each)[:, None] for each in ([1, 2, 3, 4], [10, 20], [100, 200])]
+    )
     assert rows.flatten().tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
 
 
 def test_a_rank_has_its_own_experts_by_its_own_numbers(package: Any) -> None:
     names, prefix = package.names, "decoder.layers.1.mlp.experts.local_experts."
-    assert names.own_name(f"{prefix}5.linear_fc1.weight", 4, 4) == f"{prefix}1.linear_fc1.weight"
+    assert (
+        names.own_name(f"{prefix}5.linear_fc1.weight", 4, 4)
+        == f"{prefix}1.linear_fc1.weight"
+    )
     assert names.own_name(f"{prefix}3.linear_fc1.weight", 4, 4) is None
-    assert names.own_name("decoder.layers.1.mlp.router.weight", 4, 4) == "decoder.layers.1.mlp.router.weight"
+    assert (
+        names.own_name("decoder.layers.1.mlp.router.weight", 4, 4)
+        == "decoder.layers.1.mlp.router.weight"
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,11 +137,16 @@ def test_every_rule_refuses_what_is_set_and_leaves_what_is_off(package: Any) -> 
         assert f"{name}={value!r} {reason}" in str(refused.value)
 
 
-def test_another_release_is_refused_in_a_line_that_names_those_that_were_compared(package: Any) -> None:
+def test_another_release_is_refused_in_a_line_that_names_those_that_were_compared(
+    package: Any,
+) -> None:
     for release in ("0.16.1", "0.19.2", "0.16.1+cpu"):
         package.versions.check_version(release)
     for release in ("0.16.0", "0.20.0"):
         with pytest.raises(
-            UserError, match=f"megatron-core {release} is refused: .*install megatron-core==0.19.2"
+            UserError,
+            match=(
+                f"megatron-core {release} is refused: .*install megatron-core==0.19.2"
+            ),
         ):
             package.versions.check_version(release)

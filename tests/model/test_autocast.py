@@ -1,4 +1,6 @@
-"""Under autocast the experts' grouped matmul is in bfloat16, forward and backward, and outside it as before."""
+"""Under autocast the experts' grouped matmul is in bfloat16, forward and backward, and
+outside it as before.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,11 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "grouped_mm" in str(func):
             self.count += 1
-            self.dtypes |= {x.dtype for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()}
+            self.dtypes |= {
+                x.dtype
+                for x in args
+                if isinstance(x, torch.Tensor) and x.is_floating_point()
+            }
         return func(*args, **(kwargs or {}))
 
 
@@ -29,27 +35,42 @@ def gradients(model, enabled):
     with torch.autocast(model.device.type, torch.bfloat16, enabled=enabled):
         with kernels:
             logits = model(ids, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), ids.flatten()
+        )
     with kernels:
         loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}, kernels
 
 
 @pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])  # gpt_oss: transposed weights, and biases
+# gpt_oss: transposed weights, and biases
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_the_experts_are_computed_in_bfloat16(model_type, fallback, monkeypatch):
     """Against the loop over experts, whose matmuls autocast knows, and against float32."""
     autocast_experts()
     autocast_experts()  # once a process
     if fallback:
-        monkeypatch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False)
+        monkeypatch.setattr(
+            "transformers.integrations.moe._can_use_grouped_mm", lambda *_: False
+        )
     grouped = tiny_model(model_type, experts_implementation="grouped_mm")
     looped = tiny_model(model_type, experts_implementation="eager")
-    exact_loss, exact, plain = gradients(tiny_model(model_type, experts_implementation="grouped_mm"), False)
+    exact_loss, exact, plain = gradients(
+        tiny_model(model_type, experts_implementation="grouped_mm"), False
+    )
     loss, actual, kernels = gradients(grouped, True)
     _, loop, none = gradients(looped, True)
-    assert plain.dtypes == {torch.float32} and kernels.dtypes == {torch.bfloat16} and none.count == 0
-    assert kernels.count == plain.count == 4 * 2 * 3 if not fallback else kernels.count == plain.count > 0
+    assert (
+        plain.dtypes == {torch.float32}
+        and kernels.dtypes == {torch.bfloat16}
+        and none.count == 0
+    )
+    assert (
+        kernels.count == plain.count == 4 * 2 * 3
+        if not fallback
+        else kernels.count == plain.count > 0
+    )
     assert loss == pytest.approx(exact_loss, rel=0.02)
     for name, gradient in actual.items():
         assert gradient.dtype == torch.float32

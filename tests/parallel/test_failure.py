@@ -1,4 +1,6 @@
-"""A rank that fails, or is killed, ends all ranks within seconds, and one of them says whose error it was."""
+"""A rank that fails, or is killed, ends all ranks within seconds, and one of them says
+whose error it was.
+"""
 
 import os
 import signal
@@ -20,7 +22,9 @@ SECONDS = 40.0  # of a busy machine; alone it is 8
 
 
 def fails(place: tuple[Any, str], after: int, error: BaseException | None) -> None:
-    """From its call number `after` on, what is at `place` raises; None: the process is killed there."""
+    """From its call number `after` on, what is at `place` raises; None: the process is
+    killed there.
+    """
     holder, name = place
     original, calls = getattr(holder, name), {"n": 0}
 
@@ -46,9 +50,27 @@ def fails(place: tuple[Any, str], after: int, error: BaseException | None) -> No
             2,
             "error: row 7 is bad (rank 1 of 2)",
         ),
-        ((DistillTrainer, "compute_loss"), 3, KeyError("hidden"), 1, "KeyError: 'hidden'"),
-        ((DistillTrainer, "_save_rng_state"), 1, ValueError("cannot save"), 1, "ValueError: cannot save"),
-        ((DistillTrainer, "compute_loss"), 3, None, 1, "error: rank 1 of 2 ended without an error: killed"),
+        (
+            (DistillTrainer, "compute_loss"),
+            3,
+            KeyError("hidden"),
+            1,
+            "KeyError: 'hidden'",
+        ),
+        (
+            (DistillTrainer, "_save_rng_state"),
+            1,
+            ValueError("cannot save"),
+            1,
+            "ValueError: cannot save",
+        ),
+        (
+            (DistillTrainer, "compute_loss"),
+            3,
+            None,
+            1,
+            "error: rank 1 of 2 ended without an error: killed",
+        ),
     ],
     ids=["data", "loss", "saving", "killed"],
 )
@@ -69,7 +91,8 @@ def test_a_failure_on_the_second_rank_ends_the_first_within_seconds(
         else:
             first.write_text(str(os.getpid()))
         status = main(["distill", str(bench.recipe("r"))])
-        # As long as this one lives no connection breaks, as between GPUs: the other has to be ended.
+        # As long as this one lives no connection breaks, as between GPUs: the other has
+        # to be ended.
         if rank == 1 and isinstance(error, KeyError):
             while Path(f"/proc/{first.read_text()}").exists():
                 time.sleep(0.1)
@@ -79,9 +102,14 @@ def test_a_failure_on_the_second_rank_ends_the_first_within_seconds(
     outcomes = in_forked_ranks(one, 2, tmp_path)
     assert time.monotonic() - begun < SECONDS
     output = "".join(text for _, text in outcomes)
-    assert [code for code, _ in outcomes] == [status, -signal.SIGKILL if error is None else status], output
+    assert [code for code, _ in outcomes] == [
+        status,
+        -signal.SIGKILL if error is None else status,
+    ], output
     assert output.count(message) == 1, output
-    assert output.count("(rank ") == (0 if error is None else 1) and "gloo" not in output
+    assert (
+        output.count("(rank ") == (0 if error is None else 1) and "gloo" not in output
+    )
 
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--config_file")
@@ -120,13 +148,23 @@ def test_a_launcher_that_gets_sigterm_ends_as_the_docs_say_and_the_run_with_a_ch
     checkpoints = bench.folder / "r" / "distill" / "checkpoints"
     config = str(ROOT / "configs" / "cpu_2_fsdp2.yaml")
     recipe = str(bench.recipe("r"))
-    command = (*LAUNCH, config, "-m", "fcsd", "distill", recipe, "--set", "train.max_steps=100000")
+    command = (
+        *LAUNCH,
+        config,
+        "-m",
+        "fcsd",
+        "distill",
+        recipe,
+        "--set",
+        "train.max_steps=100000",
+    )
     with start(*command) as child:
         while child.poll() is None and not (checkpoints / "checkpoint-4").exists():
             time.sleep(0.05)
         child.send_signal(signal.SIGTERM)
         _, error = child.communicate()
-    assert child.returncode == 1, error  # torch's elastic agent, whatever its processes end with
+    # torch's elastic agent, whatever its processes end with
+    assert child.returncode == 1, error
     ours, _, agents = error.partition("Traceback (most recent call last)")
     (line,) = (line for line in ours.splitlines() if "ended by SIGTERM" in line)
     assert line.endswith(
@@ -136,7 +174,10 @@ def test_a_launcher_that_gets_sigterm_ends_as_the_docs_say_and_the_run_with_a_ch
     step = int(line.partition("after step ")[2].split()[0])
     assert (checkpoints / f"checkpoint-{step}").is_dir() and step >= 4
     page = " ".join((ROOT / "docs" / "distil.md").read_text().split())
-    assert "end with status 1 and a traceback of torch's elastic agent: `SignalException`" in page
+    assert (
+        "end with status 1 and a traceback of torch's elastic agent: `SignalException`"
+        in page
+    )
 
 
 def test_what_takes_long_between_steps_is_no_part_of_one_in_which_a_rank_could_hang(
@@ -159,13 +200,27 @@ def test_what_takes_long_between_steps_is_no_part_of_one_in_which_a_rank_could_h
     watch(DistillTrainer, "_save_checkpoint")
     rows = {"path": str(bench.rows)}
     data = {"train": [rows], "heldout": rows, "heldout_examples": 8, "max_length": 32}
-    stopping = {"metric": "heldout_kl", "every_steps": 4, "patience": 9, "min_delta": 0.0}
-    assert main(["distill", str(bench.recipe("r", data=data, early_stopping=stopping))]) == 0
-    assert seen == {"compute_loss": {True}, "_evaluate": {False}, "_save_checkpoint": {False}}
+    stopping = {
+        "metric": "heldout_kl",
+        "every_steps": 4,
+        "patience": 9,
+        "min_delta": 0.0,
+    }
+    assert (
+        main(["distill", str(bench.recipe("r", data=data, early_stopping=stopping))])
+        == 0
+    )
+    assert seen == {
+        "compute_loss": {True},
+        "_evaluate": {False},
+        "_save_checkpoint": {False},
+    }
     assert failure._where_it_hangs() == ""
 
 
-def test_getting_further_counts_within_a_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_getting_further_counts_within_a_step_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What a teacher computes for a score is no step, and may take hours."""
     monkeypatch.setattr(failure, "_step_began", None)
     failure.further_in_step()

@@ -1,4 +1,6 @@
-"""A calibration that is killed at its end is finished by the next start, and is never another model than it says."""
+"""A calibration that is killed at its end is finished by the next start, and is never
+another model than it says.
+"""
 
 import json
 import os
@@ -17,13 +19,17 @@ from fcsd.pipeline import run as _imported_before_forks  # noqa: F401
 from tests.kills import Places, state_of
 from tests.support import Bench, in_a_fork, make_bench
 
-Command = Callable[[Path], list[str]]  # the words of a command that leaves all it writes in a folder
+# the words of a command that leaves all it writes in a folder
+Command = Callable[[Path], list[str]]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    lines = [f"Line {n} of {n * n % 97} says {n % 7} more, and then {n * 31 % 89}." for n in range(200)]
+    lines = [
+        f"Line {n} of {n * n % 97} says {n % 7} more, and then {n * 31 % 89}."
+        for n in range(200)
+    ]
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     return path
 
@@ -32,7 +38,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def commands(
     base_checkpoint: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Command]:
-    """Return the stage of a recipe, whose distillation has no step; and the command on a checkpoint."""
+    """Return the stage of a recipe, whose distillation has no step; and the command on
+    a checkpoint.
+    """
     bench: Bench = make_bench(base_checkpoint, tmp_path_factory.mktemp("recipe"))
     source = {"path": str(text), "columns": {"text": "text"}}
     recipe = bench.recipe(
@@ -54,7 +62,11 @@ def commands(
 
 
 def model_of(folder: Path) -> Path:
-    return next(path for path in (folder / "out", folder / "calibrate" / "fcsd" / "model") if path.is_dir())
+    return next(
+        path
+        for path in (folder / "out", folder / "calibrate" / "fcsd" / "model")
+        if path.is_dir()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +88,10 @@ def whole(
             output = folder.with_name("output")
             assert in_a_fork(run, output) == 0, output.read_text()
             assert "farskip_calibration" in read_json(model_of(folder) / "config.json")
-            known[name] = state_of(folder), folder.with_name("moments").read_text().splitlines()
+            known[name] = (
+                state_of(folder),
+                folder.with_name("moments").read_text().splitlines(),
+            )
         return known[name]
 
     return of
@@ -108,7 +123,10 @@ def test_wherever_a_calibration_is_killed_the_next_start_leaves_the_same_bytes(
             f"within removal of {here}/.partial.RANDOM.old, 1",
         ]
     elif part == "the last":
-        moments = ["after rename to out, 1", "within removal of .out.partial.RANDOM.old, 1"]
+        moments = [
+            "after rename to out, 1",
+            "within removal of .out.partial.RANDOM.old, 1",
+        ]
     for number, moment in enumerate(moments):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -119,7 +137,9 @@ def test_wherever_a_calibration_is_killed_the_next_start_leaves_the_same_bytes(
 
         status = in_a_fork(killed, tmp_path / "output")
         assert status == -signal.SIGKILL, (moment, (tmp_path / "output").read_text())
-        status = in_a_fork(lambda folder=folder: main(commands[name](folder)), tmp_path / "output")
+        status = in_a_fork(
+            lambda folder=folder: main(commands[name](folder)), tmp_path / "output"
+        )
         assert status == 0, (moment, (tmp_path / "output").read_text())
         assert state_of(folder) == expected, moment
         shutil.rmtree(folder)
@@ -133,7 +153,9 @@ def cut_off(command: list[str], folder: Path, moment: str, output: Path) -> None
     assert in_a_fork(killed, output) == -signal.SIGKILL, output.read_text()
 
 
-@pytest.mark.parametrize("lost", ["partial/model before the end", "model", "partial/model"])
+@pytest.mark.parametrize(
+    "lost", ["partial/model before the end", "model", "partial/model"]
+)
 def test_a_cut_off_calibration_whose_model_was_removed_begins_again(
     lost: str,
     commands: dict[str, Command],
@@ -141,7 +163,9 @@ def test_a_cut_off_calibration_whose_model_was_removed_begins_again(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A model that is converted anew is not calibrated, whatever the notes say that are left of the one before."""
+    """A model that is converted anew is not calibrated, whatever the notes say that are
+    left of the one before.
+    """
     folder, stage = tmp_path / "run", tmp_path / "run" / "calibrate" / "fcsd"
     folder.mkdir()
     moment = {
@@ -153,7 +177,11 @@ def test_a_cut_off_calibration_whose_model_was_removed_begins_again(
     assert main(commands["stage"](folder)) == 0
     assert state_of(folder) == whole("stage")[0]
     said = capfd.readouterr().err
-    assert ("is not there any more" if "before" in lost else "is not the model that was calibrated") in said
+    assert (
+        "is not there any more"
+        if "before" in lost
+        else "is not the model that was calibrated"
+    ) in said
 
 
 def test_a_finished_calibration_without_its_model_is_refused_with_what_to_do(
@@ -167,8 +195,8 @@ def test_a_finished_calibration_without_its_model_is_refused_with_what_to_do(
     assert main(commands["stage"](folder)) == 2
     message = capfd.readouterr().err
     assert (
-        f"{stage}/model: is not there, though manifest.json names it; put it back, or remove {stage}"
-        in message
+        f"{stage}/model: is not there, though manifest.json names it; put it back, or"
+        f" remove {stage}" in message
     )
 
 
@@ -180,8 +208,18 @@ def test_the_same_command_finds_its_calibration_finished_and_another_one_refuses
     before = weights_fingerprint(tmp_path / "out"), os.stat(tmp_path / "out").st_ino
     capfd.readouterr()
     assert main(words) == 0
-    assert f"calibrate: finished before, in {tmp_path / 'out'}" in capfd.readouterr().err
-    assert before == (weights_fingerprint(tmp_path / "out"), os.stat(tmp_path / "out").st_ino)
+    assert (
+        f"calibrate: finished before, in {tmp_path / 'out'}" in capfd.readouterr().err
+    )
+    assert before == (
+        weights_fingerprint(tmp_path / "out"),
+        os.stat(tmp_path / "out").st_ino,
+    )
     assert main([*words[:-3], "1400", *words[-2:]]) == 2
-    assert "exists and is not empty; choose another destination" in capfd.readouterr().err
-    assert before == (weights_fingerprint(tmp_path / "out"), os.stat(tmp_path / "out").st_ino)
+    assert (
+        "exists and is not empty; choose another destination" in capfd.readouterr().err
+    )
+    assert before == (
+        weights_fingerprint(tmp_path / "out"),
+        os.stat(tmp_path / "out").st_ino,
+    )

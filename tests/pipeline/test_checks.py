@@ -1,4 +1,6 @@
-"""What recipe and machine rule out is said before any model is loaded, not after hours of training."""
+"""What recipe and machine rule out is said before any model is loaded, not after hours
+of training.
+"""
 
 import re
 from pathlib import Path
@@ -29,19 +31,34 @@ WRONG = {
         {"variants": {"v": {"train.report_to": ["wandb"]}}},
         r"variants\.v: train\.report_to: wandb is not",
     ),
-    "batch": ({"sweep": SWEEP}, r"train\.batch_size_tokens: 96 is not a multiple of 64"),
+    "batch": (
+        {"sweep": SWEEP},
+        r"train\.batch_size_tokens: 96 is not a multiple of 64",
+    ),
     "layers": (
         {"variants": {"v": {"connectivity.layers": [0, 9]}}},
-        r"variants\.v: connectivity\.layers: index 9 is out of range: the model has 2 decoder layers",
+        (
+            r"variants\.v: connectivity\.layers: index 9 is out of range: the model has"
+            r" 2 decoder layers"
+        ),
     ),
-    "data": ({"variants": {"v": {"data": DATA}}}, r"variants\.v: data set gone/rows\.jsonl: no such file"),
+    "data": (
+        {"variants": {"v": {"data": DATA}}},
+        r"variants\.v: data set gone/rows\.jsonl: no such file",
+    ),
     "column": (
         {"variants": {"v": {"data.train": [{"path": "alpaca.jsonl"}]}}},
-        r"variants\.v: data set alpaca\.jsonl: no column 'messages'; it has 'instruction', 'output'; name the right"
-        r" ones under `columns`, for example \{path: alpaca\.jsonl, columns: \{'prompt': 'instruction', 'response': ",
+        r"variants\.v: data set alpaca\.jsonl: no column 'messages'; it has"
+        r" 'instruction', 'output'; name the right"
+        r" ones under `columns`, for example \{path: alpaca\.jsonl, columns:"
+        r" \{'prompt': 'instruction', 'response': ",
     ),
     "empty file": (
-        {"variants": {"v": {"data.train": [{"path": "empty.jsonl", "split": "train[:50%]"}]}}},
+        {
+            "variants": {
+                "v": {"data.train": [{"path": "empty.jsonl", "split": "train[:50%]"}]}
+            }
+        },
         r"variants\.v: data set empty\.jsonl, split 'train.*': it is empty",
     ),
     "test set": (
@@ -53,37 +70,57 @@ WRONG = {
 
 @pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
 def test_a_run_that_cannot_end_well_does_not_begin(
-    bench: Bench, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bench: Bench,
+    changes: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "alpaca.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
     (tmp_path / "empty.jsonl").write_text("")
     find = checks.check_reporters.__globals__["importlib"].util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else find(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "wandb" else find(name)
+    )
     with pytest.raises(UserError, match=message):
         check_run(run_of(bench.recipe("r", **changes)))
     assert not (bench.folder / "r").exists()
 
 
-def test_a_training_whose_weights_could_not_be_saved_does_not_begin(bench: Bench, tmp_path: Path) -> None:
+def test_a_training_whose_weights_could_not_be_saved_does_not_begin(
+    bench: Bench, tmp_path: Path
+) -> None:
     """FP8 originals were trained to the end, and then could not be saved."""
     write(tmp_path / "quantised", *LAYOUTS["block fp8"])
     recipe = bench.recipe("r", model={"path": str(tmp_path / "quantised")})
-    reason = "its weights are quantised by fp8 .*`fcsd dequantize` writes them in bfloat16"
+    reason = (
+        "its weights are quantised by fp8 .*`fcsd dequantize` writes them in bfloat16"
+    )
     with pytest.raises(UserError, match=reason):
         check_run(run_of(recipe))
     refused = estimate(load_recipe(recipe))["refused"]
     assert len(refused) == 1 and re.search(reason, refused[0])
     dequantize_checkpoint(tmp_path / "quantised", tmp_path / "plain")
-    assert estimate(load_recipe(bench.recipe("s", model={"path": str(tmp_path / "plain")})))["refused"] == []
+    assert (
+        estimate(
+            load_recipe(bench.recipe("s", model={"path": str(tmp_path / "plain")}))
+        )["refused"]
+        == []
+    )
 
 
 def test_a_trainer_refuses_weights_that_could_not_be_saved() -> None:
     model = tiny_model("qwen3_moe", vocab_size=512)
     convert_model(model, Connectivity("all"))
-    model.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    model.config.quantization_config = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
     rows = Dataset.from_dict({"text": ["one row of text"]})
-    with pytest.raises(UserError, match="FarSkipQwen3MoeForCausalLM: its weights are quantised by fp8"):
+    with pytest.raises(
+        UserError, match="FarSkipQwen3MoeForCausalLM: its weights are quantised by fp8"
+    ):
         FCSDTrainer(model, train_dataset=rows, processing_class=tiny_tokenizer())
 
 
@@ -93,8 +130,8 @@ def test_a_recipe_whose_first_layer_is_rewired_has_a_warning_with_what_leaves_it
     check_run(run_of(bench.recipe("all")))
     said = capsys.readouterr().err
     assert (
-        "in the models measured layer 0 costs the most; how many first layers to leave as they are is measured by"
-        in said
+        "in the models measured layer 0 costs the most; how many first layers to leave"
+        " as they are is measured by" in said
     )
     assert "`; connectivity.layers: last:1 leaves out layer 0" in said
     check_run(run_of(bench.recipe("but-one", connectivity={"layers": "last:1"})))
@@ -120,7 +157,9 @@ def test_what_is_finished_is_not_checked_again(bench: Bench) -> None:
     check_run(run)
 
 
-def test_fcsd_run_checks_first(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fcsd_run_checks_first(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["run", str(bench.recipe("r", variants={"v": {"data": DATA}}))]) == 2
     assert "gone/rows.jsonl: no such file" in capsys.readouterr().err
     assert not (bench.folder / "r" / "convert").exists()
@@ -130,11 +169,19 @@ def test_rows_longer_than_the_models_positions_give_one_warning_and_beyond_a_tab
     bench: Bench, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data = {"train": [{"path": str(bench.rows)}], "max_length": 256}
-    train = {"max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 512, "per_device_train_batch_size": 2}
+    train = {
+        "max_steps": 1,
+        "warmup_steps": 0,
+        "batch_size_tokens": 512,
+        "per_device_train_batch_size": 2,
+    }
     run = run_of(bench.recipe("long", data=data, train=train))
     for _ in range(2):
         check_run(run)
-    text = f"data.max_length 256: rows are longer than the 128 positions of {bench.base}: what an example has"
+    text = (
+        f"data.max_length 256: rows are longer than the 128 positions of {bench.base}:"
+        " what an example has"
+    )
     assert capfd.readouterr().err.count(text) == 1
     check_run(run_of(bench.recipe("short")))
     assert "positions" not in capfd.readouterr().err
@@ -147,12 +194,21 @@ def test_rows_longer_than_the_models_positions_give_one_warning_and_beyond_a_tab
     }
     check_run(run_of(bench.recipe("new", model=None, pretrain=pretrain)))
     error = capfd.readouterr().err
-    assert "pretrain.data.max_length 32: rows are longer than the 24 positions of a qwen2_moe" in error
+    assert (
+        "pretrain.data.max_length 32: rows are longer than the 24 positions of a"
+        " qwen2_moe" in error
+    )
 
-    table = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    table = GPT2LMHeadModel(
+        GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    )
     table.save_pretrained(bench.folder / "table")
     run = run_of(bench.recipe("table", teacher={"path": str(bench.folder / "table")}))
     with pytest.raises(
-        UserError, match=r"data\.max_length 32: rows are longer than the 16 positions of .*table, which"
+        UserError,
+        match=(
+            r"data\.max_length 32: rows are longer than the 16 positions of .*table,"
+            r" which"
+        ),
     ):
         check_run(run)

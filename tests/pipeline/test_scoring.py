@@ -1,4 +1,6 @@
-"""Early stopping in a real training, by every kind of task: weights stay what they would be, and nothing is lost."""
+"""Early stopping in a real training, by every kind of task: weights stay what they
+would be, and nothing is lost.
+"""
 
 import contextlib
 import io
@@ -38,7 +40,10 @@ OFTEN = {"every_steps": 1, "patience": 50}
 def metrics(bench: Bench) -> dict[str, dict[str, Any]]:
     """Return an early_stopping section of every kind."""
     folder = bench.folder.parent / "answers"
-    write_rows(folder / "test.jsonl", [{"question": f"{n}+1", "answer": str(n + 1)} for n in range(5)])
+    write_rows(
+        folder / "test.jsonl",
+        [{"question": f"{n}+1", "answer": str(n + 1)} for n in range(5)],
+    )
     answers = {
         "metric": "exact_match,none",
         "kind": "generation",
@@ -58,17 +63,23 @@ def of(stopping: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return stopping | {"task": stopping["task"] | changes}
 
 
-def recipe(bench: Bench, name: str, stopping: dict[str, Any] | None, **changes: Any) -> Path:
+def recipe(
+    bench: Bench, name: str, stopping: dict[str, Any] | None, **changes: Any
+) -> Path:
     rows = {"path": str(bench.rows)}
     data = {"train": [rows], "heldout": rows, "heldout_examples": 5, "max_length": 32}
-    return bench.recipe(name, data=data, early_stopping=stopping, **({"train": TRAIN} | changes))
+    return bench.recipe(
+        name, data=data, early_stopping=stopping, **({"train": TRAIN} | changes)
+    )
 
 
 def outcome_of(bench: Bench, name: str) -> tuple[str, list[float]]:
     """Return the fingerprint of the weights, and the loss of every step."""
     folder = bench.folder / name / "distill"
     lines = (folder / "history.jsonl").read_text().splitlines()
-    return weights_fingerprint(folder / "model"), [json.loads(line)["loss"] for line in lines]
+    return weights_fingerprint(folder / "model"), [
+        json.loads(line)["loss"] for line in lines
+    ]
 
 
 def scores(bench: Bench, name: str) -> Any:
@@ -81,7 +92,9 @@ def scores(bench: Bench, name: str) -> Any:
 def test_scores_of_no_kind_change_a_bit_of_the_weights(
     bench: Bench, metrics: dict[str, dict[str, Any]]
 ) -> None:
-    """With dropout, so that a random number drawn by a score would show; each kind in one process."""
+    """With dropout, so that a random number drawn by a score would show; each kind in
+    one process.
+    """
     lora = {"r": 4, "target_modules": ["q_proj"], "lora_dropout": 0.3}
     options = {"lora": lora, "train": TRAIN | {"gradient_checkpointing": True}}
     assert main(["distill", str(recipe(bench, "none", None, **options))]) == 0
@@ -93,36 +106,69 @@ def test_scores_of_no_kind_change_a_bit_of_the_weights(
         assert (record["num_items"], record["num_items_total"]) == {
             "code": (1, 1), "likelihood": (4, 8), "generation": (4, 5), "heldout_kl": (record["num_items"], None),
         }[kind]  # fmt: skip
-        assert all((point["stderr"] is None) == (kind == "code") for point in record["points"])
-        results = read_json(bench.folder / kind / "distill" / "manifest.json")["results"]["early_stopping"]
+        assert all(
+            (point["stderr"] is None) == (kind == "code") for point in record["points"]
+        )
+        results = read_json(bench.folder / kind / "distill" / "manifest.json")[
+            "results"
+        ]["early_stopping"]
         share = results["scoring_s"] / results["run_s"]
-        assert 0 < share < 1 and results["share_of_time"] == pytest.approx(share, abs=0.01)
+        assert 0 < share < 1 and results["share_of_time"] == pytest.approx(
+            share, abs=0.01
+        )
 
 
 @pytest.mark.breadth
-def test_on_two_ranks_they_change_none_either_and_are_those_of_one_process(bench: Bench) -> None:
+def test_on_two_ranks_they_change_none_either_and_are_those_of_one_process(
+    bench: Bench,
+) -> None:
     """Rows that do not divide by two; a task on spread weights is among the tests of engines."""
     train = TRAIN | {"max_steps": 2}
-    stopping = {"two": OFTEN | {"metric": "heldout_kl"}, "none": None, "choice": bench.choice | OFTEN}
+    stopping = {
+        "two": OFTEN | {"metric": "heldout_kl"},
+        "none": None,
+        "choice": bench.choice | OFTEN,
+    }
     for name, section in stopping.items():
         path = recipe(bench, name, section, train=train)
-        assert [status for status, _ in run_ranks(ranks, 2, ["distill", str(path)], "")] == [0, 0]
+        assert [
+            status for status, _ in run_ranks(ranks, 2, ["distill", str(path)], "")
+        ] == [0, 0]
         assert outcome_of(bench, name) == outcome_of(bench, "two")
     assert len(scores(bench, "choice")["points"]) == 3
-    assert main(["distill", str(recipe(bench, "one", stopping["two"], train=train))]) == 0
+    assert (
+        main(["distill", str(recipe(bench, "one", stopping["two"], train=train))]) == 0
+    )
     one, two = scores(bench, "one"), scores(bench, "two")
     assert one["num_items"] == two["num_items"] and two["num_items"] % 2 == 1
     for a, b in zip(one["points"], two["points"], strict=True):
-        assert [a["score"], a["stderr"]] == pytest.approx([b["score"], b["stderr"]], rel=1e-3)
+        assert [a["score"], a["stderr"]] == pytest.approx(
+            [b["score"], b["stderr"]], rel=1e-3
+        )
 
 
 # ---- the same scorer, in its own process
 
 
-def test_a_score_is_what_evaluate_gives(bench: Bench, metrics: dict[str, dict[str, Any]]) -> None:
+def test_a_score_is_what_evaluate_gives(
+    bench: Bench, metrics: dict[str, dict[str, Any]]
+) -> None:
     """The model as it is left is the best one: the last."""
     assert (
-        main(["distill", str(recipe(bench, "r", metrics["likelihood"], train=TRAIN | {"max_steps": 1}))]) == 0
+        main(
+            [
+                "distill",
+                str(
+                    recipe(
+                        bench,
+                        "r",
+                        metrics["likelihood"],
+                        train=TRAIN | {"max_steps": 1},
+                    )
+                ),
+            ]
+        )
+        == 0
     )
     from fcsd.model.connectivity import load_model
 
@@ -134,7 +180,9 @@ def test_a_score_is_what_evaluate_gives(bench: Bench, metrics: dict[str, dict[st
     )  # fmt: skip
     task = result["tasks"]["tiny_choice"]
     record = scores(bench, "r")
-    assert (record["best_score"], record["best_stderr"]) == pytest.approx((task["value"], task["stderr"]))
+    assert (record["best_score"], record["best_stderr"]) == pytest.approx(
+        (task["value"], task["stderr"])
+    )
 
 
 def test_one_sandbox_serves_all_scores_and_ends_with_the_run(
@@ -155,11 +203,16 @@ def test_one_sandbox_serves_all_scores_and_ends_with_the_run(
 
 
 def test_where_lm_eval_says_so_lower_is_better(
-    bench: Bench, metrics: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    metrics: dict[str, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from fcsd.model.connectivity import load_model
 
-    task = yaml.safe_load((data_dir("eval") / "tasks" / "tiny" / "tiny_choice.yaml").read_text())
+    task = yaml.safe_load(
+        (data_dir("eval") / "tasks" / "tiny" / "tiny_choice.yaml").read_text()
+    )
     task["task"], task["metric_list"][0]["higher_is_better"] = "mistakes", False
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mistakes.yaml").write_text(yaml.safe_dump(task))
@@ -182,7 +235,11 @@ def test_where_lm_eval_says_so_lower_is_better(
     ],
 )  # fmt: skip
 def test_what_cannot_be_scored_is_said_before_training(
-    bench: Bench, metrics: dict[str, dict[str, Any]], kind: str, change: dict[str, Any], message: str
+    bench: Bench,
+    metrics: dict[str, dict[str, Any]],
+    kind: str,
+    change: dict[str, Any],
+    message: str,
 ) -> None:
     plan = run_of(recipe(bench, "r", of(metrics[kind], **change)))
     with pytest.raises(UserError, match=message), early_stopping(plan):
@@ -207,17 +264,25 @@ def failing(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def by_code(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+def by_code(
+    base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Any]:
     """Return what a run by code that nothing happens to leaves."""
     bench = make_bench(base_checkpoint, tmp_path_factory.mktemp("whole"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", bench.folder / "cache")
-        assert main(["distill", str(recipe(bench, "whole", bench.early_stopping | OFTEN))]) == 0
+        assert (
+            main(["distill", str(recipe(bench, "whole", bench.early_stopping | OFTEN))])
+            == 0
+        )
     return outcome_of(bench, "whole"), scores(bench, "whole")
 
 
 def test_a_scorer_that_fails_once_is_asked_again(
-    bench: Bench, metrics: dict[str, dict[str, Any]], by_code: Any, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    metrics: dict[str, dict[str, Any]],
+    by_code: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = failing(monkeypatch, {3})
     assert main(["distill", str(recipe(bench, "r", metrics["code"]))]) == 0
@@ -226,7 +291,11 @@ def test_a_scorer_that_fails_once_is_asked_again(
 
 @pytest.mark.parametrize("step", few([3, 4], 1))
 def test_one_that_fails_twice_leaves_a_checkpoint_from_which_the_run_goes_on_with_that_score(
-    bench: Bench, metrics: dict[str, dict[str, Any]], by_code: Any, step: int, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    metrics: dict[str, dict[str, Any]],
+    by_code: Any,
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command = ["distill", str(recipe(bench, "r", metrics["code"]))]
     captured = io.StringIO()
@@ -234,26 +303,42 @@ def test_one_that_fails_twice_leaves_a_checkpoint_from_which_the_run_goes_on_wit
         failing(patch, {step + 1, step + 2})
         assert main(command) == 2
     assert re.search(
-        rf"error: early stopping: no score at step {step}: the sandbox server has ended; the training is not lost: run"
-        rf" the same command again, and it goes on with this score from \S*checkpoint-{step}\n",
+        rf"error: early stopping: no score at step {step}: the sandbox server has"
+        r" ended; the training is not lost: run"
+        r" the same command again, and it goes on with this score from"
+        rf" \S*checkpoint-{step}\n",
         captured.getvalue(),
     )
     kept = read_json(
-        bench.folder / "r" / "distill" / "checkpoints" / f"checkpoint-{step}" / "early_stopping.json"
+        bench.folder
+        / "r"
+        / "distill"
+        / "checkpoints"
+        / f"checkpoint-{step}"
+        / "early_stopping.json"
     )
     assert [point["step"] for point in kept["points"]] == list(range(step))
     captured = io.StringIO()
-    # No score depends on the batch size, and a smaller one is what helps where memory ran out.
+    # No score depends on the batch size, and a smaller one is what helps where memory
+    # ran out.
     with contextlib.redirect_stderr(captured):
         assert main([*command, "--set", "early_stopping.batch_size=1"]) == 0
     assert f"step {step}: pass@1 0.0000 (1 of 1 items)" in captured.getvalue()
     assert (outcome_of(bench, "r"), scores(bench, "r")) == by_code
-    results = read_json(bench.folder / "r" / "distill" / "manifest.json")["results"]["early_stopping"]
-    assert results["scoring_s"] > kept["time"]["scoring_s"] > 0 and results["run_s"] > kept["time"]["run_s"]
+    results = read_json(bench.folder / "r" / "distill" / "manifest.json")["results"][
+        "early_stopping"
+    ]
+    assert (
+        results["scoring_s"] > kept["time"]["scoring_s"] > 0
+        and results["run_s"] > kept["time"]["run_s"]
+    )
 
 
 def test_a_signal_is_not_kept_waiting_by_a_score_which_is_made_when_the_run_goes_on(
-    bench: Bench, metrics: dict[str, dict[str, Any]], by_code: Any, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    metrics: dict[str, dict[str, Any]],
+    by_code: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command = ["distill", str(recipe(bench, "r", metrics["code"]))]
     compute = trainer_module.DistillTrainer.compute_loss
@@ -266,14 +351,24 @@ def test_a_signal_is_not_kept_waiting_by_a_score_which_is_made_when_the_run_goes
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module.DistillTrainer, "compute_loss", signalled)
         assert main(command) == 128 + signal.SIGTERM
-    kept = read_json(bench.folder / "r" / "distill" / "checkpoints" / "checkpoint-3" / "early_stopping.json")
+    kept = read_json(
+        bench.folder
+        / "r"
+        / "distill"
+        / "checkpoints"
+        / "checkpoint-3"
+        / "early_stopping.json"
+    )
     assert kept["points"][-1]["step"] == 2
     assert main(command) == 0
     assert (outcome_of(bench, "r"), scores(bench, "r")) == by_code
 
 
 def test_a_signal_during_a_score_ends_the_run_behind_it(
-    bench: Bench, metrics: dict[str, dict[str, Any]], by_code: Any, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    metrics: dict[str, dict[str, Any]],
+    by_code: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command = ["distill", str(recipe(bench, "r", metrics["code"]))]
     grade, made = CodeScorer.score_samples, []
@@ -287,7 +382,14 @@ def test_a_signal_during_a_score_ends_the_run_behind_it(
     with monkeypatch.context() as patch:
         patch.setattr(CodeScorer, "score_samples", signalled)
         assert main(command) == 128 + signal.SIGTERM
-    kept = read_json(bench.folder / "r" / "distill" / "checkpoints" / "checkpoint-2" / "early_stopping.json")
+    kept = read_json(
+        bench.folder
+        / "r"
+        / "distill"
+        / "checkpoints"
+        / "checkpoint-2"
+        / "early_stopping.json"
+    )
     assert kept["points"][-1]["step"] == 2 and len(made) == 3
     assert main(command) == 0
     assert (outcome_of(bench, "r"), scores(bench, "r")) == by_code

@@ -1,4 +1,6 @@
-"""All stages of a small recipe: what they leave, that they run once, and that what was published loads anywhere."""
+"""All stages of a small recipe: what they leave, that they run once, and that what was
+published loads anywhere.
+"""
 
 import json
 import re
@@ -40,7 +42,8 @@ CONFIG = {
     "decoder_sparse_step": 1,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
-    "initializer_range": 0.2,  # large enough for the connectivity to matter without much training
+    # large enough for the connectivity to matter without much training
+    "initializer_range": 0.2,
     "experts_implementation": "eager",
 }
 TRAIN = {
@@ -136,7 +139,10 @@ def test_every_stage_leaves_its_folder_and_manifest(finished: Path) -> None:
         "distill": "distill",
         "variants/sft": "distill",
         "variants/last-50": "distill",
-        **{f"evaluate/{name}": "evaluate" for name in ("original", "converted", "fcsd", "sft", "last-50")},
+        **{
+            f"evaluate/{name}": "evaluate"
+            for name in ("original", "converted", "fcsd", "sft", "last-50")
+        },
         "layers": "layers",
     }
     assert {path.name for path in run.iterdir()} == {
@@ -149,7 +155,9 @@ def test_every_stage_leaves_its_folder_and_manifest(finished: Path) -> None:
     ):  # fmt: skip
         assert (run / file).stat().st_size > 0, file
     assert not [
-        path for path in run.rglob("*") if path.name.endswith((".tmp", ".old")) or "checkpoint" in path.name
+        path
+        for path in run.rglob("*")
+        if path.name.endswith((".tmp", ".old")) or "checkpoint" in path.name
     ]
 
 
@@ -161,16 +169,24 @@ def test_every_json_file_of_the_run_is_strict(finished: Path) -> None:
     paths = [*(finished / "run").rglob("*.json"), *(finished / "run").rglob("*.jsonl")]
     assert len(paths) > 20
     for path in paths:
-        for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+        for text in (
+            path.read_text().splitlines()
+            if path.suffix == ".jsonl"
+            else [path.read_text()]
+        ):
             json.loads(text, parse_constant=refuse)
 
 
 @pytest.mark.slow
-def test_the_report_is_printed_as_json_on_request(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_is_printed_as_json_on_request(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(recipe), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed["models"]) == {"original", "converted", "fcsd", "sft", "last-50"}
-    assert printed == json.loads((recipe.parent / "run" / "report" / "report.json").read_text())
+    assert printed == json.loads(
+        (recipe.parent / "run" / "report" / "report.json").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -178,48 +194,77 @@ def test_the_models_are_what_their_names_say(finished: Path) -> None:
     run = finished / "run"
     layers = {
         name: farskip_layers(load_model(run / name / "model"))
-        for name in ("pretrain", "convert", "distill", "variants/sft", "variants/last-50")
+        for name in (
+            "pretrain",
+            "convert",
+            "distill",
+            "variants/sft",
+            "variants/last-50",
+        )
     }
     assert layers == {
         "pretrain": [], "convert": [0, 1], "distill": [0, 1], "variants/sft": [0, 1], "variants/last-50": [1],
     }  # fmt: skip
-    history = json.loads((run / "variants" / "sft" / "history.jsonl").read_text().splitlines()[0])
+    history = json.loads(
+        (run / "variants" / "sft" / "history.jsonl").read_text().splitlines()[0]
+    )
     assert "ce" in history and "kl" not in history
 
 
 @pytest.mark.slow
-def test_the_original_has_no_divergence_from_itself_and_the_converted_model_has(finished: Path) -> None:
+def test_the_original_has_no_divergence_from_itself_and_the_converted_model_has(
+    finished: Path,
+) -> None:
     results = {
-        name: json.loads((finished / "run" / "evaluate" / name / "results.json").read_text())
+        name: json.loads(
+            (finished / "run" / "evaluate" / name / "results.json").read_text()
+        )
         for name in ("original", "converted", "fcsd")
     }
     kl = {name: result["kl_to_original"]["kl"] for name, result in results.items()}
     assert kl["original"] == pytest.approx(0, abs=1e-6)
     assert kl["converted"] > 1e-5
-    points = json.loads((finished / "run" / "layers" / "layers.json").read_text())["points"]
-    whole = [point["values"]["kl"]["value"] for point in points if point["num_layers"] == 2]
-    assert whole == pytest.approx([kl["converted"]] * 2, rel=1e-4)  # all layers, from either end
-    scores = [point["values"]["tiny_choice"]["value"] for point in points if point["num_layers"] == 2]
+    points = json.loads((finished / "run" / "layers" / "layers.json").read_text())[
+        "points"
+    ]
+    whole = [
+        point["values"]["kl"]["value"] for point in points if point["num_layers"] == 2
+    ]
+    # all layers, from either end
+    assert whole == pytest.approx([kl["converted"]] * 2, rel=1e-4)
+    scores = [
+        point["values"]["tiny_choice"]["value"]
+        for point in points
+        if point["num_layers"] == 2
+    ]
     assert scores == [results["converted"]["tasks"]["tiny_choice"]["value"]] * 2
 
 
 @pytest.mark.slow
 def test_the_main_run_uses_the_choice_of_the_sweep(finished: Path) -> None:
-    choice = json.loads((finished / "run" / "sweep" / "manifest.json").read_text())["results"]
-    settings = json.loads((finished / "run" / "distill" / "manifest.json").read_text())["settings"]["train"]
+    choice = json.loads((finished / "run" / "sweep" / "manifest.json").read_text())[
+        "results"
+    ]
+    settings = json.loads((finished / "run" / "distill" / "manifest.json").read_text())[
+        "settings"
+    ]["train"]
     assert (settings["learning_rate"], settings["batch_size_tokens"]) == (
         choice["learning_rate"],
         choice["batch_size_tokens"],
     )
     assert len(choice["candidates"]) == 4
     assert (
-        load_recipe(finished / "run" / "sweep" / "recipe.yaml").train.learning_rate == choice["learning_rate"]
+        load_recipe(finished / "run" / "sweep" / "recipe.yaml").train.learning_rate
+        == choice["learning_rate"]
     )
 
 
 @pytest.mark.slow
 def test_a_second_run_trains_and_evaluates_nothing(
-    finished: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path,
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def never(*args: Any, **kwargs: Any) -> None:
         pytest.fail("was run again")
@@ -244,30 +289,39 @@ def test_a_second_run_trains_and_evaluates_nothing(
 
 @pytest.mark.breadth
 @pytest.mark.slow
-def test_the_published_checkpoint_loads_where_fcsd_does_not_exist(finished: Path, tmp_path: Path) -> None:
+def test_the_published_checkpoint_loads_where_fcsd_does_not_exist(
+    finished: Path, tmp_path: Path
+) -> None:
     code = (
-        "import sys, torch\n"
-        "class No:\n"
-        "    def find_spec(self, name, *rest):\n"
-        "        if name.split('.')[0] == 'fcsd': raise ModuleNotFoundError(name)\n"
-        "sys.meta_path.insert(0, No())\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "m = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
-        "t = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
-        "ids = torch.arange(5, 25)[None]\n"
-        "torch.save(m(ids).logits.detach(), sys.argv[2])\n"
-        "print(type(m).__name__, len(t), 'fcsd' in sys.modules)\n"
+        "import sys, torch\nclass No:\n    def find_spec(self, name, *rest):\n       "
+        " if name.split('.')[0] == 'fcsd': raise"
+        " ModuleNotFoundError(name)\nsys.meta_path.insert(0, No())\nfrom transformers"
+        " import AutoModelForCausalLM, AutoTokenizer\nm ="
+        " AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\nt"
+        " = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)\nids ="
+        " torch.arange(5, 25)[None]\ntorch.save(m(ids).logits.detach(),"
+        " sys.argv[2])\nprint(type(m).__name__, len(t), 'fcsd' in sys.modules)\n"
     )
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     with start(
-        "-c", code, str(finished / "run" / "publish"), str(tmp_path / "logits"), **environment
+        "-c",
+        code,
+        str(finished / "run" / "publish"),
+        str(tmp_path / "logits"),
+        **environment,
     ) as child:
         out, error = child.communicate()
     assert child.returncode == 0, error
-    assert out.splitlines()[-1].split() == ["FarSkipQwen2MoeForCausalLM", "400", "False"]
+    assert out.splitlines()[-1].split() == [
+        "FarSkipQwen2MoeForCausalLM",
+        "400",
+        "False",
+    ]
     own = load_model(finished / "run" / "distill" / "model")
     with torch.no_grad():
-        torch.testing.assert_close(own(torch.arange(5, 25)[None]).logits, torch.load(tmp_path / "logits"))
+        torch.testing.assert_close(
+            own(torch.arange(5, 25)[None]).logits, torch.load(tmp_path / "logits")
+        )
 
 
 @pytest.mark.slow
@@ -305,7 +359,10 @@ def test_a_stage_whose_folder_was_removed_is_run_again_alone(
     assert "\n== 12/13: evaluation of sft" in said and "sweep: chosen: " in said
     tasks = [
         json.loads(text)["tasks"]
-        for text in (before, (finished / "run" / "evaluate" / "sft" / "results.json").read_text())
+        for text in (
+            before,
+            (finished / "run" / "evaluate" / "sft" / "results.json").read_text(),
+        )
     ]
     assert tasks[0] == tasks[1]
 
@@ -326,9 +383,16 @@ def test_a_learning_rate_that_diverges_loses_the_sweep(bench: Bench) -> None:
 
 def test_stages_that_read_the_same_data_tokenize_it_once(bench: Bench) -> None:
     def tokens(run: Run) -> dict[Path, int]:
-        return {path: path.stat().st_mtime_ns for path in run.layout.tokens.glob("*/0*.safetensors")}
+        return {
+            path: path.stat().st_mtime_ns
+            for path in run.layout.tokens.glob("*/0*.safetensors")
+        }
 
-    run = run_of(bench.recipe("r", variants={"sft": {"objective.name": "sft"}, "seed": {"seed": 5}}))
+    run = run_of(
+        bench.recipe(
+            "r", variants={"sft": {"objective.name": "sft"}, "seed": {"seed": 5}}
+        )
+    )
     distill_stages.distill(run, None)
     written = tokens(run)
     assert written
@@ -337,7 +401,9 @@ def test_stages_that_read_the_same_data_tokenize_it_once(bench: Bench) -> None:
         assert tokens(run) == written
     bench.rows.write_text(bench.rows.read_text() * 2)
     other = run_of(run.recipe.model_copy(update={"seed": 7}))
-    assert len(training_data.training_rows(other.recipe.data, other.tokenizer, other)) > 0
+    assert (
+        len(training_data.training_rows(other.recipe.data, other.tokenizer, other)) > 0
+    )
     assert len(tokens(run)) > len(written)
 
 
@@ -356,11 +422,17 @@ def pretraining(bench: Bench, **changes: Any) -> Path:
 
 
 def test_a_farskip_model_can_be_pretrained_from_scratch(bench: Bench) -> None:
-    assert main(["pretrain", str(pretraining(bench, connectivity={"layers": "all"}))]) == 0
+    assert (
+        main(["pretrain", str(pretraining(bench, connectivity={"layers": "all"}))]) == 0
+    )
     folder = bench.folder / "r" / "pretrain" / "model"
     assert farskip_layers(load_model(folder)) == [0, 1]
     config = json.loads((folder / "config.json").read_text())
-    assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (300, 2, 0)
+    assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (
+        300,
+        2,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -372,13 +444,22 @@ def test_a_farskip_model_can_be_pretrained_from_scratch(bench: Bench) -> None:
         ({"hidden_size": "wide"}, r"pretrain\.config: qwen2_moe: .*hidden_size"),
         (
             {"vocab_size": 200},
-            r"pretrain\.config\.vocab_size: 200 does not fit the tokenizer's 300; leave it out",
+            (
+                r"pretrain\.config\.vocab_size: 200 does not fit the tokenizer's 300;"
+                r" leave it out"
+            ),
         ),
-        ({"eos_token_id": 7}, r"pretrain\.config\.eos_token_id: 7 does not fit the tokenizer's 2"),
+        (
+            {"eos_token_id": 7},
+            r"pretrain\.config\.eos_token_id: 7 does not fit the tokenizer's 2",
+        ),
     ],
 )
 def test_a_configuration_that_makes_no_model_is_refused(
-    bench: Bench, config: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+    bench: Bench,
+    config: dict[str, Any],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["pretrain", str(pretraining(bench, config=CONFIG | config))]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
@@ -386,14 +467,21 @@ def test_a_configuration_that_makes_no_model_is_refused(
 
 
 def test_a_larger_vocabulary_than_the_tokenizers_is_kept() -> None:
-    assert pretrain_stage._token_ids(tiny_tokenizer(300), {"vocab_size": 320})["vocab_size"] == 320
+    assert (
+        pretrain_stage._token_ids(tiny_tokenizer(300), {"vocab_size": 320})[
+            "vocab_size"
+        ]
+        == 320
+    )
 
 
 def test_a_new_model_has_the_weights_of_its_seed() -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(3)
-        models.append(pretrain_stage.new_model(CONFIG | {"vocab_size": 99}, Connectivity("none")))
+        models.append(
+            pretrain_stage.new_model(CONFIG | {"vocab_size": 99}, Connectivity("none"))
+        )
     one, two = (model.state_dict() for model in models)
     assert all(torch.equal(value, two[name]) for name, value in one.items())
 
@@ -407,7 +495,9 @@ def test_a_variant_that_does_not_exist_is_refused(bench: Bench) -> None:
 def test_a_run_looks_the_original_up_once_and_hashes_it_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every look-up of a hub id is a request, and every fingerprint reads all of a large checkpoint."""
+    """Every look-up of a hub id is a request, and every fingerprint reads all of a
+    large checkpoint.
+    """
     requests, hashed = [], []
 
     def snapshot_download(repository: str, **options: Any) -> str:
@@ -420,7 +510,11 @@ def test_a_run_looks_the_original_up_once_and_hashes_it_once(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.setattr("fcsd.model.load.weights_fingerprint", fingerprint)
-    data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
+    data = {
+        "train": [{"path": str(bench.rows)}],
+        "heldout": {"path": str(bench.rows)},
+        "heldout_examples": 4,
+    }
     task = {
         "task": "tiny_choice", "kind": "likelihood", "metric": "acc,none", "dataset": bench.choice["task"]["dataset"],
         "lm_eval_include": "tiny", "chat_template": True,

@@ -1,4 +1,6 @@
-"""A recipe's sweep of router biases: what it measures, that it is made once, and what it refuses."""
+"""A recipe's sweep of router biases: what it measures, that it is made once, and what
+it refuses.
+"""
 
 import shutil
 from pathlib import Path
@@ -37,8 +39,8 @@ BATCH = 2
 
 
 def recipe_of(bench: Bench, **bias: Any) -> Path:
-    """Return a recipe that steers the base checkpoint, which has two layers of four experts, two of them for a
-    token."""
+    """Return a recipe that steers the base checkpoint, which has two layers of four
+    experts, two of them for a token."""
     row = bench.choice["task"]
     suite = bench.folder / "suite.yaml"
     suite.write_text(yaml.safe_dump({"name": "mine", "tasks": [row]}))
@@ -72,16 +74,25 @@ def finished(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def by_hand(run: Any, of: str, name: str | None) -> dict[str, Any]:
-    """Return mean KL, mean time, and the experts' loads, row by row from logits: no recording, no losses of fcsd.
+    """Return mean KL, mean time, and the experts' loads, row by row from logits: no
+    recording, no losses of fcsd.
 
     of: whose routers are steered; name: by which tables, None: by none.
     """
-    original, model = (load_checkpoint(run.model(each)).eval() for each in ("original", of))
+    original, model = (
+        load_checkpoint(run.model(each)).eval() for each in ("original", of)
+    )
     tables = read_tables(run.layout.bias_tables(name or next(iter(TABLES[of])), of))
-    rows, links = heldout_of(run.recipe.data, run.tokenizer, run.original), read_links(LINKS)
+    rows, links = (
+        heldout_of(run.recipe.data, run.tokenizer, run.original),
+        read_links(LINKS),
+    )
     kl, loads, exchanges, moved = [], torch.zeros(2, 4), [], []
     for j, row in enumerate(rows):
-        ids = {key: torch.tensor(row[key])[None].long() for key in ("input_ids", "position_ids")}
+        ids = {
+            key: torch.tensor(row[key])[None].long()
+            for key in ("input_ids", "position_ids")
+        }
         text = ids["input_ids"][0] != run.tokenizer.pad_token_id
         with torch.no_grad():
             before = original(**ids).logits[0]
@@ -91,16 +102,26 @@ def by_hand(run: Any, of: str, name: str | None) -> dict[str, Any]:
                     steering.endpoint = j % 4
                     outputs = model(**ids, output_router_logits=True)
         kept = torch.tensor(row["labels"])[1:] != -100
-        p, q = (logits[:-1][kept].double().log_softmax(-1) for logits in (before, outputs.logits[0]))
+        p, q = (
+            logits[:-1][kept].double().log_softmax(-1)
+            for logits in (before, outputs.logits[0])
+        )
         kl += (p.exp() * (p - q)).sum(-1).tolist()
         if j % (4 * BATCH) == 0:
-            exchanges.append(torch.zeros(2, 4, 4))  # layer, source, expert: one expert at each endpoint
+            # layer, source, expert: one expert at each endpoint
+            exchanges.append(torch.zeros(2, 4, 4))
         for layer, logits in enumerate(outputs.router_logits):
             chosen = logits[text].topk(2).indices.flatten().bincount(minlength=4)
             exchanges[-1][layer, j % 4] += chosen
             loads[layer] += chosen
-            pairs = [each[text].topk(2).indices.tolist() for each in (plain.router_logits[layer], logits)]
-            moved += [len(set(one) - set(other)) / 2 for one, other in zip(*pairs, strict=True)]
+            pairs = [
+                each[text].topk(2).indices.tolist()
+                for each in (plain.router_logits[layer], logits)
+            ]
+            moved += [
+                len(set(one) - set(other)) / 2
+                for one, other in zip(*pairs, strict=True)
+            ]
     assert len(rows) % (4 * BATCH)  # what is left over makes no exchange
     times, width = [], model.config.hidden_size
     for exchange in exchanges[:-1]:
@@ -108,12 +129,22 @@ def by_hand(run: Any, of: str, name: str | None) -> dict[str, Any]:
             total = 0.0
             for phase in ("metadata", "dispatch", "combine"):
                 alpha, beta = links.alpha(phase), links.beta(phase)
-                size = {"metadata": 4 * 8, "dispatch": 2 * width + 4, "combine": 2 * width}[phase]
+                size = {
+                    "metadata": 4 * 8,
+                    "dispatch": 2 * width + 4,
+                    "combine": 2 * width,
+                }[phase]
                 total += max(
                     alpha[u, v]
                     + beta[u, v]
                     * size
-                    * (1 if phase == "metadata" else pairs[v][u] if phase == "combine" else pairs[u][v])
+                    * (
+                        1
+                        if phase == "metadata"
+                        else pairs[v][u]
+                        if phase == "combine"
+                        else pairs[u][v]
+                    )
                     for u in range(4)
                     for v in range(4)
                     if u != v
@@ -128,25 +159,46 @@ def by_hand(run: Any, of: str, name: str | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("of", "name"), [(of, name) for of, names in TABLES.items() for name in names])
+@pytest.mark.parametrize(
+    ("of", "name"), [(of, name) for of, names in TABLES.items() for name in names]
+)
 def test_kl_time_and_routing_are_those_of_logits_looked_at_row_by_row(
     finished: Any, of: str, name: str
 ) -> None:
     result = read_json(finished.layout.evaluation(name) / "results.json")
-    base = read_json(finished.layout.router_bias(of) / "manifest.json")["results"]["unbiased"]
+    base = read_json(finished.layout.router_bias(of) / "manifest.json")["results"][
+        "unbiased"
+    ]
     after, before = by_hand(finished, of, name), by_hand(finished, of, None)
-    assert result["kl_to_original"]["kl"] == pytest.approx(after["kl"], rel=1e-4) and after["kl"] > 1e-5
-    assert {key: result["exchange"][key] for key in ("mean_s", "p95_s", "tokens")} == pytest.approx(
-        {key: after[key] for key in ("mean_s", "p95_s", "tokens")}
+    assert (
+        result["kl_to_original"]["kl"] == pytest.approx(after["kl"], rel=1e-4)
+        and after["kl"] > 1e-5
     )
+    assert {
+        key: result["exchange"][key] for key in ("mean_s", "p95_s", "tokens")
+    } == pytest.approx({key: after[key] for key in ("mean_s", "p95_s", "tokens")})
     assert base["exchange"]["mean_s"] == pytest.approx(before["mean_s"])
-    assert base["exchange"]["num_exchanges"] == result["exchange"]["num_exchanges"] == before["num"]
-    p, q = (each["loads"].sum(0).double() / each["loads"].sum() for each in (before, after))
-    assert result["routing"]["kl"] == pytest.approx(float((p * (p / q).log()).sum()), abs=1e-6)
-    layers = [(each["loads"].double() / each["loads"].sum(-1, keepdim=True)) for each in (before, after)]
+    assert (
+        base["exchange"]["num_exchanges"]
+        == result["exchange"]["num_exchanges"]
+        == before["num"]
+    )
+    p, q = (
+        each["loads"].sum(0).double() / each["loads"].sum() for each in (before, after)
+    )
+    assert result["routing"]["kl"] == pytest.approx(
+        float((p * (p / q).log()).sum()), abs=1e-6
+    )
+    layers = [
+        (each["loads"].double() / each["loads"].sum(-1, keepdim=True))
+        for each in (before, after)
+    ]
     by_layer = (layers[0] * (layers[0] / layers[1]).log()).sum(-1).mean()
     assert result["routing"]["avg_layer_kl"] == pytest.approx(float(by_layer), abs=1e-6)
-    assert result["routing"]["routes_moved"] == pytest.approx(after["moved"]) and 0 < after["moved"] < 1
+    assert (
+        result["routing"]["routes_moved"] == pytest.approx(after["moved"])
+        and 0 < after["moved"] < 1
+    )
     for kind, each in ((result, after), (base, before)):
         loads = each["loads"].double()
         spread = loads.std(-1, correction=0) / loads.mean(-1)
@@ -160,10 +212,19 @@ def test_kl_time_and_routing_are_those_of_logits_looked_at_row_by_row(
 def test_the_report_has_every_strength_beside_the_original(finished: Any) -> None:
     report = read_json(finished.layout.report / "report.json")
     points = [(point["model"], point["name"]) for point in report["router_bias"]]
-    assert points == [(of, name) for of, names in TABLES.items() for name in (of, *names)]
-    assert set(report["comparisons"]) == {"converted", *TABLES["original"], *TABLES["converted"]}
+    assert points == [
+        (of, name) for of, names in TABLES.items() for name in (of, *names)
+    ]
+    assert set(report["comparisons"]) == {
+        "converted",
+        *TABLES["original"],
+        *TABLES["converted"],
+    }
     layers = {name: model["layers"] for name, model in report["models"].items()}
-    assert layers["camoe-0.2"] == "0" and layers["converted-camoe-0.2"] == layers["converted"] == "2/2"
+    assert (
+        layers["camoe-0.2"] == "0"
+        and layers["converted-camoe-0.2"] == layers["converted"] == "2/2"
+    )
     # The point without a bias is that model's own row.
     own = report["models"]["converted"]["result"]["kl_to_original"]["kl"]
     assert report["router_bias"][3]["kl"]["kl"] == own > 0
@@ -183,7 +244,9 @@ def test_what_is_finished_is_not_done_again_and_other_links_are_refused(
     other = read_json(LINKS)
     other["dispatch"]["alpha_s"][0][1] *= 2
     write_json(tmp_path / "links.json", other)
-    bias = finished.recipe.evaluation.router_bias.model_copy(update={"links": str(tmp_path / "links.json")})
+    bias = finished.recipe.evaluation.router_bias.model_copy(
+        update={"links": str(tmp_path / "links.json")}
+    )
     evaluation = finished.recipe.evaluation.model_copy(update={"router_bias": bias})
     changed = run_of(finished.recipe.model_copy(update={"evaluation": evaluation}))
     with pytest.raises(UserError, match=r"was made with other settings \(links: "):
@@ -193,7 +256,9 @@ def test_what_is_finished_is_not_done_again_and_other_links_are_refused(
 def test_tables_are_those_of_the_recipe_and_padding_is_not_counted(
     bench: Bench, finished: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Placement, scale and selection reach the tables; rows of one example come with a mask of their padding."""
+    """Placement, scale and selection reach the tables; rows of one example come with a
+    mask of their padding.
+    """
     seen: dict[str, Any] = {}
 
     class Noted(steer_module.Calibration):  # type: ignore[name-defined,misc]
@@ -209,7 +274,9 @@ def test_tables_are_those_of_the_recipe_and_padding_is_not_counted(
 
     monkeypatch.setattr(steer_module, "Calibration", Noted)
     monkeypatch.setattr(steer_module, "run_evaluation", stop)
-    path = recipe_of(bench, placement="balanced", scale="logit_std", selection=True, sigma_floor=0.7)
+    path = recipe_of(
+        bench, placement="balanced", scale="logit_std", selection=True, sigma_floor=0.7
+    )
     run = run_of(load_recipe(path, ["data.packing=false"]))
     with pytest.raises(Done):
         steer(run)
@@ -217,7 +284,10 @@ def test_tables_are_those_of_the_recipe_and_padding_is_not_counted(
     batches, counts = seen["batches"], seen["counts"]
     pad = run.tokenizer.pad_token_id
     assert any((batch["input_ids"] == pad).any() for batch in batches)
-    assert all(torch.equal(batch["attention_mask"], (batch["input_ids"] != pad).long()) for batch in batches)
+    assert all(
+        torch.equal(batch["attention_mask"], (batch["input_ids"] != pad).long())
+        for batch in batches
+    )
     assert tables.selection
     mean = counts.mean(0)
     np.testing.assert_array_equal(tables.placement, balanced(mean.sum(1), 4))
@@ -241,7 +311,9 @@ def test_tables_are_those_of_the_recipe_and_padding_is_not_counted(
 def test_tables_that_were_left_by_a_killed_run_are_kept_and_the_others_come_out_the_same(
     finished: Any,
 ) -> None:
-    first, second = (finished.layout.bias_tables(name) for name in ("camoe-0.2", "bottleneck-0.2"))
+    first, second = (
+        finished.layout.bias_tables(name) for name in ("camoe-0.2", "bottleneck-0.2")
+    )
     kept, made = first.stat().st_mtime_ns, second.read_bytes()
     second.unlink()
     (finished.layout.router_bias("original") / "manifest.json").unlink()
@@ -261,7 +333,10 @@ def test_two_ranks_find_what_one_process_finds(finished: Any, tmp_path: Path) ->
     shutil.copytree(finished.layout.convert, tmp_path / "two" / "convert")
     run_ranks(on_two_ranks, 2, recipe)
     for name in (name for names in TABLES.values() for name in names):
-        one, two = finished.layout.evaluation(name), tmp_path / "two" / "evaluate" / name
+        one, two = (
+            finished.layout.evaluation(name),
+            tmp_path / "two" / "evaluate" / name,
+        )
         assert (one / "samples_tiny_choice.jsonl").read_bytes() == (
             two / "samples_tiny_choice.jsonl"
         ).read_bytes()
@@ -292,9 +367,13 @@ def test_two_ranks_find_what_one_process_finds(finished: Any, tmp_path: Path) ->
         (["evaluation.router_bias.tokens=64"], "64 tokens of data.train are 4 rows, and 4 endpoints need 2 each"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_steered_is_refused(bench: Bench, changes: list[str], message: str) -> None:
+def test_what_cannot_be_steered_is_refused(
+    bench: Bench, changes: list[str], message: str
+) -> None:
     write_links(bench.folder / "three.json", links())
-    changes = [text.replace("{three}", str(bench.folder / "three.json")) for text in changes]
+    changes = [
+        text.replace("{three}", str(bench.folder / "three.json")) for text in changes
+    ]
     with pytest.raises(UserError, match=message):
         run = run_of(load_recipe(recipe_of(bench), changes))
         check_run(run)

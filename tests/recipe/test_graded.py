@@ -21,9 +21,18 @@ def root(tmp_path: Path) -> Path:
 
 
 def load(tmp_path: Path, source: dict[str, Any], **sections: Any) -> None:
-    train = [{"path": "fine.jsonl"}, {"columns": {"prompt": "question", "response": "answer"}, **source}]
+    train = [
+        {"path": "fine.jsonl"},
+        {"columns": {"prompt": "question", "response": "answer"}, **source},
+    ]
     path = tmp_path / "x.yaml"
-    recipe = {"name": "x", "output_dir": "o", "model": {"path": "m"}, "data": {"train": train}, **sections}
+    recipe = {
+        "name": "x",
+        "output_dir": "o",
+        "model": {"path": "m"},
+        "data": {"train": train},
+        **sections,
+    }
     path.write_text(yaml.safe_dump(recipe))
     load_recipe(path)
 
@@ -33,9 +42,12 @@ PAPER = {"suite": "paper11"}
 
 
 @pytest.mark.parametrize("split", ["test", "train+test", "test[:50%]", "all"])
-def test_the_graded_split_of_a_suites_task_is_refused(tmp_path: Path, split: str) -> None:
+def test_the_graded_split_of_a_suites_task_is_refused(
+    tmp_path: Path, split: str
+) -> None:
     message = (
-        r"x.yaml: data.train.1: openai/gsm8k, split '.*', is what task gsm8k of suite paper11 is graded on"
+        r"x.yaml: data.train.1: openai/gsm8k, split '.*', is what task gsm8k of suite"
+        r" paper11 is graded on"
     )
     with pytest.raises(UserError, match=message):
         load(tmp_path, GSM8K | {"split": split}, evaluation=PAPER)
@@ -46,13 +58,24 @@ def test_its_training_split_is_not(tmp_path: Path, split: str) -> None:
     load(tmp_path, GSM8K | {"split": split}, evaluation=PAPER)
 
 
-def test_a_training_split_by_another_name_and_another_configuration_are_not(tmp_path: Path) -> None:
-    load(tmp_path, {"path": "cais/mmlu", "name": "all", "split": "auxiliary_train"}, evaluation=PAPER)
+def test_a_training_split_by_another_name_and_another_configuration_are_not(
+    tmp_path: Path,
+) -> None:
+    load(
+        tmp_path,
+        {"path": "cais/mmlu", "name": "all", "split": "auxiliary_train"},
+        evaluation=PAPER,
+    )
     against = {"against": [{"path": "a/b", "name": "one", "split": "test"}]}
-    data = {"train": [{"path": "a/b", "name": "two", "split": "test"}], "decontaminate": against}
+    data = {
+        "train": [{"path": "a/b", "name": "two", "split": "test"}],
+        "decontaminate": against,
+    }
     load(tmp_path, {}, data=data)
     data["train"] = [{"path": "a/b", "name": "all", "split": "test"}]
-    with pytest.raises(UserError, match=r"is what data\.decontaminate\.against is graded on"):
+    with pytest.raises(
+        UserError, match=r"is what data\.decontaminate\.against is graded on"
+    ):
         load(tmp_path, {}, data=data)
 
 
@@ -60,13 +83,20 @@ def test_a_local_copy_and_a_file_of_one_are_known(tmp_path: Path, root: Path) ->
     evaluation = PAPER | {"data_root": str(root)}
     folder = root / "openai" / "gsm8k"
     load(tmp_path, {"path": str(folder), "name": "main"}, evaluation=evaluation)
-    load(tmp_path, {"path": str(folder / "main" / "train.jsonl")}, evaluation=evaluation)
-    for source in ({"path": str(folder), "split": "test"}, {"path": str(folder / "main" / "test.jsonl")}):
+    load(
+        tmp_path, {"path": str(folder / "main" / "train.jsonl")}, evaluation=evaluation
+    )
+    for source in (
+        {"path": str(folder), "split": "test"},
+        {"path": str(folder / "main" / "test.jsonl")},
+    ):
         with pytest.raises(UserError, match="never train on a graded split"):
             load(tmp_path, source, evaluation=evaluation)
 
 
-def test_the_stopping_task_variants_and_pretraining_are_looked_at_too(tmp_path: Path) -> None:
+def test_the_stopping_task_variants_and_pretraining_are_looked_at_too(
+    tmp_path: Path,
+) -> None:
     task = {"kind": "code", "task": "mine", "dataset": "a/code", "split": "validation"}
     stopping = {"early_stopping": {"task": task}}
     with pytest.raises(UserError, match="is what early_stopping is graded on"):
@@ -74,7 +104,12 @@ def test_the_stopping_task_variants_and_pretraining_are_looked_at_too(tmp_path: 
     load(tmp_path, {"path": "a/code", "split": "train"}, **stopping)
     variants = {"v": {"data.train.1.split": "validation"}}
     with pytest.raises(UserError, match=r"variants.v: data.train.1: a/code"):
-        load(tmp_path, {"path": "a/code", "split": "train"}, variants=variants, **stopping)
+        load(
+            tmp_path,
+            {"path": "a/code", "split": "train"},
+            variants=variants,
+            **stopping,
+        )
     pretrain = {
         "config": {"model_type": "qwen2_moe"},
         "tokenizer": "t",
@@ -82,11 +117,19 @@ def test_the_stopping_task_variants_and_pretraining_are_looked_at_too(tmp_path: 
         "train": {},
     }
     with pytest.raises(UserError, match=r"pretrain.data.train.0: a/code"):
-        load(tmp_path, {}, data={"train": [{"path": "d.jsonl"}]}, model={}, pretrain=pretrain, **stopping)
+        load(
+            tmp_path,
+            {},
+            data={"train": [{"path": "d.jsonl"}]},
+            model={},
+            pretrain=pretrain,
+            **stopping,
+        )
 
 
 def test_an_unknown_suite_is_an_error_of_the_recipe(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"x.yaml: evaluation.suite: suite 'papre11': no such suite; did you mean"
+        UserError,
+        match=r"x.yaml: evaluation.suite: suite 'papre11': no such suite; did you mean",
     ):
         load(tmp_path, {"path": "d.jsonl"}, evaluation={"suite": "papre11"})

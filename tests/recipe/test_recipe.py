@@ -33,11 +33,16 @@ def write(tmp_path: Path, value: object) -> Path:
     return path
 
 
-REAL = [ROOT / "examples" / "real" / f"{name}.yaml" for name in ("moe", "smollm2", "recovery")]
+REAL = [
+    ROOT / "examples" / "real" / f"{name}.yaml"
+    for name in ("moe", "smollm2", "recovery")
+]
 
 
 @pytest.mark.parametrize(
-    "path", [*sorted(data_dir("recipes").rglob("*.yaml")), *REAL], ids=lambda path: path.stem
+    "path",
+    [*sorted(data_dir("recipes").rglob("*.yaml")), *REAL],
+    ids=lambda path: path.stem,
 )
 def test_every_shipped_recipe_loads(path: Path) -> None:
     recipe = load_recipe(path)
@@ -50,10 +55,13 @@ def test_a_path_of_a_checkout_names_the_shipped_recipe_where_there_is_no_checkou
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert (
-        load_recipe("recipes/tiny/demo.yaml") == load_recipe("tiny/demo") == load_recipe("recipes/tiny/demo")
+        load_recipe("recipes/tiny/demo.yaml")
+        == load_recipe("tiny/demo")
+        == load_recipe("recipes/tiny/demo")
     )
     message = (
-        r"recipes/tiny/dmo\.yaml: no such file, and no recipe of this name ships .*did you mean 'tiny/demo'\?"
+        r"recipes/tiny/dmo\.yaml: no such file, and no recipe of this name ships .*did"
+        r" you mean 'tiny/demo'\?"
     )
     with pytest.raises(UserError, match=message):
         load_recipe("recipes/tiny/dmo.yaml")
@@ -66,7 +74,9 @@ def test_a_path_of_a_checkout_names_the_shipped_recipe_where_there_is_no_checkou
     assert load_recipe("recipes/tiny/demo.yaml").name == "x"
 
 
-def test_the_printed_recipe_is_complete_and_reads_back_as_itself(tmp_path: Path) -> None:
+def test_the_printed_recipe_is_complete_and_reads_back_as_itself(
+    tmp_path: Path,
+) -> None:
     recipe = load_recipe(write(tmp_path, MINIMAL))
     printed = to_yaml(recipe.dump())
     assert load_recipe(write(tmp_path, printed)) == recipe
@@ -82,24 +92,41 @@ def test_numbers_in_exponent_form_without_a_dot_are_numbers(tmp_path: Path) -> N
 def test_set_replaces_one_value_by_its_dotted_key(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
     recipe = load_recipe(
-        path, ["train.learning_rate=4e-5", "connectivity.layers={last: 50%}", "data.train.0.split=dev"]
+        path,
+        [
+            "train.learning_rate=4e-5",
+            "connectivity.layers={last: 50%}",
+            "data.train.0.split=dev",
+        ],
     )
     assert recipe.train.learning_rate == 4e-5
     assert recipe.connectivity.layers == {"last": "50%"}
     assert recipe.data.train[0].split == "dev"
     assert (
         load_recipe(
-            path, ["early_stopping={metric: heldout_kl}", "data.heldout.path=h", "early_stopping.patience=3"]
+            path,
+            [
+                "early_stopping={metric: heldout_kl}",
+                "data.heldout.path=h",
+                "early_stopping.patience=3",
+            ],
         ).early_stopping.patience
         == 3
     )
 
 
 def test_a_variant_replaces_only_its_keys(tmp_path: Path) -> None:
-    value = MINIMAL | {"variants": {"sft": {"objective.name": "sft", "train.max_steps": 2500}}, "seed": 3}
+    value = MINIMAL | {
+        "variants": {"sft": {"objective.name": "sft", "train.max_steps": 2500}},
+        "seed": 3,
+    }
     recipe = load_recipe(write(tmp_path, value))
     variant = recipe.variant("sft")
-    assert variant.objective.name == "sft" and variant.train.max_steps == 2500 and variant.seed == 3
+    assert (
+        variant.objective.name == "sft"
+        and variant.train.max_steps == 2500
+        and variant.seed == 3
+    )
     expected = recipe.dump() | {"variants": {}}
     expected["objective"] = {"name": "sft"}
     expected["train"]["max_steps"] = 2500
@@ -108,8 +135,18 @@ def test_a_variant_replaces_only_its_keys(tmp_path: Path) -> None:
 
 
 BASES = {
-    "kl+l2": {"l2_coefficient": 0.1, "l2_relative": True, "l2_points": "merges", "l2_until": 0.5},
-    "jsd": {"router_kl_coefficient": 0.1, "jsd_beta": 0.3, "temperature": 2.0, "clip": 5.0},
+    "kl+l2": {
+        "l2_coefficient": 0.1,
+        "l2_relative": True,
+        "l2_points": "merges",
+        "l2_until": 0.5,
+    },
+    "jsd": {
+        "router_kl_coefficient": 0.1,
+        "jsd_beta": 0.3,
+        "temperature": 2.0,
+        "clip": 5.0,
+    },
     "kl": {"temperature": 2.0, "clip": 5.0},
     "reverse_kl": {},
     "sft": {},
@@ -121,10 +158,15 @@ BASES = {
 def test_a_variant_of_another_objective_leaves_the_keys_of_the_base_objective_behind(
     tmp_path: Path, base: str, name: str
 ) -> None:
-    value = MINIMAL | {"objective": {"name": base} | BASES[base], "variants": {"v": {"objective.name": name}}}
+    value = MINIMAL | {
+        "objective": {"name": base} | BASES[base],
+        "variants": {"v": {"objective.name": name}},
+    }
     variant = load_recipe(write(tmp_path, value)).variant("v")
     alone = {key: value for key, value in BASES[base].items() if key in KEYS_OF[name]}
-    assert variant.objective == validate(ObjectiveConfig, {"name": name} | alone, "alone")
+    assert variant.objective == validate(
+        ObjectiveConfig, {"name": name} | alone, "alone"
+    )
 
 
 KEYS_OF: dict[str, tuple[str, ...]] = {
@@ -136,18 +178,27 @@ KEYS_OF: dict[str, tuple[str, ...]] = {
 }
 
 
-def test_the_base_objective_may_be_set_while_a_variant_overrides_only_its_name(tmp_path: Path) -> None:
+def test_the_base_objective_may_be_set_while_a_variant_overrides_only_its_name(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path, MINIMAL | {"variants": {"sft": {"objective.name": "sft"}}})
     recipe = load_recipe(path, ["objective.name=kl+l2", "objective.l2_coefficient=0.1"])
     assert recipe.objective.l2_coefficient == 0.1
-    assert recipe.variant("sft").objective == validate(ObjectiveConfig, {"name": "sft"}, "alone")
+    assert recipe.variant("sft").objective == validate(
+        ObjectiveConfig, {"name": "sft"}, "alone"
+    )
 
 
-def test_a_variant_that_gives_a_key_of_another_objective_is_refused(tmp_path: Path) -> None:
+def test_a_variant_that_gives_a_key_of_another_objective_is_refused(
+    tmp_path: Path,
+) -> None:
     variants = {"v": {"objective.l2_coefficient": 0.1, "objective.name": "sft"}}
     with pytest.raises(
         UserError,
-        match=r"variants\.v: objective\.l2_coefficient: no meaning for objective 'sft', only for kl\+l2",
+        match=(
+            r"variants\.v: objective\.l2_coefficient: no meaning for objective 'sft',"
+            r" only for kl\+l2"
+        ),
     ):
         load_recipe(write(tmp_path, MINIMAL | {"variants": variants}))
 
@@ -167,24 +218,45 @@ def test_defaults_are_those_of_the_objective(
 ) -> None:
     objective = validate(ObjectiveConfig, {"name": name}, "alone")
     values = objective.model_dump()
-    assert [values.get(key) for key in ("temperature", "jsd_beta", "clip")] == [temperature, jsd_beta, None]
+    assert [values.get(key) for key in ("temperature", "jsd_beta", "clip")] == [
+        temperature,
+        jsd_beta,
+        None,
+    ]
     assert objective.has_teacher == (name not in ("sft", "ce"))
     assert validate(ObjectiveConfig, objective.model_dump(), "printed") == objective
 
 
 CODE = {"kind": "code", "task": "mine", "dataset": "a/b"}
-CHOICE = {"kind": "likelihood", "metric": "acc,none", "task": "piqa", "dataset": "baber/piqa"}
+CHOICE = {
+    "kind": "likelihood",
+    "metric": "acc,none",
+    "task": "piqa",
+    "dataset": "baber/piqa",
+}
 
 
 WRONG = [
     ({"train": {"temprature": 1}}, r"x\.yaml: train\.temprature: unknown key"),
-    ({"train": {"learnin_rate": 1}}, r"train\.learnin_rate: unknown key; did you mean 'learning_rate'\?"),
+    (
+        {"train": {"learnin_rate": 1}},
+        r"train\.learnin_rate: unknown key; did you mean 'learning_rate'\?",
+    ),
     (
         {"data": {"train": [{"pth": "d"}]}},
-        r"data\.train\.0\.pth: unknown key; did you mean 'path'\? \(and 1 more: data\.train\.0\.path: is required\)",
+        (
+            r"data\.train\.0\.pth: unknown key; did you mean 'path'\? \(and 1 more:"
+            r" data\.train\.0\.path: is required\)"
+        ),
     ),
-    ({"train": {"max_steps": -1}}, r"train\.max_steps: .*greater than or equal to 0, got -1"),
-    ({"train": {"max_steps": 10, "warmup_steps": 11}}, r"warmup_steps \(11\) is more than max_steps \(10\)"),
+    (
+        {"train": {"max_steps": -1}},
+        r"train\.max_steps: .*greater than or equal to 0, got -1",
+    ),
+    (
+        {"train": {"max_steps": 10, "warmup_steps": 11}},
+        r"warmup_steps \(11\) is more than max_steps \(10\)",
+    ),
     (
         {"train": {"lr_scheduler_type": "cosine_with_min_lr"}},
         r"train\.lr_scheduler_kwargs\.min_lr_rate: is required",
@@ -201,14 +273,23 @@ WRONG = [
         {"objective": {"name": "kl+l2"}},
         r"objective\.l2_coefficient: is required for objective 'kl\+l2'",
     ),
-    ({"objective": "sft"}, r"objective: a mapping of keys to values is needed, got 'sft'"),
+    (
+        {"objective": "sft"},
+        r"objective: a mapping of keys to values is needed, got 'sft'",
+    ),
     ({"objective": {"name": "sfd"}}, r"objective\.name: Input should be .*, got 'sfd'"),
-    ({"objective": {"name": ["kl"]}}, r"objective\.name: Input should be .*, got \['kl'\]"),
+    (
+        {"objective": {"name": ["kl"]}},
+        r"objective\.name: Input should be .*, got \['kl'\]",
+    ),
     (
         {"objective": {"name": "kl", "l2_relative": True}},
         r"objective\.l2_relative: no meaning for objective 'kl', only for kl\+l2",
     ),
-    ({"objective": {"name": "jsd", "l2_until": 0.5}}, r"l2_until: no meaning for objective 'jsd'"),
+    (
+        {"objective": {"name": "jsd", "l2_until": 0.5}},
+        r"l2_until: no meaning for objective 'jsd'",
+    ),
     (
         {"objective": {"name": "kl+l2", "l2_coefficient": 1, "l2_until": 1.5}},
         r"l2_until: .*less than or equal to 1",
@@ -226,11 +307,17 @@ WRONG = [
     ({"train": {"optimizer": "sgd"}}, r"optimizer: .*'adamw' or 'muon'"),
     (
         {"early_stopping": {}},
-        r"early_stopping\.task: is required: a row of a suite \(or set metric: heldout_kl\)",
+        (
+            r"early_stopping\.task: is required: a row of a suite \(or set metric:"
+            r" heldout_kl\)"
+        ),
     ),
     (
         {"early_stopping": {"metric": "heldout_kl", "dataset": "a/b"}},
-        r"early_stopping\.dataset: unknown key; allowed: every_steps, metric, min_delta, patience",
+        (
+            r"early_stopping\.dataset: unknown key; allowed: every_steps, metric,"
+            r" min_delta, patience"
+        ),
     ),
     (
         {"early_stopping": {"metric": "heldout_kl", "task": CODE}},
@@ -246,23 +333,39 @@ WRONG = [
     ),
     (
         {"early_stopping": {"task": CHOICE | {"metric": "acc"}}},
-        r"early_stopping\.task\.metric: metric is lm-eval's key 'metric,filter' \(for example 'acc,none'\), got 'acc'",
+        (
+            r"early_stopping\.task\.metric: metric is lm-eval's key 'metric,filter'"
+            r" \(for example 'acc,none'\), got 'acc'"
+        ),
     ),
     (
         {"early_stopping": {"task": {"task": "t", "dataset": "a/b"}}},
-        r"early_stopping\.task\.kind: is required: 'likelihood', 'generation' or 'code'",
+        (
+            r"early_stopping\.task\.kind: is required: 'likelihood', 'generation' or"
+            r" 'code'"
+        ),
     ),
     (
-        {"early_stopping": {"task": {"kind": "likelihood", "metric": "acc,none", "dataset": "a/b"}}},
+        {
+            "early_stopping": {
+                "task": {"kind": "likelihood", "metric": "acc,none", "dataset": "a/b"}
+            }
+        },
         r"early_stopping\.task\.task: is required",
     ),
     (
         {"early_stopping": {"task": CHOICE | {"timeout_s": 1}}},
-        r"early_stopping\.task\.timeout_s: no meaning for kind 'likelihood', only for code",
+        (
+            r"early_stopping\.task\.timeout_s: no meaning for kind 'likelihood', only"
+            r" for code"
+        ),
     ),
     (
         {"early_stopping": {"task": CODE | {"num_fewshot": 2}}},
-        r"early_stopping\.task\.num_fewshot: has no meaning for kind 'code', whose shots are part of prompt_template",
+        (
+            r"early_stopping\.task\.num_fewshot: has no meaning for kind 'code', whose"
+            r" shots are part of prompt_template"
+        ),
     ),
     (
         {"early_stopping": {"task": CODE | {"headline": False}}},
@@ -274,8 +377,10 @@ WRONG = [
     ),
     (
         {"early_stopping": {"dataset": "a/b", "split": "test", "patience": 3}},
-        r"x\.yaml: early_stopping\.dataset: unknown key; .* \(and 2 more: early_stopping\.split: unknown key; .*;"
-        r" early_stopping\.task: is required: a row of a suite \(or set metric: heldout_kl\)\)",
+        r"x\.yaml: early_stopping\.dataset: unknown key; .* \(and 2 more:"
+        r" early_stopping\.split: unknown key; .*;"
+        r" early_stopping\.task: is required: a row of a suite \(or set metric:"
+        r" heldout_kl\)\)",
     ),
     (
         {"early_stopping": {"metric": "heldout_kl"}},
@@ -291,13 +396,25 @@ WRONG = [
     ),
     (
         {"objective": {"name": "sft", "temperature": 2}},
-        r"temperature: no meaning for objective 'sft', only for kl, reverse_kl, jsd, kl\+l2",
+        (
+            r"temperature: no meaning for objective 'sft', only for kl, reverse_kl,"
+            r" jsd, kl\+l2"
+        ),
     ),
     ({"objective": {"name": "ce", "clip": 2}}, r"clip: no meaning for objective 'ce'"),
-    ({"objective": {"name": "jsd", "jsd_beta": 1}}, r"objective\.jsd_beta: .*less than 1, got 1"),
-    ({"objective": {"temperature": 0}}, r"objective\.temperature: .*greater than 0, got 0"),
+    (
+        {"objective": {"name": "jsd", "jsd_beta": 1}},
+        r"objective\.jsd_beta: .*less than 1, got 1",
+    ),
+    (
+        {"objective": {"temperature": 0}},
+        r"objective\.temperature: .*greater than 0, got 0",
+    ),
     ({"objective": {"clip": -1}}, r"objective\.clip: .*greater than 0, got -1"),
-    ({"objective": {"temprature": 2}}, r"objective\.temprature: unknown key; did you mean 'temperature'\?"),
+    (
+        {"objective": {"temprature": 2}},
+        r"objective\.temprature: unknown key; did you mean 'temperature'\?",
+    ),
     (
         {"connectivity": {"layers": "some"}},
         r"connectivity.*'some' is not a selection; allowed: all, moe, none",
@@ -312,42 +429,67 @@ WRONG = [
     ({"name": "a/b"}, r"name: up to 100 letters .* are allowed, got 'a/b'$"),
     (
         {"variants": {"v": {"model.path": "other"}}},
-        r"variants\.v: model\.path: a variant is another distillation of the same model",
+        (
+            r"variants\.v: model\.path: a variant is another distillation of the same"
+            r" model"
+        ),
     ),
     (
         {"variants": {"v": {"train.lerning_rate": 1}}},
         r"variants\.v: train\.lerning_rate: unknown key; did you mean 'learning_rate'",
     ),
     (
-        {"pretrain": {"config": {}, "tokenizer": "t", "data": MINIMAL["data"], "train": {}}, "model": {}},
+        {
+            "pretrain": {
+                "config": {},
+                "tokenizer": "t",
+                "data": MINIMAL["data"],
+                "train": {},
+            },
+            "model": {},
+        },
         r"model_type is required",
     ),
     (
         {"sweep": {"steps": 40, "warmup_steps": 41}},
         r"x\.yaml: sweep: warmup_steps \(41\) is more than steps \(40\)",
     ),
-    ({"sweep": {"steps": 40, "last_steps": 41}}, r"sweep: last_steps \(41\) is more than steps \(40\)"),
+    (
+        {"sweep": {"steps": 40, "last_steps": 41}},
+        r"sweep: last_steps \(41\) is more than steps \(40\)",
+    ),
     (
         {
             "sweep": {"batch_size_tokens": [1024, 65536], "train_tokens": 6_553_600},
             "train": {"warmup_steps": 101},
         },
-        r"sweep\.train_tokens \(6553600\) in batches of 65536 tokens is 100 steps, fewer than train\.warmup_steps",
+        (
+            r"sweep\.train_tokens \(6553600\) in batches of 65536 tokens is 100 steps,"
+            r" fewer than train\.warmup_steps"
+        ),
     ),
-    ({"evaluation": {"layer_study": True}}, r"evaluation\.layer_study needs data\.heldout"),
+    (
+        {"evaluation": {"layer_study": True}},
+        r"evaluation\.layer_study needs data\.heldout",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), WRONG, ids=lambda value: value if isinstance(value, str) else ""
+    ("change", "message"),
+    WRONG,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, change: dict, message: str) -> None:
+def test_a_mistake_is_one_line_that_names_the_key(
+    tmp_path: Path, change: dict, message: str
+) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load_recipe(write(tmp_path, MINIMAL | change))
     assert "\n" not in str(caught.value)
 
 
-# Each as the configuration of some family in transformers, or of a published checkpoint, spells it.
+# Each as the configuration of some family in transformers, or of a published
+# checkpoint, spells it.
 ROUTER_LOSSES = {
     "router_aux_loss_coef": 1.0,
     "aux_loss_coef": 0.01,
@@ -366,11 +508,18 @@ def test_a_pretraining_that_sets_the_models_own_balance_of_routers_is_refused_wi
     tmp_path: Path, key: str, value: object
 ) -> None:
     def load(config: dict[str, object]) -> Recipe:
-        plan = {"config": {"model_type": "qwen3_moe"} | config, "tokenizer": "t", "data": MINIMAL["data"]}
-        return load_recipe(write(tmp_path, MINIMAL | {"model": {}, "pretrain": plan | {"train": {}}}))
+        plan = {
+            "config": {"model_type": "qwen3_moe"} | config,
+            "tokenizer": "t",
+            "data": MINIMAL["data"],
+        }
+        return load_recipe(
+            write(tmp_path, MINIMAL | {"model": {}, "pretrain": plan | {"train": {}}})
+        )
 
     message = (
-        rf"x\.yaml: pretrain\.config: {key}: a pre-training does not use the model.s own .* set pretrain"
+        rf"x\.yaml: pretrain\.config: {key}: a pre-training does not use the model.s"
+        r" own .* set pretrain"
     )
     with pytest.raises(UserError, match=message):
         load({key: value})
@@ -381,7 +530,8 @@ def test_a_pretraining_that_sets_the_models_own_balance_of_routers_is_refused_wi
 
 
 @pytest.mark.parametrize(
-    ("steps", "expected"), [(40, (20, 40)), (1, (0, 1)), (2000, (1000, 100)), (9000, (1000, 100))]
+    ("steps", "expected"),
+    [(40, (20, 40)), (1, (0, 1)), (2000, (1000, 100)), (9000, (1000, 100))],
 )
 def test_the_defaults_of_a_sweep_fit_runs_of_any_length(
     tmp_path: Path, steps: int, expected: tuple[int, int]
@@ -396,11 +546,14 @@ def test_a_suite_lies_beside_the_recipe_that_names_it(
     monkeypatch.chdir(tmp_path)
     home = tmp_path / "study"
     home.mkdir()
-    (home / "own.yaml").write_text((data_dir("eval") / "suites" / "tiny.yaml").read_text())
+    (home / "own.yaml").write_text(
+        (data_dir("eval") / "suites" / "tiny.yaml").read_text()
+    )
     path = write(home, MINIMAL | {"evaluation": {"suite": "own.yaml"}})
     assert load_recipe(path).evaluation.suite == str(home / "own.yaml")
     (tmp_path / "own.yaml").write_text((home / "own.yaml").read_text())
-    assert load_recipe(path).evaluation.suite == "own.yaml"  # where the command runs comes first
+    # where the command runs comes first
+    assert load_recipe(path).evaluation.suite == "own.yaml"
 
 
 def number_keys(kind: Any, prefix: str = "") -> Iterator[str]:
@@ -427,17 +580,26 @@ NUMBERS = sorted({key.removeprefix("pretrain.") for key in number_keys(Recipe)})
 @pytest.mark.parametrize("key", NUMBERS)
 def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> None:
     section = key.split(".")[0]
-    whole: dict[str, Any] = {"early_stopping": {"task": CODE}, "sweep": {"learning_rate": [1e-5]}}
+    whole: dict[str, Any] = {
+        "early_stopping": {"task": CODE},
+        "sweep": {"learning_rate": [1e-5]},
+    }
     if key.startswith("data.heldout"):
         whole["data"] = MINIMAL["data"] | {"heldout": {"path": "h.jsonl"}}
     if key.startswith("evaluation.router_bias"):
         whole["evaluation"] = {"router_bias": {"links": "l.json", "strengths": [0.1]}}
     if section == "objective":
         name = "jsd" if key.endswith("jsd_beta") else "kl+l2"
-        whole["objective"] = {"name": name} | ({"l2_coefficient": 1.0} if name == "kl+l2" else {})
-    path = write(tmp_path, MINIMAL | ({section: whole[section]} if section in whole else {}))
+        whole["objective"] = {"name": name} | (
+            {"l2_coefficient": 1.0} if name == "kl+l2" else {}
+        )
+    path = write(
+        tmp_path, MINIMAL | ({section: whole[section]} if section in whole else {})
+    )
     for value in (".nan", ".inf", "-.inf", "nan", "1e999"):
-        with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(key)}: .*(finite|valid) number") as caught:
+        with pytest.raises(
+            UserError, match=rf"x\.yaml: {re.escape(key)}: .*(finite|valid) number"
+        ) as caught:
             load_recipe(path, [f"{key}={value}"])
         assert "\n" not in str(caught.value)
 
@@ -454,7 +616,9 @@ def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> 
 )
 def test_true_is_no_number(tmp_path: Path, key: str) -> None:
     path = write(tmp_path, MINIMAL | {"early_stopping": {"task": CODE}})
-    with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(key)}: a number is needed, got True"):
+    with pytest.raises(
+        UserError, match=rf"x\.yaml: {re.escape(key)}: a number is needed, got True"
+    ):
         load_recipe(path, [f"{key}=true"])
 
 
@@ -462,14 +626,22 @@ def test_true_is_no_number(tmp_path: Path, key: str) -> None:
     ("change", "place"),
     [
         ("sweep.learning_rate=[2e-5, true]", "sweep.learning_rate.1"),
-        ("evaluation.router_bias.strengths=[true]", "evaluation.router_bias.strengths.0"),
-        ("evaluation.batch_size=true", "evaluation.batch_size"),  # a number above 0, or a word
+        (
+            "evaluation.router_bias.strengths=[true]",
+            "evaluation.router_bias.strengths.0",
+        ),
+        # a number above 0, or a word
+        ("evaluation.batch_size=true", "evaluation.batch_size"),
     ],
 )
-def test_true_is_no_number_in_a_list_or_beside_a_word_either(change: str, place: str, tmp_path: Path) -> None:
+def test_true_is_no_number_in_a_list_or_beside_a_word_either(
+    change: str, place: str, tmp_path: Path
+) -> None:
     evaluation = {"router_bias": {"links": "l.json"}}
     path = write(tmp_path, MINIMAL | {"evaluation": evaluation, "sweep": {}})
-    with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(place)}: a number is needed, got True"):
+    with pytest.raises(
+        UserError, match=rf"x\.yaml: {re.escape(place)}: a number is needed, got True"
+    ):
         load_recipe(path, [change])
 
 
@@ -479,29 +651,60 @@ def test_true_is_no_number_in_a_list_or_beside_a_word_either(change: str, place:
      "train.max_grad_norm", "objective.clip", "objective.temperature"],
 )  # fmt: skip
 @pytest.mark.parametrize("value", ["0", "-1"])
-def test_what_must_be_positive_is_not_zero_nor_below(tmp_path: Path, key: str, value: str) -> None:
-    path = write(tmp_path, MINIMAL | {"sweep": {"learning_rate": [1e-5], "batch_size_tokens": [1024]}})
-    with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(key)}: Input should be greater than 0, got"):
+def test_what_must_be_positive_is_not_zero_nor_below(
+    tmp_path: Path, key: str, value: str
+) -> None:
+    path = write(
+        tmp_path,
+        MINIMAL | {"sweep": {"learning_rate": [1e-5], "batch_size_tokens": [1024]}},
+    )
+    with pytest.raises(
+        UserError,
+        match=rf"x\.yaml: {re.escape(key)}: Input should be greater than 0, got",
+    ):
         load_recipe(path, [f"{key}={value}"])
 
 
 @pytest.mark.parametrize(
-    "name", ["../../../x", "a/b", "..", ".", "", ".x", "-x", "a b", "ä", "x\n", "\\ud800", "x" * 101]
+    "name",
+    [
+        "../../../x",
+        "a/b",
+        "..",
+        ".",
+        "",
+        ".x",
+        "-x",
+        "a b",
+        "ä",
+        "x\n",
+        "\\ud800",
+        "x" * 101,
+    ],
 )
 @pytest.mark.parametrize("place", ["name", "variants"])
 def test_a_name_that_becomes_a_path_is_letters_digits_and_three_marks(
     tmp_path: Path, name: str, place: str
 ) -> None:
     change = {"name": name} if place == "name" else {"variants": {name: {}}}
-    message = rf"x\.yaml: {place}.*: up to 100 letters \(A to Z\), digits, '\.', '_' and '-'.*, got "
+    message = (
+        rf"x\.yaml: {place}.*: up to 100 letters \(A to Z\), digits, '\.', '_' and"
+        r" '-'.*, got "
+    )
     with pytest.raises(UserError, match=message) as caught:
         load_recipe(write(tmp_path, MINIMAL | change))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("name", ["original", "converted", "calibrated", "fcsd", "pretrain", "distill"])
-def test_a_variant_is_not_called_like_a_stage_or_its_model(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match=rf"variants: '{name}' is what a stage or its model is called"):
+@pytest.mark.parametrize(
+    "name", ["original", "converted", "calibrated", "fcsd", "pretrain", "distill"]
+)
+def test_a_variant_is_not_called_like_a_stage_or_its_model(
+    tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(
+        UserError, match=rf"variants: '{name}' is what a stage or its model is called"
+    ):
         load_recipe(write(tmp_path, MINIMAL | {"variants": {name: {}}}))
 
 
@@ -514,13 +717,25 @@ def test_an_output_folder_that_cannot_exist_is_refused_when_the_recipe_is_read(
 
 
 def test_names_of_suites_and_tasks_become_paths_too(tmp_path: Path) -> None:
-    row = {"task": "piqa", "kind": "likelihood", "metric": "acc,none", "dataset": "baber/piqa"}
-    for suite in ({"name": "../x", "tasks": [row]}, {"name": "x", "tasks": [row | {"task": "../x"}]}):
-        with pytest.raises(UserError, match=r"(name|task): up to 100 letters.*, got '\.\./x'"):
+    row = {
+        "task": "piqa",
+        "kind": "likelihood",
+        "metric": "acc,none",
+        "dataset": "baber/piqa",
+    }
+    for suite in (
+        {"name": "../x", "tasks": [row]},
+        {"name": "x", "tasks": [row | {"task": "../x"}]},
+    ):
+        with pytest.raises(
+            UserError, match=r"(name|task): up to 100 letters.*, got '\.\./x'"
+        ):
             load_suite(write(tmp_path, suite))
 
 
-BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
+BOMB = "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
+)
 
 
 @pytest.mark.parametrize(
@@ -533,10 +748,14 @@ BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in rang
         ("seed: 0x" + "f" * 5000, "an integer of more than 64 bits"),
         ("seed: -9223372036854775809", "an integer of more than 64 bits"),
         ("a0: &a0 [1, 1]\n" + BOMB, "aliases stand for more than 100000 values"),
-        ("a0: &a0 {b: 1}\n" + BOMB.replace("[", "{<<: [").replace("]", "]}"), "aliases stand for more than"),
+        (
+            "a0: &a0 {b: 1}\n" + BOMB.replace("[", "{<<: [").replace("]", "]}"),
+            "aliases stand for more than",
+        ),
         ("a: &a [*a]", "an alias holds itself"),
         (
-            "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 150)),
+            "a0: &a0 [1]\n"
+            + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 150)),
             "nested deeper than 100 levels",
         ),
         ("? [a]\n: b", "unhashable"),
@@ -548,8 +767,12 @@ BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in rang
         ("name: a\x07b", "special characters are not allowed"),
     ],
 )
-def test_text_that_is_made_to_break_a_reader_is_one_line(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(UserError, match=rf"x\.yaml.*: not valid YAML: .*{message}") as caught:
+def test_text_that_is_made_to_break_a_reader_is_one_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(
+        UserError, match=rf"x\.yaml.*: not valid YAML: .*{message}"
+    ) as caught:
         load_recipe(write(tmp_path, text))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
     with pytest.raises(UserError, match=r"--set pretrain=.*not valid YAML"):
@@ -557,7 +780,9 @@ def test_text_that_is_made_to_break_a_reader_is_one_line(tmp_path: Path, text: s
 
 
 def test_an_alias_that_is_used_a_few_times_is_read(tmp_path: Path) -> None:
-    text = yaml.safe_dump(MINIMAL | {"data": None}).replace("data: null", "data: &d {train: [{path: d}]}")
+    text = yaml.safe_dump(MINIMAL | {"data": None}).replace(
+        "data: null", "data: &d {train: [{path: d}]}"
+    )
     text += "seed: &s 3\nvariants: {a: {data: *d, seed: *s}, b: {data: *d}}\n"
     recipe = load_recipe(write(tmp_path, text))
     assert recipe.variant("b").data == recipe.data and recipe.variant("a").seed == 3
@@ -582,7 +807,9 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         load_recipe(write(tmp_path, "- a\n"))
     with pytest.raises(UserError, match=r"--set train: must look like"):
         load_recipe(write(tmp_path, MINIMAL), ["train"])
-    with pytest.raises(UserError, match=r"'7' is not an item of this list; allowed: 0 to 0"):
+    with pytest.raises(
+        UserError, match=r"'7' is not an item of this list; allowed: 0 to 0"
+    ):
         load_recipe(write(tmp_path, MINIMAL), ["data.train.7.path=x"])
     with pytest.raises(UserError, match=r"name is a single value"):
         load_recipe(write(tmp_path, MINIMAL), ["name.x=1"])
@@ -597,26 +824,44 @@ LORA = {"lora": {"r": 8}}
         ({"teacher": {"backend": "adapter_off"}}, "adapter_off needs a `lora` section"),
         (
             {"teacher": {"backend": "cache"}},
-            "teacher.cache: is required for backend 'cache': the folder that `fcsd cache-teacher` wrote",
+            (
+                "teacher.cache: is required for backend 'cache': the folder that `fcsd"
+                " cache-teacher` wrote"
+            ),
         ),
-        ({"teacher": {"cache": "c"}}, "teacher.cache: no meaning for backend 'sharded', only for cache"),
-        ({"teacher": {"cach": "c"}}, "teacher.cach: unknown key; allowed: backend, path, revision"),
+        (
+            {"teacher": {"cache": "c"}},
+            "teacher.cache: no meaning for backend 'sharded', only for cache",
+        ),
+        (
+            {"teacher": {"cach": "c"}},
+            "teacher.cach: unknown key; allowed: backend, path, revision",
+        ),
         (
             {"teacher": {"backend": "caches"}},
             "teacher.backend: Input should be 'sharded', 'adapter_off' or 'cache'",
         ),
         (
             LORA | {"teacher": {"backend": "adapter_off", "path": "b"}},
-            "teacher.path: no meaning for backend 'adapter_off', only for sharded, cache",
+            (
+                "teacher.path: no meaning for backend 'adapter_off', only for sharded,"
+                " cache"
+            ),
         ),
         ({"teacher": {"revision": "b"}}, "teacher: revision belongs to `path`"),
-        ({"teacher": {}, "objective": {"name": "sft"}}, "teacher: objective 'sft' compares with no teacher"),
+        (
+            {"teacher": {}, "objective": {"name": "sft"}},
+            "teacher: objective 'sft' compares with no teacher",
+        ),
         (
             {
                 "teacher": {"backend": "cache", "cache": "c"},
                 "objective": {"name": "kl+l2", "l2_coefficient": 0.1},
             },
-            r"holds final hidden states, objective kl\+l2 compares those of every layer; use sharded",
+            (
+                r"holds final hidden states, objective kl\+l2 compares those of every"
+                r" layer; use sharded"
+            ),
         ),
         (
             LORA | {"objective": {"freeze_embeddings_and_head": True}},
@@ -624,9 +869,17 @@ LORA = {"lora": {"r": 8}}
         ),
         ({"lora": {"rank": 4}}, "lora.rank: unknown key"),
         ({"lora": {"r": 0}}, "lora.r: Input should be greater than 0"),
-        ({"lora": {"target_modules": None}}, "target_modules or target_parameters must name what is adapted"),
         (
-            {"lora": {"target_parameters": ["mlp.experts.down_proj"], "lora_dropout": 0.1}},
+            {"lora": {"target_modules": None}},
+            "target_modules or target_parameters must name what is adapted",
+        ),
+        (
+            {
+                "lora": {
+                    "target_parameters": ["mlp.experts.down_proj"],
+                    "lora_dropout": 0.1,
+                }
+            },
             "lora_dropout must be 0 with target_parameters",
         ),
     ],
@@ -644,41 +897,70 @@ def test_a_teacher_is_there_where_the_objective_has_one_and_a_variant_without_dr
     teacher = {"backend": "cache", "cache": "c", "path": "big", "revision": "r1"}
     variants = {
         "sft": {"objective.name": "sft"},
-        "l2": {"objective.name": "kl+l2", "objective.l2_coefficient": 0.1, "teacher.backend": "sharded"},
+        "l2": {
+            "objective.name": "kl+l2",
+            "objective.l2_coefficient": 0.1,
+            "teacher.backend": "sharded",
+        },
         "lora": {"lora": {"r": 4}, "teacher": {"backend": "adapter_off"}},
     }
-    recipe = load_recipe(write(tmp_path, MINIMAL | {"teacher": teacher, "variants": variants}))
+    recipe = load_recipe(
+        write(tmp_path, MINIMAL | {"teacher": teacher, "variants": variants})
+    )
     assert recipe.variant("sft").teacher is None
     assert recipe.variant("l2").teacher.backend == "sharded"
     assert recipe.variant("lora").lora.target_modules == "all-linear"
     path, model = recipe.teacher_model
-    assert (path, model.path, model.revision, model.dtype) == ("big", "big", "r1", "auto")
+    assert (path, model.path, model.revision, model.dtype) == (
+        "big",
+        "big",
+        "r1",
+        "auto",
+    )
     plain = load_recipe(write(tmp_path, MINIMAL))
-    assert plain.teacher.backend == "sharded" and plain.teacher_model == ("m", plain.model)
+    assert plain.teacher.backend == "sharded" and plain.teacher_model == (
+        "m",
+        plain.model,
+    )
     with pytest.raises(UserError, match="objective 'sft' compares with no teacher"):
-        bad: dict[str, Any] = {"v": {"objective.name": "sft", "teacher.backend": "sharded"}}
+        bad: dict[str, Any] = {
+            "v": {"objective.name": "sft", "teacher.backend": "sharded"}
+        }
         load_recipe(write(tmp_path, MINIMAL | {"variants": bad}))
 
 
 def test_a_stopping_task_is_a_row_of_a_suite(tmp_path: Path) -> None:
     for task in (CODE, CHOICE):
-        recipe = load_recipe(write(tmp_path, MINIMAL | {"early_stopping": {"task": task, "limit": 7}}))
+        recipe = load_recipe(
+            write(tmp_path, MINIMAL | {"early_stopping": {"task": task, "limit": 7}})
+        )
         suite = tmp_path / "suite.yaml"
         suite.write_text(yaml.safe_dump({"name": "mine", "tasks": [task]}))
         assert recipe.early_stopping.task == load_suite(suite).tasks[0]
-        assert (recipe.early_stopping.limit, recipe.early_stopping.batch_size) == (7, 32)
+        assert (recipe.early_stopping.limit, recipe.early_stopping.batch_size) == (
+            7,
+            32,
+        )
         assert recipe.early_stopping.metric == task.get("metric", "pass@1")
         assert load_recipe(write(tmp_path, recipe.dump())) == recipe
 
 
-def test_a_variant_stops_by_another_score_without_the_keys_of_the_former_one(tmp_path: Path) -> None:
+def test_a_variant_stops_by_another_score_without_the_keys_of_the_former_one(
+    tmp_path: Path,
+) -> None:
     data = MINIMAL["data"] | {"heldout": {"path": "h.jsonl"}}
     variants: dict[str, Any] = {
         "kl": {"early_stopping.metric": "heldout_kl"},
-        "choice": {f"early_stopping.task.{key}": value for key, value in CHOICE.items()},
+        "choice": {
+            f"early_stopping.task.{key}": value for key, value in CHOICE.items()
+        },
         "none": {"early_stopping": None},
     }
-    stopping = {"task": CODE | {"timeout_s": 3.0, "chat_template": True}, "limit": 7, "every_steps": 5}
+    stopping = {
+        "task": CODE | {"timeout_s": 3.0, "chat_template": True},
+        "limit": 7,
+        "every_steps": 5,
+    }
     value = MINIMAL | {"data": data, "early_stopping": stopping, "variants": variants}
     recipe = load_recipe(write(tmp_path, value))
     assert recipe.variant("kl").early_stopping.model_dump() == {
@@ -688,21 +970,33 @@ def test_a_variant_stops_by_another_score_without_the_keys_of_the_former_one(tmp
         "min_delta": 0.02,
     }
     choice = recipe.variant("choice").early_stopping
-    assert choice.task == validate(TaskConfig, CHOICE | {"chat_template": True, "split": "test"}, "alone")
+    assert choice.task == validate(
+        TaskConfig, CHOICE | {"chat_template": True, "split": "test"}, "alone"
+    )
     assert choice.limit == 7 and recipe.variant("none").early_stopping is None
     variants["kl"]["early_stopping.limit"] = 3
-    with pytest.raises(UserError, match=r"variants\.kl: early_stopping\.limit: no meaning for heldout_kl"):
+    with pytest.raises(
+        UserError,
+        match=r"variants\.kl: early_stopping\.limit: no meaning for heldout_kl",
+    ):
         load_recipe(write(tmp_path, value))
 
 
 def test_a_null_teacher_is_the_one_that_the_objective_needs(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, MINIMAL | {"teacher": None}))
-    assert recipe == load_recipe(write(tmp_path, MINIMAL)) and recipe.teacher.backend == "sharded"
-    sft = load_recipe(write(tmp_path, MINIMAL | {"teacher": None, "objective": {"name": "sft"}}))
+    assert (
+        recipe == load_recipe(write(tmp_path, MINIMAL))
+        and recipe.teacher.backend == "sharded"
+    )
+    sft = load_recipe(
+        write(tmp_path, MINIMAL | {"teacher": None, "objective": {"name": "sft"}})
+    )
     assert sft.teacher is None
 
 
-@pytest.mark.parametrize("path", sorted(data_dir("recipes").rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(data_dir("recipes").rglob("*.yaml")), ids=lambda path: path.stem
+)
 def test_a_shipped_recipe_is_what_it_prints(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     for one in (recipe, *map(recipe.variant, recipe.variants)):
@@ -711,7 +1005,11 @@ def test_a_shipped_recipe_is_what_it_prints(path: Path, tmp_path: Path) -> None:
 
 def test_no_value_of_a_schema_can_be_changed(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, MINIMAL))
-    for record, key in ((recipe, "teacher"), (recipe.objective, "temperature"), (recipe.teacher, "path")):
+    for record, key in (
+        (recipe, "teacher"),
+        (recipe.objective, "temperature"),
+        (recipe.teacher, "path"),
+    ):
         with pytest.raises(ValidationError, match="frozen"):
             setattr(record, key, None)
 
@@ -721,5 +1019,8 @@ def test_no_value_of_a_schema_can_be_changed(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_one_tracker_needs_no_list(given: Any, read: list[str]) -> None:
     assert validate(TrainConfig, {"report_to": given}, "train").report_to == read
-    with pytest.raises(UserError, match=r"report_to\.0: .*'wandb', 'trackio' or 'tensorboard', got 'mlflow'"):
+    with pytest.raises(
+        UserError,
+        match=r"report_to\.0: .*'wandb', 'trackio' or 'tensorboard', got 'mlflow'",
+    ):
         validate(TrainConfig, {"report_to": "mlflow"}, "train")

@@ -1,8 +1,10 @@
-"""FarSkip forward passes of the families in `fcsd.model.families.adapted`, written from upstream's modeling files.
+"""FarSkip forward passes of the families in `fcsd.model.families.adapted`, written from
+upstream's modeling files.
 
-As `tests.reference.reference`: it reads no `Family` and no rewired class, runs on the *regular* model, and takes
-from it weights, norms, attention modules and the arguments of its loop. One function a family computes a
-layer: what it gives to the stream, and what is in the stream while its routed output is in flight.
+As `tests.reference.reference`: it reads no `Family` and no rewired class, runs on the
+*regular* model, and takes from it weights, norms, attention modules and the arguments
+of its loop. One function a family computes a layer: what it gives to the stream, and
+what is in the stream while its routed output is in flight.
 """
 
 import math
@@ -14,35 +16,63 @@ from torch import Tensor
 from torch.nn.functional import gelu, logsigmoid, silu, softmax
 from transformers.cache_utils import KVSharingDict
 
-from tests.reference.parts import _fused, _mlp, _routed, _softmax_router, _swiglu, layer_arguments
+from tests.reference.parts import (
+    _fused,
+    _mlp,
+    _routed,
+    _softmax_router,
+    _swiglu,
+    layer_arguments,
+)
 
 Step = tuple[Tensor, Tensor | None]
 """(o_k, o_k without what is in flight; None after a dense layer), each B x T x D."""
 
 
 def _grouped(
-    x: Tensor, gate: Any, config: Any, *, scale: float = 1.0, score: Callable[..., Tensor] = torch.sigmoid
+    x: Tensor,
+    gate: Any,
+    config: Any,
+    *,
+    scale: float = 1.0,
+    score: Callable[..., Tensor] = torch.sigmoid,
 ) -> tuple[Tensor, Tensor]:
-    """Groups by their two best biased scores, experts in them by biased score, unbiased weights that sum
-    to 1."""
+    """Groups by their two best biased scores, experts in them by biased score, unbiased
+    weights that sum to 1."""
     scores = score(x @ gate.weight.T)
     bias = getattr(gate, "e_score_correction_bias", torch.zeros(scores.shape[-1]))
     size = scores.shape[-1] // config.n_group
     chosen = []
     for biased in (scores.detach() + bias).tolist():
-        best_two = [sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(config.n_group)]
-        kept = sorted(range(config.n_group), key=lambda g: -best_two[g])[: config.topk_group]
+        best_two = [
+            sum(sorted(biased[g * size : (g + 1) * size])[-2:])
+            for g in range(config.n_group)
+        ]
+        kept = sorted(range(config.n_group), key=lambda g: -best_two[g])[
+            : config.topk_group
+        ]
         candidates = [e for g in kept for e in range(g * size, (g + 1) * size)]
-        chosen.append(sorted(candidates, key=lambda e: -biased[e])[: config.num_experts_per_tok])
+        chosen.append(
+            sorted(candidates, key=lambda e: -biased[e])[: config.num_experts_per_tok]
+        )
     indices = torch.tensor(chosen)
     weights = scores.gather(1, indices)
     return indices, scale * weights / weights.sum(-1, keepdim=True)
 
 
 def _glm_moe_dsa(
-    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]
+    layer: Any,
+    config: Any,
+    o: Tensor,
+    a: Tensor,
+    outdated: bool,
+    arguments: dict[str, Any],
 ) -> Step:
-    score = torch.sigmoid if config.model_type == "glm_moe_dsa" else lambda x: softmax(x, dim=-1)
+    score = (
+        torch.sigmoid
+        if config.model_type == "glm_moe_dsa"
+        else lambda x: softmax(x, dim=-1)
+    )
     attended, _, arguments["prev_topk_indices"] = layer.self_attn(
         hidden_states=layer.input_layernorm(a), **arguments
     )
@@ -51,12 +81,23 @@ def _glm_moe_dsa(
     if not hasattr(layer.mlp, "experts"):
         return h + _mlp(layer.mlp, m), None
     x = m.flatten(0, 1)
-    router = _grouped(x, layer.mlp.gate, config, scale=config.routed_scaling_factor, score=score)
+    router = _grouped(
+        x, layer.mlp.gate, config, scale=config.routed_scaling_factor, score=score
+    )
     shared = _mlp(layer.mlp.shared_experts, m)
-    return h + shared + _routed(x, *router, _fused(layer.mlp.experts)).view(o.shape), h + shared
+    return h + shared + _routed(x, *router, _fused(layer.mlp.experts)).view(
+        o.shape
+    ), h + shared
 
 
-def _afmoe(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]) -> Step:
+def _afmoe(
+    layer: Any,
+    config: Any,
+    o: Tensor,
+    a: Tensor,
+    outdated: bool,
+    arguments: dict[str, Any],
+) -> Step:
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
     h = o + layer.post_attention_layernorm(attended)
     m = layer.pre_mlp_layernorm(o if outdated else h)
@@ -64,22 +105,35 @@ def _afmoe(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, argume
         return h + layer.post_mlp_layernorm(_mlp(layer.mlp, m)), None
     x, block = m.flatten(0, 1), layer.mlp
     scores = torch.sigmoid(x @ block.router.gate.weight.T)
-    indices = (scores + block.expert_bias).topk(config.num_experts_per_tok, dim=-1).indices
+    indices = (
+        (scores + block.expert_bias).topk(config.num_experts_per_tok, dim=-1).indices
+    )
     weights = scores.gather(1, indices)
     weights = weights / weights.sum(-1, keepdim=True)
-    out = _routed(x, indices, weights * config.route_scale, _fused(block.experts)).view(o.shape)
+    out = _routed(x, indices, weights * config.route_scale, _fused(block.experts)).view(
+        o.shape
+    )
     return h + layer.post_mlp_layernorm(out + _mlp(block.shared_experts, m)), h
 
 
 def _kolibri(
-    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]
+    layer: Any,
+    config: Any,
+    o: Tensor,
+    a: Tensor,
+    outdated: bool,
+    arguments: dict[str, Any],
 ) -> Step:
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
     h = o + layer.post_self_attn_layernorm(attended)
     m = layer.post_attention_layernorm(o if outdated else h)
     x, gate = m.flatten(0, 1), layer.mlp.gate
     scores = x @ gate.weight.T
-    indices = (scores + gate.e_score_correction_bias).topk(config.num_experts_per_tok, dim=-1).indices
+    indices = (
+        (scores + gate.e_score_correction_bias)
+        .topk(config.num_experts_per_tok, dim=-1)
+        .indices
+    )
     weights = torch.sigmoid(scores.gather(1, indices))
     if config.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -87,36 +141,56 @@ def _kolibri(
     return h + layer.post_mlp_layernorm(out + _mlp(layer.mlp.shared_experts, m)), h
 
 
-def _axk1(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]) -> Step:
+def _axk1(
+    layer: Any,
+    config: Any,
+    o: Tensor,
+    a: Tensor,
+    outdated: bool,
+    arguments: dict[str, Any],
+) -> Step:
     h = o + layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
     m = layer.post_attention_layernorm(o if outdated else h)
     if not hasattr(layer.mlp, "experts"):
         return h + _mlp(layer.mlp, m), None
     x, block = m.flatten(0, 1), layer.mlp
     router = _grouped(x, block.gate, config, scale=config.routed_scaling_factor)
-    out = _routed(x, *router, _fused(block.experts)).view(o.shape) + _mlp(block.shared_experts, m)
+    out = _routed(x, *router, _fused(block.experts)).view(o.shape) + _mlp(
+        block.shared_experts, m
+    )
     return h + block.post_mlp_layernorm(out), h
 
 
 def _convolved(conv: Any, x: Tensor, mask: Tensor | None) -> Tensor:
-    """x plus the causal convolution over time of each channel; kernels are D x 1 x W, the last tap is now."""
+    """x plus the causal convolution over time of each channel; kernels are D x 1 x W,
+    the last tap is now.
+    """
     kernel = conv.conv1d.weight[:, 0]
     taps = kernel.shape[-1]
     kept = x if mask is None else x * mask[..., None]
     padded = torch.cat([torch.zeros_like(kept[:, : taps - 1]), kept], dim=1)
     length = x.shape[1]
-    return x + torch.stack([padded[:, k : k + length] * kernel[:, k] for k in range(taps)]).sum(0)
+    return x + torch.stack(
+        [padded[:, k : k + length] * kernel[:, k] for k in range(taps)]
+    ).sum(0)
 
 
 def _inkling(
-    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]
+    layer: Any,
+    config: Any,
+    o: Tensor,
+    a: Tensor,
+    outdated: bool,
+    arguments: dict[str, Any],
 ) -> Step:
     mask = arguments["conv_mask"]
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
     h = o + _convolved(layer.attn_sconv, attended, mask)
     m = layer.post_attention_layernorm(o if outdated else h)
     if not hasattr(layer.mlp, "experts"):
-        return h + _convolved(layer.mlp_sconv, layer.mlp.global_scale * _mlp(layer.mlp, m), mask), None
+        return h + _convolved(
+            layer.mlp_sconv, layer.mlp.global_scale * _mlp(layer.mlp, m), mask
+        ), None
     x, block = m.flatten(0, 1), layer.mlp
     gate, shared, routed = block.gate, block.shared_experts, config.n_routed_experts
     scores = x @ gate.weight.T
@@ -125,30 +199,50 @@ def _inkling(
     always = torch.arange(routed, scores.shape[-1]).expand(len(x), -1)
     both = torch.cat([indices, always], dim=-1)
     chosen = scores.gather(1, both)
-    weights = softmax(logsigmoid(chosen), dim=-1) * config.route_scale * gate.global_scale
+    weights = (
+        softmax(logsigmoid(chosen), dim=-1) * config.route_scale * gate.global_scale
+    )
 
     def expert(e: int, t: Tensor) -> Tensor:
         if e < routed:
             return _fused(block.experts)(e, t)
         e -= routed
-        return (silu(t @ shared.gate_proj[e].T) * (t @ shared.up_proj[e].T)) @ shared.down_proj[e].T
+        return (
+            silu(t @ shared.gate_proj[e].T) * (t @ shared.up_proj[e].T)
+        ) @ shared.down_proj[e].T
 
-    return h + _convolved(layer.mlp_sconv, _routed(x, both, weights, expert).view(o.shape), mask), h
+    return h + _convolved(
+        layer.mlp_sconv, _routed(x, both, weights, expert).view(o.shape), mask
+    ), h
 
 
 def _flex_olmo(
-    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]
+    layer: Any,
+    config: Any,
+    o: Tensor,
+    a: Tensor,
+    outdated: bool,
+    arguments: dict[str, Any],
 ) -> Step:
     """No norm before the branches, one after each."""
-    h = o + layer.post_attention_layernorm(layer.self_attn(hidden_states=a, **arguments)[0])
+    h = o + layer.post_attention_layernorm(
+        layer.self_attn(hidden_states=a, **arguments)[0]
+    )
     x = (o if outdated else h).flatten(0, 1)
-    router = _softmax_router(layer, x, config.num_experts_per_tok, config.norm_topk_prob)
+    router = _softmax_router(
+        layer, x, config.num_experts_per_tok, config.norm_topk_prob
+    )
     out = _routed(x, *router, _fused(layer.mlp.experts)).view(o.shape)
     return h + layer.post_feedforward_layernorm(out), h
 
 
 def _cohere2(
-    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]
+    layer: Any,
+    config: Any,
+    o: Tensor,
+    a: Tensor,
+    outdated: bool,
+    arguments: dict[str, Any],
 ) -> Step:
     """The MLP reads the layer's own input on either setting of its side."""
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
@@ -156,22 +250,42 @@ def _cohere2(
     if not hasattr(layer.mlp, "experts"):
         return o + attended + _mlp(layer.mlp, m), None
     x = m.flatten(0, 1)
-    scores, indices = (x @ layer.mlp.gate.weight.T).topk(config.num_experts_per_tok, dim=-1)
+    scores, indices = (x @ layer.mlp.gate.weight.T).topk(
+        config.num_experts_per_tok, dim=-1
+    )
     if config.expert_selection_fn == "softmax":
         weights = softmax(scores, dim=-1)
     else:
         weights = torch.sigmoid(scores)
-        weights = weights / weights.sum(-1, keepdim=True) if config.norm_topk_prob else weights
+        weights = (
+            weights / weights.sum(-1, keepdim=True)
+            if config.norm_topk_prob
+            else weights
+        )
     routed = _routed(x, indices, weights, _fused(layer.mlp.experts)).view(o.shape)
-    shared = _mlp(layer.mlp.shared_experts, m) if config.num_shared_experts else torch.zeros_like(o)
-    if config.num_shared_experts and config.shared_expert_combination_strategy == "average":
+    shared = (
+        _mlp(layer.mlp.shared_experts, m)
+        if config.num_shared_experts
+        else torch.zeros_like(o)
+    )
+    if (
+        config.num_shared_experts
+        and config.shared_expert_combination_strategy == "average"
+    ):
         routed, shared = routed / 2, shared / 2
     return o + attended + shared + routed, o + attended + shared
 
 
-def _beam(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]) -> Step:
-    """The i-th sum of the model is branch/sqrt(i) + sqrt((i-1)/i) stream; attention of layer k (from 0) has
-    i = 2k+2, its MLP i = 2k+3."""
+def _beam(
+    layer: Any,
+    config: Any,
+    o: Tensor,
+    a: Tensor,
+    outdated: bool,
+    arguments: dict[str, Any],
+) -> Step:
+    """The i-th sum of the model is branch/sqrt(i) + sqrt((i-1)/i) stream; attention of
+    layer k (from 0) has i = 2k+2, its MLP i = 2k+3."""
     i = 2 * layer.self_attn.layer_idx + 2
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
     old = math.sqrt((i - 1) / i) * o
@@ -179,46 +293,87 @@ def _beam(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, argumen
     m = layer.pre_feedforward_layernorm(old if outdated else h)
     rest = math.sqrt(i / (i + 1)) * h
     if not hasattr(layer.mlp, "experts"):
-        return layer.post_feedforward_layernorm(_mlp(layer.mlp, m)) / math.sqrt(i + 1) + rest, None
+        return layer.post_feedforward_layernorm(_mlp(layer.mlp, m)) / math.sqrt(
+            i + 1
+        ) + rest, None
     x = m.flatten(0, 1)
     router = _grouped(x, layer.mlp.gate, config, scale=config.routed_scaling_factor)
     out = _routed(x, *router, _fused(layer.mlp.experts)).view(o.shape)
     return layer.post_feedforward_layernorm(out) / math.sqrt(i + 1) + rest, rest
 
 
-def _dbrx(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]) -> Step:
+def _dbrx(
+    layer: Any,
+    config: Any,
+    o: Tensor,
+    a: Tensor,
+    outdated: bool,
+    arguments: dict[str, Any],
+) -> Step:
     inner, ffn = layer.norm_attn_norm, config.ffn_config
     h = o + inner.attn(hidden_states=inner.norm_1(a), **arguments)[0]
     x = inner.norm_2(o if outdated else h).flatten(0, 1)
-    weights, indices = softmax(x @ layer.ffn.router.layer.weight.T, dim=-1).topk(ffn.moe_top_k, dim=-1)
-    weights = weights / weights.norm(p=ffn.moe_normalize_expert_weights, dim=-1, keepdim=True)
+    weights, indices = softmax(x @ layer.ffn.router.layer.weight.T, dim=-1).topk(
+        ffn.moe_top_k, dim=-1
+    )
+    weights = weights / weights.norm(
+        p=ffn.moe_normalize_expert_weights, dim=-1, keepdim=True
+    )
     w1, v1, w2 = (
         weight.view(ffn.moe_num_experts, ffn.ffn_hidden_size, -1)
-        for weight in (layer.ffn.experts.mlp.w1, layer.ffn.experts.mlp.v1, layer.ffn.experts.mlp.w2)
+        for weight in (
+            layer.ffn.experts.mlp.w1,
+            layer.ffn.experts.mlp.v1,
+            layer.ffn.experts.mlp.w2,
+        )
     )
-    routed = _routed(x, indices, weights, lambda e, t: (silu(t @ w1[e].T) * (t @ v1[e].T)) @ w2[e])
+    routed = _routed(
+        x, indices, weights, lambda e, t: (silu(t @ w1[e].T) * (t @ v1[e].T)) @ w2[e]
+    )
     return h + routed.view(o.shape), h
 
 
-def _jetmoe(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]) -> Step:
+def _jetmoe(
+    layer: Any,
+    config: Any,
+    o: Tensor,
+    a: Tensor,
+    outdated: bool,
+    arguments: dict[str, Any],
+) -> Step:
     """The bias of the MoE block comes after its experts' sum, and is in flight with it."""
     h = o + layer.self_attention(hidden_states=layer.input_layernorm(a), **arguments)[0]
-    x, block = layer.post_attention_layernorm(o if outdated else h).flatten(0, 1), layer.mlp
-    scores, indices = (x @ block.router.layer.weight.T).topk(config.num_experts_per_tok, dim=-1)
+    x, block = (
+        layer.post_attention_layernorm(o if outdated else h).flatten(0, 1),
+        layer.mlp,
+    )
+    scores, indices = (x @ block.router.layer.weight.T).topk(
+        config.num_experts_per_tok, dim=-1
+    )
 
     def expert(e: int, t: Tensor) -> Tensor:
-        return _swiglu(t @ block.input_linear.weight[e].T) @ block.output_linear.weight[e].T
+        return (
+            _swiglu(t @ block.input_linear.weight[e].T)
+            @ block.output_linear.weight[e].T
+        )
 
     routed = _routed(x, indices, softmax(scores, dim=-1), expert) + block.bias
     return h + routed.view(o.shape), h
 
 
 def _minimax(
-    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]
+    layer: Any,
+    config: Any,
+    o: Tensor,
+    a: Tensor,
+    outdated: bool,
+    arguments: dict[str, Any],
 ) -> Step:
     """The sums are over the normed stream."""
     kind = config.layer_types[layer.layer_idx].removesuffix("_attention")
-    alpha, beta = (getattr(config, f"{kind}_attn_{name}_factor") for name in ("alpha", "beta"))
+    alpha, beta = (
+        getattr(config, f"{kind}_attn_{name}_factor") for name in ("alpha", "beta")
+    )
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
     old = alpha * layer.input_layernorm(o)
     y = layer.post_attention_layernorm(old + beta * attended)
@@ -229,7 +384,14 @@ def _minimax(
     return rest + config.mlp_beta_factor * routed, rest
 
 
-def _gemma4(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]) -> Step:
+def _gemma4(
+    layer: Any,
+    config: Any,
+    o: Tensor,
+    a: Tensor,
+    outdated: bool,
+    arguments: dict[str, Any],
+) -> Step:
     """A dense MLP and the experts, each with its norms, both on the stream after attention."""
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
     h = o + layer.post_attention_layernorm(attended)
@@ -239,7 +401,10 @@ def _gemma4(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, argum
         return gelu(gate, approximate="tanh") * up
 
     x, mlp = layer.pre_feedforward_layernorm(m), layer.mlp
-    dense = glu(x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T) @ mlp.down_proj.weight.T
+    dense = (
+        glu(x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T)
+        @ mlp.down_proj.weight.T
+    )
     flat, router = m.flatten(0, 1), layer.router
     normed = flat / (flat.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
     scores = (normed * router.scale / math.sqrt(flat.shape[-1])) @ router.proj.weight.T
@@ -250,18 +415,28 @@ def _gemma4(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, argum
         layer.pre_feedforward_layernorm_2(flat),
         indices,
         weights,
-        lambda e, t: glu(*(t @ experts.gate_up_proj[e].T).chunk(2, dim=-1)) @ experts.down_proj[e].T,
+        lambda e, t: (
+            glu(*(t @ experts.gate_up_proj[e].T).chunk(2, dim=-1))
+            @ experts.down_proj[e].T
+        ),
     ).view(o.shape)
-    both = layer.post_feedforward_layernorm_1(dense) + layer.post_feedforward_layernorm_2(routed)
+    both = layer.post_feedforward_layernorm_1(
+        dense
+    ) + layer.post_feedforward_layernorm_2(routed)
     scale = layer.layer_scalar
     return (h + layer.post_feedforward_layernorm(both)) * scale, h * scale
 
 
 def _muse_spark(
-    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]
+    layer: Any,
+    config: Any,
+    o: Tensor,
+    a: Tensor,
+    outdated: bool,
+    arguments: dict[str, Any],
 ) -> Step:
-    """stream' = sqrt(1 - b^2) stream + b branch with a learned b a channel; the experts work in a space of their
-    own, each output normed."""
+    """stream' = sqrt(1 - b^2) stream + b branch with a learned b a channel; the experts
+    work in a space of their own, each output normed."""
 
     def mixed(gate: Any, stream: Tensor, branch: Tensor | float) -> Tensor:
         beta = torch.sigmoid(gate.gate / config.residual_gate_temperature)
@@ -272,23 +447,35 @@ def _muse_spark(
         return x / (x.pow(2).mean(-1, keepdim=True) + config.post_norm_eps).sqrt()
 
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
-    branch = attended / (attended.pow(2).mean(-1, keepdim=True) + config.post_norm_eps).sqrt()
+    branch = (
+        attended
+        / (attended.pow(2).mean(-1, keepdim=True) + config.post_norm_eps).sqrt()
+    )
     h = mixed(layer.post_attention_residual_gate, o, branch)
     old = mixed(layer.post_attention_residual_gate, o, 0.0)
     m = layer.pre_feedforward_layernorm(old if outdated else h)
-    last, weight = layer.post_feedforward_residual_gate, layer.post_feedforward_layernorm.weight
+    last, weight = (
+        layer.post_feedforward_residual_gate,
+        layer.post_feedforward_layernorm.weight,
+    )
     if not hasattr(layer.mlp, "experts"):
         return mixed(last, h, normed(_mlp(layer.mlp, m), weight)), None
     x, block = m.flatten(0, 1), layer.mlp
     scores = torch.sigmoid(config.output_multiplier * (x @ block.gate.weight.T))
-    indices = (scores + block.gate.e_score_correction_bias).topk(config.num_experts_per_tok, dim=-1).indices
+    indices = (
+        (scores + block.gate.e_score_correction_bias)
+        .topk(config.num_experts_per_tok, dim=-1)
+        .indices
+    )
     weights = scores.gather(1, indices)
     weights = weights / weights.sum(-1, keepdim=True)
     routed = _routed(
         block.pre_expert_norm(x @ block.pre_expert_proj.weight.T),
         indices,
         weights * config.routed_scaling_factor,
-        lambda e, t: normed(_fused(block.experts)(e, t), block.experts.post_expert_norm.weight),
+        lambda e, t: normed(
+            _fused(block.experts)(e, t), block.experts.post_expert_norm.weight
+        ),
     )
     out = (routed @ block.post_expert_proj.weight.T).view(o.shape)
     return mixed(last, h, normed(out, weight)), mixed(last, h, 0.0)
@@ -308,10 +495,12 @@ LAYERS: dict[str, Callable[[Any, Any, Tensor, Tensor, bool, dict[str, Any]], Ste
     "minimax": _minimax,
     "gemma4_text": _gemma4,
 }
-"""Model type -> one layer: (layer, config, o_{k-1}, what attention reads, whether the MLP side is outdated,
-arguments of the loop) -> Step."""
+"""Model type -> one layer: (layer, config, o_{k-1}, what attention reads, whether the
+MLP side is outdated, arguments of the loop) -> Step."""
 
-WRAPPERS: dict[str, Callable[[Any, Any, Tensor, Tensor, bool, dict[str, Any]], Step]] = {
+WRAPPERS: dict[
+    str, Callable[[Any, Any, Tensor, Tensor, bool, dict[str, Any]], Step]
+] = {
     "mistral_large4": _glm_moe_dsa,
     "muse_spark": _muse_spark,
     "inkling_mm_model": _inkling,
@@ -334,14 +523,18 @@ def adapted_streams(
     mlp: str = "outdated",
     **inputs: Any,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return ([o_0 … o_L], [o_k without what is in flight after layer k, or None where nothing is; k from 1])."""
+    """Return ([o_0 … o_L], [o_k without what is in flight after layer k, or None where
+    nothing is; k from 1]).
+    """
     stack, _ = _decoder(model)
     step = LAYERS[model.config.model_type]
     o, arguments = layer_arguments(model, input_ids, stack=stack, **inputs)
     streams: list[Tensor] = [o]
     rests: list[Tensor | None] = []
     rest: Tensor | None = None
-    handed_on: dict[str, Any] = {"prev_topk_indices": None} if "prev_topk_indices" in arguments[0] else {}
+    handed_on: dict[str, Any] = (
+        {"prev_topk_indices": None} if "prev_topk_indices" in arguments[0] else {}
+    )
     if "shared_kv_states" in arguments[0]:
         handed_on["shared_kv_states"] = KVSharingDict()
     for k, layer in enumerate(stack):
@@ -367,7 +560,9 @@ def adapted_forward(
     """As `tests.reference.reference.reference_forward`, for the families in `LAYERS`."""
     streams, _ = adapted_streams(model, input_ids, layers, attention, mlp, **inputs)
     config, (_, norm) = model.config, _decoder(model)
-    logits = model.lm_head(norm(streams[-1]) / getattr(config, "logits_mup_width_multiplier", 1.0))
+    logits = model.lm_head(
+        norm(streams[-1]) / getattr(config, "logits_mup_width_multiplier", 1.0)
+    )
     logits = logits * getattr(config, "logit_scale", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap), streams

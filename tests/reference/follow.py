@@ -1,11 +1,15 @@
-"""Follow weights, what branches are given, and products of weights through the operations of a forward pass.
+"""Follow weights, what branches are given, and products of weights through the
+operations of a forward pass.
 
-A map of what a branch reads can go into a weight if the weight is multiplied with it along one axis, and nothing but
-copies, choices of rows and factors a token lie between the two. A map of what a branch adds can go into a weight if the
-same is true between its product and the layer's output, where further sums may lie. So tensors are followed by their
-storage through the operations that torch dispatches, and a dimension by its stride: views need no rules of their own.
+A map of what a branch reads can go into a weight if the weight is multiplied with it
+along one axis, and nothing but copies, choices of rows and factors a token lie between
+the two. A map of what a branch adds can go into a weight if the same is true between
+its product and the layer's output, where further sums may lie. So tensors are followed
+by their storage through the operations that torch dispatches, and a dimension by its
+stride: views need no rules of their own.
 
-Not covered: operations that are not listed here; what went into them is marked as used otherwise.
+Not covered: operations that are not listed here; what went into them is marked as used
+otherwise.
 """
 
 from __future__ import annotations
@@ -25,19 +29,43 @@ aten = torch.ops.aten
 COORDINATE = -1  # the axis of a followed tensor that a map would act on
 REST = ("", 0)  # stands for what is added beside the products of weights
 
-_SAME = {aten._to_copy, aten.clone, aten.detach, aten.alias, aten.contiguous, aten.lift_fresh}
+_SAME = {
+    aten._to_copy,
+    aten.clone,
+    aten.detach,
+    aten.alias,
+    aten.contiguous,
+    aten.lift_fresh,
+}
 _NO_VALUES = {
     aten.zeros_like, aten.empty_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_empty, aten.new_ones,
     aten.new_full, aten.zeros, aten.empty, aten.sym_size, aten.sym_stride, aten.is_same_size,
 }  # fmt: skip
 _ZERO = {aten.zeros_like, aten.new_zeros, aten.zeros}
-_ROWS = {aten.index, aten.index_select, aten.repeat, aten.cat, aten.stack, aten.index_put, aten.slice_scatter}
-_INTO = {aten.index_add, aten.index_add_, aten.index_put_, aten.scatter_add, aten.scatter_add_, aten.copy_}
+_ROWS = {
+    aten.index,
+    aten.index_select,
+    aten.repeat,
+    aten.cat,
+    aten.stack,
+    aten.index_put,
+    aten.slice_scatter,
+}
+_INTO = {
+    aten.index_add,
+    aten.index_add_,
+    aten.index_put_,
+    aten.scatter_add,
+    aten.scatter_add_,
+    aten.copy_,
+}
 
 
 @dataclass
 class Mark:
-    """What is known of a storage. axes: stride -> axis; terms: writer -> (scalar factor, operations a token)."""
+    """What is known of a storage. axes: stride -> axis; terms: writer -> (scalar
+    factor, operations a token).
+    """
 
     axes: dict[int, int]
     size: int  # of the coordinate
@@ -56,7 +84,11 @@ def _axis(mark: Mark, tensor: Tensor, dim: int) -> int | None:
 
 def is_last(tensor: Tensor, mark: Mark) -> bool:
     """Tell whether the last dimension of a tensor is all of a mark's coordinate."""
-    return tensor.ndim > 0 and tensor.size(-1) == mark.size and _axis(mark, tensor, -1) == COORDINATE
+    return (
+        tensor.ndim > 0
+        and tensor.size(-1) == mark.size
+        and _axis(mark, tensor, -1) == COORDINATE
+    )
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -70,11 +102,14 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 class Follow(TorchDispatchMode):
-    """Follow parameters, what branches are given, and products of parameters through a forward pass."""
+    """Follow parameters, what branches are given, and products of parameters through a
+    forward pass.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.alive: list[Any] = []  # a storage that is freed would give its address to another
+        # a storage that is freed would give its address to another
+        self.alive: list[Any] = []
         self.parameters: dict[int, Mark] = {}
         self.inputs: dict[int, Mark] = {}
         self.sums: dict[int, Mark] = {}
@@ -84,10 +119,16 @@ class Follow(TorchDispatchMode):
         self.consumed: dict[Place, str] = {}
         self.inside: list[str] = []  # sides whose modules are being called
         for name, parameter in layer.named_parameters():
-            axes = {parameter.stride(d): d for d in reversed(range(parameter.ndim)) if parameter.size(d) > 1}
+            axes = {
+                parameter.stride(d): d
+                for d in reversed(range(parameter.ndim))
+                if parameter.size(d) > 1
+            }
             self.parameters[storage(parameter)] = Mark(axes, 0, name=name)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.alive += [args, kwargs, out]
@@ -98,9 +139,13 @@ class Follow(TorchDispatchMode):
 
     def _follow(self, op: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         outs = list(_tensors(out))
-        if op in _ZERO or (op in (aten.full, aten.full_like, aten.new_full) and args[-1] == 0):
+        if op in _ZERO or (
+            op in (aten.full, aten.full_like, aten.new_full) and args[-1] == 0
+        ):
             for tensor in outs:
-                self.sums[storage(tensor)] = Mark({1: COORDINATE}, tensor.shape[-1] if tensor.ndim else 0)
+                self.sums[storage(tensor)] = Mark(
+                    {1: COORDINATE}, tensor.shape[-1] if tensor.ndim else 0
+                )
             return
         if op in _NO_VALUES:
             return
@@ -124,21 +169,28 @@ class Follow(TorchDispatchMode):
         self._follow_inputs(op, args, ins, outs)
         self._follow_sums(op, args, kwargs, ins, outs)
 
-    def _product(self, op: Any, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def _product(
+        self, op: Any, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor
+    ) -> None:
         """out[..., n, m] = sum over k of a[..., n, k] b[..., k, m], plus a bias."""
         terms: dict[Place, tuple[float, int]] | None = None
         for one, k, other, other_k, kept, place in (
             (a, a.ndim - 1, b, b.ndim - 2, a.ndim - 2, out.ndim - 2),
             (b, b.ndim - 2, a, a.ndim - 1, b.ndim - 1, out.ndim - 1),
         ):
-            parameter, source = self.parameters.get(storage(one)), self.inputs.get(storage(other))
+            parameter, source = (
+                self.parameters.get(storage(one)),
+                self.inputs.get(storage(other)),
+            )
             if parameter is not None:
                 read = _axis(parameter, one, k)
                 whole = source is not None and other.size(other_k) == source.size
                 if read is None:
                     pass
                 elif whole and _axis(source, other, other_k) == COORDINATE:  # type: ignore[arg-type]
-                    self.readers.setdefault(source.name, {})[parameter.name, read] = None  # type: ignore[union-attr]
+                    self.readers.setdefault(source.name, {})[parameter.name, read] = (
+                        None  # type: ignore[union-attr]
+                    )
                 else:
                     self.read_elsewhere.add((parameter.name, read))
                 written = _axis(parameter, one, kept)
@@ -146,8 +198,12 @@ class Follow(TorchDispatchMode):
                     terms = {(parameter.name, written): (1.0, 0)}
                     axis = place
             elif (mixed := self.inputs.get(storage(one))) is not None:
-                # Rows are mixed: the coordinate stays, unless it is what is summed over.
-                if one.size(kept) == mixed.size and _axis(mixed, one, kept) == COORDINATE:
+                # Rows are mixed: the coordinate stays, unless it is what is summed
+                # over.
+                if (
+                    one.size(kept) == mixed.size
+                    and _axis(mixed, one, kept) == COORDINATE
+                ):
                     self.inputs[storage(out)] = Mark(
                         {out.stride(place): COORDINATE}, mixed.size, name=mixed.name
                     )
@@ -196,10 +252,16 @@ class Follow(TorchDispatchMode):
             pairs = [(out.ndim - d, source.ndim - d) for d in range(1, source.ndim)]
         else:
             return
-        axes = {out.stride(o): axis for o, s in pairs if (axis := _axis(mark, source, s)) is not None}
+        axes = {
+            out.stride(o): axis
+            for o, s in pairs
+            if (axis := _axis(mark, source, s)) is not None
+        }
         self.parameters[storage(out)] = Mark(axes, 0, name=mark.name)
 
-    def _follow_inputs(self, op: Any, args: Any, ins: list[Tensor], outs: list[Tensor]) -> None:
+    def _follow_inputs(
+        self, op: Any, args: Any, ins: list[Tensor], outs: list[Tensor]
+    ) -> None:
         for tensor in ins:
             mark = self.inputs.get(storage(tensor))
             if mark is None:
@@ -209,28 +271,50 @@ class Follow(TorchDispatchMode):
                 and is_last(tensor, mark)
                 and self._keeps_coordinate(op, args, tensor, outs[0], mark)
             ):
-                self.inputs[storage(outs[0])] = Mark({1: COORDINATE}, mark.size, name=mark.name)
+                self.inputs[storage(outs[0])] = Mark(
+                    {1: COORDINATE}, mark.size, name=mark.name
+                )
             else:
                 self._other_use(mark, op)
 
-    def _follow_sums(self, op: Any, args: Any, kwargs: Any, ins: list[Tensor], outs: list[Tensor]) -> None:
-        marks = [(tensor, self.sums[storage(tensor)]) for tensor in ins if storage(tensor) in self.sums]
+    def _follow_sums(
+        self, op: Any, args: Any, kwargs: Any, ins: list[Tensor], outs: list[Tensor]
+    ) -> None:
+        marks = [
+            (tensor, self.sums[storage(tensor)])
+            for tensor in ins
+            if storage(tensor) in self.sums
+        ]
         if not outs or not marks:
             return
         out = outs[0]
         mark: Mark | None = None
-        adds = op in (aten.add, aten.add_) and kwargs.get("alpha", 1) == 1 and len(ins) == 2
+        adds = (
+            op in (aten.add, aten.add_)
+            and kwargs.get("alpha", 1) == 1
+            and len(ins) == 2
+        )
         if (adds or op in _INTO) and any(mark.terms for _, mark in marks):
             tensor, first = next((t, m) for t, m in marks if m.terms)
             values = ins if adds else [args[0], ins[-1]]
-            if is_last(tensor, first) and out.size(-1) == first.size and out.stride(-1) == 1:
+            if (
+                is_last(tensor, first)
+                and out.size(-1) == first.size
+                and out.stride(-1) == 1
+            ):
                 mark = Mark({1: COORDINATE}, first.size)
                 for value in values:
                     for place, term in self._added(value, first).items():
                         mark.terms[place] = _merged(mark.terms.get(place), term)
-        elif len(outs) == 1 and all(self._passes(op, args, t, out, m) for t, m in marks):
+        elif len(outs) == 1 and all(
+            self._passes(op, args, t, out, m) for t, m in marks
+        ):
             factor, per_token = _factor(op, args)
-            terms = [(p, (c * factor, n + per_token)) for _, m in marks for p, (c, n) in m.terms.items()]
+            terms = [
+                (p, (c * factor, n + per_token))
+                for _, m in marks
+                for p, (c, n) in m.terms.items()
+            ]
             mark = Mark({1: COORDINATE}, marks[0][1].size, dict(terms))
         if mark is None:
             for _, one in marks:
@@ -240,13 +324,20 @@ class Follow(TorchDispatchMode):
             return
         self.sums[storage(out)] = mark
 
-    def _passes(self, op: Any, args: Any, tensor: Tensor, out: Tensor, mark: Mark) -> bool:
+    def _passes(
+        self, op: Any, args: Any, tensor: Tensor, out: Tensor, mark: Mark
+    ) -> bool:
         return not mark.terms or (
-            is_last(tensor, mark) and self._keeps_coordinate(op, args, tensor, out, mark)
+            is_last(tensor, mark)
+            and self._keeps_coordinate(op, args, tensor, out, mark)
         )
 
-    def _keeps_coordinate(self, op: Any, args: Any, tensor: Tensor, out: Tensor, mark: Mark) -> bool:
-        """Tell whether `out` has, in its last dimension, the coordinate of `tensor`, row by row up to factors."""
+    def _keeps_coordinate(
+        self, op: Any, args: Any, tensor: Tensor, out: Tensor, mark: Mark
+    ) -> bool:
+        """Tell whether `out` has, in its last dimension, the coordinate of `tensor`,
+        row by row up to factors.
+        """
         if out.ndim == 0 or out.size(-1) != mark.size or out.stride(-1) != 1:
             return False
         if op in _SAME:
@@ -255,7 +346,9 @@ class Follow(TorchDispatchMode):
             other = args[1] if args[0] is tensor else args[0]
             if op in (aten.div, aten.div_) and args[0] is not tensor:
                 return False
-            return not isinstance(other, Tensor) or other.ndim == 0 or other.size(-1) == 1
+            return (
+                not isinstance(other, Tensor) or other.ndim == 0 or other.size(-1) == 1
+            )
         if op in (aten.masked_fill, aten.masked_fill_):
             return args[2] == 0 and (args[1].ndim == 0 or args[1].size(-1) == 1)
         if op in (aten.sum, aten.mean):
@@ -275,7 +368,8 @@ class Follow(TorchDispatchMode):
         return False
 
     def _other_use(self, mark: Mark, op: Any) -> None:
-        if mark.name in self.inside:  # outside of its branch it is the stream, or what another branch reads
+        # outside of its branch it is the stream, or what another branch reads
+        if mark.name in self.inside:
             self.other_uses.setdefault(mark.name, set()).add(str(op))
 
     def _consume(self, mark: Mark, op: Any) -> None:
@@ -284,13 +378,18 @@ class Follow(TorchDispatchMode):
 
 
 def _writes(func: Any) -> bool:
-    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+    return any(
+        a.alias_info is not None and a.alias_info.is_write
+        for a in func._schema.arguments
+    )
 
 
 def _first_dim_only(op: Any, args: Any) -> bool:
     if op is aten.index_select:
         return args[1] == 0
-    return len(args[1]) == 1 and args[1][0] is not None and args[1][0].dtype != torch.bool
+    return (
+        len(args[1]) == 1 and args[1][0] is not None and args[1][0].dtype != torch.bool
+    )
 
 
 def _factor(op: Any, args: Any) -> tuple[float, int]:
@@ -305,5 +404,7 @@ def _factor(op: Any, args: Any) -> tuple[float, int]:
     return 1.0, 0 if op in _SAME else 1
 
 
-def _merged(one: tuple[float, int] | None, other: tuple[float, int]) -> tuple[float, int]:
+def _merged(
+    one: tuple[float, int] | None, other: tuple[float, int]
+) -> tuple[float, int]:
     return other if one is None or one[1] < other[1] else one

@@ -30,10 +30,14 @@ IMAGES: dict[str, tuple[int | None, int]] = {
 """Wrapper -> (numbers in a patch; None if the processor gives whole images; tokens an image)."""
 
 
-def image_inputs(model_type: str, seed: int = 0, num_text_tokens: int = 8) -> dict[str, Any]:
-    """Return two rows of text (ids 3 to 98) around one image each, at another place in each row.
+def image_inputs(
+    model_type: str, seed: int = 0, num_text_tokens: int = 8
+) -> dict[str, Any]:
+    """Return two rows of text (ids 3 to 98) around one image each, at another place in
+    each row.
 
-    Pixels are normal random numbers; their shape and the names are those that the family's processor gives.
+    Pixels are normal random numbers; their shape and the names are those that the
+    family's processor gives.
     """
     generator = torch.Generator().manual_seed(seed)
     patch_size, num_image_tokens = IMAGES[model_type]
@@ -41,21 +45,30 @@ def image_inputs(model_type: str, seed: int = 0, num_text_tokens: int = 8) -> di
     image = torch.full((num_image_tokens,), IMAGE)
     places = (2, 4)
     input_ids = torch.stack(
-        [torch.cat([row[:k], image, row[k:]]) for row, k in zip(text, places, strict=True)]
+        [
+            torch.cat([row[:k], image, row[k:]])
+            for row, k in zip(text, places, strict=True)
+        ]
     )
     if patch_size is None:
         vision = TINY[model_type]["vision_config"]
         size = vision.get("image_size") or vision["sam_config"]["image_size"]
-        images = {"input_ids": input_ids, "pixel_values": torch.randn(2, 3, size, size, generator=generator)}
+        images = {
+            "input_ids": input_ids,
+            "pixel_values": torch.randn(2, 3, size, size, generator=generator),
+        }
         if model_type == "mistral_large4":  # takes images of several sizes in one batch
             images["image_sizes"] = torch.tensor([[size, size]] * 2)
         return images
-    if model_type == "inkling_mm_model":  # one token a patch: frames, height, width, channels
+    # one token a patch: frames, height, width, channels
+    if model_type == "inkling_mm_model":
         patches = torch.randn(2 * num_image_tokens, 2, 4, 4, 3, generator=generator)
         return {"input_ids": input_ids, "pixel_values": patches}
     patches = torch.randn(2 * 4 * num_image_tokens, patch_size, generator=generator)
     if model_type == "gemma4":  # a row of patches an image, with their places
-        places_of_patches = torch.cartesian_prod(torch.arange(num_image_tokens), torch.arange(4)).flip(-1)
+        places_of_patches = torch.cartesian_prod(
+            torch.arange(num_image_tokens), torch.arange(4)
+        ).flip(-1)
         return {
             "input_ids": input_ids,
             "pixel_values": patches.view(2, -1, patch_size),

@@ -1,7 +1,8 @@
-"""Instella-MoE written out by hand from the equations, tensor by tensor, on the names of a checkpoint. No class of
-transformers or of fcsd takes part.
+"""Instella-MoE written out by hand from the equations, tensor by tensor, on the names
+of a checkpoint. No class of transformers or of fcsd takes part.
 
-N is an RMS norm, F the full stream, P the stream without the routed output; F = P = embeddings before layer 0:
+N is an RMS norm, F the full stream, P the stream without the routed output; F = P =
+embeddings before layer 0:
 
     x  = N_in(P)                                   a FarSkip layer; a regular one reads F
     q  = W_q x in heads of (nope | rope);  [c | r] = W_kva x;  [kn | v] = W_kvb N_kva(c) in heads of (nope | value)
@@ -48,12 +49,19 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def yarn(rope: Mapping[str, Any], dim: int) -> Tensor:
-    """Return the angle per position of each of dim/2 pairs (arXiv 2309.00071): interpolated below beta_slow rotations
-    over the original length, as trained above beta_fast, a ramp between."""
-    theta, length, factor = rope["rope_theta"], rope["original_max_position_embeddings"], rope["factor"]
+    """Return the angle per position of each of dim/2 pairs (arXiv 2309.00071):
+    interpolated below beta_slow rotations over the original length, as trained above
+    beta_fast, a ramp between."""
+    theta, length, factor = (
+        rope["rope_theta"],
+        rope["original_max_position_embeddings"],
+        rope["factor"],
+    )
 
     def pair(rotations: float) -> float:
-        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        )
 
     low = max(math.floor(pair(rope.get("beta_fast", 32))), 0)
     high = min(math.ceil(pair(rope.get("beta_slow", 1))), dim - 1)
@@ -66,7 +74,9 @@ def yarn(rope: Mapping[str, Any], dim: int) -> Tensor:
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Return pairs (x_0, x_1), (x_2, x_3), … turned by their angle; x is … T x dim, angles T x dim/2."""
+    """Return pairs (x_0, x_1), (x_2, x_3), … turned by their angle; x is … T x dim,
+    angles T x dim/2.
+    """
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(
         torch.ones_like(angles), angles
     )
@@ -83,21 +93,34 @@ def sigma(config: Mapping[str, Any]) -> float:
 
 
 def _attention(
-    w: Mapping[str, Tensor], at: str, config: Mapping[str, Any], x: Tensor, gate: Tensor, wrong: str
+    w: Mapping[str, Tensor],
+    at: str,
+    config: Mapping[str, Any],
+    x: Tensor,
+    gate: Tensor,
+    wrong: str,
 ):
     heads, nope, rope = (
-        config[name] for name in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim")
+        config[name]
+        for name in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim")
     )
     length, rank = x.shape[1], config["kv_lora_rank"]
     q = (x @ w[f"{at}.q_proj.weight"].T).unflatten(-1, (heads, -1)).transpose(1, 2)
     latent = x @ w[f"{at}.kv_a_proj_with_mqa.weight"].T
     c = _norm(latent[..., :rank], w[f"{at}.kv_a_layernorm.weight"], 1e-6)
     kv = (c @ w[f"{at}.kv_b_proj.weight"].T).unflatten(-1, (heads, -1)).transpose(1, 2)
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * yarn(config["rope_parameters"], rope)
-    turned_q, turned_k = _rotated(q[..., nope:], angles), _rotated(latent[..., rank:], angles)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * yarn(
+        config["rope_parameters"], rope
+    )
+    turned_q, turned_k = (
+        _rotated(q[..., nope:], angles),
+        _rotated(latent[..., rank:], angles),
+    )
     scores = q[..., :nope] @ kv[..., :nope].mT + turned_q @ turned_k[:, None].mT
     scale = (nope + rope) ** -0.5 if wrong == "no mscale" else sigma(config)
-    scores = (scores * scale).masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+    scores = (scores * scale).masked_fill(
+        torch.ones(length, length).triu(1).bool(), -math.inf
+    )
     y = (scores.softmax(-1) @ kv[..., nope:]).transpose(1, 2)  # B x T x heads x value
     g = torch.sigmoid(gate @ w[f"{at}.gate_proj.weight"].T)
     out = w[f"{at}.o_proj.weight"].T
@@ -109,11 +132,15 @@ def _attention(
 
 
 def _swiglu(w: Mapping[str, Tensor], at: str, x: Tensor) -> Tensor:
-    gate, up, down = (w[f"{at}.{name}_proj.weight"].T for name in ("gate", "up", "down"))
+    gate, up, down = (
+        w[f"{at}.{name}_proj.weight"].T for name in ("gate", "up", "down")
+    )
     return (silu(x @ gate) * (x @ up)) @ down
 
 
-def _routed(w: Mapping[str, Tensor], at: str, config: Mapping[str, Any], u: Tensor) -> Tensor:
+def _routed(
+    w: Mapping[str, Tensor], at: str, config: Mapping[str, Any], u: Tensor
+) -> Tensor:
     scores = torch.sigmoid(u @ w[f"{at}.gate.weight"].T)
     biased = scores + w[f"{at}.gate.e_score_correction_bias"]
     out = torch.zeros_like(u)
@@ -123,7 +150,9 @@ def _routed(w: Mapping[str, Tensor], at: str, config: Mapping[str, Any], u: Tens
         weights = [float(scores[row][e]) for e in chosen]
         for e, weight in zip(chosen, weights, strict=True):
             part = _swiglu(w, f"{at}.experts.{e}", u[row])
-            out[row] += part * weight / (sum(weights) + 1e-20) * config["routed_scaling_factor"]
+            out[row] += (
+                part * weight / (sum(weights) + 1e-20) * config["routed_scaling_factor"]
+            )
     return out
 
 
@@ -136,7 +165,8 @@ def instella_logits(
 ) -> Tensor:
     """Return the logits B x T x V from the tensors of a checkpoint, in float64.
 
-    farskip: all layers, none, or a run of layers that begins at the first MoE layer or before it.
+    farskip: all layers, none, or a run of layers that begins at the first MoE layer or
+    before it.
     """
     assert wrong in ("", *WRONG)
     layers = range(config["num_hidden_layers"])
@@ -166,15 +196,21 @@ def instella_logits(
 
 
 def published_config(**keys: Any) -> dict[str, Any]:
-    """Return the values of a published `config.json` with sizes of a toy, and `keys` besides; None takes a key out."""
-    raw: dict[str, Any] = json.loads((CONFIGS / "Instella-MoE-16B-A3B-Think.json").read_text())
+    """Return the values of a published `config.json` with sizes of a toy, and `keys`
+    besides; None takes a key out.
+    """
+    raw: dict[str, Any] = json.loads(
+        (CONFIGS / "Instella-MoE-16B-A3B-Think.json").read_text()
+    )
     sizes = {
         "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 4,
         "intermediate_size": 48, "moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 3,
         "kv_lora_rank": 16, "qk_head_dim": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 8,
         "vocab_size": 99,
     }  # fmt: skip
-    code: dict[str, Any] = {"AutoConfig": "configuration_instella_moe.InstellaMoEConfig"}
+    code: dict[str, Any] = {
+        "AutoConfig": "configuration_instella_moe.InstellaMoEConfig"
+    }
     for key in [name for name, value in keys.items() if value is None]:
         raw.pop(key, None)
     known = {key: value for key, value in keys.items() if value is not None}
@@ -183,10 +219,14 @@ def published_config(**keys: Any) -> dict[str, Any]:
 
 
 def published_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the names of the published index with the shapes that the sizes of a config give them: 5,344 at the true
-    ones."""
-    width, heads, rank = (config[name] for name in ("hidden_size", "num_attention_heads", "kv_lora_rank"))
-    nope, rope, value = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    """Return the names of the published index with the shapes that the sizes of a
+    config give them: 5,344 at the true ones."""
+    width, heads, rank = (
+        config[name] for name in ("hidden_size", "num_attention_heads", "kv_lora_rank")
+    )
+    nope, rope, value = (
+        config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
     experts, thin = config["n_routed_experts"], config["moe_intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], width),
@@ -224,8 +264,8 @@ def published_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def published_tensors(config: Mapping[str, Any], seed: int = 7) -> dict[str, Tensor]:
-    """Return invented weights under the published names, in the published dtypes: bfloat16, biases of routers
-    float32."""
+    """Return invented weights under the published names, in the published dtypes:
+    bfloat16, biases of routers float32."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in published_shapes(config).items():
@@ -233,21 +273,35 @@ def published_tensors(config: Mapping[str, Any], seed: int = 7) -> dict[str, Ten
         if name.endswith("bias"):
             tensors[name] = 0.3 * x
         else:
-            tensors[name] = (1 + 0.2 * x if "norm" in name else 1.5 * x / shape[-1] ** 0.5).bfloat16()
+            tensors[name] = (
+                1 + 0.2 * x if "norm" in name else 1.5 * x / shape[-1] ** 0.5
+            ).bfloat16()
     return tensors
 
 
-def write_published(folder: Path, tensors: Mapping[str, Tensor] | None = None, **keys: Any) -> Path:
+def write_published(
+    folder: Path, tensors: Mapping[str, Tensor] | None = None, **keys: Any
+) -> Path:
     """Write a checkpoint as AMD publishes it, of invented weights, or of `tensors`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = published_config(**keys)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(dict(tensors or published_tensors(config)), folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        dict(tensors or published_tensors(config)),
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     return folder
 
 
-def logits_of(folder: Path, input_ids: Tensor, farskip: bool | range = True, wrong: str = "") -> Tensor:
+def logits_of(
+    folder: Path, input_ids: Tensor, farskip: bool | range = True, wrong: str = ""
+) -> Tensor:
     """Return `instella_logits` of a checkpoint as AMD publishes it."""
     config = json.loads((folder / "config.json").read_text())
-    config["rope_parameters"] = config["rope_scaling"] | {"rope_theta": config["rope_theta"]}
-    return instella_logits(load_file(folder / "model.safetensors"), config, input_ids, farskip, wrong)
+    config["rope_parameters"] = config["rope_scaling"] | {
+        "rope_theta": config["rope_theta"]
+    }
+    return instella_logits(
+        load_file(folder / "model.safetensors"), config, input_ids, farskip, wrong
+    )

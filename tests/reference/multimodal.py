@@ -1,9 +1,10 @@
 """FarSkip forward passes of multimodal wrappers, written from the equations, for tests.
 
-As `tests.reference.reference`: it reads no `Family` and no rewired class, and runs on the *regular* model, from
-which it takes the merged embeddings of text and images, weights, norms, attention modules and the keyword
-arguments of the layers. Routing, experts, dense MLPs and what DeepStack adds between layers are by hand; layers
-that are not the plain pre-norm layer are those of `tests.reference.adapted`.
+As `tests.reference.reference`: it reads no `Family` and no rewired class, and runs on
+the *regular* model, from which it takes the merged embeddings of text and images,
+weights, norms, attention modules and the keyword arguments of the layers. Routing,
+experts, dense MLPs and what DeepStack adds between layers are by hand; layers that are
+not the plain pre-norm layer are those of `tests.reference.adapted`.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,17 +40,22 @@ def _swiglu_oai(gate_up: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Te
 
 
 def _routed(
-    x: Tensor, weights: Tensor, experts: Any, activation: Callable[[Tensor], Tensor] = _swiglu
+    x: Tensor,
+    weights: Tensor,
+    experts: Any,
+    activation: Callable[[Tensor], Tensor] = _swiglu,
 ) -> Tensor:
-    """Run every expert on every token; sum_e weights[n, e] · expert_e(x[n]). `weights` is N x E, 0 if not
-    chosen."""
+    """Run every expert on every token; sum_e weights[n, e] · expert_e(x[n]). `weights`
+    is N x E, 0 if not chosen."""
     hidden = activation(torch.einsum("nd,efd->nef", x, experts.gate_up_proj))
     return torch.einsum("ne,nef,edf->nd", weights, hidden, experts.down_proj)
 
 
-def _chosen(values: Tensor, by: Tensor, k: int, normalise: bool, scale: float = 1.0) -> Tensor:
-    """Return N x E: `values` where `by` is among the k largest, else 0; normalised to sum 1 if asked, times
-    scale."""
+def _chosen(
+    values: Tensor, by: Tensor, k: int, normalise: bool, scale: float = 1.0
+) -> Tensor:
+    """Return N x E: `values` where `by` is among the k largest, else 0; normalised to
+    sum 1 if asked, times scale."""
     kept = torch.zeros_like(values).scatter(1, by.topk(k, dim=-1).indices, 1.0) * values
     return (kept / kept.sum(-1, keepdim=True) if normalise else kept) * scale
 
@@ -100,15 +106,21 @@ def _ocr(layer: Any, config: Any, x: Tensor) -> Parts:
 
 
 def _sigmoid_groups(layer: Any, config: Any, x: Tensor) -> Parts:
-    """Sigmoid scores; groups chosen by their two best biased scores, then experts by biased score."""
+    """Sigmoid scores; groups chosen by their two best biased scores, then experts by
+    biased score.
+    """
     gate = layer.mlp.gate
     scores = torch.sigmoid(x @ gate.weight.T)
     biased = scores + gate.e_score_correction_bias
     groups = biased.view(len(x), config.n_group, -1)
     best_two = groups.topk(2, dim=-1).values.sum(-1)
-    kept = torch.full_like(best_two, float("-inf")).scatter(1, best_two.topk(config.topk_group).indices, 0.0)
+    kept = torch.full_like(best_two, float("-inf")).scatter(
+        1, best_two.topk(config.topk_group).indices, 0.0
+    )
     by = (groups + kept[:, :, None]).view_as(biased)
-    weights = _chosen(scores, by, config.num_experts_per_tok, True, config.routed_scaling_factor)
+    weights = _chosen(
+        scores, by, config.num_experts_per_tok, True, config.routed_scaling_factor
+    )
     return _routed(x, weights, layer.mlp.experts), _mlp(layer.mlp.shared_experts, x)
 
 
@@ -121,7 +133,9 @@ def _sigmoid_weights(layer: Any, config: Any, x: Tensor, scale: float) -> Tensor
 
 def _minimax_m3(layer: Any, config: Any, x: Tensor) -> Parts:
     weights = _sigmoid_weights(layer, config, x, config.routed_scaling_factor)
-    return _routed(x, weights, layer.mlp.experts, _swiglu_oai), _minimax_m3_mlp(layer.mlp.shared_experts, x)
+    return _routed(x, weights, layer.mlp.experts, _swiglu_oai), _minimax_m3_mlp(
+        layer.mlp.shared_experts, x
+    )
 
 
 def _minimax_m3_mlp(mlp: Any, x: Tensor) -> Tensor:
@@ -137,19 +151,27 @@ def _step3p7(layer: Any, config: Any, x: Tensor) -> Parts:
     k = layer.self_attn.layer_idx
     weights = _sigmoid_weights(layer, config, x, config.moe_router_scaling_factor)
     limit = _limit(config.swiglu_limits, k)
-    routed = _routed(x, weights, layer.mlp.experts, lambda gate_up: _swiglu(gate_up, limit))
-    return routed, _mlp(layer.mlp.shared_experts, x, _limit(config.swiglu_limits_shared, k))
+    routed = _routed(
+        x, weights, layer.mlp.experts, lambda gate_up: _swiglu(gate_up, limit)
+    )
+    return routed, _mlp(
+        layer.mlp.shared_experts, x, _limit(config.swiglu_limits_shared, k)
+    )
 
 
 def _ernie(layer: Any, config: Any, x: Tensor, is_image: Tensor) -> Parts:
-    """Tokens of text and pieces of images have a router and experts each; the shared experts are common."""
+    """Tokens of text and pieces of images have a router and experts each; the shared
+    experts are common.
+    """
 
     def routed(block: Any) -> Tensor:
         probabilities = softmax(x @ block.gate.weight.T, dim=-1)
         by = probabilities + block.gate.moe_statics.e_score_correction_bias
         return _routed(x, _chosen(probabilities, by, config.moe_k, True), block.experts)
 
-    both = torch.where(is_image[:, None], routed(layer.mlp.vision_moe), routed(layer.mlp.text_moe))
+    both = torch.where(
+        is_image[:, None], routed(layer.mlp.vision_moe), routed(layer.mlp.text_moe)
+    )
     return both, _mlp(layer.mlp.shared_experts, x)
 
 
@@ -178,13 +200,17 @@ def _dense(model_type: str, config: Any, layer: Any, x: Tensor) -> Tensor:
     if model_type == "minimax_m3_vl":
         return _minimax_m3_mlp(layer.mlp, x)
     if model_type == "step3p7":
-        return _mlp(layer.mlp, x, _limit(config.swiglu_limits_shared, layer.self_attn.layer_idx))
+        return _mlp(
+            layer.mlp, x, _limit(config.swiglu_limits_shared, layer.self_attn.layer_idx)
+        )
     return _mlp(layer.mlp, x)
 
 
 def _attention(layer: Any, x: Tensor, arguments: dict[str, Any]) -> Tensor:
     if (linear_attention := getattr(layer, "linear_attn", None)) is not None:
-        return linear_attention(hidden_states=x, attention_mask=arguments["attention_mask"])
+        return linear_attention(
+            hidden_states=x, attention_mask=arguments["attention_mask"]
+        )
     return layer.self_attn(hidden_states=x, **arguments)[0]
 
 
@@ -198,8 +224,8 @@ def text_stack(model: Any) -> tuple[Any, Any]:
 def _captured(
     model: Any, stack: Any, inputs: dict[str, Any]
 ) -> tuple[Tensor, list[dict[str, Any]], list[tuple[Tensor, Tensor]]]:
-    """Return (input of the first layer, keyword arguments of every layer, what DeepStack adds) of the model's own
-    loop."""
+    """Return (input of the first layer, keyword arguments of every layer, what
+    DeepStack adds) of the model's own loop."""
     first: list[Tensor] = []
     arguments: list[dict[str, Any]] = []
     visual: list[tuple[Tensor, Tensor]] = []
@@ -212,7 +238,10 @@ def _captured(
         visual.append((mask, features))
         return hidden_states
 
-    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in stack.layers]
+    hooks = [
+        layer.register_forward_pre_hook(keep, with_kwargs=True)
+        for layer in stack.layers
+    ]
     if deepstack := hasattr(stack, "_deepstack_process"):
         stack._deepstack_process = keep_visual
     try:
@@ -232,7 +261,8 @@ def multimodal_reference_forward(
     mlp: str = "outdated",
     **inputs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the logits and streams of a regular wrapper as if `layers` of its text stack were FarSkip layers.
+    """Return the logits and streams of a regular wrapper as if `layers` of its text
+    stack were FarSkip layers.
 
         o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m) + v_k
         a   = o_{k-1} - routed_{k-1}   layer k FarSkip, layer k-1 a FarSkip MoE layer, attention partial
@@ -240,8 +270,9 @@ def multimodal_reference_forward(
         m   = o_{k-1}                  layer k FarSkip, mlp outdated
               o_{k-1} + attn_k(a)      otherwise
 
-    o_0 are the embeddings with images in their places; v_k are the visual features that DeepStack adds after
-    layer k (0 elsewhere), which are nobody's output and are therefore never in flight.
+    o_0 are the embeddings with images in their places; v_k are the visual features that
+    DeepStack adds after layer k (0 elsewhere), which are nobody's output and are
+    therefore never in flight.
 
     Args:
         model: a regular wrapper of a family in `MULTIMODAL_MOE`, in eval mode.
@@ -249,11 +280,14 @@ def multimodal_reference_forward(
         inputs: what the model is called with (input_ids, pixel_values, …).
 
     Returns:
-        (logits B x T x V, [o_0 and what every layer puts out, without v_k] each B x T x D).
+        (logits B x T x V, [o_0 and what every layer puts out, without v_k] each B x T x
+        D).
     """
     model_type, config = model.config.model_type, model.config.get_text_config()
     stack, lm_head = text_stack(model)
-    o, arguments, visual = computed_once(lambda: _captured(model, stack, inputs), model, *inputs.values())
+    o, arguments, visual = computed_once(
+        lambda: _captured(model, stack, inputs), model, *inputs.values()
+    )
     arguments = [dict(each) for each in arguments]
     is_image = None
     if model_type == "ernie4_5_vl_moe":
@@ -261,28 +295,43 @@ def multimodal_reference_forward(
         for one in arguments:
             one.pop("moe_mm_token_type_ids", None)
         is_image = (
-            torch.zeros(o[..., 0].numel(), dtype=torch.bool) if types is None else types.bool().flatten()
+            torch.zeros(o[..., 0].numel(), dtype=torch.bool)
+            if types is None
+            else types.bool().flatten()
         )
     side = {"prev_topk_indices": None} if "prev_topk_indices" in arguments[0] else {}
     streams = [o]
     in_flight: Tensor | None = None
     for k, layer in enumerate(stack.layers):
         far = k in layers
-        a = o - in_flight if far and attention == "partial" and in_flight is not None else o
+        a = (
+            o - in_flight
+            if far and attention == "partial" and in_flight is not None
+            else o
+        )
         if model_type in ADAPTED:
             own = arguments[k] | side
-            new, rest = ADAPTED[model_type](layer, config, o, a, far and mlp == "outdated", own)
+            new, rest = ADAPTED[model_type](
+                layer, config, o, a, far and mlp == "outdated", own
+            )
             in_flight, o = (new - rest if far and rest is not None else None), new
             side = {name: own[name] for name in side}
             streams.append(o)
             continue
         attended = _attention(layer, layer.input_layernorm(a), arguments[k])
-        m = layer.post_attention_layernorm(o if far and mlp == "outdated" else o + attended)
+        m = layer.post_attention_layernorm(
+            o if far and mlp == "outdated" else o + attended
+        )
         x = m.reshape(-1, m.shape[-1])
-        if any(hasattr(child, "experts") or hasattr(child, "text_moe") for child in layer.children()):
+        if any(
+            hasattr(child, "experts") or hasattr(child, "text_moe")
+            for child in layer.children()
+        ):
             block = MULTIMODAL_MOE[model_type]
             images = () if is_image is None else (is_image,)
-            routed, shared = (part.view(o.shape) for part in block(layer, config, x, *images))
+            routed, shared = (
+                part.view(o.shape) for part in block(layer, config, x, *images)
+            )
             in_flight = routed if far else None
             o = o + attended + shared + routed
         else:
@@ -292,7 +341,9 @@ def multimodal_reference_forward(
         if k < len(visual):
             mask, features = visual[k]
             o = o.masked_scatter(mask[..., None], o[mask] + features)
-    logits = lm_head(stack.norm(o) / getattr(config, "logits_mup_width_multiplier", 1.0))
+    logits = lm_head(
+        stack.norm(o) / getattr(config, "logits_mup_width_multiplier", 1.0)
+    )
     logits = logits * getattr(config, "output_multiplier", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap), streams

@@ -19,15 +19,25 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 def _mlp(mlp: Any, x: Tensor) -> Tensor:
     gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     return linear(
-        silu(linear(x, gate.weight, gate.bias)) * linear(x, up.weight, up.bias), down.weight, down.bias
+        silu(linear(x, gate.weight, gate.bias)) * linear(x, up.weight, up.bias),
+        down.weight,
+        down.bias,
     )
 
 
-def _routed(x: Tensor, indices: Tensor, weights: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """sum_k weights[n, k] · expert_{indices[n, k]}(x[n]); indices and weights are N x K, `expert` takes N x D."""
+def _routed(
+    x: Tensor, indices: Tensor, weights: Tensor, expert: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """sum_k weights[n, k] · expert_{indices[n, k]}(x[n]); indices and weights are N x
+    K, `expert` takes N x D.
+    """
     experts = int(indices.max()) + 1
-    gates = torch.zeros(len(x), experts, dtype=weights.dtype).scatter_add(1, indices, weights)
-    return torch.stack([gates[:, e, None] * expert(e, x) for e in range(experts)]).sum(0)
+    gates = torch.zeros(len(x), experts, dtype=weights.dtype).scatter_add(
+        1, indices, weights
+    )
+    return torch.stack([gates[:, e, None] * expert(e, x) for e in range(experts)]).sum(
+        0
+    )
 
 
 def _fused(experts: Any) -> Callable[[int, Tensor], Tensor]:
@@ -48,7 +58,9 @@ _known: dict[tuple[int, ...], Any] | None = None
 
 @contextlib.contextmanager
 def arguments_computed_once() -> Iterator[None]:
-    """Keep arguments for references of one model, unchanged and regular meanwhile, that get the same tensors."""
+    """Keep arguments for references of one model, unchanged and regular meanwhile, that
+    get the same tensors.
+    """
     global _known
     _known = {}
     try:
@@ -60,19 +72,25 @@ def arguments_computed_once() -> Iterator[None]:
 def layer_arguments(
     model: Any, input_ids: Tensor, *, stack: nn.ModuleList | None = None, **inputs: Any
 ) -> tuple[Tensor, list[dict[str, Any]]]:
-    """Return (input of the first layer, keyword arguments of every layer) of the regular model's own loop.
+    """Return (input of the first layer, keyword arguments of every layer) of the
+    regular model's own loop.
 
     `stack` is `model.model.layers` unless given.
     """
     layers = model.model.layers if stack is None else stack
     first, arguments = computed_once(
-        lambda: _layer_arguments(model, input_ids, layers, inputs), model, input_ids, *inputs.values()
+        lambda: _layer_arguments(model, input_ids, layers, inputs),
+        model,
+        input_ids,
+        *inputs.values(),
     )
     return first, [dict(each) for each in arguments]
 
 
 def computed_once(find: Callable[[], Any], *on: Any) -> Any:
-    """Return what `find` gives; inside `arguments_computed_once` it is called once for the same objects."""
+    """Return what `find` gives; inside `arguments_computed_once` it is called once for
+    the same objects.
+    """
     key = tuple(map(id, on))
     if _known is None:
         return find()

@@ -1,4 +1,6 @@
-"""Several ranks on one machine: forked processes with a gloo group (forking takes 0.2 s, spawning 18 s)."""
+"""Several ranks on one machine: forked processes with a gloo group (forking takes 0.2
+s, spawning 18 s).
+"""
 
 import contextlib
 import functools
@@ -22,17 +24,22 @@ import pytest
 Item = TypeVar("Item")
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Call `fn(rank, *args)` in `world_size` forked processes with torch.distributed initialised (gloo).
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+) -> list[Any]:
+    """Call `fn(rank, *args)` in `world_size` forked processes with torch.distributed
+    initialised (gloo).
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun does it, torch runs one
-    thread a rank. Results must pickle; tensors come back through plain pickling.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun does
+    it, torch runs one thread a rank. Results must pickle; tensors come back through
+    plain pickling.
 
     Returns:
         Each rank's result, by rank.
 
     Raises:
-        RuntimeError: with the traceback of the first rank that failed; the other ranks are stopped at once.
+        RuntimeError: with the traceback of the first rank that failed; the other ranks
+            are stopped at once.
         TimeoutError: the ranks were not done after `timeout_s` seconds.
     """
     context = multiprocessing.get_context("fork")
@@ -43,7 +50,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
             context.Process(
-                target=_rank, args=(fn, rank, world_size, port, folder, pipes[rank][1], args), daemon=True
+                target=_rank,
+                args=(fn, rank, world_size, port, folder, pipes[rank][1], args),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -61,9 +70,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 
 
 def in_turn(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield each item; on a rank, equal meshes share their groups and others end with their item: each has threads.
+    """Yield each item; on a rank, equal meshes share their groups and others end with
+    their item: each has threads.
 
-    The groups of a mesh must stay: DTensor's caches answer for an equal mesh with the one that they saw first.
+    The groups of a mesh must stay: DTensor's caches answer for an equal mesh with the
+    one that they saw first.
     """
     import torch.distributed as dist
 
@@ -85,7 +96,9 @@ def in_turn(items: Iterable[Item]) -> Iterator[Item]:
 
 
 def import_what_deepspeed_imports() -> None:
-    """Import before forking what its engine imports when it is made, which takes each rank 1.4 s else."""
+    """Import before forking what its engine imports when it is made, which takes each
+    rank 1.4 s else.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.compile_fx")
@@ -97,15 +110,21 @@ def _collect(readers: list[Any], ranks: list[Any], timeout_s: float) -> list[Any
     deadline = time.monotonic() + timeout_s
     while waiting:
         remaining = deadline - time.monotonic()
-        ready = multiprocessing.connection.wait(list(waiting.values()), max(remaining, 0))
+        ready = multiprocessing.connection.wait(
+            list(waiting.values()), max(remaining, 0)
+        )
         if not ready:
-            raise TimeoutError(f"ranks {sorted(waiting)} were not done after {timeout_s:g} s")
+            raise TimeoutError(
+                f"ranks {sorted(waiting)} were not done after {timeout_s:g} s"
+            )
         for rank in [rank for rank, reader in waiting.items() if reader in ready]:
             try:
                 ok, value = pickle.loads(waiting.pop(rank).recv_bytes())
             except EOFError:
                 ranks[rank].join()
-                raise RuntimeError(f"rank {rank} died with exit code {ranks[rank].exitcode}") from None
+                raise RuntimeError(
+                    f"rank {rank} died with exit code {ranks[rank].exitcode}"
+                ) from None
             if not ok:
                 raise RuntimeError(f"rank {rank} failed:\n{value}{_others(waiting)}")
             results[rank] = value
@@ -113,7 +132,9 @@ def _collect(readers: list[Any], ranks: list[Any], timeout_s: float) -> list[Any
 
 
 def _others(waiting: dict[int, Any]) -> str:
-    """Return what other ranks failed with at the same time: one of them may be the cause of the first one's failure."""
+    """Return what other ranks failed with at the same time: one of them may be the
+    cause of the first one's failure.
+    """
     failures = ""
     for rank, reader in waiting.items():
         if reader.poll(0.5):
@@ -153,7 +174,11 @@ def _rank(
         torch.set_num_threads(1)
         store = dist.FileStore(os.path.join(folder, "store"), world_size)
         dist.init_process_group(
-            "gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=60)
+            "gloo",
+            rank=rank,
+            world_size=world_size,
+            store=store,
+            timeout=timedelta(seconds=60),
         )
         _send(pipe, True, fn(rank, *args))
     except BaseException:  # a rank's failure is reported whatever it is
@@ -162,4 +187,5 @@ def _rank(
         if dist.is_initialized():
             dist.destroy_process_group()
         pipe.close()
-    os._exit(0)  # the parent's exit handlers (pytest, wandb) are not this process's business
+    # the parent's exit handlers (pytest, wandb) are not this process's business
+    os._exit(0)

@@ -1,8 +1,10 @@
-"""The surface that users build on: every command with its options, and every key of recipes and suites.
+"""The surface that users build on: every command with its options, and every key of
+recipes and suites.
 
     python -m tests.reference.surface      writes tests/files/command_line.json and tests/files/recipe_keys.json
 
-Written after a change that is meant, and committed with it; the difference is what users have to learn.
+Written after a change that is meant, and committed with it; the difference is what
+users have to learn.
 """
 
 import argparse
@@ -28,9 +30,13 @@ FILES = {
 
 
 def command_line() -> dict[str, dict[str, str]]:
-    """Return every command: its options and arguments in one line each; help texts are free to change."""
+    """Return every command: its options and arguments in one line each; help texts are
+    free to change.
+    """
     (commands,) = (
-        action.choices for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)
+        action.choices
+        for action in build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
     )
     return {
         name: {
@@ -52,11 +58,15 @@ def _action(action: argparse.Action) -> str:
         "required": action.required or None,
         "several": True if isinstance(action, argparse._AppendAction) else None,
     }
-    return ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
+    return ", ".join(
+        f"{name} {value}" for name, value in facts.items() if value is not None
+    )
 
 
 def recipe_keys() -> dict[str, dict[str, str]]:
-    """Return every dotted key of a recipe and of a suite with type and default; [a] is what a union's tag must be."""
+    """Return every dotted key of a recipe and of a suite with type and default; [a] is
+    what a union's tag must be.
+    """
     return {kind.__name__: dict(_keys(kind, "")) for kind in (Recipe, SuiteConfig)}
 
 
@@ -75,7 +85,11 @@ def _below(annotation: Any, dotted: str) -> list[tuple[str, str]]:
         annotation = annotation.annotation
     choice = choice_of(annotation)
     if choice is not None:
-        return [key for tag, kind in choice.members.items() for key in _keys(kind, f"{dotted}[{tag}].")]
+        return [
+            key
+            for tag, kind in choice.members.items()
+            for key in _keys(kind, f"{dotted}[{tag}].")
+        ]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return _keys(annotation, f"{dotted}.")
     inside = f"{dotted}.0" if get_origin(annotation) is list else dotted
@@ -89,14 +103,25 @@ def _type(annotation: Any) -> str:
     elif get_origin(annotation) is Annotated:
         annotation, *bounds = get_args(annotation)
         bounds = [
-            bound for each in bounds for bound in (each.metadata if isinstance(each, FieldInfo) else [each])
+            bound
+            for each in bounds
+            for bound in (each.metadata if isinstance(each, FieldInfo) else [each])
         ]
     limits = [
         f"{sign} {getattr(bound, name)}"
         for bound in bounds
-        for kind, name, sign in ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
+        for kind, name, sign in (
+            (Gt, "gt", ">"),
+            (Ge, "ge", ">="),
+            (Lt, "lt", "<"),
+            (Le, "le", "<="),
+        )
         if isinstance(bound, kind)
-    ] + [f"of at least {bound.min_length}" for bound in bounds if isinstance(bound, MinLen)]
+    ] + [
+        f"of at least {bound.min_length}"
+        for bound in bounds
+        if isinstance(bound, MinLen)
+    ]
     return " ".join([_plain(annotation), " and ".join(limits)]).strip()
 
 
@@ -118,12 +143,21 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return ", required"
-    return ", given" if isinstance(value, BaseModel) else f" = {json.dumps(to_jsonable_python(value))}"
+    return (
+        ", given"
+        if isinstance(value, BaseModel)
+        else f" = {json.dumps(to_jsonable_python(value))}"
+    )
 
 
 def written(name: str) -> str:
     """Return the text of one file as it would be written now."""
-    return json.dumps({"command_line": command_line, "recipe_keys": recipe_keys}[name](), indent=1) + "\n"
+    return (
+        json.dumps(
+            {"command_line": command_line, "recipe_keys": recipe_keys}[name](), indent=1
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -15,13 +15,21 @@ from tests.support import few
 
 @pytest.mark.parametrize("family", few(sorted(TINY)))
 def test_every_parameter_and_router_bias_is_random_and_the_seed_decides(family):
-    one, same, other = tiny_model(family), tiny_model(family), tiny_model(family, seed=1)
-    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+    one, same, other = (
+        tiny_model(family),
+        tiny_model(family),
+        tiny_model(family, seed=1),
+    )
+    for (name, a), b, c in zip(
+        one.named_parameters(), same.parameters(), other.parameters(), strict=True
+    ):
         assert torch.equal(a, b), name
         assert not torch.equal(a, c), name
         assert a.numel() == 1 or a.std() > 0.01, name
     biases = [
-        buffer for name, buffer in one.named_buffers() if name.endswith(("correction_bias", "expert_bias"))
+        buffer
+        for name, buffer in one.named_buffers()
+        if name.endswith(("correction_bias", "expert_bias"))
     ]
     assert all(buffer.std() > 0.05 for buffer in biases)
     assert biases or family not in ("deepseek_v3", "glm4_moe", "lfm2_moe")
@@ -39,15 +47,28 @@ def test_the_tokenizer_is_exact_on_any_text_and_has_a_chat_template():
     ids = tokenizer(text)["input_ids"]
     assert max(ids) < 262
     assert tokenizer.decode(ids) == text
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (
+        0,
+        1,
+        2,
+    )
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     made = tokenizer.apply_chat_template(
-        chat, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
+        chat,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        add_generation_prompt=False,
     )
     assert tokenizer.decode(made["input_ids"]) == "<bos><user> hi<assistant> yo<eos>"
-    kept = [i for i, keep in zip(made["input_ids"], made["assistant_masks"], strict=True) if keep]
+    kept = [
+        i
+        for i, keep in zip(made["input_ids"], made["assistant_masks"], strict=True)
+        if keep
+    ]
     assert tokenizer.decode(kept) == "yo<eos>"
-    prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(
+        chat[:1], tokenize=False, add_generation_prompt=True
+    )
     assert prompt == "<bos><user> hi<assistant> "
     assert tiny_tokenizer(300, chat_template=False).chat_template is None
 
@@ -93,7 +114,10 @@ def _one_fails(rank):
 
 def test_a_failing_rank_raises_its_traceback_and_the_others_are_stopped():
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*_one_fails.*ValueError: rank one is out"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"(?s)rank 1 failed:.*_one_fails.*ValueError: rank one is out",
+    ):
         run_ranks(_one_fails, 2)
     assert time.monotonic() - started < 20
 
@@ -105,7 +129,9 @@ def _one_dies(rank):
 
 
 def test_a_rank_that_dies_is_named_with_its_exit_code():
-    with pytest.raises(RuntimeError, match=r"rank 0 died with exit code 7|rank 1 failed"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 died with exit code 7|rank 1 failed"
+    ):
         run_ranks(_one_dies, 2)
 
 

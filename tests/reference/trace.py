@@ -1,13 +1,15 @@
-"""Find, by running a layer once, which of its weights read what a branch is given, and which write what it adds.
+"""Find, by running a layer once, which of its weights read what a branch is given, and
+which write what it adds.
 
     roles = trace_layer(layer, family, run)       # run(): a forward pass of the rewired layer, on a few tokens
     roles.sides                                   # [Side("self_attn", readers), Side("mlp", readers)]
     roles.groups                                  # [Group("self_attn", writers, 1.0), Group("mlp", writers, 1.0)]
 
-What is not understood on the way (`tests.reference.follow`) is not foldable, and is listed with the operation that it
-ended in.
+What is not understood on the way (`tests.reference.follow`) is not foldable, and is
+listed with the operation that it ended in.
 
-Not covered: weights that are not touched by the tokens that were run (a module an expert; no family has that).
+Not covered: weights that are not touched by the tokens that were run (a module an
+expert; no family has that).
 """
 
 from __future__ import annotations
@@ -32,7 +34,14 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
     separate(layer)
     follow = Follow(layer)
     holder: nn.Module = getattr(layer, family.norms) if family.norms else layer
-    names = (family.in_norm, *(family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,)))
+    names = (
+        family.in_norm,
+        *(
+            family.mlp_norm
+            if isinstance(family.mlp_norm, tuple)
+            else (family.mlp_norm,)
+        ),
+    )
     norms = [getattr(holder, name) for name in names if name]
     normed: dict[int, None] = {}
     sides: dict[str, list[str]] = {}
@@ -42,19 +51,27 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
         child
         for parent in dict.fromkeys((layer, holder))
         for child in parent.children()
-        if child not in norms and child is not holder and any(p.ndim >= 2 for p in child.parameters())
+        if child not in norms
+        and child is not holder
+        and any(p.ndim >= 2 for p in child.parameters())
     ]
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         hidden = hidden_states(args, kwargs)
         named = paths[module] in (family.attention, family.moe)
-        if hidden is None or (storage(hidden) not in normed and not (named and family.layout != "pre_norm")):
+        if hidden is None or (
+            storage(hidden) not in normed
+            and not (named and family.layout != "pre_norm")
+        ):
             return
-        # A shared expert beside the block reads what the block does; elsewhere one tensor may be given to two branches,
-        # which read different ones in the original.
+        # A shared expert beside the block reads what the block does; elsewhere one
+        # tensor may be given to two branches, which read different ones in the
+        # original.
         side = family.moe if paths[module] == family.layer_shared else paths[module]
         sides.setdefault(side, []).append(paths[module])
-        follow.inputs[storage(hidden)] = Mark({1: COORDINATE}, hidden.size(-1), name=side)
+        follow.inputs[storage(hidden)] = Mark(
+            {1: COORDINATE}, hidden.size(-1), name=side
+        )
         follow.inside.append(side)
 
     def leave(module: nn.Module, _: Any, out: Any) -> None:
@@ -62,15 +79,22 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
         if any(paths[module] in modules for modules in sides.values()):
             follow.inside.pop()
         if module in norms and not isinstance(out, Tensor):
-            branches.append(module)  # no norm, though it reads the stream as one does (gemma4's router)
+            # no norm, though it reads the stream as one does (gemma4's router)
+            branches.append(module)
         elif module in norms and tensor is not None:
             normed[storage(tensor)] = None
             follow.inputs.pop(storage(tensor), None)
         mark = follow.sums.get(storage(tensor)) if tensor is not None else None
-        outputs[paths[module]] = mark if mark is not None and is_last(tensor, mark) else None  # type: ignore[arg-type]
+        outputs[paths[module]] = (
+            mark if mark is not None and is_last(tensor, mark) else None
+        )  # type: ignore[arg-type]
 
-    hooks = [module.register_forward_hook(leave) for module in paths if module is not layer]
-    hooks += [child.register_forward_pre_hook(enter, with_kwargs=True) for child in branches]
+    hooks = [
+        module.register_forward_hook(leave) for module in paths if module is not layer
+    ]
+    hooks += [
+        child.register_forward_pre_hook(enter, with_kwargs=True) for child in branches
+    ]
     try:
         with torch.no_grad(), follow:
             out = first_tensor(run())
@@ -85,18 +109,28 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
     return roles
 
 
-def _add_sides(roles: Roles, follow: Follow, sides: dict[str, list[str]], branches: list[str]) -> None:
+def _add_sides(
+    roles: Roles, follow: Follow, sides: dict[str, list[str]], branches: list[str]
+) -> None:
     for side, modules in sides.items():
-        readers = [place for place in follow.readers.get(side, {}) if place not in follow.read_elsewhere]
+        readers = [
+            place
+            for place in follow.readers.get(side, {})
+            if place not in follow.read_elsewhere
+        ]
         if readers:
             roles.sides.append(Side(tuple(dict.fromkeys(modules)), tuple(readers)))
         else:
-            roles.rest.append(f"what {side} reads: no weight of it multiplies that alone")
+            roles.rest.append(
+                f"what {side} reads: no weight of it multiplies that alone"
+            )
         for use in sorted(follow.other_uses.get(side, ())):
             roles.rest.append(f"what {side} reads, where {use} takes it")
     read = {module for modules in sides.values() for module in modules}
     roles.rest += [
-        f"what {name} reads: it is not given the output of a norm" for name in branches if name not in read
+        f"what {name} reads: it is not given the output of a norm"
+        for name in branches
+        if name not in read
     ]
 
 
@@ -111,47 +145,79 @@ def _add_groups(
     taken: set[Place] = set()
     groups: dict[tuple[str, float], list[tuple[str, list[Place]]]] = {}
     for module, mark in sorted(outputs.items(), key=lambda item: item[0].count(".")):
-        if mark is None or not mark.terms or REST in mark.terms or taken & mark.terms.keys():
+        if (
+            mark is None
+            or not mark.terms
+            or REST in mark.terms
+            or taken & mark.terms.keys()
+        ):
             continue
-        if any(p in follow.consumed or reached.get(p, (0.0, -1))[1] != n for p, (_, n) in mark.terms.items()):
+        if any(
+            p in follow.consumed or reached.get(p, (0.0, -1))[1] != n
+            for p, (_, n) in mark.terms.items()
+        ):
             continue
-        factors = {reached[place][0] / factor for place, (factor, _) in mark.terms.items()}
+        factors = {
+            reached[place][0] / factor for place, (factor, _) in mark.terms.items()
+        }
         if len(factors) == 1:
-            inside = [side for side, modules in sides.items() if any(_within(module, m) for m in modules)]
-            groups.setdefault((inside[0] if inside else module, factors.pop()), []).append(
-                (module, list(mark.terms))
-            )
+            inside = [
+                side
+                for side, modules in sides.items()
+                if any(_within(module, m) for m in modules)
+            ]
+            groups.setdefault(
+                (inside[0] if inside else module, factors.pop()), []
+            ).append((module, list(mark.terms)))
             taken |= mark.terms.keys()
     for (_, factor), parts in groups.items():
         places = [place for _, places in parts for place in places]
-        roles.groups.append(Group(tuple(module for module, _ in parts), tuple(places), factor))
+        roles.groups.append(
+            Group(tuple(module for module, _ in parts), tuple(places), factor)
+        )
     for side in sides:
         if side not in {name for name, _ in groups}:
-            roles.rest.append(f"what {side} adds: its last product does not reach the stream by sums alone")
+            roles.rest.append(
+                f"what {side} adds: its last product does not reach the stream by sums"
+                " alone"
+            )
 
 
-def _add_experts(roles: Roles, layer: nn.Module, outputs: dict[str, Mark | None], final: Mark | None) -> None:
+def _add_experts(
+    roles: Roles, layer: nn.Module, outputs: dict[str, Mark | None], final: Mark | None
+) -> None:
     written = {place for group in roles.groups for place in group.writers}
     for module, mark in outputs.items():
         terms = mark.terms if mark is not None else {}
         weights = [
             layer.get_parameter(name)
             for name, axis in terms
-            if (name, axis) in written and name.rpartition(".")[0] == module and axis > 0
+            if (name, axis) in written
+            and name.rpartition(".")[0] == module
+            and axis > 0
         ]
         if len(weights) < len(terms) or not any(weight.ndim == 3 for weight in weights):
             continue
         assert final is not None
-        factors = {final.terms[place][0] / factor for place, (factor, _) in terms.items()}
-        same = all(final.terms[place][1] == number for place, (_, number) in terms.items())
+        factors = {
+            final.terms[place][0] / factor for place, (factor, _) in terms.items()
+        }
+        same = all(
+            final.terms[place][1] == number for place, (_, number) in terms.items()
+        )
         if same and len(factors) == 1 and len({len(weight) for weight in weights}) == 1:
             of_sides = [
-                [place for place in side.readers if place[0].rpartition(".")[0] == module]
+                [
+                    place
+                    for place in side.readers
+                    if place[0].rpartition(".")[0] == module
+                ]
                 for side in roles.sides
             ]
-            (readers, *more) = [places for places in of_sides if places] or [[]]
+            readers, *more = [places for places in of_sides if places] or [[]]
             sliced = all(
-                axis > 0 and len(layer.get_parameter(name)) == len(weights[0]) for name, axis in readers
+                axis > 0 and len(layer.get_parameter(name)) == len(weights[0])
+                for name, axis in readers
             )
             readers = readers if sliced and not more else []
             roles.experts = Experts(module, tuple(readers), tuple(terms), factors.pop())

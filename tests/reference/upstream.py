@@ -1,12 +1,15 @@
-"""What the installed transformers has, so that a test notices families that are new or have changed.
+"""What the installed transformers has, so that a test notices families that are new or
+have changed.
 
     python -m tests.reference.upstream
 
-in the repository writes the snapshot that `tests/model/families/test_upstream.py` compares with, the table and the
-lists of docs/families.md, and the number of families in the README. Write it again only after the contract tests have
-passed with that transformers.
+in the repository writes the snapshot that `tests/model/families/test_upstream.py`
+compares with, the table and the lists of docs/families.md, and the number of families
+in the README. Write it again only after the contract tests have passed with that
+transformers.
 
-Not covered: attention, norms and experts, which may change without changing the connectivity.
+Not covered: attention, norms and experts, which may change without changing the
+connectivity.
 """
 
 import ast
@@ -35,7 +38,8 @@ FAMILIES_BEGIN, FAMILIES_END = "<!-- families -->", "<!-- /families -->"
 
 _MODELS = Path(transformers.__file__).parent / "models"
 _EXPERTS = re.compile(
-    r"^class \w*(?:(?:Experts|MoE|Moe|MOE)\b|SparseMoe|MoeBlock|MoEBlock)|\bself\.experts\b", re.MULTILINE
+    r"^class \w*(?:(?:Experts|MoE|Moe|MOE)\b|SparseMoe|MoeBlock|MoEBlock)|\bself\.experts\b",
+    re.MULTILINE,
 )
 """A class named like an MoE block, or a module with an attribute `experts`."""
 _AUTO_MODELS = (
@@ -53,33 +57,47 @@ def _tree(path: Path) -> ast.Module:
 
 
 def moe_model_types() -> list[str]:
-    """Return model types that an Auto class loads and whose modeling file has experts, sorted; also the supported
-    ones, which are loaded by name."""
+    """Return model types that an Auto class loads and whose modeling file has experts,
+    sorted; also the supported ones, which are loaded by name."""
     folders = {
         path.parent.name
         for path in _MODELS.glob("*/modeling_*.py")
         if _EXPERTS.search(path.read_text(encoding="utf-8"))
     }
-    loadable = {name for mapping in _AUTO_MODELS for name in getattr(modeling_auto, mapping)}
-    with_experts = {name for name in loadable if model_type_to_module_name(name) in folders}
+    loadable = {
+        name for mapping in _AUTO_MODELS for name in getattr(modeling_auto, mapping)
+    }
+    with_experts = {
+        name for name in loadable if model_type_to_module_name(name) in folders
+    }
     return sorted(with_experts | FAMILIES.keys())
 
 
 def _normalised(node: Any) -> Any:
-    """Return a syntax tree as nested lists, without docstrings, annotations and what differs between Pythons."""
+    """Return a syntax tree as nested lists, without docstrings, annotations and what
+    differs between Pythons.
+    """
     if isinstance(node, list):
         return [_normalised(one) for one in node]
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = []
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "type_comment", "type_params", "kind") or value in (None, []):
+        if name in (
+            "annotation",
+            "returns",
+            "type_comment",
+            "type_params",
+            "kind",
+        ) or value in (None, []):
             continue
         if name == "body" and isinstance(value, list):
             value = [
                 one
                 for one in value
-                if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+                if not (
+                    isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
+                )
             ]
         fields.append([name, _normalised(value)])
     return [type(node).__name__, fields]
@@ -87,36 +105,55 @@ def _normalised(node: Any) -> Any:
 
 def _loops_over_layers(function: ast.AST) -> bool:
     return any(
-        isinstance(node, ast.For) and re.search(r"self\.(layers|blocks)\b", ast.unparse(node.iter))
+        isinstance(node, ast.For)
+        and re.search(r"self\.(layers|blocks)\b", ast.unparse(node.iter))
         for node in ast.walk(function)
     )
 
 
 def fingerprint(family: Family) -> str:
-    """Return a hash of the family's decoder layers, its MoE block and every method of its file that loops over
-    layers, without docstrings, comments and annotations."""
-    layers = family.decoder_layer if isinstance(family.decoder_layer, tuple) else (family.decoder_layer,)
+    """Return a hash of the family's decoder layers, its MoE block and every method of
+    its file that loops over layers, without docstrings, comments and annotations."""
+    layers = (
+        family.decoder_layer
+        if isinstance(family.decoder_layer, tuple)
+        else (family.decoder_layer,)
+    )
     classes = [
-        node for node in _tree(_MODELS.parent / family.upstream).body if isinstance(node, ast.ClassDef)
+        node
+        for node in _tree(_MODELS.parent / family.upstream).body
+        if isinstance(node, ast.ClassDef)
     ]
-    parts: list[Any] = [node for node in classes if node.name in (*layers, family.moe_block)]
+    parts: list[Any] = [
+        node for node in classes if node.name in (*layers, family.moe_block)
+    ]
     for node in classes:
-        parts += [one for one in node.body if isinstance(one, ast.FunctionDef) and _loops_over_layers(one)]
+        parts += [
+            one
+            for one in node.body
+            if isinstance(one, ast.FunctionDef) and _loops_over_layers(one)
+        ]
     text = json.dumps([_normalised(part) for part in parts])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def snapshot() -> dict[str, Any]:
-    """{"transformers": version, "model_types": those with experts, "families": model type -> hash}."""
+    """{"transformers": version, "model_types": those with experts, "families": model
+    type -> hash}.
+    """
     return {
         "transformers": transformers.__version__,
         "model_types": moe_model_types(),
-        "families": {name: fingerprint(family) for name, family in sorted(FAMILIES.items())},
+        "families": {
+            name: fingerprint(family) for name, family in sorted(FAMILIES.items())
+        },
     }
 
 
 def older_than_snapshot() -> bool:
-    """Whether the installed transformers may lack, or have otherwise, what the snapshot was taken of."""
+    """Whether the installed transformers may lack, or have otherwise, what the snapshot
+    was taken of.
+    """
     root = Path(__file__).parents[2]
     then = json.loads((root / SNAPSHOT).read_text(encoding="utf-8"))["transformers"]
     return Version(transformers.__version__) < Version(then)
@@ -124,7 +161,10 @@ def older_than_snapshot() -> bool:
 
 def _folded(text: str) -> str:
     return textwrap.fill(
-        text, 118, subsequent_indent="  " if text.startswith("- ") else "", break_on_hyphens=False
+        text,
+        118,
+        subsequent_indent="  " if text.startswith("- ") else "",
+        break_on_hyphens=False,
     )
 
 
@@ -141,12 +181,22 @@ def _named(words: str, families: Iterable[str]) -> str:
 
 
 def families_lists() -> str:
-    """Format what docs/families.md lists: every family by its overlap, what differs, and the refused families."""
+    """Format what docs/families.md lists: every family by its overlap, what differs,
+    and the refused families.
+    """
     families = dict(sorted(FAMILIES.items()))
-    refused = {name: reason for name, row in families.items() if (reason := refusal(row)) is not None}
-    rest = {name: kept_inside(row) for name, row in families.items() if name not in refused}
+    refused = {
+        name: reason
+        for name, row in families.items()
+        if (reason := refusal(row)) is not None
+    }
+    rest = {
+        name: kept_inside(row) for name, row in families.items() if name not in refused
+    }
     inside = {name: reason for name, reason in rest.items() if reason is not None}
-    shared = {name: row.block_shared or row.layer_shared for name, row in families.items()}
+    shared = {
+        name: row.block_shared or row.layer_shared for name, row in families.items()
+    }
     lists = [
         _named("Overlap between layers", [name for name in rest if name not in inside]),
         "Overlap inside the layer, because",
@@ -158,7 +208,10 @@ def families_lists() -> str:
             "Shared experts in flight, too",
             [name for name in families if shared[name] and not families[name].additive],
         ),
-        _named("Generic reference", [name for name, row in families.items() if row.reference != "written"]),
+        _named(
+            "Generic reference",
+            [name for name, row in families.items() if row.reference != "written"],
+        ),
         "Not converted, because",
         "\n".join(_by_reason(dict(sorted(REFUSED.items())))),
     ]

@@ -1,10 +1,12 @@
-"""A headless Chromium that a test drives through its debugging pipe: what a user would do, and what is shown then.
+"""A headless Chromium that a test drives through its debugging pipe: what a user would
+do, and what is shown then.
 
     with Chromium(folder) as browser:
         browser.open(page.as_uri())
         browser.value("document.title")
 
-Messages are JSON, ended by a NUL, on file descriptors 3 and 4 (Chrome DevTools Protocol); no port is opened.
+Messages are JSON, ended by a NUL, on file descriptors 3 and 4 (Chrome DevTools
+Protocol); no port is opened.
 """
 
 import json
@@ -17,7 +19,11 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PROGRAM = (
+    shutil.which("chromium")
+    or shutil.which("chromium-browser")
+    or shutil.which("google-chrome")
+)
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
@@ -44,7 +50,12 @@ class Chromium:
         read_there, self._write = os.pipe()
         self._read, write_there = os.pipe()
         ends = (read_there, write_there)
-        command = [PROGRAM, *_FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
+        command = [
+            PROGRAM,
+            *_FLAGS,
+            f"--user-data-dir={folder / 'profile'}",
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
             [sys.executable, "-ISc", _START, *map(str, ends), *command],
             pass_fds=ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -56,7 +67,9 @@ class Chromium:
     def __enter__(self) -> Self:
         try:
             target = self.call("Target.createTarget", url="about:blank")["targetId"]
-            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            self._session = self.call(
+                "Target.attachToTarget", targetId=target, flatten=True
+            )["sessionId"]
             for domain in ("Page", "Runtime", "Log", "Network"):
                 self.call(f"{domain}.enable")
         except BaseException:
@@ -92,13 +105,19 @@ class Chromium:
     def open(self, address: str) -> None:
         """Load a page; back when it has loaded."""
         self._events.clear()
-        here = "loaderId" not in self.call("Page.navigate", url=address)  # another fragment of the same page
+        # another fragment of the same page
+        here = "loaderId" not in self.call("Page.navigate", url=address)
         while not here and "Page.loadEventFired" not in self._events:
             self._note(self._next())
 
     def value(self, expression: str) -> Any:
         """Return what an expression, or the promise that it is, comes to in the page."""
-        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        answer = self.call(
+            "Runtime.evaluate",
+            expression=expression,
+            awaitPromise=True,
+            returnByValue=True,
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -123,9 +142,13 @@ class Chromium:
     def _next(self) -> dict[str, Any]:
         end = time.monotonic() + self.timeout_s
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._read], [], [], max(0.0, end - time.monotonic()))
+            ready, _, _ = select.select(
+                [self._read], [], [], max(0.0, end - time.monotonic())
+            )
             read = os.read(self._read, 1 << 20) if ready else b""
-            assert read, f"Chromium does not answer (exit status {self._process.poll()})"
+            assert read, (
+                f"Chromium does not answer (exit status {self._process.poll()})"
+            )
             self._rest += read
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
@@ -137,7 +160,14 @@ class Chromium:
             self.requests.append(parameters["request"]["url"])
         elif method == "Runtime.exceptionThrown":
             self.errors.append(parameters["exceptionDetails"])
-        elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+        elif method == "Log.entryAdded" and parameters["entry"]["level"] in (
+            "error",
+            "warning",
+        ):
             self.errors.append(parameters["entry"])
-        elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and parameters["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.errors.append(parameters)

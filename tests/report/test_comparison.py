@@ -1,4 +1,6 @@
-"""`fcsd compare`: results set against each other, in a folder with figures, answers and lm-eval's files."""
+"""`fcsd compare`: results set against each other, in a folder with figures, answers and
+lm-eval's files.
+"""
 
 import json
 import shutil
@@ -34,7 +36,11 @@ def with_a_group(model: int) -> tuple[dict[str, Any], dict[str, Any]]:
         for i, score in enumerate(scores[model])
     ]  # fmt: skip
     mean = sum(row["score"] for row in rows) / 6
-    whole["tasks"]["mmlu"] = whole["tasks"]["choice"] | {"value": mean, "num_items": 6, "num_fewshot": 5}
+    whole["tasks"]["mmlu"] = whole["tasks"]["choice"] | {
+        "value": mean,
+        "num_items": 6,
+        "num_fewshot": 5,
+    }
     return whole, samples | {"mmlu": rows}
 
 
@@ -55,24 +61,57 @@ def test_compare_prints_every_task_and_the_mean_or_json(
 ) -> None:
     assert main(["compare", *map(str, folders), "--json"]) == 0
     (comparison,) = json.loads(capsys.readouterr().out).values()
-    assert comparison["tasks"]["choice"]["delta"] == 0 and comparison["tasks"]["mmlu"]["delta"] == -1 / 6
+    assert (
+        comparison["tasks"]["choice"]["delta"] == 0
+        and comparison["tasks"]["mmlu"]["delta"] == -1 / 6
+    )
     assert main(["compare", *map(str, folders)]) == 0
     text = capsys.readouterr().out
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
-    assert [row[0] for row in rows] == ["task", "-" * 8, "code", "choice", "mmlu", "mean"]
-    assert rows[4][4:10] == ["66.7 ± 21.1", "50.0 ± 22.4", "-16.7 ± 30.7", "-76.1 to +51.1", "1", "2"]
-    assert "Within noise: code, choice, mmlu; their intervals do not exclude losses of up to 81.6" in text
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if "|" in line
+    ]
+    assert [row[0] for row in rows] == [
+        "task",
+        "-" * 8,
+        "code",
+        "choice",
+        "mmlu",
+        "mean",
+    ]
+    assert rows[4][4:10] == [
+        "66.7 ± 21.1",
+        "50.0 ± 22.4",
+        "-16.7 ± 30.7",
+        "-76.1 to +51.1",
+        "1",
+        "2",
+    ]
+    assert (
+        "Within noise: code, choice, mmlu; their intervals do not exclude losses of up"
+        " to 81.6" in text
+    )
 
 
 def test_members_of_a_group_are_compared_each(folders: tuple[Path, Path]) -> None:
     both = read_evaluated(folders[0], [folders[1]])
     members = compare(both["original"], both["fcsd"])["tasks"]["mmlu"]["members"]
     law = members["mmlu_law"]
-    assert (law["num_items"], law["delta"], law["gained"], law["lost"]) == (4, -0.5, 0, 2)
+    assert (law["num_items"], law["delta"], law["gained"], law["lost"]) == (
+        4,
+        -0.5,
+        0,
+        2,
+    )
     # differences 0, -1, 0, -1 about -1/2: variance 4 (1/4) / 3, over 4 items
     assert law["delta_stderr"] == pytest.approx((1 / 12) ** 0.5)
     assert (members["mmlu_art"]["delta"], members["mmlu_art"]["p_value"]) == (0.5, 1.0)
-    assert by_member([{"doc_id": "Mbpp/2"}], "code") == {} == by_member([{"doc_id": 3}], "likelihood")
+    assert (
+        by_member([{"doc_id": "Mbpp/2"}], "code")
+        == {}
+        == by_member([{"doc_id": 3}], "likelihood")
+    )
 
 
 def test_a_comparison_is_a_folder_with_table_figures_answers_and_lm_evals_files(
@@ -86,13 +125,17 @@ def test_a_comparison_is_a_folder_with_table_figures_answers_and_lm_evals_files(
     text = (out / "comparison.md").read_text()
     assert "| mmlu " in text and "mmlu 5-shot" in text
     for figure in ("deltas.png", "mmlu_members.png"):
-        assert f"({figure})" in text and (out / figure).read_bytes().startswith(b"\x89PNG")
+        assert f"({figure})" in text and (out / figure).read_bytes().startswith(
+            b"\x89PNG"
+        )
     assert (out / "items.html").is_file()
     assert len(list((out / "lm_eval" / "fcsd").glob("samples_mmlu_*.jsonl"))) == 2
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("years")
-    assert "exists and is no comparison" in error_of(capsys, *folders, "--output", other)
+    assert "exists and is no comparison" in error_of(
+        capsys, *folders, "--output", other
+    )
     assert (other / "thesis.txt").read_text() == "years"
 
 
@@ -105,20 +148,33 @@ def test_results_that_do_not_match_are_refused_with_what_differs(
         write_result(whole, samples, tmp_path / name)
         return tmp_path / name
 
-    shots = changed("shots", lambda whole, _: whole["tasks"]["mmlu"].update(num_fewshot=0))
-    prompts = changed("prompts", lambda _, samples: samples["mmlu"][0].update(prompt_hash="q"))
-    items = changed("items", lambda _, samples: samples["mmlu"][0].update(doc_hash="other revision"))
-    metric = changed("metric", lambda whole, _: whole["tasks"]["choice"].update(metric="acc_norm,none"))
+    shots = changed(
+        "shots", lambda whole, _: whole["tasks"]["mmlu"].update(num_fewshot=0)
+    )
+    prompts = changed(
+        "prompts", lambda _, samples: samples["mmlu"][0].update(prompt_hash="q")
+    )
+    items = changed(
+        "items", lambda _, samples: samples["mmlu"][0].update(doc_hash="other revision")
+    )
+    metric = changed(
+        "metric",
+        lambda whole, _: whole["tasks"]["choice"].update(metric="acc_norm,none"),
+    )
     assert "mmlu: num_fewshot is 5 against 0" in error_of(capsys, folders[0], shots)
     assert "the prompts differ in 1 of 6 items" in error_of(capsys, folders[0], prompts)
     assert "the items differ" in error_of(capsys, folders[0], items)
-    assert "choice: metric is acc,none against acc_norm,none" in error_of(capsys, folders[0], metric)
+    assert "choice: metric is acc,none against acc_norm,none" in error_of(
+        capsys, folders[0], metric
+    )
     assert "is given twice" in error_of(capsys, folders[0], folders[0])
     assert "holds no result" in error_of(capsys, folders[0], tmp_path)
     assert "results.json" in error_of(capsys, folders[0], tmp_path / "nothing")
 
 
-def test_results_written_for_lm_eval_are_named_and_read_by_its_own_tools(tmp_path: Path) -> None:
+def test_results_written_for_lm_eval_are_named_and_read_by_its_own_tools(
+    tmp_path: Path,
+) -> None:
     from datasets import load_dataset
     from lm_eval.utils import (
         get_file_datetime,
@@ -132,17 +188,34 @@ def test_results_written_for_lm_eval_are_named_and_read_by_its_own_tools(tmp_pat
     place = write_lm_eval(whole, samples, tmp_path)
     names = [str(file) for file in place.iterdir()]
     (results,) = get_results_filenames(names)
-    tasks = {get_file_task_name(Path(name).name): name for name in get_sample_results_filenames(names)}
+    tasks = {
+        get_file_task_name(Path(name).name): name
+        for name in get_sample_results_filenames(names)
+    }
     assert set(tasks) == {"code", "choice", "mmlu_law", "mmlu_art"}
-    assert len({get_file_datetime(Path(name).name.replace(".json", ".jsonl")) for name in names}) <= 2
+    assert (
+        len(
+            {
+                get_file_datetime(Path(name).name.replace(".json", ".jsonl"))
+                for name in names
+            }
+        )
+        <= 2
+    )
     loaded = json.loads(Path(results).read_text())
     table = make_table(loaded)
     assert "mmlu_law" in table and "pass@1" in table and "0.75" in table
     assert "mmlu" in make_table(loaded, "groups")
     rows = load_dataset(
-        "json", data_files=tasks["mmlu_law"], split="train", cache_dir=str(tmp_path / "cache")
+        "json",
+        data_files=tasks["mmlu_law"],
+        split="train",
+        cache_dir=str(tmp_path / "cache"),
     )
-    assert rows["acc"] == [1.0, 1.0, 0.0, 1.0] and rows[0]["arguments"]["gen_args_1"]["arg_1"] == " b"
+    assert (
+        rows["acc"] == [1.0, 1.0, 0.0, 1.0]
+        and rows[0]["arguments"]["gen_args_1"]["arg_1"] == " b"
+    )
 
 
 def test_what_was_written_for_lm_eval_is_read_back_the_same(tmp_path: Path) -> None:
@@ -152,7 +225,16 @@ def test_what_was_written_for_lm_eval_is_read_back_the_same(tmp_path: Path) -> N
     assert {task: row["value"] for task, row in back["tasks"].items()} == {
         task: row["value"] for task, row in whole["tasks"].items()
     }
-    kept = ("doc_id", "doc_hash", "prompt_hash", "score", "target", "prompt", "choices", "loglikelihoods")
+    kept = (
+        "doc_id",
+        "doc_hash",
+        "prompt_hash",
+        "score",
+        "target",
+        "prompt",
+        "choices",
+        "loglikelihoods",
+    )
     assert [{key: row[key] for key in kept} for row in rows["mmlu"]] == samples["mmlu"]
     compare({"result": whole, "samples": samples}, {"result": back, "samples": rows})
 
@@ -163,7 +245,9 @@ def test_lm_eval_results_that_cannot_be_compared_are_refused(
     whole, samples = with_a_group(0)
     place = write_lm_eval(whole, samples, tmp_path / "one")
     write_lm_eval(whole | {"model": "b"}, samples, tmp_path / "one")
-    assert "holds results of several models (b, original)" in error_of(capsys, tmp_path / "one", place)
+    assert "holds results of several models (b, original)" in error_of(
+        capsys, tmp_path / "one", place
+    )
     other = write_lm_eval(whole, samples, tmp_path / "two")
     file = next(other.glob("samples_choice_*"))
     file.write_text(file.read_text() + "{}\n")
@@ -172,25 +256,36 @@ def test_lm_eval_results_that_cannot_be_compared_are_refused(
     assert "run lm_eval with --log_samples" in error_of(capsys, place, other)
     third = write_lm_eval(whole, samples, tmp_path / "three")
     results = next(third.glob("results_*"))
-    results.write_text(results.read_text().replace('"acc,none": 0.5', '"acc,none": 0.25'))
+    results.write_text(
+        results.read_text().replace('"acc,none": 0.5', '"acc,none": 0.25')
+    )
     assert "no metric" in error_of(capsys, place, third)
 
 
-def test_an_answer_with_every_character_comes_back_from_lm_evals_files(tmp_path: Path) -> None:
-    """Line ends of Unicode stand in the middle of a line there; halves of characters have no place in UTF-8."""
+def test_an_answer_with_every_character_comes_back_from_lm_evals_files(
+    tmp_path: Path,
+) -> None:
+    """Line ends of Unicode stand in the middle of a line there; halves of characters
+    have no place in UTF-8.
+    """
     whole, samples = with_a_group(0)
     whole["tasks"]["one"] = whole["tasks"]["choice"] | {"num_items": 1, "value": 1.0}
     samples["one"] = samples["choice"][:1]
     text = "a\u2028b\u0085c\x0bd\x1ce\r\nf\x00 \U0001f600"
-    samples["code"] = [sample | {"completion": text, "outcome": "wrong"} for sample in samples["code"]]
+    samples["code"] = [
+        sample | {"completion": text, "outcome": "wrong"} for sample in samples["code"]
+    ]
     samples["choice"][0]["target"] = "\ud800"
     back, rows = read_results(write_lm_eval(whole, samples, tmp_path), like=whole)
     assert [row["completion"] for row in rows["code"]] == [text] * 4
     (results,) = tmp_path.glob("*/results_*")
-    assert json.loads(results.read_text())["results"]["one"]["acc_stderr,none"] == "N/A", (
-        "as lm-eval of one item"
+    assert (
+        json.loads(results.read_text())["results"]["one"]["acc_stderr,none"] == "N/A"
+    ), "as lm-eval of one item"
+    assert (
+        rows["choice"][0]["target"] == "?"
+        and back["tasks"].keys() == whole["tasks"].keys()
     )
-    assert rows["choice"][0]["target"] == "?" and back["tasks"].keys() == whole["tasks"].keys()
 
 
 def test_results_that_are_damaged_or_unfinished_are_refused_with_their_place(
@@ -209,28 +304,44 @@ def test_results_that_are_damaged_or_unfinished_are_refused_with_their_place(
 
     samples = "samples_mmlu.jsonl"
     assert "samples_mmlu.jsonl: no such file" in changed(samples, lambda _: "")
-    assert "5 samples, but results.json says 6" in changed(samples, lambda text: text[text.index("\n") + 1 :])
+    assert "5 samples, but results.json says 6" in changed(
+        samples, lambda text: text[text.index("\n") + 1 :]
+    )
     assert "line 1: not valid JSON" in changed(samples, lambda text: text[3:])
-    assert "line 1: not a sample" in changed(samples, lambda text: text.replace("doc_hash", "hash", 1))
-    mixed = changed(samples, lambda text: text.replace('"score": 0.0', '"score": 1.0', 1))
-    assert "average 0.666667, but results.json says 0.5: they are not of one evaluation" in mixed
-    assert "results.json: not valid JSON" in changed("results.json", lambda text: text[:300])
+    assert "line 1: not a sample" in changed(
+        samples, lambda text: text.replace("doc_hash", "hash", 1)
+    )
+    mixed = changed(
+        samples, lambda text: text.replace('"score": 0.0', '"score": 1.0', 1)
+    )
+    assert (
+        "average 0.666667, but results.json says 0.5: they are not of one evaluation"
+        in mixed
+    )
+    assert "results.json: not valid JSON" in changed(
+        "results.json", lambda text: text[:300]
+    )
     assert "schema_version is 7, this fcsd reads 1" in changed(
-        "results.json", lambda text: text.replace('"schema_version": 1', '"schema_version": 7')
+        "results.json",
+        lambda text: text.replace('"schema_version": 1', '"schema_version": 7'),
     )
     assert "task code lacks metric" in changed(
         "results.json", lambda text: text.replace('"metric"', '"m"', 1)
     )
     changed("results.json", lambda _: "")
     (place / "stage.json").write_text("{}")
-    assert "the evaluation is not finished; run it again" in error_of(capsys, folders[0], place)
+    assert "the evaluation is not finished; run it again" in error_of(
+        capsys, folders[0], place
+    )
     assert "is a file; give the folder" in error_of(capsys, folders[0], place / samples)
 
 
 def test_many_results_of_any_time_are_set_against_the_first(
     folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One older, in another precision, one of lm-eval; each has its table and verdict, and what differs is said."""
+    """One older, in another precision, one of lm-eval; each has its table and verdict,
+    and what differs is said.
+    """
     whole, samples = with_a_group(1)
     settings = whole["settings"] | {"dtype": "bfloat16", "versions": {"fcsd": "0.0.1"}}
     write_result(whole | {"settings": settings}, samples, tmp_path / "old" / "fcsd")
@@ -244,12 +355,20 @@ def test_many_results_of_any_time_are_set_against_the_first(
     page = (tmp_path / "out" / "comparison.md").read_text()
     assert said in text and said in page and page.count("| mean ") == 3
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert list(comparison["comparisons"]) == ["results/fcsd", "old/fcsd", f"{tmp_path.name}/plain"]
+    assert list(comparison["comparisons"]) == [
+        "results/fcsd",
+        "old/fcsd",
+        f"{tmp_path.name}/plain",
+    ]
     assert comparison["settings_that_differ"]["dtype"]["old/fcsd"] == "bfloat16"
-    assert len(list((tmp_path / "out" / "lm_eval").iterdir())) == 4, "each in its own folder"
+    assert len(list((tmp_path / "out" / "lm_eval").iterdir())) == 4, (
+        "each in its own folder"
+    )
     samples["mmlu"][0]["prompt_hash"] = "q"
     write_result(whole, samples, tmp_path / "old" / "fcsd")
-    assert "results/original against old/fcsd: mmlu: the prompts differ" in error_of(capsys, *words[1:])
+    assert "results/original against old/fcsd: mmlu: the prompts differ" in error_of(
+        capsys, *words[1:]
+    )
 
 
 def test_tasks_that_not_all_results_have_are_left_out_on_request(
@@ -274,8 +393,13 @@ def test_tasks_that_not_all_results_have_are_left_out_on_request(
         )
         == 0
     )
-    (comparison,) = json.loads((out / "comparison.json").read_text())["comparisons"].values()
-    assert list(comparison["tasks"]) == ["choice", "mmlu"] and comparison["mean"]["num_tasks"] == 2
+    (comparison,) = json.loads((out / "comparison.json").read_text())[
+        "comparisons"
+    ].values()
+    assert (
+        list(comparison["tasks"]) == ["choice", "mmlu"]
+        and comparison["mean"]["num_tasks"] == 2
+    )
 
 
 def test_a_quick_look_is_marked_in_everything_that_is_written(
@@ -286,11 +410,16 @@ def test_a_quick_look_is_marked_in_everything_that_is_written(
         whole["settings"]["limit"] = 4
         whole["tasks"]["code"]["num_items_total"] = 378
         write_result(whole | {"complete": False}, samples, folder)
-    out, mark = tmp_path / "out", "Only the first 4 items of every task: a quick look, not a result."
+    out, mark = (
+        tmp_path / "out",
+        "Only the first 4 items of every task: a quick look, not a result.",
+    )
     assert main(["compare", *map(str, folders), "--output", str(out)]) == 0
     assert capsys.readouterr().out.count(mark) == 1
     page = (out / "comparison.md").read_text()
-    assert f"**{mark}**" in page and page.count(mark) == 3, "at the top and under both figures"
+    assert f"**{mark}**" in page and page.count(mark) == 3, (
+        "at the top and under both figures"
+    )
     whole = json.loads((out / "comparison.json").read_text())
     assert whole["complete"] is False and whole["comparisons"]["fcsd"]["limit"] == 4
     assert mark in (out / "items.html").read_text()
@@ -302,16 +431,23 @@ def test_a_quick_look_is_marked_in_everything_that_is_written(
     }
     assert main(["compare", *map(str, folders), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fcsd"]["complete"] is False
-    assert quick_look(0.05) == "Only the first 5 % of the items of every task: a quick look, not a result."
+    assert (
+        quick_look(0.05)
+        == "Only the first 5 % of the items of every task: a quick look, not a result."
+    )
 
 
 def test_the_curve_of_the_training_that_left_the_model_stands_beside(
     folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Found by the weights that were judged, in a run and where any evaluation of its model lies; never of others."""
+    """Found by the weights that were judged, in a run and where any evaluation of its
+    model lies; never of others.
+    """
     training = tmp_path / "run" / "distill"
     (training / "model").mkdir(parents=True)
-    stopping = {"task": {"metric": "pass@1", "kind": "code", "dataset": "a/b", "split": "test"}}
+    stopping = {
+        "task": {"metric": "pass@1", "kind": "code", "dataset": "a/b", "split": "test"}
+    }
     settings = {"early_stopping": stopping, "train": {"batch_size_tokens": 64}}
     manifest = {"settings": settings, "outputs": {"model": "weights"}}
     write_json(training / "manifest.json", manifest)
@@ -332,7 +468,9 @@ def test_the_curve_of_the_training_that_left_the_model_stands_beside(
         assert main(["compare", str(folders[0]), str(place), "--output", str(out)]) == 0
         page = (out / "comparison.md").read_text()
         for figure in ("loss.png", "pass_at_1.png"):
-            assert (out / figure).is_file() == drawn and (f"({figure})" in page) == drawn
+            assert (out / figure).is_file() == drawn and (
+                f"({figure})" in page
+            ) == drawn
     anywhere = tmp_path / "anywhere"
     anywhere.mkdir()
     write_json(anywhere / "manifest.json", {"inputs": {"model": "weights"}})
@@ -343,7 +481,12 @@ def test_the_curve_of_the_training_that_left_the_model_stands_beside(
 def test_the_verdict_says_what_was_lost_and_what_noise_may_hide() -> None:
     def evaluated(scores: dict[str, list[float]]) -> dict[str, Any]:
         rows = {
-            task: {"metric": "acc,none", "num_fewshot": 0, "kind": "likelihood", "headline": task != "extra"}
+            task: {
+                "metric": "acc,none",
+                "num_fewshot": 0,
+                "kind": "likelihood",
+                "headline": task != "extra",
+            }
             for task in scores
         }
         samples = {
@@ -353,35 +496,60 @@ def test_the_verdict_says_what_was_lost_and_what_noise_may_hide() -> None:
             ]
             for task, values in scores.items()
         }
-        return {"result": {"tasks": rows, "settings": {"limit": None}}, "samples": samples}
+        return {
+            "result": {"tasks": rows, "settings": {"limit": None}},
+            "samples": samples,
+        }
 
     a = evaluated({"hard": [1.0] * 100, "even": [1.0, 0.0] * 50, "extra": [0.0] * 10})
     b = evaluated(
-        {"hard": [0.0] * 20 + [1.0] * 80, "even": [0.0, 1.0] * 2 + [1.0, 0.0] * 48, "extra": [0.0] * 10}
+        {
+            "hard": [0.0] * 20 + [1.0] * 80,
+            "even": [0.0, 1.0] * 2 + [1.0, 0.0] * 48,
+            "extra": [0.0] * 10,
+        }
     )
     text = verdict("fcsd", compare(a, b))
-    assert text.startswith("**fcsd**: the mean over 2 tasks changed by -10.0 points (95 % interval -14.")
+    assert text.startswith(
+        "**fcsd**: the mean over 2 tasks changed by -10.0 points (95 % interval -14."
+    )
     assert (
-        "): a loss beyond noise. Lost beyond noise: hard -20.0 (p <0.001). Within noise: even, extra;" in text
+        "): a loss beyond noise. Lost beyond noise: hard -20.0 (p <0.001). Within"
+        " noise: even, extra;" in text
     )
     # `extra`: 0 of 10 changed, so an item each way of 12: 2.18 * sqrt(2) / 12
     assert text.endswith("losses of up to 25.7 points (extra).")
     assert "Gained" not in text
     same = compare(a, a)
-    assert verdict("x", same) == "**x**: none of 210 items has another score than the original's."
-    little = [{task: [share] * 5 + [1.0] * 45 for task in "xyz"} for share in (1.0, 0.0)]
+    assert (
+        verdict("x", same)
+        == "**x**: none of 210 items has another score than the original's."
+    )
+    little = [
+        {task: [share] * 5 + [1.0] * 45 for task in "xyz"} for share in (1.0, 0.0)
+    ]
     text = verdict("x", compare(*map(evaluated, little)))
-    assert "a loss beyond noise. Lost beyond noise: no task by itself, but together they show it." in text
+    assert (
+        "a loss beyond noise. Lost beyond noise: no task by itself, but together they"
+        " show it." in text
+    )
     one = paired_table(compare(evaluated({"x": [1.0]}), evaluated({"x": [0.0]})))
-    assert "| 100.0 ± – | 0.0 ± – | -100.0 ± – |" in one, "one item has no standard error"
+    assert "| 100.0 ± – | 0.0 ± – | -100.0 ± – |" in one, (
+        "one item has no standard error"
+    )
     table = paired_table(same)
     assert "| extra (not in the mean) |" in table and "| mean " in table
 
 
-def test_every_key_of_the_comparison_is_documented(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_every_key_of_the_comparison_is_documented(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     assert main(["compare", *map(str, folders), "--output", str(tmp_path / "out")]) == 0
     whole = json.loads((tmp_path / "out" / "comparison.json").read_text())
     (comparison,) = whole["comparisons"].values()
-    group, mean = comparison["tasks"]["mmlu"], {key.removesuffix("_stderr") for key in comparison["mean"]}
+    group, mean = (
+        comparison["tasks"]["mmlu"],
+        {key.removesuffix("_stderr") for key in comparison["mean"]},
+    )
     used = {*whole, *comparison, *group, *group["members"]["mmlu_law"], *mean}
     assert used - documented_keys("comparison.json") == set()

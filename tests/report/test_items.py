@@ -1,4 +1,6 @@
-"""The page of single answers: what is in it, that no answer becomes markup or script, and that its filters work."""
+"""The page of single answers: what is in it, that no answer becomes markup or script,
+and that its filters work.
+"""
 
 import base64
 import gzip
@@ -36,14 +38,22 @@ def evaluated(name: str) -> dict[str, Any]:
         for i, score in enumerate(SCORES[name])
     ]  # fmt: skip
     choice = [
-        sample | {"loglikelihoods": [-1.25, float("-inf")], "choices": ["yes", HOSTILE], "doc_id": i}
+        sample
+        | {
+            "loglikelihoods": [-1.25, float("-inf")],
+            "choices": ["yes", HOSTILE],
+            "doc_id": i,
+        }
         for i, sample in enumerate(samples)
     ]
     for sample in choice:
         del sample["completion"]
     choice_row = whole["tasks"]["choice"] | {"num_items": 4}
     tasks = {"code": row, "choice": choice_row}
-    return {"result": whole | {"tasks": tasks}, "samples": {"code": samples, "choice": choice}}
+    return {
+        "result": whole | {"tasks": tasks},
+        "samples": {"code": samples, "choice": choice},
+    }
 
 
 @pytest.fixture
@@ -69,7 +79,11 @@ class Reader(HTMLParser):
             self.scripts.append((dict(attrs), ""))
 
     def handle_data(self, data: str) -> None:
-        if self.elements and self.elements[-1][0] == "script" and self.cdata_elem == "script":
+        if (
+            self.elements
+            and self.elements[-1][0] == "script"
+            and self.cdata_elem == "script"
+        ):
             attributes, text = self.scripts[-1]
             self.scripts[-1] = (attributes, text + data)
 
@@ -77,16 +91,31 @@ class Reader(HTMLParser):
 def test_no_answer_is_markup_and_only_the_pages_own_script_may_run(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     reader = Reader(text)
-    assert "owned" not in re.sub(r'(?s)<script type="application/json".*?</script>', "", text)
+    assert "owned" not in re.sub(
+        r'(?s)<script type="application/json".*?</script>', "", text
+    )
     assert "img" not in [tag for tag, _ in reader.elements]
-    assert not [name for _, attributes in reader.elements for name in attributes if name.startswith("on")]
+    assert not [
+        name
+        for _, attributes in reader.elements
+        for name in attributes
+        if name.startswith("on")
+    ]
     assert not [a for _, a in reader.elements if a.get("src") or a.get("href")], (
         "needs nothing from elsewhere"
     )
-    programs = [program for attributes, program in reader.scripts if "type" not in attributes]
-    assert len(programs) == 1 and "innerHTML" not in programs[0] and "eval" not in programs[0]
+    programs = [
+        program for attributes, program in reader.scripts if "type" not in attributes
+    ]
+    assert (
+        len(programs) == 1
+        and "innerHTML" not in programs[0]
+        and "eval" not in programs[0]
+    )
     (policy,) = [
-        a["content"] for tag, a in reader.elements if a.get("http-equiv") == "Content-Security-Policy"
+        a["content"]
+        for tag, a in reader.elements
+        if a.get("http-equiv") == "Content-Security-Policy"
     ]
     digest = base64.b64encode(hashlib.sha256(programs[0].encode()).digest()).decode()
     assert (
@@ -97,11 +126,18 @@ def test_no_answer_is_markup_and_only_the_pages_own_script_may_run(page: Path) -
 
 
 def test_the_page_holds_every_item_of_every_task_with_both_answers(page: Path) -> None:
-    data = {a["id"]: text for a, text in Reader(page.read_text(encoding="utf-8")).scripts if "id" in a}
+    data = {
+        a["id"]: text
+        for a, text in Reader(page.read_text(encoding="utf-8")).scripts
+        if "id" in a
+    }
     index = json.loads(data["index"])
     assert [task["name"] for task in index["tasks"]] == ["code", "choice"]
     assert index["models"][1] == f"fcsd {HOSTILE}".replace("\ud800", "?")
-    code, choice = (json.loads(gzip.decompress(base64.b64decode(data[f"task-{i}"]))) for i in range(2))
+    code, choice = (
+        json.loads(gzip.decompress(base64.b64decode(data[f"task-{i}"])))
+        for i in range(2)
+    )
     assert [[answer["score"] for answer in item["answers"]] for item in code] == [
         [1, 1],
         [1, 0],
@@ -109,10 +145,14 @@ def test_the_page_holds_every_item_of_every_task_with_both_answers(page: Path) -
         [0, 0],
     ]
     assert code[1]["answers"][1]["texts"][0].startswith("fcsd says 1 </script>")
-    assert choice[0]["answers"][0]["loglikelihoods"] == [-1.25, None] and choice[0]["choices"][0] == "yes"
+    assert (
+        choice[0]["answers"][0]["loglikelihoods"] == [-1.25, None]
+        and choice[0]["choices"][0] == "yes"
+    )
 
 
-# A document of our own, just enough for the page's script: what it would show, as plain objects.
+# A document of our own, just enough for the page's script: what it would show, as plain
+# objects.
 HARNESS = r"""
 const fs = require("fs"), vm = require("vm");
 const html = fs.readFileSync(process.argv[1], "utf-8");
@@ -173,20 +213,30 @@ def test_the_pages_filters_show_what_they_say(page: Path) -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node to run the page's script")
-    ran = subprocess.run([node, "-e", HARNESS, str(page)], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [node, "-e", HARNESS, str(page)], capture_output=True, text=True, timeout=60
+    )
     assert ran.returncode == 0, ran.stderr
     states = json.loads(ran.stdout)
     assert states["start"]["kinds"] == ["lost", "gained"]
     assert "original says 1 </script>" in states["start"]["text"], "text stays text"
     assert "pass@1, 0-shot, 4 items" in states["start"]["facts"]
-    assert states["gained"]["kinds"] == ["gained"] and "1 of 4 items" in states["gained"]["count"]
+    assert (
+        states["gained"]["kinds"] == ["gained"]
+        and "1 of 4 items" in states["gained"]["count"]
+    )
     assert states["all"]["kinds"] == ["kept", "lost", "gained", "never"]
     assert states["search"]["kinds"] == ["never"]
-    assert states["address"].startswith("#task=choice&model=fcsd+") and states["address"].endswith(
-        "&kind=all"
+    assert states["address"].startswith("#task=choice&model=fcsd+") and states[
+        "address"
+    ].endswith("&kind=all")
+    assert (
+        states["none"]["kinds"] == []
+        and "0 of 4 items, page 1 of 1" in states["none"]["count"]
     )
-    assert states["none"]["kinds"] == [] and "0 of 4 items, page 1 of 1" in states["none"]["count"]
-    assert "-1.25" in states["choice"]["text"] and "not finite" in states["choice"]["text"]
+    assert (
+        "-1.25" in states["choice"]["text"] and "not finite" in states["choice"]["text"]
+    )
 
 
 SHOWN = "[...document.querySelectorAll('article')].map((each) => each.className)"
@@ -196,7 +246,10 @@ TEXT = "document.querySelector('main').innerText"
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     if PROGRAM is None:
-        pytest.skip("no Chromium on this machine (Debian: apt-get install --no-install-recommends chromium)")
+        pytest.skip(
+            "no Chromium on this machine (Debian: apt-get install"
+            " --no-install-recommends chromium)"
+        )
     with Chromium(tmp_path_factory.mktemp("chromium")) as browser:
         yield browser
 
@@ -215,8 +268,9 @@ def browser(chromium: Chromium) -> Iterator[Chromium]:
 def choose(browser: Chromium, place: str, value: str) -> None:
     """Return what choosing from a list, or typing, does to a page."""
     browser.value(
-        f"(() => {{ const e = document.getElementById({place!r}); e.value = {json.dumps(value)};"
-        " e.dispatchEvent(new Event('input', {bubbles: true})); })()"
+        f"(() => {{ const e = document.getElementById({place!r}); e.value ="
+        f" {json.dumps(value)}; e.dispatchEvent(new Event('input', {{bubbles: true}}));"
+        " })()"
     )
 
 
@@ -226,20 +280,28 @@ def test_in_a_browser_the_filters_show_what_they_say_and_the_address_keeps_it(
     browser.open(page.as_uri())
     assert browser.wait(f"{SHOWN}.length && {SHOWN}") == ["lost", "gained"]
     boxes = browser.value(
-        "[...document.querySelectorAll('article.lost .answer')].map((e) => [e.className, e.getBoundingClientRect().x])"
+        "[...document.querySelectorAll('article.lost .answer')].map((e) =>"
+        " [e.className, e.getBoundingClientRect().x])"
     )
-    assert [name for name, _ in boxes] == ["answer right", "answer wrong"] and boxes[0][1] + 400 < boxes[1][1]
+    assert [name for name, _ in boxes] == ["answer right", "answer wrong"] and boxes[0][
+        1
+    ] + 400 < boxes[1][1]
     for kind, kinds in (
         ("gained", ["gained"]), ("lost", ["lost"]), ("kept", ["kept"]), ("never", ["never"]),
         ("all", ["kept", "lost", "gained", "never"]),
     ):  # fmt: skip
         choose(browser, "kind", kind)
         browser.wait(f"{SHOWN}.join() === {','.join(kinds)!r}")
-        assert browser.value("new URLSearchParams(location.hash.slice(1)).get('kind')") == kind
+        assert (
+            browser.value("new URLSearchParams(location.hash.slice(1)).get('kind')")
+            == kind
+        )
     browser.value("document.getElementById('text').focus()")
     browser.type("SAYS 3")
     browser.wait(f"{SHOWN}.join() === 'never'")
-    assert "1 of 4 items" in browser.value("document.getElementById('count').textContent")
+    assert "1 of 4 items" in browser.value(
+        "document.getElementById('count').textContent"
+    )
     address = browser.value("location.href")
     browser.open("about:blank")
     browser.open(address)  # as somebody else to whom it was sent
@@ -253,12 +315,18 @@ def test_in_a_browser_the_filters_show_what_they_say_and_the_address_keeps_it(
     assert "not finite" in browser.value(TEXT)
     browser.value("location.hash = 'task=nonsense&kind=any&page=99'")
     browser.wait(f"{SHOWN}.join() === 'lost,gained'")
-    browser.requests[:] = [request for request in browser.requests if request != "about:blank"]
+    browser.requests[:] = [
+        request for request in browser.requests if request != "about:blank"
+    ]
 
 
-def test_in_a_browser_the_choice_and_the_expected_one_are_marked(browser: Chromium, tmp_path: Path) -> None:
+def test_in_a_browser_the_choice_and_the_expected_one_are_marked(
+    browser: Chromium, tmp_path: Path
+) -> None:
     """By the rule of the metric; a target that may name two choices marks none."""
-    rows = [  # choices, target, log-likelihoods; then which is chosen by acc_norm, and which is expected
+    # choices, target, log-likelihoods; then which is chosen by acc_norm, and which is
+    # expected
+    rows = [
         ([" aa", " bbbbbbbb"], "1", [-2.0, -4.0], 1, 1),
         ([" yes", " no"], "no", [-1.0, -9.0], 0, 1),
         ([" 1", " 0"], "1", [-1.0, None], 0, -1),
@@ -271,19 +339,27 @@ def test_in_a_browser_the_choice_and_the_expected_one_are_marked(browser: Chromi
     ]  # fmt: skip
     whole, _ = result("fcsd")
     task = whole["tasks"]["choice"] | {"metric": "acc_norm,none", "num_items": 4}
-    each = {"result": whole | {"tasks": {"choice": task}}, "samples": {"choice": samples}}
-    write_items({"a": each, "b": each}, {"b": compare(each, each)}, tmp_path / "items.html")
+    each = {
+        "result": whole | {"tasks": {"choice": task}},
+        "samples": {"choice": samples},
+    }
+    write_items(
+        {"a": each, "b": each}, {"b": compare(each, each)}, tmp_path / "items.html"
+    )
     browser.open((tmp_path / "items.html").as_uri() + "#kind=all")
     browser.wait(f"{SHOWN}.length === 4")
     marks = browser.value(
-        "[...document.querySelectorAll('article')].map((e) => [...e.querySelectorAll('table:first-of-type')].map("
-        "(t) => [[...t.rows].findIndex((r) => r.className === 'chosen'),"
+        "[...document.querySelectorAll('article')].map((e) =>"
+        " [...e.querySelectorAll('table:first-of-type')].map((t) =>"
+        " [[...t.rows].findIndex((r) => r.className === 'chosen'),"
         " [...t.rows].findIndex((r) => r.cells[2].textContent === '✓')])[0])"
     )
     assert marks == [[chosen, expected] for *_, chosen, expected in rows]
 
 
-def test_in_a_browser_no_answer_runs_and_none_is_lost(browser: Chromium, tmp_path: Path) -> None:
+def test_in_a_browser_no_answer_runs_and_none_is_lost(
+    browser: Chromium, tmp_path: Path
+) -> None:
     """What models and data sets may hold, shown to the last character."""
     texts = {
         "markup": HOSTILE.replace("\ud800", ""), "end": "]]> --> </pre></article></script>", "nul": "a\0b",
@@ -300,23 +376,38 @@ def test_in_a_browser_no_answer_runs_and_none_is_lost(browser: Chromium, tmp_pat
             for key, text in texts.items()
         ]  # fmt: skip
         row = whole["tasks"]["code"] | {"num_items": len(texts)}
-        both[name] = {"result": whole | {"tasks": {"code": row}}, "samples": {"code": samples}}
-    write_items(both, {"fcsd": compare(both["original"], both["fcsd"])}, tmp_path / "items.html")
+        both[name] = {
+            "result": whole | {"tasks": {"code": row}},
+            "samples": {"code": samples},
+        }
+    write_items(
+        both, {"fcsd": compare(both["original"], both["fcsd"])}, tmp_path / "items.html"
+    )
     browser.open((tmp_path / "items.html").as_uri())
     browser.wait(f"{SHOWN}.length === {len(texts)}")
     shown = browser.value(
         "Object.fromEntries([...document.querySelectorAll('article')].map((e) =>"
-        " [e.querySelector('h2').textContent, [...e.querySelectorAll('pre')].map((p) => p.textContent)]))"
+        " [e.querySelector('h2').textContent, [...e.querySelectorAll('pre')].map((p) =>"
+        " p.textContent)]))"
     )
     for key, text in texts.items():
         expected = [text] * (4 if text else 2)  # prompt, expected, and two answers
         assert shown[key] == expected, key
     assert browser.value("document.title") == "Answers side by side"
-    assert browser.value("document.querySelectorAll('main img, main script, main a').length") == 0
-    assert browser.value("document.documentElement.scrollWidth <= innerWidth"), "nothing makes the page wider"
+    assert (
+        browser.value(
+            "document.querySelectorAll('main img, main script, main a').length"
+        )
+        == 0
+    )
+    assert browser.value("document.documentElement.scrollWidth <= innerWidth"), (
+        "nothing makes the page wider"
+    )
 
 
-def test_in_a_browser_a_whole_benchmark_is_turned_over_by_keyboard(browser: Chromium, tmp_path: Path) -> None:
+def test_in_a_browser_a_whole_benchmark_is_turned_over_by_keyboard(
+    browser: Chromium, tmp_path: Path
+) -> None:
     both = {}
     for name, right in (("original", 3), ("fcsd", 4)):
         whole, _ = result(name, limit=120)
@@ -326,15 +417,24 @@ def test_in_a_browser_a_whole_benchmark_is_turned_over_by_keyboard(browser: Chro
             for i in range(120)
         ]  # fmt: skip
         row = whole["tasks"]["code"] | {"num_items": 120}
-        both[name] = {"result": whole | {"tasks": {"code": row}}, "samples": {"code": samples}}
-    write_items(both, {"fcsd": compare(both["original"], both["fcsd"])}, tmp_path / "items.html")
+        both[name] = {
+            "result": whole | {"tasks": {"code": row}},
+            "samples": {"code": samples},
+        }
+    write_items(
+        both, {"fcsd": compare(both["original"], both["fcsd"])}, tmp_path / "items.html"
+    )
     browser.open((tmp_path / "items.html").as_uri() + "#kind=all")
     count = "document.getElementById('count').textContent"
     browser.wait(f"{count} === '120 of 120 items, page 1 of 3'")
-    assert "Only the first 120 items" in browser.value("document.getElementById('note').innerText")
+    assert "Only the first 120 items" in browser.value(
+        "document.getElementById('note').innerText"
+    )
     browser.press("ArrowRight")
     browser.wait(f"{count}.endsWith('page 2 of 3')")
-    assert "question 50" in browser.value(TEXT) and "question 49" not in browser.value(TEXT)
+    assert "question 50" in browser.value(TEXT) and "question 49" not in browser.value(
+        TEXT
+    )
     browser.wait("location.hash.endsWith('page=2')")
     browser.press("ArrowLeft")
     browser.press("ArrowLeft")  # there is nothing before the first
@@ -344,7 +444,13 @@ def test_in_a_browser_a_whole_benchmark_is_turned_over_by_keyboard(browser: Chro
     for _ in range(5):
         browser.press("Tab")
         names.append(browser.value("document.activeElement.id"))
-    assert names == ["task", "model", "kind", "text", "next"], "every control is reached, in order"
+    assert names == [
+        "task",
+        "model",
+        "kind",
+        "text",
+        "next",
+    ], "every control is reached, in order"
     browser.value("document.getElementById('next').click()")
     browser.wait(f"{count}.endsWith('page 2 of 3')")
     browser.value("document.getElementById('text').focus()")
@@ -353,7 +459,8 @@ def test_in_a_browser_a_whole_benchmark_is_turned_over_by_keyboard(browser: Chro
     browser.wait(f"{count} === '11 of 120 items, page 1 of 1'")
     for scheme in ("light", "dark"):
         browser.call(
-            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
         )
         back, front = browser.value(
             "[getComputedStyle(document.querySelector('header')).backgroundColor,"
@@ -361,7 +468,10 @@ def test_in_a_browser_a_whole_benchmark_is_turned_over_by_keyboard(browser: Chro
         )
         assert (back == "rgb(255, 255, 255)") == (scheme == "light") and back != front
     browser.call("Emulation.setEmulatedMedia", media="print", features=[])
-    assert browser.value("getComputedStyle(document.getElementById('filter')).display") == "none"
+    assert (
+        browser.value("getComputedStyle(document.getElementById('filter')).display")
+        == "none"
+    )
     browser.call("Emulation.setEmulatedMedia", media="", features=[])
 
 
@@ -378,13 +488,18 @@ def test_in_a_browser_the_page_opens_on_the_distilled_model_with_a_line_a_task(
     browser.wait(f"{SHOWN}.length === 2")
     assert browser.value("document.getElementById('model').value") == "fcsd"
     lines = browser.value(
-        "[...document.querySelectorAll('#overview tr')].map((e) => [...e.cells].map((c) => c.innerText))"
+        "[...document.querySelectorAll('#overview tr')].map((e) => [...e.cells].map((c)"
+        " => c.innerText))"
     )
-    assert lines[0][0] == "task" and [line[0] for line in lines[1:]] == ["code", "choice"]
+    assert lines[0][0] == "task" and [line[0] for line in lines[1:]] == [
+        "code",
+        "choice",
+    ]
     assert lines[1][4:6] == ["1", "1"], "gained and lost"
     browser.value("document.querySelectorAll('#overview button')[1].click()")
     browser.wait(
-        "document.getElementById('task').value === 'choice' && location.hash.includes('task=choice')"
+        "document.getElementById('task').value === 'choice' &&"
+        " location.hash.includes('task=choice')"
     )
 
 
@@ -413,13 +528,19 @@ def test_in_a_browser_the_words_in_which_two_answers_differ_are_marked(
             for key, texts in answers.items()
         ]
         row = whole["tasks"]["code"] | {"num_items": len(answers)}
-        both[name] = {"result": whole | {"tasks": {"code": row}}, "samples": {"code": samples}}
-    write_items(both, {"fcsd": compare(both["original"], both["fcsd"])}, tmp_path / "items.html")
+        both[name] = {
+            "result": whole | {"tasks": {"code": row}},
+            "samples": {"code": samples},
+        }
+    write_items(
+        both, {"fcsd": compare(both["original"], both["fcsd"])}, tmp_path / "items.html"
+    )
     browser.open((tmp_path / "items.html").as_uri())
     browser.wait(f"{SHOWN}.length === {len(answers)}")
     marks = browser.value(
-        "Object.fromEntries([...document.querySelectorAll('article')].map((e) => [e.querySelector('h2').textContent,"
-        " [...e.querySelectorAll('pre')].map((p) => [p.textContent, [...p.querySelectorAll('mark')].map((m) =>"
+        "Object.fromEntries([...document.querySelectorAll('article')].map((e) =>"
+        " [e.querySelector('h2').textContent, [...e.querySelectorAll('pre')].map((p) =>"
+        " [p.textContent, [...p.querySelectorAll('mark')].map((m) =>"
         " m.textContent)])]))"
     )
     for key, (one, other, only_one, only_other) in answers.items():

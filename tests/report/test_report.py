@@ -36,8 +36,12 @@ SCORES = {
 KL = {"original": 0.0, "converted": 1.25, "fcsd": 0.0125}
 
 
-def result(name: str, limit: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a result in the format of `fcsd evaluate`, its standard errors by hand: sqrt(p (1 - p) / 3)."""
+def result(
+    name: str, limit: int | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a result in the format of `fcsd evaluate`, its standard errors by hand:
+    sqrt(p (1 - p) / 3).
+    """
     tasks, samples = {}, {}
     for task, metric in (("code", "pass@1"), ("choice", "acc,none")):
         scores = SCORES[name][task]
@@ -48,11 +52,27 @@ def result(name: str, limit: int | None = None) -> tuple[dict[str, Any], dict[st
             "kind": "code" if task == "code" else "likelihood", "headline": True, "dataset": f"/somewhere/a/{task}",
         }  # fmt: skip
         samples[task] = [
-            {"doc_id": i, "doc_hash": f"d{i}", "prompt_hash": f"p{i}", "score": float(score)}
+            {
+                "doc_id": i,
+                "doc_hash": f"d{i}",
+                "prompt_hash": f"p{i}",
+                "score": float(score),
+            }
             for i, score in enumerate(scores)
         ]
-    suite = {"tasks": [{"task": task, "dataset": f"a/{task}", "kind": tasks[task]["kind"]} for task in tasks]}
-    settings = {"limit": limit, "dtype": "float32", "device": "cpu", "decoding": "greedy", "suite": suite}
+    suite = {
+        "tasks": [
+            {"task": task, "dataset": f"a/{task}", "kind": tasks[task]["kind"]}
+            for task in tasks
+        ]
+    }
+    settings = {
+        "limit": limit,
+        "dtype": "float32",
+        "device": "cpu",
+        "decoding": "greedy",
+        "suite": suite,
+    }
     whole = {
         "schema_version": SCHEMA_VERSION, "suite": "s", "model": name, "tasks": tasks, "mean": 0.5, "mean_stderr": 0.1,
         "settings": settings, "sandbox": {"landlock": "abi7"}, "wall_s": 1.0,
@@ -94,7 +114,12 @@ def run(recipe: Recipe) -> Path:
         evaluated(*result(name), folder / "evaluate" / name)
     config = {
         "num_hidden_layers": 4,
-        "farskip": {"version": 1, "layers": [2, 3], "attention": "partial", "mlp": "outdated"},
+        "farskip": {
+            "version": 1,
+            "layers": [2, 3],
+            "attention": "partial",
+            "mlp": "outdated",
+        },
     }
     for place in ("convert", "distill"):
         (folder / place / "model").mkdir(parents=True)
@@ -111,29 +136,53 @@ def run(recipe: Recipe) -> Path:
         stage.folder / "history.jsonl",
         '{"step": 5, "loss": 0.5, "kl": 0.5}\n{"step": 10, "loss": 0.25, "kl": 0.25}\n',
     )
-    points = [{"step": 0, "score": 0.0, "stderr": 0.0}, {"step": 10, "score": 0.5, "stderr": 0.08}]
+    points = [
+        {"step": 0, "score": 0.0, "stderr": 0.0},
+        {"step": 10, "score": 0.5, "stderr": 0.08},
+    ]
     write_json(stage.folder / "scores.json", {"metric": "pass@1", "points": points})
     stopping = {"num_scores": 2, "num_items": 40, "num_items_total": 378, "best_stderr": 0.08, "scoring_s": 90.0,
                 "run_s": 3600.0, "share_of_time": 0.025}  # fmt: skip
-    results = {"steps": 10, "best_step": 10, "best_score": 0.5, "early_stopping": stopping}
+    results = {
+        "steps": 10,
+        "best_step": 10,
+        "best_score": 0.5,
+        "early_stopping": stopping,
+    }
     stage.finish(results | {"skipped_steps": 2, "spikes": 1})
     return folder
 
 
-def test_the_report_states_every_model_and_the_paired_differences(recipe: Recipe, run: Path) -> None:
+def test_the_report_states_every_model_and_the_paired_differences(
+    recipe: Recipe, run: Path
+) -> None:
     table = write_report(recipe, list(SCORES), run / "report")
     rows = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
         for line in table.splitlines()
         if "|" in line
     }
-    assert rows["model"] == ["rewired", "training", "code pass@1", "choice acc", "mean", "KL to original"]
+    assert rows["model"] == [
+        "rewired",
+        "training",
+        "code pass@1",
+        "choice acc",
+        "mean",
+        "KL to original",
+    ]
     assert rows["original"] == ["0", "-", "75.0 ± 25.0", "50.0 ± 28.9", "50.0", "0"]
     assert rows["converted"][0] == "2/4" and rows["converted"][-1] == "1.250"
-    assert rows["fcsd"][:3] == ["2/4", "kl, 10 steps, best at 10, 2 skipped steps, 1 spike", "75.0 ± 25.0"]
-    said = table.split("\n\n")[-1].splitlines()  # what the run is for comes before the untrained model
+    assert rows["fcsd"][:3] == [
+        "2/4",
+        "kl, 10 steps, best at 10, 2 skipped steps, 1 spike",
+        "75.0 ± 25.0",
+    ]
+    # what the run is for comes before the untrained model
+    said = table.split("\n\n")[-1].splitlines()
     assert said[0].startswith("fcsd: the mean over 2 tasks changed by 0.0 points")
-    assert said[1].startswith("converted: the mean over 2 tasks changed by -50.0 points (95 % interval")
+    assert said[1].startswith(
+        "converted: the mean over 2 tasks changed by -50.0 points (95 % interval"
+    )
     report = json.loads((run / "report" / "report.json").read_text())
     assert report.keys() - documented_keys("report.json") == set()
     lost = report["comparisons"]["converted"]["tasks"]["code"]
@@ -144,14 +193,26 @@ def test_the_report_states_every_model_and_the_paired_differences(recipe: Recipe
         0.25,
     )  # 2 * (1/2)^3
     kept = report["comparisons"]["fcsd"]["tasks"]["code"]
-    assert (kept["delta"], kept["gained"], kept["lost"], kept["p_value"]) == (0.0, 1, 1, 1.0)
+    assert (kept["delta"], kept["gained"], kept["lost"], kept["p_value"]) == (
+        0.0,
+        1,
+        1,
+        1.0,
+    )
     text = (run / "report" / "report.md").read_text()
     assert "(items.html)" in text and (run / "report" / "items.html").is_file()
     assert len(list((run / "report" / "lm_eval").glob("*/results_*.json"))) == 3
-    assert "choice of checkpoint: pass@1 on `evalplus/mbppplus`, split `test`, every 1000 steps" in text
-    assert "| fcsd     | 50.0 ± 8.0 % |      10 | 40 of 378 items |      2 |      2 min, 2.5 % |" in text
     assert (
-        "pass@1 on `evalplus/mbppplus`, split `test` during training; the band is one standard error" in text
+        "choice of checkpoint: pass@1 on `evalplus/mbppplus`, split `test`, every 1000"
+        " steps" in text
+    )
+    assert (
+        "| fcsd     | 50.0 ± 8.0 % |      10 | 40 of 378 items |      2 |      2 min,"
+        " 2.5 % |" in text
+    )
+    assert (
+        "pass@1 on `evalplus/mbppplus`, split `test` during training; the band is one"
+        " standard error" in text
     )
     assert "Mean over the last steps: fcsd 0.375 (10)." in text
     for figure in ("loss.png", "pass_at_1.png", "deltas.png"):
@@ -159,7 +220,9 @@ def test_the_report_states_every_model_and_the_paired_differences(recipe: Recipe
         assert (run / "report" / figure).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_model_that_was_asked_other_prompts_is_refused(recipe: Recipe, run: Path) -> None:
+def test_a_model_that_was_asked_other_prompts_is_refused(
+    recipe: Recipe, run: Path
+) -> None:
     whole, samples = result("fcsd")
     samples["code"][0]["prompt_hash"] = "other"
     evaluated(whole, samples, run / "evaluate" / "fcsd")
@@ -168,11 +231,16 @@ def test_a_model_that_was_asked_other_prompts_is_refused(recipe: Recipe, run: Pa
     assert not (run / "report").exists()
 
 
-def test_a_result_of_weights_that_are_gone_is_refused(recipe: Recipe, run: Path) -> None:
+def test_a_result_of_weights_that_are_gone_is_refused(
+    recipe: Recipe, run: Path
+) -> None:
     for place, key in (("distill", "outputs"), ("evaluate/fcsd", "inputs")):
         manifest = json.loads((run / place / "manifest.json").read_text())
         del manifest["sha256"]
-        write_json(run / place / "manifest.json", manifest | {key: {"model": f"weights of {place}"}})
+        write_json(
+            run / place / "manifest.json",
+            manifest | {key: {"model": f"weights of {place}"}},
+        )
     with pytest.raises(UserError, match="was measured on other weights than those in"):
         write_report(recipe, list(SCORES), run / "report")
 
@@ -193,7 +261,10 @@ def test_a_figure_that_is_not_what_its_stage_left_enters_no_report(
     text = (run / file).read_text()
     assert old in text
     (run / file).write_text(text.replace(old, new, 1))
-    with pytest.raises(UserError, match=rf"{file.rpartition('/')[0]}.*(not what the stage left|is damaged)"):
+    with pytest.raises(
+        UserError,
+        match=rf"{file.rpartition('/')[0]}.*(not what the stage left|is damaged)",
+    ):
         write_report(recipe, list(SCORES), run / "report")
     assert not (run / "report").exists()
 
@@ -202,21 +273,39 @@ def test_the_report_says_when_the_checkpoint_was_chosen_by_items_that_are_report
     recipe: Recipe, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_figures", "write_details"):
-        monkeypatch.setattr(f"fcsd.report.report.{name}", lambda *_: {})  # they take long
+        # they take long
+        monkeypatch.setattr(f"fcsd.report.report.{name}", lambda *_: {})
     for dataset, said in (("a/code", True), ("a/other", False)):
-        stopping = {"task": MBPP | {"dataset": dataset}, "every_steps": 5, "patience": 2, "min_delta": 0.02}
+        stopping = {
+            "task": MBPP | {"dataset": dataset},
+            "every_steps": 5,
+            "patience": 2,
+            "min_delta": 0.02,
+        }
         plan = Recipe.model_validate(recipe.dump() | {"early_stopping": stopping})
         write_report(plan, list(SCORES), run / "report")
         text = (run / "report" / "report.md").read_text()
         assert f"pass@1 on `{dataset}`" in text
-        assert ("The same items are graded in code: no independent test" in text) == said
+        assert (
+            "The same items are graded in code: no independent test" in text
+        ) == said
 
 
-def test_the_layers_of_a_multimodal_wrapper_are_those_of_its_text_stack(recipe: Recipe, run: Path) -> None:
+def test_the_layers_of_a_multimodal_wrapper_are_those_of_its_text_stack(
+    recipe: Recipe, run: Path
+) -> None:
     path = run / "distill" / "model" / "config.json"
     config = json.loads(path.read_text())
-    write_json(path, {"text_config": {"num_hidden_layers": config.pop("num_hidden_layers")}, **config})
-    assert "| 2/4 |" in " ".join(write_report(recipe, list(SCORES), run / "report").split())
+    write_json(
+        path,
+        {
+            "text_config": {"num_hidden_layers": config.pop("num_hidden_layers")},
+            **config,
+        },
+    )
+    assert "| 2/4 |" in " ".join(
+        write_report(recipe, list(SCORES), run / "report").split()
+    )
 
 
 def test_a_quick_look_is_marked_as_one(recipe: Recipe, run: Path) -> None:
@@ -224,44 +313,80 @@ def test_a_quick_look_is_marked_as_one(recipe: Recipe, run: Path) -> None:
         evaluated(*result(name, limit=4), run / "evaluate" / name)
     printed = write_report(recipe, list(SCORES), run / "report")
     assert "Only the first 4 items of every task" in printed
-    assert "Only the first 4 items of every task" in (run / "report" / "report.md").read_text()
+    assert (
+        "Only the first 4 items of every task"
+        in (run / "report" / "report.md").read_text()
+    )
     assert "Only the first 4 items" in result_table(run / "evaluate" / "fcsd")
 
 
-def test_the_card_says_what_was_measured_and_no_place_of_this_machine(recipe: Recipe, run: Path) -> None:
+def test_the_card_says_what_was_measured_and_no_place_of_this_machine(
+    recipe: Recipe, run: Path
+) -> None:
     write_report(recipe, list(SCORES), run / "report")
-    write_publication(recipe, None, run / "distill" / "model", run / "report", run / "publish")
+    write_publication(
+        recipe, None, run / "distill" / "model", run / "report", run / "publish"
+    )
     card = (run / "publish" / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
     assert (
-        front["license"] == "apache-2.0" and front["base_model"] == "some/base" and "farskip" in front["tags"]
+        front["license"] == "apache-2.0"
+        and front["base_model"] == "some/base"
+        and "farskip" in front["tags"]
     )
     (entry,) = front["model-index"]
-    assert {row["dataset"]["type"]: row["metrics"][0]["value"] for row in entry["results"]} == {
+    assert {
+        row["dataset"]["type"]: row["metrics"][0]["value"] for row in entry["results"]
+    } == {
         "a/code": 75.0,
         "a/choice": 50.0,
     }
-    assert "https://arxiv.org/abs/2511.11505" in card and "@article{dukler2025farskip,\n" in card
-    table = [line for line in card.splitlines() if line.startswith("| ")]
-    assert len(table) == 4 and max(map(len, table)) < 120 and "| accuracy, 0-shot" in card, (
-        "the Hub's column is narrow"
+    assert (
+        "https://arxiv.org/abs/2511.11505" in card
+        and "@article{dukler2025farskip,\n" in card
     )
-    assert "2 of 4 decoder layers" in card and 'from_pretrained("me/x", trust_remote_code=True)' in card
-    published = [file.read_text() for file in (run / "publish").iterdir() if file.suffix in (".md", ".json")]
+    table = [line for line in card.splitlines() if line.startswith("| ")]
+    assert (
+        len(table) == 4 and max(map(len, table)) < 120 and "| accuracy, 0-shot" in card
+    ), "the Hub's column is narrow"
+    assert (
+        "2 of 4 decoder layers" in card
+        and 'from_pretrained("me/x", trust_remote_code=True)' in card
+    )
+    published = [
+        file.read_text()
+        for file in (run / "publish").iterdir()
+        if file.suffix in (".md", ".json")
+    ]
     assert len(published) >= 4 and not any("/somewhere" in text for text in published)
     assert "items.html" not in (run / "publish" / "report.md").read_text()
-    assert not (run / "publish" / "items.html").exists(), "the questions of benchmarks are not published"
-    assert (run / "publish" / "config.json").is_file() and (run / "publish" / "report.md").is_file()
+    assert not (run / "publish" / "items.html").exists(), (
+        "the questions of benchmarks are not published"
+    )
+    assert (run / "publish" / "config.json").is_file() and (
+        run / "publish" / "report.md"
+    ).is_file()
 
 
-def test_a_finished_training_without_its_model_is_not_published(recipe: Recipe, run: Path) -> None:
+def test_a_finished_training_without_its_model_is_not_published(
+    recipe: Recipe, run: Path
+) -> None:
     write_report(recipe, list(SCORES), run / "report")
     (run / "distill" / "model" / "config.json").unlink()
     for _ in range(2):  # an empty folder, and none
-        with pytest.raises(UserError, match=r"distill/model: holds no model, though its stage has finished"):
-            write_publication(recipe, None, run / "distill" / "model", run / "report", run / "publish")
+        with pytest.raises(
+            UserError,
+            match=r"distill/model: holds no model, though its stage has finished",
+        ):
+            write_publication(
+                recipe, None, run / "distill" / "model", run / "report", run / "publish"
+            )
         assert not (run / "publish").exists()
-        (run / "distill" / "model").rmdir() if (run / "distill" / "model").exists() else None
+        (
+            (run / "distill" / "model").rmdir()
+            if (run / "distill" / "model").exists()
+            else None
+        )
 
 
 def test_what_is_published_is_neither_a_link_nor_changed_code(
@@ -269,14 +394,21 @@ def test_what_is_published_is_neither_a_link_nor_changed_code(
 ) -> None:
     write_report(recipe, list(SCORES), run / "report")
     model, family = run / "distill" / "model", FAMILIES["qwen3_moe"]
-    config = read_json(model / "config.json") | {"model_type": "farskip_qwen3_moe", "num_experts": 8}
+    config = read_json(model / "config.json") | {
+        "model_type": "farskip_qwen3_moe",
+        "num_experts": 8,
+    }
     write_json(model / "config.json", config | {"auto_map": auto_map(family)})
     write_text(model / "modeling_farskip.py", "import os")
     (model / "additional_chat_templates").mkdir()
     write_text(model / "additional_chat_templates" / "tools.jinja", "x")
     write_publication(recipe, None, model, run / "report", run / "publish")
-    assert (run / "publish" / "modeling_farskip.py").read_text() == modeling_source(family)
-    assert (run / "publish" / "additional_chat_templates" / "tools.jinja").read_text() == "x"
+    assert (run / "publish" / "modeling_farskip.py").read_text() == modeling_source(
+        family
+    )
+    assert (
+        run / "publish" / "additional_chat_templates" / "tools.jinja"
+    ).read_text() == "x"
     assert "is not what this fcsd writes for qwen3_moe" in capsys.readouterr().err
     (run / "secret").touch()
     (model / "anything").symlink_to(run / "secret")
@@ -296,27 +428,51 @@ def test_results_are_data_that_the_hubs_own_classes_read(tmp_path: Path) -> None
         "num_fewshot": 5,
         "revision": "c" * 40,
     }
-    config = {"num_hidden_layers": 4, "farskip": {"layers": [0], "attention": "full", "mlp": "outdated"}}
-    licence = {"license": "other", "license_name": "mine", "license_link": "LICENSE.txt"}
-    facts = Facts("x", config, base="some/base", licence=licence, result=whole, chat=False)
+    config = {
+        "num_hidden_layers": 4,
+        "farskip": {"layers": [0], "attention": "full", "mlp": "outdated"},
+    }
+    licence = {
+        "license": "other",
+        "license_name": "mine",
+        "license_link": "LICENSE.txt",
+    }
+    facts = Facts(
+        "x", config, base="some/base", licence=licence, result=whole, chat=False
+    )
     write_card(facts, tmp_path)
-    name, rows = model_index_to_eval_results(metadata_load(tmp_path / "README.md")["model-index"])
+    name, rows = model_index_to_eval_results(
+        metadata_load(tmp_path / "README.md")["model-index"]
+    )
     (row,) = [row for row in rows if row.dataset_type == "openai/gsm8k"]
     assert (name, row.metric_type, row.metric_value) == ("x", "exact_match", 50.0)
     assert row.metric_name == "exact match (flexible extract), per cent"
-    assert (row.dataset_config, row.dataset_split, row.dataset_args) == ("main", "test", {"num_few_shot": 5})
+    assert (row.dataset_config, row.dataset_split, row.dataset_args) == (
+        "main",
+        "test",
+        {"num_few_shot": 5},
+    )
     entries = {
         file.stem: parse_eval_result_entries(yaml.safe_load(file.read_text()))
         for file in (tmp_path / ".eval_results").iterdir()
     }
     (entry,) = entries["choice"]
     # The task's id is that in the data set's eval.yaml, which is not the configuration.
-    assert (entry.dataset_id, entry.task_id, entry.dataset_revision) == ("openai/gsm8k", "gsm8k", "c" * 40)
+    assert (entry.dataset_id, entry.task_id, entry.dataset_revision) == (
+        "openai/gsm8k",
+        "gsm8k",
+        "c" * 40,
+    )
     assert (entry.value, entries["code"][0].task_id) == (50.0, "default")
     card = (tmp_path / "README.md").read_text()
-    assert "license_link: https://huggingface.co/some/base/blob/main/LICENSE.txt" in card
+    assert (
+        "license_link: https://huggingface.co/some/base/blob/main/LICENSE.txt" in card
+    )
     assert "sandbox (landlock abi7)" in card and re.search(r"\| code +\| +pass@1", card)
-    assert 'tokenizer("The main topics of linear algebra are"' in card and "messages" not in card
+    assert (
+        'tokenizer("The main topics of linear algebra are"' in card
+        and "messages" not in card
+    )
 
 
 def test_a_multimodal_card_names_its_own_classes() -> None:
@@ -335,12 +491,18 @@ def test_a_multimodal_card_names_its_own_classes() -> None:
         and "2 of 8 decoder layers" in card.text
     )
     assert "Needs transformers >=5.23,<6 (made with " in card.text
-    assert "processor = AutoProcessor" in card.text and card.data.pipeline_tag == "image-text-to-text"
+    assert (
+        "processor = AutoProcessor" in card.text
+        and card.data.pipeline_tag == "image-text-to-text"
+    )
     assert "**Rewired, but not trained.**" in card.text and "What are" not in card.text
 
 
 def test_the_card_names_another_teacher_adapters_and_what_was_left_out() -> None:
-    config = {"num_hidden_layers": 4, "farskip": {"layers": [0], "attention": "full", "mlp": "outdated"}}
+    config = {
+        "num_hidden_layers": 4,
+        "farskip": {"layers": [0], "attention": "full", "mlp": "outdated"},
+    }
     training = {
         "stage": "distill",
         "inputs": {"original": "a", "teacher": "b"},
@@ -361,7 +523,10 @@ def test_the_card_names_another_teacher_adapters_and_what_was_left_out() -> None
     [
         (
             "farskip_qwen3_moe",
-            "`vllm serve me/x`, with the plugin fcsd-serving beside it, which is on no package index",
+            (
+                "`vllm serve me/x`, with the plugin fcsd-serving beside it, which is on"
+                " no package index"
+            ),
         ),
         ("farskip_doge", "vLLM and SGLang have no plugin for its family."),
     ],
@@ -375,7 +540,10 @@ def test_the_card_has_the_command_that_serves_the_model_where_there_is_one(
 
 
 def test_a_model_that_was_not_evaluated_has_a_card_that_says_so() -> None:
-    config = {"num_hidden_layers": 4, "farskip": {"layers": [0], "attention": "full", "mlp": "outdated"}}
+    config = {
+        "num_hidden_layers": 4,
+        "farskip": {"layers": [0], "attention": "full", "mlp": "outdated"},
+    }
     card = str(model_card(Facts("x", config)))
     assert "Not evaluated." in card and "model-index" not in card
 
@@ -392,17 +560,31 @@ def test_many_tasks_of_few_models_stand_below_each_other() -> None:
     whole, _ = result("original")
     row = whole["tasks"]["choice"]
     models = {
-        name: {"layers": "0", "training": "-", "result": whole | {"tasks": {f"t{i}": row for i in range(11)}}}
+        name: {
+            "layers": "0",
+            "training": "-",
+            "result": whole | {"tasks": {f"t{i}": row for i in range(11)}},
+        }
         for name in ("original", "fcsd")
     }
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in models_table(models).splitlines()]
-    assert lines[0] == ["model", "original", "fcsd"] and lines[4] == ["t0 acc", "50.0 ± 28.9", "50.0 ± 28.9"]
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in models_table(models).splitlines()
+    ]
+    assert lines[0] == ["model", "original", "fcsd"] and lines[4] == [
+        "t0 acc",
+        "50.0 ± 28.9",
+        "50.0 ± 28.9",
+    ]
     assert [line[0] for line in lines[-2:]] == ["mean", "KL to original"]
 
 
 def test_what_is_not_known_is_a_dash() -> None:
     assert (percent(None), percent(float("nan")), percent(0.5)) == ("-", "-", "50.0")
-    assert (with_error("50.0", None), with_error("50.0", 0.01)) == ("50.0 ± –", "50.0 ± 1.0")
+    assert (with_error("50.0", None), with_error("50.0", 0.01)) == (
+        "50.0 ± –",
+        "50.0 ± 1.0",
+    )
 
 
 def test_models_side_by_side_are_drawn_only_where_a_table_is_too_much(
@@ -421,7 +603,9 @@ def test_recipe_and_long_tables_are_folded(
     write_report(recipe, list(SCORES), run / "report")
     page = (run / "report" / "report.md").read_text()
     assert re.search(
-        r"<details><summary>The whole recipe[^\n]*</summary>\n\n```yaml\n(.|\n)*```\n\n</details>\n$", page
+        r"<details><summary>The whole"
+        r" recipe[^\n]*</summary>\n\n```yaml\n(.|\n)*```\n\n</details>\n$",
+        page,
     )
     assert page.count("<details>") == 1
     for module in (report_module, comparison_module):
@@ -433,7 +617,10 @@ def test_recipe_and_long_tables_are_folded(
 
 
 def test_the_alternative_text_of_a_figure_is_its_first_sentence() -> None:
-    captions = {"layers.png": "KL (paper Fig. 3), and alone. More of it.", "x.png": "One of 2.5."}
+    captions = {
+        "layers.png": "KL (paper Fig. 3), and alone. More of it.",
+        "x.png": "One of 2.5.",
+    }
     one, two = comparison_module.figure_parts(captions)
     assert one.startswith("![KL (paper Fig. 3), and alone](layers.png)\n\n")
     assert two.startswith("![One of 2.5](x.png)")
@@ -443,18 +630,22 @@ def test_guessing_gives_one_over_the_number_of_choices() -> None:
     whole, samples = result("original")
     for sample, count in zip(samples["choice"], (2, 2, 4, 4), strict=True):
         sample["loglikelihoods"] = [-1.0] * count
-    assert comparison_module.chance_levels({"original": {"result": whole, "samples": samples}}) == {
-        "choice": 0.375
-    }
+    assert comparison_module.chance_levels(
+        {"original": {"result": whole, "samples": samples}}
+    ) == {"choice": 0.375}
 
 
 def test_the_last_loss_is_a_mean_over_fifty_steps_of_what_was_logged() -> None:
     points = [{"step": step, "loss": float(step)} for step in (10, 30, 60, 80)]
     assert _last_loss(points) == f"{(20 * 80 + 30 * 60) / 50:.4g} (50)"
-    assert _last_loss([{"step": 100, "loss": 2.0}]) == "2 (100)" and _last_loss([]) == ""
+    assert (
+        _last_loss([{"step": 100, "loss": 2.0}]) == "2 (100)" and _last_loss([]) == ""
+    )
 
 
-def test_the_report_says_what_a_calibration_measured_of_its_result(tmp_path: Path) -> None:
+def test_the_report_says_what_a_calibration_measured_of_its_result(
+    tmp_path: Path,
+) -> None:
     kl = {
         "num_tokens": 3072,
         "calibrated": {"kl": 0.764, "stderr": 0.02},
@@ -463,14 +654,24 @@ def test_the_report_says_what_a_calibration_measured_of_its_result(tmp_path: Pat
     layout = RunLayout(tmp_path)
 
     def said(kl: Any) -> list[str]:
-        write_json(layout.stage("calibrated") / "manifest.json", {"results": {"tokens": 24576, "kl": kl}})
-        assert report_module._untrained(layout.stage("calibrated")) == "none; calibrated on 24,576 tokens"
+        write_json(
+            layout.stage("calibrated") / "manifest.json",
+            {"results": {"tokens": 24576, "kl": kl}},
+        )
+        assert (
+            report_module._untrained(layout.stage("calibrated"))
+            == "none; calibrated on 24,576 tokens"
+        )
         return [
-            calibration_kl_text(kl) for kl in report_module._calibrations(["calibrated"], layout).values()
+            calibration_kl_text(kl)
+            for kl in report_module._calibrations(["calibrated"], layout).values()
         ]
 
     layout.stage("calibrated").mkdir(parents=True)
-    text = "KL to the original 0.7640 ± 0.0200 nats per token, with copied weights 6.2000, on 3,072 tokens"
+    text = (
+        "KL to the original 0.7640 ± 0.0200 nats per token, with copied weights 6.2000,"
+        " on 3,072 tokens"
+    )
     assert said(kl) == [f"{text} that no map was solved on"]
     worse = kl | {"copied": {"kl": 0.7, "stderr": 0.01}}
     assert said(worse)[0].endswith("(the calibration did not help: give more text)")

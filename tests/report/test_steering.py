@@ -9,7 +9,9 @@ import pytest
 from fcsd.report.steering import at_equal_time, steering_figure, steering_parts
 
 
-def point(name: str, kind: str | None, strength: float, mean_ms: float, kl: float) -> dict[str, Any]:
+def point(
+    name: str, kind: str | None, strength: float, mean_ms: float, kl: float
+) -> dict[str, Any]:
     return {
         "name": name, "model": "original", "kind": kind, "strength": strength, "kl": {"kl": kl, "stderr": 0.001},
         "exchange": {"mean_s": mean_ms / 1e3, "p95_s": 1.5 * mean_ms / 1e3, "num_exchanges": 8, "tokens": 2048.0},
@@ -26,24 +28,41 @@ POINTS = [
     point("bottleneck-0.1", "bottleneck", 0.1, 9.5, 0.0004),
     point("bottleneck-0.25", "bottleneck", 0.25, 8.5, 0.01),
 ]
-MODELS = {each["name"]: {"result": {"tasks": {"boolq": {"value": 0.75, "stderr": 0.02}}}} for each in POINTS}
+MODELS = {
+    each["name"]: {"result": {"tasks": {"boolq": {"value": 0.75, "stderr": 0.02}}}}
+    for each in POINTS
+}
 
 
 def test_both_tables_of_camoe_are_written() -> None:
     text = re.sub(" +", " ", "\n".join(steering_parts(POINTS, MODELS)))
-    assert "| camoe | 0.25 | 8.000 (-20.0 %) | 12.000 (-20.0 %) | 75.0 ± 2.0 | 50.0 |" in text
+    assert (
+        "| camoe | 0.25 | 8.000 (-20.0 %) | 12.000 (-20.0 %) | 75.0 ± 2.0 | 50.0 |"
+        in text
+    )
     assert "| none | 0 | 10.000 | 15.000 | 75.0 ± 2.0 | 50.0 |" in text
-    assert "| camoe | 0.1 | 0.2500 | 0.5000 | 0.01000 | 0.02000 | 12.5 % | 0.01000 |" in text
+    assert (
+        "| camoe | 0.1 | 0.2500 | 0.5000 | 0.01000 | 0.02000 | 12.5 % | 0.01000 |"
+        in text
+    )
     assert "| none | 0 | 0.2500 | 0.5000 | 0 | 0 | 0.0 % | 0 |" in text
     assert "8 exchanges of 2,048 tokens at each endpoint" in text
 
 
 def test_kinds_are_compared_at_equal_time_and_only_where_both_reach_it() -> None:
     (row,) = at_equal_time(POINTS)  # bottleneck never reaches the time of camoe-0.25
-    assert (row["name"], row["time"], row["camoe"]) == ("camoe-0.1", pytest.approx(0.9), 0.01)
+    assert (row["name"], row["time"], row["camoe"]) == (
+        "camoe-0.1",
+        pytest.approx(0.9),
+        0.01,
+    )
     # halfway between 9.5 and 8.5 ms the root of the KL is halfway between 0.02 and 0.1
-    assert row["bottleneck"] == pytest.approx(0.06**2) and row["ratio"] == pytest.approx(0.36)
-    assert at_equal_time([each for each in POINTS if each["kind"] != "bottleneck"]) == []
+    assert row["bottleneck"] == pytest.approx(0.06**2) and row[
+        "ratio"
+    ] == pytest.approx(0.36)
+    assert (
+        at_equal_time([each for each in POINTS if each["kind"] != "bottleneck"]) == []
+    )
 
 
 def test_a_run_without_steered_models_has_no_chapter(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""`serving/` is a distribution of its own, which cannot import fcsd: what both must say alike is compared here."""
+"""`serving/` is a distribution of its own, which cannot import fcsd: what both must say
+alike is compared here.
+"""
 
 import ast
 import importlib.util
@@ -29,7 +31,9 @@ def plugin() -> Any:
     """The plugin's modules that need no engine."""
     sys.path.insert(0, str(SERVING))
     try:
-        return SimpleNamespace(**{name: importlib.import_module(f"fcsd_vllm.{name}") for name in PURE})
+        return SimpleNamespace(
+            **{name: importlib.import_module(f"fcsd_vllm.{name}") for name in PURE}
+        )
     finally:
         sys.path.remove(str(SERVING))
 
@@ -39,18 +43,32 @@ def test_every_family_is_named_as_in_fcsd(plugin: Any) -> None:
     for name, row in plugin.families.FAMILIES.items():
         family = FAMILIES[name]
         config = FAMILIES[family.like].config if family.like else family.config
-        assert (row.model_type, row.config, row.causal_lm) == (name, config, family.causal_lm)
+        assert (row.model_type, row.config, row.causal_lm) == (
+            name,
+            config,
+            family.causal_lm,
+        )
         assert row.like == (family.like or "")
         assert row.farskip_type == PREFIX + name
         assert row.text_config == family.multimodal
 
 
-def test_no_family_is_served_whose_equations_differ_from_the_plain_layer(plugin: Any) -> None:
+def test_no_family_is_served_whose_equations_differ_from_the_plain_layer(
+    plugin: Any,
+) -> None:
     for name in plugin.families.FAMILIES:
         family = FAMILIES[name]
-        assert (family.layout, family.residual, family.residual_multiplier) == ("pre_norm", "sum", None)
+        assert (family.layout, family.residual, family.residual_multiplier) == (
+            "pre_norm",
+            "sum",
+            None,
+        )
         assert family.additive
-        assert (family.layer_shared, family.stream_edit, family.side_output) == (None, None, None)
+        assert (family.layer_shared, family.stream_edit, family.side_output) == (
+            None,
+            None,
+            None,
+        )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +80,13 @@ def test_no_family_is_served_whose_equations_differ_from_the_plain_layer(plugin:
         {"version": 2, "layers": [0], "attention": "partial", "mlp": "outdated"},
         {"version": "1", "layers": [0], "attention": "partial", "mlp": "outdated"},
         {"version": 1, "layers": [0], "attention": "partial"},
-        {"version": 1, "layers": [0], "attention": "partial", "mlp": "outdated", "more": 1},
+        {
+            "version": 1,
+            "layers": [0],
+            "attention": "partial",
+            "mlp": "outdated",
+            "more": 1,
+        },
         {"version": 1, "layers": "all", "attention": "partial", "mlp": "outdated"},
         {"version": 1, "layers": [0], "attention": "half", "mlp": "outdated"},
         {"version": 1, "layers": [0], "attention": "partial", "mlp": "late"},
@@ -74,7 +98,9 @@ def test_no_family_is_served_whose_equations_differ_from_the_plain_layer(plugin:
         {"version": 1, "layers": [1, 9], "attention": "partial", "mlp": "outdated"},
     ],
 )
-def test_a_field_that_fcsd_refuses_is_refused_with_the_same_words(plugin: Any, field: Any) -> None:
+def test_a_field_that_fcsd_refuses_is_refused_with_the_same_words(
+    plugin: Any, field: Any
+) -> None:
     with pytest.raises(UserError) as ours:
         Connectivity.from_field(field).field([True] * 4)
     with pytest.raises(plugin.field.FieldError) as theirs:
@@ -84,9 +110,12 @@ def test_a_field_that_fcsd_refuses_is_refused_with_the_same_words(plugin: Any, f
 
 @pytest.mark.parametrize("layers", [[], [3, 1], [0, 1, 2, 3]])
 @pytest.mark.parametrize(
-    "attention, mlp", [("partial", "outdated"), ("full", "outdated"), ("partial", "full")]
+    "attention, mlp",
+    [("partial", "outdated"), ("full", "outdated"), ("partial", "full")],
 )
-def test_a_field_that_fcsd_writes_is_read(plugin: Any, layers: list[int], attention: Any, mlp: Any) -> None:
+def test_a_field_that_fcsd_writes_is_read(
+    plugin: Any, layers: list[int], attention: Any, mlp: Any
+) -> None:
     written = Connectivity(layers or "none", attention, mlp).field([True] * 4)
     read = plugin.field.read_field(json.loads(json.dumps(written)), 4)
     assert list(read.layers) == written["layers"]
@@ -97,9 +126,17 @@ KEYS: list[dict[str, Any]] = [
     {"farskip": True, "farskip_start_idx": start, "farskip_end_idx": end, **sides}
     for start in (None, 0, 1, 2, 3, 9)
     for end in (None, 0, 2, 1e4)
-    for sides in ({}, {"attn_only_farskip": True}, {"mlp_only_farskip": True, "attn_only_farskip": False})
+    for sides in (
+        {},
+        {"attn_only_farskip": True},
+        {"mlp_only_farskip": True, "attn_only_farskip": False},
+    )
 ]
-KEYS += [{"farskip": True, "attn_only_farskip": True, "mlp_only_farskip": True}, {"farskip": False}, {}]
+KEYS += [
+    {"farskip": True, "attn_only_farskip": True, "mlp_only_farskip": True},
+    {"farskip": False},
+    {},
+]
 
 
 @pytest.mark.parametrize("dense", [0, 1, 2])
@@ -111,7 +148,9 @@ def test_amds_keys_are_read_and_refused_as_by_fcsd(plugin: Any, dense: int) -> N
         try:
             ours = from_instella(given, mask).field(mask)
         except UserError:
-            with pytest.raises(plugin.field.FieldError, match="follows a regular MoE layer"):
+            with pytest.raises(
+                plugin.field.FieldError, match="follows a regular MoE layer"
+            ):
                 plugin.field.field_of(config, 5)
             continue
         read = plugin.field.field_of(config, 5)
@@ -127,7 +166,10 @@ def test_amds_keys_are_read_and_refused_as_by_fcsd(plugin: Any, dense: int) -> N
 
 def test_the_pure_modules_import_neither_an_engine_nor_torch() -> None:
     code = "import sys; " + "; ".join(f"import fcsd_vllm.{name}" for name in PURE)
-    code += "; print([name for name in ('vllm', 'torch', 'transformers', 'fcsd') if name in sys.modules])"
+    code += (
+        "; print([name for name in ('vllm', 'torch', 'transformers', 'fcsd') if name in"
+        " sys.modules])"
+    )
     run = subprocess.run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(SERVING)!r}); {code}"],
                          capture_output=True, text=True, check=True)  # fmt: skip
     assert run.stdout.strip() == "[]"
@@ -137,17 +179,28 @@ def test_no_module_of_the_plugin_imports_fcsd() -> None:
     for path in SERVING.glob("fcsd_vllm/*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
             assert not any(str(name).split(".")[0] == "fcsd" for name in names), path
 
 
 def test_the_distribution_needs_nothing_and_names_its_entry_point() -> None:
-    project = tomllib.loads((SERVING / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((SERVING / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
     assert project["dependencies"] == []
     assert project["license"] == "Apache-2.0"
-    assert project["entry-points"]["vllm.general_plugins"] == {"fcsd": "fcsd_vllm:register"}
+    assert project["entry-points"]["vllm.general_plugins"] == {
+        "fcsd": "fcsd_vllm:register"
+    }
     assert (SERVING / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    assert f'__version__ = "{project["version"]}"' in (SERVING / "fcsd_vllm/__init__.py").read_text()
+    assert (
+        f'__version__ = "{project["version"]}"'
+        in (SERVING / "fcsd_vllm/__init__.py").read_text()
+    )
 
 
 def test_no_function_of_the_plugin_is_longer_than_eighty_lines() -> None:
@@ -192,23 +245,44 @@ def engine_config(
             "use --pipeline-parallel-size 1",
         ),
         ("qwen3_moe", engine_config(lora="LoRA", data_parallel_size=2), "merge them"),
-        ("qwen3_moe", engine_config(enable_eplb=True, data_parallel_size=2), "--enable-eplb"),
+        (
+            "qwen3_moe",
+            engine_config(enable_eplb=True, data_parallel_size=2),
+            "--enable-eplb",
+        ),
         (
             "qwen3_moe",
             engine_config(all2all_backend="mori_low_latency", data_parallel_size=2),
-            "use --all2all-backend allgather_reducescatter, deepep_high_throughput, deepep_low_latency",
+            (
+                "use --all2all-backend allgather_reducescatter, deepep_high_throughput,"
+                " deepep_low_latency"
+            ),
         ),
         (
             "qwen3_moe",
-            engine_config(all2all_backend="deepep_low_latency", data_parallel_size=2, comm="timed"),
+            engine_config(
+                all2all_backend="deepep_low_latency", data_parallel_size=2, comm="timed"
+            ),
             "the last two with comm: stream",
         ),
-        ("qwen3_moe", engine_config(prefill_context_parallel_size=2), "context-parallel prefill"),
-        ("deepseek_v3", engine_config(decode_context_parallel_size=2), "--decode-context-parallel-size"),
+        (
+            "qwen3_moe",
+            engine_config(prefill_context_parallel_size=2),
+            "context-parallel prefill",
+        ),
+        (
+            "deepseek_v3",
+            engine_config(decode_context_parallel_size=2),
+            "--decode-context-parallel-size",
+        ),
         ("qwen3_moe", engine_config(enable_elastic_ep=True), "--enable-elastic-ep"),
         ("llama4_text", engine_config(method="eagle3"), "use n-gram speculation"),
         ("qwen3_moe", engine_config(method="dspark"), "use n-gram speculation"),
-        ("qwen3_moe", engine_config(method="extract_hidden_states"), "use n-gram speculation"),
+        (
+            "qwen3_moe",
+            engine_config(method="extract_hidden_states"),
+            "use n-gram speculation",
+        ),
         ("deepseek_v3", engine_config(dtype="torch.float16"), "use --dtype bfloat16"),
     ],
 )
@@ -222,18 +296,27 @@ def test_a_feature_that_farskip_layers_lack_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_an_fp8_weight_without_its_scale_is_refused_before_weights_load(plugin: Any, tmp_path: Path) -> None:
+def test_an_fp8_weight_without_its_scale_is_refused_before_weights_load(
+    plugin: Any, tmp_path: Path
+) -> None:
     weight, scale = torch.ones(4, 4).to(torch.float8_e4m3fn), torch.ones(1)
     shards = {
         "norm.weight": torch.ones(4),
         "a.weight": weight, "a.weight_scale": scale,  # compressed-tensors, modelopt
         "b.weight": weight, "b.weight_scale_inv": scale,  # DeepSeek-V3
         "experts.gate_up_proj": weight, "experts.gate_up_proj_scale_inv": scale,
-        "c.weight_packed": torch.ones(4, dtype=torch.uint8), "c.weight_scale": weight,  # NVFP4's scales are FP8
+        # NVFP4's scales are FP8
+        "c.weight_packed": torch.ones(4, dtype=torch.uint8), "c.weight_scale": weight,
     }  # fmt: skip
     for number, (name, tensor) in enumerate(shards.items()):
-        save_file({name: tensor}, tmp_path / f"model-{number}.safetensors", metadata={"format": "pt"})
-    (tmp_path / "no.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+        save_file(
+            {name: tensor},
+            tmp_path / f"model-{number}.safetensors",
+            metadata={"format": "pt"},
+        )
+    (tmp_path / "no.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1"
+    )
     plugin.weights.check_weights(str(tmp_path))
     plugin.weights.check_weights("owner/model")  # of the hub
     (tmp_path / "model-4.safetensors").unlink()
@@ -247,52 +330,82 @@ def test_an_fp8_weight_without_its_scale_is_refused_before_weights_load(plugin: 
 def test_what_farskip_layers_have_is_not_refused(plugin: Any) -> None:
     rows = plugin.families.FAMILIES
     plugin.refusals.check_engine(
-        engine_config(data_parallel_size=1, use_ubatching=False, enable_eplb=True), rows["deepseek_v3"]
+        engine_config(data_parallel_size=1, use_ubatching=False, enable_eplb=True),
+        rows["deepseek_v3"],
     )
     for back_end in plugin.refusals.SPLITTABLE:
         plugin.refusals.check_engine(
-            engine_config(data_parallel_size=8, all2all_backend=back_end), rows["deepseek_v3"]
+            engine_config(data_parallel_size=8, all2all_backend=back_end),
+            rows["deepseek_v3"],
         )
     plugin.refusals.check_engine(
-        engine_config(data_parallel_size=8, all2all_backend="mori_low_latency", comm="blocking"),
+        engine_config(
+            data_parallel_size=8, all2all_backend="mori_low_latency", comm="blocking"
+        ),
         rows["qwen3_moe"],
     )
     plugin.refusals.check_engine(engine_config(method="ngram"), rows["qwen3_moe"])
-    plugin.refusals.check_engine(engine_config(dtype="torch.float16"), rows["qwen3_moe"])
+    plugin.refusals.check_engine(
+        engine_config(dtype="torch.float16"), rows["qwen3_moe"]
+    )
 
 
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"com": "blocking"}, r"additional_config: fcsd.com: unknown key; did you mean 'comm'\?"),
+        (
+            {"com": "blocking"},
+            r"additional_config: fcsd.com: unknown key; did you mean 'comm'\?",
+        ),
         ({"comm": "nccl"}, "must be one of blocking, stream, c10d, timed, got 'nccl'"),
-        ({"comm": "timed", "latency_ms": -1}, "latency_ms: must be a number of 0 or more, got -1"),
+        (
+            {"comm": "timed", "latency_ms": -1},
+            "latency_ms: must be a number of 0 or more, got -1",
+        ),
         ({"comm": "c10d", "latency_ms": 2}, "they need comm: timed"),
-        ({"looked_at": True}, "looked_at: must be the digest that the refusal named, got True"),
+        (
+            {"looked_at": True},
+            "looked_at: must be the digest that the refusal named, got True",
+        ),
         ("blocking", "must be a mapping"),
     ],
 )
-def test_a_setting_that_has_no_meaning_is_refused(plugin: Any, given: Any, words: str) -> None:
+def test_a_setting_that_has_no_meaning_is_refused(
+    plugin: Any, given: Any, words: str
+) -> None:
     with pytest.raises(plugin.settings.SettingsError, match=words):
         plugin.settings.read_settings({"fcsd": given})
 
 
-def test_the_key_of_the_compile_cache_tells_the_plugin_and_keeps_what_others_set(plugin: Any) -> None:
-    config = plugin.settings.with_version({"other": 1, "fcsd": {"comm": "timed"}}, "0.1.0")
+def test_the_key_of_the_compile_cache_tells_the_plugin_and_keeps_what_others_set(
+    plugin: Any,
+) -> None:
+    config = plugin.settings.with_version(
+        {"other": 1, "fcsd": {"comm": "timed"}}, "0.1.0"
+    )
     assert config == {"other": 1, "fcsd": {"comm": "timed", "version": "0.1.0"}}
-    assert plugin.settings.read_settings(config) == plugin.settings.read_settings({"fcsd": {"comm": "timed"}})
+    assert plugin.settings.read_settings(config) == plugin.settings.read_settings(
+        {"fcsd": {"comm": "timed"}}
+    )
 
 
-def test_a_verified_engine_is_silent_and_another_warns_with_the_list(plugin: Any) -> None:
+def test_a_verified_engine_is_silent_and_another_warns_with_the_list(
+    plugin: Any,
+) -> None:
     verified = plugin.versions.VERIFIED[0]
     assert plugin.versions.unverified(f"{verified}+cpu") is None
-    assert f"({', '.join(plugin.versions.VERIFIED)} is)" in plugin.versions.unverified("9.9.9")
+    assert f"({', '.join(plugin.versions.VERIFIED)} is)" in plugin.versions.unverified(
+        "9.9.9"
+    )
 
 
-def test_a_missing_internal_is_an_error_that_names_the_verified_versions(plugin: Any) -> None:
+def test_a_missing_internal_is_an_error_that_names_the_verified_versions(
+    plugin: Any,
+) -> None:
     # fcsd's environment has no engine at all.
     with pytest.raises(
-        plugin.versions.EngineError, match=f"install a verified version: vllm=={plugin.versions.VERIFIED[0]}"
+        plugin.versions.EngineError,
+        match=f"install a verified version: vllm=={plugin.versions.VERIFIED[0]}",
     ):
         plugin.versions.check_internals("9.9.9")
 
@@ -309,8 +422,12 @@ def test_a_source_is_known_by_what_it_does_and_a_change_is_refused_until_a_user_
         spec.loader.exec_module(module)
         return module.forward
 
-    first = written('def forward(x, *, y=None):\n    """Add."""\n    return x + 1  # one\n')
-    same = written("# a comment\n\ndef forward(x, *, y=None):\n    return (x\n            + 1)\n")
+    first = written(
+        'def forward(x, *, y=None):\n    """Add."""\n    return x + 1  # one\n'
+    )
+    same = written(
+        "# a comment\n\ndef forward(x, *, y=None):\n    return (x\n            + 1)\n"
+    )
     other = written("def forward(x, *, y=None):\n    return x + 2\n")
     known = plugin.sources.digests([first])
     assert plugin.sources.digests([same]) == known != plugin.sources.digests([other])
@@ -323,7 +440,8 @@ def test_a_source_is_known_by_what_it_does_and_a_change_is_refused_until_a_user_
     assert f'"looked_at": "{looked_at}"' in str(refused.value)
     plugin.versions.check_sources([other], "0.33.0", looked_at)
     with pytest.raises(plugin.versions.EngineError):
-        plugin.versions.check_sources([len], "0.33.0", looked_at)  # another change, of no source at all
+        # another change, of no source at all
+        plugin.versions.check_sources([len], "0.33.0", looked_at)
 
 
 def test_an_architecture_of_another_family_is_refused(plugin: Any) -> None:
@@ -334,11 +452,16 @@ def test_an_architecture_of_another_family_is_refused(plugin: Any) -> None:
         sys.path.remove(str(SERVING))
     field = {"version": 1, "layers": [0], "attention": "partial", "mlp": "outdated"}
     row = plugin.families.FAMILIES["qwen3_moe"]
-    good = {"architectures": ["FarSkipQwen3MoeForCausalLM"], "farskip": field, "num_hidden_layers": 4}
+    good = {
+        "architectures": ["FarSkipQwen3MoeForCausalLM"],
+        "farskip": field,
+        "num_hidden_layers": 4,
+    }
     configs.check_config(good, row)
     for wrong in (["Qwen3MoeForCausalLM"], ["FarSkipMixtralForCausalLM"], []):
         with pytest.raises(
-            plugin.field.FieldError, match=r"needs architectures \['FarSkipQwen3MoeForCausalLM'\]"
+            plugin.field.FieldError,
+            match=r"needs architectures \['FarSkipQwen3MoeForCausalLM'\]",
         ):
             configs.check_config({**good, "architectures": wrong}, row)
     with pytest.raises(plugin.field.FieldError, match="the model has 4 decoder layers"):

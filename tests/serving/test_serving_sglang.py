@@ -23,20 +23,32 @@ def package() -> Any:
     """The modules that need no engine."""
     sys.path.insert(0, str(SERVING))
     try:
-        return SimpleNamespace(**{name: importlib.import_module(f"fcsd_sglang.{name}") for name in PURE})
+        return SimpleNamespace(
+            **{name: importlib.import_module(f"fcsd_sglang.{name}") for name in PURE}
+        )
     finally:
         sys.path.remove(str(SERVING))
 
 
 def test_every_family_is_named_as_in_fcsd(package: Any) -> None:
-    assert list(package.families.FAMILIES) == ["qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"]
+    assert list(package.families.FAMILIES) == [
+        "qwen3_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe",
+    ]
     for name, row in package.families.FAMILIES.items():
-        assert (row.config, row.causal_lm) == (FAMILIES[name].config, FAMILIES[name].causal_lm)
+        assert (row.config, row.causal_lm) == (
+            FAMILIES[name].config,
+            FAMILIES[name].causal_lm,
+        )
         assert row.moe == "mlp"  # which the rewiring takes for granted
         assert name in package.families.MODULES
 
 
-def test_another_version_of_sglang_is_refused_in_a_line_that_names_it(package: Any) -> None:
+def test_another_version_of_sglang_is_refused_in_a_line_that_names_it(
+    package: Any,
+) -> None:
     package.versions.check_version("0.5.23+cpu")
     for other in ("0.5.22", "0.5.23.post1", "0.6.0"):
         with pytest.raises(package.versions.EngineError) as refused:
@@ -58,7 +70,9 @@ def test_another_version_of_sglang_is_refused_in_a_line_that_names_it(package: A
 def test_what_farskip_layers_do_not_go_with_is_refused(
     package: Any, arguments: dict[str, Any], message: str
 ) -> None:
-    package.refusals.check_arguments(SimpleNamespace(tp_size=8, pp_size=2, moe_a2a_backend="none"), "X")
+    package.refusals.check_arguments(
+        SimpleNamespace(tp_size=8, pp_size=2, moe_a2a_backend="none"), "X"
+    )
     with pytest.raises(package.refusals.Refused, match=message):
         package.refusals.check_arguments(SimpleNamespace(**arguments), "X")
 
@@ -66,8 +80,13 @@ def test_what_farskip_layers_do_not_go_with_is_refused(
 def test_the_pure_modules_import_neither_an_engine_nor_torch() -> None:
     code = f"import sys; sys.path.insert(0, {str(SERVING)!r}); import fcsd_sglang; "
     code += "; ".join(f"import fcsd_sglang.{name}" for name in PURE)
-    code += "; print([name for name in ('sglang', 'torch', 'transformers', 'fcsd') if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    code += (
+        "; print([name for name in ('sglang', 'torch', 'transformers', 'fcsd') if name"
+        " in sys.modules])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True
+    )
     assert run.stdout.strip() == "[]"
 
 
@@ -75,19 +94,33 @@ def test_no_module_imports_fcsd() -> None:
     for path in SERVING.glob("fcsd_sglang/*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
             assert not any(str(name).split(".")[0] == "fcsd" for name in names), path
 
 
 def test_the_distribution_names_the_plugin_of_sglang() -> None:
     configured = tomllib.loads((SERVING / "pyproject.toml").read_text(encoding="utf-8"))
-    assert configured["project"]["entry-points"]["sglang.srt.plugins"] == {"fcsd": "fcsd_sglang:register"}
-    assert "fcsd_sglang" in configured["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert configured["project"]["entry-points"]["sglang.srt.plugins"] == {
+        "fcsd": "fcsd_sglang:register"
+    }
+    assert (
+        "fcsd_sglang"
+        in configured["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    )
     version = configured["project"]["version"]
-    assert f'__version__ = "{version}"' in (SERVING / "fcsd_sglang/__init__.py").read_text()
+    assert (
+        f'__version__ = "{version}"'
+        in (SERVING / "fcsd_sglang/__init__.py").read_text()
+    )
 
 
-@pytest.mark.parametrize("chosen, message", [("looked_at", "of vLLM"), ("comm", "must be one of c10d")])
+@pytest.mark.parametrize(
+    "chosen, message", [("looked_at", "of vLLM"), ("comm", "must be one of c10d")]
+)
 def test_a_setting_of_vllms_plugin_alone_is_refused(
     chosen: str, message: str, package: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

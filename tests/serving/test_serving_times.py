@@ -11,7 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcsd.planning.servers.times import TIMES_VARIABLE, communication_between, settled_times
+from fcsd.planning.servers.times import (
+    TIMES_VARIABLE,
+    communication_between,
+    settled_times,
+)
 from tests.reference.ranks import run_ranks
 from tests.support import ROOT
 
@@ -19,7 +23,9 @@ from tests.support import ROOT
 def measured(rank: int, folder: Path) -> list[Any]:
     sys.path.insert(0, str(ROOT / "serving"))
     communication = importlib.import_module("fcsd_vllm.communication")
-    settings = importlib.import_module("fcsd_vllm.settings").Settings(comm="timed", latency_ms=50)
+    settings = importlib.import_module("fcsd_vllm.settings").Settings(
+        comm="timed", latency_ms=50
+    )
     timed = communication.make_communication(
         settings, SimpleNamespace(world_size=2, device_group=dist.group.WORLD)
     )
@@ -40,9 +46,13 @@ def test_the_times_of_a_server_are_read_as_they_are_written(
 ) -> None:
     monkeypatch.setenv(TIMES_VARIABLE, str(tmp_path))
     assert run_ranks(measured, 2, tmp_path) == [[1.0, 3.0, 5.0]] * 2
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank0.json", "rank1.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "rank0.json",
+        "rank1.json",
+    ]
     communication = communication_between({}, settled_times(tmp_path))
     assert communication is not None and communication["ranks"] == 2
     assert (communication["collectives"], communication["bytes"]) == (6, 6 * 4 * 8 * 4)
-    assert communication["total_s"] >= 6 * 0.05  # each takes the emulated latency at least
+    # each takes the emulated latency at least
+    assert communication["total_s"] >= 6 * 0.05
     assert 0 < communication["overlap"] < 1

@@ -1,4 +1,6 @@
-"""A view of padded memory is summed and exchanged as its values are: collectives read memory, not strides."""
+"""A view of padded memory is summed and exchanged as its values are: collectives read
+memory, not strides.
+"""
 
 import importlib
 import sys
@@ -40,12 +42,16 @@ def test_nccl_on_a_stream_and_the_engines_own_sum_get_whole_memory(view: str) ->
     x = VIEWS[view](torch.arange(20.0).reshape(5, 4))
     event = SimpleNamespace(record=lambda *_: None)
     stream = module.Stream.__new__(module.Stream)
-    stream.communicator = SimpleNamespace(all_reduce=lambda x, out, stream: raw_double(x, out))
+    stream.communicator = SimpleNamespace(
+        all_reduce=lambda x, out, stream: raw_double(x, out)
+    )
     stream.stream = SimpleNamespace(wait_event=lambda event: None)
     stream.events, stream.inputs = {"routed.0": (event, event)}, {}
     torch.testing.assert_close(stream.start(x, "routed.0"), 2 * x, rtol=0, atol=0)
     group = SimpleNamespace(all_reduce=lambda x: raw_double(x, x))
-    torch.testing.assert_close(module.Blocking(group).start(x, "routed.0"), 2 * x, rtol=0, atol=0)
+    torch.testing.assert_close(
+        module.Blocking(group).start(x, "routed.0"), 2 * x, rtol=0, atol=0
+    )
     assert torch.equal(x, VIEWS[view](torch.arange(20.0).reshape(5, 4)))
 
 
@@ -86,9 +92,13 @@ def exchanged(rank: int) -> list[bool]:
                 rows, ids = torch.arange(15.0).reshape(5, 3), torch.arange(5)[:, None]
                 own = [lay_out(x.split(sizes)[rank]) for x in (rows, ids)]
                 gathered = transport.gather(own, sizes, f"dispatch.{name}{sizes}")()
-                right.append(torch.equal(gathered[0], rows) and torch.equal(gathered[1], ids))
+                right.append(
+                    torch.equal(gathered[0], rows) and torch.equal(gathered[1], ids)
+                )
                 output = torch.full((sizes[rank], 3), 7.0)
-                transport.scatter(lay_out(rows + 100 * rank), output, sizes, f"combine.{name}{sizes}")()
+                transport.scatter(
+                    lay_out(rows + 100 * rank), output, sizes, f"combine.{name}{sizes}"
+                )()
                 right.append(torch.equal(output, 2 * rows.split(sizes)[rank] + 100))
     return right
 

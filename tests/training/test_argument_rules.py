@@ -1,4 +1,6 @@
-"""Arguments of transformers: each is honoured, or refused in one line; none is overruled without a word."""
+"""Arguments of transformers: each is honoured, or refused in one line; none is
+overruled without a word.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -35,8 +37,12 @@ OTHER_VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_argument_without_a_meaning_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^FCSDConfig: {name}: has no meaning here; \w") as caught:
+def test_an_argument_without_a_meaning_is_refused_by_name(
+    name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError, match=rf"^FCSDConfig: {name}: has no meaning here; \w"
+    ) as caught:
         FCSDConfig(str(tmp_path), **{name: OTHER_VALUES[name]})
     assert "\n" not in str(caught.value)
 
@@ -93,25 +99,39 @@ def test_arguments_that_agree_are_taken(values: dict[str, Any], tmp_path: Path) 
     FCSDConfig.of(FCSDConfig(str(tmp_path), **values))
 
 
-def test_plain_arguments_of_transformers_are_taken_with_all_their_defaults(tmp_path: Path) -> None:
+def test_plain_arguments_of_transformers_are_taken_with_all_their_defaults(
+    tmp_path: Path,
+) -> None:
     config = FCSDConfig.of(TrainingArguments(str(tmp_path), use_cpu=True))
     assert config.per_device_train_batch_size == 8 and not config.logging_nan_inf_filter
     with pytest.raises(UserError, match="label_smoothing_factor: has no meaning here"):
-        FCSDConfig.of(TrainingArguments(str(tmp_path), use_cpu=True, label_smoothing_factor=0.1))
+        FCSDConfig.of(
+            TrainingArguments(str(tmp_path), use_cpu=True, label_smoothing_factor=0.1)
+        )
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         (
-            {"batch_size_tokens": 256, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
-            "batch_size_tokens: 256 are 4 micro-batches of 2 x max_length 32 tokens on 1 processes,"
-            " gradient_accumulation_steps says 3; leave one of them out",
+            {
+                "batch_size_tokens": 256,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 3,
+            },
+            (
+                "batch_size_tokens: 256 are 4 micro-batches of 2 x max_length 32 tokens"
+                " on 1 processes, gradient_accumulation_steps says 3; leave one of"
+                " them out"
+            ),
         ),
         (
             {"batch_size_tokens": 128, "per_device_train_batch_size": 8},
-            "batch_size_tokens: 128 are 4 rows of max_length 32 for each of 1 processes, per_device_train_batch_size"
-            " says 8; leave it out, or make the batch larger",
+            (
+                "batch_size_tokens: 128 are 4 rows of max_length 32 for each of 1"
+                " processes, per_device_train_batch_size says 8; leave it out, or make"
+                " the batch larger"
+            ),
         ),
     ],
 )
@@ -124,12 +144,19 @@ def test_a_batch_in_tokens_and_another_in_rows_are_refused(
 
 
 def test_a_batch_in_tokens_and_the_same_one_in_rows_agree(tmp_path: Path) -> None:
-    values = {"batch_size_tokens": 256, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    values = {
+        "batch_size_tokens": 256,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+    }
     args, launch = FCSDConfig(str(tmp_path), max_length=32, **values), join_launch()
     for _ in range(2):  # as of two trainers with the same arguments
         TrainerInputs(args, launch)
         args.fit_to_engine(args.sections().train, launch)
-        assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 4)
+        assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (
+            2,
+            4,
+        )
 
 
 @pytest.mark.parametrize("objective", ["sft", "kl"])
@@ -144,12 +171,19 @@ def test_a_models_own_loss_of_the_routers_is_refused_unless_the_experts_are_bala
     def trainer(**settings: Any) -> FCSDTrainer:
         model = tiny_model("qwen3_moe", vocab_size=300)
         model.config.output_router_logits = True
-        arguments = FCSDConfig(str(tmp_path), objective=objective, layers="all", max_length=16, **settings)
-        return FCSDTrainer(model, arguments, train_dataset=rows, processing_class=tiny_tokenizer(300))
+        arguments = FCSDConfig(
+            str(tmp_path), objective=objective, layers="all", max_length=16, **settings
+        )
+        return FCSDTrainer(
+            model, arguments, train_dataset=rows, processing_class=tiny_tokenizer(300)
+        )
 
     with pytest.raises(
         UserError,
-        match=r"^output_router_logits: true in the model's config .*; set balance_loss_coefficient to",
+        match=(
+            r"^output_router_logits: true in the model's config .*; set"
+            r" balance_loss_coefficient to"
+        ),
     ):
         trainer()
     assert trainer(balance_loss_coefficient=0.01).step_loss.balance is not None
@@ -161,21 +195,32 @@ def test_what_says_how_a_model_is_loaded_or_moved_is_refused_where_that_is_done_
     model = tiny_model("qwen3_moe", vocab_size=300)
 
     def trainer(settings: dict[str, Any], **arguments: Any) -> FCSDTrainer:
-        return FCSDTrainer(model, FCSDConfig(str(tmp_path), layers="all", **settings), **arguments)
+        return FCSDTrainer(
+            model, FCSDConfig(str(tmp_path), layers="all", **settings), **arguments
+        )
 
     with pytest.raises(
-        UserError, match="model_init_kwargs: is for a model that is given by its path, and model is a"
+        UserError,
+        match=(
+            "model_init_kwargs: is for a model that is given by its path, and model"
+            " is a"
+        ),
     ):
         trainer({"model_init_kwargs": {"dtype": "bfloat16"}})
     with pytest.raises(
-        UserError, match=r"^FCSDConfig: teacher_model_init_kwargs: .* and teacher was left out"
+        UserError,
+        match=r"^FCSDConfig: teacher_model_init_kwargs: .* and teacher was left out",
     ):
         trainer({"teacher_model_init_kwargs": {"dtype": "bfloat16"}})
     given = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(UserError, match=r"^optimizer: 'muon' has no meaning beside optimizers, whose groups"):
+    with pytest.raises(
+        UserError,
+        match=r"^optimizer: 'muon' has no meaning beside optimizers, whose groups",
+    ):
         trainer({"optimizer": "muon"}, optimizers=(given, None))
     kind = (torch.optim.SGD, {"lr": 1.0})
     with pytest.raises(
-        UserError, match=r"^layer_lr_ratio: 2\.0 has no meaning beside optimizer_cls_and_kwargs"
+        UserError,
+        match=r"^layer_lr_ratio: 2\.0 has no meaning beside optimizer_cls_and_kwargs",
     ):
         trainer({"layer_lr_ratio": 2.0}, optimizer_cls_and_kwargs=kind)

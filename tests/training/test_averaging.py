@@ -1,4 +1,6 @@
-"""The average of weights that are spread over ranks: each averages its part, and what is scored and left is all."""
+"""The average of weights that are spread over ranks: each averages its part, and what
+is scored and left is all.
+"""
 
 import json
 import math
@@ -25,7 +27,9 @@ def whole(checkpoint: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(checkpoint.glob("state-*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            starts, sizes = (json.loads(file.metadata()[key]) for key in ("starts", "sizes"))
+            starts, sizes = (
+                json.loads(file.metadata()[key]) for key in ("starts", "sizes")
+            )
             for name in file.keys():  # noqa: SIM118  a file, not a mapping
                 run, parameter = file.get_tensor(name), name.split("|")[0]
                 assert run.dtype == torch.float32
@@ -54,13 +58,19 @@ def test_ranks_average_their_parts_and_go_on_and_leave_the_average_to_the_last_b
         checkpoint_writer, "BACKGROUND_FROM", 0
     )  # the copy of a step is that of its checkpoint
     config, options = f"cpu_2_{engine}", EP if engine == "ep" else []
-    ended, complete = ([*recipe(bench, name), *options] for name in ("ended", "complete"))
-    # The scores behind steps 2 and 4 put the average into the model and take it out again.
+    ended, complete = (
+        [*recipe(bench, name), *options] for name in ("ended", "complete")
+    )
+    # The scores behind steps 2 and 4 put the average into the model and take it out
+    # again.
     assert launch(config, ended, ends_at=5) == [130]
     checkpoints = bench.folder / "ended" / "distill" / "checkpoints"
     states = [whole(checkpoints / f"checkpoint-{step}") for step in range(1, 5)]
     names = [name for name in states[0] if "|" not in name]
-    begun = {name: p.detach().double().flatten() for name, p in load_model(bench.base).named_parameters()}
+    begun = {
+        name: p.detach().double().flatten()
+        for name, p in load_model(bench.base).named_parameters()
+    }
     assert names and set(names) == begun.keys()
     average = {name: begun[name] for name in names}
     for step, state in enumerate(states, start=1):
@@ -68,15 +78,22 @@ def test_ranks_average_their_parts_and_go_on_and_leave_the_average_to_the_last_b
         average = {name: d * average[name] + (1 - d) * state[name] for name in names}
         for name in names:
             # float32: two roundings a step, each at most 6e-8 of the number
-            torch.testing.assert_close(state[f"{name}|average"], average[name], rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(
+                state[f"{name}|average"], average[name], rtol=1e-6, atol=1e-8
+            )
         if step in (2, 4):
             best = whole(bench.folder / "ended" / "distill" / "best" / f"step-{step}")
-            assert all(torch.equal(best[name], state[f"{name}|average"]) for name in names)
+            assert all(
+                torch.equal(best[name], state[f"{name}|average"]) for name in names
+            )
     apart = [float((average[name] - states[-1][name]).abs().max()) for name in names]
     assert max(apart) > 1e-4
     assert launch(config, ended, complete) == [0, 0]
     one, other = (bench.folder / name / "distill" for name in ("ended", "complete"))
     assert weights_fingerprint(one / "model") == weights_fingerprint(other / "model")
-    assert read_json(one / "scores.json")["points"] == read_json(other / "scores.json")["points"]
+    assert (
+        read_json(one / "scores.json")["points"]
+        == read_json(other / "scores.json")["points"]
+    )
     assert main(recipe(bench, "alone")) == 0
     compare(bench, "alone", "complete")

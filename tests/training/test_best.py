@@ -1,4 +1,6 @@
-"""The best weights are as safe as a checkpoint: damaged ones are noticed, and the best that are whole are taken."""
+"""The best weights are as safe as a checkpoint: damaged ones are noticed, and the best
+that are whole are taken.
+"""
 
 import os
 import re
@@ -41,7 +43,9 @@ def take_away(best: Path) -> None:
 
 
 class Watched:
-    """A run whose scores are given, step by step, and whose best weights are damaged behind one of them."""
+    """A run whose scores are given, step by step, and whose best weights are damaged
+    behind one of them.
+    """
 
     def __init__(
         self,
@@ -70,7 +74,11 @@ class Watched:
         return [
             step
             for step, held in self.weights.items()
-            if all(torch.equal(value, held[name]) for name, value in tensors.items() if name in held)
+            if all(
+                torch.equal(value, held[name])
+                for name, value in tensors.items()
+                if name in held
+            )
         ]
 
 
@@ -78,7 +86,8 @@ class Watched:
 @pytest.mark.parametrize(
     ("scores", "lost", "left"),
     [
-        ({0: 0.5, 2: 0.9, 4: 0.7, 6: 0.6}, [2], 6),  # step 4 was never the best, so that nothing has kept it
+        # step 4 was never the best, so that nothing has kept it
+        ({0: 0.5, 2: 0.9, 4: 0.7, 6: 0.6}, [2], 6),
         ({0: 0.8, 2: 0.9, 4: 0.1}, [2], 0),
         ({0: 0.8, 2: 0.9, 4: 0.1}, [0, 2], 4),
         ({0: 0.5, 2: 0.9}, [2], 2),  # the weights that the model still has
@@ -120,20 +129,32 @@ def test_a_run_that_goes_on_finds_its_best_weights_damaged_and_has_others_beat_w
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     class Killed(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        def on_step_begin(
+            self, args: Any, state: Any, control: Any, **more: Any
+        ) -> None:
             if state.global_step == 4:
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "_tensorboard", lambda run: [Killed()])
         with pytest.raises(KeyboardInterrupt):
-            train(Watched(tmp_path, monkeypatch, teacher, {0: 0.5, 2: 0.9, 4: 0.6, 6: 0.0}).run)
+            train(
+                Watched(
+                    tmp_path, monkeypatch, teacher, {0: 0.5, 2: 0.9, 4: 0.6, 6: 0.0}
+                ).run
+            )
     flip(tmp_path / "best" / "step-2")
     again = Watched(tmp_path, monkeypatch, teacher, {6: 0.7, 8: 0.3})
     results = train(again.run)
     said = capsys.readouterr().err
-    assert "has other bytes than were written); no other weights that were scored are whole" in said
-    assert (results["best_step"], results["best_score"]) == (6, 0.7) and again.left() == [6]
+    assert (
+        "has other bytes than were written); no other weights that were scored are whole"
+        in said
+    )
+    assert (results["best_step"], results["best_score"]) == (
+        6,
+        0.7,
+    ) and again.left() == [6]
 
 
 def lose_a_digit(file: Path) -> None:
@@ -146,7 +167,10 @@ def lose_a_digit(file: Path) -> None:
         [
             ("early_stopping.json", lambda file: os.truncate(file, 40)),
             ("early_stopping.json", lose_a_digit),
-            ("files.json", lambda file: file.write_text('{"early_stopping.json": {"bytes": 1}}')),
+            (
+                "files.json",
+                lambda file: file.write_text('{"early_stopping.json": {"bytes": 1}}'),
+            ),
             ("early_stopping.json", Path.unlink),
             ("early_stopping.json", lambda file: file.write_bytes(b"\xff\xfe" * 9)),
             ("files.json", Path.unlink),
@@ -165,22 +189,32 @@ def test_a_damaged_older_checkpoint_is_set_aside_and_does_not_end_the_training(
     checkpoint = tmp_path / "checkpoints" / "checkpoint-2"
 
     class InTheMiddle(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        def on_step_begin(
+            self, args: Any, state: Any, control: Any, **more: Any
+        ) -> None:
             if state.global_step == 4:
                 harm(checkpoint / name)
-                (tmp_path / "best" / ".DS_Store").touch()  # and what a system leaves beside the weights
+                # and what a system leaves beside the weights
+                (tmp_path / "best" / ".DS_Store").touch()
                 (tmp_path / "checkpoints" / "checkpoint-3").touch()
 
     monkeypatch.setattr(run_module, "_tensorboard", lambda run: [InTheMiddle()])
     scores = {0: 0.5, 2: 0.9, 4: 0.7, 6: 0.6}
     watched = Watched(tmp_path, monkeypatch, teacher, scores, save_total_limit=9)
     results = train(watched.run)
-    assert (results["best_step"], results["best_score"]) == (2, 0.9) and watched.left() == [2]
+    assert (results["best_step"], results["best_score"]) == (
+        2,
+        0.9,
+    ) and watched.left() == [2]
     said = capsys.readouterr().err
     assert (
-        f"{checkpoint}: is damaged ({name} " in said and "it is set aside, and the training goes on" in said
+        f"{checkpoint}: is damaged ({name} " in said
+        and "it is set aside, and the training goes on" in said
     )
-    assert said.count("is damaged") == 1 and (checkpoint.parent / "damaged-checkpoint-2").is_dir()
+    assert (
+        said.count("is damaged") == 1
+        and (checkpoint.parent / "damaged-checkpoint-2").is_dir()
+    )
 
 
 @pytest.mark.parametrize("metric", ["pass@1", "perplexity", "heldout_kl"])
@@ -194,8 +228,11 @@ def test_the_next_best_goes_by_what_is_better(metric: str) -> None:
     assert stopper.best_step == 2
     stopper.lose_all_but([0, 1, 3])
     assert (stopper.best_step, stopper.best_score) == (1, 0.5)
-    # A score that does not reach the one that is left is no new best; one that beats it is.
+    # A score that does not reach the one that is left is no new best; one that beats it
+    # is.
     assert not stopper.update(4, Score([values[3]], higher_is_better=higher))
     assert stopper.update(5, Score([0.55 if higher else 0.45], higher_is_better=higher))
     stopper.lose_all_but([])
-    assert stopper.best_step is None and stopper.update(6, Score([0.7], higher_is_better=higher))
+    assert stopper.best_step is None and stopper.update(
+        6, Score([0.7], higher_is_better=higher)
+    )

@@ -1,4 +1,6 @@
-"""A capacity in a recipe: dropped and counted while it trains, in no score, and the same when it goes on."""
+"""A capacity in a recipe: dropped and counted while it trains, in no score, and the
+same when it goes on.
+"""
 
 import json
 from typing import Any
@@ -41,12 +43,21 @@ def test_a_training_drops_counts_and_goes_on_with_the_same_capacity(
     losses = {}
     for name, more in (
         ("none", {}),
-        ("tight", {"capacity_factor": 0.75, "capacity_drop": "weight", "gradient_checkpointing": True}),
+        (
+            "tight",
+            {
+                "capacity_factor": 0.75,
+                "capacity_drop": "weight",
+                "gradient_checkpointing": True,
+            },
+        ),
         ("wide", {"capacity_factor": 100.0}),
     ):
         taken.clear()
         assert main(["distill", str(bench.recipe(name, train=train | more))]) == 0
-        lines = (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
+        lines = (
+            (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
+        )
         losses[name] = [json.loads(line)["loss"] for line in lines]
         shares = [json.loads(line).get("dropped_share") for line in lines]
         if name == "none":
@@ -54,11 +65,16 @@ def test_a_training_drops_counts_and_goes_on_with_the_same_capacity(
         else:
             # two micro-batches a step; what is recomputed is not counted again
             expected = [
-                sum(dropped for dropped, _ in taken[k : k + 2]) / sum(pairs for _, pairs in taken[k : k + 2])
+                sum(dropped for dropped, _ in taken[k : k + 2])
+                / sum(pairs for _, pairs in taken[k : k + 2])
                 for k in (0, 2)
             ]
             assert len(taken) == 4 and shares == pytest.approx(expected)
-            assert all(0.1 < share < 0.9 for share in shares) if name == "tight" else shares == [0, 0]
+            assert (
+                all(0.1 < share < 0.9 for share in shares)
+                if name == "tight"
+                else shares == [0, 0]
+            )
     assert losses["wide"] == losses["none"] and losses["tight"][0] != losses["none"][0]
     capsys.readouterr()
     changed = bench.recipe(
@@ -73,8 +89,14 @@ def test_a_training_drops_counts_and_goes_on_with_the_same_capacity(
     [
         ({"capacity_factor": 0}, r"train: capacity_factor: .*greater than 0"),
         ({"capacity_factor": float("inf")}, r"train: capacity_factor: .*finite"),
-        ({"capacity_factor": 1.0, "capacity_drop": "probs"}, r"train: capacity_drop: .*'order' or 'weight'"),
-        ({"capacity_drop": "order"}, r"capacity_drop: 'order' has no meaning without capacity_factor"),
+        (
+            {"capacity_factor": 1.0, "capacity_drop": "probs"},
+            r"train: capacity_drop: .*'order' or 'weight'",
+        ),
+        (
+            {"capacity_drop": "order"},
+            r"capacity_drop: 'order' has no meaning without capacity_factor",
+        ),
     ],
 )
 def test_bad_values_are_one_line(values: dict[str, Any], message: str) -> None:
@@ -86,7 +108,12 @@ def test_bad_values_are_one_line(values: dict[str, Any], message: str) -> None:
 def test_the_trainers_arguments_have_the_keys_and_rows_of_a_pass_are_fixed_by_a_capacity(
     tmp_path: Any,
 ) -> None:
-    config = FCSDConfig(output_dir=str(tmp_path), capacity_factor=1.25, capacity_drop="weight", max_steps=1)
+    config = FCSDConfig(
+        output_dir=str(tmp_path),
+        capacity_factor=1.25,
+        capacity_drop="weight",
+        max_steps=1,
+    )
     train = config.sections().train
     assert (train.capacity_factor, train.capacity_drop) == (1.25, "weight")
     assert "train.per_device_train_batch_size" not in may_change(train)

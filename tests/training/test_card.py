@@ -1,4 +1,6 @@
-"""The card that a trainer writes: ours, with what it is, what it was made from and how it is loaded."""
+"""The card that a trainer writes: ours, with what it is, what it was made from and how
+it is loaded.
+"""
 
 import copy
 import re
@@ -30,8 +32,14 @@ def model() -> Any:
 
 @pytest.fixture
 def make(model: Any, tmp_path: Path) -> Callable[..., FCSDTrainer]:
-    def trainer(name_or_path: str = "owner/base", data: Any = None, **changes: Any) -> FCSDTrainer:
-        given = {name: changes.pop(name) for name in ("model", "teacher", "eval_dataset") if name in changes}
+    def trainer(
+        name_or_path: str = "owner/base", data: Any = None, **changes: Any
+    ) -> FCSDTrainer:
+        given = {
+            name: changes.pop(name)
+            for name in ("model", "teacher", "eval_dataset")
+            if name in changes
+        }
         student = copy.deepcopy(model)
         student.config._name_or_path = name_or_path
         settings: dict[str, Any] = {
@@ -54,39 +62,62 @@ def card_of(trainer: FCSDTrainer, **said: Any) -> ModelCard:
     return ModelCard.load(Path(str(trainer.args.output_dir)) / "README.md")
 
 
-@pytest.mark.filterwarnings("ignore")  # the Hub cannot be reached for the original's licence
+# the Hub cannot be reached for the original's licence
+@pytest.mark.filterwarnings("ignore")
 def test_the_card_names_original_connectivity_objective_data_and_how_it_is_loaded(
     make: Callable[..., FCSDTrainer], tmp_path: Path
 ) -> None:
     rows = datasets.Dataset.from_list(ROWS)
-    rows.info.download_checksums = {"hf://datasets/owner/sums@0a1b/train.jsonl": {"num_bytes": 1}}
-    trainer = make(data=rows, eval_dataset=ROWS[:4], eval_strategy="steps", eval_steps=2)
+    rows.info.download_checksums = {
+        "hf://datasets/owner/sums@0a1b/train.jsonl": {"num_bytes": 1}
+    }
+    trainer = make(
+        data=rows, eval_dataset=ROWS[:4], eval_strategy="steps", eval_steps=2
+    )
     trainer.train()
     trainer.save_model()
     card = card_of(trainer)
     assert card.data.base_model == "owner/base" and card.data.datasets == ["owner/sums"]
-    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
+    assert (
+        card.data.library_name == "transformers"
+        and card.data.pipeline_tag == "text-generation"
+    )
     assert card.data.tags == ["farskip", "moe", "self-distillation", "fcsd"]
     text = " ".join(card.text.split())
-    assert "`owner/base` with **FarSkip connectivity**: 1 of 2 decoder layers are rewired" in text
-    assert "Rewired layers: 1." in text and "trained from scratch" not in text and "unknown" not in text
-    expected = (
-        "Self-distillation (FCSD): teacher is the original checkpoint, objective `kl`, 2 steps of 64 tokens,"
-        " learning rate 0.001."
+    assert (
+        "`owner/base` with **FarSkip connectivity**: 1 of 2 decoder layers are rewired"
+        in text
     )
     assert (
-        expected in text and "Data: `owner/sums`." in text and "KL(teacher || this model) on held-out" in text
+        "Rewired layers: 1." in text
+        and "trained from scratch" not in text
+        and "unknown" not in text
     )
-    assert "Nothing is known about what it kept of the original." in text  # it was not evaluated
+    expected = (
+        "Self-distillation (FCSD): teacher is the original checkpoint, objective `kl`,"
+        " 2 steps of 64 tokens, learning rate 0.001."
+    )
+    assert (
+        expected in text
+        and "Data: `owner/sums`." in text
+        and "KL(teacher || this model) on held-out" in text
+    )
+    # it was not evaluated
+    assert "Nothing is known about what it kept of the original." in text
     assert "not trained" not in text and str(tmp_path) not in card.content
-    # The code of the card, run: without a repository it names the folder that it stands for.
+    # The code of the card, run: without a repository it names the folder that it stands
+    # for.
     (code,) = re.findall(r"```python\n(.*?)```", card.text, flags=re.S)
     assert "path/to/this/folder" in code and "trust_remote_code=True" in code
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", trust_remote_code=True
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_said_comes_before_what_is_known(make: Callable[..., FCSDTrainer]) -> None:
+def test_what_is_said_comes_before_what_is_known(
+    make: Callable[..., FCSDTrainer],
+) -> None:
     trainer = make(objective="ce", hub_model_id="me/mine")
     trainer.train()
     card = card_of(
@@ -94,17 +125,26 @@ def test_what_is_said_comes_before_what_is_known(make: Callable[..., FCSDTrainer
         dataset=["owner/rows", "notes"], dataset_tags="owner/tagged",
     )  # fmt: skip
     data = card.data
-    assert (data.language, data.license, data.base_model) == (["de"], "mit", "other/base")
+    assert (data.language, data.license, data.base_model) == (
+        ["de"],
+        "mit",
+        "other/base",
+    )
     assert data.datasets == ["owner/rows", "owner/tagged"]
     assert data.tags == ["farskip", "moe", "fcsd", "sums"]
-    assert "# Mine\n" in card.text and 'from_pretrained("me/mine", trust_remote_code=True)' in card.text
+    assert (
+        "# Mine\n" in card.text
+        and 'from_pretrained("me/mine", trust_remote_code=True)' in card.text
+    )
     text = " ".join(card.text.split())
     assert (
         "Trained with cross-entropy, 2 steps" in text
         and "Data: `owner/rows`, `notes`, `owner/tagged`." in text
     )
     for name in ("tasks", "dataset_args"):
-        with pytest.raises(UserError, match=rf"^create_model_card: {name}: has no place on the card"):
+        with pytest.raises(
+            UserError, match=rf"^create_model_card: {name}: has no place on the card"
+        ):
             trainer.create_model_card(**{name: "x"})
 
 
@@ -113,19 +153,35 @@ def test_the_original_of_a_folder_is_what_its_conversion_or_its_card_says(
 ) -> None:
     model.save_pretrained(tmp_path / "base-model")
     tiny_tokenizer(300).save_pretrained(tmp_path / "base-model")
-    (tmp_path / "base-model" / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: fr\n---\n")
-    fcsd.convert_checkpoint(tmp_path / "base-model", tmp_path / "converted", layers="all")
-    (tmp_path / "converted" / "README.md").write_text("---\nbase_model: owner/base\nlicense: mit\n---\n")
+    (tmp_path / "base-model" / "README.md").write_text(
+        "---\nlicense: apache-2.0\nlanguage: fr\n---\n"
+    )
+    fcsd.convert_checkpoint(
+        tmp_path / "base-model", tmp_path / "converted", layers="all"
+    )
+    (tmp_path / "converted" / "README.md").write_text(
+        "---\nbase_model: owner/base\nlicense: mit\n---\n"
+    )
     trainer = make(
-        model=str(tmp_path / "converted"), teacher=str(tmp_path / "base-model"), layers=None, max_steps=1
+        model=str(tmp_path / "converted"),
+        teacher=str(tmp_path / "base-model"),
+        layers=None,
+        max_steps=1,
     )
     trainer.train()
     text = " ".join(card_of(trainer).text.split())
-    assert "`owner/base` with **FarSkip" in text and "teacher is `base-model`, objective" in text
+    assert (
+        "`owner/base` with **FarSkip" in text
+        and "teacher is `base-model`, objective" in text
+    )
     trainer = make(model=str(tmp_path / "base-model"), max_steps=1)
     trainer.train()
     card = card_of(trainer)
-    assert card.data.license == "apache-2.0" and card.data.language == ["fr"] and card.data.base_model is None
+    assert (
+        card.data.license == "apache-2.0"
+        and card.data.language == ["fr"]
+        and card.data.base_model is None
+    )
     assert "It was made from `base-model`." in " ".join(card.text.split())
     assert str(tmp_path) not in card.content
 
@@ -146,8 +202,22 @@ def test_a_model_that_was_not_trained_is_called_that_and_an_sft_is_no_distillati
 @pytest.mark.parametrize(
     ("info", "names"),
     [
-        ({"download_checksums": {"hf://datasets/a/b@1/x": {}, "hf://datasets/a/b@1/y": {}}}, ("a/b",)),
-        ({"download_checksums": {"hf://datasets/squad@1/x": {}}, "dataset_name": "other"}, ("squad",)),
+        (
+            {
+                "download_checksums": {
+                    "hf://datasets/a/b@1/x": {},
+                    "hf://datasets/a/b@1/y": {},
+                }
+            },
+            ("a/b",),
+        ),
+        (
+            {
+                "download_checksums": {"hf://datasets/squad@1/x": {}},
+                "dataset_name": "other",
+            },
+            ("squad",),
+        ),
         ({"dataset_name": "gsm8k"}, ("gsm8k",)),
         ({"builder_name": "json", "dataset_name": "json"}, ()),
         ({}, ()),

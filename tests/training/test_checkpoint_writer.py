@@ -1,4 +1,6 @@
-"""Checkpoints that are written while the training goes on: of the step that they are named after, or not there."""
+"""Checkpoints that are written while the training goes on: of the step that they are
+named after, or not there.
+"""
 
 import errno
 import os
@@ -31,7 +33,11 @@ def background(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "BACKGROUND_FROM", 0)
 
 
-def stopped_at(monkeypatch: pytest.MonkeyPatch, step: int, then: Callable[[Any], None] | None = None) -> None:
+def stopped_at(
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    then: Callable[[Any], None] | None = None,
+) -> None:
     """Let Ctrl-C come in the step behind `step`, after `then`."""
     compute = DistillTrainer.compute_loss
 
@@ -46,10 +52,12 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch, step: int, then: Callable[[Any],
 
 
 def stored(bench: Bench, name: str) -> dict[str, bytes]:
-    """Return what checkpoint-4 holds, but for times; safetensors writes what a header says beside tensors in any
-    order."""
+    """Return what checkpoint-4 holds, but for times; safetensors writes what a header
+    says beside tensors in any order."""
     folder = bench.folder / name / "distill" / "checkpoints" / "checkpoint-4"
-    content = {file: (folder / file).read_bytes() for file in read_json(folder / "files.json")}
+    content = {
+        file: (folder / file).read_bytes() for file in read_json(folder / "files.json")
+    }
     tensors = load_file(folder / "state-00001-of-00001.safetensors")
     for other in ("trainer_state.json", "state-00001-of-00001.safetensors"):
         del content[other]
@@ -64,7 +72,8 @@ def test_a_checkpoint_has_the_state_of_its_step_however_much_later_it_is_written
         assert main(["distill", str(bench.recipe("waiting"))]) == 130
     monkeypatch.setattr(writer_module, "BACKGROUND_FROM", 0)
     opened, write = threading.Event(), StateFile.write
-    seen: dict[int, tuple[bool, list[str]]] = {}  # when a step begins: at work, and what is there
+    # when a step begins: at work, and what is there
+    seen: dict[int, tuple[bool, list[str]]] = {}
 
     def late(self: StateFile, folder: Path) -> dict[str, Any]:
         assert opened.wait(60)
@@ -85,11 +94,15 @@ def test_a_checkpoint_has_the_state_of_its_step_however_much_later_it_is_written
     assert seen[3] == (False, []) and seen[4] == seen[5] == seen[6] == (True, [])
     assert seen[7] == (False, ["checkpoint-4"])  # in the step in which all are done
     assert stored(bench, "going-on") == stored(bench, "waiting")
-    assert damage(bench.folder / "going-on" / "distill" / "checkpoints" / "checkpoint-4") is None
+    assert (
+        damage(bench.folder / "going-on" / "distill" / "checkpoints" / "checkpoint-4")
+        is None
+    )
     for name in ("going-on", "waiting"):
         assert main(["distill", str(bench.recipe(name))]) == 0
     one, other = (
-        weights_fingerprint(bench.folder / n / "distill" / "model") for n in ("going-on", "waiting")
+        weights_fingerprint(bench.folder / n / "distill" / "model")
+        for n in ("going-on", "waiting")
     )
     assert one == other
 
@@ -138,14 +151,19 @@ def test_what_cannot_be_written_ends_the_training_with_one_line_and_leaves_nothi
         assert main(command) == 2
     error = capsys.readouterr().err
     folder = bench.folder / "r" / "distill" / "checkpoints"
-    line = f"fcsd distill: error: {folder}/checkpoint-4: could not be written (No space left on device);"
+    line = (
+        f"fcsd distill: error: {folder}/checkpoint-4: could not be written (No space"
+        " left on device);"
+    )
     assert error.count(line) == 1 and "Traceback" not in error
     assert not any(folder.iterdir())
     assert main(command) == 0
 
 
 @pytest.mark.usefixtures("background")
-def test_a_rank_that_cannot_write_ends_both_in_the_same_step(bench: Bench, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_ends_both_in_the_same_step(
+    bench: Bench, tmp_path: Path
+) -> None:
     command = ["distill", str(bench.recipe("r"))]
     late = CheckpointWriter._start
 
@@ -158,7 +176,9 @@ def test_a_rank_that_cannot_write_ends_both_in_the_same_step(bench: Bench, tmp_p
     outcomes = in_forked_ranks(one, 2, tmp_path)
     text = "".join(output for _, output in outcomes)
     assert [status for status, _ in outcomes] == [2, 2], text
-    assert text.count("checkpoint-4: could not be written (No space left on device)") == 1
+    assert (
+        text.count("checkpoint-4: could not be written (No space left on device)") == 1
+    )
     assert "Traceback" not in text
     assert not any((bench.folder / "r" / "distill" / "checkpoints").iterdir())
 
@@ -166,13 +186,26 @@ def test_a_rank_that_cannot_write_ends_both_in_the_same_step(bench: Bench, tmp_p
 @pytest.mark.usefixtures("background")
 @pytest.mark.parametrize(
     "moment",
-    few(["after a file", "when all are written", "before a file", "while old ones are removed"], 1),
+    few(
+        [
+            "after a file",
+            "when all are written",
+            "before a file",
+            "while old ones are removed",
+        ],
+        1,
+    ),
 )
 def test_a_run_that_is_killed_while_it_writes_goes_on_to_the_same_weights(
     bench: Bench, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["distill", str(bench.recipe("whole"))]) == 0
-    command = ["distill", str(bench.recipe("killed")), "--set", "train.save_total_limit=1"]
+    command = [
+        "distill",
+        str(bench.recipe("killed")),
+        "--set",
+        "train.save_total_limit=1",
+    ]
     write, remove = StateFile.write, writer_module._remove
 
     def die(*args: Any) -> None:
@@ -182,19 +215,28 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_to_the_same_weights(
         if moment == "when all are written":
             monkeypatch.setattr(writer_module, "note_files", die)
         elif moment == "while old ones are removed":
-            monkeypatch.setattr(writer_module, "_remove", lambda old: die() if old else remove(old))
+            monkeypatch.setattr(
+                writer_module, "_remove", lambda old: die() if old else remove(old)
+            )
         else:
             after = moment == "after a file"
-            monkeypatch.setattr(StateFile, "write", lambda *args: (after and write(*args), die()))
+            monkeypatch.setattr(
+                StateFile, "write", lambda *args: (after and write(*args), die())
+            )
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
+        tmp_path / "output"
+    ).read_text()
     folder = bench.folder / "killed" / "distill"
     kept = [path.name for path in checkpoints(folder / "checkpoints")]
     assert kept == (["checkpoint-8"] if moment == "while old ones are removed" else [])
     assert main(command) == 0
     assert not (folder / "checkpoints").exists()
-    one, other = (weights_fingerprint(bench.folder / n / "distill" / "model") for n in ("whole", "killed"))
+    one, other = (
+        weights_fingerprint(bench.folder / n / "distill" / "model")
+        for n in ("whole", "killed")
+    )
     assert one == other
 
 
@@ -204,11 +246,18 @@ def test_without_room_for_a_copy_the_training_waits_and_says_so(
 ) -> None:
     monkeypatch.setattr(writer_module, "available_memory", lambda: 1000)
     monkeypatch.setattr(
-        DistillTrainer, "_maybe_log_save_evaluate", checked(DistillTrainer._maybe_log_save_evaluate)
+        DistillTrainer,
+        "_maybe_log_save_evaluate",
+        checked(DistillTrainer._maybe_log_save_evaluate),
     )
     assert main(["distill", str(bench.recipe("r"))]) == 0
     error = capsys.readouterr().err
-    assert error.count("of this machine's memory, of which 1000 B are free; the training waits") == 1
+    assert (
+        error.count(
+            "of this machine's memory, of which 1000 B are free; the training waits"
+        )
+        == 1
+    )
 
 
 def checked(method: Any) -> Any:
@@ -231,7 +280,9 @@ def test_a_jobs_limit_counts_where_it_is_less_than_what_the_machine_has(
         folder = tmp_path / (kind or "two") / kind / "job" / "step"
         folder.mkdir(parents=True)
         for name, text in zip(
-            (*names[:2], "memory.stat"), ("5000", "3000", f"anon 1\n{names[2]} 1500"), strict=True
+            (*names[:2], "memory.stat"),
+            ("5000", "3000", f"anon 1\n{names[2]} 1500"),
+            strict=True,
         ):
             (folder.parent / name).write_text(text)
         monkeypatch.setattr(memory, "_CGROUPS", tmp_path / (kind or "two"))
@@ -250,9 +301,15 @@ def writing_rank(rank: int) -> list[str]:
     from fcsd.parallel.state import state_files
 
     model = torch.nn.Linear(6, 6)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    fully_shard(
+        model,
+        mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+    )
     optimizer = torch.optim.AdamW(model.parameters())
-    return [file.name for file in state_files(model, optimizer, Ranks(rank, 4, lockstep=True))]
+    return [
+        file.name
+        for file in state_files(model, optimizer, Ranks(rank, 4, lockstep=True))
+    ]
 
 
 def test_of_replicas_one_writes() -> None:

@@ -23,27 +23,46 @@ class Usage(NamedTuple):
     free: int
 
 
-def test_the_need_is_that_of_the_checkpoints_kept_and_of_what_is_written_beside_them() -> None:
+def test_the_need_is_that_of_the_checkpoints_kept_and_of_what_is_written_beside_them() -> (
+    None
+):
     train = TrainConfig(max_steps=2000, save_steps=500, save_total_limit=2)
     n = 30_532_122_624  # Qwen3-30B-A3B
-    need = disk_need(train, num_trained=n, num_parameters=n, model_itemsize=2, keeps_best=True)
-    # float32 weights and two moments, twice and once more while the third is written; three best; bfloat16.
+    need = disk_need(
+        train, num_trained=n, num_parameters=n, model_itemsize=2, keeps_best=True
+    )
+    # float32 weights and two moments, twice and once more while the third is written;
+    # three best; bfloat16.
     assert need.total == 3 * 12 * n + 3 * 4 * n + 2 * n
     assert need.total / 1e12 == pytest.approx(1.53, abs=0.01)
     one = train.model_copy(update={"save_total_limit": 1})
     assert (
-        need.total - disk_need(one, num_trained=n, num_parameters=n, model_itemsize=2, keeps_best=True).total
+        need.total
+        - disk_need(
+            one, num_trained=n, num_parameters=n, model_itemsize=2, keeps_best=True
+        ).total
         == 12 * n
     )
 
 
-@pytest.mark.parametrize(("steps", "number"), [(400, 1), (500, 1), (501, 2), (1500, 3), (9000, 3)])
-def test_no_more_checkpoints_are_counted_than_are_written(steps: int, number: int) -> None:
+@pytest.mark.parametrize(
+    ("steps", "number"), [(400, 1), (500, 1), (501, 2), (1500, 3), (9000, 3)]
+)
+def test_no_more_checkpoints_are_counted_than_are_written(
+    steps: int, number: int
+) -> None:
     train = TrainConfig(max_steps=steps, warmup_steps=0, save_steps=500)
-    need = disk_need(train, num_trained=8, num_parameters=10, model_itemsize=4, keeps_best=False)
+    need = disk_need(
+        train, num_trained=8, num_parameters=10, model_itemsize=4, keeps_best=False
+    )
     assert need.num_checkpoints == number and need.best == 0
-    of_a_sweep = disk_need(train, num_trained=8, num_parameters=10, model_itemsize=0, keeps_best=False)
-    assert of_a_sweep.num_checkpoints == min(3, (steps - 1) // 500) and of_a_sweep.model == 0
+    of_a_sweep = disk_need(
+        train, num_trained=8, num_parameters=10, model_itemsize=0, keeps_best=False
+    )
+    assert (
+        of_a_sweep.num_checkpoints == min(3, (steps - 1) // 500)
+        and of_a_sweep.model == 0
+    )
 
 
 @pytest.mark.parametrize("background_from", few([0, 10**9], 1))
@@ -55,15 +74,22 @@ def test_what_a_run_keeps_is_never_more_than_was_said(
     folder = bench.folder / "r" / "distill"
     said: list[Any] = []
     check, drop = run_module.check_disk, best.drop_others
-    monkeypatch.setattr(run_module, "check_disk", lambda *args: (said.append(args[1]), check(*args)))
+    monkeypatch.setattr(
+        run_module, "check_disk", lambda *args: (said.append(args[1]), check(*args))
+    )
     held = []
 
     def measured(*args: Any) -> None:
-        held.append(sum(path.stat().st_size for path in folder.rglob("state-*.safetensors")))
+        held.append(
+            sum(path.stat().st_size for path in folder.rglob("state-*.safetensors"))
+        )
         drop(*args)
 
     monkeypatch.setattr(best, "drop_others", measured)
-    assert main(["distill", str(bench.recipe("r", early_stopping=bench.early_stopping))]) == 0
+    assert (
+        main(["distill", str(bench.recipe("r", early_stopping=bench.early_stopping))])
+        == 0
+    )
     (need,) = said
     model = (folder / "model" / "model.safetensors").stat().st_size
     assert need.model == pytest.approx(model, rel=0.1)
@@ -76,8 +102,13 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(GIB, GIB - 1000, 1000))
-    monkeypatch.setattr(DistillTrainer, "compute_loss", lambda *args, **kwargs: pytest.fail("trained"))
+    monkeypatch.setattr(
+        DistillTrainer, "compute_loss", lambda *args, **kwargs: pytest.fail("trained")
+    )
     assert main(["distill", str(bench.recipe("r"))]) == 2
     error = capsys.readouterr().err
     assert f"{Path(bench.folder / 'r' / 'distill')}: the training needs " in error
-    assert "on the disk (3 checkpoints of " in error and "train.save_total_limit: 1 needs " in error
+    assert (
+        "on the disk (3 checkpoints of " in error
+        and "train.save_total_limit: 1 needs " in error
+    )

@@ -64,7 +64,11 @@ def examples(count: int) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def original() -> Any:
     return tiny_model(
-        "qwen2_moe", num_hidden_layers=2, vocab_size=300, num_experts=4, experts_implementation="eager"
+        "qwen2_moe",
+        num_hidden_layers=2,
+        vocab_size=300,
+        num_experts=4,
+        experts_implementation="eager",
     )
 
 
@@ -75,7 +79,9 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def make(original: Any, tokenizer: Any, tmp_path: Path) -> Callable[..., FCSDTrainer]:
-    """Return a trainer of a fresh converted copy; keywords of the trainer, all others are settings."""
+    """Return a trainer of a fresh converted copy; keywords of the trainer, all others
+    are settings.
+    """
 
     def trainer(folder: str = "run", **changes: Any) -> FCSDTrainer:
         names = {
@@ -89,8 +95,12 @@ def make(original: Any, tokenizer: Any, tmp_path: Path) -> Callable[..., FCSDTra
             "train_dataset": datasets.Dataset.from_list(examples(60)),
             "processing_class": tokenizer,
         } | {name: value for name, value in changes.items() if name in names}
-        settings = SETTINGS | {name: value for name, value in changes.items() if name not in names}
-        return FCSDTrainer(args=FCSDConfig(output_dir=str(tmp_path / folder), **settings), **arguments)
+        settings = SETTINGS | {
+            name: value for name, value in changes.items() if name not in names
+        }
+        return FCSDTrainer(
+            args=FCSDConfig(output_dir=str(tmp_path / folder), **settings), **arguments
+        )
 
     return trainer
 
@@ -112,7 +122,12 @@ def test_it_trains_what_a_recipe_trains_to_the_last_bit(bench: Bench) -> None:
     assert main(["distill", str(bench.recipe("recipe"))]) == 0
     with open(bench.rows) as lines:
         rows = datasets.Dataset.from_list([json.loads(line) for line in lines])
-    settings = {"max_steps": 12, "max_length": 32, "batch_size_tokens": 128, "per_device_train_batch_size": 2}
+    settings = {
+        "max_steps": 12,
+        "max_length": 32,
+        "batch_size_tokens": 128,
+        "per_device_train_batch_size": 2,
+    }
     arguments = FCSDConfig(
         output_dir=str(bench.folder / "python"), layers="all", learning_rate=1e-3, warmup_steps=2, seed=0,
         logging_steps=1, save_strategy="no", disable_tqdm=True, **settings,
@@ -121,10 +136,13 @@ def test_it_trains_what_a_recipe_trains_to_the_last_bit(bench: Bench) -> None:
     trainer.train()
     trainer.save_model()
     folder = bench.folder / "recipe" / "distill"
-    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    history = [
+        json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()
+    ]
     assert curve(trainer) == [entry["kl"] for entry in history]
     left, right = (
-        load_file(path / "model.safetensors") for path in (folder / "model", bench.folder / "python")
+        load_file(path / "model.safetensors")
+        for path in (folder / "model", bench.folder / "python")
     )
     assert same(left, right)
 
@@ -156,11 +174,15 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
     make(model=model, max_steps=1)  # the trainer before it has not trained
     first.train()
     first.save_model(str(tmp_path / "trained"))
-    message = r"was trained already, so that a copy of it is not the original; give the original as teacher="
+    message = (
+        r"was trained already, so that a copy of it is not the original; give the"
+        r" original as teacher="
+    )
     for again in (model, str(tmp_path / "trained"), fcsd.load(tmp_path / "trained")[0]):
         with pytest.raises(UserError, match=message):
             make(model=again)
-    with pytest.raises(UserError, match=message):  # another connectivity of the same weights
+    # another connectivity of the same weights
+    with pytest.raises(UserError, match=message):
         make(model=fcsd.convert(fcsd.unconvert(model), "last:1"))
     trainer = make(model=str(tmp_path / "trained"), teacher=str(tmp_path / "original"))
     teacher: Any = trainer.teacher
@@ -169,12 +191,17 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
 
     calibrated = fcsd.convert(copy.deepcopy(original), "all")
     fcsd.calibrate(calibrated, original, torch.arange(3, 259).repeat(8, 1))
-    with pytest.raises(UserError, match="FarSkipQwen2MoeForCausalLM was calibrated already"):
+    with pytest.raises(
+        UserError, match="FarSkipQwen2MoeForCausalLM was calibrated already"
+    ):
         make(model=calibrated)
 
 
 def test_rows_longer_than_the_positions_of_a_model_give_a_warning_or_are_refused(
-    make: Callable[..., FCSDTrainer], base_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    make: Callable[..., FCSDTrainer],
+    base_checkpoint: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -184,15 +211,29 @@ def test_rows_longer_than_the_positions_of_a_model_give_a_warning_or_are_refused
         make(max_length=128, **({"model": model, "layers": "all"} if model else {}))
         assert "positions" not in capfd.readouterr().err
         rows = [{"text": "1 + 1 is 2. " * 200}] * 4
-        make(max_length=256, train_dataset=rows, **({"model": model, "layers": "all"} if model else {}))
-        assert f"{text} {model or 'FarSkipQwen2MoeForCausalLM'}" in capfd.readouterr().err
+        make(
+            max_length=256,
+            train_dataset=rows,
+            **({"model": model, "layers": "all"} if model else {}),
+        )
+        assert (
+            f"{text} {model or 'FarSkipQwen2MoeForCausalLM'}" in capfd.readouterr().err
+        )
 
-    table = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    table = GPT2LMHeadModel(
+        GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    )
     table.save_pretrained(tmp_path / "table")
-    message = "max_length 32: rows are longer than the 16 positions of .*, which are a table of that length"
+    message = (
+        "max_length 32: rows are longer than the 16 positions of .*, which are a table"
+        " of that length"
+    )
     for teacher in (table, str(tmp_path / "table")):
         with pytest.raises(
-            UserError, match=rf"{message} \(transformer\.wpe\.weight\); set max_length to 16 or less"
+            UserError,
+            match=(
+                rf"{message} \(transformer\.wpe\.weight\); set max_length to 16 or less"
+            ),
         ):
             make(teacher=teacher)
 
@@ -200,7 +241,9 @@ def test_rows_longer_than_the_positions_of_a_model_give_a_warning_or_are_refused
 def test_a_regular_model_that_was_trained_is_an_original(
     make: Callable[..., FCSDTrainer], original: Any
 ) -> None:
-    regular = make(model=copy.deepcopy(original), layers="none", objective="sft", max_steps=1)
+    regular = make(
+        model=copy.deepcopy(original), layers="none", objective="sft", max_steps=1
+    )
     regular.train()
     make(model=fcsd.convert(regular.model, "all"))
 
@@ -210,13 +253,22 @@ def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_
 ) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    dense = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)).eval()
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    dense = LlamaForCausalLM(
+        LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)
+    ).eval()
     dense.save_pretrained(tmp_path / "dense")
     heldout = datasets.Dataset.from_list(examples(10))
     trainer = make(teacher=str(tmp_path / "dense"), eval_dataset=heldout, packing=False)
     student = copy.deepcopy(trainer.model).double()
-    expected = reference_kl(student, copy.deepcopy(dense).double(), trainer.eval_dataset)
+    expected = reference_kl(
+        student, copy.deepcopy(dense).double(), trainer.eval_dataset
+    )
     assert trainer.evaluate()["eval_kl"] == pytest.approx(expected, rel=2e-5)
     trainer.train()
     in_memory = make("given", teacher=dense, eval_dataset=heldout, packing=False)
@@ -229,7 +281,9 @@ def reference_kl(student: Any, teacher: Any, rows: Any) -> float:
     total, count = 0.0, 0
     for number in range(len(rows)):
         labels = torch.as_tensor(np.asarray(rows[number]["labels"]), dtype=torch.int64)
-        ids = torch.as_tensor(np.asarray(rows[number]["input_ids"]), dtype=torch.int64)[None]
+        ids = torch.as_tensor(np.asarray(rows[number]["input_ids"]), dtype=torch.int64)[
+            None
+        ]
         keep = labels[1:] != -100
         with torch.no_grad():
             own, theirs = (
@@ -247,18 +301,26 @@ def test_the_held_out_kl_is_that_of_full_logits_and_training_lowers_it(
     heldout = datasets.Dataset.from_list(examples(80)[60:])
     trainer = make(eval_dataset=heldout, packing=False)
     student = copy.deepcopy(trainer.model).double()
-    expected = reference_kl(student, copy.deepcopy(original).double(), trainer.eval_dataset)
+    expected = reference_kl(
+        student, copy.deepcopy(original).double(), trainer.eval_dataset
+    )
     before = trainer.evaluate()
-    assert before["eval_kl"] == pytest.approx(expected, rel=2e-5) and before["eval_loss"] == before["eval_kl"]
+    assert (
+        before["eval_kl"] == pytest.approx(expected, rel=2e-5)
+        and before["eval_loss"] == before["eval_kl"]
+    )
     assert before["eval_kl_stderr"] > 0
     trainer.train()
     after = trainer.evaluate()
     assert after["eval_kl"] < 0.9 * before["eval_kl"]
-    assert trainer.evaluate(heldout)["eval_kl"] == after["eval_kl"]  # rows that were not packed yet
+    # rows that were not packed yet
+    assert trainer.evaluate(heldout)["eval_kl"] == after["eval_kl"]
     assert trainer.model.training or not trainer.is_in_train
 
 
-def test_outside_training_the_model_is_the_model_that_it_was(make: Callable[..., FCSDTrainer]) -> None:
+def test_outside_training_the_model_is_the_model_that_it_was(
+    make: Callable[..., FCSDTrainer],
+) -> None:
     trainer = make(max_steps=1)
     trainer.train()
     model: Any = trainer.model
@@ -275,7 +337,11 @@ def test_early_stopping_and_the_best_checkpoint_go_by_the_held_out_kl(
 ) -> None:
     trainer = make(
         eval_dataset=datasets.Dataset.from_list(examples(80)[60:]),
-        callbacks=[EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.0)],
+        callbacks=[
+            EarlyStoppingCallback(
+                early_stopping_patience=2, early_stopping_threshold=0.0
+            )
+        ],
         eval_strategy="steps",
         eval_steps=2,
         save_steps=2,
@@ -292,16 +358,25 @@ def test_early_stopping_and_the_best_checkpoint_go_by_the_held_out_kl(
     assert len(scores) == best + 3 < 20 and trainer.state.global_step == 2 * len(scores)
     assert trainer.state.best_metric == min(scores)
     assert trainer.state.best_model_checkpoint is not None
-    assert Path(trainer.state.best_model_checkpoint).name == f"checkpoint-{2 * (best + 1)}"
+    assert (
+        Path(trainer.state.best_model_checkpoint).name == f"checkpoint-{2 * (best + 1)}"
+    )
     assert trainer.evaluate()["eval_kl"] == pytest.approx(min(scores), rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("objective", "metric", "names"),
-    [("sft", "ce", None), ("kl", "eval_a_kl", ("a", "b")), ("kl", "b_loss", ("a", "b"))],
+    [
+        ("sft", "ce", None),
+        ("kl", "eval_a_kl", ("a", "b")),
+        ("kl", "b_loss", ("a", "b")),
+    ],
 )
 def test_of_every_loss_the_smallest_is_the_best_also_for_one_of_several_data_sets(
-    make: Callable[..., FCSDTrainer], objective: str, metric: str, names: tuple[str, ...] | None
+    make: Callable[..., FCSDTrainer],
+    objective: str,
+    metric: str,
+    names: tuple[str, ...] | None,
 ) -> None:
     rows = datasets.Dataset.from_list(examples(70)[60:])
     trainer = make(
@@ -324,7 +399,9 @@ def test_the_direction_of_a_metric_is_known_or_asked_for(tmp_path: Path) -> None
     from transformers import TrainingArguments
 
     def arguments(metric: str, **more: Any) -> FCSDConfig:
-        return FCSDConfig(output_dir=str(tmp_path), metric_for_best_model=metric, **more)
+        return FCSDConfig(
+            output_dir=str(tmp_path), metric_for_best_model=metric, **more
+        )
 
     assert arguments("accuracy").greater_is_better is True
     assert arguments("eval_math_f1").greater_is_better is True
@@ -332,23 +409,33 @@ def test_the_direction_of_a_metric_is_known_or_asked_for(tmp_path: Path) -> None
     assert arguments("perplexity", greater_is_better=False).greater_is_better is False
     with pytest.raises(
         UserError,
-        match=r"metric_for_best_model: 'perplexity' does not say .* set greater_is_better=True or False, or use"
-        " eval_loss, eval_kl or eval_ce",
+        match=(
+            r"metric_for_best_model: 'perplexity' does not say .* set"
+            r" greater_is_better=True or False, or use"
+            " eval_loss, eval_kl or eval_ce"
+        ),
     ):
         arguments("perplexity")
     # Plain TrainingArguments have guessed True already.
-    plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, metric_for_best_model="kl")
+    plain = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, metric_for_best_model="kl"
+    )
     assert FCSDConfig.of(plain).greater_is_better is False
 
 
-def test_a_loss_that_is_not_measured_cannot_choose_the_best_model(make: Callable[..., FCSDTrainer]) -> None:
+def test_a_loss_that_is_not_measured_cannot_choose_the_best_model(
+    make: Callable[..., FCSDTrainer],
+) -> None:
     one = {"eval_dataset": examples(10), "metric_for_best_model": "ce"}
     with pytest.raises(
-        UserError, match=r"'ce' is not measured in this training; allowed: eval_loss, eval_kl$"
+        UserError,
+        match=r"'ce' is not measured in this training; allowed: eval_loss, eval_kl$",
     ):
         make(**one)
     several = one | {"eval_dataset": {"a": examples(10)}, "metric_for_best_model": "kl"}
-    with pytest.raises(UserError, match=r"'kl' is not measured .*; allowed: eval_a_loss, eval_a_kl$"):
+    with pytest.raises(
+        UserError, match=r"'kl' is not measured .*; allowed: eval_a_loss, eval_a_kl$"
+    ):
         make(**several)
 
 
@@ -387,7 +474,8 @@ def test_a_training_goes_on_to_the_weights_of_one_that_was_not_interrupted(
 ) -> None:
     whole = make("whole")
     whole.train()
-    make("cut", callbacks=[StopAt(5)]).train()  # the newest checkpoint is that of step 4
+    # the newest checkpoint is that of step 4
+    make("cut", callbacks=[StopAt(5)]).train()
     rest = make("cut")
     rest.train(resume_from_checkpoint=True)
     assert same(weights(rest), weights(whole)) and curve(rest) == curve(whole)
@@ -403,7 +491,9 @@ def test_training_again_in_the_same_folder_writes_its_own_checkpoints(
     other = make("run", learning_rate=1e-2)
     other.train()
     rest = make("run", learning_rate=1e-2)
-    rest.train(resume_from_checkpoint=str(Path(str(other.args.output_dir)) / "checkpoint-4"))
+    rest.train(
+        resume_from_checkpoint=str(Path(str(other.args.output_dir)) / "checkpoint-4")
+    )
     assert same(weights(rest), weights(other))
 
 
@@ -413,15 +503,23 @@ def test_epochs_callbacks_and_an_optimiser_of_ones_own_are_transformers(
     seen: list[str] = []
 
     class Look(TrainerCallback):
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_epoch_end(
+            self, args: Any, state: Any, control: Any, **kwargs: Any
+        ) -> None:
             seen.append(f"epoch {state.epoch:g}")
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> None:
             if "kl" in logs:
                 seen.append("kl")
 
     trainer = make(
-        max_steps=-1, num_train_epochs=2, save_strategy="epoch", logging_strategy="epoch", callbacks=[Look()]
+        max_steps=-1,
+        num_train_epochs=2,
+        save_strategy="epoch",
+        logging_strategy="epoch",
+        callbacks=[Look()],
     )
     model: Any = trainer.model
     moved = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -429,7 +527,8 @@ def test_epochs_callbacks_and_an_optimiser_of_ones_own_are_transformers(
     trainer.train()
     steps = len(trainer.train_dataset) // 4  # type: ignore[arg-type]
     assert trainer.state.global_step == 2 * steps
-    assert seen == ["epoch 1", "kl", "kl", "epoch 2"]  # the last step is on record in any case
+    # the last step is on record in any case
+    assert seen == ["epoch 1", "kl", "kl", "epoch 2"]
     folder = Path(str(trainer.args.output_dir))
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == sorted(
         f"checkpoint-{n * steps}" for n in (1, 2)
@@ -440,7 +539,10 @@ def test_an_optimiser_whose_states_a_checkpoint_would_lose_is_refused(
     make: Callable[..., FCSDTrainer],
 ) -> None:
     with pytest.raises(
-        UserError, match="Adafactor: its state 'exp_avg_sq_row' has not the shape of its parameter"
+        UserError,
+        match=(
+            "Adafactor: its state 'exp_avg_sq_row' has not the shape of its parameter"
+        ),
     ):
         make(optim="adafactor").train()
     trainer = make(optim="adafactor", save_strategy="no")
@@ -448,7 +550,9 @@ def test_an_optimiser_whose_states_a_checkpoint_would_lose_is_refused(
     assert trainer.state.global_step == 6
 
 
-def test_metrics_are_computed_from_the_logits_of_the_model(make: Callable[..., FCSDTrainer]) -> None:
+def test_metrics_are_computed_from_the_logits_of_the_model(
+    make: Callable[..., FCSDTrainer],
+) -> None:
     def agreement(evaluation: Any) -> dict[str, float]:
         kept = evaluation.label_ids[:, 1:] != -100
         right = evaluation.predictions[:, :-1].argmax(-1) == evaluation.label_ids[:, 1:]
@@ -460,19 +564,27 @@ def test_metrics_are_computed_from_the_logits_of_the_model(make: Callable[..., F
     predicted = trainer.predict(heldout)
     assert predicted.metrics.keys() >= {"test_accuracy", "test_kl"}
     rows: Any = trainer.eval_dataset
-    ids = torch.stack([torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows])
+    ids = torch.stack(
+        [torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows]
+    )
     model: Any = trainer.model
     with torch.no_grad():
         logits = model.eval()(ids, use_cache=False).logits
     kept = np.stack([row["labels"] for row in rows]) != -100
     assert predicted.predictions.shape == logits.shape
-    np.testing.assert_allclose(predicted.predictions[kept], logits.numpy()[kept], atol=1e-4)
+    np.testing.assert_allclose(
+        predicted.predictions[kept], logits.numpy()[kept], atol=1e-4
+    )
 
 
 def test_a_baseline_has_no_teacher_and_its_held_out_loss_is_the_cross_entropy(
     make: Callable[..., FCSDTrainer],
 ) -> None:
-    trainer = make(objective="sft", eval_dataset=datasets.Dataset.from_list(examples(10)), packing=False)
+    trainer = make(
+        objective="sft",
+        eval_dataset=datasets.Dataset.from_list(examples(10)),
+        packing=False,
+    )
     assert trainer.teacher is None
     metrics = trainer.evaluate()
     total, count, rows = 0.0, 0, trainer.eval_dataset
@@ -480,17 +592,27 @@ def test_a_baseline_has_no_teacher_and_its_held_out_loss_is_the_cross_entropy(
     for number in range(len(rows)):  # type: ignore[arg-type]
         row = rows[number]  # type: ignore[index]
         labels, ids = (
-            torch.as_tensor(np.asarray(row[k]), dtype=torch.int64) for k in ("labels", "input_ids")
+            torch.as_tensor(np.asarray(row[k]), dtype=torch.int64)
+            for k in ("labels", "input_ids")
         )
         keep = labels[1:] != -100
         with torch.no_grad():
-            chances = model(ids[None], use_cache=False).logits[0, :-1][keep].log_softmax(-1)
+            chances = (
+                model(ids[None], use_cache=False).logits[0, :-1][keep].log_softmax(-1)
+            )
         total -= float(chances.gather(1, labels[1:][keep][:, None]).sum())
         count += int(keep.sum())
-    assert metrics["eval_loss"] == metrics["eval_ce"] == pytest.approx(total / count, rel=2e-5)
+    assert (
+        metrics["eval_loss"]
+        == metrics["eval_ce"]
+        == pytest.approx(total / count, rel=2e-5)
+    )
     assert "eval_kl" not in metrics
     trainer.train()
-    assert "ce" in trainer.state.log_history[0] and "kl" not in trainer.state.log_history[0]
+    assert (
+        "ce" in trainer.state.log_history[0]
+        and "kl" not in trainer.state.log_history[0]
+    )
 
 
 def test_a_stream_and_tokens_train_as_the_same_examples_in_memory(
@@ -499,11 +621,16 @@ def test_a_stream_and_tokens_train_as_the_same_examples_in_memory(
     rows = [{"text": f"{n} + {n % 7} is {n + n % 7}"} for n in range(60)]
     text = make("text", train_dataset=datasets.Dataset.from_list(rows))
     text.train()
-    tokens = [{"input_ids": [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]} for row in rows]
+    tokens = [
+        {"input_ids": [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]}
+        for row in rows
+    ]
     tokenised = make("tokens", train_dataset=datasets.Dataset.from_list(tokens))
     tokenised.train()
     assert same(weights(text), weights(tokenised))
-    stream = make("stream", train_dataset=datasets.Dataset.from_list(rows).to_iterable_dataset())
+    stream = make(
+        "stream", train_dataset=datasets.Dataset.from_list(rows).to_iterable_dataset()
+    )
     stream.train()
     assert stream.state.global_step == 6 and np.isfinite(curve(stream)).all()
 
@@ -529,14 +656,19 @@ def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
     make: Callable[..., FCSDTrainer], original: Any, tmp_path: Path
 ) -> None:
     model = copy.deepcopy(original).bfloat16()
-    trainer = make(model=model, layers="last:1", ema_decay=0.5, eval_dataset=examples(4))
-    assert next(model.parameters()).dtype == torch.float32 and trainer.teacher is not None
+    trainer = make(
+        model=model, layers="last:1", ema_decay=0.5, eval_dataset=examples(4)
+    )
+    assert (
+        next(model.parameters()).dtype == torch.float32 and trainer.teacher is not None
+    )
     trainer.train()
     before = weights(trainer)
     trainer.save_model(str(tmp_path / "left"))
     assert same(weights(trainer), before) and model.config.farskip["layers"] == [1]
     modes = {file.name: file.stat().st_mode for file in (tmp_path / "left").iterdir()}
-    assert modes["model.safetensors"] == modes["config.json"]  # safetensors itself leaves 0600
+    # safetensors itself leaves 0600
+    assert modes["model.safetensors"] == modes["config.json"]
     result = subprocess.run(
         [sys.executable, "-c", LOADS, str(tmp_path / "left"), str(tmp_path / "result.pt")],
         capture_output=True, text=True, check=False, cwd=tmp_path,
@@ -545,8 +677,14 @@ def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
     loaded = torch.load(tmp_path / "result.pt")
     assert loaded["dtype"] == "torch.bfloat16" and loaded["length"] == 300
     with torch.no_grad():
-        expected = copy.deepcopy(model).bfloat16().eval()(torch.arange(3, 19)[None], use_cache=False).logits
-    torch.testing.assert_close(loaded["logits"], expected, atol=0.3, rtol=0)  # other kernels, in bfloat16
+        expected = (
+            copy.deepcopy(model)
+            .bfloat16()
+            .eval()(torch.arange(3, 19)[None], use_cache=False)
+            .logits
+        )
+    # other kernels, in bfloat16
+    torch.testing.assert_close(loaded["logits"], expected, atol=0.3, rtol=0)
     assert torch.equal(loaded["head"], model.lm_head.weight.bfloat16())
 
 
@@ -561,7 +699,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         ):  # fmt: skip
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # made once, with the place of then
+        # made once, with the place of then
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)
         yield server
 
 
@@ -571,7 +710,13 @@ def test_a_push_leaves_a_repository_that_loads(
     hub: Hub, make: Callable[..., FCSDTrainer], tmp_path: Path, strategy: str
 ) -> None:
     during = strategy != "end"
-    trainer = make("pushed", max_steps=2, hub_model_id="me/tiny", hub_strategy=strategy, push_to_hub=during)
+    trainer = make(
+        "pushed",
+        max_steps=2,
+        hub_model_id="me/tiny",
+        hub_strategy=strategy,
+        push_to_hub=during,
+    )
     trainer.train()
     files = hub.repos["me/tiny"].files if during else {}
     if during:  # pushed with each checkpoint, which can be gone on from
@@ -591,7 +736,10 @@ def test_a_push_leaves_a_repository_that_loads(
     } <= files.keys()
     assert not any(name.startswith("checkpoint-") for name in files)
     card = files["README.md"].decode()
-    assert 'from_pretrained("me/tiny", trust_remote_code=True)' in card and "- farskip" in card
+    assert (
+        'from_pretrained("me/tiny", trust_remote_code=True)' in card
+        and "- farskip" in card
+    )
     folder = hub.repos["me/tiny"].write(tmp_path / "fetched")
     loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert same(loaded.state_dict(), trainer.model.state_dict())
@@ -600,7 +748,8 @@ def test_a_push_leaves_a_repository_that_loads(
 def two_ranks(rank: int, folder: str, base: str) -> tuple[list[float], float]:
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
+    # the parent may have run alone before
+    AcceleratorState._reset_state(reset_partial_state=True)
     return trained(folder, base)
 
 
@@ -611,7 +760,9 @@ def trained(folder: str, base: str) -> tuple[list[float], float]:
         max_length=32, learning_rate=1e-3, logging_steps=1, save_steps=2, seed=0, disable_tqdm=True,
     )  # fmt: skip
     rows = examples(70)
-    trainer = FCSDTrainer(model=base, args=arguments, train_dataset=rows[:60], eval_dataset=rows[60:])
+    trainer = FCSDTrainer(
+        model=base, args=arguments, train_dataset=rows[:60], eval_dataset=rows[60:]
+    )
     trainer.train()
     trainer.save_model()
     return curve(trainer), trainer.evaluate()["eval_kl"]
@@ -627,10 +778,16 @@ def test_two_ranks_train_what_one_process_trains(
 
         for name, value in environment(ROOT / "configs" / "cpu_2_fsdp2.yaml").items():
             monkeypatch.setenv(name, value)
-    ranks = run_ranks(two_ranks, 2, str(tmp_path / "two"), str(base_checkpoint), timeout_s=240)
+    ranks = run_ranks(
+        two_ranks, 2, str(tmp_path / "two"), str(base_checkpoint), timeout_s=240
+    )
     for two, heldout in ranks:
-        assert two == pytest.approx(one, rel=1e-3) and heldout == pytest.approx(kl, rel=1e-3)
-    one_weights, two_weights = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+        assert two == pytest.approx(one, rel=1e-3) and heldout == pytest.approx(
+            kl, rel=1e-3
+        )
+    one_weights, two_weights = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")
+    )
     for name, value in one_weights.items():
         torch.testing.assert_close(value, two_weights[name], atol=1e-4, rtol=1e-2)
 
@@ -687,7 +844,10 @@ def test_two_ranks_train_what_one_process_trains(
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(
-    make: Callable[..., FCSDTrainer], base_checkpoint: Path, changes: dict[str, Any], message: str
+    make: Callable[..., FCSDTrainer],
+    base_checkpoint: Path,
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
     if changes.get("model") == "BASE":
         changes = changes | {"model": str(base_checkpoint)}
@@ -699,26 +859,36 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"max_steps": 1}, r"args: a dict; an FCSDConfig is needed; write FCSDConfig\(\*\*args\)"),
+        (
+            {"max_steps": 1},
+            r"args: a dict; an FCSDConfig is needed; write FCSDConfig\(\*\*args\)",
+        ),
         ("settings.yaml", "args: a str; an FCSDConfig is needed"),
         (FCSDConfig, "args: the class FCSDConfig; an FCSDConfig is needed"),
         (
             Seq2SeqTrainingArguments(use_cpu=True),
-            r"args: a Seq2SeqTrainingArguments, with arguments that FCSDTrainer does not have \(sortish_sampler, .*, "
+            r"args: a Seq2SeqTrainingArguments, with arguments that FCSDTrainer does"
+            r" not have \(sortish_sampler, .*, "
             r"…\); give an FCSDConfig, or a TrainingArguments of transformers",
         ),
     ],
     ids=["dict", "text", "class", "other"],
 )
-def test_arguments_of_another_trainer_are_refused_with_what_is_needed(args: Any, message: str) -> None:
+def test_arguments_of_another_trainer_are_refused_with_what_is_needed(
+    args: Any, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         FCSDTrainer("model", args)
 
 
 def test_what_is_missing_or_given_without_a_name_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="FCSDTrainer: missing a required argument: 'model'"):
+    with pytest.raises(
+        UserError, match="FCSDTrainer: missing a required argument: 'model'"
+    ):
         FCSDTrainer()  # type: ignore[call-arg]
-    with pytest.raises(UserError, match="too many positional arguments; give arguments by their names"):
+    with pytest.raises(
+        UserError, match="too many positional arguments; give arguments by their names"
+    ):
         FCSDTrainer("model", FCSDConfig(str(tmp_path), use_cpu=True), None, [])  # type: ignore[misc]
 
 
@@ -727,19 +897,31 @@ def test_data_of_an_evaluation_are_checked_as_those_of_the_constructor(
 ) -> None:
     trainer = make(eval_dataset={"one": examples(8)})
     assert trainer.evaluate("one")["eval_kl"] > 0
-    for measure, name in ((trainer.evaluate, "eval_dataset"), (trainer.predict, "test_dataset")):
-        with pytest.raises(UserError, match=f"data set {name}: a str; a datasets.Dataset"):
+    for measure, name in (
+        (trainer.evaluate, "eval_dataset"),
+        (trainer.predict, "test_dataset"),
+    ):
+        with pytest.raises(
+            UserError, match=f"data set {name}: a str; a datasets.Dataset"
+        ):
             measure("rows.jsonl")
-        with pytest.raises(UserError, match=f"data set {name}, row 1: a str; an example is a mapping"):
+        with pytest.raises(
+            UserError, match=f"data set {name}, row 1: a str; an example is a mapping"
+        ):
             measure(["a"])
-    with pytest.raises(UserError, match="test_dataset: None; the data to measure are needed"):
+    with pytest.raises(
+        UserError, match="test_dataset: None; the data to measure are needed"
+    ):
         trainer.predict(None)
-    with pytest.raises(UserError, match="eval_dataset: None; the data to measure are needed"):
+    with pytest.raises(
+        UserError, match="eval_dataset: None; the data to measure are needed"
+    ):
         make().evaluate()
 
 
 @pytest.mark.parametrize(
-    ("place", "reason"), [("afile", "afile is no folder"), ("/proc/x", "/proc may not be")]
+    ("place", "reason"),
+    [("afile", "afile is no folder"), ("/proc/x", "/proc may not be")],
 )
 def test_a_folder_that_cannot_be_made_is_refused_before_the_training_and_when_it_is_saved(
     make: Callable[..., FCSDTrainer], place: str, reason: str, tmp_path: Path
@@ -752,7 +934,9 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_training_and_when_it
 
 
 def test_numbers_may_be_given_as_text(tmp_path: Path) -> None:
-    given = FCSDConfig(str(tmp_path), max_steps="10", learning_rate="2e-5", use_cpu=True)  # type: ignore[arg-type]
+    given = FCSDConfig(
+        str(tmp_path), max_steps="10", learning_rate="2e-5", use_cpu=True
+    )  # type: ignore[arg-type]
     assert (given.max_steps, given.learning_rate) == (10, 2e-5)
 
 
@@ -764,12 +948,16 @@ def test_the_tokenizer_may_be_a_path(
         assert trainer.processing_class.get_vocab() == tokenizer.get_vocab()
 
 
-def test_the_examples_that_were_left_out_are_printed(make: Callable[..., FCSDTrainer]) -> None:
+def test_the_examples_that_were_left_out_are_printed(
+    make: Callable[..., FCSDTrainer],
+) -> None:
     bad = {"messages": [{"role": "user", "content": None}]}
     trainer = make(on_bad_row="skip", train_dataset=[*examples(40), bad])
     first, second = repr(trainer.bad_rows).splitlines()
     assert first == "1 of 41 examples left out"
-    assert second.startswith("data set train_dataset, row 41: column 'messages': a message with")
+    assert second.startswith(
+        "data set train_dataset, row 41: column 'messages': a message with"
+    )
 
 
 def test_mistakes_of_models_tokenizers_and_checkpoints_are_refused(
@@ -780,29 +968,44 @@ def test_mistakes_of_models_tokenizers_and_checkpoints_are_refused(
     nameless.name_or_path = ""
     with pytest.raises(
         UserError,
-        match=rf"tokenizer {type(plain).__name__}: no chat template, .* under columns=\{{'text': …\}}",
+        match=(
+            rf"tokenizer {type(plain).__name__}: no chat template, .* under"
+            r" columns=\{'text': …\}"
+        ),
     ):
         make(processing_class=nameless)
     with pytest.raises(
-        UserError, match="no chat template, needed for prompts and messages; use the tokenizer of an"
+        UserError,
+        match=(
+            "no chat template, needed for prompts and messages; use the tokenizer of an"
+        ),
     ):
         make(processing_class=plain)
-    with pytest.raises(UserError, match=r"Qwen2MoeForCausalLM: is not converted; set layers in FCSDConfig"):
+    with pytest.raises(
+        UserError,
+        match=r"Qwen2MoeForCausalLM: is not converted; set layers in FCSDConfig",
+    ):
         make(model=copy.deepcopy(original))
     model = copy.deepcopy(original)
     convert_model(model, Connectivity("all"))
-    with pytest.raises(UserError, match="teacher: is the model that is trained; leave it out"):
+    with pytest.raises(
+        UserError, match="teacher: is the model that is trained; leave it out"
+    ):
         make(model=model, teacher=model)
-    with pytest.raises(UserError, match="processing_class: is needed, the tokenizer of the model"):
+    with pytest.raises(
+        UserError, match="processing_class: is needed, the tokenizer of the model"
+    ):
         make(model=model, processing_class=None)
     small = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=120)
     with pytest.raises(
-        UserError, match="the vocabularies differ: 120 tokens in the teacher, 300 in the student"
+        UserError,
+        match="the vocabularies differ: 120 tokens in the teacher, 300 in the student",
     ):
         make(teacher=small)
     trainer = make("empty")
     with pytest.raises(
-        UserError, match="no checkpoint to go on from; leave resume_from_checkpoint out to begin"
+        UserError,
+        match="no checkpoint to go on from; leave resume_from_checkpoint out to begin",
     ):
         trainer.train(resume_from_checkpoint=True)
     (tmp_path / "checkpoint-1").mkdir()
@@ -823,7 +1026,9 @@ def test_names_of_other_libraries_are_answered_with_ours(name: str) -> None:
     for cls in (FCSDConfig, FCSDTrainer):
         with pytest.raises(UserError) as caught:
             cls(**{name: object()})
-        assert str(caught.value) == f"{cls.__name__}: {name}: is here {OTHER_NAMES[name]}"
+        assert (
+            str(caught.value) == f"{cls.__name__}: {name}: is here {OTHER_NAMES[name]}"
+        )
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     assert f"| `{name}` | {OTHER_NAMES[name]} |" in page
     arguments = re.findall(r"(FCSD\w+)\((\w+)=", OTHER_NAMES[name])
@@ -834,10 +1039,19 @@ def test_names_of_other_libraries_are_answered_with_ours(name: str) -> None:
 def test_errors_of_a_training_name_arguments_and_no_keys_of_a_recipe(
     make: Callable[..., FCSDTrainer],
 ) -> None:
-    with pytest.raises(UserError, match=r"above clip \(1e-09; .* nats\), .*; raise clip or leave it out"):
+    with pytest.raises(
+        UserError,
+        match=r"above clip \(1e-09; .* nats\), .*; raise clip or leave it out",
+    ):
         make(clip=1e-9).train()
-    with pytest.raises(UserError, match=r"^eval_dataset: no row has a token to predict"):
-        row = {"input_ids": [5] * 32, "position_ids": [*range(32)], "labels": [-100] * 32}
+    with pytest.raises(
+        UserError, match=r"^eval_dataset: no row has a token to predict"
+    ):
+        row = {
+            "input_ids": [5] * 32,
+            "position_ids": [*range(32)],
+            "labels": [-100] * 32,
+        }
         make(eval_dataset=[row]).evaluate()
 
 
@@ -848,9 +1062,17 @@ def test_arguments_of_transformers_are_taken_for_ones_own(
 
     model = copy.deepcopy(original)
     convert_model(model, Connectivity("all"))
-    settings: dict[str, Any] = {"learning_rate": 3e-4, "use_cpu": True, "disable_tqdm": True}
-    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=1, **settings)
-    trainer = FCSDTrainer(model, arguments, train_dataset=examples(40), processing_class=tokenizer)
+    settings: dict[str, Any] = {
+        "learning_rate": 3e-4,
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=1, **settings
+    )
+    trainer = FCSDTrainer(
+        model, arguments, train_dataset=examples(40), processing_class=tokenizer
+    )
     assert isinstance(trainer.args, FCSDConfig) and trainer.args.learning_rate == 3e-4
     assert trainer.args.max_length == 4096 and fcsd.FCSDTrainer is FCSDTrainer
     unconvert_model(model)

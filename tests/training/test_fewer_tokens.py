@@ -1,4 +1,6 @@
-"""The settings for fewer tokens in the training loop: however a batch is cut, through a kill, on two processes."""
+"""The settings for fewer tokens in the training loop: however a batch is cut, through a
+kill, on two processes.
+"""
 
 import copy
 import os
@@ -31,7 +33,13 @@ from tests.parallel.test_engines import launch
 from tests.reference.ranks import run_ranks
 from tests.support import Bench, in_a_fork
 from tests.training.test_parallel import compare, history, ranks
-from tests.training.test_trainer import Rows, make, reference, teacher, weights  # noqa: F401
+from tests.training.test_trainer import (
+    Rows,
+    make,
+    reference,
+    teacher,  # noqa: F401
+    weights,
+)
 
 OBJECTIVE = {
     "name": "kl+l2",
@@ -43,18 +51,34 @@ OBJECTIVE = {
 }
 
 
-def test_the_loss_is_the_sum_of_its_terms_however_a_batch_is_cut(tmp_path: Path, teacher: Any) -> None:  # noqa: F811
+def test_the_loss_is_the_sum_of_its_terms_however_a_batch_is_cut(
+    tmp_path: Path,
+    teacher: Any,  # noqa: F811
+) -> None:
     settings: dict[str, Any] = {"max_steps": 4, "layer_lr_ratio": 0.5}
     train(make(tmp_path / "1", teacher, OBJECTIVE, **settings))
-    train(make(tmp_path / "4", teacher, OBJECTIVE, per_device_train_batch_size=1, **settings))
+    train(
+        make(
+            tmp_path / "4",
+            teacher,
+            OBJECTIVE,
+            per_device_train_batch_size=1,
+            **settings,
+        )
+    )
     whole, cut = read_history(tmp_path / "1"), read_history(tmp_path / "4")
     for step, (one, other) in enumerate(zip(whole, cut, strict=True)):
-        names = ["loss", "kl", "router_kl", "grad_norm", "learning_rate"] + ["l2"] * (step < 2)
-        assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-3)
+        names = ["loss", "kl", "router_kl", "grad_norm", "learning_rate"] + ["l2"] * (
+            step < 2
+        )
+        assert [one[name] for name in names] == pytest.approx(
+            [other[name] for name in names], rel=1e-3
+        )
         coefficient = 2.0 * max(0.0, 1 - step / 2)
         total = one["kl"] + coefficient * one.get("l2", 0.0) + 0.5 * one["router_kl"]
         assert one["loss"] == pytest.approx(total, rel=1e-5)
-    assert "l2" not in whole[2] and whole[0]["learning_rate"] == 1e-3  # that of the middle layer
+    # that of the middle layer
+    assert "l2" not in whole[2] and whole[0]["learning_rate"] == 1e-3
 
 
 @pytest.mark.parametrize("is_calibrated", [False, True])
@@ -69,7 +93,9 @@ def test_with_an_average_it_is_the_average_that_is_scored_and_left(
     scored: list[torch.Tensor] = []
 
     class Look(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(
+            self, args: Any, state: Any, control: Any, **kwargs: Any
+        ) -> None:
             seen.append(weights(run.student))
 
     monkeypatch.setattr(run_module, "_tensorboard", lambda run: [Look()])
@@ -79,37 +105,58 @@ def test_with_an_average_it_is_the_average_that_is_scored_and_left(
         return Score([0.5])
 
     stopper = EarlyStopper(every_steps=2, patience=9, min_delta=0.0)
-    run = make(tmp_path, teacher, max_steps=4, ema_decay=0.3, stopper=stopper, score=score)
+    run = make(
+        tmp_path, teacher, max_steps=4, ema_decay=0.3, stopper=stopper, score=score
+    )
     if is_calibrated:
-        run.student.config.farskip_calibration = {"tokens": 1, "ridge": 1e-3, "layers": [0]}
+        run.student.config.farskip_calibration = {
+            "tokens": 1,
+            "ridge": 1e-3,
+            "layers": [0],
+        }
     average = {name: value.double() for name, value in weights(run.student).items()}
     before = average["lm_head.weight"]
     train(run)
     after_two = None
     for step, own in enumerate(seen, start=1):
         d = 0.3 if is_calibrated else min(0.3, (1 + step) / (10 + step))
-        average = {name: d * average[name] + (1 - d) * own[name].double() for name in average}
+        average = {
+            name: d * average[name] + (1 - d) * own[name].double() for name in average
+        }
         after_two = average["lm_head.weight"] if step == 2 else after_two
     written = load_file(tmp_path / "model" / "model.safetensors")
     # Four steps of two roundings, at most 6e-8 each.
     for name, value in average.items():
         if name in written:  # experts are saved one by one
-            torch.testing.assert_close(written[name].double(), value, rtol=1e-6, atol=1e-7)
-    for head, wanted in zip(scored, (before, after_two, average["lm_head.weight"]), strict=True):
+            torch.testing.assert_close(
+                written[name].double(), value, rtol=1e-6, atol=1e-7
+            )
+    for head, wanted in zip(
+        scored, (before, after_two, average["lm_head.weight"]), strict=True
+    ):
         torch.testing.assert_close(head.double(), wanted, rtol=1e-6, atol=1e-7)
     assert not torch.equal(written["lm_head.weight"], seen[-1]["lm_head.weight"])
 
 
-def test_frozen_routers_stay_bit_identical_while_others_move(tmp_path: Path, teacher: Any) -> None:  # noqa: F811
+def test_frozen_routers_stay_bit_identical_while_others_move(
+    tmp_path: Path,
+    teacher: Any,  # noqa: F811
+) -> None:
     run = make(tmp_path, teacher, {"name": "kl", "freeze_routers": True})
     before = weights(run.student)
     train(run)
-    still = {name for name, value in weights(run.student).items() if torch.equal(value, before[name])}
+    still = {
+        name
+        for name, value in weights(run.student).items()
+        if torch.equal(value, before[name])
+    }
     assert still == {"model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"}
 
 
 @pytest.mark.usefixtures("float64")
-def test_the_held_out_kl_is_that_of_full_logits_of_separate_examples(teacher: Any) -> None:  # noqa: F811
+def test_the_held_out_kl_is_that_of_full_logits_of_separate_examples(
+    teacher: Any,  # noqa: F811
+) -> None:
     rows, teacher = Rows(4, seed=3), copy.deepcopy(teacher).double()
     student = copy.deepcopy(teacher)
     with torch.no_grad():
@@ -127,12 +174,16 @@ def test_the_held_out_kl_is_that_of_full_logits_of_separate_examples(teacher: An
     assert student.training and score(same).value == pytest.approx(0, abs=1e-12)
 
 
-def test_held_out_text_without_a_token_to_predict_is_refused(teacher: Any) -> None:  # noqa: F811
+def test_held_out_text_without_a_token_to_predict_is_refused(
+    teacher: Any,  # noqa: F811
+) -> None:
     rows = Rows(1)
     rows.rows[0]["labels"][:] = -100
     student = copy.deepcopy(teacher)
     attach_loss_head(student)
-    with pytest.raises(UserError, match=r"data\.heldout: no row has a token to predict"):
+    with pytest.raises(
+        UserError, match=r"data\.heldout: no row has a token to predict"
+    ):
         HeldoutKL(rows, lambda: copy.deepcopy(teacher), join_launch())(student)
 
 
@@ -159,18 +210,27 @@ def test_a_run_with_all_of_them_that_is_killed_goes_on_to_the_same_weights(
     command = ["distill", str(bench.recipe("killed", **changes))]
 
     def killed() -> int:
-        monkeypatch.setattr(best_module, "drop_others", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(
+            best_module, "drop_others", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        )
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
-    assert (bench.folder / "killed" / "distill" / "checkpoints" / "checkpoint-4").is_dir()
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
+        tmp_path / "output"
+    ).read_text()
+    assert (
+        bench.folder / "killed" / "distill" / "checkpoints" / "checkpoint-4"
+    ).is_dir()
     assert main(command) == 0
     assert main(["distill", str(bench.recipe("whole", **changes))]) == 0
     one, other = (bench.folder / name / "distill" for name in ("killed", "whole"))
     assert read_json(one / "scores.json") == read_json(other / "scores.json")
     assert weights_fingerprint(one / "model") == weights_fingerprint(other / "model")
     scores = read_json(one / "scores.json")
-    assert scores["metric"] == "heldout_kl" and scores["points"][-1]["score"] < scores["points"][0]["score"]
+    assert (
+        scores["metric"] == "heldout_kl"
+        and scores["points"][-1]["score"] < scores["points"][0]["score"]
+    )
 
 
 def test_two_forked_ranks_train_with_them_what_one_trains(bench: Bench) -> None:
@@ -190,13 +250,17 @@ def test_a_lora_student_is_its_own_teacher_for_all_of_them(bench: Bench) -> None
     for backend in ("sharded", "adapter_off"):
         path = bench.recipe(backend, **changes, teacher={"backend": backend})
         assert main(["distill", str(path)]) == 0
-    one, other = (bench.folder / backend / "distill" for backend in ("sharded", "adapter_off"))
+    one, other = (
+        bench.folder / backend / "distill" for backend in ("sharded", "adapter_off")
+    )
     assert read_json(one / "scores.json") == read_json(other / "scores.json")
     assert weights_fingerprint(one / "model") == weights_fingerprint(other / "model")
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize(("engine", "options"), [("fsdp2", []), ("ep", ["--expert-parallel", "2"])])
+@pytest.mark.parametrize(
+    ("engine", "options"), [("fsdp2", []), ("ep", ["--expert-parallel", "2"])]
+)
 def test_two_ranks_with_spread_weights_train_with_them_what_one_trains(
     bench: Bench, engine: str, options: list[str]
 ) -> None:
@@ -204,10 +268,15 @@ def test_two_ranks_with_spread_weights_train_with_them_what_one_trains(
     changes["train"]["optimizer"] = "muon"
     if engine == "ep":
         del changes["train"]["layer_lr_ratio"]
-    assert launch(f"cpu_2_{engine}", ["distill", str(bench.recipe("two", **changes)), *options]) == [0]
+    assert launch(
+        f"cpu_2_{engine}", ["distill", str(bench.recipe("two", **changes)), *options]
+    ) == [0]
     assert main(["distill", str(bench.recipe("one", **changes))]) == 0
     compare_spread(bench, "one", "two")
-    one, two = (read_json(bench.folder / name / "distill" / "scores.json") for name in ("one", "two"))
+    one, two = (
+        read_json(bench.folder / name / "distill" / "scores.json")
+        for name in ("one", "two")
+    )
     for a, b in zip(one["points"], two["points"], strict=True):
         assert a["step"] == b["step"]
         for key in ("score", "stderr"):
@@ -217,8 +286,16 @@ def test_two_ranks_with_spread_weights_train_with_them_what_one_trains(
 @pytest.mark.parametrize(
     ("engine", "changed", "message"),
     [
-        ("zero3", {"optimizer": "muon"}, r"muon orthogonalises whole matrices, .* launch FSDP2 \(configs"),
-        ("zero3", {}, r"heldout_kl beside l2 or router_kl does not work under ZeRO-3; use FSDP2"),
+        (
+            "zero3",
+            {"optimizer": "muon"},
+            r"muon orthogonalises whole matrices, .* launch FSDP2 \(configs",
+        ),
+        (
+            "zero3",
+            {},
+            r"heldout_kl beside l2 or router_kl does not work under ZeRO-3; use FSDP2",
+        ),
     ],
 )
 def test_what_needs_whole_weights_is_refused_where_they_are_spread(
@@ -228,15 +305,22 @@ def test_what_needs_whole_weights_is_refused_where_they_are_spread(
     changed: dict[str, Any],
     message: str,
 ) -> None:
-    stopper = EarlyStopper(every_steps=1, patience=1, min_delta=0.0, metric="heldout_kl")
+    stopper = EarlyStopper(
+        every_steps=1, patience=1, min_delta=0.0, metric="heldout_kl"
+    )
     run = make(tmp_path, teacher, OBJECTIVE, stopper=stopper, **changed)
     run = replace(run, launch=replace(run.launch, engine=Engine(engine)))
     with pytest.raises(UserError, match=message):
         train(run)
 
 
-def test_spread_weights_and_no_teacher_that_is_run_have_no_held_out_kl(teacher: Any) -> None:  # noqa: F811
+def test_spread_weights_and_no_teacher_that_is_run_have_no_held_out_kl(
+    teacher: Any,  # noqa: F811
+) -> None:
     with pytest.raises(
-        UserError, match=r"heldout_kl needs a teacher that is run: .* teacher\.backend: sharded"
+        UserError,
+        match=r"heldout_kl needs a teacher that is run: .* teacher\.backend: sharded",
     ):
-        HeldoutKL(Rows(1), lambda: teacher, join_launch()).set_teacher(None, sharded=True)
+        HeldoutKL(Rows(1), lambda: teacher, join_launch()).set_teacher(
+            None, sharded=True
+        )

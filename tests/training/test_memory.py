@@ -17,7 +17,12 @@ OBJECTIVES = ("kl", "sft")
 
 def measure(name: str) -> int:
     objective, tokens, vocabulary = name.split()
-    setting = replace(PLAIN, objective=objective_of(objective), num_rows=TOKENS[tokens], accumulates=False)
+    setting = replace(
+        PLAIN,
+        objective=objective_of(objective),
+        num_rows=TOKENS[tokens],
+        accumulates=False,
+    )
     return peak_of_two_steps(setting, vocab_size=VOCABULARIES[vocabulary], **SHAPE)
 
 
@@ -34,15 +39,18 @@ def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(
     objective: str, measured: dict[str, int]
 ) -> None:
     growth = {
-        tokens: measured[f"{objective} {tokens} large"] - measured[f"{objective} {tokens} small"]
+        tokens: measured[f"{objective} {tokens} large"]
+        - measured[f"{objective} {tokens} small"]
         for tokens in TOKENS
     }
     more_entries = VOCABULARIES["large"] - VOCABULARIES["small"]
     more_tokens = 128 * (TOKENS["many"] - TOKENS["few"])
-    # One float32 matrix of the additional tokens and entries would be 84 MiB; several are made where logits are.
+    # One float32 matrix of the additional tokens and entries would be 84 MiB; several
+    # are made where logits are.
     assert growth["many"] - growth["few"] < 0.1 * 4 * more_tokens * more_entries
-    # Embedding and head, each with gradient and two moments; the teacher's; the head's gradient while it is added up;
-    # and the tiles of the loss, 32 MiB or 128 tokens of them, three with a teacher and two without.
+    # Embedding and head, each with gradient and two moments; the teacher's; the head's
+    # gradient while it is added up; and the tiles of the loss, 32 MiB or 128 tokens of
+    # them, three with a teacher and two without.
     has_teacher = objective == "kl"
     matrices = 2 * 4 + 2 * has_teacher + 1
     tiles = max(32 << 20, 128 * (2 + has_teacher) * VOCABULARIES["large"] * 4)

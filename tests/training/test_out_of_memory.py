@@ -1,4 +1,6 @@
-"""A training that is out of memory ends with one line that names the largest terms and what to change."""
+"""A training that is out of memory ends with one line that names the largest terms and
+what to change.
+"""
 
 import json
 import os
@@ -22,7 +24,9 @@ from tests.support import end_if_it_hangs
 
 
 def in_limited_memory(folder: Path, more_bytes: int, **changes: Any) -> str:
-    """Return the error of a training in a fork that may have only this much address space more than it has."""
+    """Return the error of a training in a fork that may have only this much address
+    space more than it has.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -46,9 +50,15 @@ def in_limited_memory(folder: Path, more_bytes: int, **changes: Any) -> str:
     return str(json.loads(text))
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="sizes of a process are read from /proc")
-def test_too_little_memory_for_a_training_names_the_terms_and_the_changes(tmp_path: Path) -> None:
-    # Student, gradients, moments and teacher are 210 MB; 64 rows need more than a gigabyte of activations.
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(),
+    reason="sizes of a process are read from /proc",
+)
+def test_too_little_memory_for_a_training_names_the_terms_and_the_changes(
+    tmp_path: Path,
+) -> None:
+    # Student, gradients, moments and teacher are 210 MB; 64 rows need more than a
+    # gigabyte of activations.
     error = in_limited_memory(tmp_path, 600 << 20, num_rows=64, accumulates=False)
     assert error.startswith("out of memory on cpu: a rank needs about "), error
     number = sum(p.numel() for p in small_model().parameters())
@@ -86,7 +96,9 @@ def test_what_is_held_is_counted_once_and_frozen_weights_have_no_moments() -> No
     )  # ModelTeacher freezes what it is given
 
 
-def changes(largest: list[str], student: Any, teacher: Any = None, **train: Any) -> list[str]:
+def changes(
+    largest: list[str], student: Any, teacher: Any = None, **train: Any
+) -> list[str]:
     return list(advice(largest, student, teacher, TrainConfig(**train), 512))
 
 
@@ -95,7 +107,9 @@ def test_advice_begins_with_the_largest_term_and_leaves_out_what_is_done_already
 ) -> None:
     student = tiny_model("qwen2_moe")
     teacher = ModelTeacher(tiny_model("qwen2_moe"))
-    first = changes(["optimizer states", REST], student, teacher, per_device_train_batch_size=4)
+    first = changes(
+        ["optimizer states", REST], student, teacher, per_device_train_batch_size=4
+    )
     assert "configs/fsdp2_8.yaml" in first[0] and "adapter_off" in first[1]
     assert first[2:] == [
         "train.gradient_checkpointing: true",
@@ -103,7 +117,9 @@ def test_advice_begins_with_the_largest_term_and_leaves_out_what_is_done_already
     ]
     assert changes(["teacher weights"], student, teacher)[0] == "teacher.backend: cache"
     student.activation_checkpointing_enable()
-    assert changes([REST], student, per_device_train_batch_size=1) == ["data.max_length below 512"]
+    assert changes([REST], student, per_device_train_batch_size=1) == [
+        "data.max_length below 512"
+    ]
     monkeypatch.setenv("WORLD_SIZE", "8")
     weight: Any = next(student.parameters())
     weight.ds_tensor = weight.data[:1]  # as under ZeRO-3
@@ -129,7 +145,9 @@ def test_every_way_in_which_memory_is_refused_is_known(
     monkeypatch.setattr(out_of_memory, "peak_bytes", lambda device: 10 << 30)
     student = tiny_model("qwen2_moe")
     with (
-        pytest.raises(UserError, match=r"out of memory on cuda:0: .* loss and buffers 10\.0 GiB") as refusal,
+        pytest.raises(
+            UserError, match=r"out of memory on cuda:0: .* loss and buffers 10\.0 GiB"
+        ) as refusal,
         explain_oom(student, None, TrainConfig(), 512, torch.device("cuda:0")),
     ):
         raise error
@@ -140,10 +158,14 @@ def test_every_way_in_which_memory_is_refused_is_known(
 
 def test_other_errors_pass_unchanged() -> None:
     error = RuntimeError("shapes do not match")
-    assert not is_out_of_memory(error) and not is_out_of_memory(ValueError("out of memory"))
+    assert not is_out_of_memory(error) and not is_out_of_memory(
+        ValueError("out of memory")
+    )
     with (
         pytest.raises(RuntimeError, match="shapes do not match"),
-        explain_oom(tiny_model("qwen2_moe"), None, TrainConfig(), 512, torch.device("cpu")),
+        explain_oom(
+            tiny_model("qwen2_moe"), None, TrainConfig(), 512, torch.device("cpu")
+        ),
     ):
         raise error
 
@@ -159,4 +181,7 @@ def test_the_command_line_has_one_line_for_it_wherever_it_happens(
     monkeypatch.setattr(fcsd.model.inspect, "inspect_model", full)
     assert main(["inspect", "somewhere"]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "out of memory: CUDA out of memory. Tried to allocate 2.50 GiB" in error
+    assert (
+        error.count("\n") == 1
+        and "out of memory: CUDA out of memory. Tried to allocate 2.50 GiB" in error
+    )

@@ -20,7 +20,9 @@ from tests.support import Bench
 def history(bench: Bench, name: str) -> list[dict[str, float]]:
     return [
         json.loads(line)
-        for line in (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
+        for line in (bench.folder / name / "distill" / "history.jsonl")
+        .read_text()
+        .splitlines()
     ]
 
 
@@ -36,7 +38,8 @@ def compare(bench: Bench, one: str, two: str) -> None:
         for name in ("kl_p50", "kl_p90", "kl_p99"):
             assert a[name] == pytest.approx(b[name], rel=0.03)
     left, right = (
-        load_file(bench.folder / name / "distill" / "model" / "model.safetensors") for name in (one, two)
+        load_file(bench.folder / name / "distill" / "model" / "model.safetensors")
+        for name in (one, two)
     )
     assert left.keys() == right.keys()
     for name, value in left.items():
@@ -55,7 +58,9 @@ def test_two_processes_train_what_one_trains(bench: Bench) -> None:
 
 
 def best_step(bench: Bench, name: str) -> int:
-    manifest = json.loads((bench.folder / name / "distill" / "manifest.json").read_text())
+    manifest = json.loads(
+        (bench.folder / name / "distill" / "manifest.json").read_text()
+    )
     return int(manifest["results"]["best_step"])
 
 
@@ -66,7 +71,8 @@ def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
 
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
+    # the parent may have run alone before
+    AcceleratorState._reset_state(reset_partial_state=True)
     if spoil == "scorer":
         import fcsd.evaluation.backend
 
@@ -80,12 +86,18 @@ def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
 
         class Spoil(TrainerCallback):
             def on_step_begin(
-                self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+                self,
+                args: Any,
+                state: Any,
+                control: Any,
+                model: Any = None,
+                **kwargs: Any,
             ) -> None:
                 if state.global_step == 2 and rank == 0:
                     model.model.norm.weight.data[0] = math.nan
 
-        run_module._tensorboard = lambda run: [Spoil()]  # a fork of its own: nothing to undo
+        # a fork of its own: nothing to undo
+        run_module._tensorboard = lambda run: [Spoil()]
     captured = io.StringIO()
     with contextlib.redirect_stderr(captured):
         status = main(command)
@@ -101,7 +113,9 @@ def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
         ("the recipe", "train.batch_size_tokens: 96 is not a multiple"),
     ],
 )
-def test_an_error_that_all_ranks_learn_of_is_printed_by_one(bench: Bench, spoil: str, message: str) -> None:
+def test_an_error_that_all_ranks_learn_of_is_printed_by_one(
+    bench: Bench, spoil: str, message: str
+) -> None:
     path = bench.recipe("r", early_stopping=bench.early_stopping | {"every_steps": 4})
     command = [
         "distill",
@@ -120,7 +134,8 @@ def threads_of_a_rank(rank: int) -> tuple[int, int]:
 
     from fcsd.parallel.launch import join_launch
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
+    # the parent may have run alone before
+    AcceleratorState._reset_state(reset_partial_state=True)
     return join_launch().ranks.size, torch.get_num_threads()
 
 
@@ -129,7 +144,8 @@ def test_ranks_whose_launcher_sets_no_number_of_threads_share_the_cores_without_
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     share = max(1, psutil.cpu_count(logical=False) // 2)
-    assert run_ranks(threads_of_a_rank, 2) == [(2, share)] * 2  # a warning is an error here
+    # a warning is an error here
+    assert run_ranks(threads_of_a_rank, 2) == [(2, share)] * 2
 
 
 @pytest.mark.breadth

@@ -1,4 +1,6 @@
-"""What a checkpoint says that it was made from: a training is continued with the same settings and data alone."""
+"""What a checkpoint says that it was made from: a training is continued with the same
+settings and data alone.
+"""
 
 import copy
 import json
@@ -26,9 +28,9 @@ SETTINGS: dict[str, Any] = {
 
 
 def texts(count: int, last: str = "") -> list[dict[str, str]]:
-    return [{"text": f"{n} + 1 is {n + 1}"} for n in range(count - bool(last))] + [{"text": last}] * bool(
-        last
-    )
+    return [{"text": f"{n} + 1 is {n + 1}"} for n in range(count - bool(last))] + [
+        {"text": last}
+    ] * bool(last)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +44,12 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def first(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FCSDTrainer]:
-    """Return trainers in the folder of one that has been trained; keywords are other settings or data."""
+def first(
+    model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., FCSDTrainer]:
+    """Return trainers in the folder of one that has been trained; keywords are other
+    settings or data.
+    """
     folder = tmp_path_factory.mktemp("first")
 
     def make(**changes: Any) -> FCSDTrainer:
@@ -52,7 +58,11 @@ def first(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) 
         teacher = changes.pop("teacher", None)
         arguments = FCSDConfig(str(changes.pop("folder", folder)), **SETTINGS | changes)
         return FCSDTrainer(
-            student, arguments, train_dataset=data, processing_class=tokenizer, teacher=teacher
+            student,
+            arguments,
+            train_dataset=data,
+            processing_class=tokenizer,
+            teacher=teacher,
         )
 
     make().train()
@@ -92,11 +102,17 @@ def test_another_setting_or_other_data_are_refused_with_what_they_were(
     before = copy.deepcopy(trainer.model.state_dict())
     with pytest.raises(
         UserError,
-        match=rf"checkpoint-3: was made with other settings \({message}.*; go on with those, or begin",
+        match=(
+            rf"checkpoint-3: was made with other settings \({message}.*; go on with"
+            r" those, or begin"
+        ),
     ) as caught:
         trainer.train(resume_from_checkpoint=True)
     assert "\n" not in str(caught.value)
-    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in trainer.model.state_dict().items()
+    )
 
 
 def test_an_argument_that_is_set_on_a_trainer_counts_as_one_that_is_given(
@@ -104,18 +120,31 @@ def test_an_argument_that_is_set_on_a_trainer_counts_as_one_that_is_given(
 ) -> None:
     trainer = first()
     trainer.args.learning_rate, trainer.args.max_steps = 2e-3, 9
-    with pytest.raises(UserError, match=r"settings \(learning_rate: 0\.001 -> 0\.002; max_steps: 3 -> 9\)"):
+    with pytest.raises(
+        UserError,
+        match=r"settings \(learning_rate: 0\.001 -> 0\.002; max_steps: 3 -> 9\)",
+    ):
         trainer.train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"logging_steps": 1, "save_steps": 1, "save_total_limit": 3, "eval_delay": 2, "run_name": "again"},
+        {
+            "logging_steps": 1,
+            "save_steps": 1,
+            "save_total_limit": 3,
+            "eval_delay": 2,
+            "run_name": "again",
+        },
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
         {"batch_size_tokens": 64},
         {"activation_checkpointing": True, "dataloader_num_workers": 1},
-        {"on_bad_row": "skip", "dataset_num_proc": 1, "safety": {"max_skipped_steps": 3}},
+        {
+            "on_bad_row": "skip",
+            "dataset_num_proc": 1,
+            "safety": {"max_skipped_steps": 3},
+        },
         {"train_dataset": datasets.Dataset.from_list(texts(40))},
     ],
     ids=" ".join,
@@ -124,7 +153,9 @@ def test_what_the_weights_do_not_depend_on_may_be_another(
     first: Callable[..., FCSDTrainer], changes: dict[str, Any]
 ) -> None:
     trainer = first(**changes)
-    trainer.train(resume_from_checkpoint=str(Path(str(trainer.args.output_dir)) / "checkpoint-2"))
+    trainer.train(
+        resume_from_checkpoint=str(Path(str(trainer.args.output_dir)) / "checkpoint-2")
+    )
     assert trainer.state.global_step == 3
 
 
@@ -137,9 +168,16 @@ def test_a_checkpoint_says_what_it_was_made_from_and_names_no_place_or_token(
     settings = record["settings"]
     assert settings["learning_rate"] == 1e-3 and settings["batch_size_tokens"] == 64
     assert settings["connectivity"] == trainer.model.config.farskip
-    assert record["inputs"] == {"train_dataset": rows_fingerprint(first().train_dataset)}
-    assert str(tmp_path) not in json.dumps(record) and "secret" not in json.dumps(record)
-    assert not {"output_dir", "hub_token", "logging_steps", "num_train_epochs"} & settings.keys()
+    assert record["inputs"] == {
+        "train_dataset": rows_fingerprint(first().train_dataset)
+    }
+    assert str(tmp_path) not in json.dumps(record) and "secret" not in json.dumps(
+        record
+    )
+    assert (
+        not {"output_dir", "hub_token", "logging_steps", "num_train_epochs"}
+        & settings.keys()
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,16 +185,27 @@ def test_a_checkpoint_says_what_it_was_made_from_and_names_no_place_or_token(
     [
         (
             {"balance_loss_coefficient": 0.1, "balance_loss_over": "batch"},
-            "micro-batches of a step, which balance_loss_over 'batch' depends on: 2 -> 1",
+            (
+                "micro-batches of a step, which balance_loss_over 'batch' depends on: 2"
+                " -> 1"
+            ),
         ),
         ({"capacity_factor": 1.0}, "per_device_train_batch_size: 2 -> 4"),
     ],
 )
 def test_where_the_loss_depends_on_how_a_batch_is_cut_the_cut_may_not_change(
-    first: Callable[..., FCSDTrainer], tmp_path: Path, settings: dict[str, Any], message: str
+    first: Callable[..., FCSDTrainer],
+    tmp_path: Path,
+    settings: dict[str, Any],
+    message: str,
 ) -> None:
     first(folder=tmp_path, **settings).train()
-    other = first(folder=tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1, **settings)
+    other = first(
+        folder=tmp_path,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+        **settings,
+    )
     with pytest.raises(UserError, match=message):
         other.train(resume_from_checkpoint=True)
 
@@ -176,7 +225,9 @@ def test_models_that_are_given_by_their_paths_are_known_by_their_weights(
     again: dict[str, Any] = {"folder": tmp_path / "run", "max_steps": 2}
     first(model=str(tmp_path / "moved"), **again).train(resume_from_checkpoint=True)
     first(model=copy.deepcopy(model), **again).train(resume_from_checkpoint=True)
-    with pytest.raises(UserError, match=r'was made with other settings \(model: "[0-9a-f]{16}'):
+    with pytest.raises(
+        UserError, match=r'was made with other settings \(model: "[0-9a-f]{16}'
+    ):
         first(model=str(tmp_path / "other"), **again).train(resume_from_checkpoint=True)
 
 
@@ -187,21 +238,40 @@ def test_a_teacher_is_known_by_its_weights_wherever_it_comes_from(
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1
-    again: dict[str, Any] = {"folder": tmp_path / "run", "objective": "kl", "max_steps": 2}
+    again: dict[str, Any] = {
+        "folder": tmp_path / "run",
+        "objective": "kl",
+        "max_steps": 2,
+    }
     first(teacher=copy.deepcopy(model), **again).train()
     for same in (None, str(tmp_path / "same")):
         first(teacher=same, **again).train(resume_from_checkpoint=True)
-    with pytest.raises(UserError, match=r'was made with other settings \(teacher: "[0-9a-f]{16}'):
+    with pytest.raises(
+        UserError, match=r'was made with other settings \(teacher: "[0-9a-f]{16}'
+    ):
         first(teacher=other, **again).train(resume_from_checkpoint=True)
 
 
 def test_rows_are_known_by_their_tokens_wherever_they_lie(tokenizer: Any) -> None:
-    options: dict[str, Any] = {"name": "rows", "max_length": 16, "loss_on": "all", "seed": 0}
+    options: dict[str, Any] = {
+        "name": "rows",
+        "max_length": 16,
+        "loss_on": "all",
+        "seed": 0,
+    }
     rows, again, other = (
-        given_rows(data, tokenizer, **options) for data in (texts(40), texts(40), texts(40, "1"))
+        given_rows(data, tokenizer, **options)
+        for data in (texts(40), texts(40), texts(40, "1"))
     )
     assert rows_fingerprint(rows) == rows_fingerprint(again) != rows_fingerprint(other)
-    plain = [{name: value.tolist() for name, value in rows[k].items()} for k in range(len(rows))]
-    assert rows_fingerprint(plain) == rows_fingerprint(datasets.Dataset.from_list(plain))
+    plain = [
+        {name: value.tolist() for name, value in rows[k].items()}
+        for k in range(len(rows))
+    ]
+    assert rows_fingerprint(plain) == rows_fingerprint(
+        datasets.Dataset.from_list(plain)
+    )
     plain[-1]["labels"][-1] = 5
-    assert rows_fingerprint(plain) != rows_fingerprint(datasets.Dataset.from_list(plain[:-1]))
+    assert rows_fingerprint(plain) != rows_fingerprint(
+        datasets.Dataset.from_list(plain[:-1])
+    )

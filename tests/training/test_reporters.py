@@ -15,7 +15,8 @@ from tests.support import ROOT
 
 pytestmark = pytest.mark.extras
 
-# In a process of its own: both start threads and processes, and end them when Python ends.
+# In a process of its own: both start threads and processes, and end them when Python
+# ends.
 TRAINING = """
 import sys
 from collections.abc import Iterator
@@ -28,9 +29,13 @@ train(make(Path(sys.argv[1]), teacher, max_steps=3, logging_steps=1, report_to=[
 """
 
 
-def trained(folder: Path, reporter: str, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def trained(
+    folder: Path, reporter: str, monkeypatch: pytest.MonkeyPatch
+) -> list[float]:
     """Train three steps and return the KL of each."""
-    pytest.importorskip(reporter, reason=f"{reporter} is not installed; `make test-extras` installs it")
+    pytest.importorskip(
+        reporter, reason=f"{reporter} is not installed; `make test-extras` installs it"
+    )
     for name in ("HOME", "WANDB_DIR", "TRACKIO_DIR", "HF_HOME"):
         monkeypatch.setenv(name, str(folder / "home"))
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -46,8 +51,8 @@ def trained(folder: Path, reporter: str, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """Yield what a file of wandb holds: after 7 bytes LevelDB's log, blocks of 32 KiB with checksum, length and kind
-    (whole, first, middle, last) before each piece."""
+    """Yield what a file of wandb holds: after 7 bytes LevelDB's log, blocks of 32 KiB
+    with checksum, length and kind (whole, first, middle, last) before each piece."""
     place, parts = 7, b""
     while place + 7 <= len(data):
         if (room := 32768 - place % 32768) < 7:
@@ -61,7 +66,9 @@ def records(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-def test_wandb_offline_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_has_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = trained(tmp_path, "wandb", monkeypatch)
     (file,) = (tmp_path / "home").rglob("run-*.wandb")
     from wandb.proto import wandb_internal_pb2
@@ -70,16 +77,23 @@ def test_wandb_offline_has_every_step(tmp_path: Path, monkeypatch: pytest.Monkey
     for data in records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
-        items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+        items = {
+            item.key or item.nested_key[0]: item.value_json
+            for item in record.history.item
+        }
         if "train/kl" in items:
             values.append(json.loads(items["train/kl"]))
     assert values == expected
 
 
-def test_trackio_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_has_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = trained(tmp_path, "trackio", monkeypatch)
     (file,) = (tmp_path / "home").rglob("*.db")
     with sqlite3.connect(file) as database:
         rows = database.execute("SELECT metrics FROM metrics ORDER BY step").fetchall()
     logged = [json.loads(text) for (text,) in rows]
-    assert [metrics["train/kl"] for metrics in logged if "train/kl" in metrics] == expected
+    assert [
+        metrics["train/kl"] for metrics in logged if "train/kl" in metrics
+    ] == expected

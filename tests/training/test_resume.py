@@ -1,4 +1,6 @@
-"""A run that is killed, or runs out of disk, goes on to exactly the weights of one that was left alone."""
+"""A run that is killed, or runs out of disk, goes on to exactly the weights of one that
+was left alone.
+"""
 
 import json
 import os
@@ -26,7 +28,15 @@ from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training import run as run_module
 from fcsd.training import trainer as trainer_module
 from fcsd.training.sweep import read_history
-from tests.support import Bench, few, forked, in_a_fork, in_forked_ranks, make_bench, status_of
+from tests.support import (
+    Bench,
+    few,
+    forked,
+    in_a_fork,
+    in_forked_ranks,
+    make_bench,
+    status_of,
+)
 
 
 def recipe(bench: Bench, name: str) -> Path:
@@ -47,7 +57,9 @@ FINISHED = {"stage.json", "manifest.json", "history.jsonl", "scores.json", "mode
 
 
 @pytest.fixture(scope="module")
-def never_killed(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def never_killed(
+    base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Bench:
     """Return two runs that were left alone: `whole`, with early stopping, and `alone`, without."""
     folder = tmp_path_factory.mktemp("never-killed")
     with pytest.MonkeyPatch.context() as patch:
@@ -65,14 +77,21 @@ def whole(never_killed: Bench) -> tuple[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["after a checkpoint", "while a checkpoint is written"])
+@pytest.mark.parametrize(
+    "moment", ["after a checkpoint", "while a checkpoint is written"]
+)
 def test_a_run_killed_with_sigkill_ends_with_the_weights_of_one_that_was_not(
     bench: Bench, whole: tuple[str, Any], tmp_path: Path, moment: str
 ) -> None:
     path = recipe(bench, "killed")
     checkpoints = bench.folder / "killed" / "distill" / "checkpoints"
-    awaited = "checkpoint-4" if moment == "after a checkpoint" else "checkpoint-being-written"
-    child, output = forked(lambda: main(["distill", str(path)]), tmp_path / "output"), tmp_path / "output"
+    awaited = (
+        "checkpoint-4" if moment == "after a checkpoint" else "checkpoint-being-written"
+    )
+    child, output = (
+        forked(lambda: main(["distill", str(path)]), tmp_path / "output"),
+        tmp_path / "output",
+    )
     while not (checkpoints / awaited).exists():
         assert os.waitpid(child, os.WNOHANG) == (0, 0), output.read_text()
         time.sleep(0.001)
@@ -95,7 +114,8 @@ def die(*args: Any, **kwargs: Any) -> None:
             (writer_module, "replace_folder"),  # a whole checkpoint, not yet renamed
             (best_module, "drop_others"),
             (run_module, "_leave_model"),  # after the last step
-            (writer_module, "write_json"),  # weights and optimiser written, the stopper's state not
+            # weights and optimiser written, the stopper's state not
+            (writer_module, "write_json"),
             (trainer_module.DistillTrainer, "_save_rng_state"),
             (run_module, "write_text"),
         ],
@@ -118,7 +138,9 @@ def test_wherever_a_run_is_killed_it_goes_on_to_the_same_weights(
         monkeypatch.setattr(module, place, die)
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
+        tmp_path / "output"
+    ).read_text()
     assert not (bench.folder / "killed" / "distill" / "model").exists()
     assert main(command) == 0
     assert files(bench.folder / "killed" / "distill") == FINISHED
@@ -126,12 +148,18 @@ def test_wherever_a_run_is_killed_it_goes_on_to_the_same_weights(
 
 
 @pytest.mark.parametrize(
-    ("module", "place"), few([(run_module, "_leave_model"), (best_module, "drop_others")], 1)
+    ("module", "place"),
+    few([(run_module, "_leave_model"), (best_module, "drop_others")], 1),
 )
 def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
-    bench: Bench, tmp_path: Path, module: Any, place: str, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    tmp_path: Path,
+    module: Any,
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    early = bench.early_stopping | {"patience": 4}  # no score is better than the one before training, 0
+    # no score is better than the one before training, 0
+    early = bench.early_stopping | {"patience": 4}
     assert main(["distill", str(bench.recipe("whole", early_stopping=early))]) == 0
     command = ["distill", str(bench.recipe("killed", early_stopping=early))]
 
@@ -139,7 +167,9 @@ def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
         monkeypatch.setattr(module, place, die)
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
+        tmp_path / "output"
+    ).read_text()
     assert main(command) == 0
     assert weights(bench, "killed") == weights(bench, "whole")
     results = [
@@ -158,10 +188,16 @@ def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
 def on_two_ranks(
     command: list[str], folder: Path, rank: int | None = None, place: str = ""
 ) -> list[tuple[int, str]]:
-    """Return how a run of two ranks ends; `rank` (-1: both) is killed, or asked to end, at `place`."""
+    """Return how a run of two ranks ends; `rank` (-1: both) is killed, or asked to end,
+    at `place`.
+    """
 
     def one(mine: int) -> int:
-        holder = writer_module if hasattr(writer_module, place) else trainer_module.DistillTrainer
+        holder = (
+            writer_module
+            if hasattr(writer_module, place)
+            else trainer_module.DistillTrainer
+        )
         original = getattr(holder, place, None)
 
         def signalled(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -181,10 +217,14 @@ def on_two_ranks(
 def test_two_ranks_of_which_one_or_both_were_killed_go_on_to_the_same_weights(
     bench: Bench, tmp_path: Path
 ) -> None:
-    assert [status for status, _ in on_two_ranks(["distill", str(bench.recipe("whole"))], tmp_path)] == [0, 0]
+    assert [
+        status
+        for status, _ in on_two_ranks(["distill", str(bench.recipe("whole"))], tmp_path)
+    ] == [0, 0]
     one = weights_fingerprint(bench.folder / "whole" / "distill" / "model")
     for name, rank, place, statuses in (
-        ("both", -1, "_save_rng_state", [-signal.SIGKILL, -signal.SIGKILL]),  # while a checkpoint is written
+        # while a checkpoint is written
+        ("both", -1, "_save_rng_state", [-signal.SIGKILL, -signal.SIGKILL]),
         ("first", 0, "_save_rng_state", [-signal.SIGKILL, 1]),
         ("asked", 1, "compute_loss", [128 + signal.SIGTERM] * 2),
     ):
@@ -193,17 +233,25 @@ def test_two_ranks_of_which_one_or_both_were_killed_go_on_to_the_same_weights(
         output = "".join(text for _, text in outcomes)
         assert [status for status, _ in outcomes] == statuses, output
         checkpoints = {
-            path.name for path in (bench.folder / name / "distill" / "checkpoints").glob("checkpoint-?")
+            path.name
+            for path in (bench.folder / name / "distill" / "checkpoints").glob(
+                "checkpoint-?"
+            )
         }
         if name == "asked":
             assert checkpoints == {"checkpoint-4", "checkpoint-6"}
             assert (
-                output.count("fcsd distill: ended by SIGTERM after step 6 of 12; run the same command again")
+                output.count(
+                    "fcsd distill: ended by SIGTERM after step 6 of 12; run the same"
+                    " command again"
+                )
                 == 1
             )
         else:
             assert checkpoints == set()
-            assert output.count(f"rank {rank} of 2 ended without an error") == (rank >= 0)
+            assert output.count(f"rank {rank} of 2 ended without an error") == (
+                rank >= 0
+            )
         assert [status for status, _ in on_two_ranks(command, tmp_path)] == [0, 0]
         assert files(bench.folder / name / "distill") == FINISHED - {"scores.json"}
         assert weights_fingerprint(bench.folder / name / "distill" / "model") == one
@@ -212,7 +260,11 @@ def test_two_ranks_of_which_one_or_both_were_killed_go_on_to_the_same_weights(
 def curve(bench: Bench, name: str) -> list[dict[str, Any]]:
     lines = (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
     return [
-        {key: value for key, value in json.loads(line).items() if key != "tokens_per_second"}
+        {
+            key: value
+            for key, value in json.loads(line).items()
+            if key != "tokens_per_second"
+        }
         for line in lines
     ]
 
@@ -244,29 +296,42 @@ def test_a_run_goes_on_at_its_row_and_reads_nothing_before_it(
     replace = writer_module.replace_folder
 
     def killed() -> int:
-        monkeypatch.setattr(writer_module, "replace_folder", lambda *args: (replace(*args), die()))
+        monkeypatch.setattr(
+            writer_module, "replace_folder", lambda *args: (replace(*args), die())
+        )
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
-    assert files(bench.folder / "killed" / "distill" / "checkpoints") >= {"checkpoint-4"}
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
+        tmp_path / "output"
+    ).read_text()
+    assert files(bench.folder / "killed" / "distill" / "checkpoints") >= {
+        "checkpoint-4"
+    }
     assert main(command) == 0
     assert read == in_order[4 * 4 :]
     assert curve(bench, "killed") == curve(bench, "whole")
     one, other = (
-        weights_fingerprint(bench.folder / name / "distill" / "model") for name in ("whole", "killed")
+        weights_fingerprint(bench.folder / name / "distill" / "model")
+        for name in ("whole", "killed")
     )
     assert one == other
 
 
-def test_a_run_is_gone_on_with_by_another_number_of_ranks(bench: Bench, tmp_path: Path) -> None:
+def test_a_run_is_gone_on_with_by_another_number_of_ranks(
+    bench: Bench, tmp_path: Path
+) -> None:
     assert main(["distill", str(bench.recipe("whole"))]) == 0
     command = ["distill", str(bench.recipe("killed"))]
     statuses = [status for status, _ in on_two_ranks(command, tmp_path, -1, "_old")]
     assert -signal.SIGKILL in statuses
-    assert (bench.folder / "killed" / "distill" / "checkpoints" / "checkpoint-4").is_dir()
+    assert (
+        bench.folder / "killed" / "distill" / "checkpoints" / "checkpoint-4"
+    ).is_dir()
     assert main(command) == 0
     for one, other in zip(curve(bench, "whole"), curve(bench, "killed"), strict=True):
-        assert one["epoch"] == other["epoch"] and one["kl"] == pytest.approx(other["kl"], rel=1e-3)
+        assert one["epoch"] == other["epoch"] and one["kl"] == pytest.approx(
+            other["kl"], rel=1e-3
+        )
 
 
 def test_the_steps_before_a_checkpoint_are_not_trained_again(
@@ -294,7 +359,9 @@ def test_a_finished_stage_is_not_run_again_and_a_changed_one_refused(
     command = ["distill", str(recipe(bench, "r"))]
     assert main(command) == 0
     capsys.readouterr()
-    monkeypatch.setattr("fcsd.pipeline.distill.train", lambda run: pytest.fail("trained again"))
+    monkeypatch.setattr(
+        "fcsd.pipeline.distill.train", lambda run: pytest.fail("trained again")
+    )
     assert main(command) == 0
     assert "finished before" in capsys.readouterr().err
     assert main([*command, "--set", "train.logging_steps=7"]) == 0
@@ -305,7 +372,10 @@ def test_a_finished_stage_is_not_run_again_and_a_changed_one_refused(
 
 
 def test_a_run_says_where_it_goes_on_and_may_have_other_rows_in_a_forward_pass(
-    bench: Bench, never_killed: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    never_killed: Bench,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same batches in another cut: the same training but for the order of float sums."""
     command = ["distill", str(bench.recipe("r"))]
@@ -321,15 +391,29 @@ def test_a_run_says_where_it_goes_on_and_may_have_other_rows_in_a_forward_pass(
         patch.setattr(trainer_module.DistillTrainer, "compute_loss", ended)
         assert main(command) == 130
     capsys.readouterr()
-    command += ["--set", "train.per_device_train_batch_size=4", "--set", "train.gradient_checkpointing=true"]
+    command += [
+        "--set",
+        "train.per_device_train_batch_size=4",
+        "--set",
+        "train.gradient_checkpointing=true",
+    ]
     assert main(command) == 0
     folder = bench.folder / "r" / "distill"
     assert (
-        f"distil fcsd: continuing from {folder}/checkpoints/checkpoint-4, with 4 instead of 2 rows in a forward pass,"
-        " which changes the order of float sums" in capsys.readouterr().err
+        f"distil fcsd: continuing from {folder}/checkpoints/checkpoint-4, with 4"
+        " instead of 2 rows in a forward pass, which changes the order of float sums"
+        in capsys.readouterr().err
     )
-    assert read_json(folder / "manifest.json")["settings"]["train"]["per_device_train_batch_size"] == 4
-    curves = [read_history(f / "distill") for f in (never_killed.folder / "alone", bench.folder / "r")]
+    assert (
+        read_json(folder / "manifest.json")["settings"]["train"][
+            "per_device_train_batch_size"
+        ]
+        == 4
+    )
+    curves = [
+        read_history(f / "distill")
+        for f in (never_killed.folder / "alone", bench.folder / "r")
+    ]
     for one, other in zip(*curves, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
@@ -349,7 +433,10 @@ def test_a_folder_in_which_another_process_works_is_refused_until_that_has_ended
         assert os.read(reading, 4) == b"held"
         command = ["distill", str(bench.recipe("r"))]
         assert main(command) == 2
-        assert f"{folder}: another process is working in this folder; wait for it" in capsys.readouterr().err
+        assert (
+            f"{folder}: another process is working in this folder; wait for it"
+            in capsys.readouterr().err
+        )
         assert files(folder) == set()
     finally:
         os.kill(child, signal.SIGKILL)
@@ -373,7 +460,9 @@ def test_two_ranks_hash_the_original_once(bench: Bench, tmp_path: Path) -> None:
     assert hashed.read_text() == f"0 {bench.base}\n"
 
 
-def test_a_changed_data_file_is_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_data_file_is_refused(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["distill", str(bench.recipe("r"))]
     assert main(command) == 0
     bench.rows.write_text(bench.rows.read_text() + bench.rows.read_text())
@@ -382,13 +471,19 @@ def test_a_changed_data_file_is_refused(bench: Bench, capsys: pytest.CaptureFixt
 
 
 def test_a_run_whose_original_or_text_has_changed_since_it_was_killed_is_refused_with_the_file(
-    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     base, text = tmp_path / "base", tmp_path / "text"
     shutil.copytree(bench.base, base)
     text.mkdir()
     (text / "a.txt").write_text("".join(f"{n} and {n % 7} is it\n" for n in range(300)))
-    data = {"train": [{"path": str(text), "columns": {"text": "text"}}], "max_length": 32}
+    data = {
+        "train": [{"path": str(text), "columns": {"text": "text"}}],
+        "max_length": 32,
+    }
     command = ["distill", str(bench.recipe("r", model={"path": str(base)}, data=data))]
     assert main(["tokenize", *command[1:]]) == 0
 
@@ -396,7 +491,9 @@ def test_a_run_whose_original_or_text_has_changed_since_it_was_killed_is_refused
         monkeypatch.setattr(run_module, "_leave_model", die)
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
+        tmp_path / "output"
+    ).read_text()
 
     def line() -> str:
         capsys.readouterr()
@@ -405,11 +502,17 @@ def test_a_run_whose_original_or_text_has_changed_since_it_was_killed_is_refused
 
     config = (base / "config.json").read_text()
     experts = json.loads(config)["num_experts_per_tok"]
-    write_json(base / "config.json", json.loads(config) | {"num_experts_per_tok": experts - 1})
+    write_json(
+        base / "config.json", json.loads(config) | {"num_experts_per_tok": experts - 1}
+    )
     said = line()
-    assert f"original/config.json.num_experts_per_tok: {experts} -> {experts - 1}" in said
+    assert (
+        f"original/config.json.num_experts_per_tok: {experts} -> {experts - 1}" in said
+    )
     assert "remove this folder" in said
-    write_json(base / "config.json", json.loads(config) | {"transformers_version": "5.0.0"})
+    write_json(
+        base / "config.json", json.loads(config) | {"transformers_version": "5.0.0"}
+    )
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
     assert "original/additional_chat_templates/tool_use.jinja: " in line()
@@ -429,16 +532,26 @@ def limited(call: Callable[[], int], size: int) -> int:
     return call()
 
 
-@pytest.mark.parametrize("size", [20_000, 150_000], ids=["in the weights", "in the optimiser"])
+@pytest.mark.parametrize(
+    "size", [20_000, 150_000], ids=["in the weights", "in the optimiser"]
+)
 def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_one_line_and_the_run_goes_on_later(
-    bench: Bench, never_killed: Bench, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    never_killed: Bench,
+    tmp_path: Path,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command = ["distill", str(bench.recipe("r"))]
     output = tmp_path / "output"
-    assert in_a_fork(lambda: limited(lambda: main(command), size), output) == 2, output.read_text()
+    assert in_a_fork(lambda: limited(lambda: main(command), size), output) == 2, (
+        output.read_text()
+    )
     text = output.read_text()
     assert re.search(
-        r"\nfcsd distill: error: \S*/checkpoints/checkpoint-4: could not be written \(.*\); .*\n$", text
+        r"\nfcsd distill: error: \S*/checkpoints/checkpoint-4: could not be written"
+        r" \(.*\); .*\n$",
+        text,
     )
     assert "Traceback" not in text
     folder = bench.folder / "r" / "distill"
@@ -458,28 +571,48 @@ def test_a_disk_that_is_full_while_the_model_is_written_is_one_line_and_the_run_
     leave = run_module._leave_model
 
     def full() -> int:
-        monkeypatch.setattr(run_module, "_leave_model", lambda *args: limited(lambda: leave(*args), 20_000))
+        monkeypatch.setattr(
+            run_module,
+            "_leave_model",
+            lambda *args: limited(lambda: leave(*args), 20_000),
+        )
         return main(command)
 
     output = tmp_path / "output"
     assert in_a_fork(full, output) == 2, output.read_text()
     folder = bench.folder / "r" / "distill"
     assert re.search(
-        r"\nfcsd distill: error: \S*/distill/model: could not be written \(.*\);", output.read_text()
+        r"\nfcsd distill: error: \S*/distill/model: could not be written \(.*\);",
+        output.read_text(),
     )
     assert files(folder) == {"stage.json", "history.jsonl", "checkpoints"}
     monkeypatch.setattr(
-        trainer_module.DistillTrainer, "compute_loss", lambda *args, **kwargs: pytest.fail("trained again")
+        trainer_module.DistillTrainer,
+        "compute_loss",
+        lambda *args, **kwargs: pytest.fail("trained again"),
     )
     assert main(command) == 0
     assert (folder / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
-    "moment", few(["the model is hashed", "checkpoints are", "the manifest is written", "best is removed"], 2)
+    "moment",
+    few(
+        [
+            "the model is hashed",
+            "checkpoints are",
+            "the manifest is written",
+            "best is removed",
+        ],
+        2,
+    ),
 )
 def test_a_run_that_is_killed_when_its_model_is_written_has_nothing_left_to_train(
-    bench: Bench, whole: tuple[str, Any], tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    whole: tuple[str, Any],
+    tmp_path: Path,
+    moment: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command = ["distill", str(recipe(bench, "killed"))]
     rmtree, write = shutil.rmtree, artifact.write_json
@@ -491,7 +624,9 @@ def test_a_run_that_is_killed_when_its_model_is_written_has_nothing_left_to_trai
             monkeypatch.setattr(
                 artifact,
                 "write_json",
-                lambda path, *args: (die if path.name == "manifest.json" else write)(path, *args),
+                lambda path, *args: (die if path.name == "manifest.json" else write)(
+                    path, *args
+                ),
             )
         else:
             last = "best" if moment == "best is removed" else "checkpoints"
@@ -505,16 +640,22 @@ def test_a_run_that_is_killed_when_its_model_is_written_has_nothing_left_to_trai
             monkeypatch.setattr(run_module.shutil, "rmtree", removed)
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
+        tmp_path / "output"
+    ).read_text()
     monkeypatch.setattr(
-        trainer_module.DistillTrainer, "compute_loss", lambda *args, **kwargs: pytest.fail("trained again")
+        trainer_module.DistillTrainer,
+        "compute_loss",
+        lambda *args, **kwargs: pytest.fail("trained again"),
     )
     assert main(command) == 0
     assert files(bench.folder / "killed" / "distill") == FINISHED
     assert weights(bench, "killed") == whole
 
 
-def test_what_a_killed_process_left_half_written_is_removed(bench: Bench, tmp_path: Path) -> None:
+def test_what_a_killed_process_left_half_written_is_removed(
+    bench: Bench, tmp_path: Path
+) -> None:
     folder = bench.folder / "r" / "distill"
     assert main(["distill", str(bench.recipe("r"))]) == 0
     shutil.rmtree(folder / "model")
@@ -529,4 +670,7 @@ def test_what_a_killed_process_left_half_written_is_removed(bench: Bench, tmp_pa
     assert in_a_fork(half, tmp_path / "output") == -signal.SIGKILL
     (leftover,) = folder.glob(".model*")
     assert main(["distill", str(bench.recipe("r"))]) == 0
-    assert not leftover.exists() and (folder / "model" / "model.safetensors").stat().st_size > 1000
+    assert (
+        not leftover.exists()
+        and (folder / "model" / "model.safetensors").stat().st_size > 1000
+    )

@@ -54,16 +54,28 @@ def rows_of(steps: list[int]) -> Any:
 
 
 def run(
-    folder: Path, teacher: Any, steps: list[int], safety: dict[str, Any] | None = None, **settings: Any
+    folder: Path,
+    teacher: Any,
+    steps: list[int],
+    safety: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Any:
-    settings = {"lr_scheduler_type": "constant_with_warmup", "per_device_train_batch_size": 2} | settings
+    settings = {
+        "lr_scheduler_type": "constant_with_warmup",
+        "per_device_train_batch_size": 2,
+    } | settings
     plan = make(folder, teacher, rows=rows_of(steps), **settings)
     return replace(plan, safety=SafetyConfig.model_validate(safety or {}))
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], how: str) -> None:
-    """Spoil the second micro-batch of four rows of each of these steps, wherever its rows come up."""
-    numbers = {tuple(row["input_ids"].tolist()): index for index, row in enumerate(Rows(80).rows)}
+    """Spoil the second micro-batch of four rows of each of these steps, wherever its
+    rows come up.
+    """
+    numbers = {
+        tuple(row["input_ids"].tolist()): index
+        for index, row in enumerate(Rows(80).rows)
+    }
     compute, watched = DistillTrainer.compute_loss, GuardedSteps.watched
     bad = False
 
@@ -90,11 +102,15 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
 
 def same(one: Path, other: Path) -> bool:
     a, b = final(one), final(other)
-    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+    return a.keys() == b.keys() and all(
+        torch.equal(value, b[name]) for name, value in a.items()
+    )
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()
+    ]
 
 
 # ---- skipped steps
@@ -124,8 +140,8 @@ def test_a_step_that_is_not_finite_leaves_no_trace_but_its_record(
     assert (event["event"], event["step"], event["steps"]) == ("skipped", 3, 1)
     assert event["ranks"] == ([] if how == "gradient" else [0])
     assert (
-        f"step 3: skipped, the {'gradient' if how == 'gradient' else 'loss'} is not finite"
-        in capsys.readouterr().err
+        f"step 3: skipped, the {'gradient' if how == 'gradient' else 'loss'} is not"
+        " finite" in capsys.readouterr().err
     )
 
 
@@ -135,11 +151,22 @@ def test_logged_means_and_the_schedule_are_those_of_the_steps_that_were_not_skip
     decay = {"lr_scheduler_type": "linear"}
     train(run(tmp_path / "each", teacher, [0, 1, 2, 3], max_steps=4, **decay))
     spoil(monkeypatch, {9}, "nan")
-    train(run(tmp_path / "all", teacher, [0, 9, 1, 2], max_steps=4, logging_steps=4, **decay))
+    train(
+        run(
+            tmp_path / "all",
+            teacher,
+            [0, 9, 1, 2],
+            max_steps=4,
+            logging_steps=4,
+            **decay,
+        )
+    )
     each, (mean,) = read_history(tmp_path / "each"), read_history(tmp_path / "all")
     assert mean["step"] == 4
     for name in ("loss", "kl", "top1_agreement"):
-        assert mean[name] == pytest.approx(sum(point[name] for point in each[:3]) / 3, rel=1e-5)
+        assert mean[name] == pytest.approx(
+            sum(point[name] for point in each[:3]) / 3, rel=1e-5
+        )
     assert mean["learning_rate"] == each[2]["learning_rate"]
 
 
@@ -154,25 +181,45 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_what_to_do_and_a_rewin
         train(run(tmp_path / "r", teacher, order, {"max_skipped_steps": 2}, **plan))
     why = "the loss is not finite (on rank 0; gradient norm nan) for 3 steps in a row"
     last = tmp_path / "r" / "checkpoints" / "checkpoint-4"
-    assert str(stopped.value) == (
-        f"training stopped before step 5: {why}; the last checkpoint is {last}; run again with safety.max_rewinds: 1"
-        " to pass over these batches, lower train.learning_rate or check the data"
+    assert (
+        str(stopped.value)
+        == f"training stopped before step 5: {why}; the last checkpoint is {last}; run"
+        " again with safety.max_rewinds: 1 to pass over these batches, lower"
+        " train.learning_rate or check the data"
     )
     with monkeypatch.context() as patch:
         spoil(patch, {2, 3, 4}, "nan")
         results = train(
-            run(tmp_path / "r", teacher, order, {"max_skipped_steps": 2, "max_rewinds": 1}, **plan)
+            run(
+                tmp_path / "r",
+                teacher,
+                order,
+                {"max_skipped_steps": 2, "max_rewinds": 1},
+                **plan,
+            )
         )
-    assert results["steps"] == 5 and results["skipped_steps"] == 3 and results["rewinds"] == 1
+    assert (
+        results["steps"] == 5
+        and results["skipped_steps"] == 3
+        and results["rewinds"] == 1
+    )
     assert same(tmp_path / "without", tmp_path / "r")
     rewind = events(tmp_path / "r")[-1]
-    assert rewind == {"event": "rewind", "step": 5, "to_step": 2, "passed_steps": 3, "cause": "skipped"}
+    assert rewind == {
+        "event": "rewind",
+        "step": 5,
+        "to_step": 2,
+        "passed_steps": 3,
+        "cause": "skipped",
+    }
 
 
 # ---- spikes
 
 
-def test_a_loss_far_above_the_median_is_an_outlier_and_becomes_usual_where_it_stays() -> None:
+def test_a_loss_far_above_the_median_is_an_outlier_and_becomes_usual_where_it_stays() -> (
+    None
+):
     detector = SpikeDetector(window=20, threshold=6.0)
     noise = [1.0 + 0.01 * math.sin(7 * k) for k in range(20)]
     assert not any(detector.add(loss) for loss in noise)
@@ -181,13 +228,17 @@ def test_a_loss_far_above_the_median_is_an_outlier_and_becomes_usual_where_it_st
     distances = sorted(abs(loss - usual) for loss in noise)
     spread = max(1.4826 * (distances[9] + distances[10]) / 2, 0.02 * usual)
     assert detector.limit == pytest.approx(usual + 6 * spread)
-    assert not detector.add(detector.limit - 1e-6) and detector.add(detector.limit + 1e-6)
+    assert not detector.add(detector.limit - 1e-6) and detector.add(
+        detector.limit + 1e-6
+    )
     assert not detector.add(0.1)  # far below is no spike
     spikes = [detector.add(3.0) for _ in range(20)]
     assert all(spikes[:5]) and not any(spikes[-5:])
 
 
-def test_nothing_is_a_spike_before_the_usual_loss_is_known_or_without_a_threshold() -> None:
+def test_nothing_is_a_spike_before_the_usual_loss_is_known_or_without_a_threshold() -> (
+    None
+):
     detector = SpikeDetector(window=128, threshold=6.0)
     assert not any(detector.add(loss) for loss in [1.0] * 15 + [50.0])
     assert detector.add(50.0)
@@ -195,8 +246,12 @@ def test_nothing_is_a_spike_before_the_usual_loss_is_known_or_without_a_threshol
     assert not any(off.add(loss) for loss in [1.0] * 30 + [50.0])
 
 
-def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_was_not_interrupted() -> None:
-    settings = SafetyConfig(spike_window=16, spike_steps=3, max_rewinds=1, max_skipped_steps=1)
+def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_was_not_interrupted() -> (
+    None
+):
+    settings = SafetyConfig(
+        spike_window=16, spike_steps=3, max_rewinds=1, max_skipped_steps=1
+    )
     losses = [1.0] * 20 + [9.0, 9.0, math.nan, 9.0, 1.0, math.inf, math.nan]
 
     def judged(guard: Guard, start: int, stop: int) -> list[str]:
@@ -214,16 +269,30 @@ def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_was_not_interrup
 
 
 def test_a_spike_is_reported_with_its_length_and_peak(
-    tmp_path: Path, teacher: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    teacher: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     spoil(monkeypatch, {10, 11}, "spike")
     settings = {"spike_window": 8}
-    results = train(run(tmp_path, teacher, list(range(14)), settings, max_steps=14, learning_rate=1e-6))
-    assert results["spikes"] == 1 and "rewinds" not in results and results["steps"] == 14
+    results = train(
+        run(
+            tmp_path,
+            teacher,
+            list(range(14)),
+            settings,
+            max_steps=14,
+            learning_rate=1e-6,
+        )
+    )
+    assert (
+        results["spikes"] == 1 and "rewinds" not in results and results["steps"] == 14
+    )
     (event,) = events(tmp_path)
-    assert (event["step"], event["steps"]) == (11, 2) and event["peak"] > 100 > event["limit"] > event[
-        "usual"
-    ]
+    assert (event["step"], event["steps"]) == (11, 2) and event["peak"] > 100 > event[
+        "limit"
+    ] > event["usual"]
     assert "step 11: the loss is 1" in capsys.readouterr().err
 
 
@@ -233,7 +302,8 @@ def test_a_spike_that_lasts_is_rewound_and_its_batches_are_passed_over(
     plan = {"max_steps": 14, "learning_rate": 1e-6, "save_steps": 4}
     spoiled = {10, 11, 12}
     order = list(range(18))
-    # Spoiled from step 11 on, back to checkpoint 8: the batches of steps 9 to 13 are passed over.
+    # Spoiled from step 11 on, back to checkpoint 8: the batches of steps 9 to 13 are
+    # passed over.
     train(run(tmp_path / "without", teacher, [*range(8), *range(13, 19)], **plan))
     spoil(monkeypatch, spoiled, "spike")
     settings = {"spike_window": 8, "spike_steps": 3, "max_rewinds": 2}
@@ -245,31 +315,50 @@ def test_a_spike_that_lasts_is_rewound_and_its_batches_are_passed_over(
     assert [a["loss"] for a in one] == [b["loss"] for b in other]
     spike, rewind = events(tmp_path / "rewound")
     assert (spike["step"], spike["steps"]) == (11, 3)
-    assert rewind == {"event": "rewind", "step": 13, "to_step": 8, "passed_steps": 5, "cause": "spike"}
+    assert rewind == {
+        "event": "rewind",
+        "step": 13,
+        "to_step": 8,
+        "passed_steps": 5,
+        "cause": "spike",
+    }
 
 
 @pytest.mark.parametrize(
     ("holder", "place", "call"),
     few(
         [
-            (checkpoints_module, "_finish_rewind", 2),  # noted; the first call is that of the start
+            # noted; the first call is that of the start
+            (checkpoints_module, "_finish_rewind", 2),
             (guarded, "note_rewind", 1),  # it is decided, and nothing noted
             (DistillTrainer, "restore", 1),
-            (writer_module, "note_files", 5),  # while the first checkpoint behind it is written
+            # while the first checkpoint behind it is written
+            (writer_module, "note_files", 5),
         ],
         1,
     ),
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_run_that_is_killed_while_it_goes_back_ends_as_one_that_was_not(
-    tmp_path: Path, teacher: Any, holder: Any, place: str, call: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    teacher: Any,
+    holder: Any,
+    place: str,
+    call: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = {"spike_window": 8, "spike_steps": 3, "max_rewinds": 1}
-    plan = {"max_steps": 14, "learning_rate": 1e-6, "save_steps": 3, "save_total_limit": 4}
+    plan = {
+        "max_steps": 14,
+        "learning_rate": 1e-6,
+        "save_steps": 3,
+        "save_total_limit": 4,
+    }
     spoil(monkeypatch, {10, 11, 12}, "spike")
 
     def training(name: str) -> dict[str, Any]:
-        # The spike is in steps 11 to 13: back to 9, and the batches of 10 to 13 are passed over. 12 is a checkpoint.
+        # The spike is in steps 11 to 13: back to 9, and the batches of 10 to 13 are
+        # passed over. 12 is a checkpoint.
         return train(run(tmp_path / name, teacher, list(range(18)), settings, **plan))
 
     def killed() -> int:
@@ -288,7 +377,9 @@ def test_a_run_that_is_killed_while_it_goes_back_ends_as_one_that_was_not(
 
     whole = training("whole")
     assert whole["rewinds"] == 1
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
+        tmp_path / "output"
+    ).read_text()
     assert training("killed") == whole
     assert same(tmp_path / "whole", tmp_path / "killed")
     assert events(tmp_path / "whole") == events(tmp_path / "killed")
@@ -306,7 +397,9 @@ def test_a_run_goes_back_to_a_whole_checkpoint_only_and_skips_where_there_is_non
     kept = tmp_path / "r" / "checkpoints"
 
     class Harm(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        def on_step_begin(
+            self, args: Any, state: Any, control: Any, **more: Any
+        ) -> None:
             if state.global_step == 7:
                 for step in {3, 6} - {*whole}:
                     (file,) = (kept / f"checkpoint-{step}").glob("state-*.safetensors")
@@ -314,7 +407,12 @@ def test_a_run_goes_back_to_a_whole_checkpoint_only_and_skips_where_there_is_non
 
     monkeypatch.setattr(run_module, "_tensorboard", lambda run: [Harm()])
     settings = {"max_skipped_steps": 1, "max_rewinds": 1}
-    plan = {"max_steps": 10, "learning_rate": 1e-6, "save_steps": 3, "save_total_limit": 4}
+    plan = {
+        "max_steps": 10,
+        "learning_rate": 1e-6,
+        "save_steps": 3,
+        "save_total_limit": 4,
+    }
     training = run(tmp_path / "r", teacher, list(range(20)), settings, **plan)
     if whole:
         results = train(training)
@@ -332,7 +430,10 @@ def test_a_run_goes_back_to_a_whole_checkpoint_only_and_skips_where_there_is_non
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
-    tmp_path: Path, teacher: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    teacher: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = {"max_steps": 6, "save_steps": 2}
     train(run(tmp_path / "whole", teacher, list(range(6)), **plan))
@@ -347,13 +448,15 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     capsys.readouterr()
     train(run(tmp_path / "r", teacher, list(range(6)), **plan))
     assert (
-        f"{kept}/checkpoint-6: is damaged ({cut.name} has {size // 2} of {size} bytes); continuing from"
-        f" {kept}/checkpoint-4" in capsys.readouterr().err
+        f"{kept}/checkpoint-6: is damaged ({cut.name} has {size // 2} of {size} bytes);"
+        f" continuing from {kept}/checkpoint-4" in capsys.readouterr().err
     )
     assert same(tmp_path / "whole", tmp_path / "r")
 
 
-def test_damage_is_said_and_where_no_checkpoint_is_whole_nothing_is_begun_anew(tmp_path: Path) -> None:
+def test_damage_is_said_and_where_no_checkpoint_is_whole_nothing_is_begun_anew(
+    tmp_path: Path,
+) -> None:
     checkpoint = tmp_path / "checkpoint-5"
     (checkpoint / "inside").mkdir(parents=True)
     (checkpoint / "inside" / "a").write_bytes(b"12345")
@@ -365,7 +468,10 @@ def test_damage_is_said_and_where_no_checkpoint_is_whole_nothing_is_begun_anew(t
     (checkpoint / "inside" / "a").unlink()
     assert damage(checkpoint) == "inside/a is missing"
     with pytest.raises(
-        UserError, match=r"checkpoint-5: is damaged \(inside/a is missing\), and there is no other"
+        UserError,
+        match=(
+            r"checkpoint-5: is damaged \(inside/a is missing\), and there is no other"
+        ),
     ):
         newest_usable(tmp_path)
     assert checkpoint.is_dir()
@@ -379,7 +485,8 @@ def test_damage_is_said_and_where_no_checkpoint_is_whole_nothing_is_begun_anew(t
 def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_weights(
     tmp_path: Path, teacher: Any, helpers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = list(range(12))  # more than are trained: a helper that is ahead has not given them all, and lives
+    # more than are trained: a helper that is ahead has not given them all, and lives
+    steps = list(range(12))
     train(run(tmp_path / "whole", teacher, steps, max_steps=5))
     compute, arguments = DistillTrainer.compute_loss, run_module._arguments
 
@@ -388,7 +495,8 @@ def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same
             children = multiprocessing.active_children()
             assert len(children) == helpers
             pids = [*(child.pid for child in children), os.getpid()]
-            subprocess.run(["kill", *map(str, pids)], check=True)  # as a scheduler: of another process
+            # as a scheduler: of another process
+            subprocess.run(["kill", *map(str, pids)], check=True)
         return compute(self, *args, **kwargs)
 
     def with_helpers(*args: Any) -> Any:
@@ -402,8 +510,10 @@ def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same
         train(run(tmp_path / "r", teacher, steps, max_steps=5))
     last = tmp_path / "r" / "checkpoints" / "checkpoint-3"
     assert interruption.value.status == 143
-    assert str(interruption.value) == (
-        f"ended by SIGTERM after step 3 of 5; run the same command again to go on from {last}"
+    assert (
+        str(interruption.value)
+        == "ended by SIGTERM after step 3 of 5; run the same command again to go on"
+        f" from {last}"
     )
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     train(run(tmp_path / "r", teacher, steps, max_steps=5))
@@ -420,4 +530,9 @@ def test_a_second_signal_ends_at_once_and_an_echo_of_the_first_does_not(
         monkeypatch.setattr(guarded, "_ECHO_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert capfd.readouterr().err.count("SIGINT: this step is the last one; once more ends at once") == 1
+    assert (
+        capfd.readouterr().err.count(
+            "SIGINT: this step is the last one; once more ends at once"
+        )
+        == 1
+    )

@@ -23,27 +23,55 @@ def trained(rank: int, variables: dict[str, str], folder: Path, model: Any) -> A
     from accelerate.state import AcceleratorState
 
     os.environ.update(variables)
-    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
+    # the parent may have run alone before
+    AcceleratorState._reset_state(reset_partial_state=True)
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # DeepSpeed's
-        train(run(folder / "without", model, [0, 1, *range(3, 9), 12, 13, 14], max_steps=11, **PLAN))
+        train(
+            run(
+                folder / "without",
+                model,
+                [0, 1, *range(3, 9), 12, 13, 14],
+                max_steps=11,
+                **PLAN,
+            )
+        )
         # The first row of the second rank's micro-batch.
         spoil(patch, {2}, "inf")
         spoil(patch, {10, 11}, "spike")
-        return train(run(folder / "guarded", model, list(range(15)), SAFETY, max_steps=12, **PLAN))
+        return train(
+            run(
+                folder / "guarded", model, list(range(15)), SAFETY, max_steps=12, **PLAN
+            )
+        )
 
 
 @pytest.mark.parametrize("engine", few([*ENGINES, "copies"], 1))
 def test_what_goes_wrong_on_the_second_rank_is_skipped_and_rewound_on_both(
     tmp_path: Path, teacher: Any, engine: str
 ) -> None:
-    config = ROOT / "configs" / ("cpu_2.yaml" if engine == "copies" else f"cpu_2_{engine}.yaml")
+    config = (
+        ROOT
+        / "configs"
+        / ("cpu_2.yaml" if engine == "copies" else f"cpu_2_{engine}.yaml")
+    )
     variables = environment(config) | {"DS_ACCELERATOR": "cpu"}
     results = run_ranks(trained, 2, variables, tmp_path, teacher)
     assert results[0] == results[1]
-    assert {"steps": 12, "skipped_steps": 1, "spikes": 1, "rewinds": 1}.items() <= results[0].items()
+    assert {
+        "steps": 12,
+        "skipped_steps": 1,
+        "spikes": 1,
+        "rewinds": 1,
+    }.items() <= results[0].items()
     skipped, spike, rewind = events(tmp_path / "guarded")
     assert (skipped["step"], skipped["steps"], skipped["ranks"]) == (3, 1, [1])
     assert (spike["step"], spike["steps"]) == (11, 2)
-    assert rewind == {"event": "rewind", "step": 12, "to_step": 9, "passed_steps": 3, "cause": "spike"}
+    assert rewind == {
+        "event": "rewind",
+        "step": 12,
+        "to_step": 9,
+        "passed_steps": 3,
+        "cause": "spike",
+    }
     assert same(tmp_path / "without", tmp_path / "guarded")

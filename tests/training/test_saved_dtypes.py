@@ -1,4 +1,6 @@
-"""A training leaves each tensor in the dtype that its checkpoint had it in, and computes as the original does."""
+"""A training leaves each tensor in the dtype that its checkpoint had it in, and
+computes as the original does.
+"""
 
 import json
 import math
@@ -34,17 +36,23 @@ KEPT_IN_FLOAT32 = {
     "hunyuan_v1_moe", "hy_v3", "inkling_mm_model", "inkling_text", "instella_moe", "kolibri1", "lfm2_moe",
     "mimo_v2_flash", "mistral_large4", "muse_spark", "solar_open",
 }  # fmt: skip
-"""Families of which some tensor is float32 in a bfloat16 model: by transformers' lists, or by how it is created."""
+"""Families of which some tensor is float32 in a bfloat16 model: by transformers' lists,
+or by how it is created.
+"""
 
-# A bias, two weights, a parameter that is created in float32, and a model inside a multimodal one.
+# A bias, two weights, a parameter that is created in float32, and a model inside a
+# multimodal one.
 UNLIKE = {"deepseek_v3", "ernie4_5_moe", "hunyuan_v1_moe", "mistral_large4"}
 
-# torch multiplies no experts of other widths in bfloat16: "strides should be multiple of 16 bytes".
+# torch multiplies no experts of other widths in bfloat16: "strides should be multiple
+# of 16 bytes".
 WIDTHS = {"muse_spark": {"moe_hidden_size": 24}}
 
 
 def checkpoint(model_type: str, folder: Path, **overrides: Any) -> Path:
-    """Write a random bfloat16 checkpoint as transformers has it in memory, with its float32 tensors."""
+    """Write a random bfloat16 checkpoint as transformers has it in memory, with its
+    float32 tensors.
+    """
     model = tiny_model(model_type, **WIDTHS.get(model_type, {}), **overrides)
     model.save_pretrained(folder / "wide")
     narrow = type(model).from_pretrained(folder / "wide", dtype=torch.bfloat16)
@@ -60,36 +68,55 @@ def trainer(path: Path, folder: Path, **changes: Any) -> Any:
         "warmup_steps": 0,
     } | changes  # fmt: skip
     args = fcsd.FCSDConfig(str(folder / "run"), **settings)
-    return fcsd.FCSDTrainer(str(path), args, train_dataset=[{"input_ids": list(range(3, 27))}] * 2)
+    return fcsd.FCSDTrainer(
+        str(path), args, train_dataset=[{"input_ids": list(range(3, 27))}] * 2
+    )
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 def assert_equal_files(left: Path, original: Path) -> None:
     saved, loaded = tensors(left), tensors(original)
     assert saved.keys() == loaded.keys()
-    assert {name: saved[name].dtype for name in loaded} == {name: loaded[name].dtype for name in loaded}
+    assert {name: saved[name].dtype for name in loaded} == {
+        name: loaded[name].dtype for name in loaded
+    }
     assert [name for name in loaded if not torch.equal(saved[name], loaded[name])] == []
 
 
 def test_the_families_that_keep_tensors_in_float32_are_those_of_transformers() -> None:
-    """Asked of transformers' own loading, so that a new family is not left out of the tests below."""
+    """Asked of transformers' own loading, so that a new family is not left out of the
+    tests below.
+    """
     keeping = set()
     for name in TINY:
         model = tiny_model(name)
         dtypes = loaded_dtypes(model, torch.bfloat16)
-        if any(dtypes[key] == torch.float32 for key in model.state_dict() if key in dtypes):
+        if any(
+            dtypes[key] == torch.float32 for key in model.state_dict() if key in dtypes
+        ):
             keeping.add(name)
     assert keeping == KEPT_IN_FLOAT32
 
 
-@pytest.mark.parametrize("model_type", few(sorted(FAMILIES.keys() & TINY.keys()), kinds=UNLIKE))
-def test_a_step_at_rate_zero_leaves_the_checkpoint_that_was_loaded(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model_type", few(sorted(FAMILIES.keys() & TINY.keys()), kinds=UNLIKE)
+)
+def test_a_step_at_rate_zero_leaves_the_checkpoint_that_was_loaded(
+    model_type: str, tmp_path: Path
+) -> None:
     """Tensor by tensor, dtype by dtype, key by key; trained in float32 and in bfloat16."""
     path = checkpoint(model_type, tmp_path, vocab_size=120)
-    kept = {value.dtype for value in tensors(path).values()} == {torch.bfloat16, torch.float32}
+    kept = {value.dtype for value in tensors(path).values()} == {
+        torch.bfloat16,
+        torch.float32,
+    }
     assert kept == (model_type in KEPT_IN_FLOAT32)
     for dtype in ("float32", "bfloat16"):
         trained = trainer(path, tmp_path / dtype, dtype=dtype)
@@ -100,7 +127,9 @@ def test_a_step_at_rate_zero_leaves_the_checkpoint_that_was_loaded(model_type: s
         assert config["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("model_type", few(sorted(FAMILIES.keys() & TINY.keys()), kinds=UNLIKE))
+@pytest.mark.parametrize(
+    "model_type", few(sorted(FAMILIES.keys() & TINY.keys()), kinds=UNLIKE)
+)
 def test_a_model_taken_to_bfloat16_has_the_dtypes_and_numbers_of_one_that_is_loaded_so(
     model_type: str, tmp_path: Path
 ) -> None:
@@ -113,7 +142,8 @@ def test_a_model_taken_to_bfloat16_has_the_dtypes_and_numbers_of_one_that_is_loa
     in_files = model.state_dict().keys()
     for name, tensor in real_tensors(model):
         assert tensor.dtype == theirs[name].dtype, name
-        # What no checkpoint has is computed: in bfloat16 by a model that is built so, and rounded here.
+        # What no checkpoint has is computed: in bfloat16 by a model that is built so,
+        # and rounded here.
         if name in in_files or tensor.dtype == torch.float32:
             assert torch.equal(tensor, theirs[name]), name
 
@@ -127,7 +157,9 @@ def chosen(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     """Return the experts of each token by layer, from the routers' own outputs."""
     experts: list[torch.Tensor] = []
     hooks = [
-        module.register_forward_hook(lambda _, args, output: experts.append(output[-1].sort(-1).values))
+        module.register_forward_hook(
+            lambda _, args, output: experts.append(output[-1].sort(-1).values)
+        )
         for name, module in model.named_modules()
         if name.endswith("mlp.gate")
     ]
@@ -161,11 +193,14 @@ def test_biases_that_differ_by_less_than_bfloat16_resolves_go_on_choosing_the_ex
         assert kl(original(input_ids=ids).logits, left(input_ids=ids).logits) == 0
 
 
-# Random routes in training; a position bias whose gradient makes torch choose another attention kernel.
+# Random routes in training; a position bias whose gradient makes torch choose another
+# attention kernel.
 NOT_DETERMINED = {"phimoe", "inkling_text", "inkling_mm_model"}
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"bf16": True}], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "bfloat16"}, {"bf16": True}], ids=["bfloat16", "autocast"]
+)
 @pytest.mark.parametrize(
     "model_type",
     few(
@@ -183,7 +218,9 @@ def test_a_student_that_is_its_teacher_has_a_kl_of_zero_in_bfloat16(
     assert same.state.log_history[0]["teacher_entropy"] > 1
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"bf16": True}], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "bfloat16"}, {"bf16": True}], ids=["bfloat16", "autocast"]
+)
 def test_so_it_has_where_head_and_embeddings_share_their_weight(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -196,9 +233,15 @@ def test_so_it_has_where_head_and_embeddings_share_their_weight(
 def test_the_teacher_keeps_its_own_tensors_outside_of_a_step(tmp_path: Path) -> None:
     path = checkpoint("deepseek_v3", tmp_path, vocab_size=120)
     same = trainer(path, tmp_path, layers="none", bf16=True)
-    before = {name: (tensor.dtype, tensor.data_ptr()) for name, tensor in real_tensors(same.teacher.model)}
+    before = {
+        name: (tensor.dtype, tensor.data_ptr())
+        for name, tensor in real_tensors(same.teacher.model)
+    }
     same.train()
-    after = {name: (tensor.dtype, tensor.data_ptr()) for name, tensor in real_tensors(same.teacher.model)}
+    after = {
+        name: (tensor.dtype, tensor.data_ptr())
+        for name, tensor in real_tensors(same.teacher.model)
+    }
     assert before == after
 
 
@@ -217,9 +260,12 @@ def rewritten(path: Path, ending: str, dtype: torch.dtype) -> list[str]:
 @pytest.mark.parametrize(
     ("model_type", "ending", "dtype"),
     [
-        ("deepseek_v3", "e_score_correction_bias", torch.bfloat16),  # transformers makes float32 of it
-        ("mixtral", "layernorm.weight", torch.float32),  # transformers makes bfloat16 of it
-        ("qwen3_moe", "experts.1.up_proj.weight", torch.float32),  # one of the tensors that are one in memory
+        # transformers makes float32 of it
+        ("deepseek_v3", "e_score_correction_bias", torch.bfloat16),
+        # transformers makes bfloat16 of it
+        ("mixtral", "layernorm.weight", torch.float32),
+        # one of the tensors that are one in memory
+        ("qwen3_moe", "experts.1.up_proj.weight", torch.float32),
         ("mixtral", "embed_tokens.weight", torch.float32),  # the first of all
     ],
 )
@@ -237,10 +283,15 @@ def test_a_tensor_leaves_in_the_dtype_of_its_file_whatever_it_is_in_memory(
         assert saved[name].dtype == dtype
     for name in saved:
         assert torch.equal(saved[name].float(), original[name].bfloat16().float()), name
-    assert json.loads((tmp_path / "left" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (
+        json.loads((tmp_path / "left" / "config.json").read_text())["dtype"]
+        == "bfloat16"
+    )
 
 
-def test_a_model_that_was_loaded_in_another_dtype_is_saved_in_that(tmp_path: Path) -> None:
+def test_a_model_that_was_loaded_in_another_dtype_is_saved_in_that(
+    tmp_path: Path,
+) -> None:
     path = checkpoint("deepseek_v3", tmp_path, vocab_size=120)
     model, _ = fcsd.load(str(path), layers="all", dtype="float32")
     dtypes = saved_dtypes(model)
@@ -254,29 +305,49 @@ def test_a_model_that_was_loaded_in_another_dtype_is_saved_in_that(tmp_path: Pat
         pytest.param("cpu_2", {"bf16": True}, marks=pytest.mark.breadth),
         ("cpu_2_fsdp2", {"bf16": True}),
         pytest.param("cpu_2_fsdp2", {"dtype": "bfloat16"}, marks=pytest.mark.breadth),
-        pytest.param("cpu_2_zero3", {"bf16": True}, marks=[NEEDS_DEEPSPEED, pytest.mark.breadth]),
+        pytest.param(
+            "cpu_2_zero3", {"bf16": True}, marks=[NEEDS_DEEPSPEED, pytest.mark.breadth]
+        ),
     ],
     ids=["alone", "ddp", "fsdp2", "fsdp2-bfloat16", "zero3"],
 )
 def test_a_recipe_leaves_what_its_checkpoint_had_under_every_engine(
     configuration: str | None, settings: dict[str, Any], bench: Bench, tmp_path: Path
 ) -> None:
-    """The router's weight and bias of ERNIE 4.5 are parameters; ZeRO-3 computes with them in bfloat16."""
+    """The router's weight and bias of ERNIE 4.5 are parameters; ZeRO-3 computes with
+    them in bfloat16.
+    """
     path = checkpoint("ernie4_5_moe", tmp_path, vocab_size=300)
     tiny_tokenizer(300).save_pretrained(path)
-    train = {"max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 128, "learning_rate": 1e-30}
+    train = {
+        "max_steps": 1,
+        "warmup_steps": 0,
+        "batch_size_tokens": 128,
+        "learning_rate": 1e-30,
+    }
     recipe = bench.recipe(model={"path": str(path)}, train=train | settings)
     command = ["distill", str(recipe)]
-    assert (main(command) if configuration is None else launch(configuration, command)) in (0, [0])
+    assert (
+        main(command) if configuration is None else launch(configuration, command)
+    ) in (0, [0])
     assert_equal_files(bench.folder / "r" / "distill" / "model", path)
 
 
-@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft: pip install 'fcsd[lora]'")
+@pytest.mark.skipif(
+    find_spec("peft") is None, reason="needs peft: pip install 'fcsd[lora]'"
+)
 @pytest.mark.breadth
-def test_a_model_that_adapters_were_merged_into_keeps_its_dtypes(bench: Bench, tmp_path: Path) -> None:
+def test_a_model_that_adapters_were_merged_into_keeps_its_dtypes(
+    bench: Bench, tmp_path: Path
+) -> None:
     path = checkpoint("deepseek_v3", tmp_path, vocab_size=300)
     tiny_tokenizer(300).save_pretrained(path)
-    train = {"max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 128, "learning_rate": 1e-30}
+    train = {
+        "max_steps": 1,
+        "warmup_steps": 0,
+        "batch_size_tokens": 128,
+        "learning_rate": 1e-30,
+    }
     recipe = bench.recipe(model={"path": str(path)}, train=train, lora={"r": 2})
     assert main(["distill", str(recipe)]) == 0
     assert_equal_files(bench.folder / "r" / "distill" / "model", path)
@@ -299,12 +370,16 @@ def test_a_model_that_does_not_load_as_it_was_trained_is_not_left(
         save_file(state, Path(folder) / "model.safetensors", {"format": "pt"})
 
     monkeypatch.setattr(type(trained.model), "save_pretrained", damaged)
-    with pytest.raises(UserError, match=r"'model\.norm\.weight' is not what was trained"):
+    with pytest.raises(
+        UserError, match=r"'model\.norm\.weight' is not what was trained"
+    ):
         trained.save_model(str(tmp_path / "left"))
     assert not list((tmp_path / "left").iterdir())
 
 
-def test_a_model_that_is_saved_again_leaves_the_other_files_of_its_folder(tmp_path: Path) -> None:
+def test_a_model_that_is_saved_again_leaves_the_other_files_of_its_folder(
+    tmp_path: Path,
+) -> None:
     path = checkpoint("mixtral", tmp_path, vocab_size=120)
     trained = trainer(path, tmp_path)
     left = tmp_path / "left"
@@ -320,7 +395,9 @@ def test_a_model_that_is_saved_again_leaves_the_other_files_of_its_folder(tmp_pa
 def test_weights_that_are_no_numbers_are_compared_too(tmp_path: Path) -> None:
     model = tiny_model("mixtral")
     model.model.norm.weight.data[0] = math.nan
-    write_model(model, tmp_path, tokenizer=None, dtype=torch.float32, launch=join_launch())
+    write_model(
+        model, tmp_path, tokenizer=None, dtype=torch.float32, launch=join_launch()
+    )
     assert tensors(tmp_path)["model.norm.weight"][0].isnan()
 
 
@@ -329,8 +406,12 @@ def test_where_memory_is_short_the_model_is_not_loaded_and_it_is_said(
 ) -> None:
     monkeypatch.setattr("fcsd.training.export.available_memory", lambda: 1000)
     model = tiny_model("mixtral")
-    write_model(model, tmp_path, tokenizer=None, dtype=torch.float32, launch=join_launch())
-    assert "was not loaded to compare it with the trained model" in capsys.readouterr().err
+    write_model(
+        model, tmp_path, tokenizer=None, dtype=torch.float32, launch=join_launch()
+    )
+    assert (
+        "was not loaded to compare it with the trained model" in capsys.readouterr().err
+    )
 
 
 # ---- on shards
@@ -352,7 +433,9 @@ def spread_on_rank(rank: int, folder: Path, dtype: str, bf16: bool) -> Any:
     gate.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))
     ids = torch.arange(3, 27)[None]
     with torch.no_grad():
-        hidden = model(input_ids=ids, position_ids=torch.arange(24)[None], objective="hidden")["hidden"]
+        hidden = model(
+            input_ids=ids, position_ids=torch.arange(24)[None], objective="hidden"
+        )["hidden"]
     write_model(model, folder, tokenizer=None, dtype=torch.bfloat16, launch=own)
     return dtypes, seen, hidden
 
@@ -361,10 +444,14 @@ def spread_on_rank(rank: int, folder: Path, dtype: str, bf16: bool) -> Any:
 def test_fsdp2_keeps_routers_in_float32_and_computes_as_one_process(
     dtype: str, bf16: bool, tmp_path: Path
 ) -> None:
-    """The router of ERNIE 4.5 is a weight and a bias, both in float32; against the bfloat16 model itself."""
+    """The router of ERNIE 4.5 is a weight and a bias, both in float32; against the
+    bfloat16 model itself.
+    """
     whole = ernie()
     with torch.no_grad():
-        expected = whole.model(input_ids=torch.arange(3, 27)[None], use_cache=False).last_hidden_state[0]
+        expected = whole.model(
+            input_ids=torch.arange(3, 27)[None], use_cache=False
+        ).last_hidden_state[0]
     for dtypes, seen, hidden in run_ranks(spread_on_rank, 2, tmp_path, dtype, bf16):
         assert set(dtypes.values()) == {torch.float32}
         assert set(seen) == {torch.float32}

@@ -1,4 +1,6 @@
-"""Learning rates of `step` and `warmup_stable_decay`: by hand, alike in a recipe and in Python, and over a kill."""
+"""Learning rates of `step` and `warmup_stable_decay`: by hand, alike in a recipe and in
+Python, and over a kill.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from fcsd.training.sweep import read_history
 from tests.support import Bench, in_a_fork
 from tests.training.test_resume import die
 
-# DeepSeek-V2-Lite (arXiv 2405.04434, App. B): x 0.316 after about 80 % of the tokens, and again after 90 %.
+# DeepSeek-V2-Lite (arXiv 2405.04434, App. B): x 0.316 after about 80 % of the tokens,
+# and again after 90 %.
 STEP = {"milestones": [0.8, 0.9], "gamma": 0.316}
 DECAY = {"num_decay_steps": 0.4, "decay_type": "linear", "min_lr_ratio": 0.2}
 # Shares of learning_rate in ten steps, two of them warm-up.
@@ -29,7 +32,9 @@ BY_HAND = {
 
 
 def rates(arguments: Any) -> list[float]:
-    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=arguments.learning_rate)
+    optimizer = torch.optim.AdamW(
+        [torch.zeros(1, requires_grad=True)], lr=arguments.learning_rate
+    )
     schedule = learning_rate_schedule(arguments, optimizer, 10)
     by_step = []
     for _ in range(10):
@@ -53,7 +58,11 @@ def test_a_recipe_and_python_have_the_rates_by_hand(
     }
     expected = pytest.approx([4.2e-4 * share for share in shares], rel=1e-12)
     assert rates(FCSDConfig(output_dir=str(tmp_path), **schedule)) == expected
-    train = {"batch_size_tokens": 128, "per_device_train_batch_size": 4, "logging_steps": 1} | schedule
+    train = {
+        "batch_size_tokens": 128,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 1,
+    } | schedule
     assert main(["distill", str(bench.recipe("r", train=train))]) == 0
     points = read_history(bench.folder / "r" / "distill")
     assert [point["learning_rate"] for point in points] == expected
@@ -63,7 +72,8 @@ def test_a_recipe_and_python_have_the_rates_by_hand(
 def test_a_run_with_steps_that_was_killed_goes_on_to_the_same_weights(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A milestone before the checkpoint at step 4 from which it goes on, and one behind it.
+    # A milestone before the checkpoint at step 4 from which it goes on, and one behind
+    # it.
     changes = [
         "train.lr_scheduler_type=step",
         "train.lr_scheduler_kwargs={milestones: [0.25, 0.7], gamma: 0.1}",
@@ -92,28 +102,48 @@ def test_a_run_with_steps_that_was_killed_goes_on_to_the_same_weights(
 
 def test_what_does_not_fit_a_schedule_is_one_line(bench: Bench, tmp_path: Path) -> None:
     for text, message in {
-        "lr_scheduler_type=step": r"train\.lr_scheduler_kwargs\.milestones: is required",
-        "lr_scheduler_kwargs={gamma: 0.5}": r"lr_scheduler_kwargs: no meaning for lr_scheduler_type 'cosine', only for"
-        " cosine_with_min_lr, step, warmup_stable_decay",
+        "lr_scheduler_type=step": (
+            r"train\.lr_scheduler_kwargs\.milestones: is required"
+        ),
+        "lr_scheduler_kwargs={gamma: 0.5}": (
+            r"lr_scheduler_kwargs: no meaning for lr_scheduler_type 'cosine', only for"
+            " cosine_with_min_lr, step, warmup_stable_decay"
+        ),
         "min_lr_rate=0.1": r"train\.min_lr_rate: unknown key",
     }.items():
         with pytest.raises(UserError, match=message):
             load_recipe(bench.recipe(), [f"train.{text}"])
     with pytest.raises(UserError, match=r"milestones\.0: must be less than 1, got 800"):
         FCSDConfig(
-            output_dir=str(tmp_path), lr_scheduler_type="step", lr_scheduler_kwargs={"milestones": [800]}
+            output_dir=str(tmp_path),
+            lr_scheduler_type="step",
+            lr_scheduler_kwargs={"milestones": [800]},
         )
-    decay = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 11}}
-    message = r"num_decay_steps \(11 steps\) and warmup_steps \(2\) are more than max_steps \(12\)"
+    decay = {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 11},
+    }
+    message = (
+        r"num_decay_steps \(11 steps\) and warmup_steps \(2\) are more than max_steps"
+        r" \(12\)"
+    )
     train = {"batch_size_tokens": 128, "max_steps": 12, "warmup_steps": 2} | decay
     with pytest.raises(UserError, match=message):
         load_recipe(bench.recipe("long", train=train))
     with pytest.raises(UserError, match=message):
         FCSDConfig(output_dir=str(tmp_path), max_steps=12, warmup_steps=2, **decay)
-    sweep = {"batch_size_tokens": [128], "learning_rate": [1e-3], "steps": 8, "warmup_steps": 2}
+    sweep = {
+        "batch_size_tokens": [128],
+        "learning_rate": [1e-3],
+        "steps": 8,
+        "warmup_steps": 2,
+    }
     decay["lr_scheduler_kwargs"] = {"num_decay_steps": 8}
     with pytest.raises(
-        UserError, match=r"sweep\.steps \(8\) are fewer than sweep\.warmup_steps \(2\) and .* \(8\)"
+        UserError,
+        match=(
+            r"sweep\.steps \(8\) are fewer than sweep\.warmup_steps \(2\) and .* \(8\)"
+        ),
     ):
         load_recipe(bench.recipe("swept", train=train | decay, sweep=sweep))
 

@@ -1,4 +1,6 @@
-"""Batch size first, then learning rate, by the mean loss of the last steps; nothing is trained twice."""
+"""Batch size first, then learning rate, by the mean loss of the last steps; nothing is
+trained twice.
+"""
 
 import json
 from pathlib import Path
@@ -17,7 +19,8 @@ from fcsd.training.sweep import Candidate, edges, read_history, run_sweep
 from fcsd.training.trainer import DistillTrainer
 from tests.support import Bench
 
-# loss[batch size][learning rate]: the last step alone would choose another learning rate than the mean of the last two
+# loss[batch size][learning rate]: the last step alone would choose another learning
+# rate than the mean of the last two
 LOSSES = {
     (64, 1e-3): [9.0, 3.0, 3.0],
     (128, 1e-3): [9.0, 2.0, 2.0],
@@ -49,7 +52,9 @@ def recipe(**sweep: object) -> Recipe:
 def swept(plan: Recipe, folder: Path, runner: Any) -> dict[str, Any]:
     """Return the sweep of a recipe, as its stage runs it."""
     assert plan.sweep is not None
-    result = run_sweep(plan.sweep, plan.train, folder, runner, remove_checkpoints=runner.removed.append)
+    result = run_sweep(
+        plan.sweep, plan.train, folder, runner, remove_checkpoints=runner.removed.append
+    )
     write_ready_recipe(plan, result, folder)
     return result
 
@@ -63,7 +68,12 @@ class Runner:
 
     def __call__(self, candidate: Candidate, train: TrainConfig, folder: Path) -> None:
         key = (candidate.batch_size_tokens, candidate.learning_rate)
-        assert (train.batch_size_tokens, train.learning_rate, train.max_steps, train.warmup_steps) == (
+        assert (
+            train.batch_size_tokens,
+            train.learning_rate,
+            train.max_steps,
+            train.warmup_steps,
+        ) == (
             *key,
             3,
             1,
@@ -72,29 +82,43 @@ class Runner:
             raise KeyboardInterrupt
         self.ran.append(key)
         if self.losses[key] is None:
-            raise UserError("training stopped at step 2: the loss or its gradient is not finite")
+            raise UserError(
+                "training stopped at step 2: the loss or its gradient is not finite"
+            )
         folder.mkdir(parents=True)
         lines = [
-            json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(self.losses[key], start=1)
+            json.dumps({"step": step, "loss": loss})
+            for step, loss in enumerate(self.losses[key], start=1)
         ]
         (folder / "history.jsonl").write_text("\n".join(lines))
 
 
-def test_it_chooses_batch_size_then_learning_rate_by_the_mean_of_the_last_steps(tmp_path: Path) -> None:
+def test_it_chooses_batch_size_then_learning_rate_by_the_mean_of_the_last_steps(
+    tmp_path: Path,
+) -> None:
     runner = Runner()
     result = swept(recipe(), tmp_path, runner)
     assert (result["batch_size_tokens"], result["learning_rate"]) == (128, 2e-3)
     assert result["loss"] == pytest.approx(1.75)
-    assert runner.ran == [(64, 1e-3), (128, 1e-3), (128, 2e-3), (128, 4e-3)]  # (128, 1e-3) serves both stages
-    assert "| learning_rate | 128 | 0.002 | 1.75000 | chosen |" in (tmp_path / "sweep.md").read_text()
+    # (128, 1e-3) serves both stages
+    assert runner.ran == [(64, 1e-3), (128, 1e-3), (128, 2e-3), (128, 4e-3)]
+    assert (
+        "| learning_rate | 128 | 0.002 | 1.75000 | chosen |"
+        in (tmp_path / "sweep.md").read_text()
+    )
 
 
-@pytest.mark.parametrize("damage", ['{"step": 3, "lo', "[1]", '{"loss": 1.0}', "[" * 5000])
-def test_a_history_that_was_cut_is_named_with_its_line(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage", ['{"step": 3, "lo', "[1]", '{"loss": 1.0}', "[" * 5000]
+)
+def test_a_history_that_was_cut_is_named_with_its_line(
+    tmp_path: Path, damage: str
+) -> None:
     path = tmp_path / "history.jsonl"
     path.write_text(f'{{"step": 1, "loss": 2.0}}\n{damage}')
     with pytest.raises(
-        UserError, match=r"history\.jsonl, line 2: is no point of a training.*; remove .* again"
+        UserError,
+        match=r"history\.jsonl, line 2: is no point of a training.*; remove .* again",
     ):
         read_history(tmp_path)
     path.unlink()
@@ -105,7 +129,11 @@ def test_a_history_that_was_cut_is_named_with_its_line(tmp_path: Path, damage: s
 def test_it_leaves_a_ready_recipe(tmp_path: Path) -> None:
     swept(recipe(), tmp_path, Runner())
     ready = load_recipe(tmp_path / "recipe.yaml")
-    assert (ready.train.batch_size_tokens, ready.train.learning_rate, ready.sweep) == (128, 2e-3, None)
+    assert (ready.train.batch_size_tokens, ready.train.learning_rate, ready.sweep) == (
+        128,
+        2e-3,
+        None,
+    )
     assert ready.train.max_steps == 10
 
 
@@ -125,20 +153,29 @@ def test_a_digit_of_a_candidates_loss_does_not_change_unseen(tmp_path: Path) -> 
     text = (place / "result.json").read_text()
     (place / "result.json").write_text(text.replace('"loss": 1.75', '"loss": 3.75'))
     with pytest.raises(
-        UserError, match=r"result\.json: is damaged: .*; remove .*0\.002 to train this candidate"
+        UserError,
+        match=r"result\.json: is damaged: .*; remove .*0\.002 to train this candidate",
     ):
         swept(recipe(), tmp_path, Runner())
 
 
-@pytest.mark.parametrize("losses", [None, [2.0, 1.0]], ids=["stopped", "last step skipped"])
-def test_a_candidate_that_diverges_has_lost(tmp_path: Path, losses: list[float] | None) -> None:
+@pytest.mark.parametrize(
+    "losses", [None, [2.0, 1.0]], ids=["stopped", "last step skipped"]
+)
+def test_a_candidate_that_diverges_has_lost(
+    tmp_path: Path, losses: list[float] | None
+) -> None:
     runner = Runner(LOSSES | {(128, 2e-3): losses})
     result = swept(recipe(), tmp_path, runner)
-    assert runner.removed.count(tmp_path / "batch_size_tokens=128,learning_rate=0.002") == 1
+    assert (
+        runner.removed.count(tmp_path / "batch_size_tokens=128,learning_rate=0.002")
+        == 1
+    )
     assert result["learning_rate"] == 1e-3
     assert "| diverged |" in (tmp_path / "sweep.md").read_text()
     json.loads(
-        (tmp_path / "sweep.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON")
+        (tmp_path / "sweep.json").read_text(),
+        parse_constant=lambda word: pytest.fail(f"{word} is not JSON"),
     )
 
 
@@ -153,30 +190,47 @@ def test_a_best_value_at_an_end_of_its_grid_is_warned_of(tmp_path: Path) -> None
     )  # the largest batch size, the learning rate in the middle or beside
     (warning,) = [line for line in edges(result) if "batch size" in line]
     assert warning.startswith(
-        "warning: the best batch size, 128, is the largest of those tried; a larger one may be"
+        "warning: the best batch size, 128, is the largest of those tried; a larger one"
+        " may be"
     )
     assert warning in (tmp_path / "sweep.md").read_text()
     tried = [
-        {"stage": "learning_rate", "batch_size_tokens": 128, "learning_rate": rate, "loss": loss}
+        {
+            "stage": "learning_rate",
+            "batch_size_tokens": 128,
+            "learning_rate": rate,
+            "loss": loss,
+        }
         for rate, loss in ((1e-3, 2.0), (2e-3, 1.0), (4e-3, None))
     ]
     choice = {"batch_size_tokens": 128, "learning_rate": 2e-3}
     assert edges(choice | {"candidates": tried}) == []  # the next larger one diverged
     (low,) = edges(choice | {"candidates": tried[1:]})
-    assert "the best learning rate, 0.002, is the smallest of those tried; a smaller one" in low
+    assert (
+        "the best learning rate, 0.002, is the smallest of those tried; a smaller one"
+        in low
+    )
     assert edges(choice | {"candidates": tried[1:2]}) == []  # nothing was tried
 
 
-def test_the_training_that_follows_has_the_tokens_that_the_sweep_names(tmp_path: Path) -> None:
+def test_the_training_that_follows_has_the_tokens_that_the_sweep_names(
+    tmp_path: Path,
+) -> None:
     plan = recipe(train_tokens=10_000)
     result = swept(plan, tmp_path, Runner())
     ready = load_recipe(tmp_path / "recipe.yaml")
-    assert (ready.train.batch_size_tokens, ready.train.max_steps) == (128, 79)  # 10,000 / 128, rounded up
-    assert with_choice(recipe(), result).train.max_steps == 10  # without the key as the recipe has it
+    # 10,000 / 128, rounded up
+    assert (ready.train.batch_size_tokens, ready.train.max_steps) == (128, 79)
+    # without the key as the recipe has it
+    assert with_choice(recipe(), result).train.max_steps == 10
 
 
-def test_with_equal_tokens_a_candidate_of_half_the_batch_has_twice_the_steps(tmp_path: Path) -> None:
-    """train.batch_size_tokens is 128: 3 steps of it, a warm-up of 1, the mean over 2, are 6, 2 and 4 of 64."""
+def test_with_equal_tokens_a_candidate_of_half_the_batch_has_twice_the_steps(
+    tmp_path: Path,
+) -> None:
+    """train.batch_size_tokens is 128: 3 steps of it, a warm-up of 1, the mean over 2,
+    are 6, 2 and 4 of 64.
+    """
     plan = recipe(equal="tokens")
     base = plan.train.model_copy(update={"batch_size_tokens": 128})
     ran = []
@@ -185,28 +239,46 @@ def test_with_equal_tokens_a_candidate_of_half_the_batch_has_twice_the_steps(tmp
         ran.append((train.batch_size_tokens, train.max_steps, train.warmup_steps))
         folder.mkdir(parents=True)
         losses = (
-            [9, 9, 2, 2, 2, 2] if train.batch_size_tokens == 64 else [9, 1, 1.5 - candidate.learning_rate]
+            [9, 9, 2, 2, 2, 2]
+            if train.batch_size_tokens == 64
+            else [9, 1, 1.5 - candidate.learning_rate]
         )
-        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)]
+        lines = [
+            json.dumps({"step": step, "loss": loss})
+            for step, loss in enumerate(losses, start=1)
+        ]
         (folder / "history.jsonl").write_text("\n".join(lines))
 
     assert plan.sweep is not None
-    result = run_sweep(plan.sweep, base, tmp_path, run, remove_checkpoints=lambda place: None)
+    result = run_sweep(
+        plan.sweep, base, tmp_path, run, remove_checkpoints=lambda place: None
+    )
     assert ran == [(64, 6, 2), *[(128, 3, 1)] * 3]
     losses = [row["loss"] for row in result["candidates"]]
     assert losses[0] == 2 and losses[-1] == pytest.approx((1 + 1.5 - 4e-3) / 2)
-    assert "last 2 steps of train.batch_size_tokens, 3 in all" in (tmp_path / "sweep.md").read_text()
-
-
-def test_a_decay_that_has_no_room_in_the_fewer_steps_of_a_larger_batch_is_refused_before_the_sweep() -> None:
-    """train.batch_size_tokens is 128: 8 steps of it are 4 of 256, 2 of warm-up are 1, and 4 of decay do not fit."""
-    raw = recipe(equal="tokens", batch_size_tokens=[128, 256], steps=8, warmup_steps=2).model_dump(
-        mode="json"
+    assert (
+        "last 2 steps of train.batch_size_tokens, 3 in all"
+        in (tmp_path / "sweep.md").read_text()
     )
-    raw["train"] |= {"batch_size_tokens": 128, "lr_scheduler_type": "warmup_stable_decay"}
+
+
+def test_a_decay_that_has_no_room_in_the_fewer_steps_of_a_larger_batch_is_refused_before_the_sweep() -> (
+    None
+):
+    """train.batch_size_tokens is 128: 8 steps of it are 4 of 256, 2 of warm-up are 1,
+    and 4 of decay do not fit.
+    """
+    raw = recipe(
+        equal="tokens", batch_size_tokens=[128, 256], steps=8, warmup_steps=2
+    ).model_dump(mode="json")
+    raw["train"] |= {
+        "batch_size_tokens": 128,
+        "lr_scheduler_type": "warmup_stable_decay",
+    }
     raw["train"]["lr_scheduler_kwargs"] = {"num_decay_steps": 4}
     with pytest.raises(
-        ValueError, match=r"sweep\.steps \(4 of 256 tokens\) are fewer .*warmup_steps \(1\).*\(4\)"
+        ValueError,
+        match=r"sweep\.steps \(4 of 256 tokens\) are fewer .*warmup_steps \(1\).*\(4\)",
     ):
         Recipe.model_validate(raw)
 
@@ -241,12 +313,16 @@ def test_a_candidate_goes_on_from_its_checkpoint_and_leaves_none(
     monkeypatch.setattr(DistillTrainer, "compute_loss", ended)
     assert main(command) == 130
     place = bench.folder / "r" / "sweep" / "batch_size_tokens=128,learning_rate=0.001"
-    assert sorted(path.name for path in (place / "checkpoints").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert sorted(path.name for path in (place / "checkpoints").iterdir()) == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
     assert main(command) == 0
     assert sorted(set(steps[steps.index(4) + 1 :])) == [4]
     assert {path.name for path in place.iterdir()} == {"history.jsonl", "result.json"}
     assert main(["sweep", str(bench.recipe("whole", sweep=plan, train=train))]) == 0
     results = [
-        read_json(bench.folder / name / "sweep" / place.name / "result.json") for name in ("r", "whole")
+        read_json(bench.folder / name / "sweep" / place.name / "result.json")
+        for name in ("r", "whole")
     ]
     assert results[0] == results[1]

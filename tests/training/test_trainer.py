@@ -1,4 +1,6 @@
-"""The training loop against full logits in float64, however the batch is cut, and what it does when something fails."""
+"""The training loop against full logits in float64, however the batch is cut, and what
+it does when something fails.
+"""
 
 import copy
 import json
@@ -45,7 +47,9 @@ SETTINGS: dict[str, Any] = {
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of two packed examples with different numbers of loss tokens, as `build_dataset` makes them."""
+    """Rows of two packed examples with different numbers of loss tokens, as
+    `build_dataset` makes them.
+    """
 
     def __init__(self, count: int = 12, seed: int = 0):
         rng = np.random.default_rng(seed)
@@ -53,11 +57,15 @@ class Rows(torch.utils.data.Dataset):
         for _ in range(count):
             cut = int(rng.integers(5, LENGTH - 4))
             ids = rng.integers(3, VOCABULARY, LENGTH).astype(np.int32)
-            positions = np.concatenate([np.arange(cut), np.arange(LENGTH - cut)]).astype(np.int32)
+            positions = np.concatenate(
+                [np.arange(cut), np.arange(LENGTH - cut)]
+            ).astype(np.int32)
             labels = ids.copy()
             labels[: int(rng.integers(1, cut))] = -100
             labels[cut] = -100
-            self.rows.append({"input_ids": ids, "position_ids": positions, "labels": labels})
+            self.rows.append(
+                {"input_ids": ids, "position_ids": positions, "labels": labels}
+            )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,7 +76,9 @@ class Rows(torch.utils.data.Dataset):
 
 @pytest.fixture(scope="module")
 def teacher() -> Any:
-    return tiny_model("qwen2_moe", num_hidden_layers=2, experts_implementation="eager").requires_grad_(False)
+    return tiny_model(
+        "qwen2_moe", num_hidden_layers=2, experts_implementation="eager"
+    ).requires_grad_(False)
 
 
 def make(
@@ -105,7 +115,9 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def examples(rows: list[dict[str, np.ndarray]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def examples(
+    rows: list[dict[str, np.ndarray]],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (ids, labels) of every packed example, alone."""
     for row in rows:
         starts = [*np.flatnonzero(row["position_ids"] == 0), LENGTH]
@@ -116,8 +128,12 @@ def examples(rows: list[dict[str, np.ndarray]]) -> Iterator[tuple[torch.Tensor, 
             )
 
 
-def reference(student: Any, teacher: Any, rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-    """Return means over kept tokens from the full float64 logits and hidden states of each example on its own."""
+def reference(
+    student: Any, teacher: Any, rows: list[dict[str, np.ndarray]]
+) -> dict[str, torch.Tensor]:
+    """Return means over kept tokens from the full float64 logits and hidden states of
+    each example on its own.
+    """
     sums: dict[str, Any] = {"kl": 0.0, "ce": 0.0, "l2": 0.0}
     count = 0
     for ids, labels in examples(rows):
@@ -137,7 +153,9 @@ def reference(student: Any, teacher: Any, rows: list[dict[str, np.ndarray]]) -> 
 
 
 def blocks(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Return the residual stream after each layer: the input of the next layer, and of the final norm."""
+    """Return the residual stream after each layer: the input of the next layer, and of
+    the final norm.
+    """
     seen: list[torch.Tensor] = []
 
     def look(_module: Any, args: Any) -> None:
@@ -154,7 +172,8 @@ def blocks(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "objective", [{"name": "kl"}, {"name": "ce"}, {"name": "kl+l2", "l2_coefficient": 0.01}]
+    "objective",
+    [{"name": "kl"}, {"name": "ce"}, {"name": "kl+l2", "l2_coefficient": 0.01}],
 )
 def test_the_first_logged_losses_are_those_of_full_logits_of_separate_examples(
     tmp_path: Path, teacher: Any, objective: dict[str, Any]
@@ -165,7 +184,9 @@ def test_the_first_logged_losses_are_those_of_full_logits_of_separate_examples(
     expected = reference(double, copy.deepcopy(teacher).double(), rows.rows)
     train(run)
     first = read_history(tmp_path)[0]
-    for name in ("kl", "l2", "ce") if objective["name"] == "kl+l2" else (objective["name"],):
+    for name in (
+        ("kl", "l2", "ce") if objective["name"] == "kl+l2" else (objective["name"],)
+    ):
         if name == "ce" and objective["name"] != "ce":
             assert "ce" not in first
             continue
@@ -177,12 +198,15 @@ def test_the_first_logged_losses_are_those_of_full_logits_of_separate_examples(
     )
     assert first["loss"] == pytest.approx(float(total.detach()), rel=2e-5)
     gradients = torch.autograd.grad(total, list(double.parameters()), allow_unused=True)
-    norm = torch.stack([gradient.norm() for gradient in gradients if gradient is not None]).norm()
+    norm = torch.stack(
+        [gradient.norm() for gradient in gradients if gradient is not None]
+    ).norm()
     assert first["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
 @pytest.mark.parametrize(
-    "objective", [{"name": "kl"}, {"name": "sft"}, {"name": "kl+l2", "l2_coefficient": 0.01}]
+    "objective",
+    [{"name": "kl"}, {"name": "sft"}, {"name": "kl+l2", "l2_coefficient": 0.01}],
 )
 def test_padding_at_the_end_of_rows_is_not_computed_and_changes_no_loss(
     tmp_path: Path, teacher: Any, objective: dict[str, Any]
@@ -190,15 +214,27 @@ def test_padding_at_the_end_of_rows_is_not_computed_and_changes_no_loss(
     lengths: list[int] = []
 
     def padded(row: dict[str, np.ndarray], tail: int) -> dict[str, np.ndarray]:
-        ends = {"input_ids": np.zeros(tail), "position_ids": np.arange(tail), "labels": np.full(tail, -100)}
-        return {name: np.concatenate([row[name], ends[name]]).astype(np.int32) for name in row}
+        ends = {
+            "input_ids": np.zeros(tail),
+            "position_ids": np.arange(tail),
+            "labels": np.full(tail, -100),
+        }
+        return {
+            name: np.concatenate([row[name], ends[name]]).astype(np.int32)
+            for name in row
+        }
 
     def curve(tail: int) -> list[float]:
         rows = Rows()
         rows.rows = [padded(row, tail) for row in rows.rows]
         length = LENGTH + tail
         run = make(
-            tmp_path / str(tail), teacher, objective, rows=rows, save_steps=3, batch_size_tokens=4 * length
+            tmp_path / str(tail),
+            teacher,
+            objective,
+            rows=rows,
+            save_steps=3,
+            batch_size_tokens=4 * length,
         )
         run = replace(run, max_length=length)
         for model in (run.student, run.teacher):
@@ -213,16 +249,28 @@ def test_padding_at_the_end_of_rows_is_not_computed_and_changes_no_loss(
     assert set(lengths) == {64, LENGTH}
 
 
-def test_the_weights_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path, teacher: Any) -> None:
-    whole, cut = make(tmp_path / "1", teacher), make(tmp_path / "4", teacher, per_device_train_batch_size=1)
+def test_the_weights_do_not_depend_on_how_a_batch_is_cut(
+    tmp_path: Path, teacher: Any
+) -> None:
+    whole, cut = (
+        make(tmp_path / "1", teacher),
+        make(tmp_path / "4", teacher, per_device_train_batch_size=1),
+    )
     before = weights(whole.student)
     train(whole)
     train(cut)
     for name, value in weights(whole.student).items():
-        torch.testing.assert_close(value, cut.student.state_dict()[name], atol=2e-5, rtol=1e-3)
-    moved = max(float((value - before[name]).abs().max()) for name, value in weights(whole.student).items())
+        torch.testing.assert_close(
+            value, cut.student.state_dict()[name], atol=2e-5, rtol=1e-3
+        )
+    moved = max(
+        float((value - before[name]).abs().max())
+        for name, value in weights(whole.student).items()
+    )
     assert moved > 1e-3
-    for one, other in zip(read_history(tmp_path / "1"), read_history(tmp_path / "4"), strict=True):
+    for one, other in zip(
+        read_history(tmp_path / "1"), read_history(tmp_path / "4"), strict=True
+    ):
         assert one["kl"] == pytest.approx(other["kl"], rel=1e-4)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
 
@@ -249,7 +297,11 @@ def test_frozen_embeddings_and_head_stay_bit_identical_while_others_move(
     before = weights(run.student)
     train(run)
     after = load_file(tmp_path / "model" / "model.safetensors")
-    still = {name for name, value in weights(run.student).items() if torch.equal(value, before[name])}
+    still = {
+        name
+        for name, value in weights(run.student).items()
+        if torch.equal(value, before[name])
+    }
     assert still == {"model.embed_tokens.weight", "lm_head.weight"}
     assert torch.equal(after["lm_head.weight"], before["lm_head.weight"])
 
@@ -261,7 +313,9 @@ def test_weights_that_are_not_finite_stop_the_run_and_leave_the_last_checkpoint(
     run = make(tmp_path, teacher, save_steps=1)
 
     class Spoil(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_begin(
+            self, args: Any, state: Any, control: Any, **kwargs: Any
+        ) -> None:
             if state.global_step == (0 if where == "first" else 1):
                 run.student.model.norm.weight.data[0] = math.nan
 
@@ -271,34 +325,51 @@ def test_weights_that_are_not_finite_stop_the_run_and_leave_the_last_checkpoint(
         last = "none" if where == "first" else r"\S*checkpoint-1"
         with pytest.raises(
             UserError,
-            match=rf"not finite \(on rank 0; gradient norm nan\), nor are the weights; the last checkpoint is {last};",
+            match=(
+                r"not finite \(on rank 0; gradient norm nan\), nor are the weights;"
+                rf" the last checkpoint is {last};"
+            ),
         ):
             train(run)
     assert not (tmp_path / "model").exists()
     kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("*"))
     assert kept == ([] if where == "first" else ["checkpoint-1"])
     if where == "second":
-        saved = load_file(tmp_path / "checkpoints" / "checkpoint-1" / "state-00001-of-00001.safetensors")
+        saved = load_file(
+            tmp_path
+            / "checkpoints"
+            / "checkpoint-1"
+            / "state-00001-of-00001.safetensors"
+        )
         assert all(value.isfinite().all() for value in saved.values())
 
 
 def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, teacher: Any) -> None:
     objective = {"name": "kl+l2", "l2_coefficient": 0.01}
     train(make(tmp_path / "plain", teacher, objective))
-    train(make(tmp_path / "checkpointed", teacher, objective, gradient_checkpointing=True))
-    one, other = read_history(tmp_path / "plain"), read_history(tmp_path / "checkpointed")
+    train(
+        make(tmp_path / "checkpointed", teacher, objective, gradient_checkpointing=True)
+    )
+    one, other = (
+        read_history(tmp_path / "plain"),
+        read_history(tmp_path / "checkpointed"),
+    )
     for a, b in zip(one, other, strict=True):
         assert [a[k] for k in ("kl", "l2", "grad_norm")] == pytest.approx(
             [b[k] for k in ("kl", "l2", "grad_norm")], rel=1e-5
         )
 
 
-def test_bf16_autocast_trains_near_the_float32_curve(tmp_path: Path, teacher: Any) -> None:
+def test_bf16_autocast_trains_near_the_float32_curve(
+    tmp_path: Path, teacher: Any
+) -> None:
     train(make(tmp_path / "32", teacher))
     run = make(tmp_path / "16", teacher, bf16=True)
     train(run)
     assert run.student.dtype == torch.float32
-    one, other = ([p["kl"] for p in read_history(tmp_path / name)] for name in ("32", "16"))
+    one, other = (
+        [p["kl"] for p in read_history(tmp_path / name)] for name in ("32", "16")
+    )
     assert one == pytest.approx(other, rel=0.1) and one != other
 
 
@@ -322,7 +393,8 @@ def test_early_stopping_stops_at_the_right_step_and_leaves_the_later_of_equally_
 ) -> None:
     seen: list[dict[str, torch.Tensor]] = []
     stopper = EarlyStopper(every_steps=2, patience=2, min_delta=0.02)
-    score = scripted([0.05, 0.1, 0.5, 0.5, 0.4], seen)  # the score before training, then steps 2, 4, 6, 8
+    # the score before training, then steps 2, 4, 6, 8
+    score = scripted([0.05, 0.1, 0.5, 0.5, 0.4], seen)
     results = train(make(tmp_path, teacher, stopper=stopper, score=score, max_steps=50))
     results.pop("early_stopping")
     assert results | {"last_loss": 0} == {
@@ -338,7 +410,11 @@ def test_early_stopping_stops_at_the_right_step_and_leaves_the_later_of_equally_
     assert all(torch.equal(state[name], value) for name, value in seen[3].items())
     assert not all(torch.equal(state[name], value) for name, value in seen[4].items())
     remove_checkpoints(tmp_path, join_launch())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["history.jsonl", "model", "scores.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "history.jsonl",
+        "model",
+        "scores.json",
+    ]
 
 
 def test_weights_that_score_best_before_training_are_what_is_left_and_it_is_said(
@@ -346,7 +422,9 @@ def test_weights_that_score_best_before_training_are_what_is_left_and_it_is_said
 ) -> None:
     seen: list[dict[str, torch.Tensor]] = []
     stopper = EarlyStopper(every_steps=1, patience=5, min_delta=0.02)
-    run = make(tmp_path, teacher, stopper=stopper, score=scripted([0.9, 0.1, 0.5, 0.5], seen))
+    run = make(
+        tmp_path, teacher, stopper=stopper, score=scripted([0.9, 0.1, 0.5, 0.5], seen)
+    )
     before = {name: value.clone() for name, value in run.student.state_dict().items()}
     assert train(run)["best_step"] == 0
     assert "training has made the model worse" in capsys.readouterr().err
@@ -356,7 +434,9 @@ def test_weights_that_score_best_before_training_are_what_is_left_and_it_is_said
     assert all(torch.equal(state[name], value) for name, value in before.items())
 
 
-def test_a_scorer_that_fails_ends_the_run_with_its_error(tmp_path: Path, teacher: Any) -> None:
+def test_a_scorer_that_fails_ends_the_run_with_its_error(
+    tmp_path: Path, teacher: Any
+) -> None:
     def score(model: Any) -> Score:
         raise RuntimeError("sandbox is gone")
 
@@ -366,11 +446,16 @@ def test_a_scorer_that_fails_ends_the_run_with_its_error(tmp_path: Path, teacher
     assert not (tmp_path / "model").exists()
 
 
-def test_tensorboard_writes_its_events_into_the_folder_of_the_run(tmp_path: Path, teacher: Any) -> None:
+def test_tensorboard_writes_its_events_into_the_folder_of_the_run(
+    tmp_path: Path, teacher: Any
+) -> None:
     pytest.importorskip("tensorboard")
     train(make(tmp_path, teacher, max_steps=1, report_to=["tensorboard"]))
     (events,) = (tmp_path / "tensorboard").iterdir()
-    assert events.name.startswith("events.out.tfevents") and b"train/kl" in events.read_bytes()
+    assert (
+        events.name.startswith("events.out.tfevents")
+        and b"train/kl" in events.read_bytes()
+    )
 
 
 def test_a_reporter_that_is_not_installed_is_named(
@@ -378,12 +463,15 @@ def test_a_reporter_that_is_not_installed_is_named(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        UserError, match=r"train\.report_to: wandb is not installed; pip install 'fcsd\[wandb\]'"
+        UserError,
+        match=r"train\.report_to: wandb is not installed; pip install 'fcsd\[wandb\]'",
     ):
         train(make(tmp_path, teacher, report_to=["wandb"]))
 
 
-def test_data_that_end_begin_again_without_a_smaller_batch_at_their_end(tmp_path: Path, teacher: Any) -> None:
+def test_data_that_end_begin_again_without_a_smaller_batch_at_their_end(
+    tmp_path: Path, teacher: Any
+) -> None:
     run = make(tmp_path, teacher, rows=Rows(6), per_device_train_batch_size=1)
     tokens: list[int] = []
     count = DistillTrainer._get_num_items_in_batch
@@ -401,7 +489,10 @@ def test_data_that_end_begin_again_without_a_smaller_batch_at_their_end(tmp_path
 
 
 def test_less_data_than_one_batch_is_refused(tmp_path: Path, teacher: Any) -> None:
-    with pytest.raises(UserError, match=r"gives 3 rows of 16 tokens, one batch .* 64 needs 4; use more data"):
+    with pytest.raises(
+        UserError,
+        match=r"gives 3 rows of 16 tokens, one batch .* 64 needs 4; use more data",
+    ):
         train(make(tmp_path, teacher, rows=Rows(3)))
     assert not (tmp_path / "model").exists()
 
@@ -413,19 +504,27 @@ def test_a_bfloat16_checkpoint_trained_in_float32_is_saved_in_bfloat16(
     run.student.to(torch.bfloat16)
 
     class Look(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(
+            self, args: Any, state: Any, control: Any, **kwargs: Any
+        ) -> None:
             trained.append(run.student.dtype)
 
     monkeypatch.setattr(run_module, "_tensorboard", lambda run: [Look()])
     train(run)
     assert trained == [torch.float32]
-    assert {value.dtype for value in load_file(tmp_path / "model" / "model.safetensors").values()} == {
-        torch.bfloat16
-    }
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {
+        value.dtype
+        for value in load_file(tmp_path / "model" / "model.safetensors").values()
+    } == {torch.bfloat16}
+    assert (
+        json.loads((tmp_path / "model" / "config.json").read_text())["dtype"]
+        == "bfloat16"
+    )
 
 
-def test_the_last_step_is_logged_whatever_logging_steps_is(tmp_path: Path, teacher: Any) -> None:
+def test_the_last_step_is_logged_whatever_logging_steps_is(
+    tmp_path: Path, teacher: Any
+) -> None:
     train(make(tmp_path / "each", teacher))
     train(make(tmp_path / "two", teacher, logging_steps=2))
     each, two = read_history(tmp_path / "each"), read_history(tmp_path / "two")
@@ -438,7 +537,11 @@ def token_figures(
     student: Any, teacher: Any, rows: Any, objective: ObjectiveConfig
 ) -> dict[str, torch.Tensor]:
     """Compute figures of every kept token, from full float64 logits of each example on its own."""
-    figures: dict[str, list[torch.Tensor]] = {"divergence": [], "entropy": [], "agreement": []}
+    figures: dict[str, list[torch.Tensor]] = {
+        "divergence": [],
+        "entropy": [],
+        "agreement": [],
+    }
     t = objective.temperature or 1.0
     for ids, labels in examples(rows):
         keep = labels[0, 1:] != -100
@@ -474,20 +577,34 @@ def test_the_logged_figures_are_those_of_full_logits(
 ) -> None:
     rows = Rows(4)
     run = make(
-        tmp_path, teacher, settings, rows=rows, max_steps=1, per_device_train_batch_size=rows_a_forward
+        tmp_path,
+        teacher,
+        settings,
+        rows=rows,
+        max_steps=1,
+        per_device_train_batch_size=rows_a_forward,
     )
     objective = run.objective
     expected = token_figures(
-        copy.deepcopy(run.student).double(), copy.deepcopy(teacher).double(), rows.rows, objective
+        copy.deepcopy(run.student).double(),
+        copy.deepcopy(teacher).double(),
+        rows.rows,
+        objective,
     )
     train(run)
     first = read_history(tmp_path)[0]
     name, each = objective.name, expected["divergence"]
     assert first[name] == pytest.approx(float(each.mean()), rel=2e-5)
-    assert first["loss"] == pytest.approx(float(each.clamp(max=objective.clip or math.inf).mean()), rel=2e-5)
-    assert first["top1_agreement"] == pytest.approx(float(expected["agreement"].mean()), rel=1e-6)
+    assert first["loss"] == pytest.approx(
+        float(each.clamp(max=objective.clip or math.inf).mean()), rel=2e-5
+    )
+    assert first["top1_agreement"] == pytest.approx(
+        float(expected["agreement"].mean()), rel=1e-6
+    )
     assert 0 < first["top1_agreement"] < 1
-    assert first["teacher_entropy"] == pytest.approx(float(expected["entropy"].mean()), rel=2e-5)
+    assert first["teacher_entropy"] == pytest.approx(
+        float(expected["entropy"].mean()), rel=2e-5
+    )
     for q in (50, 90, 99):
         exact = each.sort().values[max(1, math.ceil(q / 100 * len(each))) - 1]
         assert first[f"{name}_p{q}"] == pytest.approx(float(exact), rel=0.01)
@@ -495,20 +612,32 @@ def test_the_logged_figures_are_those_of_full_logits(
         assert "clipped_share" not in first
     else:
         share = float((each > objective.clip).double().mean())
-        assert 0 < share < 1 and first["clipped_share"] == pytest.approx(share, rel=1e-6)
+        assert 0 < share < 1 and first["clipped_share"] == pytest.approx(
+            share, rel=1e-6
+        )
 
 
-def test_a_clip_that_every_token_exceeds_ends_the_run_with_the_median(tmp_path: Path, teacher: Any) -> None:
+def test_a_clip_that_every_token_exceeds_ends_the_run_with_the_median(
+    tmp_path: Path, teacher: Any
+) -> None:
     run = make(tmp_path, teacher, {"name": "kl", "clip": 1e-6})
-    with pytest.raises(UserError, match=r"every token's kl is above objective.clip \(1e-06; its median is"):
+    with pytest.raises(
+        UserError,
+        match=r"every token's kl is above objective.clip \(1e-06; its median is",
+    ):
         train(run)
 
 
-def test_the_figures_of_a_baseline_have_no_teacher_in_them(tmp_path: Path, teacher: Any) -> None:
+def test_the_figures_of_a_baseline_have_no_teacher_in_them(
+    tmp_path: Path, teacher: Any
+) -> None:
     train(make(tmp_path, teacher, {"name": "sft"}))
     first = read_history(tmp_path)[0]
     assert "ce" in first
-    assert not {"kl", "top1_agreement", "teacher_entropy", "clipped_share", "kl_p50"} & first.keys()
+    assert (
+        not {"kl", "top1_agreement", "teacher_entropy", "clipped_share", "kl_p50"}
+        & first.keys()
+    )
 
 
 def test_vocabularies_that_differ_in_padding_are_compared_up_to_the_size_that_the_objective_gives(
@@ -523,7 +652,10 @@ def test_vocabularies_that_differ_in_padding_are_compared_up_to_the_size_that_th
     one, other = (read_history(tmp_path / name) for name in ("padded", "plain"))
     assert [p["kl"] for p in one] == pytest.approx([p["kl"] for p in other], rel=1e-5)
     with pytest.raises(
-        UserError, match=r"objective\.vocab_size 50: must be between the 99 tokens of the tokenizer"
+        UserError,
+        match=(
+            r"objective\.vocab_size 50: must be between the 99 tokens of the tokenizer"
+        ),
     ):
         train(make(tmp_path / "small", teacher, {"name": "kl", "vocab_size": 50}))
 
@@ -532,35 +664,52 @@ def test_different_vocabularies_are_refused(tmp_path: Path, teacher: Any) -> Non
     run = make(tmp_path, teacher)
     other = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=120)
     with pytest.raises(
-        UserError, match="the vocabularies differ: 120 tokens in the teacher, 99 in the student"
+        UserError,
+        match="the vocabularies differ: 120 tokens in the teacher, 99 in the student",
     ):
         train(replace(run, teacher=other))
-    with pytest.raises(UserError, match="the tokenizer has 512 tokens, the model's vocabulary only 99"):
+    with pytest.raises(
+        UserError, match="the tokenizer has 512 tokens, the model's vocabulary only 99"
+    ):
         train(replace(run, tokenizer=tiny_tokenizer(512)))
 
 
 def test_a_batch_that_cannot_be_cut_is_refused(tmp_path: Path, teacher: Any) -> None:
     with pytest.raises(
         UserError,
-        match=r"64 is not a multiple of 48 \(per_device_train_batch_size 3 x data.max_length 16 x 1",
+        match=(
+            r"64 is not a multiple of 48 \(per_device_train_batch_size 3 x"
+            r" data.max_length 16 x 1"
+        ),
     ):
         train(make(tmp_path, teacher, per_device_train_batch_size=3))
 
 
-def test_a_batch_of_fewer_rows_than_a_forward_pass_is_one_of_that_many(tmp_path: Path, teacher: Any) -> None:
-    one, other = (make(tmp_path / str(rows), teacher, per_device_train_batch_size=rows) for rows in (4, 32))
+def test_a_batch_of_fewer_rows_than_a_forward_pass_is_one_of_that_many(
+    tmp_path: Path, teacher: Any
+) -> None:
+    one, other = (
+        make(tmp_path / str(rows), teacher, per_device_train_batch_size=rows)
+        for rows in (4, 32)
+    )
     for run in (one, other):
         train(run)
     assert weights(one.student).keys() == weights(other.student).keys()
     assert all(
-        torch.equal(value, weights(other.student)[name]) for name, value in weights(one.student).items()
+        torch.equal(value, weights(other.student)[name])
+        for name, value in weights(one.student).items()
     )
 
 
 def test_a_process_that_sees_several_gpus_trains_on_one(
-    teacher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    teacher: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """transformers would multiply the batch by their number, and wrap the model in `nn.DataParallel`."""
+    """transformers would multiply the batch by their number, and wrap the model in
+    `nn.DataParallel`.
+    """
     train(make(tmp_path / "alone", teacher))
     set_up = TrainingArguments.__post_init__
 
@@ -570,10 +719,15 @@ def test_a_process_that_sees_several_gpus_trains_on_one(
 
     monkeypatch.setattr(TrainingArguments, "__post_init__", two_gpus)
     monkeypatch.setattr(
-        torch.nn.DataParallel, "__init__", lambda *args, **kwargs: pytest.fail("copies in one process")
+        torch.nn.DataParallel,
+        "__init__",
+        lambda *args, **kwargs: pytest.fail("copies in one process"),
     )
     train(make(tmp_path / "faked", teacher))
-    assert "trains on one of the 2 devices that it sees; `accelerate launch" in capsys.readouterr().err
+    assert (
+        "trains on one of the 2 devices that it sees; `accelerate launch"
+        in capsys.readouterr().err
+    )
     names = ("loss", "grad_norm", "kl")
     curves = [
         [[entry[name] for name in names] for entry in read_history(tmp_path / name)]

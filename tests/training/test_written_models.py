@@ -17,17 +17,35 @@ from tests.reference.tiny import tiny_model
 from tests.support import Bench, make_bench
 
 
-def test_the_tokenizer_of_a_trained_model_names_the_class_that_its_original_names(tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_trained_model_names_the_class_that_its_original_names(
+    tmp_path: Path,
+) -> None:
     """transformers 5 would write a class of its own, which transformers 4 does not have."""
     tiny_tokenizer(99).save_pretrained(tmp_path / "original")
     file = tmp_path / "original" / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    file.write_text(
+        json.dumps(
+            json.loads(file.read_text())
+            | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        )
+    )
     tokenizer = load_tokenizer(tmp_path / "original")
     model = tiny_model("mixtral")
-    write_model(model, tmp_path / "left", tokenizer=tokenizer, dtype=torch.float32, launch=join_launch())
-    named = json.loads((tmp_path / "left" / "tokenizer_config.json").read_text())["tokenizer_class"]
+    write_model(
+        model,
+        tmp_path / "left",
+        tokenizer=tokenizer,
+        dtype=torch.float32,
+        launch=join_launch(),
+    )
+    named = json.loads((tmp_path / "left" / "tokenizer_config.json").read_text())[
+        "tokenizer_class"
+    ]
     assert named == "PreTrainedTokenizerFast"
-    assert load_tokenizer(tmp_path / "left")("add 1")["input_ids"] == tokenizer("add 1")["input_ids"]
+    assert (
+        load_tokenizer(tmp_path / "left")("add 1")["input_ids"]
+        == tokenizer("add 1")["input_ids"]
+    )
 
 
 @pytest.fixture
@@ -39,20 +57,33 @@ def with_mtp(tmp_path: Path) -> Bench:
     layer = {"model.layers.61.eh_proj.weight": torch.randn(6, 12).to(torch.bfloat16)}
     tensors = load_file(base / "model.safetensors") | layer
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
-    assert json.loads((base / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert (
+        json.loads((base / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    )
     return make_bench(base, tmp_path)
 
 
 def same_mtp(folder: Path, base: Path) -> bool:
-    """Tell whether a folder promises and holds the MTP layer of the base, and no less of everything else."""
+    """Tell whether a folder promises and holds the MTP layer of the base, and no less
+    of everything else.
+    """
     config = json.loads((folder / "config.json").read_text())
     tensors = {
-        name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
     }
     before = load_file(base / "model.safetensors")
     (name,) = (name for name in before if ".61." in name)
-    same = torch.equal(tensors[name], before[name]) and tensors[name].dtype == torch.bfloat16
-    return same and config["num_nextn_predict_layers"] == 1 and tensors.keys() == before.keys()
+    same = (
+        torch.equal(tensors[name], before[name])
+        and tensors[name].dtype == torch.bfloat16
+    )
+    return (
+        same
+        and config["num_nextn_predict_layers"] == 1
+        and tensors.keys() == before.keys()
+    )
 
 
 def test_a_recipe_keeps_mtp_layers_in_every_stage(with_mtp: Bench) -> None:
@@ -78,9 +109,23 @@ def test_save_model_keeps_mtp_layers_and_so_does_what_is_pushed_and_undone(
     for _ in range(2):  # the second time over what the first has left
         trainer.save_model()
         assert same_mtp(tmp_path / "out", with_mtp.base)
-    assert main(["push", str(tmp_path / "out"), "me/x", "--dry-run", str(tmp_path / "pushed")]) == 0
+    assert (
+        main(
+            [
+                "push",
+                str(tmp_path / "out"),
+                "me/x",
+                "--dry-run",
+                str(tmp_path / "pushed"),
+            ]
+        )
+        == 0
+    )
     assert same_mtp(tmp_path / "pushed", with_mtp.base)
     card = (tmp_path / "pushed" / "README.md").read_text()
-    assert "multi-token prediction are the original's, trained for the original's hidden states" in card
+    assert (
+        "multi-token prediction are the original's, trained for the original's hidden"
+        " states" in card
+    )
     assert main(["unconvert", str(tmp_path / "out"), str(tmp_path / "regular")]) == 0
     assert same_mtp(tmp_path / "regular", with_mtp.base)

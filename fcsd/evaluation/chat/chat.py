@@ -1,8 +1,9 @@
-"""`fcsd chat`: talk to a model, or to a converted one and its original side by side (paper App. B).
+"""`fcsd chat`: talk to a model, or to a converted one and its original side by side
+(paper App. B).
 
-Replies stream, with the model's own generation settings. Side by side each model has a conversation of its own, with
-its own replies. Thoughts are neither shown nor kept. Without a terminal every line of stdin is a turn, and is shown
-before its reply.
+Replies stream, with the model's own generation settings. Side by side each model has a
+conversation of its own, with its own replies. Thoughts are neither shown nor kept.
+Without a terminal every line of stdin is a turn, and is shown before its reply.
 
 Not covered: images, tools; beam search, which cannot stream.
 """
@@ -47,8 +48,8 @@ _MAX_NEW_TOKENS = 2048
 class Speaker:
     """A model, its tokenizer, and the conversation with it.
 
-    thinking: False asks the template of a hybrid for answers without thoughts; others pass over it. today: what the
-    template writes, before and after midnight.
+    thinking: False asks the template of a hybrid for answers without thoughts; others
+    pass over it. today: what the template writes, before and after midnight.
     """
 
     name: str
@@ -59,10 +60,14 @@ class Speaker:
     today: datetime = field(default_factory=datetime.now)
 
     def prompt(self) -> Any:
-        """Return the token ids and mask of the conversation and the beginning of a reply; UserError where it does not
-        fit.
+        """Return the token ids and mask of the conversation and the beginning of a
+        reply; UserError where it does not fit.
         """
-        options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        options: dict[str, Any] = {
+            "add_generation_prompt": True,
+            "return_dict": True,
+            "return_tensors": "pt",
+        }
         options |= dated_options(self.tokenizer, self.today)
         if not self.thinking:
             options["enable_thinking"] = False
@@ -71,8 +76,8 @@ class Speaker:
         length, positions = inputs["input_ids"].shape[1], self.positions
         if positions is not None and length >= positions:
             raise UserError(
-                f"{self.name}: the conversation has {length} tokens, the model {positions} positions;"
-                " /reset begins anew"
+                f"{self.name}: the conversation has {length} tokens, the model"
+                f" {positions} positions; /reset begins anew"
             )
         return inputs.to(self.model.device)
 
@@ -82,16 +87,25 @@ class Speaker:
         return num_positions(self.model.config)
 
     def settings(self, greedy: bool) -> str:
-        """Describe how it chooses tokens and where it computes: `temperature 0.3, top_p 0.95; bfloat16 on cuda:0`."""
+        """Describe how it chooses tokens and where it computes: `temperature 0.3, top_p
+        0.95; bfloat16 on cuda:0`.
+        """
         own: Any = self.model.generation_config
         how = "greedy"
         if own.do_sample and not greedy:
             names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             values = {name: getattr(own, name, None) for name in names}
             neutral = {"temperature": None, "repetition_penalty": 1.0}
-            said = [f"{k} {v:g}" for k, v in values.items() if v is not None and v != neutral.get(k)]
+            said = [
+                f"{k} {v:g}"
+                for k, v in values.items()
+                if v is not None and v != neutral.get(k)
+            ]
             how = ", ".join(said) or "sampling"
-        return f"{how}; {str(self.model.dtype).removeprefix('torch.')} on {self.model.device}"
+        return (
+            f"{how}; {str(self.model.dtype).removeprefix('torch.')} on"
+            f" {self.model.device}"
+        )
 
 
 def load_speaker(
@@ -102,17 +116,22 @@ def load_speaker(
     device_map: str | None = None,
     thinking: bool = True,
 ) -> Speaker:
-    """Load a checkpoint to talk to, on the accelerator if there is one, or as transformers' `device_map` says.
+    """Load a checkpoint to talk to, on the accelerator if there is one, or as
+    transformers' `device_map` says.
 
     Raises:
-        UserError: as `load_for_evaluation`; no tokenizer; a tokenizer without chat template.
+        UserError: as `load_for_evaluation`; no tokenizer; a tokenizer without chat
+            template.
     """
-    checkpoint = find_model(ModelConfig(path=path, revision=revision, trust_remote_code=trust_remote_code))
+    checkpoint = find_model(
+        ModelConfig(path=path, revision=revision, trust_remote_code=trust_remote_code)
+    )
     tokenizer = load_tokenizer(checkpoint.folder, trust_remote_code=trust_remote_code)
     if not tokenizer.chat_template:
         raise UserError(
-            f"{path}: its tokenizer has no chat template, so the model was not trained to converse; give a chat model,"
-            " or put its chat_template.jinja beside the tokenizer"
+            f"{path}: its tokenizer has no chat template, so the model was not trained"
+            " to converse; give a chat model, or put its chat_template.jinja beside"
+            " the tokenizer"
         )
     try:
         model = load_for_evaluation(checkpoint, join_launch(), device_map=device_map)
@@ -134,8 +153,8 @@ def chat(
 ) -> None:
     """Read turns until the end of the input or /exit; one or two speakers.
 
-    greedy: always the likeliest token, whatever the models' own settings are.
-    source, sink: stdin and stdout; without a terminal every turn is repeated before its reply.
+    greedy: always the likeliest token, whatever the models' own settings are. source,
+    sink: stdin and stdout; without a terminal every turn is repeated before its reply.
 
     Raises:
         KeyboardInterrupt: Ctrl-C without a terminal; on one it ends a reply.
@@ -205,7 +224,9 @@ def _turn(
     sink: TextIO,
     terminal: bool,
 ) -> None:
-    """Put one message to all models, their replies to `sink`; take back a message that cannot be answered."""
+    """Put one message to all models, their replies to `sink`; take back a message that
+    cannot be answered.
+    """
     for speaker in speakers:
         speaker.messages.append({"role": "user", "content": text})
     try:
@@ -215,7 +236,10 @@ def _turn(
             speaker.messages.pop()
         if isinstance(error, KeyboardInterrupt) and not terminal:
             raise
-        print(f"error: {error}" if isinstance(error, UserError) else "\n(interrupted)", file=sink)
+        print(
+            f"error: {error}" if isinstance(error, UserError) else "\n(interrupted)",
+            file=sink,
+        )
         return
     for reply in replies:
         reply.start()
@@ -240,7 +264,9 @@ def _turn(
 
 
 def _show(names: Sequence[str], replies: Sequence["Reply"], sink: TextIO) -> None:
-    """Print one reply as it comes; two in columns, or one below the other where there is no room."""
+    """Print one reply as it comes; two in columns, or one below the other where there
+    is no room.
+    """
     width = (shutil.get_terminal_size((120, 40)).columns - len(GAP)) // 2
     if len(replies) == 1 or width < _NARROWEST:
         for name, reply in zip(names, replies, strict=True):
@@ -259,28 +285,38 @@ def _show(names: Sequence[str], replies: Sequence["Reply"], sink: TextIO) -> Non
 
 
 def _streamer(thoughts: Thoughts) -> Any:
-    """Return a queue of text as it is generated, without special tokens but with those that mark thoughts."""
+    """Return a queue of text as it is generated, without special tokens but with those
+    that mark thoughts.
+    """
     from transformers import TextIteratorStreamer
 
     class Streamer(TextIteratorStreamer):
         def put(self, value: Any) -> None:
             if not self.next_tokens_are_prompt:
-                visible = [token not in thoughts.hidden for token in value.flatten().tolist()]
+                visible = [
+                    token not in thoughts.hidden for token in value.flatten().tolist()
+                ]
                 value = value.flatten()[visible]
                 if not len(value):
                     return
             super().put(value)
 
-    return Streamer(thoughts.tokenizer, skip_prompt=True, skip_special_tokens=not thoughts.marks)
+    return Streamer(
+        thoughts.tokenizer, skip_prompt=True, skip_special_tokens=not thoughts.marks
+    )
 
 
 class Reply:
-    """A reply that is generated in a thread; iterate to get its text, without thoughts, in pieces.
+    """A reply that is generated in a thread; iterate to get its text, without thoughts,
+    in pieces.
 
-    cut: what ended it before the model did, and what one can do; "" otherwise. error: why there is none.
+    cut: what ended it before the model did, and what one can do; "" otherwise. error:
+    why there is none.
     """
 
-    def __init__(self, speaker: Speaker, max_new_tokens: int | None, greedy: bool = False) -> None:
+    def __init__(
+        self, speaker: Speaker, max_new_tokens: int | None, greedy: bool = False
+    ) -> None:
         from transformers import StoppingCriteriaList
 
         self._written = ""
@@ -296,9 +332,15 @@ class Reply:
         own: Any = speaker.model.generation_config
         limit = max_new_tokens or own.max_new_tokens or _MAX_NEW_TOKENS
         self._at_limit = f"cut after {limit} tokens; --max-new-tokens allows more"
-        if speaker.positions is not None and speaker.positions - inputs["input_ids"].shape[1] < limit:
+        if (
+            speaker.positions is not None
+            and speaker.positions - inputs["input_ids"].shape[1] < limit
+        ):
             limit = speaker.positions - inputs["input_ids"].shape[1]
-            self._at_limit = f"cut: the model's {speaker.positions} positions are full; /reset begins anew"
+            self._at_limit = (
+                f"cut: the model's {speaker.positions} positions are full; /reset"
+                " begins anew"
+            )
         self._options: dict[str, Any] = {
             **inputs,
             **TOKEN_BY_TOKEN,
@@ -307,9 +349,16 @@ class Reply:
             "stopping_criteria": StoppingCriteriaList([self._criterion]),  # type: ignore[list-item]
         }
         if greedy:
-            self._options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+            self._options |= {
+                "do_sample": False,
+                "temperature": None,
+                "top_p": None,
+                "top_k": None,
+            }
         if own.pad_token_id is None:
-            self._options["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
+            self._options["pad_token_id"] = (
+                tokenizer.pad_token_id or tokenizer.eos_token_id
+            )
         self._thread = threading.Thread(target=self._generate, daemon=True)
 
     @property
@@ -320,14 +369,18 @@ class Reply:
     def _criterion(self, input_ids: Any, scores: Any, **more: Any) -> Any:
         import torch
 
-        return torch.full((input_ids.shape[0],), self._stopped.is_set(), device=input_ids.device)
+        return torch.full(
+            (input_ids.shape[0],), self._stopped.is_set(), device=input_ids.device
+        )
 
     def start(self) -> None:
         self._thread.start()
 
     def _generate(self) -> None:
         try:
-            ids = self._model.generate(**self._options)[0, self._options["input_ids"].shape[1] :]
+            ids = self._model.generate(**self._options)[
+                0, self._options["input_ids"].shape[1] :
+            ]
             ends = self._model.generation_config.eos_token_id
             ends = ends if isinstance(ends, list) else [ends]
             if len(ids) >= self._options["max_new_tokens"] and int(ids[-1]) not in ends:
@@ -351,7 +404,9 @@ class Reply:
             yield piece
 
     def stop(self) -> None:
-        """End the generation after its present token, and wait for that, whatever keys are pressed meanwhile."""
+        """End the generation after its present token, and wait for that, whatever keys
+        are pressed meanwhile.
+        """
         self._stopped.set()
         while self._thread.is_alive():
             try:

@@ -1,4 +1,6 @@
-"""Text on a terminal: what may be shown, how wide it is, and two texts side by side while they grow."""
+"""Text on a terminal: what may be shown, how wide it is, and two texts side by side
+while they grow.
+"""
 
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -9,16 +11,21 @@ _DIRECTIONS = frozenset(map(chr, [*range(0x202A, 0x202F), *range(0x2066, 0x206A)
 
 
 def printable(text: str) -> str:
-    """Strip control characters and changes of direction, with which a model could write over the terminal."""
+    """Strip control characters and changes of direction, with which a model could write
+    over the terminal.
+    """
     return "".join(
-        c for c in text if c in "\n\t" or (unicodedata.category(c) != "Cc" and c not in _DIRECTIONS)
+        c
+        for c in text
+        if c in "\n\t" or (unicodedata.category(c) != "Cc" and c not in _DIRECTIONS)
     )
 
 
 def side_by_side(columns: Sequence[Any], width: int) -> Iterator[str]:
     """Return rows of two texts that arrive in pieces, each wrapped to `width` cells.
 
-    A row is given as soon as both columns have theirs, or one has ended. The columns are read in turns, a piece each.
+    A row is given as soon as both columns have theirs, or one has ended. The columns
+    are read in turns, a piece each.
     """
     width = max(width, 10)
     sources = [iter(column) for column in columns]
@@ -29,7 +36,10 @@ def side_by_side(columns: Sequence[Any], width: int) -> Iterator[str]:
                 piece = next(source, None)
                 ended[index] = piece is None
                 rest[index] += (piece or "").expandtabs(4)
-        while all(over or complete(text, width) for text, over in zip(rest, ended, strict=True)):
+        while all(
+            over or complete(text, width)
+            for text, over in zip(rest, ended, strict=True)
+        ):
             if not any(rest):
                 break
             cells = []
@@ -47,7 +57,9 @@ def complete(text: str, width: int) -> bool:
 
 
 def first_row(text: str, width: int) -> tuple[str, str]:
-    """Split off the first wrapped row of `text`, broken at a space where there is one, and what follows it."""
+    """Split off the first wrapped row of `text`, broken at a space where there is one,
+    and what follows it.
+    """
     line, newline, more = text.partition("\n")
     if cells(line) <= width:
         return line, more

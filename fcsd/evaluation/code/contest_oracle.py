@@ -1,7 +1,8 @@
 """Grade what a contest's program printed or returned, as LiveCodeBench does.
 
-`fcsd.evaluation.code.contest` sends this file's text into the sandbox, where the examiner runs it; it is imported only
-by tests. Standard library only, and no name that a program could have defined is looked up.
+`fcsd.evaluation.code.contest` sends this file's text into the sandbox, where the
+examiner runs it; it is imported only by tests. Standard library only, and no name that
+a program could have defined is looked up.
 
 Not covered: problems with several right outputs, which LiveCodeBench left out.
 """
@@ -11,15 +12,19 @@ from decimal import Decimal
 
 
 def fcsd_printed(out, right):  # type: ignore[no-untyped-def]
-    """Compare line by line, without the space around each; AssertionError at the first that differs.
+    """Compare line by line, without the space around each; AssertionError at the first
+    that differs.
 
-    Lines that are not equal may still be the same numbers, one by one as exact decimals: "1.50 2" for "1.5 2.0".
+    Lines that are not equal may still be the same numbers, one by one as exact
+    decimals: "1.50 2" for "1.5 2.0".
     """
     assert isinstance(out, str), "no text"
     mine, wanted = _lines(out), _lines(right)
     assert len(mine) == len(wanted), f"{len(mine)} lines for {len(wanted)}"
     for number, (line, other) in enumerate(zip(mine, wanted, strict=True), start=1):
-        assert line == other or _same_numbers(line, other), f"line {number}: {line[:80]!r} for {other[:80]!r}"
+        assert line == other or _same_numbers(line, other), (
+            f"line {number}: {line[:80]!r} for {other[:80]!r}"
+        )
 
 
 def fcsd_returned(out, right):  # type: ignore[no-untyped-def]

@@ -1,7 +1,8 @@
 """Run a contest's program in the sandbox as a judge does, once for each test.
 
-`fcsd.evaluation.code.contest` sends this file's text into the process of the generated code, with `fcsd_source`, the
-text of the program, behind it; it is imported nowhere. Standard library only.
+`fcsd.evaluation.code.contest` sends this file's text into the process of the generated
+code, with `fcsd_source`, the text of the program, behind it; it is imported nowhere.
+Standard library only.
 
 Not covered: programs in several files, and those that end themselves by `os._exit`.
 """
@@ -25,10 +26,14 @@ _MOST = 16 << 20  # bytes that a program may print
 
 
 def _start():  # type: ignore[no-untyped-def]
-    """Run the program's text as the main module, after LiveCodeBench's imports and with its depth of recursion."""
+    """Run the program's text as the main module, after LiveCodeBench's imports and with
+    its depth of recursion.
+    """
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    header = [f"from {name} import *" for name in _MODULES] + [f"import {', '.join(_MODULES)}"]
+    header = [f"from {name} import *" for name in _MODULES] + [
+        f"import {', '.join(_MODULES)}"
+    ]
     exec("\n".join(header), module.__dict__)
     sys.setrecursionlimit(50000)
     exec(compile(fcsd_source, "<program>", "exec"), module.__dict__)
@@ -36,17 +41,20 @@ def _start():  # type: ignore[no-untyped-def]
 
 
 def fcsd_call(name, text):  # type: ignore[no-untyped-def]
-    """Call the solution's method (or function) with the arguments that `text` has as JSON, one a line."""
+    """Call the solution's method (or function) with the arguments that `text` has as
+    JSON, one a line.
+    """
     module = _start()
     owner = module.Solution() if hasattr(module, "Solution") else module
     return getattr(owner, name)(*map(json.loads, text.split("\n")))
 
 
 def fcsd_run(text):  # type: ignore[no-untyped-def]
-    """Run the program with `text` on standard input; what it printed. Real descriptors, because programs read
-    `open(0)` and `os.read(0, …)`."""
+    """Run the program with `text` on standard input; what it printed. Real descriptors,
+    because programs read `open(0)` and `os.read(0, …)`."""
     (source, feed), (drain, sink) = os.pipe(), os.pipe()
-    end = os.urandom(16)  # behind the output, since a duplicate of the descriptor may outlive the program
+    # behind the output, since a duplicate of the descriptor may outlive the program
+    end = os.urandom(16)
     printed = bytearray()
 
     def write():  # type: ignore[no-untyped-def]
@@ -72,7 +80,11 @@ def fcsd_run(text):  # type: ignore[no-untyped-def]
         with contextlib.suppress(SystemExit):
             _start()
         for thread in threading.enumerate():
-            if thread not in threads and thread is not threading.current_thread() and not thread.daemon:
+            if (
+                thread not in threads
+                and thread is not threading.current_thread()
+                and not thread.daemon
+            ):
                 thread.join()
         atexit._run_exitfuncs()
         sys.modules.pop(

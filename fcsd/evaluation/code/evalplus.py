@@ -1,12 +1,15 @@
-"""HumanEval+ and MBPP+ as EvalPlus grades them, from the editions on the Hub (`evalplus/humanevalplus` v0.1.10,
-`evalplus/mbppplus` v0.2.0).
+"""HumanEval+ and MBPP+ as EvalPlus grades them, from the editions on the Hub
+(`evalplus/humanevalplus` v0.1.10, `evalplus/mbppplus` v0.2.0).
 
-A row's `test` program there lists inputs and right outputs, the original benchmark's inputs first, and compares in its
-own words, which differ from EvalPlus's: Mbpp/737, 787 and 794 compare nothing, HumanEval/32 fails every program, and
-an empty list of right outputs equals anything. Here the inputs and right outputs are taken from the row and graded by
-`fcsd.evaluation.code.oracle`, in two programs: base (the original inputs), and plus (the inputs that EvalPlus added).
+A row's `test` program there lists inputs and right outputs, the original benchmark's
+inputs first, and compares in its own words, which differ from EvalPlus's: Mbpp/737, 787
+and 794 compare nothing, HumanEval/32 fails every program, and an empty list of right
+outputs equals anything. Here the inputs and right outputs are taken from the row and
+graded by `fcsd.evaluation.code.oracle`, in two programs: base (the original inputs),
+and plus (the inputs that EvalPlus added).
 
-Not covered: EvalPlus's own file format with `base_input` and `plus_input`; EvalPerf; the mini editions.
+Not covered: EvalPlus's own file format with `base_input` and `plus_input`; EvalPerf;
+the mini editions.
 """
 
 import re
@@ -15,12 +18,21 @@ from pathlib import Path
 
 _ORACLE = (Path(__file__).parent / "oracle.py").read_text(encoding="utf-8")
 
-# EvalPlus's special oracles, by the function that is asked for (evalplus/eval/_special_oracle.py).
+# EvalPlus's special oracles, by the function that is asked for
+# (evalplus/eval/_special_oracle.py).
 _RULES = {
     **dict.fromkeys(
-        ("similar_elements", "find_char_long", "common_in_nested_lists", "extract_singly"), "set"
+        (
+            "similar_elements",
+            "find_char_long",
+            "common_in_nested_lists",
+            "extract_singly",
+        ),
+        "set",
     ),
-    **dict.fromkeys(("larg_nnum", "intersection_array", "find_dissimilar", "Diff"), "set"),
+    **dict.fromkeys(
+        ("larg_nnum", "intersection_array", "find_dissimilar", "Diff"), "set"
+    ),
     **dict.fromkeys(("check_str", "text_match_three", "text_starta_endb"), "not_none"),
     "surface_Area": "pyramid",
     "digit_distance_nums": "digit_distance",
@@ -29,17 +41,20 @@ _RULES = {
 _HEAD = r"\n{0}for i, (?:\(inp, exp\)|inp) in enumerate\([^\n]*\):\n{0}    "
 _MBPP_TAIL = re.compile(
     _HEAD.format("")
-    + r"assertion\((?P<name>\w+)\(\*inp\), (?P<right>exp|ref_func\(\*inp\)), (?P<atol>[\d.e-]+)\)\s*"
+    + r"assertion\((?P<name>\w+)\(\*inp\), (?P<right>exp|ref_func\(\*inp\)),"
+    r" (?P<atol>[\d.e-]+)\)\s*"
 )
 _HUMANEVAL_TAIL = re.compile(
     _HEAD.format("    ")
-    + r"(?:assertion\(candidate\(\*inp\), (?P<right>exp|ref_func\(\*inp\)), (?P<atol>[\d.e-]+)\)"
+    + r"(?:assertion\(candidate\(\*inp\), (?P<right>exp|ref_func\(\*inp\)),"
+    r" (?P<atol>[\d.e-]+)\)"
     r"|assert _poly\(\*candidate\(\*inp\), inp\) <= (?P<root>[\d.e-]+))\s*"
 )
 _CHECK = "def check(candidate):\n"
 
-# How many of the first inputs are the original benchmark's, repetitions left out, in these editions: found by comparing
-# them with `base_input` of EvalPlus's own files. For MBPP+ it is the number of visible tests, but for five problems.
+# How many of the first inputs are the original benchmark's, repetitions left out, in
+# these editions: found by comparing them with `base_input` of EvalPlus's own files. For
+# MBPP+ it is the number of visible tests, but for five problems.
 _HUMANEVAL_BASE = (
     7, 4, 3, 6, 3, 3, 3, 4, 5, 4, 5, 3, 3, 4, 3, 3, 5, 5, 4, 5, 5, 5, 3, 3, 5, 8, 3, 3, 3, 2,
     4, 12, 99, 7, 1, 2, 8, 3, 100, 10, 9, 5, 3, 9, 12, 3, 4, 5, 7, 7, 100, 7, 6, 105, 7, 5, 12, 8, 4, 5,
@@ -52,47 +67,76 @@ _MBPP_BASE = {3: 5, 162: 4, 223: 3, 780: 4, 799: 6}
 
 
 def num_base_inputs(task_id: str | int, num_visible: int) -> int | None:
-    """Count the base inputs of a problem with `num_visible` visible tests; None when it is not known."""
+    """Count the base inputs of a problem with `num_visible` visible tests; None when it
+    is not known.
+    """
     number = re.fullmatch(r"HumanEval/(\d+)", str(task_id))
     if number is not None:
-        return _HUMANEVAL_BASE[int(number[1])] if int(number[1]) < len(_HUMANEVAL_BASE) else None
-    return _MBPP_BASE.get(task_id, num_visible) if isinstance(task_id, int) else num_visible or None
+        return (
+            _HUMANEVAL_BASE[int(number[1])]
+            if int(number[1]) < len(_HUMANEVAL_BASE)
+            else None
+        )
+    return (
+        _MBPP_BASE.get(task_id, num_visible)
+        if isinstance(task_id, int)
+        else num_visible or None
+    )
 
 
 @dataclass(frozen=True)
 class Grading:
-    """The two programs of one problem, each complete; `base` is () where the number of base inputs is not known."""
+    """The two programs of one problem, each complete; `base` is () where the number of
+    base inputs is not known.
+    """
 
     entry_point: str
     base: tuple[str, ...]
     plus: tuple[str, ...]
 
 
-def grading(test: str, num_base: int | None, entry_point: str | None = None) -> Grading | None:
-    """Parse a row's `test` in EvalPlus's form into its grading; None when the test is of another form.
+def grading(
+    test: str, num_base: int | None, entry_point: str | None = None
+) -> Grading | None:
+    """Parse a row's `test` in EvalPlus's form into its grading; None when the test is
+    of another form.
 
-    num_base: of the first inputs, the original benchmark's; None: not known. entry_point: the function's name, which a
-    HumanEval+ row says and the test of an MBPP+ row itself.
+    num_base: of the first inputs, the original benchmark's; None: not known.
+    entry_point: the function's name, which a HumanEval+ row says and the test of an
+    MBPP+ row itself.
     """
     if entry_point is None:
         place = test.rfind("\nfor i, ")
         tail = _MBPP_TAIL.fullmatch(test, place) if place >= 0 else None
         if tail is None or "\ninputs = " not in test:
             return None
-        setup, name, rule = test[:place], tail["name"], _RULES.get(tail["name"], "equal")
+        setup, name, rule = (
+            test[:place],
+            tail["name"],
+            _RULES.get(tail["name"], "equal"),
+        )
         tolerance, right = tail["atol"], tail["right"]
     else:
         place, check = test.rfind("\n    for i, "), test.find(_CHECK)
         tail = _HUMANEVAL_TAIL.fullmatch(test, place) if 0 <= check < place else None
         if tail is None or "\n    inputs = " not in test[check:place]:
             return None
-        inside = re.sub(r"^    ", "", test[check + len(_CHECK) : place], flags=re.MULTILINE)
-        setup, name, rule = test[:check] + inside, entry_point, "root" if tail["root"] else "equal"
+        inside = re.sub(
+            r"^    ", "", test[check + len(_CHECK) : place], flags=re.MULTILINE
+        )
+        setup, name, rule = (
+            test[:check] + inside,
+            entry_point,
+            "root" if tail["root"] else "equal",
+        )
         tolerance, right = tail["root"] or tail["atol"], tail["right"] or "exp"
     expected = "results" if right == "exp" else "ref_func"
 
     def part(first: int, last: int | None) -> tuple[str, ...]:
-        call = f"fcsd_grade({name}, inputs, {expected}, {first}, {last}, {tolerance}, {rule!r})"
+        call = (
+            f"fcsd_grade({name}, inputs, {expected}, {first}, {last}, {tolerance},"
+            f" {rule!r})"
+        )
         return (f"{setup}\n", _ORACLE, f"{call}\n")
 
     if not num_base:

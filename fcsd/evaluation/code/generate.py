@@ -17,16 +17,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SAMPLING_SEED = 1234
-# A config or generation_config.json may ask for MTP layers: they draft for one sequence alone, and are not loaded.
+# A config or generation_config.json may ask for MTP layers: they draft for one sequence
+# alone, and are not loaded.
 TOKEN_BY_TOKEN = {"use_mtp": False}
-_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(
+    r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
+)
 
 
 def program_in(problem: Problem, text: str, *, chat: bool = False) -> str:
-    """Take the program out of a completion, by the rules of who grades the problem (`Problem.block`).
+    """Take the program out of a completion, by the rules of who grades the problem
+    (`Problem.block`).
 
-    chat: the completion is an answer to a question. Otherwise it goes on from the head of the function, as base
-    models do; if the function is not complete then, it is read as an answer, whose program follows the head.
+    chat: the completion is an answer to a question. Otherwise it goes on from the head
+    of the function, as base models do; if the function is not complete then, it is read
+    as an answer, whose program follows the head.
     """
     if problem.block == "first":
         return problem.prefix + str((_FENCE.findall(text) or [text])[0])
@@ -38,15 +43,19 @@ def program_in(problem: Problem, text: str, *, chat: bool = False) -> str:
     if chat or not problem.prefix:
         return answer
     program = sanitised(problem.prefix + text, problem.entry_point)
-    if defines(program, problem.entry_point) or not defines(answer, problem.entry_point):
+    if defines(program, problem.entry_point) or not defines(
+        answer, problem.entry_point
+    ):
         return program
     return f"{problem.prefix}{answer}\n"
 
 
 def _last_fenced(text: str) -> str:
-    """Return what LiveCodeBench runs: the lines between the last two lines with a fence.
+    """Return what LiveCodeBench runs: the lines between the last two lines with a
+    fence.
 
-    There it is nothing without two. Here it is what follows a fence that is not closed, else all of the text.
+    There it is nothing without two. Here it is what follows a fence that is not closed,
+    else all of the text.
     """
     lines = text.splitlines(keepends=True)
     fences = [number for number, line in enumerate(lines) if "```" in line]
@@ -60,19 +69,33 @@ def _last_fenced(text: str) -> str:
 
 def first_stop(text: str, stop: Sequence[str]) -> int:
     """Find where the first of the stop strings begins in `text`; its length when there is none."""
-    return min((position for word in stop if (position := text.find(word)) >= 0), default=len(text))
+    return min(
+        (position for word in stop if (position := text.find(word)) >= 0),
+        default=len(text),
+    )
 
 
 def prompts(
-    tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem], task: CodeTaskConfig
+    tokenizer: "PreTrainedTokenizerBase",
+    problems: Sequence[Problem],
+    task: CodeTaskConfig,
 ) -> list[str]:
-    """Write the texts that the model is given: as one user turn, or as they are with a line break."""
+    """Write the texts that the model is given: as one user turn, or as they are with a
+    line break.
+    """
     template = task.prompt_template
     if not task.chat_template:
         return [problem.text(template).strip() + "\n" for problem in problems]
     require_chat_template(tokenizer, task)
-    first = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
-    turns: Any = [[*first, {"role": "user", "content": problem.text(template)}] for problem in problems]
+    first = (
+        [{"role": "system", "content": task.system_prompt}]
+        if task.system_prompt
+        else []
+    )
+    turns: Any = [
+        [*first, {"role": "user", "content": problem.text(template)}]
+        for problem in problems
+    ]
     # Unless they are asked not to, hybrids spend their tokens on thoughts.
     return [chat_text(tokenizer, bool(task.thinking), turn) for turn in turns]
 
@@ -86,24 +109,32 @@ def prompt_tokens(
     """Tokenize the prompts, and refuse one that leaves no room for its completion."""
     texts = prompts(tokenizer, problems, task)
     # A chat template writes its own special tokens.
-    tokens = [tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"] for text in texts]
+    tokens = [
+        tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"]
+        for text in texts
+    ]
     longest = max(map(len, tokens), default=0)
     positions = num_positions(config)
     if positions is not None and longest + task.max_new_tokens > positions:
         raise UserError(
-            f"task {task.task}: a prompt of {longest} tokens and max_new_tokens {task.max_new_tokens} do not fit"
-            f" the model's {positions} positions; lower max_new_tokens"
+            f"task {task.task}: a prompt of {longest} tokens and max_new_tokens"
+            f" {task.max_new_tokens} do not fit the model's {positions} positions;"
+            " lower max_new_tokens"
         )
     return tokens
 
 
 class Reader:
-    """Reads the completions of a code task: what follows the thoughts, up to the first stop string."""
+    """Reads the completions of a code task: what follows the thoughts, up to the first
+    stop string.
+    """
 
     def __init__(self, thoughts: Thoughts, task: CodeTaskConfig, prompt: Sequence[int]):
         self.tokenizer, self.task, self.thoughts = thoughts.tokenizer, task, thoughts
         self.prompt = str(self.tokenizer.decode(prompt[-END_OF_PROMPT:]))
-        self.thinks = task.chat_template and self.thoughts.are_in(self.prompt, bool(task.thinking))
+        self.thinks = task.chat_template and self.thoughts.are_in(
+            self.prompt, bool(task.thinking)
+        )
 
     @property
     def stop(self) -> list[str]:
@@ -111,19 +142,26 @@ class Reader:
         return [] if self.thinks else list(self.task.stop)
 
     def tokens(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[str, bool]:
-        """Return the completion in new tokens, and whether the token limit ended it; `ends` end a sequence."""
+        """Return the completion in new tokens, and whether the token limit ended it;
+        `ends` end a sequence.
+        """
         options: dict[str, Any] = {"clean_up_tokenization_spaces": False}
         if self.thinks:
             text = self.thoughts.decode(tokens, **options)
         else:
-            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True, **options))
+            text = str(
+                self.tokenizer.decode(tokens, skip_special_tokens=True, **options)
+            )
         known = {*ends, self.tokenizer.pad_token_id}
-        return self.text(text, len(tokens) >= self.task.max_new_tokens and known.isdisjoint(tokens))
+        return self.text(
+            text, len(tokens) >= self.task.max_new_tokens and known.isdisjoint(tokens)
+        )
 
     def text(self, text: str, full: bool) -> tuple[str, bool]:
         """Return the completion in a text, and whether the token limit ended it.
 
-        full: as many tokens were written as are allowed; a stop string may have ended the completion before.
+        full: as many tokens were written as are allowed; a stop string may have ended
+        the completion before.
         """
         answer = self.thoughts.answer(text, self.prompt) if self.thinks else text
         end = first_stop(answer, self.task.stop)
@@ -131,7 +169,9 @@ class Reader:
 
 
 def end_tokens(generation: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the tokens that end a sequence, of the tokenizer and of the model's own generation settings."""
+    """Return the tokens that end a sequence, of the tokenizer and of the model's own
+    generation settings.
+    """
     own = getattr(generation, "eos_token_id", None)
     ends = [] if own is None else [own] if isinstance(own, int) else list(own)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
@@ -140,19 +180,33 @@ def end_tokens(generation: Any, tokenizer: "PreTrainedTokenizerBase") -> list[in
 
 
 class StopAtText:
-    """Ends the sequences whose new text holds a stop string. transformers' own `stop_strings` looks at the
-    prompt too."""
+    """Ends the sequences whose new text holds a stop string. transformers' own
+    `stop_strings` looks at the prompt too."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str], prompt_length: int):
-        self.tokenizer, self.stop, self.prompt_length = tokenizer, list(stop), prompt_length
-        # A token is at least one byte, so this many tokens reach back beyond any stop string.
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        stop: Sequence[str],
+        prompt_length: int,
+    ):
+        self.tokenizer, self.stop, self.prompt_length = (
+            tokenizer,
+            list(stop),
+            prompt_length,
+        )
+        # A token is at least one byte, so this many tokens reach back beyond any stop
+        # string.
         self.look_back = max(len(word.encode()) for word in stop) + 1
 
-    def __call__(self, input_ids: "torch.Tensor", scores: Any, **_: Any) -> "torch.Tensor":
+    def __call__(
+        self, input_ids: "torch.Tensor", scores: Any, **_: Any
+    ) -> "torch.Tensor":
         """Tell which of the B sequences have ended."""
         import torch
 
-        tail = input_ids[:, max(self.prompt_length, input_ids.shape[1] - self.look_back) :]
+        tail = input_ids[
+            :, max(self.prompt_length, input_ids.shape[1] - self.look_back) :
+        ]
         texts = self.tokenizer.batch_decode(
             tail, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

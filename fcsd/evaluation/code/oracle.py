@@ -1,7 +1,9 @@
-"""Grade one program's outputs as EvalPlus does (the rules of evalplus 0.3.1 and its later fix for HumanEval/32).
+"""Grade one program's outputs as EvalPlus does (the rules of evalplus 0.3.1 and its
+later fix for HumanEval/32).
 
-`fcsd.evaluation.code.evalplus` sends this file's text into the sandbox, where the examiner runs it; it is imported only
-by tests. Standard library and numpy only, and no name that a program could have defined is looked up.
+`fcsd.evaluation.code.evalplus` sends this file's text into the sandbox, where the
+examiner runs it; it is imported only by tests. Standard library and numpy only, and no
+name that a program could have defined is looked up.
 
 Not covered: time limits, which hold for the whole program.
 """
@@ -27,14 +29,18 @@ def fcsd_grade(function, inputs, expected, first, last, tolerance, rule):  # typ
         arguments = inputs[index]
         out = function(*arguments)
         if rule == "root":
-            assert abs(_polynomial(*arguments, out)) <= tolerance, f"input {index}: not a zero"
+            assert abs(_polynomial(*arguments, out)) <= tolerance, (
+                f"input {index}: not a zero"
+            )
             continue
         right = expected(*arguments) if callable(expected) else expected[index]
         same = out == right
         if rule == "set":
             exact = set(out) == set(right)
         elif rule == "not_none":
-            exact = out == right if isinstance(out, bool) else right == (out is not None)
+            exact = (
+                out == right if isinstance(out, bool) else right == (out is not None)
+            )
         else:
             exact = _truth(same, index)
         if rule == "pyramid":
@@ -44,16 +50,23 @@ def fcsd_grade(function, inputs, expected, first, last, tolerance, rule):  # typ
         if tolerance == 0 and _floats(right):
             tolerance = 1e-6  # and for the inputs that follow, as there
         if not exact and tolerance != 0:
-            assert type(out) is type(right), f"input {index}: {type(out).__name__} for {type(right).__name__}"
-            # EvalPlus compares the lengths only, so that [[]] is close to any [x]: numpy stretches both to nothing.
+            assert type(out) is type(right), (
+                f"input {index}: {type(out).__name__} for {type(right).__name__}"
+            )
+            # EvalPlus compares the lengths only, so that [[]] is close to any [x]:
+            # numpy stretches both to nothing.
             assert numpy.shape(out) == numpy.shape(right), f"input {index}: shape"
-            assert numpy.allclose(out, right, rtol=1e-7, atol=tolerance), f"input {index}: not close"
+            assert numpy.allclose(out, right, rtol=1e-7, atol=tolerance), (
+                f"input {index}: not close"
+            )
         else:
             assert exact, f"input {index}: not equal"
 
 
 def _truth(same, index):  # type: ignore[no-untyped-def]
-    """Return the truth of a comparison; of arrays only one element has one: in numpy an empty one equals anything."""
+    """Return the truth of a comparison; of arrays only one element has one: in numpy an
+    empty one equals anything.
+    """
     assert not isinstance(same, numpy.ndarray) or same.size == 1, (
         f"input {index}: an array of shape {same.shape}"
     )

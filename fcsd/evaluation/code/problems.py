@@ -1,7 +1,8 @@
-"""The problems of a code task, and the tests that decide each: rows of MBPP+, HumanEval+ or LiveCodeBench.
+"""The problems of a code task, and the tests that decide each: rows of MBPP+,
+HumanEval+ or LiveCodeBench.
 
-A `test` in EvalPlus's form is graded as EvalPlus does (`fcsd.evaluation.code.evalplus`); any other `test` is a
-program that decides by itself.
+A `test` in EvalPlus's form is graded as EvalPlus does
+(`fcsd.evaluation.code.evalplus`); any other `test` is a program that decides by itself.
 
 Not covered: EvalPlus's own files; problems in other languages.
 """
@@ -20,7 +21,12 @@ from fcsd.data.local import fresh_cache
 from fcsd.evaluation.code import contest
 from fcsd.evaluation.code.evalplus import grading, num_base_inputs
 from fcsd.evaluation.config import CodeTaskConfig
-from fcsd.evaluation.suites import damaged_file, dataset_location, first_line, hub_advice
+from fcsd.evaluation.suites import (
+    damaged_file,
+    dataset_location,
+    first_line,
+    hub_advice,
+)
 from fcsd.model.preserve import quiet
 
 _MBPP = ("task_id", "prompt", "code", "test_imports", "test_list", "test")
@@ -36,16 +42,22 @@ class Problem:
         task_id: the row's id, as text.
         prompt: the instruction, or the head of the function.
         canonical: a correct program, standing alone; "" where the data set has none.
-        tests: programs that raise unless the solution is right, run in this order in one namespace.
+        tests: programs that raise unless the solution is right, run in this order in
+            one namespace.
         visible_tests: assertions that a prompt may show (`test_list`).
-        prefix: what stands before every completion (the prompt, where it is the head of the function).
-        base_tests: as `tests`, for the original benchmark's inputs; run before, and `tests` only if they pass. Empty:
-            there is no such part.
-        names: the functions of the program that the tests may call; None: all but those named like Python's own.
-        contest: each test but the first is run in a process of its own, after the first, as LiveCodeBench does.
-        block: which block of a completion has its program: the longest that Python can parse, as EvalPlus says; the
-            first in fences; the last in fences, as LiveCodeBench says.
-        entry_point: of the longest block, only what this function needs is kept; None: all of it.
+        prefix: what stands before every completion (the prompt, where it is the head of
+            the function).
+        base_tests: as `tests`, for the original benchmark's inputs; run before, and
+            `tests` only if they pass. Empty: there is no such part.
+        names: the functions of the program that the tests may call; None: all but those
+            named like Python's own.
+        contest: each test but the first is run in a process of its own, after the
+            first, as LiveCodeBench does.
+        block: which block of a completion has its program: the longest that Python can
+            parse, as EvalPlus says; the first in fences; the last in fences, as
+            LiveCodeBench says.
+        entry_point: of the longest block, only what this function needs is kept; None:
+            all of it.
     """
 
     task_id: str
@@ -65,7 +77,9 @@ class Problem:
         return contest.whole_program(code) if self.contest else self.prefix + code
 
     def text(self, template: str) -> str:
-        """Write the prompt as the model is shown it; `{prompt}`, `{test}` and `{tests}` are replaced."""
+        """Write the prompt as the model is shown it; `{prompt}`, `{test}` and `{tests}`
+        are replaced.
+        """
         parts = {
             "{prompt}": self.prompt,
             "{test}": self.visible_tests[0] if self.visible_tests else "",
@@ -78,11 +92,14 @@ def load_problems(task: CodeTaskConfig, data_root: Path | None = None) -> list[P
     """Load the problems of a code task, in the order of the data set.
 
     Raises:
-        UserError: nothing there, unknown split, a missing or wrongly typed column, no rows, or an id given twice.
+        UserError: nothing there, unknown split, a missing or wrongly typed column, no
+            rows, or an id given twice.
     """
     location = dataset_location(task, data_root)
     try:
-        return read_problems(location, task.split, task.dataset_name, task.revision, tests=task.tests)
+        return read_problems(
+            location, task.split, task.dataset_name, task.revision, tests=task.tests
+        )
     except UserError as error:
         advice = "" if Path(location).exists() else hub_advice(data_root)
         raise UserError(f"task {task.task}: {error}{advice}") from error
@@ -96,9 +113,11 @@ def read_problems(
     *,
     tests: Tests = "all",
 ) -> list[Problem]:
-    """Read problems from a folder in hub layout (parquet or jsonl), a .jsonl or .parquet file, or a hub id.
+    """Read problems from a folder in hub layout (parquet or jsonl), a .jsonl or
+    .parquet file, or a hub id.
 
-    tests: "visible" decides by the first three assertions of `test_list` alone, which the prompt shows too.
+    tests: "visible" decides by the first three assertions of `test_list` alone, which
+    the prompt shows too.
     """
     rows = _load_rows(str(path), split, name, revision)
     where = f"{path} ({split})"
@@ -116,7 +135,9 @@ def read_problems(
             f"{where}: no column {', '.join(missing)}; code tasks need the {kind} schema:"
             f" {', '.join(columns)} (found {', '.join(rows.column_names) or 'none'})"
         )
-    problems = [make(row, f"{where}, row {index}", tests) for index, row in enumerate(rows)]
+    problems = [
+        make(row, f"{where}, row {index}", tests) for index, row in enumerate(rows)
+    ]
     task_id, count = Counter(problem.task_id for problem in problems).most_common(1)[0]
     if count > 1:
         raise UserError(f"{where}: task_id {task_id} is given twice")
@@ -142,7 +163,8 @@ def _load_rows(path: str, split: str, name: str | None, revision: str | None) ->
             return datasets.load_dataset(**options, split=split)
     except Exception as error:
         what = (
-            damaged_file(path) or f"{path}: cannot read split {split!r} of this data set: {first_line(error)}"
+            damaged_file(path)
+            or f"{path}: cannot read split {split!r} of this data set: {first_line(error)}"
         )
         raise UserError(what) from error
 
@@ -150,12 +172,20 @@ def _load_rows(path: str, split: str, name: str | None, revision: str | None) ->
 def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:
     _require_text(row, ("prompt", "code", "test"), where)
     for column in ("test_imports", "test_list"):
-        if not isinstance(row[column], list) or not all(isinstance(item, str) for item in row[column]):
+        if not isinstance(row[column], list) or not all(
+            isinstance(item, str) for item in row[column]
+        ):
             raise UserError(f"{where}: {column} must be a list of texts")
-    shown: Sequence[str] = row["test_list"][:3] if tests == "visible" else row["test_list"]
+    shown: Sequence[str] = (
+        row["test_list"][:3] if tests == "visible" else row["test_list"]
+    )
     if tests == "visible" and not shown:
-        raise UserError(f"{where}: test_list is empty, so that every program would pass")
-    graded = grading(row["test"], num_base_inputs(row["task_id"], len(row["test_list"])))
+        raise UserError(
+            f"{where}: test_list is empty, so that every program would pass"
+        )
+    graded = grading(
+        row["test"], num_base_inputs(row["task_id"], len(row["test_list"]))
+    )
     decides: tuple[str, ...] = (row["test"],)
     base: tuple[str, ...] = ()
     names = _defined(row["code"])
@@ -174,14 +204,18 @@ def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:
         base_tests=imports + base if base else (),
         names=names,
         block="first" if tests == "visible" else "longest",
-        entry_point=graded.entry_point if graded is not None and tests == "all" else None,
+        entry_point=graded.entry_point
+        if graded is not None and tests == "all"
+        else None,
     )
 
 
 def _humaneval(row: dict[str, Any], where: str, tests: Tests) -> Problem:
     _require_text(row, ("prompt", "canonical_solution", "entry_point", "test"), where)
     if tests == "visible":
-        raise UserError(f"{where}: a HumanEval+ row has no visible tests; leave tests: visible out")
+        raise UserError(
+            f"{where}: a HumanEval+ row has no visible tests; leave tests: visible out"
+        )
     head = row["prompt"].strip() + "\n"
     entry_point = row["entry_point"]
     graded = grading(row["test"], num_base_inputs(row["task_id"], 0), entry_point)
@@ -200,16 +234,33 @@ def _humaneval(row: dict[str, Any], where: str, tests: Tests) -> Problem:
 def _contest(row: dict[str, Any], where: str, tests: Tests) -> Problem:
     prompt, decides = contest.prompt_and_tests(row, where, private=tests == "all")
     names = contest.CALLED
-    return Problem(str(row["question_id"]), prompt, "", decides, names=names, contest=True, block="last")
+    return Problem(
+        str(row["question_id"]),
+        prompt,
+        "",
+        decides,
+        names=names,
+        contest=True,
+        block="last",
+    )
 
 
-PROBE = Problem("probe", "", contest.PROBE_CODE, contest.PROBE_TESTS, names=contest.CALLED, contest=True)
+PROBE = Problem(
+    "probe",
+    "",
+    contest.PROBE_CODE,
+    contest.PROBE_TESTS,
+    names=contest.CALLED,
+    contest=True,
+)
 
 
 def _require_text(row: dict[str, Any], columns: Sequence[str], where: str) -> None:
     contest.require_text(row, columns, where)
     if not isinstance(row["task_id"], int | str):
-        raise UserError(f"{where}: task_id must be a number or text, got {type(row['task_id']).__name__}")
+        raise UserError(
+            f"{where}: task_id must be a number or text, got {type(row['task_id']).__name__}"
+        )
     if not row["test"].strip():
         raise UserError(f"{where}: test is empty, so that every program would pass")
 
@@ -220,7 +271,9 @@ def _imports(code: str) -> str:
     except SyntaxError:
         return ""
     return "".join(
-        ast.unparse(each) + "\n" for each in statements if isinstance(each, ast.Import | ast.ImportFrom)
+        ast.unparse(each) + "\n"
+        for each in statements
+        if isinstance(each, ast.Import | ast.ImportFrom)
     )
 
 
@@ -229,6 +282,15 @@ def _defined(code: str) -> tuple[str, ...] | None:
     try:
         table = symtable.symtable(code, "<canonical>", "exec")
     except SyntaxError:
-        return None  # the canonical solution is run before any score is given, and will fail
-    symbols = [symbol for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()]
-    return None if "import *" in code else tuple(sorted(symbol.get_name() for symbol in symbols))
+        # the canonical solution is run before any score is given, and will fail
+        return None
+    symbols = [
+        symbol
+        for symbol in table.get_symbols()
+        if symbol.is_assigned() or symbol.is_imported()
+    ]
+    return (
+        None
+        if "import *" in code
+        else tuple(sorted(symbol.get_name() for symbol in symbols))
+    )

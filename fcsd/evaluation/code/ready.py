@@ -1,8 +1,10 @@
-"""Read programs that are ready in a file, and grade them by EvalPlus itself where that is asked for.
+"""Read programs that are ready in a file, and grade them by EvalPlus itself where that
+is asked for.
 
-A line is in EvalPlus's form (`solution`, a whole program, or `completion`, what follows the prompt), one that
-`fcsd evaluate` wrote into samples_<task>.jsonl, from which the program is taken as there, or LiveCodeBench's
-(`code_list`). Not covered: EvalPlus's folder of .py files.
+A line is in EvalPlus's form (`solution`, a whole program, or `completion`, what follows
+the prompt), one that `fcsd evaluate` wrote into samples_<task>.jsonl, from which the
+program is taken as there, or LiveCodeBench's (`code_list`). Not covered: EvalPlus's
+folder of .py files.
 """
 
 import importlib.util
@@ -37,26 +39,36 @@ def programs_of(
     thinking: bool = False,
     chat: bool = False,
 ) -> dict[str, list[str]]:
-    """Collect task_id -> programs of the lines of a file; ids may be EvalPlus's (`Mbpp/2`) or the Hub's (`2`).
+    """Collect task_id -> programs of the lines of a file; ids may be EvalPlus's
+    (`Mbpp/2`) or the Hub's (`2`).
 
-    thinking: completions begin with thoughts, which are cut off (`fcsd.data.thoughts`). chat: completions that `fcsd
-    evaluate` wrote are answers to questions.
+    thinking: completions begin with thoughts, which are cut off (`fcsd.data.thoughts`).
+    chat: completions that `fcsd evaluate` wrote are answers to questions.
     """
     by_id = {problem.task_id: problem for problem in problems}
     programs: dict[str, list[str]] = {}
     for where, sample in lines:
         problem = by_id.get(_task_id(sample, by_id, where))
         if problem is None:
-            name = sample.get("task_id", sample.get("question_id", sample.get("doc_id")))
-            raise UserError(f"{where}: {name!r} is not a problem of this data set (it has {_ids(by_id)})")
-        programs.setdefault(problem.task_id, []).extend(_programs(sample, problem, where, thinking, chat))
+            name = sample.get(
+                "task_id", sample.get("question_id", sample.get("doc_id"))
+            )
+            raise UserError(
+                f"{where}: {name!r} is not a problem of this data set (it has"
+                f" {_ids(by_id)})"
+            )
+        programs.setdefault(problem.task_id, []).extend(
+            _programs(sample, problem, where, thinking, chat)
+        )
     return programs
 
 
 def _task_id(sample: Mapping[str, Any], known: Mapping[str, Any], where: str) -> str:
     key = next((key for key in ("task_id", "question_id") if key in sample), "doc_id")
     if not isinstance(sample.get(key), str | int) or isinstance(sample.get(key), bool):
-        raise UserError(f"{where}: task_id: text or a number is needed, got {sample.get(key)!r}")
+        raise UserError(
+            f"{where}: task_id: text or a number is needed, got {sample.get(key)!r}"
+        )
     text = str(sample[key])
     return text if text in known else text.removeprefix("Mbpp/")
 
@@ -64,14 +76,22 @@ def _task_id(sample: Mapping[str, Any], known: Mapping[str, Any], where: str) ->
 def _programs(
     sample: Mapping[str, Any], problem: Problem, where: str, thinking: bool, chat: bool
 ) -> list[str]:
-    keys = {"solution": False, "code_list": True, "completions": True, "completion": False}
-    missing = "no 'solution' (a whole program) and no 'completion' (what follows the prompt)"
+    keys = {
+        "solution": False,
+        "code_list": True,
+        "completions": True,
+        "completion": False,
+    }
+    missing = (
+        "no 'solution' (a whole program) and no 'completion' (what follows the prompt)"
+    )
     key, texts = texts_of(sample, where, keys, missing)
     if key in ("solution", "code_list"):
         return texts
     if thinking:
         texts = [answer_in(text) for text in texts]
-    # An answer to a contest's question never follows the head of a function; `fcsd evaluate` keeps what a model wrote.
+    # An answer to a contest's question never follows the head of a function; `fcsd
+    # evaluate` keeps what a model wrote.
     if problem.contest or "doc_id" in sample:
         return [program_in(problem, text, chat=chat) for text in texts]
     return [problem.program(text) for text in texts]
@@ -79,7 +99,9 @@ def _programs(
 
 def _ids(known: Mapping[str, Any]) -> str:
     names = list(known)
-    return ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]}, … {names[-1]}"
+    return (
+        ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]}, … {names[-1]}"
+    )
 
 
 def evalplus_outcomes(
@@ -89,30 +111,42 @@ def evalplus_outcomes(
     data: Path | None,
     allow_unsandboxed: bool,
 ) -> list[list[Outcome]]:
-    """Grade the programs by the package evalplus (0.3.1); UserError or ScorerError where that cannot be or fails."""
+    """Grade the programs by the package evalplus (0.3.1); UserError or ScorerError
+    where that cannot be or fails.
+    """
     if row.dataset not in _EVALPLUS or row.tests == "visible":
-        raise UserError(f"--scorer evalplus: grades mbpp_plus and humaneval_plus, not {row.task}")
+        raise UserError(
+            f"--scorer evalplus: grades mbpp_plus and humaneval_plus, not {row.task}"
+        )
     if importlib.util.find_spec("evalplus") is None:
-        raise UserError("--scorer evalplus: the package is not installed; pip install 'fcsd[evalplus]'")
+        raise UserError(
+            "--scorer evalplus: the package is not installed; pip install"
+            " 'fcsd[evalplus]'"
+        )
     if not allow_unsandboxed:
         raise UserError(
-            "--scorer evalplus: EvalPlus runs programs without our sandbox, with the network and your files in reach;"
-            " accept that with --allow-weak-sandbox, in a container"
+            "--scorer evalplus: EvalPlus runs programs without our sandbox, with the"
+            " network and your files in reach; accept that with --allow-weak-sandbox,"
+            " in a container"
         )
     kind, prefix, variable = _EVALPLUS[row.dataset]
     environment = dict(os.environ)
-    environment.pop("EVALPLUS_TIMEOUT_PER_TASK", None)  # evalplus 0.3.1 compares it with a number and fails
+    # evalplus 0.3.1 compares it with a number and fails
+    environment.pop("EVALPLUS_TIMEOUT_PER_TASK", None)
     if data is not None:
         environment[f"{variable}_OVERRIDE_PATH"] = str(data.resolve())
     with scratch_folder("fcsd-evalplus") as folder:
-        # A new folder each time: EvalPlus silently reuses results that lie beside the samples.
+        # A new folder each time: EvalPlus silently reuses results that lie beside the
+        # samples.
         file = folder / "samples.jsonl"
         lines = [
             {"task_id": f"{prefix}{problem.task_id}", "solution": text}
             for problem in problems
             for text in programs[problem.task_id]
         ]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        file.write_text(
+            "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+        )
         command = [
             sys.executable, "-m", "evalplus.evaluate", "--dataset", kind, "--samples", str(file),
             "--parallel", str(default_num_workers()),
@@ -123,18 +157,30 @@ def evalplus_outcomes(
         )  # fmt: skip
         results = file.with_name("samples_eval_results.json")
         if done.returncode != 0 or not results.is_file():
-            last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
-            raise ScorerError(f"EvalPlus failed with status {done.returncode}: {last.strip()}")
+            last = next(
+                (line for line in reversed(done.stdout.splitlines()) if line.strip()),
+                "no output",
+            )
+            raise ScorerError(
+                f"EvalPlus failed with status {done.returncode}: {last.strip()}"
+            )
         verdicts = json.loads(results.read_text(encoding="utf-8"))["eval"]
     return [
-        [_verdict(problem.task_id, each) for each in verdicts[f"{prefix}{problem.task_id}"]]
+        [
+            _verdict(problem.task_id, each)
+            for each in verdicts[f"{prefix}{problem.task_id}"]
+        ]
         for problem in problems
     ]
 
 
 def _verdict(task_id: str, statuses: Mapping[str, Any]) -> Outcome:
     """Translate EvalPlus's statuses; its "fail" is a wrong output or an exception alike."""
-    words: dict[str, OutcomeClass] = {"pass": "passed", "fail": "wrong", "timeout": "timeout"}
+    words: dict[str, OutcomeClass] = {
+        "pass": "passed",
+        "fail": "wrong",
+        "timeout": "timeout",
+    }
     base, plus = words[statuses["base_status"]], words[statuses["plus_status"]]
     whole = Outcome(task_id, plus if base == "passed" else base, 0.0)
     return replace(whole, base=base)

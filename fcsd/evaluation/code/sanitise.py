@@ -1,19 +1,22 @@
-"""Take the program out of an answer by the rules of EvalPlus 0.3.1's sanitiser (evalplus/sanitize.py).
+"""Take the program out of an answer by the rules of EvalPlus 0.3.1's sanitiser
+(evalplus/sanitize.py).
 
     block     the consecutive lines, two or more, that Python can parse and of which most are not blank; the first
               such; where no lines can be parsed, the first line
     program   the block's imports, and the first definition of each name that the function asked for needs
 
-A definition is an undecorated class, an undecorated function with a `return`, or an assignment, each at the top
-level. Everything else at the top level goes, such as calls, tests, `if` and `from __future__`. Where nothing remains,
-the block is the program.
+A definition is an undecorated class, an undecorated function with a `return`, or an
+assignment, each at the top level. Everything else at the top level goes, such as calls,
+tests, `if` and `from __future__`. Where nothing remains, the block is the program.
 
-EvalPlus tries all pairs of lines and reads the block with tree-sitter. Here the place of a syntax error says which
-longer ranges fail, too, and `ast` reads the block, which Python can parse. One thing differs: a function that is asked
-for and stands in one line, alone between fences, is found, since no block of two lines or more can have it.
+EvalPlus tries all pairs of lines and reads the block with tree-sitter. Here the place
+of a syntax error says which longer ranges fail, too, and `ast` reads the block, which
+Python can parse. One thing differs: a function that is asked for and stands in one
+line, alone between fences, is found, since no block of two lines or more can have it.
 
-Not covered: a block of one line that Python cannot parse, from which tree-sitter may take a function; texts whose
-search would take many seconds (thousands of lines that never end a statement), where the best block so far counts.
+Not covered: a block of one line that Python cannot parse, from which tree-sitter may
+take a function; texts whose search would take many seconds (thousands of lines that
+never end a statement), where the best block so far counts.
 """
 
 import ast
@@ -22,7 +25,9 @@ import warnings
 from collections.abc import Iterator
 from itertools import accumulate
 
-Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign
+Definition = (
+    ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign
+)
 _UNFINISHED = ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT  # type: ignore[attr-defined]
 _MOST_LINES = 100_000  # parsed for one text, which takes some seconds
 
@@ -37,7 +42,9 @@ def sanitised(text: str, entry_point: str) -> str:
         return block
     imports = [node for node in tree.body if _is_import(node)]
     definitions = list(_definitions(tree))
-    needed = _reachable(entry_point, {name: set(_words(node)) for name, node in definitions})
+    needed = _reachable(
+        entry_point, {name: set(_words(node)) for name, node in definitions}
+    )
     kept = imports + [node for name, node in definitions if name in needed]
     lines = block.encode().split(b"\n")  # the offsets of a tree are bytes
     program = "\n".join(_source(node, lines) for node in kept).strip()
@@ -47,13 +54,17 @@ def sanitised(text: str, entry_point: str) -> str:
 def defines(program: str, entry_point: str) -> bool:
     """Tell whether a program has a definition of `entry_point` that the sanitiser keeps."""
     tree = _parse(program)
-    return isinstance(tree, ast.Module) and any(name == entry_point for name, _ in _definitions(tree))
+    return isinstance(tree, ast.Module) and any(
+        name == entry_point for name, _ in _definitions(tree)
+    )
 
 
 def longest_block(text: str, least: int = 2) -> str:
-    """Return the most lines of `text` that Python can parse: the range with the most lines that are not blank.
+    """Return the most lines of `text` that Python can parse: the range with the most
+    lines that are not blank.
 
-    Of equal ones it is the first. A range has `least` lines or more; without one, the first line is returned.
+    Of equal ones it is the first. A range has `least` lines or more; without one, the
+    first line is returned.
     """
     lines = _lines(text)
     filled = [0, *accumulate(bool(line.strip()) for line in lines)]
@@ -65,7 +76,9 @@ def longest_block(text: str, least: int = 2) -> str:
         if first in known or not _begins(line):
             continue
         last = len(lines)
-        while last - first >= least and filled[last] - filled[first] > most and left > 0:
+        while (
+            last - first >= least and filled[last] - filled[first] > most and left > 0
+        ):
             result = _parse("\n".join(lines[first:last]))
             left -= result if isinstance(result, int) else last - first
             if isinstance(result, ast.Module):
@@ -86,16 +99,29 @@ def _lines(text: str) -> list[str]:
 
 
 def _lone_definition(text: str, block: str, entry_point: str) -> str | None:
-    """Return the one line that has the function asked for, where the block has nothing of that name."""
+    """Return the one line that has the function asked for, where the block has nothing
+    of that name.
+    """
     if defines(block, entry_point):
         return None
     others = set(_lines(block))
-    lines = (line for line in _lines(text) if entry_point in line and line not in others)
-    return next((line for line in lines if not line[:1].isspace() and defines(line, entry_point)), None)
+    lines = (
+        line for line in _lines(text) if entry_point in line and line not in others
+    )
+    return next(
+        (
+            line
+            for line in lines
+            if not line[:1].isspace() and defines(line, entry_point)
+        ),
+        None,
+    )
 
 
 def _before_failure(lines: list[str], first: int, last: int) -> int:
-    """Find the most lines that the parser can read at all: too deep a nesting, or a NUL, fails without a place."""
+    """Find the most lines that the parser can read at all: too deep a nesting, or a
+    NUL, fails without a place.
+    """
     good = first
     while last - good > 1:
         middle = (good + last) // 2
@@ -107,9 +133,12 @@ def _before_failure(lines: list[str], first: int, last: int) -> int:
 
 
 def _parse(text: str) -> ast.Module | int | None:
-    """Parse `text`; the line of its error, counted from 1, or None where Python does not say a line."""
+    """Parse `text`; the line of its error, counted from 1, or None where Python does
+    not say a line.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes such as "\d", which a filter could make an error
+        # of escapes such as "\d", which a filter could make an error
+        warnings.simplefilter("ignore")
         try:
             return ast.parse(text)
         except SyntaxError as error:
@@ -119,7 +148,9 @@ def _parse(text: str) -> ast.Module | int | None:
 
 
 def _begins(line: str) -> bool:
-    """Tell whether a program may begin with this line: not one that is indented or can never be parsed."""
+    """Tell whether a program may begin with this line: not one that is indented or can
+    never be parsed.
+    """
     if line[:1] in (" ", "\t") and line.strip():
         return line.strip().startswith("#")
     with warnings.catch_warnings():
@@ -134,9 +165,11 @@ def _begins(line: str) -> bool:
 
 
 def _boundaries(tree: ast.Module, first: int, last: int) -> set[int]:
-    """Return the lines of lines[first:last] at which no statement of its tree continues.
+    """Return the lines of lines[first:last] at which no statement of its tree
+    continues.
 
-    What can be parsed from such a line on can be parsed from `first` on, too, and is longer there.
+    What can be parsed from such a line on can be parsed from `first` on, too, and is
+    longer there.
     """
     inside = {
         first + line - 1
@@ -164,7 +197,9 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str | None, Definition]]:
         if not isinstance(node, Definition) or getattr(node, "decorator_list", []):
             continue
         function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if function and not any(isinstance(part, ast.Return) for part in ast.walk(node)):
+        if function and not any(
+            isinstance(part, ast.Return) for part in ast.walk(node)
+        ):
             continue
         name = _name(node)
         if name not in seen:
@@ -175,7 +210,8 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str | None, Definition]]:
 def _name(node: Definition) -> str | None:
     """Return the name under which EvalPlus knows a definition.
 
-    For an assignment it is the first plain name beside the sign, so `a[0] = b` defines b; None without one.
+    For an assignment it is the first plain name beside the sign, so `a[0] = b` defines
+    b; None without one.
     """
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return node.name
@@ -183,7 +219,11 @@ def _name(node: Definition) -> str | None:
     if isinstance(node, ast.AnnAssign):
         sides = [node.target, node.value]
     else:  # in `a = b = c` the second side is an assignment
-        sides = [node.targets[0], node.value] if len(node.targets) == 1 else [node.targets[0]]
+        sides = (
+            [node.targets[0], node.value]
+            if len(node.targets) == 1
+            else [node.targets[0]]
+        )
     return next((side.id for side in sides if isinstance(side, ast.Name)), None)
 
 

@@ -1,8 +1,10 @@
-"""Run generated programs in the sandbox and say what became of each: the scorer side of `fcsd.evaluation.code.sandbox`.
+"""Run generated programs in the sandbox and say what became of each: the scorer side of
+`fcsd.evaluation.code.sandbox`.
 
 A failure of the scorer raises `ScorerError`; it is never a score of 0.
 
-Not covered: outcomes of programs that depend on the order of sets are as random as that order.
+Not covered: outcomes of programs that depend on the order of sets are as random as that
+order.
 """
 
 import hashlib
@@ -23,13 +25,21 @@ from fcsd.evaluation.code.problems import PROBE, Problem
 from fcsd.evaluation.code.sandbox.client import SandboxServer
 
 OutcomeClass = Literal["passed", "wrong", "error", "timeout", "memory"]
-OUTCOME_CLASSES: tuple[OutcomeClass, ...] = ("passed", "wrong", "error", "timeout", "memory")
+OUTCOME_CLASSES: tuple[OutcomeClass, ...] = (
+    "passed",
+    "wrong",
+    "error",
+    "timeout",
+    "memory",
+)
 LAYERS = ("namespaces", "scratch", "landlock", "seccomp", "rlimits")
 MEMORY_BYTES = 4 << 30  # one canonical program of MBPP+ needs 2.2 GB
-# The limit of a canonical solution, which sets the limit of its problem, over that of an ordinary program.
-_CANONICAL_FACTOR, _CANONICAL_MIN_S = 12.0, 600.0  # Mbpp/255 took 137 s on a machine with five jobs a core
-# A program may take this many times as long as the canonical solution of its problem, where that was
-# measured.
+# The limit of a canonical solution, which sets the limit of its problem, over that of
+# an ordinary program.
+# Mbpp/255 took 137 s on a machine with five jobs a core
+_CANONICAL_FACTOR, _CANONICAL_MIN_S = 12.0, 600.0
+# A program may take this many times as long as the canonical solution of its problem,
+# where that was measured.
 _SLOWER = 4.0
 
 
@@ -43,7 +53,8 @@ class Outcome:
     timeout  not finished in time
     memory   more memory than allowed
 
-    base: the same for the original benchmark's tests alone; None where a problem has no such part.
+    base: the same for the original benchmark's tests alone; None where a problem has no
+    such part.
     """
 
     task_id: str
@@ -62,9 +73,11 @@ _CANONICAL_PASSED: dict[str, Outcome] = {}  # in this process, by sandbox and pr
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Compute the chance that one of k programs drawn without replacement from the samples passes:
+    """Compute the chance that one of k programs drawn without replacement from the
+    samples passes:
 
-    The unbiased estimator of Chen et al. 2021 (Codex), equation 1; the mean over problems is pass@k.
+    The unbiased estimator of Chen et al. 2021 (Codex), equation 1; the mean over
+    problems is pass@k.
     """
     if not 0 <= num_passed <= num_samples or not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} of {num_passed} passed of {num_samples} samples")
@@ -72,24 +85,31 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def default_num_workers(memory_bytes: int = MEMORY_BYTES) -> int:
-    """Choose one worker a core that this process may use, and no more than fit the available memory."""
+    """Choose one worker a core that this process may use, and no more than fit the
+    available memory.
+    """
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, available_memory() // memory_bytes))
 
 
 class CodeScorer:
-    """A pool of sandbox servers, each a fresh process of its own; use as a context manager.
+    """A pool of sandbox servers, each a fresh process of its own; use as a context
+    manager.
 
     Args:
         num_workers: programs that run at the same time; None: `default_num_workers`.
-        allow_weak_sandbox: run even where programs cannot be kept off the network and from writing files.
-        timeout_s: processor time of one program and its tests; three times as much may go by on the clock. More for
-            problems whose canonical solution took more than a quarter of it in `self_check`.
+        allow_weak_sandbox: run even where programs cannot be kept off the network and
+            from writing files.
+        timeout_s: processor time of one program and its tests; three times as much may
+            go by on the clock. More for problems whose canonical solution took more
+            than a quarter of it in `self_check`.
         memory_bytes: address space of one program.
-        disable: layers to leave out, of `LAYERS`; for tests of what happens on lesser machines.
+        disable: layers to leave out, of `LAYERS`; for tests of what happens on lesser
+            machines.
 
     Raises:
-        UserError: the sandbox would be too weak. ScorerError: a server fails; the next call starts it again.
+        UserError: the sandbox would be too weak. ScorerError: a server fails; the next
+            call starts it again.
     """
 
     def __init__(
@@ -103,8 +123,12 @@ class CodeScorer:
     ):
         unknown = sorted(set(disable) - set(LAYERS))
         if unknown:
-            raise ValueError(f"disable: unknown layers {unknown}; allowed: {', '.join(LAYERS)}")
-        self.num_workers = default_num_workers(memory_bytes) if num_workers is None else num_workers
+            raise ValueError(
+                f"disable: unknown layers {unknown}; allowed: {', '.join(LAYERS)}"
+            )
+        self.num_workers = (
+            default_num_workers(memory_bytes) if num_workers is None else num_workers
+        )
         if self.num_workers < 1 or timeout_s <= 0 or memory_bytes <= 0:
             raise ValueError("num_workers, timeout_s and memory_bytes must be positive")
         self.allow_weak_sandbox, self.disable = allow_weak_sandbox, sorted(disable)
@@ -146,53 +170,90 @@ class CodeScorer:
         missing = [
             text
             for key, text in (
-                ("network_off", "keep generated programs off the network (seccomp on x86_64 or aarch64)"),
+                (
+                    "network_off",
+                    (
+                        "keep generated programs off the network (seccomp on x86_64 or"
+                        " aarch64)"
+                    ),
+                ),
                 ("writes_restricted", "keep them from writing files (Landlock)"),
             )
             if not self.layers[key]
         ]
         if missing and not self.allow_weak_sandbox:
             raise UserError(
-                f"code tasks: this machine's sandbox cannot {' and cannot '.join(missing)};"
-                " run on a newer kernel or in a container that allows it,"
-                " or accept the risk: --allow-weak-sandbox, or allow_weak_sandbox in a recipe and in Python"
+                "code tasks: this machine's sandbox cannot"
+                f" {' and cannot '.join(missing)}; run on a newer kernel or in a"
+                " container that allows it, or accept the risk: --allow-weak-sandbox,"
+                " or allow_weak_sandbox in a recipe and in Python"
             )
 
     def self_check(
-        self, problems: Sequence[Problem], *, timeout_s: float | None = None, progress: bool = False
+        self,
+        problems: Sequence[Problem],
+        *,
+        timeout_s: float | None = None,
+        progress: bool = False,
     ) -> list[Outcome]:
-        """Score the canonical solutions, which must all pass; what they take sets the time limits of their problems.
+        """Score the canonical solutions, which must all pass; what they take sets the
+        time limits of their problems.
 
-        Where no problem has one, a program of ours must pass a test of ours. One that has passed in this process, in
-        the same sandbox, is not run again; but for the first of all, which tells whether the sandbox still works.
+        Where no problem has one, a program of ours must pass a test of ours. One that
+        has passed in this process, in the same sandbox, is not run again; but for the
+        first of all, which tells whether the sandbox still works.
 
         Raises:
-            ScorerError: one does not pass, so that no score of this scorer on this machine means anything.
+            ScorerError: one does not pass, so that no score of this scorer on this
+                machine means anything.
         """
         limit = max(_CANONICAL_FACTOR * (timeout_s or self.timeout_s), _CANONICAL_MIN_S)
         problems = [problem for problem in problems if problem.canonical] or [PROBE]
         jobs = [
-            (problem, problem.program(problem.canonical) if problem.contest else problem.canonical, limit)
+            (
+                problem,
+                (
+                    problem.program(problem.canonical)
+                    if problem.contest
+                    else problem.canonical
+                ),
+                limit,
+            )
             for problem in problems
         ]
-        sandbox = json.dumps([self.layers, self.memory_bytes, self.disable, limit], sort_keys=True)
+        sandbox = json.dumps(
+            [self.layers, self.memory_bytes, self.disable, limit], sort_keys=True
+        )
         keys = [_fingerprint(sandbox, problem) for problem in problems]
-        unknown = [number for number, key in enumerate(keys) if not number or key not in _CANONICAL_PASSED]
-        new = self._run([jobs[number] for number in unknown], progress, "canonical solutions")
+        unknown = [
+            number
+            for number, key in enumerate(keys)
+            if not number or key not in _CANONICAL_PASSED
+        ]
+        new = self._run(
+            [jobs[number] for number in unknown], progress, "canonical solutions"
+        )
         ran = dict(zip(unknown, new, strict=True))
-        outcomes = [ran.get(number) or _CANONICAL_PASSED[key] for number, key in enumerate(keys)]
+        outcomes = [
+            ran.get(number) or _CANONICAL_PASSED[key] for number, key in enumerate(keys)
+        ]
         if failed := [outcome for outcome in outcomes if not outcome.passed]:
-            shown = "; ".join(f"{o.task_id}: {o.outcome} {o.message}".rstrip() for o in failed[:3])
+            shown = "; ".join(
+                f"{o.task_id}: {o.outcome} {o.message}".rstrip() for o in failed[:3]
+            )
             raise ScorerError(
-                f"{len(failed)} of {len(outcomes)} canonical solutions do not pass their own tests ({shown}):"
-                " the scorer or the data set is broken, so no score is given"
+                f"{len(failed)} of {len(outcomes)} canonical solutions do not pass"
+                f" their own tests ({shown}): the scorer or the data set is broken, so"
+                " no score is given"
             )
         for problem, key, outcome in zip(problems, keys, outcomes, strict=True):
             _CANONICAL_PASSED.setdefault(key, outcome)
             self._canonical_s[problem.task_id, problem.canonical] = outcome.seconds
         return outcomes
 
-    def score(self, problems: Sequence[Problem], completions: Mapping[str, str]) -> list[Outcome]:
+    def score(
+        self, problems: Sequence[Problem], completions: Mapping[str, str]
+    ) -> list[Outcome]:
         """Run the program in each completion (`program_in`) against the tests of its problem."""
         several = {task_id: [text] for task_id, text in completions.items()}
         return [outcomes[0] for outcomes in self.score_samples(problems, several)]
@@ -207,35 +268,59 @@ class CodeScorer:
         chat: bool = False,
         progress: bool = False,
     ) -> list[list[Outcome]]:
-        """Score one or more completions of every problem: one list a problem, in their order.
+        """Score one or more completions of every problem: one list a problem, in their
+        order.
 
-        timeout_s: of one program, instead of the scorer's own. whole_programs: the texts are programs, to be run as
-        they are. chat: they are answers to questions (`program_in`).
+        timeout_s: of one program, instead of the scorer's own. whole_programs: the
+        texts are programs, to be run as they are. chat: they are answers to questions
+        (`program_in`).
 
         Raises:
-            UserError: a problem without completion, or a completion for an unknown problem. ScorerError: the
-                sandbox failed.
+            UserError: a problem without completion, or a completion for an unknown
+                problem. ScorerError: the sandbox failed.
         """
         problem_ids = {problem.task_id for problem in problems}
         completion_ids = {task_id for task_id, texts in completions.items() if texts}
-        missing, extra = sorted(problem_ids - completion_ids), sorted(completion_ids - problem_ids)
+        missing, extra = (
+            sorted(problem_ids - completion_ids),
+            sorted(completion_ids - problem_ids),
+        )
         if missing or extra:
-            what = f"no completion for problem {missing[0]}" if missing else f"{extra[0]} is not a problem"
+            what = (
+                f"no completion for problem {missing[0]}"
+                if missing
+                else f"{extra[0]} is not a problem"
+            )
             raise UserError(
                 f"completions do not match the problems: {what}"
                 f" ({len(missing)} missing, {len(extra)} unknown)"
             )
         jobs = []
         for problem in problems:
-            slow = _SLOWER * self._canonical_s.get((problem.task_id, problem.canonical), 0.0)
+            slow = _SLOWER * self._canonical_s.get(
+                (problem.task_id, problem.canonical), 0.0
+            )
             limit = max(timeout_s or self.timeout_s, slow)
             for text in completions[problem.task_id]:
-                program = text if whole_programs else program_in(problem, text, chat=chat)
-                jobs.append((problem, problem.program(program) if problem.contest else program, limit))
+                program = (
+                    text if whole_programs else program_in(problem, text, chat=chat)
+                )
+                jobs.append(
+                    (
+                        problem,
+                        problem.program(program) if problem.contest else program,
+                        limit,
+                    )
+                )
         outcomes = iter(self._run(jobs, progress, "programs"))
-        return [[next(outcomes) for _ in completions[problem.task_id]] for problem in problems]
+        return [
+            [next(outcomes) for _ in completions[problem.task_id]]
+            for problem in problems
+        ]
 
-    def _run(self, jobs: Sequence[tuple[Problem, str, float]], progress: bool, what: str) -> list[Outcome]:
+    def _run(
+        self, jobs: Sequence[tuple[Problem, str, float]], progress: bool, what: str
+    ) -> list[Outcome]:
         self._start()
         idle: SimpleQueue[SandboxServer] = SimpleQueue()
         for server in self._servers:
@@ -252,7 +337,8 @@ class CodeScorer:
 
         try:
             with bar, ThreadPoolExecutor(len(self._servers)) as pool:
-                return list(pool.map(grade, jobs))  # an error cancels the jobs that have not begun
+                # an error cancels the jobs that have not begun
+                return list(pool.map(grade, jobs))
         except BaseException:
             self.close()
             raise
@@ -260,19 +346,29 @@ class CodeScorer:
 
 def _fingerprint(sandbox: str, problem: Problem) -> str:
     """Return what identifies a problem, its tests and its canonical solution in a sandbox."""
-    return hashlib.sha256(f"{sandbox}{astuple(problem)!r}".encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256(
+        f"{sandbox}{astuple(problem)!r}".encode("utf-8", "surrogatepass")
+    ).hexdigest()
 
 
-def _grade(server: SandboxServer, problem: Problem, program: str, limit: float) -> Outcome:
-    """Run a program against the base tests, if there are any, and if it passes against the others."""
+def _grade(
+    server: SandboxServer, problem: Problem, program: str, limit: float
+) -> Outcome:
+    """Run a program against the base tests, if there are any, and if it passes against
+    the others.
+    """
 
     def run(tests: Sequence[str]) -> Outcome:
         reply = server.run(program, tests, limit, problem.names)
         outcome = reply.get("outcome")
         if outcome not in OUTCOME_CLASSES:
             message = reply.get("message", reply)
-            raise ScorerError(f"problem {problem.task_id}: the sandbox failed: {message}")
-        return Outcome(problem.task_id, outcome, float(reply["seconds"]), str(reply["message"]))
+            raise ScorerError(
+                f"problem {problem.task_id}: the sandbox failed: {message}"
+            )
+        return Outcome(
+            problem.task_id, outcome, float(reply["seconds"]), str(reply["message"])
+        )
 
     if problem.contest:
         return _grade_each(problem.tests, run)
@@ -285,8 +381,12 @@ def _grade(server: SandboxServer, problem: Problem, program: str, limit: float) 
     return replace(plus, base=base.outcome, seconds=base.seconds + plus.seconds)
 
 
-def _grade_each(tests: Sequence[str], run: Callable[[Sequence[str]], Outcome]) -> Outcome:
-    """Run each test in a process of its own, after the first of them, up to the first that does not pass."""
+def _grade_each(
+    tests: Sequence[str], run: Callable[[Sequence[str]], Outcome]
+) -> Outcome:
+    """Run each test in a process of its own, after the first of them, up to the first
+    that does not pass.
+    """
     setup, *cases = tests
     seconds = 0.0
     for number, case in enumerate(cases, start=1):

@@ -1,4 +1,5 @@
-"""Make a suite of tasks that are named on the command line: rows of a suite, or lm-eval's tasks with its own settings.
+"""Make a suite of tasks that are named on the command line: rows of a suite, or
+lm-eval's tasks with its own settings.
 
 Not covered: code tasks that no suite has; lm-eval would run their programs unguarded.
 """
@@ -21,14 +22,20 @@ _METRICS = ("acc_norm", "acc", "exact_match", "prompt_level_strict_acc")
 _FILTERS = ("flexible-extract", "none")
 
 
-def chosen_suite(names: Sequence[str], suite: SuiteConfig, include_path: Path | None = None) -> SuiteConfig:
-    """Return the tasks of these names: the suite's row where it has one, else what lm-eval's definition says.
+def chosen_suite(
+    names: Sequence[str], suite: SuiteConfig, include_path: Path | None = None
+) -> SuiteConfig:
+    """Return the tasks of these names: the suite's row where it has one, else what
+    lm-eval's definition says.
 
-    include_path: a folder of the user's own task definitions, read besides lm-eval's and before the suite's rows.
+    include_path: a folder of the user's own task definitions, read besides lm-eval's
+    and before the suite's rows.
     """
     if include_path is not None and not include_path.is_dir():
         raise UserError(f"{include_path}: no such folder (include path)")
-    rows = {row.task: row.model_dump(mode="json", exclude_unset=True) for row in suite.tasks}
+    rows = {
+        row.task: row.model_dump(mode="json", exclude_unset=True) for row in suite.tasks
+    }
     tasks: list[dict[str, Any]] = []
     own = _index([include_path], defaults=False) if include_path is not None else {}
     for name in names:
@@ -38,16 +45,25 @@ def chosen_suite(names: Sequence[str], suite: SuiteConfig, include_path: Path | 
             tasks.append(rows[name])
         else:
             tasks.append(_row(name, _lm_evals(name), None, [*rows, *own]))
-    if not any(row.get("headline", True) for row in tasks):  # asked for by name, they count
+    # asked for by name, they count
+    if not any(row.get("headline", True) for row in tasks):
         tasks = [row | {"headline": True} for row in tasks]
     where = f"--tasks {','.join(names)}"
-    selection = validate(SuiteConfig, {"name": f"{suite.name}-tasks", "tasks": tasks}, where)
-    return selection.model_copy(update={"folder": suite.folder, "columns": suite.columns})
+    selection = validate(
+        SuiteConfig, {"name": f"{suite.name}-tasks", "tasks": tasks}, where
+    )
+    return selection.model_copy(
+        update={"folder": suite.folder, "columns": suite.columns}
+    )
 
 
 def _lm_evals(name: str) -> dict[str, Any]:
     """Read the definitions of lm-eval's folder that the name begins with; all 14,000 take 10 s."""
-    folders = [path for path in tasks_folder().iterdir() if path.is_dir() and name.startswith(path.name)]
+    folders = [
+        path
+        for path in tasks_folder().iterdir()
+        if path.is_dir() and name.startswith(path.name)
+    ]
     for folder in sorted(folders, key=lambda path: -len(path.name)):
         if name in (definitions := _index([folder], defaults=False)):
             return definitions
@@ -64,31 +80,52 @@ def _index(folders: Sequence[Path | None], *, defaults: bool) -> dict[str, Any]:
         from lm_eval.tasks import TaskManager
 
         places = [str(folder) for folder in folders]
-        return dict(TaskManager(include_path=places, include_defaults=defaults).task_index)
+        return dict(
+            TaskManager(include_path=places, include_defaults=defaults).task_index
+        )
 
 
-def _row(name: str, known: dict[str, Any], root: Path | None, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Build the row of one task or group from lm-eval's definition, of a group from that of its first task."""
+def _row(
+    name: str, known: dict[str, Any], root: Path | None, others: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Build the row of one task or group from lm-eval's definition, of a group from
+    that of its first task.
+    """
     entry = known.get(name)
     if entry is None:
         near = did_you_mean(name, [*known, *others])
         if near.startswith("; allowed") and len(known) > _FEW:  # lm-eval has thousands
-            near = "; `lm-eval ls tasks` lists them, --include-path adds a folder of your own"
+            near = (
+                "; `lm-eval ls tasks` lists them, --include-path adds a folder of"
+                " your own"
+            )
         raise UserError(f"task {name}: lm-eval has no such task{near}")
     if entry.yaml_path is None:
         raise UserError(
-            f"task {name}: is a tag of lm-eval, neither task nor group; name its tasks: {', '.join(sorted(entry.tags))}"
+            f"task {name}: is a tag of lm-eval, neither task nor group; name its tasks:"
+            f" {', '.join(sorted(entry.tags))}"
         )
     leaf = _leaf(name, known)
     config = dict(leaf.cfg or {})
     if config.get("unsafe_code"):
-        raise UserError(f"task {name}: runs generated code inside lm-eval; use a suite's row of kind: code")
+        raise UserError(
+            f"task {name}: runs generated code inside lm-eval; use a suite's row of"
+            " kind: code"
+        )
     if not isinstance(config.get("dataset_path"), str):
-        raise UserError(f"task {name}: its definition ({leaf.yaml_path}) names no dataset_path")
-    metrics = [each["metric"] for each in config.get("metric_list") or [] if isinstance(each["metric"], str)]
+        raise UserError(
+            f"task {name}: its definition ({leaf.yaml_path}) names no dataset_path"
+        )
+    metrics = [
+        each["metric"]
+        for each in config.get("metric_list") or []
+        if isinstance(each["metric"], str)
+    ]
     filters = [each["name"] for each in config.get("filter_list") or []] or ["none"]
     choices = config.get("output_type") in ("multiple_choice", "loglikelihood")
-    metric = next((each for each in _METRICS if each in metrics), (metrics or ["acc"])[0])
+    metric = next(
+        (each for each in _METRICS if each in metrics), (metrics or ["acc"])[0]
+    )
     rule = next((each for each in _FILTERS if each in filters), filters[0])
     places = [os.path.dirname(entry.yaml_path), os.path.dirname(leaf.yaml_path)]
     return {
@@ -112,11 +149,20 @@ def _leaf(name: str, known: dict[str, Any]) -> Any:
     first = members[0]
     if isinstance(first, dict) and "dataset_path" in first:
         return entry
-    return _leaf(first if isinstance(first, str) else str(first.get("task") or first.get("group")), known)
+    return _leaf(
+        (
+            first
+            if isinstance(first, str)
+            else str(first.get("task") or first.get("group"))
+        ),
+        known,
+    )
 
 
 def _include(folder: str, root: Path | None) -> str:
-    """Name the folder within lm-eval's tasks, so that a result names no place of this machine; else as a path."""
+    """Name the folder within lm-eval's tasks, so that a result names no place of this
+    machine; else as a path.
+    """
     if root is not None:
         return str(Path(folder).resolve())
     return os.path.relpath(folder, tasks_folder())

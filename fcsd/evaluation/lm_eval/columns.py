@@ -1,5 +1,5 @@
-"""The columns of the benchmarks' data sets, which the suites describe: a row that does not fit is named before any
-model is asked.
+"""The columns of the benchmarks' data sets, which the suites describe: a row that does
+not fit is named before any model is asked.
 
 Not covered: tasks whose columns no suite describes; what a text says.
 """
@@ -13,7 +13,8 @@ from fcsd.base.errors import UserError
 from fcsd.evaluation.config import Column, SuiteConfig, load_suite, suite_names
 from fcsd.evaluation.lines import json_lines
 
-Check = tuple[str, Callable[[Any], bool]]  # what is allowed, in words, and whether a value is
+# what is allowed, in words, and whether a value is
+Check = tuple[str, Callable[[Any], bool]]
 
 
 def _are_texts(value: Any) -> bool:
@@ -37,51 +38,77 @@ def _labelled(value: Any) -> bool:
 
 _KINDS: dict[str, Check] = {
     "text": ("text", lambda value: isinstance(value, str)),
-    "text with _": ("text with a gap (_)", lambda value: isinstance(value, str) and "_" in value),
-    "4 texts": ("a list of 4 texts", lambda value: _are_texts(value) and len(value) == 4),
+    "text with _": (
+        "text with a gap (_)",
+        lambda value: isinstance(value, str) and "_" in value,
+    ),
+    "4 texts": (
+        "a list of 4 texts",
+        lambda value: _are_texts(value) and len(value) == 4,
+    ),
     "labelled": ("{text: [texts], label: [texts]} of one length", _labelled),
 }
 
 
 def columns_of(task: str, suite: SuiteConfig) -> Mapping[str, Column]:
-    """Return what the rows of a task hold, as its suite says, or one of those that ship with fcsd; {} if none does."""
+    """Return what the rows of a task hold, as its suite says, or one of those that ship
+    with fcsd; {} if none does.
+    """
     return suite.columns.get(task) or _shipped().get(task, {})
 
 
 @cache
 def _shipped() -> dict[str, dict[str, Column]]:
-    return {task: columns for name in suite_names() for task, columns in load_suite(name).columns.items()}
+    return {
+        task: columns
+        for name in suite_names()
+        for task, columns in load_suite(name).columns.items()
+    }
 
 
 def check_rows(
-    task: str, columns: Mapping[str, Column], rows: Iterable[Mapping[str, Any]], where: str
+    task: str,
+    columns: Mapping[str, Column],
+    rows: Iterable[Mapping[str, Any]],
+    where: str,
 ) -> None:
     """Refuse the first row that does not hold what the task's columns should."""
     checks = {
-        column: _KINDS[kind] if isinstance(kind, str) else _one_of(*kind) for column, kind in columns.items()
+        column: _KINDS[kind] if isinstance(kind, str) else _one_of(*kind)
+        for column, kind in columns.items()
     }
     for index, row in enumerate(rows):
         for column, (allowed, check) in checks.items():
             if column not in row:
                 raise UserError(
-                    f"task {task}: {where}: no column {column!r}; it needs {', '.join(columns)}"
-                    f" (found {', '.join(row)})"
+                    f"task {task}: {where}: no column {column!r}; it needs"
+                    f" {', '.join(columns)} (found {', '.join(row)})"
                 )
             if not check(row[column]):
                 raise UserError(
-                    f"task {task}: {where}, row {index}: {column} must be {allowed}, got {_shown(row[column])}"
+                    f"task {task}: {where}, row {index}: {column} must be {allowed},"
+                    f" got {_shown(row[column])}"
                 )
-        if "answerKey" in columns and row["answerKey"].strip() not in row["choices"]["label"]:
+        if (
+            "answerKey" in columns
+            and row["answerKey"].strip() not in row["choices"]["label"]
+        ):
             labels = ", ".join(row["choices"]["label"])
             raise UserError(
-                f"task {task}: {where}, row {index}: answerKey {row['answerKey']!r} is none of the labels {labels}"
+                f"task {task}: {where}, row {index}: answerKey {row['answerKey']!r} is"
+                f" none of the labels {labels}"
             )
 
 
 def check_files(
-    task: str, columns: Mapping[str, Column], location: str, name: str | None, split: str
+    task: str,
+    columns: Mapping[str, Column],
+    location: str,
+    name: str | None,
+    split: str,
 ) -> None:
-    """Run `check_rows` on the files of a local folder themselves, for what `datasets` cannot read as one table.
+    """Run `check_rows` on the files of a local folder themselves, for what `datasets`
+    cannot read as one table.
 
     name: the configuration. Nothing is said of a folder whose files are not found so.
     """
@@ -92,13 +119,19 @@ def check_files(
         return
     try:
         files = [
-            Path(file) for file in datasets.load_dataset_builder(location, name).config.data_files[split]
+            Path(file)
+            for file in datasets.load_dataset_builder(location, name).config.data_files[
+                split
+            ]
         ]
-    except Exception:  # of many kinds; the caller shows the one that `datasets` gave for the task
+    # of many kinds; the caller shows the one that `datasets` gave for the task
+    except Exception:
         return
     for file in files:
         if file.suffix == ".parquet":
-            check_rows(task, columns, pyarrow.parquet.read_table(file).to_pylist(), str(file))
+            check_rows(
+                task, columns, pyarrow.parquet.read_table(file).to_pylist(), str(file)
+            )
         elif file.suffix in (".jsonl", ".json"):
             try:
                 rows = [row for _, row in json_lines(file)]

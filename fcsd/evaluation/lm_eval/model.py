@@ -1,8 +1,10 @@
-"""lm-eval's interface to a model: what all back ends share, and the model in memory, whole on every rank or sharded
-over them (`fcsd.evaluation.lm_eval.served` has the one that a server answers).
+"""lm-eval's interface to a model: what all back ends share, and the model in memory,
+whole on every rank or sharded over them (`fcsd.evaluation.lm_eval.served` has the one
+that a server answers).
 
-lm-eval sees one process: on every rank it builds all requests, and is given all answers. Here, between the two, the
-requests are cut into the batches that lm-eval would make of them, and each is asked on one of the ranks.
+lm-eval sees one process: on every rank it builds all requests, and is given all
+answers. Here, between the two, the requests are cut into the batches that lm-eval would
+make of them, and each is asked on one of the ranks.
 
 Importing this imports lm-eval.
 """
@@ -34,10 +36,11 @@ Answer = tuple[str, bool]  # a text, and whether the token limit ended it
 
 
 class LanguageModel(HFLM):
-    """HFLM with thoughts on or off, notes of prompts that were cut and answers that hit the token limit, and its bars
-    on a terminal only.
+    """HFLM with thoughts on or off, notes of prompts that were cut and answers that hit
+    the token limit, and its bars on a terminal only.
 
-    In a log the line that each task begins with stands for them (`fcsd.evaluation.progress`).
+    In a log the line that each task begins with stands for them
+    (`fcsd.evaluation.progress`).
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, silent: bool):
@@ -49,7 +52,8 @@ class LanguageModel(HFLM):
         self.thoughts = Thoughts(self.tokenizer)
         self.think(False)
         self.silent = silent or not draws_foreign_bars()
-        self.cut: set[str] = set()  # the prompts of which the model has seen the end only
+        # the prompts of which the model has seen the end only
+        self.cut: set[str] = set()
 
     @property
     def longest(self) -> int:
@@ -57,19 +61,25 @@ class LanguageModel(HFLM):
         return int(self.max_length) + 1
 
     def think(self, thinking: bool, chat_template: bool = False) -> None:
-        """Begin a task, and ask the template of a hybrid for thoughts, which are cut off its answers, or for none, as
-        they would use up the tokens of an answer; other templates pass over it."""
-        self.chat_template_args = {"enable_thinking": thinking, **dated_options(self.tokenizer)}
+        """Begin a task, and ask the template of a hybrid for thoughts, which are cut
+        off its answers, or for none, as they would use up the tokens of an answer;
+        other templates pass over it."""
+        self.chat_template_args = {
+            "enable_thinking": thinking,
+            **dated_options(self.tokenizer),
+        }
         self.thinking, self.chats = thinking, chat_template
-        self.at_limit: set[tuple[str, int]] = set()  # task and document of answers that the token limit ended
+        # task and document of answers that the token limit ended
+        self.at_limit: set[tuple[str, int]] = set()
 
     def has_thoughts(self, context: str) -> bool:
         """Whether the answer to a prompt has thoughts before it."""
         return self.chats and self.thoughts.are_in(context, self.thinking)
 
     def stops(self, context: str, stop: list[str]) -> list[str]:
-        """Return at which of the task's stop strings generation ends: thoughts hold anything, so only at those that
-        are special tokens; the others are for the answer."""
+        """Return at which of the task's stop strings generation ends: thoughts hold
+        anything, so only at those that are special tokens; the others are for the
+        answer."""
         return self.thoughts.ends_of_text(stop) if self.has_thoughts(context) else stop
 
     def answer_of(self, context: str, text: str, stop: list[str]) -> str:
@@ -79,16 +89,31 @@ class LanguageModel(HFLM):
         return str(postprocess_generated_text(text, stop, None))
 
     def read_tokens(
-        self, context: str, tokens: list[int], stop: list[str], limit: int, ends: Sequence[int]
+        self,
+        context: str,
+        tokens: list[int],
+        stop: list[str],
+        limit: int,
+        ends: Sequence[int],
     ) -> Answer:
-        """Return the answer in new tokens, of which `limit` were allowed and `ends` end a sequence."""
-        text = self.thoughts.decode(tokens) if self.has_thoughts(context) else str(self.tok_decode(tokens))
+        """Return the answer in new tokens, of which `limit` were allowed and `ends` end
+        a sequence.
+        """
+        text = (
+            self.thoughts.decode(tokens)
+            if self.has_thoughts(context)
+            else str(self.tok_decode(tokens))
+        )
         answer = self.answer_of(context, text, stop)
-        if len(tokens) < limit or not {*ends, self.tokenizer.pad_token_id}.isdisjoint(tokens):
+        if len(tokens) < limit or not {*ends, self.tokenizer.pad_token_id}.isdisjoint(
+            tokens
+        ):
             return answer, False
         whole = self.answer_of(context, text, [])
         raw = str(self.tok_decode(tokens, skip_special_tokens=False))
-        stopped = answer != whole or any(word in raw for word in self.stops(context, stop) if word)
+        stopped = answer != whole or any(
+            word in raw for word in self.stops(context, stop) if word
+        )
         return answer, not stopped
 
     def noted(self, requests: Sequence[Any], answers: Sequence[Answer]) -> list[str]:
@@ -112,8 +137,8 @@ class LanguageModel(HFLM):
         for (context, choice), prompt, answer in requests:
             if not 0 < len(answer) < self.longest:
                 raise UserError(
-                    f"an answer of {len(answer)} tokens ({choice!r:.40}) cannot be scored; the model has"
-                    f" {self.max_length} positions"
+                    f"an answer of {len(answer)} tokens ({choice!r:.40}) cannot be"
+                    f" scored; the model has {self.max_length} positions"
                 )
             if len(prompt) + len(answer) > self.longest:
                 self.cut.add(context)
@@ -125,16 +150,16 @@ class LanguageModel(HFLM):
             new = normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
             if new >= self.max_length:
                 raise UserError(
-                    f"max_new_tokens {new} leave no room for a prompt in the model's {self.max_length} positions;"
-                    " lower max_new_tokens"
+                    f"max_new_tokens {new} leave no room for a prompt in the model's"
+                    f" {self.max_length} positions; lower max_new_tokens"
                 )
             if len(self.tok_encode(context)) > self.max_length - new:
                 self.cut.add(context)
 
 
 class InMemory(LanguageModel):
-    """The model of a `fcsd.evaluation.backend.InMemoryBackend`: a batch size that may shrink, and several ranks;
-    lm-eval is asked batch by batch."""
+    """The model of a `fcsd.evaluation.backend.InMemoryBackend`: a batch size that may
+    shrink, and several ranks; lm-eval is asked batch by batch."""
 
     def __init__(self, backend: Any):
         silent = not (backend.progress and backend.ranks.first)
@@ -147,8 +172,11 @@ class InMemory(LanguageModel):
     ) -> Any:
         self.check_answers(requests)
         numbered = list(enumerate(requests))
-        # As lm-eval does, one sequence answers all requests that differ in the last token only.
-        sequences = Collator.group(numbered, lambda each: each[1][1] + each[1][2][:-1], "contexts")
+        # As lm-eval does, one sequence answers all requests that differ in the last
+        # token only.
+        sequences = Collator.group(
+            numbered, lambda each: each[1][1] + each[1][2][:-1], "contexts"
+        )
         order = sorted(sequences, key=lambda tokens: (-len(tokens), tokens))
         size = self._begin(len(order))
         batches = Collator.get_chunks([sequences[tokens] for tokens in order], n=size)
@@ -178,7 +206,10 @@ class InMemory(LanguageModel):
         ]
 
         def ask(batch: list[Any]) -> list[Answer]:
-            order = sorted(range(len(batch)), key=lambda place: longest_first((place, batch[place])))
+            order = sorted(
+                range(len(batch)),
+                key=lambda place: longest_first((place, batch[place])),
+            )
             answers: dict[int, Answer] = {}
             for start in range(0, len(order), size := self.batch_size_per_gpu):
                 places = order[start : start + size]
@@ -188,18 +219,29 @@ class InMemory(LanguageModel):
 
         def idle() -> None:
             token = self._one_token()
-            self._model_generate(token, max_length=2, stop=[], attention_mask=torch.ones_like(token))
+            self._model_generate(
+                token, max_length=2, stop=[], attention_mask=torch.ones_like(token)
+            )
 
         return self.noted(requests, self._shared(requests, batches, ask, idle))
 
     def _generate(self, requests: Sequence[Any]) -> list[Answer]:
-        """Generate the answers to requests with the same settings in one forward pass, as HFLM (0.4.13) does."""
+        """Generate the answers to requests with the same settings in one forward pass,
+        as HFLM (0.4.13) does.
+        """
         contexts = [request.args[0] for request in requests]
-        settings: Any = dict(normalize_gen_kwargs(requests[0].args[1], self.max_gen_toks))
+        settings: Any = dict(
+            normalize_gen_kwargs(requests[0].args[1], self.max_gen_toks)
+        )
         eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
-        stop, limit = handle_stop_sequences(settings.pop("until"), eos=eos), settings.pop("max_gen_toks")
+        stop, limit = (
+            handle_stop_sequences(settings.pop("until"), eos=eos),
+            settings.pop("max_gen_toks"),
+        )
         ids, mask = self.tok_batch_encode(
-            contexts, left_truncate_len=self.max_length - limit, truncation=self.truncation
+            contexts,
+            left_truncate_len=self.max_length - limit,
+            truncation=self.truncation,
         )
         width = ids.shape[1]
         made = self._model_generate(
@@ -224,13 +266,19 @@ class InMemory(LanguageModel):
     ) -> list[Any]:
         """Return the answers to all requests, of which `ask` answers a batch.
 
-        batches: in lm-eval's order, so that lm-eval makes each of them again. idle: a pass whose result nobody reads.
+        batches: in lm-eval's order, so that lm-eval makes each of them again. idle: a
+        pass whose result nobody reads.
         """
-        numbered = [sorted(number for sequence in batch for number, _ in sequence) for batch in batches]
+        numbered = [
+            sorted(number for sequence in batch for number, _ in sequence)
+            for batch in batches
+        ]
 
         def answer(numbers: list[int], size: int) -> list[tuple[int, Any]]:
             self.batch_size_per_gpu = size
-            return list(zip(numbers, ask([requests[number] for number in numbers]), strict=True))
+            return list(
+                zip(numbers, ask([requests[number] for number in numbers]), strict=True)
+            )
 
         bar = {"desc": "requests", "shown": not self.silent}
         answers = dict(self.source.in_batches(numbered, answer, idle, **bar))
@@ -241,7 +289,9 @@ class InMemory(LanguageModel):
         return int(self.source.batch.size)
 
     def _one_token(self) -> torch.Tensor:
-        return torch.full((1, 1), self.prefix_token_id, dtype=torch.long, device=self.device)
+        return torch.full(
+            (1, 1), self.prefix_token_id, dtype=torch.long, device=self.device
+        )
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
         synced = {"synced_gpus": True} if self.source.ranks.lockstep else {}

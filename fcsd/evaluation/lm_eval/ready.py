@@ -1,4 +1,5 @@
-"""Grade answers that are ready, by lm-eval's own filters and metrics: a model that says what is in a file.
+"""Grade answers that are ready, by lm-eval's own filters and metrics: a model that says
+what is in a file.
 
 Importing this imports lm-eval.
 """
@@ -17,12 +18,15 @@ from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.evaluation.lines import texts_of
 from fcsd.evaluation.lm_eval.tasks import run_task
 
-Lines = Sequence[tuple[str, Mapping[str, Any]]]  # where a line of the file is, and what it holds
+# where a line of the file is, and what it holds
+Lines = Sequence[tuple[str, Mapping[str, Any]]]
 _Item = tuple[str, int]  # task, and number of the document
 
 
 class Ready(LM):
-    """What lm-eval takes for a model; its answers end at the task's stop strings, as those of a model do."""
+    """What lm-eval takes for a model; its answers end at the task's stop strings, as
+    those of a model do.
+    """
 
     def __init__(
         self,
@@ -43,62 +47,98 @@ class Ready(LM):
         counts: Counter[_Item] = Counter()
         texts = []
         for request in requests:
-            task, place = str(request.task_name), int(request.doc_id)  # among the documents with an answer
-            item = (task, self.documents[task][place] if task in self.documents else place)
+            # among the documents with an answer
+            task, place = str(request.task_name), int(request.doc_id)
+            item = (
+                task,
+                self.documents[task][place] if task in self.documents else place,
+            )
             text = self.answers[item][counts[item]] if item in self.answers else ""
             counts[item] += 1
             answer = answer_in(text) if self.thinking else text
-            texts.append(postprocess_generated_text(answer, (request.args[1] or {}).get("until"), None))
+            texts.append(
+                postprocess_generated_text(
+                    answer, (request.args[1] or {}).get("until"), None
+                )
+            )
         return texts
 
     def loglikelihood(self, requests: Any) -> Any:
         """Refuse: a file of answers has no likelihoods."""
-        raise UserError("is scored by likelihood, which a file of answers does not hold")
+        raise UserError(
+            "is scored by likelihood, which a file of answers does not hold"
+        )
 
     loglikelihood_rolling = loglikelihood
 
 
 def grade_answers(
-    file: Path, row: LMEvalTaskConfig, tasks: dict[str, Any], lines: Lines, *, partial: bool, thinking: bool
+    file: Path,
+    row: LMEvalTaskConfig,
+    tasks: dict[str, Any],
+    lines: Lines,
+    *,
+    partial: bool,
+    thinking: bool,
 ) -> list[dict[str, Any]]:
-    """Grade the lines that are of this row's tasks: the samples, as of a model that is evaluated.
+    """Grade the lines that are of this row's tasks: the samples, as of a model that is
+    evaluated.
 
-    A line names its document by `doc_id` (`member/number` in a group, or the member as `task`), or by lm-eval's
-    `doc_hash` or `prompt_hash`. Several answers to a document, the same number for all, are graded one by one, and the
-    mean counts; where the task itself asks several times (`repeats`), it gets them all at once.
+    A line names its document by `doc_id` (`member/number` in a group, or the member as
+    `task`), or by lm-eval's `doc_hash` or `prompt_hash`. Several answers to a document,
+    the same number for all, are graded one by one, and the mean counts; where the task
+    itself asks several times (`repeats`), it gets them all at once.
 
-    tasks: those of the row, loaded without a chat template. partial: documents without an answer are left out.
-    thinking: answers begin with thoughts, which are cut off (`fcsd.data.thoughts`).
+    tasks: those of the row, loaded without a chat template. partial: documents without
+    an answer are left out. thinking: answers begin with thoughts, which are cut off
+    (`fcsd.data.thoughts`).
     """
     answers, first_lines = _by_document(row, tasks, lines)
     documents = {
-        name: [number for number in range(len(task.eval_docs)) if not partial or (name, number) in answers]
+        name: [
+            number
+            for number in range(len(task.eval_docs))
+            if not partial or (name, number) in answers
+        ]
         for name, task in tasks.items()
     }
     missing = [
-        f"{name}/{n}" for name, numbers in documents.items() for n in numbers if (name, n) not in answers
+        f"{name}/{n}"
+        for name, numbers in documents.items()
+        for n in numbers
+        if (name, n) not in answers
     ]
     if missing:
         total = sum(map(len, documents.values()))
         raise UserError(
-            f"{file}: task {row.task}: {len(missing)} of {total} documents have no answer (the first is {missing[0]});"
-            " add them, or grade the others alone with --partial"
+            f"{file}: task {row.task}: {len(missing)} of {total} documents have no"
+            f" answer (the first is {missing[0]}); add them, or grade the others alone"
+            " with --partial"
         )
     tasks = {name: task for name, task in tasks.items() if documents[name]}
     counts = {len(texts) for texts in answers.values()}
     repeats = {int(task.config.repeats or 1) for task in tasks.values()}
     if len(counts) > 1 or (repeats != {1} and counts != repeats):
         needed = (
-            f"{max(repeats)} of every document" if repeats != {1} else "the same number of every document"
+            f"{max(repeats)} of every document"
+            if repeats != {1}
+            else "the same number of every document"
         )
         raise UserError(
-            f"task {row.task}: {min(counts)} to {max(counts)} answers to a document; it needs {needed}"
+            f"task {row.task}: {min(counts)} to {max(counts)} answers to a document; it"
+            f" needs {needed}"
         )
     passes = [answers]
     if repeats == {1}:
-        passes = [{item: texts[n : n + 1] for item, texts in answers.items()} for n in range(counts.pop())]
+        passes = [
+            {item: texts[n : n + 1] for item, texts in answers.items()}
+            for n in range(counts.pop())
+        ]
     some = documents if partial else None
-    graded = [run_task(Ready(each, some, thinking=thinking), row, tasks, None, some) for each in passes]
+    graded = [
+        run_task(Ready(each, some, thinking=thinking), row, tasks, None, some)
+        for each in passes
+    ]
     items = [_item(sample["doc_id"], row.task) for sample in graded[0]]
     return [
         _whole(row, samples, *first_lines[item], answers[item])
@@ -120,16 +160,23 @@ def _whole(
     first = samples[0]
     if line.get("doc_hash", first["doc_hash"]) != first["doc_hash"]:
         raise UserError(
-            f"{where}: doc_hash is of another document than {row.task}'s {first['doc_id']}: the data set differs"
+            f"{where}: doc_hash is of another document than {row.task}'s"
+            f" {first['doc_id']}: the data set differs"
         )
-    first = first | ({"prompt_hash": line["prompt_hash"]} if "prompt_hash" in line else {})
+    first = first | (
+        {"prompt_hash": line["prompt_hash"]} if "prompt_hash" in line else {}
+    )
     if len(texts) == 1:
         return first
     scores = [sample["score"] for sample in samples]
     del first["completion"]
     return first | {
         "score": sum(scores) / len(scores),
-        "completions": [sample["completion"] for sample in samples] if len(scores) > 1 else list(texts),
+        "completions": (
+            [sample["completion"] for sample in samples]
+            if len(scores) > 1
+            else list(texts)
+        ),
         "scores": scores,
     }
 
@@ -150,15 +197,22 @@ def _by_document(
         else:
             if hashes is None:
                 hashes = _hashes(row, tasks)
-            named = next((key for key in ("doc_hash", "prompt_hash") if key in line), None)
+            named = next(
+                (key for key in ("doc_hash", "prompt_hash") if key in line), None
+            )
             if named is None:
-                raise UserError(f"{where}: no doc_id, doc_hash or prompt_hash, so the document is not known")
+                raise UserError(
+                    f"{where}: no doc_id, doc_hash or prompt_hash, so the document is"
+                    " not known"
+                )
             item = hashes.get(str(line[named]), ("", -1))
         if item[0] not in tasks or not 0 <= item[1] < len(tasks[item[0]].eval_docs):
             name = line.get("doc_id", line.get("doc_hash", line.get("prompt_hash")))
             raise UserError(f"{where}: {name!r} is no document of {row.task}")
         missing = "no 'completion' (an answer) and no 'completions' (several)"
-        _, texts = texts_of(line, where, {"completions": True, "completion": False}, missing)
+        _, texts = texts_of(
+            line, where, {"completions": True, "completion": False}, missing
+        )
         answers.setdefault(item, []).extend(texts)
         first_lines.setdefault(item, (where, line))
     if not answers:
@@ -169,12 +223,17 @@ def _by_document(
 def _item(doc_id: Any, task: str, where: str = "") -> _Item:
     member, slash, number = str(doc_id).rpartition("/")
     if isinstance(doc_id, bool) or not number.isascii() or not number.isdigit():
-        raise UserError(f"{where}: doc_id: a number (or member/number in a group) is needed, got {doc_id!r}")
+        raise UserError(
+            f"{where}: doc_id: a number (or member/number in a group) is needed, got"
+            f" {doc_id!r}"
+        )
     return (member if slash else task, int(number))
 
 
 def _hashes(row: LMEvalTaskConfig, tasks: dict[str, Any]) -> dict[str, _Item]:
-    """Hash every document and its prompt as lm-eval does, by asking for answers that are not there."""
+    """Hash every document and its prompt as lm-eval does, by asking for answers that
+    are not there.
+    """
     return {
         sample[key]: _item(sample["doc_id"], row.task)
         for sample in run_task(Ready({}), row, tasks, None)

@@ -1,8 +1,9 @@
-"""lm-eval's interface to a model that a server answers for: the same requests, as token ids.
+"""lm-eval's interface to a model that a server answers for: the same requests, as token
+ids.
 
-Tokenizer, chat template, cut prompts, stop strings and end tokens are those of a model in memory; the server computes
-the next token and no more. A likelihood is the sum of `prompt_logprobs`; an answer is greedy where all its tokens have
-rank 1.
+Tokenizer, chat template, cut prompts, stop strings and end tokens are those of a model
+in memory; the server computes the next token and no more. A likelihood is the sum of
+`prompt_logprobs`; an answer is greedy where all its tokens have rank 1.
 
 Importing this imports lm-eval.
 
@@ -21,15 +22,15 @@ from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.evaluation.lm_eval.model import Answer, LanguageModel
 from fcsd.evaluation.lm_eval.tasks import longest_requests
 
-# What a task may ask for beyond length and stop strings. All of it is sent, as a model in memory would have it: what a
-# server takes by itself is its administrator's choice.
+# What a task may ask for beyond length and stop strings. All of it is sent, as a model
+# in memory would have it: what a server takes by itself is its administrator's choice.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 Body = dict[str, Any]
 
 
 class ServedModel(LanguageModel):
-    """Sends requests to the server of a `fcsd.evaluation.served.ServedBackend`; the first item that is sampled has
-    `SAMPLING_SEED`, the next one the next number."""
+    """Sends requests to the server of a `fcsd.evaluation.served.ServedBackend`; the
+    first item that is sampled has `SAMPLING_SEED`, the next one the next number."""
 
     def __init__(self, backend: Any):
         stand_in = SimpleNamespace(config=backend.config, device=torch.device("cpu"))
@@ -40,11 +41,17 @@ class ServedModel(LanguageModel):
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt with its answer: all of it is prompt to a server, which must write one token more."""
+        """Tokens of a prompt with its answer: all of it is prompt to a server, which
+        must write one token more.
+        """
         return min(super().longest, self.context - 1)
 
-    def look(self, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> None:
-        """Refuse a task whose longest items the server does not take and the model would, without asking it."""
+    def look(
+        self, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None
+    ) -> None:
+        """Refuse a task whose longest items the server does not take and the model
+        would, without asking it.
+        """
         self.think(bool(row.thinking), row.chat_template)
         self._looking = True
         try:
@@ -55,11 +62,14 @@ class ServedModel(LanguageModel):
             self.cut.clear()
 
     def _require_room(self, tokens: int) -> None:
-        """Refuse to cut what the model would read in full, were the server not started for shorter prompts."""
+        """Refuse to cut what the model would read in full, were the server not started
+        for shorter prompts.
+        """
         if tokens > self.context and self.context < self.max_length:
             raise UserError(
-                f"the server takes {self.context} tokens, and a prompt with its answer needs {tokens}; start it with"
-                f" --max-model-len {min(tokens, self.max_length)} or more"
+                f"the server takes {self.context} tokens, and a prompt with its answer"
+                f" needs {tokens}; start it with --max-model-len"
+                f" {min(tokens, self.max_length)} or more"
             )
 
     def _loglikelihood_tokens(
@@ -90,7 +100,10 @@ class ServedModel(LanguageModel):
         for number, request in enumerate(requests):
             context, arguments = request.args
             settings: Any = dict(normalize_gen_kwargs(arguments, self.max_gen_toks))
-            stop, new = handle_stop_sequences(settings.pop("until"), eos=eos), settings.pop("max_gen_toks")
+            stop, new = (
+                handle_stop_sequences(settings.pop("until"), eos=eos),
+                settings.pop("max_gen_toks"),
+            )
             # The beginning is cut to what fits beside the answer, as in memory.
             ids, _ = self.tok_batch_encode([context])
             self._require_room(min(ids.shape[1], self.max_length - new) + new)
@@ -102,7 +115,8 @@ class ServedModel(LanguageModel):
                     "max_tokens": new,
                     "stop": [word for word in self.stops(context, stop) if word],
                     "stop_token_ids": self.backend.ends,
-                    # Stop strings may be special tokens, which a model in memory is stopped by as well.
+                    # Stop strings may be special tokens, which a model in memory is
+                    # stopped by as well.
                     "skip_special_tokens": False,
                     **self._sampling(settings, SAMPLING_SEED + number),
                 }
@@ -112,7 +126,9 @@ class ServedModel(LanguageModel):
         answers = self.backend.ask("generation", bodies)
         read = [
             self._read(request.args[0], answer, stop, body["max_tokens"])
-            for request, answer, stop, body in zip(requests, answers, stops, bodies, strict=True)
+            for request, answer, stop, body in zip(
+                requests, answers, stops, bodies, strict=True
+            )
         ]
         return self.noted(requests, read)
 
@@ -122,20 +138,33 @@ class ServedModel(LanguageModel):
         text = answer["text"]
         if self.has_thoughts(context):
             text = self.thoughts.without_special(text)
-        whole, cut = self.answer_of(context, text, []), self.answer_of(context, text, stop)
+        whole, cut = (
+            self.answer_of(context, text, []),
+            self.answer_of(context, text, stop),
+        )
         return cut, answer["at_limit"] and cut == whole
 
     def _sampling(self, settings: Body, seed: int) -> Body:
         sampled = settings.pop("do_sample", False)
         if unknown := settings.keys() - set(_SAMPLING):
             raise UserError(
-                f"the task sets {', '.join(sorted(unknown))} for generation, which a server is not asked for; evaluate"
-                " it in memory"
+                f"the task sets {', '.join(sorted(unknown))} for generation, which a"
+                " server is not asked for; evaluate it in memory"
             )
         own = {name: getattr(self.backend.generation, name, None) for name in _SAMPLING}
         penalty = settings.get("repetition_penalty", own["repetition_penalty"]) or 1.0
         if not sampled:
             return {"temperature": 0.0, "repetition_penalty": penalty}
-        usual = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "seed": seed}  # transformers'
-        chosen = {name: settings.get(name, usual[name] if own[name] is None else own[name]) for name in usual}
+        # transformers'
+        usual = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 50,
+            "min_p": 0.0,
+            "seed": seed,
+        }
+        chosen = {
+            name: settings.get(name, usual[name] if own[name] is None else own[name])
+            for name in usual
+        }
         return {**chosen, "top_k": chosen["top_k"] or -1, "repetition_penalty": penalty}

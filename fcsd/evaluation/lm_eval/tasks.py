@@ -1,10 +1,13 @@
-"""Likelihood and generation tasks: lm-eval on a model in memory, task by task, without the network.
+"""Likelihood and generation tasks: lm-eval on a model in memory, task by task, without
+the network.
 
-Our numbers are those of plain lm-eval: the same task, the same requests, the mean of the same item scores.
-Only means over items are reported, because everything downstream compares item by item. Prompts that are longer than
-the model's positions are cut on the left, as lm-eval does; such samples are marked.
+Our numbers are those of plain lm-eval: the same task, the same requests, the mean of
+the same item scores. Only means over items are reported, because everything downstream
+compares item by item. Prompts that are longer than the model's positions are cut on the
+left, as lm-eval does; such samples are marked.
 
-Not covered: tasks that lm-eval scores in another way than by likelihood of choices or from generated text.
+Not covered: tasks that lm-eval scores in another way than by likelihood of choices or
+from generated text.
 """
 
 import contextlib
@@ -44,11 +47,16 @@ _LONGEST = 8  # documents of a task whose length is looked at before it is run
 def load_task(
     row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
 ) -> dict[str, Any]:
-    """Load lm-eval's tasks of one row (more than one for a group such as `mmlu`), with the row's settings."""
+    """Load lm-eval's tasks of one row (more than one for a group such as `mmlu`), with
+    the row's settings.
+    """
     require_chat_template(tokenizer, row)
     folder = _task_folder(row, suite)
     location = dataset_location(row, data_root)
-    overrides: dict[str, Any] = {"num_fewshot": row.num_fewshot, "dataset_path": location}
+    overrides: dict[str, Any] = {
+        "num_fewshot": row.num_fewshot,
+        "dataset_path": location,
+    }
     if row.dataset_name is not None:
         overrides["dataset_name"] = row.dataset_name
     if row.split is not None:
@@ -61,38 +69,54 @@ def load_task(
         known = TaskManager(include_path=[str(folder)], include_defaults=False)
         if row.task not in known.all_tasks:
             raise UserError(
-                f"task {row.task}: not defined in {folder}{did_you_mean(row.task, known.all_tasks)}"
+                f"task {row.task}: not defined in"
+                f" {folder}{did_you_mean(row.task, known.all_tasks)}"
             )
         if row.task in known.all_tags:
             raise UserError(
-                f"task {row.task}: is a tag of lm-eval, neither task nor group; give its tasks rows of their own:"
+                f"task {row.task}: is a tag of lm-eval, neither task nor group; give"
+                " its tasks rows of their own:"
                 f" {', '.join(sorted(known.task_index[row.task].tags))}"
             )
         if (known.task_index[row.task].cfg or {}).get("unsafe_code"):
-            # Loading it would fetch and run a metric's code, or take `code_eval` from the working directory.
-            raise UserError(f"task {row.task}: runs generated code inside lm-eval; use kind: code")
+            # Loading it would fetch and run a metric's code, or take `code_eval` from
+            # the working directory.
+            raise UserError(
+                f"task {row.task}: runs generated code inside lm-eval; use kind: code"
+            )
         kind = "group" if row.task in known.all_groups else "task"
-        # lm-eval 0.4.13 merges overrides into a registered group only from a YAML file (research: inline
-        # dicts fail).
-        text = yaml.safe_dump({"group": _GROUP, "task": [{kind: row.task, **overrides}]})
+        # lm-eval 0.4.13 merges overrides into a registered group only from a YAML file
+        # (research: inline dicts fail).
+        text = yaml.safe_dump(
+            {"group": _GROUP, "task": [{kind: row.task, **overrides}]}
+        )
         (overlay / "row.yaml").write_text(text, encoding="utf-8")
         try:
-            manager = TaskManager(include_path=[str(folder), str(overlay)], include_defaults=False)
+            manager = TaskManager(
+                include_path=[str(folder), str(overlay)], include_defaults=False
+            )
             with _seeded():
                 tasks: dict[str, Any] = dict(manager.load([_GROUP])["tasks"])
         except ModuleNotFoundError as error:
             raise UserError(
-                f"task {row.task}: needs packages that are not installed ({first_line(error)}); pip install"
-                " 'fcsd[instruct]' has those of IFEval and MATH"
+                f"task {row.task}: needs packages that are not installed"
+                f" ({first_line(error)}); pip install 'fcsd[instruct]' has those of"
+                " IFEval and MATH"
             ) from error
         except Exception as error:
             if damaged := damaged_file(location):
                 raise UserError(f"task {row.task}: {damaged}") from error
             _name_the_row(row, suite, known, location)
-            reason = f"nothing there is named {error}" if isinstance(error, KeyError) else first_line(error)
+            reason = (
+                f"nothing there is named {error}"
+                if isinstance(error, KeyError)
+                else first_line(error)
+            )
             what = f"cannot be loaded with the data set {location}: {reason}"
             columns = ", ".join(columns_of(row.task, suite))
-            advice = hub_advice(data_root) or (f"; the task needs the columns {columns}" if columns else "")
+            advice = hub_advice(data_root) or (
+                f"; the task needs the columns {columns}" if columns else ""
+            )
             raise UserError(f"task {row.task}: {what}{advice}") from error
     for name, task in tasks.items():
         _apply(task, row)
@@ -107,10 +131,14 @@ def _definitions(row: LMEvalTaskConfig, known: Any) -> list[Any]:
 
 
 def named_splits(row: LMEvalTaskConfig, suite: SuiteConfig) -> set[tuple[str, str]]:
-    """Return the (configuration, split) of a row's data set that its task's definition names; "default" for none."""
+    """Return the (configuration, split) of a row's data set that its task's definition
+    names; "default" for none.
+    """
     from lm_eval.tasks import TaskManager
 
-    known = TaskManager(include_path=[str(_task_folder(row, suite))], include_defaults=False)
+    known = TaskManager(
+        include_path=[str(_task_folder(row, suite))], include_defaults=False
+    )
     keys = ("training_split", "validation_split", "test_split", "fewshot_split")
     return {
         (row.dataset_name or settings.get("dataset_name") or "default", split)
@@ -120,18 +148,34 @@ def named_splits(row: LMEvalTaskConfig, suite: SuiteConfig) -> set[tuple[str, st
     }
 
 
-def _name_the_row(row: LMEvalTaskConfig, suite: SuiteConfig, known: Any, location: str) -> None:
-    """Name the row and the column at fault, if there is one, where lm-eval could not read the data."""
+def _name_the_row(
+    row: LMEvalTaskConfig, suite: SuiteConfig, known: Any, location: str
+) -> None:
+    """Name the row and the column at fault, if there is one, where lm-eval could not
+    read the data.
+    """
     columns = columns_of(row.task, suite)
     for settings in _definitions(row, known) if columns else ():
-        graded = row.split or settings.get("test_split") or settings.get("validation_split")
+        graded = (
+            row.split or settings.get("test_split") or settings.get("validation_split")
+        )
         shots = settings.get("fewshot_split") or settings.get("training_split")
         for split in dict.fromkeys([graded, *([shots] if row.num_fewshot else [])]):
-            check_files(row.task, columns, location, row.dataset_name or settings.get("dataset_name"), split)
+            check_files(
+                row.task,
+                columns,
+                location,
+                row.dataset_name or settings.get("dataset_name"),
+                split,
+            )
 
 
-def _check_data(name: str, task: Any, row: LMEvalTaskConfig, suite: SuiteConfig, location: str) -> None:
-    """Check the rows of the graded split and of the one that the shots come from, and whether those are enough."""
+def _check_data(
+    name: str, task: Any, row: LMEvalTaskConfig, suite: SuiteConfig, location: str
+) -> None:
+    """Check the rows of the graded split and of the one that the shots come from, and
+    whether those are enough.
+    """
     graded = task.config.test_split or task.config.validation_split
     shots = task.config.fewshot_split or task.config.training_split
     splits = [graded, *([shots] if row.num_fewshot and shots else [])]
@@ -140,9 +184,14 @@ def _check_data(name: str, task: Any, row: LMEvalTaskConfig, suite: SuiteConfig,
         if len(rows) == 0:
             raise UserError(f"task {name}: {location} ({split}): the data set is empty")
         check_rows(row.task, columns_of(row.task, suite), rows, f"{location} ({split})")
-    if row.num_fewshot and shots and len(task.dataset[shots]) < row.num_fewshot + (shots == graded):
+    if (
+        row.num_fewshot
+        and shots
+        and len(task.dataset[shots]) < row.num_fewshot + (shots == graded)
+    ):
         raise UserError(
-            f"task {name}: {row.num_fewshot} shots, but {location} ({shots}) has {len(task.dataset[shots])} rows"
+            f"task {name}: {row.num_fewshot} shots, but {location} ({shots}) has"
+            f" {len(task.dataset[shots])} rows"
         )
 
 
@@ -154,15 +203,18 @@ def tasks_folder() -> Path:
 
 
 def _task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
-    """Find where the row's task YAML is: beside the suite, in eval/tasks, or in lm-eval's own tasks."""
+    """Find where the row's task YAML is: beside the suite, in eval/tasks, or in
+    lm-eval's own tasks.
+    """
     if (folder := definition_folder(row, suite)) is not None:
         return folder
     name = row.lm_eval_include or row.task
     if (folder := tasks_folder() / name).is_dir():
         return folder.resolve()
     raise UserError(
-        f"task {row.task}: no folder {name!r} with its definition beside the suite, in {data_dir('eval') / 'tasks'}"
-        " or in lm-eval's tasks; set lm_eval_include to the folder that holds its YAML"
+        f"task {row.task}: no folder {name!r} with its definition beside the suite, in"
+        f" {data_dir('eval') / 'tasks'} or in lm-eval's tasks; set lm_eval_include to"
+        " the folder that holds its YAML"
     )
 
 
@@ -171,15 +223,20 @@ def _apply(task: Any, row: LMEvalTaskConfig) -> None:
     likelihood = task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood")
     if likelihood != (row.kind == "likelihood"):
         raise UserError(
-            f"task {row.task}: kind is {row.kind!r}, but lm-eval's output_type is {task.OUTPUT_TYPE}"
+            f"task {row.task}: kind is {row.kind!r}, but lm-eval's output_type is"
+            f" {task.OUTPUT_TYPE}"
         )
     metric, name = row.metric.split(",", 1)
     metrics, filters = list(task._metric_fn_list), [f.name for f in task._filters]
     if metric not in metrics or name not in filters:
         allowed = ", ".join(f"{m},{f}" for m in metrics for f in filters)
-        raise UserError(f"task {row.task}: metric {row.metric!r} does not exist; allowed: {allowed}")
+        raise UserError(
+            f"task {row.task}: metric {row.metric!r} does not exist; allowed: {allowed}"
+        )
     if getattr(task, "UNSAFE_CODE", False):
-        raise UserError(f"task {row.task}: runs generated code inside lm-eval; use kind: code")
+        raise UserError(
+            f"task {row.task}: runs generated code inside lm-eval; use kind: code"
+        )
     settings: dict[str, Any] = {}
     if isinstance(row, GenerationTaskConfig):
         limits = {"max_gen_toks": row.max_new_tokens, "until": row.stop}
@@ -198,7 +255,10 @@ def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Wor
     """Estimate what a row asks of a model, from a few prompts of every task."""
     items = num_items(tasks, limit)
     if row.kind == "generation":
-        tokens = [(task.config.generation_kwargs or {}).get("max_gen_toks", 256) for task in tasks.values()]
+        tokens = [
+            (task.config.generation_kwargs or {}).get("max_gen_toks", 256)
+            for task in tasks.values()
+        ]
         return Work(items, "tokens", items * max(tokens))
     characters = 0.0
     for task in tasks.values():
@@ -211,14 +271,24 @@ def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Wor
 
 
 def _characters_read(task: Any, document: Any) -> int:
-    """Count the prompt characters read for one item; single-token choices share one forward pass."""
+    """Count the prompt characters read for one item; single-token choices share one
+    forward pass.
+    """
     context = task.fewshot_context(document, task.config.num_fewshot or 0)
-    requests = task.construct_requests(doc=document, ctx=context, metadata=(task.task_name, 0, 1))
-    pairs = [request.args for request in (requests if isinstance(requests, list) else [requests])]
+    requests = task.construct_requests(
+        doc=document, ctx=context, metadata=(task.task_name, 0, 1)
+    )
+    pairs = [
+        request.args
+        for request in (requests if isinstance(requests, list) else [requests])
+    ]
     letters = len({context for context, _ in pairs}) == 1 and all(
         len(choice.strip()) == 1 for _, choice in pairs
     )
-    return sum(len(context) + len(choice) for context, choice in (pairs[:1] if letters else pairs))
+    return sum(
+        len(context) + len(choice)
+        for context, choice in (pairs[:1] if letters else pairs)
+    )
 
 
 def longest_requests(
@@ -226,17 +296,28 @@ def longest_requests(
 ) -> Iterator[list[Any]]:
     """Build the requests about the few documents of each task that have the longest text."""
     for task in tasks.values():
-        documents = [str(task.eval_docs[index]) for index in range(num_items({"": task}, limit))]
+        documents = [
+            str(task.eval_docs[index]) for index in range(num_items({"": task}, limit))
+        ]
         order = sorted(range(len(documents)), key=lambda index: -len(documents[index]))
         longest = sorted(order[:_LONGEST])
         chat = language_model.apply_chat_template
-        yield [request for requests in item_requests(task, row, longest, chat) for request in requests]
+        yield [
+            request
+            for requests in item_requests(task, row, longest, chat)
+            for request in requests
+        ]
 
 
 def item_requests(
-    task: Any, row: LMEvalTaskConfig, documents: Sequence[int], chat_template: Callable[..., str]
+    task: Any,
+    row: LMEvalTaskConfig,
+    documents: Sequence[int],
+    chat_template: Callable[..., str],
 ) -> list[list[Any]]:
-    """Build the requests about each of these documents; chat_template writes turns as text, if the row wants that."""
+    """Build the requests about each of these documents; chat_template writes turns as
+    text, if the row wants that.
+    """
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
     with quiet(), _no_bars_while_building():
         task.build_all_requests(
@@ -255,7 +336,9 @@ def item_requests(
 def higher_is_better(tasks: dict[str, Any], row: LMEvalTaskConfig) -> bool:
     """Ask lm-eval about the row's metric; of one it knows nothing about, yes."""
     metric = row.metric.split(",", 1)[0]
-    return all(task.higher_is_better().get(metric) is not False for task in tasks.values())
+    return all(
+        task.higher_is_better().get(metric) is not False for task in tasks.values()
+    )
 
 
 def run_task(
@@ -265,15 +348,19 @@ def run_task(
     limit: int | None,
     documents: dict[str, list[int]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate one row and return its samples in the order of the data set (group members one after another).
+    """Evaluate one row and return its samples in the order of the data set (group
+    members one after another).
 
-    documents: task -> the numbers of those that are asked; None: all of them, or the first `limit`. A sample has `cut`
-    if the model has been shown the end of the prompt only.
+    documents: task -> the numbers of those that are asked; None: all of them, or the
+    first `limit`. A sample has `cut` if the model has been shown the end of the prompt
+    only.
 
     Raises:
-        UserError: a metric that is not a mean; what the model's positions cannot hold; out of memory.
+        UserError: a metric that is not a mean; what the model's positions cannot hold;
+            out of memory.
     """
-    for task in tasks.values():  # a task that is run for another model draws the same examples
+    # a task that is run for another model draws the same examples
+    for task in tasks.values():
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     language_model.think(bool(row.thinking), row.chat_template)
     with quiet(), _no_bars_while_building():
@@ -297,21 +384,25 @@ def run_task(
     samples = []
     for task, items in output["samples"].items():
         chosen = sorted(
-            (item for item in items if item["filter"] == name), key=lambda item: int(item["doc_id"])
+            (item for item in items if item["filter"] == name),
+            key=lambda item: int(item["doc_id"]),
         )
         scores = [float(item[metric]) for item in chosen]
         _require_mean(row, float(output["results"][task][row.metric]), scores)
         for item, score in zip(chosen, scores, strict=True):
             cut = any(str(each[0]) in language_model.cut for each in item["arguments"])
-            sample = lm_eval_sample(item, score, None if task == row.task else task, item["arguments"])
+            sample = lm_eval_sample(
+                item, score, None if task == row.task else task, item["arguments"]
+            )
             samples.append(sample | ({"cut": True} if cut else {}))
     return samples
 
 
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed Python's generator as lm-eval's command does, and put it back: GPQA's definition shuffles the choices by it
-    when it is loaded, and two models must be asked the same."""
+    """Seed Python's generator as lm-eval's command does, and put it back: GPQA's
+    definition shuffles the choices by it when it is loaded, and two models must be
+    asked the same."""
     before = random.getstate()
     random.seed(0)
     try:
@@ -334,8 +425,11 @@ def _no_bars_while_building() -> Iterator[None]:
 
 
 def _require_mean(row: LMEvalTaskConfig, value: float, scores: list[float]) -> None:
-    if not math.isclose(value, math.fsum(scores) / len(scores), rel_tol=1e-6, abs_tol=1e-9):
+    if not math.isclose(
+        value, math.fsum(scores) / len(scores), rel_tol=1e-6, abs_tol=1e-9
+    ):
         raise UserError(
-            f"task {row.task}: metric {row.metric!r} is not a mean over items (lm-eval gives {value:.6g});"
-            " choose one that is, because models are compared item by item"
+            f"task {row.task}: metric {row.metric!r} is not a mean over items (lm-eval"
+            f" gives {value:.6g}); choose one that is, because models are compared item"
+            " by item"
         )

@@ -1,7 +1,8 @@
-"""Results in lm-eval's own files (0.4.13), for its tools and for those that read its results.
+"""Results in lm-eval's own files (0.4.13), for its tools and for those that read its
+results.
 
-Not covered: `doc` of the samples is empty, because results of fcsd hold prompts and no documents; of a task's metrics
-only the one that the suite names is there.
+Not covered: `doc` of the samples is empty, because results of fcsd hold prompts and no
+documents; of a task's metrics only the one that the suite names is there.
 """
 
 import json
@@ -18,7 +19,9 @@ from fcsd.evaluation.scores import by_member
 
 
 def write_lm_eval(
-    result: Mapping[str, Any], samples: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path
+    result: Mapping[str, Any],
+    samples: Mapping[str, Sequence[Mapping[str, Any]]],
+    folder: Path,
 ) -> Path:
     """Write one evaluation below `folder`/<model>, as lm-eval names it; returns that folder."""
     from lm_eval.utils import sanitize_model_name
@@ -48,17 +51,29 @@ def write_lm_eval(
         "total_evaluation_time_seconds": str(result.get("wall_s", 0.0)),
     }  # fmt: skip
     for task, row in result["tasks"].items():
-        members: Mapping[str, Sequence[Mapping[str, Any]]] = by_member(samples[task], row["kind"])
+        members: Mapping[str, Sequence[Mapping[str, Any]]] = by_member(
+            samples[task], row["kind"]
+        )
         if members:
             _add_group(whole, task, row, members)
         for part, items in (members or {task: samples[task]}).items():
-            _add_task(whole, part, row, items, None if members else row.get("num_items_total"))
+            _add_task(
+                whole, part, row, items, None if members else row.get("num_items_total")
+            )
             rows = [_lm_eval_sample(item, row) for item in items]
             whole["task_hashes"][part] = text_hash(
-                "".join(each["doc_hash"] + each["prompt_hash"] + each["target_hash"] for each in rows)
+                "".join(
+                    each["doc_hash"] + each["prompt_hash"] + each["target_hash"]
+                    for each in rows
+                )
             )
-            lines = [json.dumps(each, ensure_ascii=False, allow_nan=False) + "\n" for each in rows]
-            write_text(inside(place, f"samples_{part}_{time}.jsonl"), _plain("".join(lines)))
+            lines = [
+                json.dumps(each, ensure_ascii=False, allow_nan=False) + "\n"
+                for each in rows
+            ]
+            write_text(
+                inside(place, f"samples_{part}_{time}.jsonl"), _plain("".join(lines))
+            )
     if not whole["groups"]:  # as lm-eval has it
         del whole["groups"]
     write_json(place / f"results_{time}.json", whole)
@@ -66,12 +81,17 @@ def write_lm_eval(
 
 
 def _plain(text: str) -> str:
-    """Replace halves of characters, which models do produce and UTF-8 cannot hold, by question marks."""
+    """Replace halves of characters, which models do produce and UTF-8 cannot hold, by
+    question marks.
+    """
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _add_scores(
-    whole: dict[str, Any], name: str, row: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
+    whole: dict[str, Any],
+    name: str,
+    row: Mapping[str, Any],
+    items: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Add what tasks and groups have in common; returns the scores, of which a group has more."""
     metric, rule = lm_eval_key(row["metric"])
@@ -81,7 +101,9 @@ def _add_scores(
         "alias": name,
         "sample_len": len(scores),
         f"{metric},{rule}": math.fsum(scores) / len(scores),
-        f"{metric}_stderr,{rule}": "N/A" if (error := standard_error(scores)) is None else error,
+        f"{metric}_stderr,{rule}": (
+            "N/A" if (error := standard_error(scores)) is None else error
+        ),
     }
     whole["n-shot"][name] = row["num_fewshot"]
     whole["versions"][name] = "fcsd"
@@ -95,12 +117,16 @@ def _add_group(
     row: Mapping[str, Any],
     members: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
-    """Add a group: it has a score and no configuration, so that whoever reads `configs` finds samples for each."""
+    """Add a group: it has a score and no configuration, so that whoever reads `configs`
+    finds samples for each.
+    """
     items = [item for part in members.values() for item in part]
     metric, rule = lm_eval_key(row["metric"])
     whole["groups"][name] = result = _add_scores(whole, name, row, items)
     result["sample_count"] = {f"{metric},{rule}": len(items)}
-    error = pooled_standard_error([[item["score"] for item in part] for part in members.values()])
+    error = pooled_standard_error(
+        [[item["score"] for item in part] for part in members.values()]
+    )
     result[f"{metric}_stderr,{rule}"] = "N/A" if error is None else error
     whole["group_subtasks"][name] = list(members)
 
@@ -120,7 +146,9 @@ def _add_task(
         "dataset_path": row["dataset"],
         "num_fewshot": row["num_fewshot"],
         "output_type": "generate_until" if generates else "multiple_choice",
-        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": more}],
+        "metric_list": [
+            {"metric": metric, "aggregation": "mean", "higher_is_better": more}
+        ],
         **({} if rule == "none" else {"filter_list": [{"name": rule}]}),
         "repeats": 1,
         "metadata": {
@@ -129,7 +157,10 @@ def _add_task(
             "chat_template": bool(row.get("chat_template")),
         },
     }
-    whole["n-samples"][name] = {"original": total or len(items), "effective": len(items)}
+    whole["n-samples"][name] = {
+        "original": total or len(items),
+        "effective": len(items),
+    }
 
 
 def lm_eval_key(metric: str) -> tuple[str, str]:
@@ -138,13 +169,17 @@ def lm_eval_key(metric: str) -> tuple[str, str]:
     return name, rule or "none"
 
 
-def _lm_eval_sample(sample: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+def _lm_eval_sample(
+    sample: Mapping[str, Any], row: Mapping[str, Any]
+) -> dict[str, Any]:
     metric, rule = lm_eval_key(row["metric"])
     prompt = sample.get("prompt", "")
     if "loglikelihoods" in sample:
         choices = sample.get("choices") or [""] * len(sample["loglikelihoods"])
         arguments = [[prompt, choice] for choice in choices]
-        responses: list[Any] = [[[str(value), ""]] for value in sample["loglikelihoods"]]
+        responses: list[Any] = [
+            [[str(value), ""]] for value in sample["loglikelihoods"]
+        ]
         filtered = [first[0] for first in responses]
     else:
         arguments = [[prompt, ""]]

@@ -3,21 +3,32 @@
     from fcsd.model.connectivity import Connectivity, convert_model, load_model
     model = load_model("path/to/Qwen3-30B-A3B", connectivity=Connectivity(layers="all"))
 
-`spec` says what is rewired, `rewire` does it, `modeling` makes the `FarSkip<Family>ForCausalLM` classes,
-`convert` works on models in memory, `load` and `export` on folders. Names that need torch are imported when
-first asked for.
+`spec` says what is rewired, `rewire` does it, `modeling` makes the
+`FarSkip<Family>ForCausalLM` classes, `convert` works on models in memory, `load` and
+`export` on folders. Names that need torch are imported when first asked for.
 
-Not covered: transformers' pipelines with a stage boundary between two rewired layers (a stage hands on one
-tensor, a rewired layer two; `pipeline_cuts` names the other boundaries).
+Not covered: transformers' pipelines with a stage boundary between two rewired layers (a
+stage hands on one tensor, a rewired layer two; `pipeline_cuts` names the other
+boundaries).
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fcsd.model.connectivity.spec import Connectivity, Selection, parse_selection, resolve_layers
+from fcsd.model.connectivity.spec import (
+    Connectivity,
+    Selection,
+    parse_selection,
+    resolve_layers,
+)
 
 if TYPE_CHECKING:
-    from fcsd.model.connectivity.convert import convert_model, farskip_layers, pipeline_cuts, unconvert_model
+    from fcsd.model.connectivity.convert import (
+        convert_model,
+        farskip_layers,
+        pipeline_cuts,
+        unconvert_model,
+    )
     from fcsd.model.connectivity.export import convert_checkpoint, unconvert_checkpoint
     from fcsd.model.connectivity.load import load_model
     from fcsd.model.connectivity.modeling import register

@@ -1,8 +1,9 @@
-"""Other projects' configuration keys for the same connectivity, read as ours. Standard library only.
+"""Other projects' configuration keys for the same connectivity, read as ours. Standard
+library only.
 
-AMD's Instella-MoE checkpoints are FarSkip models from scratch. Their `config.json` says so in five keys, whose
-meaning is that of `modeling_instella_moe.py` (AMD, 2026, written for transformers 4.57.1; it is shipped in
-the checkpoints):
+AMD's Instella-MoE checkpoints are FarSkip models from scratch. Their `config.json` says
+so in five keys, whose meaning is that of `modeling_instella_moe.py` (AMD, 2026, written
+for transformers 4.57.1; it is shipped in the checkpoints):
 
     farskip             bool; false or absent: the regular model
     farskip_start_idx   first FarSkip layer, default 0
@@ -10,21 +11,25 @@ the checkpoints):
     attn_only_farskip   attention reads the stream without routed output, the MLP reads h: `mlp: full`
     mlp_only_farskip    the MLP reads o_{k-1}, attention reads the full stream: `attention: full`
 
-Both switches on: both sides are full, which is the regular model. A dense layer in the range follows the same
-two rules and leaves nothing in flight, as ours; the first layer of the model and the layer after a dense one
-read one stream for both, as ours.
+Both switches on: both sides are full, which is the regular model. A dense layer in the
+range follows the same two rules and leaves nothing in flight, as ours; the first layer
+of the model and the layer after a dense one read one stream for both, as ours.
 
-There is one difference. In AMD's file *every* MoE layer hands the stream without its routed output on, a
-regular one too, so the first FarSkip layer after a regular MoE layer reads o - routed of that regular layer.
-Here the routed output of a regular layer is never in flight. With `attn_only_farskip` the connectivity is
-still ours, with the selection begun one layer earlier (whose attention and MLP then both read what a regular
-layer reads). With both sides it has no counterpart and is refused. No published checkpoint sets the start.
+There is one difference. In AMD's file *every* MoE layer hands the stream without its
+routed output on, a regular one too, so the first FarSkip layer after a regular MoE
+layer reads o - routed of that regular layer. Here the routed output of a regular layer
+is never in flight. With `attn_only_farskip` the connectivity is still ours, with the
+selection begun one layer earlier (whose attention and MLP then both read what a regular
+layer reads). With both sides it has no counterpart and is refused. No published
+checkpoint sets the start.
 
-`gated_attention` on a deepseek_v3 is the attention gate of the family instella_moe, with or without the keys above.
-Every key of such a config must be one that is described (`_DESCRIBED`); of other configs, every key with `farskip` in
-its name: what an unknown one would change, nobody knows. `to_instella` is the other direction.
+`gated_attention` on a deepseek_v3 is the attention gate of the family instella_moe,
+with or without the keys above. Every key of such a config must be one that is described
+(`_DESCRIBED`); of other configs, every key with `farskip` in its name: what an unknown
+one would change, nobody knows. `to_instella` is the other direction.
 
-Not covered: AMD's own code, which calls `DeepseekV3MoE.moe`; transformers 5 no longer has it.
+Not covered: AMD's own code, which calls `DeepseekV3MoE.moe`; transformers 5 no longer
+has it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,19 +72,26 @@ _DESCRIBED = {
 
 
 def has_instella_keys(config: Mapping[str, Any]) -> bool:
-    """Return whether a `config.json` says connectivity or gate in Instella's keys. In ours, `farskip` is a mapping."""
+    """Return whether a `config.json` says connectivity or gate in Instella's keys. In
+    ours, `farskip` is a mapping.
+    """
     if config.get("model_type") in GATED and config.get(GATE):
         return True
-    return isinstance(config.get("farskip"), bool) or any(key in config for key in INSTELLA_KEYS[1:])
+    return isinstance(config.get("farskip"), bool) or any(
+        key in config for key in INSTELLA_KEYS[1:]
+    )
 
 
 def has_other_names(config: Mapping[str, Any]) -> bool:
-    """Return whether a `config.json` calls its connectivity or its family otherwise than fcsd does."""
+    """Return whether a `config.json` calls its connectivity or its family otherwise
+    than fcsd does.
+    """
     return has_instella_keys(config) or config.get("model_type") in ALIASES
 
 
 def in_our_names(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a `config.json` with connectivity and family in fcsd's keys and names; as it is where it has them.
+    """Return a `config.json` with connectivity and family in fcsd's keys and names; as
+    it is where it has them.
 
     Raises:
         UserError: as `translate_instella`.
@@ -90,7 +102,9 @@ def in_our_names(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def instella_type(config: Mapping[str, Any]) -> str:
-    """Return the model type that a `config.json` means: a deepseek_v3 with Instella's gate is an instella_moe."""
+    """Return the model type that a `config.json` means: a deepseek_v3 with Instella's
+    gate is an instella_moe.
+    """
     model_type = str(config.get("model_type") or "")
     return GATED.get(model_type, model_type) if config.get(GATE) else model_type
 
@@ -102,24 +116,28 @@ def check_described(config: Mapping[str, Any], where: str) -> None:
     for key in config:
         if key not in known and (gated or "farskip" in key):
             raise UserError(
-                f"{where}: {key}: unknown key{did_you_mean(key, sorted(known))}; what it changes in an Instella"
-                " model is not known, so it is not passed over; take it out if it changes nothing"
+                f"{where}: {key}: unknown key{did_you_mean(key, sorted(known))}; what"
+                " it changes in an Instella model is not known, so it is not passed"
+                " over; take it out if it changes nothing"
             )
 
 
 def from_instella(
     config: Mapping[str, Any], moe_mask: Sequence[bool], where: str = "config.json"
 ) -> Connectivity:
-    """Return the connectivity that Instella's keys in a `config.json` describe; `layers: none` for a regular model.
+    """Return the connectivity that Instella's keys in a `config.json` describe;
+    `layers: none` for a regular model.
 
-    moe_mask: one entry a decoder layer, True for an MoE layer. where: what an error names.
+    moe_mask: one entry a decoder layer, True for an MoE layer. where: what an error
+    names.
 
     Raises:
-        UserError: a key has a value of the wrong kind, or the range begins with both sides after a regular
-            MoE layer (see the module's docstring).
+        UserError: a key has a value of the wrong kind, or the range begins with both
+            sides after a regular MoE layer (see the module's docstring).
     """
     farskip, attention_only, mlp_only = (
-        _flag(config, key, where) for key in ("farskip", "attn_only_farskip", "mlp_only_farskip")
+        _flag(config, key, where)
+        for key in ("farskip", "attn_only_farskip", "mlp_only_farskip")
     )
     start = max(_index(config, "farskip_start_idx", 0, where), 0)
     end = min(_index(config, "farskip_end_idx", 10_000, where), len(moe_mask) - 1)
@@ -131,9 +149,11 @@ def from_instella(
     elif after_regular_moe and not mlp_only:
         first_moe = list(moe_mask).index(True)
         raise UserError(
-            f"{where}: farskip_start_idx: {start} follows the regular MoE layer {start - 1}; in AMD's file"
-            f" attention of layer {start} reads the stream without that layer's routed output, which has no"
-            f" counterpart here; allowed: 0 to {first_moe}, or mlp_only_farskip or attn_only_farskip with it"
+            f"{where}: farskip_start_idx: {start} follows the regular MoE layer"
+            f" {start - 1}; in AMD's file attention of layer {start} reads the stream"
+            " without that layer's routed output, which has no counterpart here;"
+            f" allowed: 0 to {first_moe}, or mlp_only_farskip or attn_only_farskip"
+            " with it"
         )
     return Connectivity(
         list(range(start, end + 1)),
@@ -142,40 +162,54 @@ def from_instella(
     )
 
 
-def translate_instella(config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
-    """Return a `config.json` with Instella's keys, rewritten in fcsd's own format: `farskip_<base>` with a `farskip`
-    field, or the base family's where nothing is rewired.
+def translate_instella(
+    config: Mapping[str, Any], where: str = "config.json"
+) -> dict[str, Any]:
+    """Return a `config.json` with Instella's keys, rewritten in fcsd's own format:
+    `farskip_<base>` with a `farskip` field, or the base family's where nothing is
+    rewired.
 
     Raises:
-        UserError: as `from_instella`; a family that is not supported, the gate on another than deepseek_v3, or a key
-            that is not described.
+        UserError: as `from_instella`; a family that is not supported, the gate on
+            another than deepseek_v3, or a key that is not described.
     """
     model_type = instella_type(config)
     family = FAMILIES.get(model_type)
     if family is None or family.multimodal:
         raise UserError(
-            f"{where}: farskip: Instella's keys are read on text models of a supported family, not on model"
-            f" type '{model_type}'; `fcsd families` lists the supported ones"
+            f"{where}: farskip: Instella's keys are read on text models of a supported"
+            f" family, not on model type '{model_type}'; `fcsd families` lists the"
+            " supported ones"
         )
     check_described(config, where)
     if _flag(config, GATE, where) and model_type not in GATED.values():
         raise UserError(
-            f"{where}: {GATE}: the gate is known on model type {' and '.join(GATED)}, not on '{model_type}'"
+            f"{where}: {GATE}: the gate is known on model type {' and '.join(GATED)},"
+            f" not on '{model_type}'"
         )
     try:
         mask = moe_mask(SimpleNamespace(**config), family)
     except (AttributeError, TypeError):
         fields = ", ".join(("num_hidden_layers", *MOE_LAYERS[family.moe_layers][0]))
         raise UserError(
-            f"{where}: farskip: which layers are MoE cannot be told; the fields {fields} are needed beside it"
+            f"{where}: farskip: which layers are MoE cannot be told; the fields"
+            f" {fields} are needed beside it"
         ) from None
     field = from_instella(config, mask, where).field(mask)
-    rest = {key: value for key, value in config.items() if key not in (*INSTELLA_KEYS, "auto_map")}
+    rest = {
+        key: value
+        for key, value in config.items()
+        if key not in (*INSTELLA_KEYS, "auto_map")
+    }
     if family.like:
-        rest["num_nextn_predict_layers"] = 0  # 1 in some, whose files hold no such layer
+        # 1 in some, whose files hold no such layer
+        rest["num_nextn_predict_layers"] = 0
     if not field["layers"]:
         return rest | {"model_type": model_type, "architectures": [family.causal_lm]}
-    names = {"model_type": PREFIX + model_type, "architectures": [f"FarSkip{family.causal_lm}"]}
+    names = {
+        "model_type": PREFIX + model_type,
+        "architectures": [f"FarSkip{family.causal_lm}"],
+    }
     return rest | names | {"farskip": field}
 
 
@@ -190,31 +224,39 @@ _REWRITTEN = ("farskip", "auto_map", "dtype", "rope_parameters")
 
 
 def to_instella(
-    config: Mapping[str, Any], field: Mapping[str, Any], mask: Sequence[bool], where: str
+    config: Mapping[str, Any],
+    field: Mapping[str, Any],
+    mask: Sequence[bool],
+    where: str,
 ) -> dict[str, Any]:
-    """Return a `config.json` in Instella's keys, which `translate_instella` reads as the same model.
+    """Return a `config.json` in Instella's keys, which `translate_instella` reads as
+    the same model.
 
-    AMD's code for transformers 4.57 has DeepSeek-V3's router and reads the keys. AMD's SGLang knows all layers with
-    both sides or none, by variables of its environment, and has DeepSeek-V2's router, too.
+    AMD's code for transformers 4.57 has DeepSeek-V3's router and reads the keys. AMD's
+    SGLang knows all layers with both sides or none, by variables of its environment,
+    and has DeepSeek-V2's router, too.
 
-    config: of a checkpoint of fcsd, or in Instella's keys but translated. field: its `farskip` field; `layers: []` for
-    a regular model. mask: one entry a decoder layer, True for an MoE layer. where: what an error names.
+    config: of a checkpoint of fcsd, or in Instella's keys but translated. field: its
+    `farskip` field; `layers: []` for a regular model. mask: one entry a decoder layer,
+    True for an MoE layer. where: what an error names.
 
     Raises:
-        UserError: the family or the connectivity cannot be said in these keys; a key is none that is described.
+        UserError: the family or the connectivity cannot be said in these keys; a key is
+            none that is described.
     """
     family = base_model_type(str(config["model_type"]))
     written = {own: theirs for theirs, own in GATED.items()}
     if family not in (*written, "deepseek_v2", "deepseek_v3"):
         raise UserError(
-            f"{where}: AMD's keys are read by AMD's code for DeepSeek-V2, DeepSeek-V3 and Instella-MoE only, not for"
-            f" '{family}'"
+            f"{where}: AMD's keys are read by AMD's code for DeepSeek-V2, DeepSeek-V3"
+            f" and Instella-MoE only, not for '{family}'"
         )
     keys = _keys_of(field, mask, where)
     if family == "deepseek_v2" and field["layers"] != [] and set(keys) != {"farskip"}:
         raise UserError(
-            f"{where}: AMD's code for transformers has DeepSeek-V3's router, and AMD's SGLang, which has DeepSeek-V2's,"
-            " wires all layers with both sides; convert the original with `--layers all`"
+            f"{where}: AMD's code for transformers has DeepSeek-V3's router, and AMD's"
+            " SGLang, which has DeepSeek-V2's, wires all layers with both sides;"
+            " convert the original with `--layers all`"
         )
     rest = {key: value for key, value in config.items() if key not in _REWRITTEN}
     rest |= _rope_before_5(config) | {
@@ -224,7 +266,9 @@ def to_instella(
     if family != "deepseek_v2":
         names = {
             "architectures": ["InstellaMoEForCausalLM"],
-            "auto_map": {auto: f"{AMDS_CODE}--{place}" for auto, place in _AUTO.items()},
+            "auto_map": {
+                auto: f"{AMDS_CODE}--{place}" for auto, place in _AUTO.items()
+            },
             GATE: family in GATED.values(),
             "num_nextn_predict_layers": 0,
         }
@@ -233,16 +277,26 @@ def to_instella(
     return result
 
 
-def _keys_of(field: Mapping[str, Any], mask: Sequence[bool], where: str) -> dict[str, Any]:
+def _keys_of(
+    field: Mapping[str, Any], mask: Sequence[bool], where: str
+) -> dict[str, Any]:
     """Return the keys that `from_instella` reads as this field."""
     layers = field["layers"]
     if not layers:
         return {"farskip": False}
-    sides = {"attn_only_farskip": field["mlp"] == "full", "mlp_only_farskip": field["attention"] == "full"}
+    sides = {
+        "attn_only_farskip": field["mlp"] == "full",
+        "mlp_only_farskip": field["attention"] == "full",
+    }
     last = {"farskip_end_idx": layers[-1]} if layers[-1] < len(mask) - 1 else {}
-    # With attention alone AMD's range begins one layer later; the first one computes what a regular layer does.
+    # With attention alone AMD's range begins one layer later; the first one computes
+    # what a regular layer does.
     for first in (layers[0], layers[0] + 1):
-        keys = {"farskip": True, **({"farskip_start_idx": first} if first else {}), **last}
+        keys = {
+            "farskip": True,
+            **({"farskip_start_idx": first} if first else {}),
+            **last,
+        }
         keys |= {name: True for name, value in sides.items() if value}
         try:
             if from_instella(keys, mask).field(mask) == dict(field):
@@ -250,9 +304,9 @@ def _keys_of(field: Mapping[str, Any], mask: Sequence[bool], where: str) -> dict
         except UserError:
             continue
     raise UserError(
-        f"{where}: farskip: AMD's keys have one range of layers, which begins at a dense layer or the first MoE layer"
-        f" where both sides are rewired; they cannot say layers {layers}, attention {field['attention']},"
-        f" mlp {field['mlp']}"
+        f"{where}: farskip: AMD's keys have one range of layers, which begins at a"
+        " dense layer or the first MoE layer where both sides are rewired; they cannot"
+        f" say layers {layers}, attention {field['attention']}, mlp {field['mlp']}"
     )
 
 
@@ -262,7 +316,10 @@ def _rope_before_5(config: Mapping[str, Any]) -> dict[str, Any]:
     if not rope:
         return {}
     theta, kind = rope.pop("rope_theta", 10_000.0), rope.pop("rope_type", "default")
-    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"type": kind, **rope}}
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" else {"type": kind, **rope},
+    }
 
 
 def _flag(config: Mapping[str, Any], key: str, where: str) -> bool:
@@ -274,6 +331,10 @@ def _flag(config: Mapping[str, Any], key: str, where: str) -> bool:
 
 def _index(config: Mapping[str, Any], key: str, default: int, where: str) -> int:
     value = config.get(key, default)  # AMD's default of the end is the float 1e4
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or value != int(value)
+    ):
         raise UserError(f"{where}: {key}: must be the index of a layer, got {value!r}")
     return int(value)

@@ -1,4 +1,6 @@
-"""Reading a checkpoint folder without loading it: config, family, and every tensor's shape from the file headers."""
+"""Reading a checkpoint folder without loading it: config, family, and every tensor's
+shape from the file headers.
+"""
 
 import fnmatch
 import functools
@@ -14,10 +16,24 @@ from typing import Any
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import check_regular, read_json, safetensors_header
 from fcsd.base.fingerprints import TOKENIZER_FILES
-from fcsd.base.weights import CONFIG, INDEX, WEIGHTS, WeightFiles, find_weights, stale_index
+from fcsd.base.weights import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    WeightFiles,
+    find_weights,
+    stale_index,
+)
 from fcsd.model.connectivity.aliases import has_other_names, in_our_names
 from fcsd.model.connectivity.spec import Connectivity
-from fcsd.model.families import FAMILIES, NEWER, PREFIX, Family, base_model_type, family_of
+from fcsd.model.families import (
+    FAMILIES,
+    NEWER,
+    PREFIX,
+    Family,
+    base_model_type,
+    family_of,
+)
 from fcsd.model.families.refused import REFUSED
 from fcsd.model.quantised.methods import (
     Quantisation,
@@ -27,14 +43,14 @@ from fcsd.model.quantised.methods import (
 )
 
 CARRIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*")
-"""Patterns of what a checkpoint has beside config and weights. No pickles, and no code except what a tokenizer or
-processor names as its own."""
+"""Patterns of what a checkpoint has beside config and weights. No pickles, and no code
+except what a tokenizer or processor names as its own."""
 _READ = (*CARRIED, CONFIG, "*.safetensors", "*.safetensors.index.json", "README.md")
 _FETCHED = (
     *CARRIED, "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "README.md", WEIGHTS,
 )  # fmt: skip
-"""What is fetched from the Hub before the weight files that an index names. Code is stored, and run only where
-`trust_remote_code` allows it."""
+"""What is fetched from the Hub before the weight files that an index names. Code is
+stored, and run only where `trust_remote_code` allows it."""
 _NOT_FETCHED = ("original/*",)  # the same model in its authors' own format
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors by their names
@@ -60,17 +76,20 @@ class Checkpoint:
     dtypes: dict[str, str]
     """Dtypes of the tensors in the words of safetensors: "BF16", "F32", …"""
     quantisation: Quantisation | None = None
-    """How its tensors are quantised; None for plain ones, whose `config` then says nothing of it, whatever the file."""
+    """How its tensors are quantised; None for plain ones, whose `config` then says
+    nothing of it, whatever the file.
+    """
     leftover: bool = False
     """The file says that plain tensors are quantised."""
 
 
 def find_folder(path: str | Path, revision: str | None = None) -> Path:
-    """Return the local folder of a checkpoint: `path` itself, or the snapshot of a Hub repository `owner/name`.
+    """Return the local folder of a checkpoint: `path` itself, or the snapshot of a Hub
+    repository `owner/name`.
 
     Raises:
-        UserError: no such folder and not found on the Hub, a file instead of a folder, a revision for a
-            local folder, or the state of a training.
+        UserError: no such folder and not found on the Hub, a file instead of a folder,
+            a revision for a local folder, or the state of a training.
     """
     if (folder := local_folder(path, revision, f"{CONFIG} and {WEIGHTS}")) is not None:
         return folder
@@ -78,24 +97,43 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
         return _fetch(str(path), revision)
     except UserError:
         raise
-    except Exception as error:  # network, authorisation, offline mode: each is the user's to solve
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    # network, authorisation, offline mode: each is the user's to solve
+    except Exception as error:
+        reason = (
+            str(error).strip().splitlines()[0]
+            if str(error).strip()
+            else type(error).__name__
+        )
         raise UserError(
-            f"{path}: no such folder, and the Hub did not give a repository of this name: {reason}"
+            f"{path}: no such folder, and the Hub did not give a repository of this"
+            f" name: {reason}"
         ) from None
 
 
 def _fetch(name: str, revision: str | None) -> Path:
-    """Fetch a Hub repository: small files, code, and of the weights those that transformers loads."""
+    """Fetch a Hub repository: small files, code, and of the weights those that
+    transformers loads.
+    """
     from huggingface_hub import snapshot_download
 
     ignored = list(_NOT_FETCHED)
     folder = Path(
-        snapshot_download(name, revision=revision, allow_patterns=list(_FETCHED), ignore_patterns=ignored)
+        snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(_FETCHED),
+            ignore_patterns=ignored,
+        )
     )
-    config = read_checkpoint_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    config = (
+        read_checkpoint_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    )
     weights = find_weights(folder, config)
-    missing = [file for file in weights.names if not (folder / file).is_file()] if weights else []
+    missing = (
+        [file for file in weights.names if not (folder / file).is_file()]
+        if weights
+        else []
+    )
     if missing:
         commit = folder.name if folder.parent.name == "snapshots" else revision
         snapshot_download(name, revision=commit, allow_patterns=missing)
@@ -103,26 +141,40 @@ def _fetch(name: str, revision: str | None) -> Path:
 
 
 def _check_no_state(folder: Path) -> None:
-    """Raise UserError where a training has left its states in a folder, or its model in a folder below."""
+    """Raise UserError where a training has left its states in a folder, or its model in
+    a folder below.
+    """
     if any((folder / name).is_file() for name in (CONFIG, "tokenizer.json")):
         return
     if (folder / "model" / CONFIG).is_file():
-        raise UserError(f"{folder}: is no checkpoint, but holds one; give {folder / 'model'}")
+        raise UserError(
+            f"{folder}: is no checkpoint, but holds one; give {folder / 'model'}"
+        )
     below = sorted(folder.glob("checkpoint-*/trainer_state.json"))
     if below or (folder / "trainer_state.json").is_file():
         what = (
-            f"holds states of a training ({below[-1].parent.name})" if below else "is the state of a training"
+            f"holds states of a training ({below[-1].parent.name})"
+            if below
+            else "is the state of a training"
         )
         raise UserError(
-            f"{folder}: {what}, to continue from, and no model; FCSDTrainer.train(resume_from_checkpoint=…), or the"
-            " command that began it, continues; save_model, or the end of a recipe's stage, leaves a model"
+            f"{folder}: {what}, to continue from, and no model;"
+            " FCSDTrainer.train(resume_from_checkpoint=…), or the command that began"
+            " it, continues; save_model, or the end of a recipe's stage, leaves a"
+            " model"
         )
 
 
 def source_folder(config: Any) -> Path | None:
-    """Return the folder that a model with this config was loaded from, where it is still on this machine."""
+    """Return the folder that a model with this config was loaded from, where it is
+    still on this machine.
+    """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     name = str(getattr(config, "_name_or_path", "") or "")
     if not name or (folder := Path(name)).is_dir():
@@ -130,19 +182,29 @@ def source_folder(config: Any) -> Path | None:
     try:
         revision = getattr(config, "_commit_hash", None)
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError, ValueError):
+    except (
+        LocalEntryNotFoundError,
+        HFValidationError,
+        HfHubHTTPError,
+        OSError,
+        ValueError,
+    ):
         return None
 
 
 def local_folder(path: str | Path, revision: str | None, contents: str) -> Path | None:
-    """Return `path` where it is a folder; None where it can only be `owner/name` on the Hub.
+    """Return `path` where it is a folder; None where it can only be `owner/name` on the
+    Hub.
 
     Raises:
-        UserError: a file, a revision for a folder, or neither a folder nor a name; `contents` is what the
-            message says of a checkpoint's folder.
+        UserError: a file, a revision for a folder, or neither a folder nor a name;
+            `contents` is what the message says of a checkpoint's folder.
     """
     if path == "":
-        raise UserError(f"'': is no path; a checkpoint is a folder with {contents}, or owner/name on the Hub")
+        raise UserError(
+            f"'': is no path; a checkpoint is a folder with {contents}, or owner/name"
+            " on the Hub"
+        )
     folder = Path(path).expanduser()
     try:
         is_folder, exists = folder.is_dir(), folder.exists()
@@ -151,31 +213,42 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
     if is_folder:
         if revision is not None:
             raise UserError(
-                f"{path}: revision '{revision}' applies to a Hub repository, but this is a local folder"
+                f"{path}: revision '{revision}' applies to a Hub repository, but this"
+                " is a local folder"
             )
         _check_no_state(folder)
         return folder
     if exists:
         raise UserError(f"{path}: is a file; a checkpoint is a folder with {contents}")
-    if isinstance(path, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
+    if isinstance(path, Path) or not re.fullmatch(
+        r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)
+    ):
         raise UserError(
-            f"{path}: no such folder; a checkpoint is a folder with {contents}, or owner/name on the Hub"
+            f"{path}: no such folder; a checkpoint is a folder with {contents}, or"
+            " owner/name on the Hub"
         )
     return None
 
 
 def files_like(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """Return the files of a checkpoint that have these names, sorted; raises UserError as `check_file`."""
+    """Return the files of a checkpoint that have these names, sorted; raises UserError
+    as `check_file`.
+    """
     places = {pattern.rpartition("/")[0] for pattern in patterns}
     files = []
     for place in sorted(name for name in places if (folder / name).is_dir()):
         try:
-            names = sorted(os.listdir(folder / place))  # not `glob`, which passes over links to nothing
+            # not `glob`, which passes over links to nothing
+            names = sorted(os.listdir(folder / place))
         except OSError as error:
-            raise UserError(f"{folder / place}: cannot be read ({error.strerror})") from None
+            raise UserError(
+                f"{folder / place}: cannot be read ({error.strerror})"
+            ) from None
         entries = [Path(place, name) for name in names]
         for entry in entries:
-            if any(fnmatch.fnmatchcase(entry.as_posix(), pattern) for pattern in patterns):
+            if any(
+                fnmatch.fnmatchcase(entry.as_posix(), pattern) for pattern in patterns
+            ):
                 check_file(folder / entry, folder)
                 files.append(folder / entry)
     return sorted(file for file in files if file.is_file())
@@ -190,24 +263,32 @@ def all_files(folder: Path) -> list[Path]:
 
 
 def check_file(file: Path, folder: Path) -> None:
-    """Refuse a file of a checkpoint that is read or published elsewhere than it seems to be.
+    """Refuse a file of a checkpoint that is read or published elsewhere than it seems
+    to be.
 
-    A link may lead to another file in the folder, and from a snapshot of the Hub's cache to a blob of its repository
-    (`snapshots/REVISION/NAME -> ../../blobs/HASH`).
+    A link may lead to another file in the folder, and from a snapshot of the Hub's
+    cache to a blob of its repository (`snapshots/REVISION/NAME -> ../../blobs/HASH`).
 
     Raises:
-        UserError: it is a link to what lies outside `folder`, or to nothing; a pipe, a socket or a device.
+        UserError: it is a link to what lies outside `folder`, or to nothing; a pipe, a
+            socket or a device.
     """
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
     if target != root / file.relative_to(folder):
-        is_blob = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
+        is_blob = (
+            root.parent.name == "snapshots"
+            and target.parent == root.parent.parent / "blobs"
+        )
         if not (is_blob or target.is_relative_to(root)):
             raise UserError(
-                f"{file}: is a link to {target}, which is no file of this checkpoint; put a copy in its place, or"
-                " remove it"
+                f"{file}: is a link to {target}, which is no file of this checkpoint;"
+                " put a copy in its place, or remove it"
             )
         if not target.exists():
-            raise UserError(f"{file}: is a link to {target}, which does not exist; fetch the file again")
+            raise UserError(
+                f"{file}: is a link to {target}, which does not exist; fetch the file"
+                " again"
+            )
     check_regular(file, "fetch it again, or remove it")
 
 
@@ -221,25 +302,38 @@ def read_checkpoint_json(file: Path) -> dict[str, Any]:
 
 
 def _not_a_number(value: Any, place: str = "") -> str | None:
-    """Return the dotted key of the first NaN; infinite numbers are in published configs, and mean something."""
+    """Return the dotted key of the first NaN; infinite numbers are in published
+    configs, and mean something.
+    """
     if isinstance(value, float):
         return place if math.isnan(value) else None
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    places = (_not_a_number(inner, f"{place}.{key}" if place else str(key)) for key, inner in items)
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    places = (
+        _not_a_number(inner, f"{place}.{key}" if place else str(key))
+        for key, inner in items
+    )
     return next(filter(None, places), None)
 
 
 def read_config(
     folder: Path, any_family: bool = False
 ) -> tuple[dict[str, Any], Family | None, Connectivity | None]:
-    """Return the raw config of a checkpoint folder, its family, and its connectivity (None for a base checkpoint).
+    """Return the raw config of a checkpoint folder, its family, and its connectivity
+    (None for a base checkpoint).
 
-    A connectivity in another project's keys (`fcsd.model.connectivity.aliases`) is rewritten in ours, and so is the
-    model type where it is an alias.
+    A connectivity in another project's keys (`fcsd.model.connectivity.aliases`) is
+    rewritten in ours, and so is the model type where it is an alias.
 
     Raises:
-        UserError: no or damaged config; unsupported or dense family (allowed with `any_family`); a FarSkip
-            model type without `farskip` field, or the other way round.
+        UserError: no or damaged config; unsupported or dense family (allowed with
+            `any_family`); a FarSkip model type without `farskip` field, or the other
+            way round.
     """
     files_like(folder, _READ)
     config = read_checkpoint_json(folder / CONFIG)
@@ -252,9 +346,9 @@ def read_config(
     is_farskip = model_type.startswith(PREFIX)
     if is_farskip != ("farskip" in config):
         raise UserError(
-            f"{where}: model_type '{model_type}' contradicts the field farskip, which is"
-            f" {'present' if 'farskip' in config else 'absent'};"
-            " convert the original checkpoint again with `fcsd convert`"
+            f"{where}: model_type '{model_type}' contradicts the field farskip, which"
+            f" is {'present' if 'farskip' in config else 'absent'}; convert the"
+            " original checkpoint again with `fcsd convert`"
         )
     if any_family and base_model_type(model_type) not in {*FAMILIES, *NEWER}:
         return config, None, None
@@ -262,43 +356,70 @@ def read_config(
         family = family_of(config)
     except UserError as error:
         hint = ""
-        if "auto_map" in config and base_model_type(model_type) not in {*FAMILIES, *NEWER, *REFUSED}:
+        if "auto_map" in config and base_model_type(model_type) not in {
+            *FAMILIES,
+            *NEWER,
+            *REFUSED,
+        }:
             hint = (
-                "; the checkpoint brings code of its own: trust_remote_code=True (in a recipe:"
-                " model.trust_remote_code: true) loads it as it is, it cannot be converted"
+                "; the checkpoint brings code of its own: trust_remote_code=True (in a"
+                " recipe: model.trust_remote_code: true) loads it as it is, it cannot"
+                " be converted"
             )
         raise UserError(f"{folder}: {error}{hint}") from None
-    return config, family, Connectivity.from_field(config["farskip"], where) if is_farskip else None
+    return (
+        config,
+        family,
+        Connectivity.from_field(config["farskip"], where) if is_farskip else None,
+    )
 
 
 def check_model_types(config: Mapping[str, Any], where: str) -> None:
     """Raise UserError where a config or a section of it has a `model_type` that is no text."""
     sections = [
         ("", config),
-        *((f"{name}.", value) for name, value in config.items() if isinstance(value, dict)),
+        *(
+            (f"{name}.", value)
+            for name, value in config.items()
+            if isinstance(value, dict)
+        ),
     ]
     for section, values in sections:
         if not isinstance(name := values.get("model_type"), str | None):
             raise UserError(
-                f"{where}: {section}model_type must be a text such as 'qwen3_moe', got {str(name)[:80]}; fetch the"
-                " config again"
+                f"{where}: {section}model_type must be a text such as 'qwen3_moe', got"
+                f" {str(name)[:80]}; fetch the config again"
             )
 
 
 def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
-    """Check a checkpoint folder and read its tensor shapes from the safetensors headers.
+    """Check a checkpoint folder and read its tensor shapes from the safetensors
+    headers.
 
     Raises:
-        UserError: as `read_config` and `find_weights`, and: weights missing or not safetensors, a file that is
-            truncated or damaged, a tensor that is not where the index says, or is in two shards.
+        UserError: as `read_config` and `find_weights`, and: weights missing or not
+            safetensors, a file that is truncated or damaged, a tensor that is not where
+            the index says, or is in two shards.
     """
     config, family, connectivity = read_config(folder, any_family)
-    foreign = family is not None and has_other_names(read_checkpoint_json(folder / CONFIG))
+    foreign = family is not None and has_other_names(
+        read_checkpoint_json(folder / CONFIG)
+    )
     weights = find_weights(folder, config)
     if weights is None:
-        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-        hint = f"; {pickled[0]} is a pickle, convert it to safetensors first" if pickled else ""
-        raise UserError(f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists{hint}")
+        pickled = sorted(
+            file.name
+            for pattern in ("*.bin", "*.pt", "*.pth")
+            for file in folder.glob(pattern)
+        )
+        hint = (
+            f"; {pickled[0]} is a pickle, convert it to safetensors first"
+            if pickled
+            else ""
+        )
+        raise UserError(
+            f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists{hint}"
+        )
     weights.check_present(folder)
     if sentence := stale_index(folder, weights.passed_over):
         _tell_once(sentence)
@@ -310,21 +431,37 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
         shapes |= {key: tuple(tensor["shape"]) for key, tensor in in_file.items()}
         dtypes |= {key: tensor["dtype"] for key, tensor in in_file.items()}
     checkpoint = Checkpoint(
-        folder, config, family, connectivity, foreign, weights.names, weights.index, shapes, dtypes
+        folder,
+        config,
+        family,
+        connectivity,
+        foreign,
+        weights.names,
+        weights.index,
+        shapes,
+        dtypes,
     )
     return _with_quantisation(checkpoint)
 
 
 def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
-    """Compare what the files say of quantisation with the tensors; fields that are left over do not count."""
-    said, folder = said_quantisation(checkpoint.config, checkpoint.folder), checkpoint.folder
+    """Compare what the files say of quantisation with the tensors; fields that are left
+    over do not count.
+    """
+    said, folder = (
+        said_quantisation(checkpoint.config, checkpoint.folder),
+        checkpoint.folder,
+    )
     if said is None or not is_left_over(said, checkpoint.dtypes):
         return replace(checkpoint, quantisation=said)
     dtypes = ", ".join(sorted(set(checkpoint.dtypes.values())))
     _tell_once(
-        f"{folder}: {said.place} says {said.words}, but no tensor is quantised ({dtypes}): it is left over, not read"
+        f"{folder}: {said.place} says {said.words}, but no tensor is quantised"
+        f" ({dtypes}): it is left over, not read"
     )
-    return replace(checkpoint, config=without_quantisation(checkpoint.config), leftover=True)
+    return replace(
+        checkpoint, config=without_quantisation(checkpoint.config), leftover=True
+    )
 
 
 @functools.cache
@@ -333,25 +470,32 @@ def _tell_once(sentence: str) -> None:
 
 
 def _check_shard(
-    folder: Path, weights: WeightFiles, name: str, in_file: Collection[str], earlier: Collection[str]
+    folder: Path,
+    weights: WeightFiles,
+    name: str,
+    in_file: Collection[str],
+    earlier: Collection[str],
 ) -> None:
-    """Refuse a shard that lacks a tensor which the index names there, or has one of an earlier shard.
+    """Refuse a shard that lacks a tensor which the index names there, or has one of an
+    earlier shard.
 
-    transformers loads all that the shards hold, and of two tensors of a name the last, whatever the index says.
+    transformers loads all that the shards hold, and of two tensors of a name the last,
+    whatever the index says.
     """
     if weights.weight_map is None:
         return
     wanted = {tensor for tensor, file in weights.weight_map.items() if file == name}
     if absent := sorted(wanted - set(in_file)):
         raise UserError(
-            f"{folder / name}: tensor '{absent[0]}' is not in this file, but {weights.index} says so;"
-            " fetch both again"
+            f"{folder / name}: tensor '{absent[0]}' is not in this file, but"
+            f" {weights.index} says so; fetch both again"
         )
     for tensor in in_file:
         if tensor in earlier and (file := weights.weight_map.get(tensor)) != name:
             raise UserError(
-                f"{folder / name}: tensor '{tensor}' is in this file too, which transformers would load, but"
-                f" {weights.index} names {file or 'none'} for it; fetch the checkpoint again"
+                f"{folder / name}: tensor '{tensor}' is in this file too, which"
+                f" transformers would load, but {weights.index} names {file or 'none'}"
+                " for it; fetch the checkpoint again"
             )
 
 
@@ -361,7 +505,8 @@ def check_weights_path(path: Path) -> None:
         str(path).encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"{str(path)!r}: the path is not UTF-8, and safetensors takes no other; rename the folder"
+            f"{str(path)!r}: the path is not UTF-8, and safetensors takes no other;"
+            " rename the folder"
         ) from None
 
 
@@ -369,7 +514,8 @@ def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """Return what a safetensors file says of its tensors, and where their bytes begin.
 
     Raises:
-        UserError: it cannot be read, or safetensors itself finds that the offsets do not cover it to its last byte.
+        UserError: it cannot be read, or safetensors itself finds that the offsets do
+            not cover it to its last byte.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -386,5 +532,6 @@ def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
         ) from None
     except (SafetensorError, ValueError) as error:
         raise UserError(
-            f"{file}: damaged or incomplete safetensors file ({file.stat().st_size} bytes; {error}); fetch it again"
+            f"{file}: damaged or incomplete safetensors file ({file.stat().st_size}"
+            f" bytes; {error}); fetch it again"
         ) from None

@@ -18,27 +18,36 @@ from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import Family, family_of, moe_mask
 
 
-def convert_model(model: Any, connectivity: Connectivity, *, regular_ok: bool = False) -> list[int]:
-    """Rewire a CausalLM, or a multimodal wrapper's text stack, in place; an earlier conversion is undone first.
+def convert_model(
+    model: Any, connectivity: Connectivity, *, regular_ok: bool = False
+) -> list[int]:
+    """Rewire a CausalLM, or a multimodal wrapper's text stack, in place; an earlier
+    conversion is undone first.
 
-    The model becomes a `FarSkip<Family>ForCausalLM` (or `…ForConditionalGeneration`) with a config of its
-    own, so that what it saves can never be loaded silently as the regular model. Parameters, buffers and their
-    names stay. With no layer selected nothing is rewired, and outputs are bit-identical.
+    The model becomes a `FarSkip<Family>ForCausalLM` (or `…ForConditionalGeneration`)
+    with a config of its own, so that what it saves can never be loaded silently as the
+    regular model. Parameters, buffers and their names stay. With no layer selected
+    nothing is rewired, and outputs are bit-identical.
 
     Args:
-        regular_ok: let layers be rewired that compute what regular ones do; a study of single layers may want it.
+        regular_ok: let layers be rewired that compute what regular ones do; a study of
+            single layers may want it.
 
     Returns:
         The indices of the rewired layers.
 
     Raises:
-        UserError: unsupported family or class, a dense model, a selection that the model does not have or that
-            changes nothing (`Connectivity.new_field`), or hooks that have set `forward` on a layer (device_map,
-            accelerate).
+        UserError: unsupported family or class, a dense model, a selection that the
+            model does not have or that changes nothing (`Connectivity.new_field`), or
+            hooks that have set `forward` on a layer (device_map, accelerate).
     """
     family = _family(model)
     mask = moe_mask(model.config, family)
-    field = connectivity.field(mask) if regular_ok else connectivity.new_field(mask, family.layout)
+    field = (
+        connectivity.field(mask)
+        if regular_ok
+        else connectivity.new_field(mask, family.layout)
+    )
     try:
         _check_blocks(model, family, mask)
         layers = rewire.rewire(model, family, field)
@@ -50,13 +59,14 @@ def convert_model(model: Any, connectivity: Connectivity, *, regular_ok: bool = 
 
 
 def unconvert_model(model: Any) -> None:
-    """Give a converted model its original class, config and connectivity back; outputs are bit-identical to
-    the original's.
+    """Give a converted model its original class, config and connectivity back; outputs
+    are bit-identical to the original's.
 
     A model that is not converted is left as it is.
 
     Raises:
-        UserError: hooks that have set `forward` on a rewired layer (device_map, accelerate).
+        UserError: hooks that have set `forward` on a rewired layer (device_map,
+            accelerate).
     """
     family = _family(model)
     try:
@@ -70,15 +80,19 @@ def unconvert_model(model: Any) -> None:
 
 
 def farskip_layers(model: nn.Module) -> list[int]:
-    """Return the indices of the layers that are rewired now, read from the layers themselves; [] for a regular
-    model."""
-    return list(rewire.rewired_layers(rewire.decoder_layers(model, family_of(model.config))))
+    """Return the indices of the layers that are rewired now, read from the layers
+    themselves; [] for a regular model."""
+    return list(
+        rewire.rewired_layers(rewire.decoder_layers(model, family_of(model.config)))
+    )
 
 
 def pipeline_cuts(model: nn.Module) -> list[int]:
-    """Return the layers before which nothing is in flight, so that a pipeline may be cut there and hand on one tensor.
+    """Return the layers before which nothing is in flight, so that a pipeline may be
+    cut there and hand on one tensor.
 
-    Before any other layer the stream is the pair (o, o - routed): two tensors of the same shape.
+    Before any other layer the stream is the pair (o, o - routed): two tensors of the
+    same shape.
     """
     return rewire.pipeline_cuts(rewire.decoder_layers(model, family_of(model.config)))
 
@@ -87,36 +101,46 @@ def _family(model: Any) -> Family:
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
         raise UserError(
-            f"{type(model).__name__}: not a transformers model (it has no config of transformers)"
+            f"{type(model).__name__}: not a transformers model (it has no config of"
+            " transformers)"
         )
     family = family_of(config)
     names = (family.causal_lm, f"FarSkip{family.causal_lm}")
-    if not isinstance(model, base_model_class(family)) or type(model).__name__ not in names:
+    if (
+        not isinstance(model, base_model_class(family))
+        or type(model).__name__ not in names
+    ):
         raise UserError(
-            f"{type(model).__name__}: only {family.causal_lm} of transformers' {family.upstream} can be"
-            " converted; convert before wrapping the model (PEFT, FSDP, DDP);"
-            " a PEFT model's `get_base_model()` can be converted, too"
+            f"{type(model).__name__}: only {family.causal_lm} of transformers'"
+            f" {family.upstream} can be converted; convert before wrapping the model"
+            " (PEFT, FSDP, DDP); a PEFT model's `get_base_model()` can be"
+            " converted, too"
         )
     return family
 
 
 def _check_blocks(model: Any, family: Family, mask: list[bool]) -> None:
-    """Raise ValueError where something else has taken the place of an MoE block: what it computes would not
-    stay in flight."""
-    for k, (layer, moe) in enumerate(zip(rewire.decoder_layers(model, family), mask, strict=True)):
+    """Raise ValueError where something else has taken the place of an MoE block: what
+    it computes would not stay in flight."""
+    for k, (layer, moe) in enumerate(
+        zip(rewire.decoder_layers(model, family), mask, strict=True)
+    ):
         block: Any = getattr(layer, family.moe)
         if moe and not rewire.is_one_of(block, family.moe_block):
             raise ValueError(
-                f"layer {k}: `{family.moe}` is a {type(block).__name__}, not {family.moe_block}; convert the"
-                " model before it is wrapped or replaced"
+                f"layer {k}: `{family.moe}` is a {type(block).__name__}, not"
+                f" {family.moe_block}; convert the model before it is wrapped or"
+                " replaced"
             )
 
 
 def _replace_config(model: Any, new: Any) -> None:
-    """Put `new`, and its parts (text, vision), in the place of the model's config in every module that holds them.
+    """Put `new`, and its parts (text, vision), in the place of the model's config in
+    every module that holds them.
 
-    The old objects are left alone: another model (the teacher) may share them. All modules of this model go
-    on sharing one object, because the attention implementation is read from it at run time.
+    The old objects are left alone: another model (the teacher) may share them. All
+    modules of this model go on sharing one object, because the attention implementation
+    is read from it at run time.
     """
     replaced = {id(old): part for old, part in _parts(model.config, new)}
     for module in model.modules():

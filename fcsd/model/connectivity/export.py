@@ -1,5 +1,6 @@
-"""Conversion from folder to folder. Tensor names and values do not change, so weights are never loaded; tokenizer,
-processor, generation defaults and licence are carried over."""
+"""Conversion from folder to folder. Tensor names and values do not change, so weights
+are never loaded; tokenizer, processor, generation defaults and licence are carried
+over."""
 
 import json
 import os
@@ -32,7 +33,8 @@ from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_s
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import PREFIX, Family, moe_mask
 
-_CLASS = re.compile(r"([\w.-]+/[\w.-]+--)?\w+(\.\w+)+")  # no path in it leads out of the folder
+# no path in it leads out of the folder
+_CLASS = re.compile(r"([\w.-]+/[\w.-]+--)?\w+(\.\w+)+")
 _CODE = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
@@ -44,28 +46,31 @@ def convert_checkpoint(
     revision: str | None = None,
     record: dict[str, Any] | None = None,
 ) -> list[int]:
-    """Write a FarSkip checkpoint with the weights of `source`, which may be a base or a FarSkip checkpoint.
+    """Write a FarSkip checkpoint with the weights of `source`, which may be a base or a
+    FarSkip checkpoint.
 
-    The weight files are hard-linked, with the source's permissions, or copied where the file system cannot link;
-    the config is rewritten, `modeling_farskip.py` is added. Everything is written beside `destination` and renamed at
-    the end.
+    The weight files are hard-linked, with the source's permissions, or copied where the
+    file system cannot link; the config is rewritten, `modeling_farskip.py` is added.
+    Everything is written beside `destination` and renamed at the end.
 
-    The result loads without fcsd with `trust_remote_code=True`, and is refused with False. Its tokenizer, whose files
-    are those of `source`, is the base's with `trust_remote_code=True` or with fcsd (`load_tokenizer`); with False it is
-    of the class that its file names. So is the processor. Without the argument transformers asks on a terminal whether
-    to run the code, and goes on without it after 15 seconds.
+    The result loads without fcsd with `trust_remote_code=True`, and is refused with
+    False. Its tokenizer, whose files are those of `source`, is the base's with
+    `trust_remote_code=True` or with fcsd (`load_tokenizer`); with False it is of the
+    class that its file names. So is the processor. Without the argument transformers
+    asks on a terminal whether to run the code, and goes on without it after 15 seconds.
 
     Args:
-        connectivity: None takes what the source says in another project's keys (AMD's Instella), and rewires
-            all layers where it says nothing.
-        record: left beside the weights as `manifest.json`, with the layers as its results.
+        connectivity: None takes what the source says in another project's keys (AMD's
+            Instella), and rewires all layers where it says nothing.
+        record: left beside the weights as `manifest.json`, with the layers as its
+            results.
 
     Returns:
         The indices of the rewired layers.
 
     Raises:
-        UserError: as `load_model`; `destination` exists and is not an empty folder, or cannot be written;
-            `source` is already converted with this connectivity.
+        UserError: as `load_model`; `destination` exists and is not an empty folder, or
+            cannot be written; `source` is already converted with this connectivity.
     """
     checkpoint, family, _ = _checked(source, destination, revision)
     mask = moe_mask(load_config(checkpoint), family)
@@ -78,7 +83,10 @@ def convert_checkpoint(
     except ValueError as error:
         raise UserError(f"{source}: {error}") from None
     if own is not None and not checkpoint.foreign and own.field(mask) == field:
-        raise UserError(f"{source}: is already converted with this connectivity (layers {field['layers']})")
+        raise UserError(
+            f"{source}: is already converted with this connectivity (layers"
+            f" {field['layers']})"
+        )
     config = checkpoint.config | {
         "model_type": PREFIX + family.model_type,
         "architectures": [f"FarSkip{family.causal_lm}"],
@@ -89,13 +97,19 @@ def convert_checkpoint(
         write_code(checkpoint.folder, family, folder)
         _write(source, checkpoint, folder, config)
         if record is not None:
-            write_json(folder / "manifest.json", record | {"results": {"layers": field["layers"]}})
+            write_json(
+                folder / "manifest.json",
+                record | {"results": {"layers": field["layers"]}},
+            )
     return field["layers"]
 
 
-def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revision: str | None = None) -> None:
-    """Write the base family's checkpoint with the weights of a FarSkip checkpoint: regular connectivity, no
-    own code but that of classes which transformers does not have (`Family.like`).
+def unconvert_checkpoint(
+    source: str | Path, destination: str | Path, *, revision: str | None = None
+) -> None:
+    """Write the base family's checkpoint with the weights of a FarSkip checkpoint:
+    regular connectivity, no own code but that of classes which transformers does not
+    have (`Family.like`).
 
     Raises:
         UserError: as `convert_checkpoint`; `source` is not a FarSkip checkpoint.
@@ -103,9 +117,13 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
     checkpoint, family, _ = _checked(source, destination, revision)
     if checkpoint.connectivity is None:
         raise UserError(
-            f"{source}: is not a FarSkip checkpoint (model_type '{family.model_type}'), nothing to undo"
+            f"{source}: is not a FarSkip checkpoint (model_type '{family.model_type}'),"
+            " nothing to undo"
         )
-    config = checkpoint.config | {"model_type": family.model_type, "architectures": [family.causal_lm]}
+    config = checkpoint.config | {
+        "model_type": family.model_type,
+        "architectures": [family.causal_lm],
+    }
     del config["farskip"]
     config.pop("auto_map", None)
     if family.like:
@@ -116,10 +134,14 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
         _write(source, checkpoint, folder, config)
 
 
-def export_checkpoint(source: str | Path, destination: str | Path, *, revision: str | None = None) -> None:
-    """Write a checkpoint with AMD's keys for FarSkip, which AMD's own code reads: same weights, same names.
+def export_checkpoint(
+    source: str | Path, destination: str | Path, *, revision: str | None = None
+) -> None:
+    """Write a checkpoint with AMD's keys for FarSkip, which AMD's own code reads: same
+    weights, same names.
 
-    transformers without that code loads the result as a regular model, without a word, as it does AMD's own.
+    transformers without that code loads the result as a regular model, without a word,
+    as it does AMD's own.
 
     Raises:
         UserError: as `convert_checkpoint`; what the keys cannot say (`to_instella`).
@@ -137,7 +159,9 @@ def export_checkpoint(source: str | Path, destination: str | Path, *, revision: 
 def _checked(
     source: str | Path, destination: str | Path, revision: str | None
 ) -> tuple[Checkpoint, Family, set[str]]:
-    """Return a checkpoint whose files are whole, its family, and the names of tensors that no model loads."""
+    """Return a checkpoint whose files are whole, its family, and the names of tensors
+    that no model loads.
+    """
     check_weights_path(Path(destination))
     checkpoint = read_checkpoint(find_folder(source, revision))
     extra = check_tensors(checkpoint, *config_and_class(checkpoint))
@@ -145,18 +169,23 @@ def _checked(
     return checkpoint, checkpoint.family, extra
 
 
-def _write(source: str | Path, checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
+def _write(
+    source: str | Path, checkpoint: Checkpoint, folder: Path, config: dict[str, Any]
+) -> None:
     for name in checkpoint.weight_files:
         link_or_copy(checkpoint.folder / name, folder / name)
     if checkpoint.index is not None:
         shutil.copyfile(checkpoint.folder / checkpoint.index, folder / checkpoint.index)
     hub = not Path(source).expanduser().is_dir()
     carry_over(checkpoint.folder, folder, repository=str(source) if hub else None)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def write_code(source: Path, family: Family, folder: Path) -> None:
-    """Write the code of a checkpoint of `source` into `folder`; a line on stderr says where its own is another.
+    """Write the code of a checkpoint of `source` into `folder`; a line on stderr says
+    where its own is another.
 
     Code that is published is never taken from a file that somebody may have changed.
     """
@@ -164,8 +193,8 @@ def write_code(source: Path, family: Family, folder: Path) -> None:
     check_file(file, source)
     if file.is_file() and file.read_bytes() != text.encode():
         print(
-            f"{file}: is not what this fcsd writes for {family.model_type} (it was changed, or made by another fcsd);"
-            " this fcsd's own takes its place",
+            f"{file}: is not what this fcsd writes for {family.model_type} (it was"
+            " changed, or made by another fcsd); this fcsd's own takes its place",
             file=sys.stderr,
         )
     (folder / MODELING_FILE).write_text(text, encoding="utf-8")
@@ -174,8 +203,8 @@ def write_code(source: Path, family: Family, folder: Path) -> None:
 def link_or_copy(source: Path, destination: Path) -> None:
     """Make a hard link to the file's bytes, or a copy where the file system cannot.
 
-    Links are safe here because safetensors and `save_pretrained` replace weight files and do not write into
-    them.
+    Links are safe here because safetensors and `save_pretrained` replace weight files
+    and do not write into them.
     """
     try:
         os.link(source.resolve(), destination)
@@ -184,10 +213,12 @@ def link_or_copy(source: Path, destination: Path) -> None:
 
 
 def carry_over(source: Path, folder: Path, repository: str | None = None) -> None:
-    """Copy what a checkpoint has beside config and weights, so that tokenizer and processor load in `folder`.
+    """Copy what a checkpoint has beside config and weights, so that tokenizer and
+    processor load in `folder`.
 
-    Their files stay as they are: `modeling_farskip.py` enters the model type in transformers' tables of both. Only code
-    that they name and that does not lie beside them is then named in its `repository`, `owner/name` on the Hub.
+    Their files stay as they are: `modeling_farskip.py` enters the model type in
+    transformers' tables of both. Only code that they name and that does not lie beside
+    them is then named in its `repository`, `owner/name` on the Hub.
     """
     for file in files_like(source, CARRIED):
         target = folder / file.relative_to(source)
@@ -199,10 +230,12 @@ def carry_over(source: Path, folder: Path, repository: str | None = None) -> Non
 
 
 def code_files(folder: Path, module: str) -> list[Path]:
-    """Return a module of code that a tokenizer or processor brings, and those beside it that it imports.
+    """Return a module of code that a tokenizer or processor brings, and those beside it
+    that it imports.
 
     Raises:
-        UserError: as `check_file`; one is missing, or called like the file that fcsd writes.
+        UserError: as `check_file`; one is missing, or called like the file that fcsd
+            writes.
     """
     files: list[Path] = []
     waiting = [folder / module]
@@ -213,36 +246,44 @@ def code_files(folder: Path, module: str) -> list[Path]:
         check_file(file, folder)
         if file.name == MODELING_FILE:
             raise UserError(
-                f"{file}: is the connectivity's code, which fcsd writes; a tokenizer's or processor's needs another"
-                " name"
+                f"{file}: is the connectivity's code, which fcsd writes; a tokenizer's"
+                " or processor's needs another name"
             )
         if not file.is_file():
             raise UserError(
-                f"{file}: no such file, which the code of {folder / module} needs; fetch it again"
+                f"{file}: no such file, which the code of {folder / module} needs;"
+                " fetch it again"
             )
         files.append(file)
         for name in get_relative_imports(file):
             if not re.fullmatch(r"\w+", name):
-                raise UserError(f"{file}: imports .{name}, and only files beside it are carried")
+                raise UserError(
+                    f"{file}: imports .{name}, and only files beside it are carried"
+                )
             waiting.append(folder / f"{name}.py")
     return files
 
 
 def _keep_code(source: Path, folder: Path, file: str, repository: str | None) -> None:
-    """Keep the code that a tokenizer or processor brings with it: `module.Class` in its auto_map."""
+    """Keep the code that a tokenizer or processor brings with it: `module.Class` in its
+    auto_map.
+    """
     values = read_checkpoint_json(source / file)
     auto_map: dict[str, Any] = values.get("auto_map") or {}
     if isinstance(auto_map, list):  # an old form, which names the tokenizer only
         auto_map = {"AutoTokenizer": auto_map}
     changed = False
-    for auto, classes in auto_map.items() if isinstance(auto_map, dict) else [("", auto_map)]:
+    for auto, classes in (
+        auto_map.items() if isinstance(auto_map, dict) else [("", auto_map)]
+    ):
         names = classes if isinstance(classes, list) else [classes]
         if not auto or not all(
-            name is None or (isinstance(name, str) and _CLASS.fullmatch(name)) for name in names
+            name is None or (isinstance(name, str) and _CLASS.fullmatch(name))
+            for name in names
         ):
             raise UserError(
-                f"{source / file}: auto_map: Auto class to module.Class is needed, got {str(classes)[:80]!r};"
-                " fetch the file again"
+                f"{source / file}: auto_map: Auto class to module.Class is needed, got"
+                f" {str(classes)[:80]!r}; fetch the file again"
             )
         for place, name in enumerate(names):
             if not name or "--" in name:

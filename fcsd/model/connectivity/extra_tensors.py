@@ -1,10 +1,13 @@
-"""Tensors of a checkpoint that its model does not load, layers for multi-token prediction (MTP) above all: which they
-are, and how a model that is written from memory keeps them.
+"""Tensors of a checkpoint that its model does not load, layers for multi-token
+prediction (MTP) above all: which they are, and how a model that is written from memory
+keeps them.
 
-transformers leaves them out of the model and keeps their number in the config. An engine that finds the number and no
-tensors drafts from random ones, so that both are written, or neither.
+transformers leaves them out of the model and keeps their number in the config. An
+engine that finds the number and no tensors drafts from random ones, so that both are
+written, or neither.
 
-Not covered: `save_pretrained` of transformers, called by a user; it writes what is in memory.
+Not covered: `save_pretrained` of transformers, called by a user; it writes what is in
+memory.
 """
 
 import contextlib
@@ -34,7 +37,9 @@ from fcsd.model.families.family import text_config
 from fcsd.model.quantised.methods import FIELD, said_quantisation
 
 _PROMISE = re.compile(r"num_(nextn|mtp)_\w+|mtp_num_\w*layers|(use|enable)_mtp")
-"""Keys of a config that say how many MTP layers a checkpoint has: `num_nextn_predict_layers`, `num_mtp_modules`, …"""
+"""Keys of a config that say how many MTP layers a checkpoint has:
+`num_nextn_predict_layers`, `num_mtp_modules`, …
+"""
 _NAMED = re.compile(r"(^|\.)(mtp|nextn)\w*\.")
 _LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<index>\d+)\.(?P<rest>.+)")
 _OF_MTP_ONLY = ("eh_proj.", "enorm.", "hnorm.")
@@ -44,7 +49,9 @@ _BUFFERS = re.compile(
 
 
 def promised_layers(config: Mapping[str, Any]) -> int:
-    """Return how many MTP layers a config says that its checkpoint has; 0: none, or it does not say."""
+    """Return how many MTP layers a config says that its checkpoint has; 0: none, or it
+    does not say.
+    """
     counts = (place[key] for place, key in _promises(config))
     return max((int(count) for count in counts), default=0)
 
@@ -58,18 +65,24 @@ def _promises(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
             yield config, key
 
 
-def not_loaded(model: Any, names: Collection[str], family: Family, where: Path) -> set[str]:
-    """Return those of `names`, none of which is a parameter's, that the family's model leaves out when it is loaded.
+def not_loaded(
+    model: Any, names: Collection[str], family: Family, where: Path
+) -> set[str]:
+    """Return those of `names`, none of which is a parameter's, that the family's model
+    leaves out when it is loaded.
 
-    MTP layers are known by their names, and behind the decoder layers by their place, wherever transformers' patterns
-    of the family expect them: these are the places of the released sizes.
+    MTP layers are known by their names, and behind the decoder layers by their place,
+    wherever transformers' patterns of the family expect them: these are the places of
+    the released sizes.
 
     Raises:
         UserError: an MTP layer in a place where the config promises none.
     """
     report = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
     model._adjust_missing_and_unexpected_keys(report)
-    unknown: set[str] = {name for name in report.unexpected_keys if not _NAMED.search(name)}
+    unknown: set[str] = {
+        name for name in report.unexpected_keys if not _NAMED.search(name)
+    }
     num_layers = text_config(model.config, family).num_hidden_layers
     promised = promised_layers(model.config.to_dict())
     mtp: set[tuple[str, int]] = set()
@@ -81,15 +94,17 @@ def not_loaded(model: Any, names: Collection[str], family: Family, where: Path) 
         if not num_layers <= index < num_layers + promised:
             says = f"{promised} MTP layers" if promised else "no MTP layer"
             raise UserError(
-                f"{where}: '{name}' belongs to an MTP layer with index {index}, but {where / CONFIG} says"
-                f" num_hidden_layers {num_layers} and {says}; correct the config (num_nextn_predict_layers, say), or"
-                " take the layer's tensors out"
+                f"{where}: '{name}' belongs to an MTP layer with index {index}, but"
+                f" {where / CONFIG} says num_hidden_layers {num_layers} and {says};"
+                " correct the config (num_nextn_predict_layers, say), or take the"
+                " layer's tensors out"
             )
         mtp.add((match["stack"], index))
     of_mtp = {
         name
         for name in unknown
-        if (match := _LAYER.fullmatch(name)) and (match["stack"], int(match["index"])) in mtp
+        if (match := _LAYER.fullmatch(name))
+        and (match["stack"], int(match["index"])) in mtp
     }
     return {*names} - unknown | of_mtp
 
@@ -105,11 +120,13 @@ class _Piece(NamedTuple):
 
 @contextlib.contextmanager
 def keeping_extra_tensors(model: Any, folder: Path) -> Iterator[None]:
-    """Let the block write `model` into `folder`, and add what the checkpoint that it was loaded from holds beside it.
+    """Let the block write `model` into `folder`, and add what the checkpoint that it
+    was loaded from holds beside it.
 
-    Tensors keep their names, dtypes and bytes, in a shard for each file that they come from. They are opened before the
-    block, which may write over the very checkpoint. Where that is not here, or is of another model by now, the written
-    config promises no MTP layers, and a line on stderr says so.
+    Tensors keep their names, dtypes and bytes, in a shard for each file that they come
+    from. They are opened before the block, which may write over the very checkpoint.
+    Where that is not here, or is of another model by now, the written config promises
+    no MTP layers, and a line on stderr says so.
     """
     with contextlib.ExitStack() as opened:
         try:
@@ -121,18 +138,24 @@ def keeping_extra_tensors(model: Any, folder: Path) -> Iterator[None]:
         shards = [
             rest
             for shard in shards
-            if (rest := {name: piece for name, piece in shard.items() if name not in written})
+            if (
+                rest := {
+                    name: piece for name, piece in shard.items() if name not in written
+                }
+            )
         ]
         if shards:
             _append(folder, shards)
         elif (folder / WEIGHTS).is_file():
-            (folder / INDEX).unlink(missing_ok=True)  # of an earlier model, which had more files
+            # of an earlier model, which had more files
+            (folder / INDEX).unlink(missing_ok=True)
     if reason:
         _take_promises_back(folder, reason)
 
 
 def _pieces(model: Any, opened: contextlib.ExitStack) -> list[dict[str, _Piece]]:
-    """Open what the model's checkpoint holds and the model does not load: for each file its tensors by name.
+    """Open what the model's checkpoint holds and the model does not load: for each file
+    its tensors by name.
 
     Raises:
         UserError: there is no such checkpoint, or it is not this model's.
@@ -141,7 +164,11 @@ def _pieces(model: Any, opened: contextlib.ExitStack) -> list[dict[str, _Piece]]
     family = checkpoint.family
     assert family is not None
     own = model.state_dict().keys()
-    names = {name for name in checkpoint.shapes if name not in own and not _BUFFERS.search(name)}
+    names = {
+        name
+        for name in checkpoint.shapes
+        if name not in own and not _BUFFERS.search(name)
+    }
     extra = not_loaded(model, names, family, checkpoint.folder)
     shards = []
     for file in checkpoint.weight_files if extra else ():
@@ -158,7 +185,8 @@ def _pieces(model: Any, opened: contextlib.ExitStack) -> list[dict[str, _Piece]]
 
 
 def _source(model: Any) -> Checkpoint:
-    """Return the checkpoint that a model was loaded from: a folder, or what is here of a Hub repository.
+    """Return the checkpoint that a model was loaded from: a folder, or what is here of
+    a Hub repository.
 
     Raises:
         UserError: there is none, or another model's.
@@ -177,9 +205,15 @@ def _source(model: Any) -> Checkpoint:
         for key in ("num_hidden_layers", "hidden_size", "vocab_size")
         if key in before and before[key] != getattr(now, key, None)
     ]
-    if checkpoint.family is None or checkpoint.family.model_type != family_of(config).model_type:
+    if (
+        checkpoint.family is None
+        or checkpoint.family.model_type != family_of(config).model_type
+    ):
         differing = ["model_type"]
-    elif checkpoint.quantisation is not None and said_quantisation(config.to_dict()) is None:
+    elif (
+        checkpoint.quantisation is not None
+        and said_quantisation(config.to_dict()) is None
+    ):
         differing = [FIELD]
     if differing:
         raise UserError(f"{folder} is of another model by now ({differing[0]} differs)")
@@ -195,11 +229,15 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _append(folder: Path, shards: list[dict[str, _Piece]]) -> None:
-    """Add shards to a checkpoint, whose files are then counted anew: model-00002-of-00003.safetensors."""
+    """Add shards to a checkpoint, whose files are then counted anew:
+    model-00002-of-00003.safetensors.
+    """
     weight_map = _weight_map(folder)
     files = sorted(set(weight_map.values()))
     total = len(files) + len(shards)
-    names = [f"model-{number:05}-of-{total:05}.safetensors" for number in range(1, total + 1)]
+    names = [
+        f"model-{number:05}-of-{total:05}.safetensors" for number in range(1, total + 1)
+    ]
     renamed = dict(zip(files, names, strict=False))
     for file, name in renamed.items():
         (folder / file).rename(folder / name)
@@ -213,13 +251,20 @@ def _append(folder: Path, shards: list[dict[str, _Piece]]) -> None:
             start, end = header["data_offsets"]
             sizes["total_size"] += end - start
             sizes["total_parameters"] += math.prod(header["shape"])
-    write_json(folder / INDEX, {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))})
+    write_json(
+        folder / INDEX,
+        {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))},
+    )
 
 
 def _write_shard(path: Path, shard: Mapping[str, _Piece]) -> None:
-    """Write a safetensors file of pieces of others, byte for byte, without reading a tensor into memory."""
+    """Write a safetensors file of pieces of others, byte for byte, without reading a
+    tensor into memory.
+    """
     tensors = {
-        name: Stored(piece.header["dtype"], tuple(piece.header["shape"]), piece.num_bytes)
+        name: Stored(
+            piece.header["dtype"], tuple(piece.header["shape"]), piece.num_bytes
+        )
         for name, piece in shard.items()
     }
 
@@ -232,7 +277,8 @@ def _write_shard(path: Path, shard: Mapping[str, _Piece]) -> None:
 def _take_promises_back(folder: Path, reason: str) -> None:
     generation = folder / "generation_config.json"
     settings = read_json(generation) if generation.is_file() else {}
-    if settings.pop("use_mtp", False):  # transformers' generate would look for the layers
+    # transformers' generate would look for the layers
+    if settings.pop("use_mtp", False):
         write_json(generation, settings)
     config = read_json(folder / CONFIG)
     promises = [*_promises(config)]
@@ -241,5 +287,10 @@ def _take_promises_back(folder: Path, reason: str) -> None:
     for place, key in promises:
         place[key] = type(place[key])(0)
     write_json(folder / CONFIG, config)
-    keys = ", ".join(dict.fromkeys(f"{key}: {json.dumps(place[key])}" for place, key in promises))
-    print(f"{folder}: has no MTP layers, {reason}; its {CONFIG} says {keys}", file=sys.stderr)
+    keys = ", ".join(
+        dict.fromkeys(f"{key}: {json.dumps(place[key])}" for place, key in promises)
+    )
+    print(
+        f"{folder}: has no MTP layers, {reason}; its {CONFIG} says {keys}",
+        file=sys.stderr,
+    )

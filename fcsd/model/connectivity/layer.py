@@ -1,15 +1,18 @@
-"""A rewired decoder layer. Self-contained (torch and standard library): it is shipped in checkpoints.
+"""A rewired decoder layer. Self-contained (torch and standard library): it is shipped
+in checkpoints.
 
-The *class* of a rewired layer is swapped for a generated subclass whose `forward` re-enters the family's own `forward`
-with a stand-in `self` in which the norms and the MoE block are closures: what the norms read is what changes,
-everything else is the family's code. No module is added and no parameter moves. A layer whose routed output stays in
-flight returns the pair (o_k, o_k - routed_k); the model's loop hands it on unchanged, and the next layer's `__call__`
-takes it apart into two positional tensors, so that hooks and re-entrant checkpointing see tensors. o_k - routed_k is
-summed up without routed_k, never subtracted. Layers that are not the plain pre-norm layer have their equations in
-`fcsd.model.families.Family`.
+The *class* of a rewired layer is swapped for a generated subclass whose `forward`
+re-enters the family's own `forward` with a stand-in `self` in which the norms and the
+MoE block are closures: what the norms read is what changes, everything else is the
+family's code. No module is added and no parameter moves. A layer whose routed output
+stays in flight returns the pair (o_k, o_k - routed_k); the model's loop hands it on
+unchanged, and the next layer's `__call__` takes it apart into two positional tensors,
+so that hooks and re-entrant checkpointing see tensors. o_k - routed_k is summed up
+without routed_k, never subtracted. Layers that are not the plain pre-norm layer have
+their equations in `fcsd.model.families.Family`.
 
-Class swap and not `layer.forward = …`: transformers wraps `cls.forward` for activation checkpointing, an
-instance attribute would bypass it silently.
+Class swap and not `layer.forward = …`: transformers wraps `cls.forward` for activation
+checkpointing, an instance attribute would bypass it silently.
 """
 
 import functools
@@ -43,7 +46,8 @@ class LayerPlan:
 class View:
     """A stand-in for `self`: reads fall through to the real module, except the overridden names."""
 
-    # The checkpointing wrapper of GradientCheckpointingLayer asks for these; it is the real layer that checkpoints.
+    # The checkpointing wrapper of GradientCheckpointingLayer asks for these; it is the
+    # real layer that checkpoints.
     forward = None
     gradient_checkpointing = False
 
@@ -52,15 +56,17 @@ class View:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        child = self._module._modules.get(name)  # twice as fast as getattr, which looks here last
+        # twice as fast as getattr, which looks here last
+        child = self._module._modules.get(name)
         return getattr(self._module, name) if child is None else child
 
 
 def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
-    """Return a subclass with the same name (policies of FSDP, accelerate and DeepSpeed match on it) that pickles by
-    path.
+    """Return a subclass with the same name (policies of FSDP, accelerate and DeepSpeed
+    match on it) that pickles by path.
 
-    The qualified name has no dots, because pickle splits it there; `__getattr__` below finds the class again.
+    The qualified name has no dots, because pickle splits it there; `__getattr__` below
+    finds the class again.
     """
     cls = type(base.__name__, (base,), {**namespace, "farskip_base": base})
     cls.__module__ = __name__
@@ -69,14 +75,20 @@ def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
 
 
 class _SharedOutput:
-    """A shared expert's output on its way into the block's sum: what the family makes of it is kept, not made twice."""
+    """A shared expert's output on its way into the block's sum: what the family makes
+    of it is kept, not made twice.
+    """
 
     def __init__(self, output: torch.Tensor) -> None:
         self.output = self.sum = output
 
     @classmethod
-    def __torch_function__(cls, multiply: Any, types: Any, args: Any, kwargs: Any = None) -> torch.Tensor:
-        """Multiply by the gate. torch asks for this first; before `__rmul__` it throws, which takes 20 microseconds."""
+    def __torch_function__(
+        cls, multiply: Any, types: Any, args: Any, kwargs: Any = None
+    ) -> torch.Tensor:
+        """Multiply by the gate. torch asks for this first; before `__rmul__` it throws,
+        which takes 20 microseconds.
+        """
         gate, shared = args
         shared.output = multiply(gate, shared.output)
         return shared.output
@@ -88,21 +100,27 @@ class _SharedOutput:
 
 @functools.cache
 def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> type:
-    """Return the MoE block that returns (the family's own output, output of its shared expert).
+    """Return the MoE block that returns (the family's own output, output of its shared
+    expert).
 
-    The shared expert's output is caught on its way into the sum. `in_place`: the family adds the routed output
-    into it. `gate`: its sigmoid multiplies it. Eager code without gradients makes nothing twice for that. With
-    gradients the gated product is made twice, because one product for both sums would add them up in another
-    order; a compiler cannot follow the stand-in, and finds what is double by itself.
+    The shared expert's output is caught on its way into the sum. `in_place`: the family
+    adds the routed output into it. `gate`: its sigmoid multiplies it. Eager code
+    without gradients makes nothing twice for that. With gradients the gated product is
+    made twice, because one product for both sums would add them up in another order; a
+    compiler cannot follow the stand-in, and finds what is double by itself.
     """
     base_forward: Any = base.forward  # type: ignore[attr-defined]
 
-    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         if not self.farskip_split:
             return base_forward(self, hidden_states, *args, **kwargs)
         shared_output: Any = None
         gate_output: Any = None
-        stand_in = (in_place or gate) and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        stand_in = (in_place or gate) and not (
+            torch.is_grad_enabled() or torch.compiler.is_compiling()
+        )
 
         def shared_expert(x: torch.Tensor) -> Any:
             nonlocal shared_output
@@ -118,22 +136,39 @@ def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> ty
             return gate_output
 
         twice = gate and not stand_in
-        overrides: dict[str, Any] = {shared: shared_expert} | ({str(gate): shared_gate} if twice else {})
+        overrides: dict[str, Any] = {shared: shared_expert} | (
+            {str(gate): shared_gate} if twice else {}
+        )
         out = base_forward(View(self, overrides), hidden_states, *args, **kwargs)
         if stand_in:
-            return (shared_output.sum, *out[1:]) if in_place else out, shared_output.output
-        return out, torch.sigmoid(gate_output) * shared_output if twice else shared_output
+            return (
+                shared_output.sum,
+                *out[1:],
+            ) if in_place else out, shared_output.output
+        return out, torch.sigmoid(
+            gate_output
+        ) * shared_output if twice else shared_output
 
     # A hub kernel chosen by this name would replace `forward`, and with it the split.
-    namespace = {"forward": forward, "farskip_split": True, "kernel_layer_name": "FarSkipNoHubKernel"}
-    return _generated(base, f"FarSkipBlock/{shared}/{gate or ''}/{int(in_place)}", namespace)
+    namespace = {
+        "forward": forward,
+        "farskip_split": True,
+        "kernel_layer_name": "FarSkipNoHubKernel",
+    }
+    return _generated(
+        base, f"FarSkipBlock/{shared}/{gate or ''}/{int(in_place)}", namespace
+    )
 
 
 class LayerPass:
     """One forward pass of a rewired layer: the calls that its stand-in `self` answers."""
 
     def __init__(
-        self, layer: Any, o: torch.Tensor, attention_input: torch.Tensor | None, arguments: dict[str, Any]
+        self,
+        layer: Any,
+        o: torch.Tensor,
+        attention_input: torch.Tensor | None,
+        arguments: dict[str, Any],
     ) -> None:
         self.layer = layer
         self.arguments = arguments
@@ -150,7 +185,9 @@ class LayerPass:
         return getattr(self.norms, name)(x) if name else x
 
     def kept(self, side: int, stream: torch.Tensor) -> torch.Tensor:
-        """Return what the residual connection of a side makes of `stream` when its branch gives nothing."""
+        """Return what the residual connection of a side makes of `stream` when its
+        branch gives nothing.
+        """
         rule, name = self.family.residual, self.family.residual_names[side]
         if name is None:
             return stream
@@ -167,10 +204,18 @@ class LayerPass:
         norms: dict[str, Any] = {family.in_norm: self.in_norm}
         if family.layout == "parallel":
             return norms | {family.attention: self.attention, family.moe: self.moe}
-        for name in family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,):
+        for name in (
+            family.mlp_norm
+            if isinstance(family.mlp_norm, tuple)
+            else (family.mlp_norm,)
+        ):
             norms[name] = functools.partial(self.mlp_norm, name)
         if family.norms:
-            norms = {family.norms: functools.partial(type(self.norms).forward, View(self.norms, norms))}
+            norms = {
+                family.norms: functools.partial(
+                    type(self.norms).forward, View(self.norms, norms)
+                )
+            }
         if plan.carry and plan.layer_shared:
             norms[family.layer_shared] = self.layer_shared
         return norms | ({family.moe: self.moe} if plan.block_shared else {})
@@ -183,15 +228,16 @@ class LayerPass:
         return out
 
     def normed_stream(self, x: torch.Tensor) -> torch.Tensor:
-        """Return in_norm of a stream, which is made once for all that read it; not so with gradients, whose sum
-        would be another."""
+        """Return in_norm of a stream, which is made once for all that read it; not so
+        with gradients, whose sum would be another."""
         if x is self.o and self.normed is not None and not torch.is_grad_enabled():
             return self.normed
         return self.norm(self.family.in_norm, x)
 
     def mlp_norm(self, name: str, h: torch.Tensor) -> Any:
         if self.after_attention is None:
-            self.after_attention = h  # the residual connection after attention is already in it
+            # the residual connection after attention is already in it
+            self.after_attention = h
         norm = getattr(self.norms, name)
         if not self.plan.outdated:
             return norm(h)
@@ -201,7 +247,9 @@ class LayerPass:
     def attention(self, *args: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         if self.family.layout == "post_norm":
             hidden_states = self.normed_stream(self.a)
-        out = getattr(self.layer, self.family.attention)(*args, hidden_states=hidden_states, **kwargs)
+        out = getattr(self.layer, self.family.attention)(
+            *args, hidden_states=hidden_states, **kwargs
+        )
         if self.family.layout == "parallel" and self.plan.carry:
             self.after_attention = self.o + out[0]
         return out
@@ -238,14 +286,16 @@ class LayerPass:
         if self.plan.shared_scale != 1:
             shared_output = shared_output * self.plan.shared_scale
         if self.family.residual_multiplier:
-            shared_output = shared_output * getattr(self.layer, self.family.residual_multiplier)
+            shared_output = shared_output * getattr(
+                self.layer, self.family.residual_multiplier
+            )
         return rest + shared_output
 
 
 @functools.cache
 def layer_class(base: type) -> type:
-    """Return the decoder layer that follows its `farskip_plan`; without one (an MTP layer, say) it is the regular
-    layer."""
+    """Return the decoder layer that follows its `farskip_plan`; without one (an MTP
+    layer, say) it is the regular layer."""
     base_forward: Any = base.forward  # type: ignore[attr-defined]
     base_call: Any = base.__call__  # type: ignore[operator]
 
@@ -253,8 +303,12 @@ def layer_class(base: type) -> type:
         if self.farskip_plan is None:
             return base_call(self, hidden_states, *args, **kwargs)
         if self.farskip_runtime is not None:
-            return self.farskip_runtime.call(self, base_call, hidden_states, *args, **kwargs)
-        o, attention_input = hidden_states if isinstance(hidden_states, tuple) else (hidden_states, None)
+            return self.farskip_runtime.call(
+                self, base_call, hidden_states, *args, **kwargs
+            )
+        o, attention_input = (
+            hidden_states if isinstance(hidden_states, tuple) else (hidden_states, None)
+        )
         side = self.farskip_plan.family.side_output
         if side and isinstance(kwargs[side], tuple):
             attention_input, kwargs[side] = kwargs[side]
@@ -273,11 +327,22 @@ def layer_class(base: type) -> type:
         out = base_forward(View(self, run.overrides()), o, *args[1:], **kwargs)
         if not plan.carry:
             return out
-        # Flat also beside a second output: re-entrant checkpointing sees no tensors inside tuples.
-        return (out[0], run.partial(), out[1]) if isinstance(out, tuple) else (out, run.partial())
+        # Flat also beside a second output: re-entrant checkpointing sees no tensors
+        # inside tuples.
+        return (
+            (out[0], run.partial(), out[1])
+            if isinstance(out, tuple)
+            else (out, run.partial())
+        )
 
-    # What computes the layer in another order, with its communication beside it (`fcsd.parallel.overlap`).
-    namespace = {"__call__": __call__, "forward": forward, "farskip_plan": None, "farskip_runtime": None}
+    # What computes the layer in another order, with its communication beside it
+    # (`fcsd.parallel.overlap`).
+    namespace = {
+        "__call__": __call__,
+        "forward": forward,
+        "farskip_plan": None,
+        "farskip_runtime": None,
+    }
     return _generated(base, "FarSkipLayer", namespace)
 
 

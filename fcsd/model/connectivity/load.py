@@ -1,5 +1,5 @@
-"""Loading: one function for base and FarSkip checkpoints, which checks everything it can before it reads
-weights."""
+"""Loading: one function for base and FarSkip checkpoints, which checks everything it
+can before it reads weights."""
 
 import contextlib
 import copy
@@ -11,7 +11,13 @@ from typing import Any
 import torch
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.model.connectivity.checkpoint import CONFIG, Checkpoint, Shapes, find_folder, read_checkpoint
+from fcsd.model.connectivity.checkpoint import (
+    CONFIG,
+    Checkpoint,
+    Shapes,
+    find_folder,
+    read_checkpoint,
+)
 from fcsd.model.connectivity.extra_tensors import not_loaded
 from fcsd.model.connectivity.modeling import (
     base_model_class,
@@ -59,29 +65,42 @@ def load_model(
 
     Args:
         path: local folder, or `owner/name` of a Hub repository.
-        dtype: a torch dtype or its name; "auto" takes the checkpoint's. revision: of a Hub repository.
-        trust_remote_code: not needed for the supported families (transformers' own classes and fcsd's are
-            used); with connectivity None it allows one that fcsd does not know, with the code in its repository.
-        any_family: with connectivity None, a dense model or another that fcsd cannot convert is loaded by transformers.
-        weights: False gives the model on the meta device, without reading tensors (its dtypes may differ).
-        options: passed on to `from_pretrained` (`attn_implementation`, `experts_implementation`, `device_map`,
-            `distributed_config`, `quantization_config`, …); None stands for transformers' own.
+        dtype: a torch dtype or its name; "auto" takes the checkpoint's. revision: of a
+            Hub repository.
+        trust_remote_code: not needed for the supported families (transformers' own
+            classes and fcsd's are used); with connectivity None it allows one that fcsd
+            does not know, with the code in its repository.
+        any_family: with connectivity None, a dense model or another that fcsd cannot
+            convert is loaded by transformers.
+        weights: False gives the model on the meta device, without reading tensors (its
+            dtypes may differ).
+        options: passed on to `from_pretrained` (`attn_implementation`,
+            `experts_implementation`, `device_map`, `distributed_config`,
+            `quantization_config`, …); None stands for transformers' own.
 
     Raises:
-        UserError: folder, config or weights missing, damaged, truncated or of other shapes than the config
-            says; family not supported or dense; a connectivity that the model cannot have, or that differs
-            from the checkpoint's; a pipeline with a stage that begins where an output is in flight; tensors
-            missing or unexpected. Weights are never left at random values, pickles are never read.
+        UserError: folder, config or weights missing, damaged, truncated or of other
+            shapes than the config says; family not supported or dense; a connectivity
+            that the model cannot have, or that differs from the checkpoint's; a
+            pipeline with a stage that begins where an output is in flight; tensors
+            missing or unexpected. Weights are never left at random values, pickles are
+            never read.
     """
     folder = find_folder(path, revision)
-    checkpoint = read_checkpoint(folder, (any_family or trust_remote_code) and connectivity is None)
+    checkpoint = read_checkpoint(
+        folder, (any_family or trust_remote_code) and connectivity is None
+    )
     options = {name: value for name, value in options.items() if value is not None}
     chosen = {name: options[name] for name in _IMPLEMENTATIONS if name in options}
     options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
     if checkpoint.family is None:
-        loaded = _load_unknown(checkpoint, weights, options | {"trust_remote_code": trust_remote_code})
+        loaded = _load_unknown(
+            checkpoint, weights, options | {"trust_remote_code": trust_remote_code}
+        )
     else:
-        _check_sharded_loading(checkpoint.family, folder, options.get("distributed_config"))
+        _check_sharded_loading(
+            checkpoint.family, folder, options.get("distributed_config")
+        )
         config, cls = config_and_class(checkpoint, connectivity, original)
         check_tensors(checkpoint, config, cls)
         if not weights:
@@ -90,7 +109,8 @@ def load_model(
         try:
             with _loading(checkpoint):
                 loaded = cls.from_pretrained(folder, config=config, **options)
-        except modeling_module(checkpoint.family).StageError as error:  # each family's file has its own
+        # each family's file has its own
+        except modeling_module(checkpoint.family).StageError as error:
             raise UserError(f"{folder}: {error}") from None
     model, info = loaded
     if problem := _loading_problem(checkpoint, model, info):
@@ -99,8 +119,12 @@ def load_model(
 
 
 def _check_quantisation(checkpoint: Checkpoint) -> None:
-    """Refuse weights quantised by a method that transformers does not load, or would take for plain ones."""
-    if checkpoint.quantisation is not None and (reason := why_not_loaded(checkpoint.quantisation)):
+    """Refuse weights quantised by a method that transformers does not load, or would
+    take for plain ones.
+    """
+    if checkpoint.quantisation is not None and (
+        reason := why_not_loaded(checkpoint.quantisation)
+    ):
         raise UserError(f"{checkpoint.folder / CONFIG}: {reason}")
 
 
@@ -113,23 +137,31 @@ def _loading(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     except (
         Exception
-    ) as error:  # a package or GPU that is missing, shapes that do not fit: each has its own kinds
+        # a package or GPU that is missing, shapes that do not fit: each has its own
+        # kinds
+    ) as error:
         if checkpoint.quantisation is None:
             raise
         raise UserError(
-            f"{checkpoint.folder}: its weights, quantised by {checkpoint.quantisation.words}, cannot be loaded here:"
+            f"{checkpoint.folder}: its weights, quantised by"
+            f" {checkpoint.quantisation.words}, cannot be loaded here:"
             f" {one_line(error)}"
         ) from error
 
 
-def _load_unknown(checkpoint: Checkpoint, weights: bool, options: dict[str, Any]) -> Any:
+def _load_unknown(
+    checkpoint: Checkpoint, weights: bool, options: dict[str, Any]
+) -> Any:
     """Load a model that fcsd does not know, as transformers does: the model, and its report."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = checkpoint.folder
     _check_quantisation(checkpoint)
     if not weights:
-        raise UserError(f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be sharded")
+        raise UserError(
+            f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be"
+            " sharded"
+        )
     try:
         if checkpoint.leftover:
             code = options["trust_remote_code"]
@@ -138,25 +170,37 @@ def _load_unknown(checkpoint: Checkpoint, weights: bool, options: dict[str, Any]
             )
         # Sizes that do not match are in the report, and refused.
         with _loading(checkpoint):
-            return AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True, **options)
-    except ValueError as error:  # no such model type, or one whose code is in its repository
-        raise UserError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
+            return AutoModelForCausalLM.from_pretrained(
+                folder, ignore_mismatched_sizes=True, **options
+            )
+    # no such model type, or one whose code is in its repository
+    except ValueError as error:
+        raise UserError(
+            f"{folder}: transformers cannot load it: {one_line(error)}"
+        ) from None
 
 
-def _check_sharded_loading(family: Family, folder: Path, distributed_config: Any) -> None:
+def _check_sharded_loading(
+    family: Family, folder: Path, distributed_config: Any
+) -> None:
     """Refuse that transformers shards while it loads what it would put together wrongly."""
     if distributed_config is not None and family.fuses_rows is not None:
         raise UserError(
-            f"{folder}: transformers loads {family.fuses_rows} of {family.model_type} wrongly when it shards weights"
-            " while it loads them (expert, tensor parallelism, its FSDP); launch FSDP2 or ZeRO-3 through accelerate"
+            f"{folder}: transformers loads {family.fuses_rows} of {family.model_type}"
+            " wrongly when it shards weights while it loads them (expert, tensor"
+            " parallelism, its FSDP); launch FSDP2 or ZeRO-3 through accelerate"
             " (configs/fsdp2_8.yaml), which load it whole first, or one process"
         )
 
 
 def config_and_class(
-    checkpoint: Checkpoint, connectivity: Connectivity | None = None, original: bool = False
+    checkpoint: Checkpoint,
+    connectivity: Connectivity | None = None,
+    original: bool = False,
 ) -> tuple[Any, Any]:
-    """Return the config object and model class that a checkpoint of a known family is to be loaded with."""
+    """Return the config object and model class that a checkpoint of a known family is
+    to be loaded with.
+    """
     family = checkpoint.family
     assert family is not None
     register(family.model_type)
@@ -165,21 +209,23 @@ def config_and_class(
     mask = moe_mask(config, family)
     if original and connectivity is not None:
         raise UserError(
-            f"{checkpoint.folder}: original=True loads the regular connectivity; give no connectivity with it"
+            f"{checkpoint.folder}: original=True loads the regular connectivity; give"
+            " no connectivity with it"
         )
     if checkpoint.connectivity is None:
         if connectivity is None:
             return config, base_model_class(family)
         field = connectivity.new_field(mask, family.layout)
         return with_farskip(config, family, field), farskip_model_class(family)
-    own = checkpoint.connectivity.field(mask)  # also refuses indices that the model does not have
+    # also refuses indices that the model does not have
+    own = checkpoint.connectivity.field(mask)
     if original:
         return without_farskip(config, family), base_model_class(family)
     if connectivity is not None and (wanted := connectivity.field(mask)) != own:
         raise UserError(
-            f"{checkpoint.folder}: this checkpoint is already converted with {field_text(own)}, but"
-            f" {field_text(wanted)} is asked for; leave the connectivity out to load it as it is, or convert the"
-            " original checkpoint"
+            f"{checkpoint.folder}: this checkpoint is already converted with"
+            f" {field_text(own)}, but {field_text(wanted)} is asked for; leave the"
+            " connectivity out to load it as it is, or convert the original checkpoint"
         )
     return config, farskip_model_class(family)
 
@@ -199,41 +245,57 @@ def _types_by_class() -> dict[str, set[str]]:
 
 
 def _check_architectures(checkpoint: Checkpoint) -> None:
-    """Refuse a class in the config's `architectures` that transformers knows, but for other model types.
+    """Refuse a class in the config's `architectures` that transformers knows, but for
+    other model types.
 
-    Names that transformers does not know are those of code in a repository; they say nothing.
+    Names that transformers does not know are those of code in a repository; they say
+    nothing.
     """
     family, types = checkpoint.family, _types_by_class()
     assert family is not None
     names = checkpoint.config.get("architectures") or []
     if not isinstance(names, list):
         raise UserError(
-            f"{checkpoint.folder / CONFIG}: architectures must be a list of class names, got {names!r}"
+            f"{checkpoint.folder / CONFIG}: architectures must be a list of class"
+            f" names, got {names!r}"
         )
     for name in names:
         farskip = str(name).startswith("FarSkip")
         known = types.get(str(name).removeprefix("FarSkip"), {family.model_type})
-        if family.model_type not in known or farskip != (checkpoint.connectivity is not None):
+        if family.model_type not in known or farskip != (
+            checkpoint.connectivity is not None
+        ):
             raise UserError(
-                f"{checkpoint.folder / CONFIG}: architectures names {name}, but model_type is"
-                f" '{checkpoint.config['model_type']}'; one of them is wrong, fetch the config again"
+                f"{checkpoint.folder / CONFIG}: architectures names {name}, but"
+                f" model_type is '{checkpoint.config['model_type']}'; one of them is"
+                " wrong, fetch the config again"
             )
 
 
 def load_config(checkpoint: Checkpoint) -> Any:
-    """Return the config object of a checkpoint of a known family, with upstream's defaults filled in."""
+    """Return the config object of a checkpoint of a known family, with upstream's
+    defaults filled in.
+    """
     family = checkpoint.family
     assert family is not None
     farskip = checkpoint.connectivity is not None
-    config_class = farskip_config_class(family) if farskip else base_model_class(family).config_class
+    config_class = (
+        farskip_config_class(family)
+        if farskip
+        else base_model_class(family).config_class
+    )
     try:
         if checkpoint.foreign or checkpoint.leftover:
-            config = config_class.from_dict(copy.deepcopy(checkpoint.config))  # it writes into rope_scaling
+            # it writes into rope_scaling
+            config = config_class.from_dict(copy.deepcopy(checkpoint.config))
         else:
             config = config_class.from_pretrained(checkpoint.folder)
-    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
+    # transformers' strict configs raise many kinds for a wrong field
+    except Exception as error:
         reason = one_line(error)
-        raise UserError(f"{checkpoint.folder / CONFIG}: transformers refuses it: {reason}") from None
+        raise UserError(
+            f"{checkpoint.folder / CONFIG}: transformers refuses it: {reason}"
+        ) from None
     try:
         family_of(config)
     except UserError as error:
@@ -242,17 +304,19 @@ def load_config(checkpoint: Checkpoint) -> Any:
 
 
 def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
-    """Compare the checkpoint's tensor names and shapes with what the config needs, without reading weights.
+    """Compare the checkpoint's tensor names and shapes with what the config needs,
+    without reading weights.
 
-    The model is built without storage, and its tensors are taken back to the names and shapes of checkpoint
-    files by transformers' own conversions. Checkpoints in the in-memory layout (fused experts) are accepted
-    too.
+    The model is built without storage, and its tensors are taken back to the names and
+    shapes of checkpoint files by transformers' own conversions. Checkpoints in the
+    in-memory layout (fused experts) are accepted too.
 
     Returns:
         The names of tensors that the model leaves out: MTP layers, say.
 
     Raises:
-        UserError: a tensor has another shape than the config says, is missing, or is none of the model's.
+        UserError: a tensor has another shape than the config says, is missing, or is
+            none of the model's.
     """
     _check_quantisation(checkpoint)
     try:
@@ -260,7 +324,9 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
             model = cls(config)
     except Exception as error:  # a number that no model can have: 0 heads, say
         where = checkpoint.folder / CONFIG
-        raise UserError(f"{where}: no {cls.__name__} can be built from it: {one_line(error)}") from None
+        raise UserError(
+            f"{where}: no {cls.__name__} can be built from it: {one_line(error)}"
+        ) from None
     in_files, in_memory, tied = _expected_shapes(model)
     if checkpoint.quantisation is not None:
         _check_quantised(checkpoint, in_files, in_memory, tied)
@@ -271,8 +337,9 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
         if expected is not None and shape != expected and shape != in_memory.get(name):
             _refuse_without_word(checkpoint, name in quantised)
             raise UserError(
-                f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but {CONFIG} says"
-                f" {list(expected)}; weights and config belong to different models"
+                f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but"
+                f" {CONFIG} says {list(expected)}; weights and config belong to"
+                " different models"
             )
     have = checkpoint.shapes.keys()
     prefix = cls.base_model_prefix + "."
@@ -283,13 +350,19 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
             f"{checkpoint.folder}: no tensor name starts with '{prefix}';"
             f" this is not a checkpoint of {cls.__name__}"
         )
-    expected_names = in_memory if (in_memory.keys() - in_files.keys()) & have else in_files
-    if missing := [name for name in expected_names if name not in have and name not in tied]:
-        packed = len(missing_tensors(expected_names, checkpoint.dtypes, tied)) < len(missing)
+    expected_names = (
+        in_memory if (in_memory.keys() - in_files.keys()) & have else in_files
+    )
+    if missing := [
+        name for name in expected_names if name not in have and name not in tied
+    ]:
+        packed = len(missing_tensors(expected_names, checkpoint.dtypes, tied)) < len(
+            missing
+        )
         _refuse_without_word(checkpoint, packed)
         raise UserError(
-            f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is '{missing[0]}';"
-            " the checkpoint is incomplete or of another model"
+            f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is"
+            f" '{missing[0]}'; the checkpoint is incomplete or of another model"
         )
     unexpected = {*have} - {*in_files, *in_memory, *tied}
     assert checkpoint.family is not None
@@ -297,50 +370,72 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
     if unknown := sorted(unexpected - left_out):
         _refuse_without_word(checkpoint, not {*quantised}.isdisjoint(unknown))
         raise UserError(
-            f"{checkpoint.folder}: {len(unknown)} tensors belong to no parameter, the first is '{unknown[0]}';"
-            f" weights and {CONFIG} belong to different models, or the model was changed after {CONFIG} was written"
+            f"{checkpoint.folder}: {len(unknown)} tensors belong to no parameter, the"
+            f" first is '{unknown[0]}'; weights and {CONFIG} belong to different"
+            f" models, or the model was changed after {CONFIG} was written"
         )
     return left_out
 
 
 def _refuse_without_word(checkpoint: Checkpoint, has_quantised: bool) -> None:
-    """Refuse weights that do not fit a plain model because they are quantised, of which no file says how."""
+    """Refuse weights that do not fit a plain model because they are quantised, of which
+    no file says how.
+    """
     if has_quantised and (names := quantised_tensors(checkpoint.dtypes)):
-        raise quantised_without_word(checkpoint.folder, names[0], checkpoint.dtypes[names[0]])
+        raise quantised_without_word(
+            checkpoint.folder, names[0], checkpoint.dtypes[names[0]]
+        )
 
 
-def _check_quantised(checkpoint: Checkpoint, in_files: Shapes, in_memory: Shapes, tied: set[str]) -> None:
-    """Refuse quantised weights that lack one of the model's tensors, or in which a plain one has another shape."""
+def _check_quantised(
+    checkpoint: Checkpoint, in_files: Shapes, in_memory: Shapes, tied: set[str]
+) -> None:
+    """Refuse quantised weights that lack one of the model's tensors, or in which a
+    plain one has another shape.
+    """
     for name, shape in checkpoint.shapes.items():
         expected = {shapes[name] for shapes in (in_files, in_memory) if name in shapes}
         if expected and shape not in expected and checkpoint.dtypes[name] in PLAIN:
             raise UserError(
-                f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but {CONFIG} says"
-                f" {list(min(expected))}; weights and config belong to different models"
+                f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but"
+                f" {CONFIG} says {list(min(expected))}; weights and config belong to"
+                " different models"
             )
     missing = min(
-        (missing_tensors(names, checkpoint.dtypes, tied) for names in (in_files, in_memory)), key=len
+        (
+            missing_tensors(names, checkpoint.dtypes, tied)
+            for names in (in_files, in_memory)
+        ),
+        key=len,
     )
     if missing:
         raise UserError(
-            f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is '{missing[0]}';"
-            " the checkpoint is incomplete or of another model"
+            f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is"
+            f" '{missing[0]}'; the checkpoint is incomplete or of another model"
         )
 
 
 def _expected_shapes(model: Any) -> tuple[Shapes, Shapes, set[str]]:
-    """Return (name -> shape in files, name -> shape in memory, names that are tied to another tensor)."""
+    """Return (name -> shape in files, name -> shape in memory, names that are tied to
+    another tensor).
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     states = revert_weight_conversion(model, model.state_dict()), model.state_dict()
-    in_files, in_memory = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in states)
+    in_files, in_memory = (
+        {name: tuple(tensor.shape) for name, tensor in state.items()}
+        for state in states
+    )
     return in_files, in_memory, set(getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def _loading_problem(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> str | None:
+def _loading_problem(
+    checkpoint: Checkpoint, model: Any, info: dict[str, Any]
+) -> str | None:
     """Return the first thing that transformers' loading report finds wrong, or None."""
     if checkpoint.family is not None:
-        # By the names that transformers has given them, of experts that it has put together, say.
+        # By the names that transformers has given them, of experts that it has put
+        # together, say.
         unexpected = {*info["unexpected_keys"]}
         left_out = not_loaded(model, unexpected, checkpoint.family, checkpoint.folder)
         info = info | {"unexpected_keys": unexpected - left_out}
@@ -352,5 +447,8 @@ def _loading_problem(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -
     ):
         if values := sorted(str(value) for value in info.get(key) or ()):
             first = " ".join(values[0].split())[:200]
-            return f"{len(values)} {text}, the first is '{first}'; the checkpoint is incomplete or of another model"
+            return (
+                f"{len(values)} {text}, the first is '{first}'; the checkpoint is"
+                " incomplete or of another model"
+            )
     return None

@@ -1,9 +1,12 @@
-"""`FarSkip<Family>ForCausalLM`: the source that is shipped in checkpoints, and the same source as a module
-of fcsd. A multimodal wrapper's class is `FarSkip<Family>ForConditionalGeneration`.
+"""`FarSkip<Family>ForCausalLM`: the source that is shipped in checkpoints, and the same
+source as a module of fcsd. A multimodal wrapper's class is
+`FarSkip<Family>ForConditionalGeneration`.
 
-One text a family: `layer.py` and `rewire.py`, the family's names as a literal, and static classes; before these the
-family's own (`fcsd.model.connectivity.classes`) where transformers has none. fcsd imports it as
-`fcsd.model.connectivity.generated.<model_type>`; `save_pretrained` writes it as `modeling_farskip.py`.
+One text a family: `layer.py` and `rewire.py`, the family's names as a literal, and
+static classes; before these the family's own (`fcsd.model.connectivity.classes`) where
+transformers has none. fcsd imports it as
+`fcsd.model.connectivity.generated.<model_type>`; `save_pretrained` writes it as
+`modeling_farskip.py`.
 """
 
 import copy
@@ -15,7 +18,13 @@ from types import ModuleType
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.model.families import FAMILIES, PREFIX, Family, base_model_type, check_not_refused
+from fcsd.model.families import (
+    FAMILIES,
+    PREFIX,
+    Family,
+    base_model_type,
+    check_not_refused,
+)
 
 MODELING_FILE = "modeling_farskip.py"
 
@@ -147,7 +156,9 @@ _MODEL = """class FarSkip{name}({name}):
 
 
 def _embedded(file: str) -> str:
-    """Return the text of a file here without its imports from fcsd: what they name stands before it."""
+    """Return the text of a file here without its imports from fcsd: what they name
+    stands before it.
+    """
     text = (Path(__file__).parent / file).read_text(encoding="utf-8")
     return re.sub(r"^from fcsd\..*\n", "", text, flags=re.MULTILINE)
 
@@ -158,11 +169,16 @@ def rewiring_source() -> str:
 
 
 def modeling_source(family: Family) -> str:
-    """Return the text of `modeling_farskip.py` for a family: self-contained, imports torch and transformers only."""
+    """Return the text of `modeling_farskip.py` for a family: self-contained, imports
+    torch and transformers only.
+    """
     rewiring, values = rewiring_source(), asdict(family)
     read = set(re.findall(r"\bfamily\.(\w+)", rewiring))
-    names = "\n".join(f"    {name}={value!r}," for name, value in values.items() if name in read)
-    classes = list(dict.fromkeys((family.base_model, family.causal_lm)))  # Llama4: one class is both
+    names = "\n".join(
+        f"    {name}={value!r}," for name, value in values.items() if name in read
+    )
+    # Llama4: one class is both
+    classes = list(dict.fromkeys((family.base_model, family.causal_lm)))
     types = [(PREFIX + family.model_type, family.model_type)]
     if family.like:
         types.insert(0, (family.model_type, family.like))
@@ -174,8 +190,12 @@ def modeling_source(family: Family) -> str:
         imports="" if family.like else _imports(family, classes),
         own=_own_classes(family),
         types=", ".join(map(repr, types)) + ",",
-        auto_classes="\n".join(f'    "{auto}": "{name}",' for auto, name in _auto_classes(family).items()),
-        models="\n\n\n".join(_MODEL.format(name=name, config=family.config) for name in classes),
+        auto_classes="\n".join(
+            f'    "{auto}": "{name}",' for auto, name in _auto_classes(family).items()
+        ),
+        models="\n\n\n".join(
+            _MODEL.format(name=name, config=family.config) for name in classes
+        ),
         conversions="\n".join(f"    {pair!r}," for pair in conversions),
         **values,
     )
@@ -192,7 +212,9 @@ def _imports(family: Family, classes: list[str]) -> str:
 
 
 def _own_classes(family: Family) -> str:
-    """Return the text of the classes that transformers does not have, which a checkpoint with them brings, too."""
+    """Return the text of the classes that transformers does not have, which a
+    checkpoint with them brings, too.
+    """
     if family.like is None:
         return ""
     text = _embedded(f"classes/{family.model_type}.py")
@@ -200,19 +222,26 @@ def _own_classes(family: Family) -> str:
 
 
 def supported_transformers(family: Family) -> str:
-    """Return the versions of transformers that load a FarSkip checkpoint; `make test-transformers` tries the lowest."""
+    """Return the versions of transformers that load a FarSkip checkpoint; `make
+    test-transformers` tries the lowest.
+    """
     return f">={family.since},<6"
 
 
 def modeling_module(family: Family) -> ModuleType:
     """Return `modeling_source(family)` as an imported module."""
-    return importlib.import_module(f"fcsd.model.connectivity.generated.{family.model_type}")
+    return importlib.import_module(
+        f"fcsd.model.connectivity.generated.{family.model_type}"
+    )
 
 
 def auto_map(family: Family, *, farskip: bool = True) -> dict[str, str]:
     """Return the `auto_map` field of a checkpoint: Auto class -> class in `modeling_farskip.py`."""
     prefix = "FarSkip" if farskip else ""
-    return {auto: f"modeling_farskip.{prefix}{name}" for auto, name in _auto_classes(family).items()}
+    return {
+        auto: f"modeling_farskip.{prefix}{name}"
+        for auto, name in _auto_classes(family).items()
+    }
 
 
 def _auto_classes(family: Family) -> dict[str, str]:
@@ -248,14 +277,17 @@ def base_model_class(family: Family) -> Any:
 def _as_class(config: Any, config_class: Any) -> Any:
     copied = copy.deepcopy(config)
     copied.__class__ = config_class
-    # A config read from a file holds its model type on the instance, which would hide that of the class.
+    # A config read from a file holds its model type on the instance, which would hide
+    # that of the class.
     for name in ("model_type", "farskip", "auto_map"):
         copied.__dict__.pop(name, None)
     return copied
 
 
 def with_farskip(config: Any, family: Family, field: dict[str, Any]) -> Any:
-    """Return a copy of a config (base or FarSkip) as `FarSkip<Family>Config` with this `farskip` field."""
+    """Return a copy of a config (base or FarSkip) as `FarSkip<Family>Config` with this
+    `farskip` field.
+    """
     copied = _as_class(config, farskip_config_class(family))
     copied.farskip = field
     return copied
@@ -269,12 +301,13 @@ def without_farskip(config: Any, family: Family) -> Any:
 
 
 def register(model_type: str | None = None) -> None:
-    """Make transformers' Auto classes load FarSkip checkpoints with fcsd's classes, without the remote-code
-    flag; where the family's own classes are fcsd's as well, its regular checkpoints, too.
+    """Make transformers' Auto classes load FarSkip checkpoints with fcsd's classes,
+    without the remote-code flag; where the family's own classes are fcsd's as well, its
+    regular checkpoints, too.
 
     Args:
-        model_type: one family, given as `qwen3_moe` or `farskip_qwen3_moe`; None registers all (it imports
-            all their modeling files, about a second).
+        model_type: one family, given as `qwen3_moe` or `farskip_qwen3_moe`; None
+            registers all (it imports all their modeling files, about a second).
 
     Raises:
         UserError: the family is refused or not supported.
@@ -288,13 +321,18 @@ def register(model_type: str | None = None) -> None:
         families = [FAMILIES[base]]
     else:
         check_not_refused(model_type)
-        raise UserError(f"model type '{model_type}' is not supported; `fcsd families` lists those that are")
+        raise UserError(
+            f"model type '{model_type}' is not supported; `fcsd families` lists those"
+            " that are"
+        )
     for family in families:
         module = modeling_module(family)
         for prefix in ("FarSkip", "") if family.like else ("FarSkip",):
             config = getattr(module, prefix + family.config)
             AutoConfig.register(config.model_type, config, exist_ok=True)
-            AutoModel.register(config, getattr(module, prefix + family.base_model), exist_ok=True)
+            AutoModel.register(
+                config, getattr(module, prefix + family.base_model), exist_ok=True
+            )
             for auto in auto_models(family):
                 model = getattr(module, prefix + family.causal_lm)
                 getattr(transformers, auto).register(config, model, exist_ok=True)

@@ -1,9 +1,11 @@
-"""The rewiring of a model's decoder layers. Self-contained with `layer`: both are shipped in checkpoints, as one text.
+"""The rewiring of a model's decoder layers. Self-contained with `layer`: both are
+shipped in checkpoints, as one text.
 
     o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m)
 
-`a` and `m` are as in `fcsd.model.connectivity.spec.Connectivity`; `fcsd.model.connectivity.layer` computes them.
-Rewiring comes before anything that sets `forward` on instances, which would bypass the class of a rewired layer.
+`a` and `m` are as in `fcsd.model.connectivity.spec.Connectivity`;
+`fcsd.model.connectivity.layer` computes them. Rewiring comes before anything that sets
+`forward` on instances, which would bypass the class of a rewired layer.
 """
 
 import contextlib
@@ -17,8 +19,9 @@ from torch import nn
 from fcsd.model.connectivity.layer import LayerPlan, block_class, layer_class
 
 _OWN_FORWARD = (
-    "has its own `forward` (from device_map, accelerate hooks or kernels), which would bypass the rewiring;"
-    " convert the model before them, or load it with fcsd.model.connectivity.load_model"
+    "has its own `forward` (from device_map, accelerate hooks or kernels), which would"
+    " bypass the rewiring; convert the model before them, or load it with"
+    " fcsd.model.connectivity.load_model"
 )
 
 
@@ -31,14 +34,16 @@ def _edit_streams(model: Any, method: str, hidden_states: Any, *args: Any) -> An
 
 
 def is_one_of(module: nn.Module, names: Any) -> bool:
-    """Return whether a module's class has one of these names, or was made from such a class (FSDP2, the rewiring)."""
+    """Return whether a module's class has one of these names, or was made from such a
+    class (FSDP2, the rewiring).
+    """
     names = names if isinstance(names, tuple) else (names,)
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
 def decoder_layers(model: nn.Module, family: Any) -> nn.ModuleList:
-    """Return the one ModuleList of the family's decoder layers (`get_decoder()` is not reliable:
-    Llama4ForCausalLM)."""
+    """Return the one ModuleList of the family's decoder layers (`get_decoder()` is not
+    reliable: Llama4ForCausalLM)."""
     stacks = [
         module
         for module in model.modules()
@@ -48,22 +53,29 @@ def decoder_layers(model: nn.Module, family: Any) -> nn.ModuleList:
     ]
     if len(stacks) != 1:
         raise ValueError(
-            f"{type(model).__name__}: {len(stacks)} stacks of {family.decoder_layer} found, one is"
-            f" needed, as in transformers' {family.upstream}; rewire before anything wraps layers"
+            f"{type(model).__name__}: {len(stacks)} stacks of {family.decoder_layer}"
+            f" found, one is needed, as in transformers' {family.upstream}; rewire"
+            " before anything wraps layers"
         )
     return stacks[0]
 
 
 def rewired_layers(stack: nn.ModuleList) -> Iterator[int]:
     """Return the indices of the rewired layers of a stack."""
-    return (k for k, layer in enumerate(stack) if getattr(layer, "farskip_plan", None) is not None)
+    return (
+        k
+        for k, layer in enumerate(stack)
+        if getattr(layer, "farskip_plan", None) is not None
+    )
 
 
 def pipeline_cuts(stack: nn.ModuleList) -> list[int]:
-    """Return the layers before which nothing is in flight: a pipeline whose stages hand on one tensor may be cut
-    there."""
+    """Return the layers before which nothing is in flight: a pipeline whose stages hand
+    on one tensor may be cut there."""
     plans: list[Any] = [getattr(layer, "farskip_plan", None) for layer in stack]
-    return [k for k in range(1, len(stack)) if not (plans[k - 1] and plans[k - 1].carry)]
+    return [
+        k for k in range(1, len(stack)) if not (plans[k - 1] and plans[k - 1].carry)
+    ]
 
 
 class StageError(ValueError):
@@ -71,7 +83,9 @@ class StageError(ValueError):
 
 
 def check_stages(stack: nn.ModuleList, num_stages: int) -> None:
-    """Raise StageError if the cut of the installed transformers into stages separates a pair of tensors."""
+    """Raise StageError if the cut of the installed transformers into stages separates a
+    pair of tensors.
+    """
     from transformers.distributed.pipeline_parallel import PipelineStage
 
     cuts, stages = pipeline_cuts(stack), cast(Any, SimpleNamespace(pp_size=num_stages))
@@ -79,17 +93,20 @@ def check_stages(stack: nn.ModuleList, num_stages: int) -> None:
         k = PipelineStage.layer_range_for_rank(stages, stage, len(stack))[0]
         if k and k not in cuts:
             raise StageError(
-                f"pipeline of {num_stages} stages: one begins at layer {k}, where the routed output of layer"
-                f" {k - 1} is in flight, but one tensor is handed on; leave layer {k} regular"
+                f"pipeline of {num_stages} stages: one begins at layer {k}, where the"
+                f" routed output of layer {k - 1} is in flight, but one tensor is"
+                f" handed on; leave layer {k} regular"
                 + (f", or cut only before layers {cuts}" if cuts else "")
             )
 
 
 def unrewire(model: nn.Module) -> None:
-    """Give every rewired module its own class back; the model is then bit-identical to the original.
+    """Give every rewired module its own class back; the model is then bit-identical to
+    the original.
 
     Raises:
-        ValueError: `forward` is set on an instance, which would go on calling the rewired class.
+        ValueError: `forward` is set on an instance, which would go on calling the
+            rewired class.
     """
     for module in model.modules():
         if "farskip_base" in vars(type(module)) and "forward" in vars(module):
@@ -106,9 +123,11 @@ def unrewire(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def regular(model: nn.Module) -> Iterator[None]:
-    """Let every rewired layer compute what the original's does while the context lasts, with the same weights.
+    """Let every rewired layer compute what the original's does while the context lasts,
+    with the same weights.
 
-    Classes, hooks and parameters stay in place: this is for a pass in between, under FSDP2 and PEFT too.
+    Classes, hooks and parameters stay in place: this is for a pass in between, under
+    FSDP2 and PEFT too.
     """
     layers: list[tuple[Any, Any]] = []
     blocks: list[Any] = []
@@ -131,8 +150,8 @@ def regular(model: nn.Module) -> Iterator[None]:
 
 
 def check_field(family: Any, farskip: Any) -> None:
-    """Raise ValueError for a `farskip` field of another version, with an unknown side, or with a side that
-    changes nothing in this family."""
+    """Raise ValueError for a `farskip` field of another version, with an unknown side,
+    or with a side that changes nothing in this family."""
     if not isinstance(farskip, dict) or farskip.get("version") != 1:
         raise ValueError(f"config.farskip: version 1 is needed, got {farskip!r}")
     attention, mlp = farskip["attention"], farskip["mlp"]
@@ -140,8 +159,8 @@ def check_field(family: Any, farskip: Any) -> None:
         raise ValueError(f"config.farskip: unknown connectivity {farskip!r}")
     if family.layout == "parallel" and attention == "full" and farskip["layers"]:
         raise ValueError(
-            "attention: full changes nothing here, because attention and MLP of a layer read the same stream"
-            " already; use attention: partial"
+            "attention: full changes nothing here, because attention and MLP of a layer"
+            " read the same stream already; use attention: partial"
         )
 
 
@@ -158,45 +177,69 @@ def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
         The indices of the rewired layers.
 
     Raises:
-        ValueError: what `check_field` refuses, index out of range, layers that are not the family's, or a
-            layer whose `forward` is set on the instance (device_map, accelerate hooks, kernels), which would
-            bypass the rewiring.
+        ValueError: what `check_field` refuses, index out of range, layers that are not
+            the family's, or a layer whose `forward` is set on the instance (device_map,
+            accelerate hooks, kernels), which would bypass the rewiring.
     """
     check_field(family, farskip)
     stack = decoder_layers(model, family)
     selected = set(farskip["layers"])
     if any(not isinstance(k, int) or not 0 <= k < len(stack) for k in selected):
-        raise ValueError(f"config.farskip: layers {sorted(selected)} of a model with {len(stack)} layers")
+        raise ValueError(
+            f"config.farskip: layers {sorted(selected)} of a model with {len(stack)}"
+            " layers"
+        )
     for k in sorted(selected):
         inner = (name for name in (family.moe, family.norms) if name)
-        if any("forward" in vars(module) for module in (stack[k], *(getattr(stack[k], n) for n in inner))):
+        if any(
+            "forward" in vars(module)
+            for module in (stack[k], *(getattr(stack[k], n) for n in inner))
+        ):
             raise ValueError(f"layer {k} {_OWN_FORWARD}")
     unrewire(model)
     for k in sorted(selected):
         layer: Any = stack[k]
         block = getattr(layer, family.moe)
-        carry = farskip["attention"] == "partial" and is_one_of(block, family.moe_block) and k + 1 in selected
-        has_shared = family.block_shared and getattr(block, family.block_shared, None) is not None
+        carry = (
+            farskip["attention"] == "partial"
+            and is_one_of(block, family.moe_block)
+            and k + 1 in selected
+        )
+        has_shared = (
+            family.block_shared
+            and getattr(block, family.block_shared, None) is not None
+        )
         block_shared = bool(carry and family.additive and has_shared)
         if block_shared:
             block.__class__ = block_class(
-                block.__class__, family.block_shared, family.block_gate, family.shared_in_place
+                block.__class__,
+                family.block_shared,
+                family.block_gate,
+                family.shared_in_place,
             )
-        averaged = family.shared_average and getattr(block, family.shared_average, None) == "average"
+        averaged = (
+            family.shared_average
+            and getattr(block, family.shared_average, None) == "average"
+        )
         layer.__class__ = layer_class(layer.__class__)
         layer.farskip_plan = LayerPlan(
             family=family,
             outdated=farskip["mlp"] == "outdated",
             carry=carry,
             block_shared=block_shared,
-            layer_shared=bool(family.layer_shared and getattr(layer, family.layer_shared) is not None),
+            layer_shared=bool(
+                family.layer_shared and getattr(layer, family.layer_shared) is not None
+            ),
             shared_scale=0.5 if averaged else 1.0,
         )
     if family.stream_edit:
-        # On the instance: transformers looks what to record up by the model's class, which must stay its own.
+        # On the instance: transformers looks what to record up by the model's class,
+        # which must stay its own.
         for module in model.modules():
             if getattr(module, "layers", None) is stack:
                 setattr(
-                    module, family.stream_edit, functools.partial(_edit_streams, module, family.stream_edit)
+                    module,
+                    family.stream_edit,
+                    functools.partial(_edit_streams, module, family.stream_edit),
                 )
     return sorted(selected)

@@ -1,4 +1,6 @@
-"""What is rewired: a selection of layers and the two sides of the connectivity. Standard library only."""
+"""What is rewired: a selection of layers and the two sides of the connectivity.
+Standard library only.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,19 +16,24 @@ VERSION = 1
 """Version of the `farskip` field in a checkpoint's config."""
 
 CALIBRATED, TRAINED = "farskip_calibration", "farskip_trained"
-"""Keys of a config: what has changed its weights since they were the original's. They stay when it is unconverted."""
+"""Keys of a config: what has changed its weights since they were the original's. They
+stay when it is unconverted.
+"""
 
-_ALLOWED = "all, moe, none, first:N, last:N, first:P%, last:P%, or layer indices such as 0,2,5 or 1-5"
+_ALLOWED = (
+    "all, moe, none, first:N, last:N, first:P%, last:P%, or layer indices such as 0,2,5"
+    " or 1-5"
+)
 
 
 @dataclass(frozen=True)
 class Connectivity:
     """Which decoder layers are rewired, and how.
 
-    o_k is the residual stream after layer k, routed_k the output of its routed experts (with the family's
-    residual multiplier), attn_k and shared_k those of its attention and its shared experts (0 where it has
-    none). A layer outside the selection keeps the regular equations on the full o_{k-1}. A selected layer k
-    computes
+    o_k is the residual stream after layer k, routed_k the output of its routed experts
+    (with the family's residual multiplier), attn_k and shared_k those of its attention
+    and its shared experts (0 where it has none). A layer outside the selection keeps
+    the regular equations on the full o_{k-1}. A selected layer k computes
 
         o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m)        dense layer: mlp_k(m) for the last two
 
@@ -36,13 +43,15 @@ class Connectivity:
         mlp: outdated        m = o_{k-1}
         mlp: full            m = h_k = o_{k-1} + attn_k(a), the regular MLP input
 
-    What is in flight does not depend on the MLP side: `mlp: full` is attention-only FarSkip, in which
-    attention still reads the stream without the routed output of the layer before it, and the MoE block
-    waits for it. `attention: full` is MLP-only FarSkip: attention and MoE block of one layer run in parallel
-    on the same full o_{k-1}, and nothing is carried to the next layer. A selected dense layer follows the
-    same two rules and leaves nothing in flight, so the layer after it reads the full stream. With `mlp: full`
-    the first layer of a run of selected layers computes what a regular layer does. Both sides full is the
-    regular model and is refused, except with no layers.
+    What is in flight does not depend on the MLP side: `mlp: full` is attention-only
+    FarSkip, in which attention still reads the stream without the routed output of the
+    layer before it, and the MoE block waits for it. `attention: full` is MLP-only
+    FarSkip: attention and MoE block of one layer run in parallel on the same full
+    o_{k-1}, and nothing is carried to the next layer. A selected dense layer follows
+    the same two rules and leaves nothing in flight, so the layer after it reads the
+    full stream. With `mlp: full` the first layer of a run of selected layers computes
+    what a regular layer does. Both sides full is the regular model and is refused,
+    except with no layers.
 
     Raises:
         UserError: a side or the selection is not one of the values above.
@@ -55,62 +64,93 @@ class Connectivity:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", parse_selection(self.layers))
         if self.attention not in ("partial", "full"):
-            raise UserError(f"attention: must be 'partial' or 'full', got {self.attention!r}")
+            raise UserError(
+                f"attention: must be 'partial' or 'full', got {self.attention!r}"
+            )
         if self.mlp not in ("outdated", "full"):
             raise UserError(f"mlp: must be 'outdated' or 'full', got {self.mlp!r}")
         if self.attention == self.mlp == "full" and self.layers not in ("none", []):
             raise UserError(
-                "connectivity: attention: full with mlp: full is the regular connectivity, nothing would be"
-                " rewired; set one of them (attention: partial, mlp: outdated), or use layers: none"
+                "connectivity: attention: full with mlp: full is the regular"
+                " connectivity, nothing would be rewired; set one of them (attention:"
+                " partial, mlp: outdated), or use layers: none"
             )
 
     def field(self, moe_mask: Sequence[bool]) -> dict[str, Any]:
         """Return the `farskip` field of a config: version, resolved layer indices, both sides."""
         layers = resolve_layers(self.layers, moe_mask)
-        return {"version": VERSION, "layers": layers, "attention": self.attention, "mlp": self.mlp}
+        return {
+            "version": VERSION,
+            "layers": layers,
+            "attention": self.attention,
+            "mlp": self.mlp,
+        }
 
-    def new_field(self, moe_mask: Sequence[bool], layout: str = "pre_norm") -> dict[str, Any]:
+    def new_field(
+        self, moe_mask: Sequence[bool], layout: str = "pre_norm"
+    ) -> dict[str, Any]:
         """Return the `farskip` field of a model that is to be converted.
 
-        layout: of the family; in a parallel one the MLP reads o_{k-1} in regular layers too.
+        layout: of the family; in a parallel one the MLP reads o_{k-1} in regular layers
+        too.
 
         Raises:
             UserError: as `field`; the layers would all compute what regular ones do.
         """
         field = self.field(moe_mask)
         layers = field["layers"]
-        behind = self.attention == "partial" and any(moe_mask[k] and k + 1 in layers for k in layers)
-        # attention: full of a parallel family is refused by name where the layers are looked at.
-        regular_mlp = self.mlp == "full" or (layout == "parallel" and self.attention == "partial")
+        behind = self.attention == "partial" and any(
+            moe_mask[k] and k + 1 in layers for k in layers
+        )
+        # attention: full of a parallel family is refused by name where the layers are
+        # looked at.
+        regular_mlp = self.mlp == "full" or (
+            layout == "parallel" and self.attention == "partial"
+        )
         if layers and not behind and regular_mlp:
             other = "" if layout == "parallel" else " or mlp: outdated,"
             raise UserError(
-                f"connectivity: layers {layers}, attention: {self.attention}, mlp: {self.mlp} change nothing: attention"
-                " reads another stream only in a selected layer that follows a selected MoE layer; select such"
-                f" neighbours (layers: all),{other} or use layers: none for the regular model"
+                f"connectivity: layers {layers}, attention: {self.attention}, mlp:"
+                f" {self.mlp} change nothing: attention reads another stream only in a"
+                " selected layer that follows a selected MoE layer; select such"
+                f" neighbours (layers: all),{other} or use layers: none for the regular"
+                " model"
             )
         return field
 
     @staticmethod
-    def from_field(field: Mapping[str, Any], where: str = "config.json") -> "Connectivity":
-        """Read a `farskip` field back; raises UserError for another version or a malformed field."""
+    def from_field(
+        field: Mapping[str, Any], where: str = "config.json"
+    ) -> "Connectivity":
+        """Read a `farskip` field back; raises UserError for another version or a
+        malformed field.
+        """
         version = field.get("version") if isinstance(field, Mapping) else None
         if version != VERSION:
-            raise UserError(f"{where}: farskip.version: this fcsd reads version {VERSION}, got {version!r}")
-        if set(field) != {"version", "layers", "attention", "mlp"} or not isinstance(field["layers"], list):
             raise UserError(
-                f"{where}: farskip: needs exactly the keys version, layers (a list), attention, mlp;"
-                f" got {dict(field)!r}"
+                f"{where}: farskip.version: this fcsd reads version {VERSION}, got"
+                f" {version!r}"
+            )
+        if set(field) != {"version", "layers", "attention", "mlp"} or not isinstance(
+            field["layers"], list
+        ):
+            raise UserError(
+                f"{where}: farskip: needs exactly the keys version, layers (a list),"
+                f" attention, mlp; got {dict(field)!r}"
             )
         layers: Selection = field["layers"] or "none"
         return Connectivity(layers, field["attention"], field["mlp"])
 
 
-def connectivity_of(layers: Selection | Connectivity | None, attention: Any, mlp: Any) -> Connectivity | None:
-    """Return the connectivity that a selection and two sides, or a `Connectivity`, say; of None none.
+def connectivity_of(
+    layers: Selection | Connectivity | None, attention: Any, mlp: Any
+) -> Connectivity | None:
+    """Return the connectivity that a selection and two sides, or a `Connectivity`, say;
+    of None none.
 
     Raises:
-        UserError: sides without layers, or beside a `Connectivity`; what `Connectivity` refuses.
+        UserError: sides without layers, or beside a `Connectivity`; what `Connectivity`
+            refuses.
     """
     if layers is not None and not isinstance(layers, Connectivity):
         return Connectivity(layers, attention, mlp)
@@ -118,30 +158,39 @@ def connectivity_of(layers: Selection | Connectivity | None, attention: Any, mlp
         raise UserError(
             "attention, mlp: are sides of the layers to rewire; give layers, too"
             if layers is None
-            else "attention, mlp: are sides of the Connectivity that is given; set them there"
+            else (
+                "attention, mlp: are sides of the Connectivity that is given; set them"
+                " there"
+            )
         )
     return layers
 
 
 def parse_selection(value: Any) -> Selection:
-    """Return a selection in its normal form, from a value (recipe, Python) or from text (command line).
+    """Return a selection in its normal form, from a value (recipe, Python) or from text
+    (command line).
 
-    Text: `all`, `moe`, `none`, `first:8`, `last:75%`, `0,2,5`, `1-5`, `0,2-4`. Values: the same words, a
-    mapping with one key `first` or `last`, or a list of indices. Indices are returned sorted.
+    Text: `all`, `moe`, `none`, `first:8`, `last:75%`, `0,2,5`, `1-5`, `0,2-4`. Values:
+    the same words, a mapping with one key `first` or `last`, or a list of indices.
+    Indices are returned sorted.
 
     Raises:
-        UserError: nothing of the above, a repeated or negative index, a percentage outside (0, 100], a count
-            below 1.
+        UserError: nothing of the above, a repeated or negative index, a percentage
+            outside (0, 100], a count below 1.
     """
     if isinstance(value, str):
         return _parse_text(value)
     if isinstance(value, Mapping):
         if len(value) != 1 or (side := next(iter(value))) not in ("first", "last"):
-            raise UserError(f"layers: a mapping needs exactly one key, first or last; got {dict(value)!r}")
+            raise UserError(
+                "layers: a mapping needs exactly one key, first or last; got"
+                f" {dict(value)!r}"
+            )
         return {side: _count(value[side], f"layers.{side}")}
     if isinstance(value, int) and not isinstance(value, bool):
         raise UserError(
-            f"layers: {value} is ambiguous; write first:{value}, last:{value} or the list [{value}]"
+            f"layers: {value} is ambiguous; write first:{value}, last:{value} or the"
+            f" list [{value}]"
         )
     if isinstance(value, Sequence):
         return _indices(list(value), repr(value))
@@ -162,7 +211,9 @@ def _parse_text(text: str) -> Selection:
             raise UserError(f"layers: '{text}' is not a selection; allowed: {_ALLOWED}")
         low, high = int(match[1]), int(match[2] or match[1])
         if high < low:
-            raise UserError(f"layers: '{part.strip()}' runs backwards; write {high}-{low}")
+            raise UserError(
+                f"layers: '{part.strip()}' runs backwards; write {high}-{low}"
+            )
         if high - low > 10_000:
             raise UserError(f"layers: '{part.strip()}' has more than 10000 layers")
         indices.extend(range(low, high + 1))
@@ -173,23 +224,37 @@ def _count(value: Any, where: str) -> int | str:
     """Return a number of layers, or a percentage in the normal form "75%"."""
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
-            raise UserError(f"{where}: must be at least 1, got {value}; for no layers use none")
+            raise UserError(
+                f"{where}: must be at least 1, got {value}; for no layers use none"
+            )
         return value
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*%\s*", value)):
+    if isinstance(value, str) and (
+        match := re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*%\s*", value)
+    ):
         percent = float(match[1])
         if not 0 < percent <= 100:
-            raise UserError(f"{where}: a percentage must be above 0% and at most 100%, got {value.strip()}")
+            raise UserError(
+                f"{where}: a percentage must be above 0% and at most 100%, got"
+                f" {value.strip()}"
+            )
         return f"{percent:g}%"
-    raise UserError(f'{where}: must be a number of layers or a percentage such as "75%", got {value!r}')
+    raise UserError(
+        f'{where}: must be a number of layers or a percentage such as "75%", got'
+        f" {value!r}"
+    )
 
 
 def _indices(values: list[Any], shown: str) -> list[int]:
     if not values:
         raise UserError("layers: the list of indices is empty; for no layers use none")
-    if not all(isinstance(index, int) and not isinstance(index, bool) for index in values):
+    if not all(
+        isinstance(index, int) and not isinstance(index, bool) for index in values
+    ):
         raise UserError(f"layers: indices must be whole numbers, got {shown}")
     if negative := [index for index in values if index < 0]:
-        raise UserError(f"layers: index {negative[0]} is negative; for the last layers use last:N")
+        raise UserError(
+            f"layers: index {negative[0]} is negative; for the last layers use last:N"
+        )
     if repeated := [index for index in values if values.count(index) > 1]:
         raise UserError(f"layers: index {repeated[0]} is given twice in {shown}")
     return sorted(values)
@@ -202,11 +267,13 @@ def resolve_layers(selection: Selection, moe_mask: Sequence[bool]) -> list[int]:
         selection: see `Selection`; text forms are accepted too.
         moe_mask: one entry a decoder layer, True for an MoE layer.
 
-    Rules: `all` is every decoder layer, dense ones too; `moe` the MoE layers; `first` and `last` count
-    decoder layers; P% of L layers is P·L/100 rounded to the nearest whole number, halves up.
+    Rules: `all` is every decoder layer, dense ones too; `moe` the MoE layers; `first`
+    and `last` count decoder layers; P% of L layers is P·L/100 rounded to the nearest
+    whole number, halves up.
 
     Raises:
-        UserError: an index or a count beyond the model's layers, or a percentage that comes to no layer.
+        UserError: an index or a count beyond the model's layers, or a percentage that
+            comes to no layer.
     """
     total = len(moe_mask)
     selection = parse_selection(selection)
@@ -222,17 +289,26 @@ def resolve_layers(selection: Selection, moe_mask: Sequence[bool]) -> list[int]:
             number = int(float(count.rstrip("%")) * total / 100 + 0.5)
             if number < 1:
                 raise UserError(
-                    f"layers: {side}:{count} of {total} layers is no layer at all; for none use none"
+                    f"layers: {side}:{count} of {total} layers is no layer at all; for"
+                    " none use none"
                 )
         else:
             number = count
         if number > total:
-            raise UserError(f"layers: {side}:{number}: the model has only {total} decoder layers")
-        return list(range(number)) if side == "first" else list(range(total - number, total))
-    if isinstance(selection, list) and (beyond := [index for index in selection if index >= total]):
+            raise UserError(
+                f"layers: {side}:{number}: the model has only {total} decoder layers"
+            )
+        return (
+            list(range(number))
+            if side == "first"
+            else list(range(total - number, total))
+        )
+    if isinstance(selection, list) and (
+        beyond := [index for index in selection if index >= total]
+    ):
         raise UserError(
-            f"layers: index {beyond[0]} is out of range: the model has {total} decoder layers,"
-            f" 0 to {total - 1}"
+            f"layers: index {beyond[0]} is out of range: the model has {total} decoder"
+            f" layers, 0 to {total - 1}"
         )
     assert isinstance(selection, list)
     return selection
@@ -240,13 +316,22 @@ def resolve_layers(selection: Selection, moe_mask: Sequence[bool]) -> list[int]:
 
 def field_text(field: Mapping[str, Any]) -> str:
     """Format the `farskip` field of a config for an error."""
-    return f"layers {field['layers']}, attention {field['attention']}, mlp {field['mlp']}"
+    return (
+        f"layers {field['layers']}, attention {field['attention']}, mlp {field['mlp']}"
+    )
 
 
 def changed_by(config: Any) -> str | None:
-    """Return "trained" or "calibrated" where a config, or its dictionary, says that the weights are not the original's.
+    """Return "trained" or "calibrated" where a config, or its dictionary, says that the
+    weights are not the original's.
 
     None: nothing is recorded; a training outside fcsd records nothing.
     """
     values = config if isinstance(config, Mapping) else vars(config)
-    return "trained" if TRAINED in values else "calibrated" if CALIBRATED in values else None
+    return (
+        "trained"
+        if TRAINED in values
+        else "calibrated"
+        if CALIBRATED in values
+        else None
+    )

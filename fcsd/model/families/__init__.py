@@ -1,11 +1,13 @@
-"""The MoE families that fcsd converts, as data: what their layers are called upstream, and nothing else.
+"""The MoE families that fcsd converts, as data: what their layers are called upstream,
+and nothing else.
 
-`FAMILIES` maps a Hugging Face `model_type` to a `Family`. Every name is spelled as in the upstream modeling
-file that the entry names, so an upstream rename shows as a refusal (`convert_model` compares class names),
-never as a wrong model. The rows are in `standard`, `adapted` and `multimodal`.
+`FAMILIES` maps a Hugging Face `model_type` to a `Family`. Every name is spelled as in
+the upstream modeling file that the entry names, so an upstream rename shows as a
+refusal (`convert_model` compares class names), never as a wrong model. The rows are in
+`standard`, `adapted` and `multimodal`.
 
-A family is listed only when the contract tests in `tests/model/connectivity` pass on it against an independent
-reference. To add one: `docs/families.md`.
+A family is listed only when the contract tests in `tests/model/connectivity` pass on it
+against an independent reference. To add one: `docs/families.md`.
 
 Not covered: the families in `REFUSED`, which the equations have no meaning for.
 """
@@ -41,7 +43,9 @@ _ROWS = (*standard.ROWS, *adapted.ROWS, *multimodal.ROWS)
 
 
 def _installed_transformers() -> str | None:
-    """Return the version of transformers without importing it; None: it is not there, as where the site is built."""
+    """Return the version of transformers without importing it; None: it is not there,
+    as where the site is built.
+    """
     try:
         return importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
@@ -61,7 +65,9 @@ NEWER: dict[str, Family] = {
 }
 """Families that only a newer transformers than the installed one has."""
 
-FAMILIES: dict[str, Family] = {row.model_type: row for row in _ROWS if row.model_type not in NEWER}
+FAMILIES: dict[str, Family] = {
+    row.model_type: row for row in _ROWS if row.model_type not in NEWER
+}
 
 _SEE = f"`fcsd families` lists the {len(FAMILIES)} that can be converted"
 
@@ -72,9 +78,12 @@ SERVED = (
     "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "instella_moe", "llama4", "llama4_text", "mixtral", "olmoe",
     "qwen2_moe", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
-"""Families whose converted checkpoints vLLM runs with the plugin in `serving/` (the distribution fcsd-serving)."""
+"""Families whose converted checkpoints vLLM runs with the plugin in `serving/` (the
+distribution fcsd-serving).
+"""
 
-# Config fields that count experts, "section.field" where one is in a section: those of all families, and of others.
+# Config fields that count experts, "section.field" where one is in a section: those of
+# all families, and of others.
 EXPERTS = (
     "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts",
     "num_routed_experts", "n_experts",
@@ -90,9 +99,12 @@ _SECTIONS = ("ffn_config", "text_config")
 ALIASES = {
     "AXK1": "axk1",  # A.X-K1, before transformers had the family
     "joyai_llm_flash": "deepseek_v3",  # JoyAI-LLM-Flash
-    "kimi_k2": "deepseek_v3",  # Kimi-K2; its page says that this name is for engines to tell it from DeepSeek
+    # Kimi-K2; its page says that this name is for engines to tell it from DeepSeek
+    "kimi_k2": "deepseek_v3",
 }
-"""Model types of published checkpoints -> the family that they are by another name: same classes, same tensor names."""
+"""Model types of published checkpoints -> the family that they are by another name:
+same classes, same tensor names.
+"""
 
 
 def base_model_type(model_type: str) -> str:
@@ -102,35 +114,48 @@ def base_model_type(model_type: str) -> str:
 
 
 def serve_command(model_type: str, where: str) -> str | None:
-    """Return the command that serves a converted checkpoint; None where the plugin does not know its family."""
+    """Return the command that serves a converted checkpoint; None where the plugin does
+    not know its family.
+    """
     known = model_type.startswith(PREFIX) and base_model_type(model_type) in SERVED
     return f"vllm serve {where}" if known else None
 
 
 def read_field(config: Any, name: str) -> Any:
-    """Read a config field, "section.field" of a section; None where the config has no such field."""
+    """Read a config field, "section.field" of a section; None where the config has no
+    such field.
+    """
     for part in name.split("."):
         config = getattr(config, part, None)
     return config
 
 
 def expert_counts(config: Any) -> tuple[int | None, int | None]:
-    """Count the routed experts of a layer, and those that one token uses; None where the config does not tell.
+    """Count the routed experts of a layer, and those that one token uses; None where
+    the config does not tell.
 
     config: the config object of the decoder layers.
     """
 
     def first(names: tuple[str, ...]) -> int | None:
-        return next((value for name in names if isinstance(value := read_field(config, name), int)), None)
+        return next(
+            (
+                value
+                for name in names
+                if isinstance(value := read_field(config, name), int)
+            ),
+            None,
+        )
 
     return first(EXPERTS), first(EXPERTS_PER_TOKEN)
 
 
 def expert_groups(config: Any) -> tuple[int, int]:
-    """Return into how many groups a layer's experts are parted, and of how many of them one token's are; (1, 1): any.
+    """Return into how many groups a layer's experts are parted, and of how many of them
+    one token's are; (1, 1): any.
 
-    config: the config object of the decoder layers. Experts in order make up the groups (DeepSeek's node-limited
-    routing).
+    config: the config object of the decoder layers. Experts in order make up the groups
+    (DeepSeek's node-limited routing).
     """
     groups, chosen = (getattr(config, name, None) for name in ("n_group", "topk_group"))
     if not groups or not chosen or getattr(config, "topk_method", None) == "greedy":
@@ -139,33 +164,39 @@ def expert_groups(config: Any) -> tuple[int, int]:
 
 
 def row_width(config: Any) -> int:
-    """Return the elements of a row that travels to an expert: of the latent space of experts that have one."""
-    return int(next(value for name in _ROW_WIDTH if (value := getattr(config, name, None))))
+    """Return the elements of a row that travels to an expert: of the latent space of
+    experts that have one.
+    """
+    return int(
+        next(value for name in _ROW_WIDTH if (value := getattr(config, name, None)))
+    )
 
 
 def check_not_refused(model_type: str) -> None:
-    """Raise UserError with the reason for a model type in `REFUSED`, with the version that it needs for one in
-    `NEWER`."""
+    """Raise UserError with the reason for a model type in `REFUSED`, with the version
+    that it needs for one in `NEWER`."""
     if (row := NEWER.get(base_model_type(model_type))) is not None:
         raise UserError(
-            f"model type '{model_type}' needs transformers {row.since} or newer; installed is {_INSTALLED}:"
-            " pip install -U transformers"
+            f"model type '{model_type}' needs transformers {row.since} or newer;"
+            f" installed is {_INSTALLED}: pip install -U transformers"
         )
     if (reason := REFUSED.get(base_model_type(model_type))) is not None:
-        raise UserError(f"model type '{model_type}' cannot be converted: {reason}; {_SEE}")
+        raise UserError(
+            f"model type '{model_type}' cannot be converted: {reason}; {_SEE}"
+        )
 
 
 def family_of(config: Any) -> Family:
     """Find the family of a checkpoint.
 
     Args:
-        config: a transformers config object, or the mapping read from a `config.json`. A FarSkip config
-            gives the family of its base.
+        config: a transformers config object, or the mapping read from a `config.json`.
+            A FarSkip config gives the family of its base.
 
     Raises:
-        UserError: there is no `model_type`; the family is refused or not supported; the model is dense, so
-            that there is no expert communication to move out of the way; it has a part that the equations of
-            its family do not speak of.
+        UserError: there is no `model_type`; the family is refused or not supported; the
+            model is dense, so that there is no expert communication to move out of the
+            way; it has a part that the equations of its family do not speak of.
     """
     get = (
         config.get
@@ -175,15 +206,17 @@ def family_of(config: Any) -> Family:
     model_type = get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise UserError(
-            "config.json: model_type is missing; a Hugging Face checkpoint names its family there"
+            "config.json: model_type is missing; a Hugging Face checkpoint names its"
+            " family there"
         )
     family = FAMILIES.get(base_model_type(model_type))
     check_not_refused(model_type)
     if family is None:
         if not any(get(name) for name in (*EXPERTS, *_SECTIONS)):
             raise UserError(
-                f"model type '{model_type}' is a dense model: it has no MoE layer, so FarSkip has no expert"
-                f" communication to overlap; choose an MoE model; {_SEE}"
+                f"model type '{model_type}' is a dense model: it has no MoE layer, so"
+                " FarSkip has no expert communication to overlap; choose an MoE model;"
+                f" {_SEE}"
             )
         near = difflib.get_close_matches(model_type, FAMILIES, n=3, cutoff=0.6)
         hint = f"; the nearest that are: {', '.join(near)}" if near else ""
@@ -192,14 +225,20 @@ def family_of(config: Any) -> Family:
         fields = MOE_LAYERS[family.moe_layers][0]
         num_layers = text_config(config, family).num_hidden_layers
         raise UserError(
-            f"model type '{model_type}': this model is dense, none of its {num_layers} layers"
-            f" is an MoE layer (config fields: {', '.join(fields)}); FarSkip needs at least one"
+            f"model type '{model_type}': this model is dense, none of its {num_layers}"
+            f" layers is an MoE layer (config fields: {', '.join(fields)}); FarSkip"
+            " needs at least one"
         )
     text = (get("text_config") or config) if family.multimodal else config
     for field, value, reason in family.requires:
-        actual = text.get(field, value) if isinstance(text, Mapping) else getattr(text, field, value)
+        actual = (
+            text.get(field, value)
+            if isinstance(text, Mapping)
+            else getattr(text, field, value)
+        )
         if actual != value:
             raise UserError(
-                f"model type '{model_type}': {field}: {actual} is not supported, only {value}, because {reason}"
+                f"model type '{model_type}': {field}: {actual} is not supported, only"
+                f" {value}, because {reason}"
             )
     return family

@@ -1,21 +1,27 @@
-"""Families whose layer is not the plain pre-norm layer: what `rewire` has to know about each is data, too.
+"""Families whose layer is not the plain pre-norm layer: what `rewire` has to know about
+each is data, too.
 
-The equations of a layout and of the residual rules are in `Family`. What is particular to a family here:
+The equations of a layout and of the residual rules are in `Family`. What is particular
+to a family here:
 
-- glm_moe_dsa, mistral_large4: attention hands the positions that it attends to on to the next layer.
-- afmoe, kolibri1, axk1, beam, muse_spark, gemma4: a norm follows shared + routed; inkling: a convolution over
-  time does. The stream gets N(shared + routed), of which no part can be taken out, so all of it counts as
-  routed.
-- beam: sums are scaled by depth; muse_spark: a learned gate a channel weighs stream and branch; gemma4: the
-  layer's output is multiplied by a scalar. Attention reads what that leaves of the stream after attention.
-- gemma4: the router, the experts and a dense MLP each read the stream after attention; the dense MLP is the
-  part that is always active, under the same norm as the routed experts.
-- minimax: the stream itself is normed before attention and before the MLP; flex_olmo: it is read unnormed,
-  and the outputs are normed.
-- cohere2_moe: attention and MLP read one norm of the same stream, so that only attention's input changes.
+- glm_moe_dsa, mistral_large4: attention hands the positions that it attends to on to
+  the next layer.
+- afmoe, kolibri1, axk1, beam, muse_spark, gemma4: a norm follows shared + routed;
+  inkling: a convolution over time does. The stream gets N(shared + routed), of which no
+  part can be taken out, so all of it counts as routed.
+- beam: sums are scaled by depth; muse_spark: a learned gate a channel weighs stream and
+  branch; gemma4: the layer's output is multiplied by a scalar. Attention reads what
+  that leaves of the stream after attention.
+- gemma4: the router, the experts and a dense MLP each read the stream after attention;
+  the dense MLP is the part that is always active, under the same norm as the routed
+  experts.
+- minimax: the stream itself is normed before attention and before the MLP; flex_olmo:
+  it is read unnormed, and the outputs are normed.
+- cohere2_moe: attention and MLP read one norm of the same stream, so that only
+  attention's input changes.
 - dbrx: both norms are inside a module that also holds attention.
-- jetmoe: attention has experts too. They are part of attention; in flight is the output of the MLP's experts,
-  with their bias.
+- jetmoe: attention has experts too. They are part of attention; in flight is the output
+  of the MLP's experts, with their bias.
 """
 
 from fcsd.model.families.family import Family, wrapper
@@ -25,11 +31,17 @@ _NORMED = Folding(closed=("self_attn", "mlp"))
 
 _INKLING = Family(
     model_type="inkling_text",
-    folding=Folding(reads=("r_proj",), unread=("attn_sconv", "mlp_sconv"), closed=("self_attn", "mlp")),
+    folding=Folding(
+        reads=("r_proj",),
+        unread=("attn_sconv", "mlp_sconv"),
+        closed=("self_attn", "mlp"),
+    ),
     config="InklingTextConfig",
     decoder_layer="InklingDecoderLayer",
     moe_block="InklingMoE",
-    overlap_refused="its router weighs its shared experts, which therefore cannot run by themselves",
+    overlap_refused=(
+        "its router weighs its shared experts, which therefore cannot run by themselves"
+    ),
     block_shared="shared_experts",
     additive=False,
     moe_layers="mlp_layer_types",
@@ -109,8 +121,14 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="dbrx",
-        folding=Folding(reads=("Wqkv", "router.layer", "w1", "v1"), writes=("w2",), transposed=("w2",)),
-        spread_refused="transformers has no plan for its experts, whose weights are one matrix",
+        folding=Folding(
+            reads=("Wqkv", "router.layer", "w1", "v1"),
+            writes=("w2",),
+            transposed=("w2",),
+        ),
+        spread_refused=(
+            "transformers has no plan for its experts, whose weights are one matrix"
+        ),
         config="DbrxConfig",
         decoder_layer="DbrxBlock",
         moe_block="DbrxFFN",
@@ -123,9 +141,12 @@ ROWS: tuple[Family, ...] = (
         model_type="jetmoe",
         folding=Folding(
             reads=("router.layer", "input_linear", "kv_proj"),
-            writes=("output_linear", "mlp", "self_attention.experts"),  # the last two have a bias
+            # the last two have a bias
+            writes=("output_linear", "mlp", "self_attention.experts"),
         ),
-        spread_refused="transformers has no plan for its experts, which attention has, too",
+        spread_refused=(
+            "transformers has no plan for its experts, which attention has, too"
+        ),
         since="5.5",
         config="JetMoeConfig",
         moe_block="JetMoeMoE",
@@ -133,7 +154,9 @@ ROWS: tuple[Family, ...] = (
     Family(
         model_type="minimax",
         folding=Folding(
-            reads=("qkv_proj", "output_gate"), closed=("self_attn",), mlp_factor="mlp_beta_factor"
+            reads=("qkv_proj", "output_gate"),
+            closed=("self_attn",),
+            mlp_factor="mlp_beta_factor",
         ),
         since="5.5",
         config="MiniMaxConfig",
@@ -146,7 +169,9 @@ ROWS: tuple[Family, ...] = (
     Family(
         model_type="gemma4_text",
         folding=Folding(unread=("router",), closed=("self_attn", "mlp")),
-        spread_refused="transformers fails to load it over several ranks (overlapping meshes)",
+        spread_refused=(
+            "transformers fails to load it over several ranks (overlapping meshes)"
+        ),
         config="Gemma4TextConfig",
         moe_block="Gemma4TextExperts",
         mlp_norm=("pre_feedforward_layernorm", "router", "pre_feedforward_layernorm_2"),
@@ -159,9 +184,16 @@ ROWS: tuple[Family, ...] = (
             (
                 "hidden_size_per_layer_input",
                 0,
-                "a per-layer input branch reads the output of the experts inside the layer",
+                (
+                    "a per-layer input branch reads the output of the experts inside"
+                    " the layer"
+                ),
             ),
-            ("num_kv_shared_layers", 0, "layers that reuse keys and values cut the stream between layers"),
+            (
+                "num_kv_shared_layers",
+                0,
+                "layers that reuse keys and values cut the stream between layers",
+            ),
         ),
     ),
     Family(
@@ -181,7 +213,11 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="muse_spark",
-        folding=Folding(reads=("pre_expert_proj",), left_out=("mlp.experts",), closed=("self_attn", "mlp")),
+        folding=Folding(
+            reads=("pre_expert_proj",),
+            left_out=("mlp.experts",),
+            closed=("self_attn", "mlp"),
+        ),
         config="MuseSparkConfig",
         causal_lm="MuseSparkForConditionalGeneration",
         decoder_layer="MuseSparkTextDecoderLayer",
@@ -189,7 +225,10 @@ ROWS: tuple[Family, ...] = (
         mlp_norm="pre_feedforward_layernorm",
         additive=False,
         residual="gate",
-        residual_names=("post_attention_residual_gate", "post_feedforward_residual_gate"),
+        residual_names=(
+            "post_attention_residual_gate",
+            "post_feedforward_residual_gate",
+        ),
         moe_layers="mlp_layer_types",
     ),
     wrapper(_INKLING, "inkling_mm_model", "Inkling"),

@@ -1,16 +1,21 @@
 """Give each expert a capacity, and drop the pairs of token and expert above it.
 
-capacity = factor x K x tokens / E, rounded up; E experts, K of them a token. The article of `docs/steer.md` has it in
-two ways: its text leaves K out, which at top-8 would drop seven pairs of eight of an even routing, and its code rounds
-down (`int(load_factor * top_k * B * T // n_experts)`), which drops all pairs of a single token. Its text is followed in
-what a dropped pair gives, zero; its code reads behind the expert's buffer there, where JAX promises nothing.
+capacity = factor x K x tokens / E, rounded up; E experts, K of them a token. The
+article of `docs/steer.md` has it in two ways: its text leaves K out, which at top-8
+would drop seven pairs of eight of an even routing, and its code rounds down
+(`int(load_factor * top_k * B * T // n_experts)`), which drops all pairs of a single
+token. Its text is followed in what a dropped pair gives, zero; its code reads behind
+the expert's buffer there, where JAX promises nothing.
 
-The tokens are those of one forward pass of one process, as the article's text ("each GPU gathers its tokens into
-expert-specific buffers"), GShard's groups and Megatron have it; its code counts those of all devices. So expert
-parallelism changes nothing: two ranks drop what one process drops that runs their micro-batches one after the other.
-Padding takes no room; in training nor does text behind the last token with loss of a row.
+The tokens are those of one forward pass of one process, as the article's text ("each
+GPU gathers its tokens into expert-specific buffers"), GShard's groups and Megatron have
+it; its code counts those of all devices. So expert parallelism changes nothing: two
+ranks drop what one process drops that runs their micro-batches one after the other.
+Padding takes no room; in training nor does text behind the last token with loss of a
+row.
 
-Not covered: rows in the experts' kernels and on the wire that a dropped pair would save.
+Not covered: rows in the experts' kernels and on the wire that a dropped pair would
+save.
 """
 
 from __future__ import annotations
@@ -29,18 +34,24 @@ from fcsd.model.families.routers import find_routers
 from fcsd.model.families.structure import unwrapped
 
 Drop = Literal["order", "weight"]
-"""Which pairs are dropped: those of the last tokens of the pass, or those of the smallest weights."""
+"""Which pairs are dropped: those of the last tokens of the pass, or those of the
+smallest weights.
+"""
 
 
 def capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Return how many tokens of a forward pass one expert takes: ceil(factor * K * tokens / experts)."""
+    """Return how many tokens of a forward pass one expert takes: ceil(factor * K *
+    tokens / experts).
+    """
     return math.ceil(round(factor * top_k * num_tokens / num_experts, 9))
 
 
 def kept_pairs(experts: Tensor, limit: int, weights: Tensor | None = None) -> Tensor:
-    """Return which pairs, experts (T, K), are among the first `limit` of their expert, (T, K) bool.
+    """Return which pairs, experts (T, K), are among the first `limit` of their expert,
+    (T, K) bool.
 
-    weights: (T, K); then it is those of the largest weights, and of equal ones the first. Without them, in order.
+    weights: (T, K); then it is those of the largest weights, and of equal ones the
+    first. Without them, in order.
     """
     flat = experts.reshape(-1)
     order = torch.arange(len(flat), device=flat.device)
@@ -48,32 +59,47 @@ def kept_pairs(experts: Tensor, limit: int, weights: Tensor | None = None) -> Te
         order = weights.reshape(-1).argsort(descending=True, stable=True)
     order = order[flat[order].argsort(stable=True)]
     ordered = flat[order].contiguous()
-    place = torch.arange(len(flat), device=flat.device) - torch.searchsorted(ordered, ordered)
-    return torch.empty_like(flat, dtype=torch.bool).scatter_(0, order, place < limit).view(experts.shape)
+    place = torch.arange(len(flat), device=flat.device) - torch.searchsorted(
+        ordered, ordered
+    )
+    return (
+        torch.empty_like(flat, dtype=torch.bool)
+        .scatter_(0, order, place < limit)
+        .view(experts.shape)
+    )
 
 
 class Dropping:
-    """The capacity of one model's experts, and what has been dropped since `take` was called last."""
+    """The capacity of one model's experts, and what has been dropped since `take` was
+    called last.
+    """
 
-    def __init__(self, model: nn.Module, factor: float, drop: Drop, training_only: bool):
+    def __init__(
+        self, model: nn.Module, factor: float, drop: Drop, training_only: bool
+    ):
         self.factor, self.drop, self.training_only = factor, drop, training_only
         self.routers = find_routers(model)
-        self.tokens: Tensor | None = None  # (B * T,) bool, which tokens take room; None: all
+        # (B * T,) bool, which tokens take room; None: all
+        self.tokens: Tensor | None = None
         self.num_tokens = 0
         self._counted: set[int] = set()
         self._pairs: list[Tensor] = []  # of a layer in a pass: dropped, and all
 
     def begin(self, tokens: Tensor | None) -> None:
-        """Start a forward pass; tokens: (B, T) that are not padding, which takes no room, None: all of them.
+        """Start a forward pass; tokens: (B, T) that are not padding, which takes no
+        room, None: all of them.
 
-        Where layers are recomputed, they drop what they dropped before and are not counted again.
+        Where layers are recomputed, they drop what they dropped before and are not
+        counted again.
         """
         self.tokens = None if tokens is None else tokens.reshape(-1).bool()
         self.num_tokens = 0 if self.tokens is None else int(self.tokens.sum())
         self._counted.clear()
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """Return the pairs that were dropped and all pairs, over layers and passes; None: no pass was made."""
+        """Return the pairs that were dropped and all pairs, over layers and passes;
+        None: no pass was made.
+        """
         pairs, self._pairs = self._pairs, []
         if not pairs:
             return None
@@ -82,24 +108,35 @@ class Dropping:
 
     @torch.no_grad()
     def kept(self, number: int, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return which pairs (N, K) of a layer's router are kept; padding keeps its own, which nobody reads."""
+        """Return which pairs (N, K) of a layer's router are kept; padding keeps its
+        own, which nobody reads.
+        """
         router, tokens = self.routers[number], self.tokens
         if tokens is not None and len(tokens) != len(experts):
             raise UserError(
-                f"capacity factor: {router.name} has {len(experts)} tokens of {len(tokens)} of the batch, so that"
-                " padding cannot be told; leave the factor out"
+                f"capacity factor: {router.name} has {len(experts)} tokens of"
+                f" {len(tokens)} of the batch, so that padding cannot be told; leave"
+                " the factor out"
             )
         num_tokens = len(experts) if tokens is None else self.num_tokens
         limit = capacity(self.factor, num_tokens, router.top_k, router.num_experts)
         by = weights if self.drop == "weight" else None
-        ids = experts if tokens is None else experts.masked_fill(~tokens[:, None], router.num_experts)
+        ids = (
+            experts
+            if tokens is None
+            else experts.masked_fill(~tokens[:, None], router.num_experts)
+        )
         keeps = kept_pairs(ids, limit, by)
         if tokens is not None:
             keeps |= ~tokens[:, None]
         if number not in self._counted:
             self._counted.add(number)
             dropped = (~keeps).sum()
-            self._pairs.append(torch.stack([dropped, torch.full_like(dropped, num_tokens * router.top_k)]))
+            self._pairs.append(
+                torch.stack(
+                    [dropped, torch.full_like(dropped, num_tokens * router.top_k)]
+                )
+            )
         return keeps
 
 
@@ -113,7 +150,9 @@ class _Cap:
         """Return the routing weights (N, K), 0 without a gradient where a pair is dropped."""
         if self.dropping.training_only and not self.experts.training:
             return weights
-        return weights.masked_fill(~self.dropping.kept(self.number, experts, weights), 0)
+        return weights.masked_fill(
+            ~self.dropping.kept(self.number, experts, weights), 0
+        )
 
     def hook(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """Change the weights that the experts are called with."""
@@ -127,66 +166,98 @@ class _Cap:
 
 
 def capped(experts: Any, chosen: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what experts whose forward is entered past their hooks are called with: rows, choices and weights."""
+    """Return what experts whose forward is entered past their hooks are called with:
+    rows, choices and weights.
+    """
     cap: _Cap | None = experts.__dict__.get("farskip_cap")
-    return chosen if cap is None else (*chosen[:2], cap.weights(*chosen[1:3]), *chosen[3:])
+    return (
+        chosen if cap is None else (*chosen[:2], cap.weights(*chosen[1:3]), *chosen[3:])
+    )
 
 
 @contextlib.contextmanager
 def dropping(
-    model: nn.Module, factor: float, drop: Drop = "order", *, training_only: bool = False
+    model: nn.Module,
+    factor: float,
+    drop: Drop = "order",
+    *,
+    training_only: bool = False,
 ) -> Iterator[Dropping]:
-    """Drop pairs above a capacity in forward passes inside, of an original or a converted model.
+    """Drop pairs above a capacity in forward passes inside, of an original or a
+    converted model.
 
-    A dropped pair has weight zero: it adds nothing, and nothing of it has a gradient. The weights of a token's other
-    pairs stay. `attention_mask` of a call says what is padding, which takes no room. training_only: passes in
-    evaluation mode drop nothing, and `begin` says what is padding, not the call.
+    A dropped pair has weight zero: it adds nothing, and nothing of it has a gradient.
+    The weights of a token's other pairs stay. `attention_mask` of a call says what is
+    padding, which takes no room. training_only: passes in evaluation mode drop nothing,
+    and `begin` says what is padding, not the call.
 
     Raises:
-        UserError: the model has no routers, its experts are not called with choices and weights (JetMoE, Llama 4), it
-            drops already, or its ranks share their tokens; a factor that is not above 0.
+        UserError: the model has no routers, its experts are not called with choices and
+            weights (JetMoE, Llama 4), it drops already, or its ranks share their
+            tokens; a factor that is not above 0.
     """
     if not (math.isfinite(factor) and factor > 0) or drop not in ("order", "weight"):
-        raise UserError(f"capacity factor {factor}, drop {drop!r}: a number above 0, and order or weight")
+        raise UserError(
+            f"capacity factor {factor}, drop {drop!r}: a number above 0, and order or"
+            " weight"
+        )
     owner, state = unwrapped(model), Dropping(model, factor, drop, training_only)
     caps = [_cap(owner, state, number) for number in range(len(state.routers))]
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         mask = kwargs.get("attention_mask")
         inputs = [*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
-        length = next((each.shape[1] for each in inputs if isinstance(each, Tensor)), None)
-        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2 or length is None):
-            raise UserError("capacity factor: an attention_mask (B, T) is needed, got another mask")
+        length = next(
+            (each.shape[1] for each in inputs if isinstance(each, Tensor)), None
+        )
+        if mask is not None and (
+            not isinstance(mask, Tensor) or mask.ndim != 2 or length is None
+        ):
+            raise UserError(
+                "capacity factor: an attention_mask (B, T) is needed, got another mask"
+            )
         state.begin(None if mask is None or length is None else mask[:, -length:])
 
     with contextlib.ExitStack() as stack:
         if not training_only:
-            stack.callback(owner.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(
+                owner.register_forward_pre_hook(before, with_kwargs=True).remove
+            )
         for cap in caps:
-            stack.callback(cap.experts.register_forward_pre_hook(cap.hook, with_kwargs=True).remove)
+            stack.callback(
+                cap.experts.register_forward_pre_hook(cap.hook, with_kwargs=True).remove
+            )
             cap.experts.__dict__["farskip_cap"] = cap
             stack.callback(cap.experts.__dict__.pop, "farskip_cap")
         yield state
 
 
 def _arguments(experts: Any) -> list[str]:
-    """Return the names of what experts are called with, adapted by peft or not: rows, choices and weights."""
+    """Return the names of what experts are called with, adapted by peft or not: rows,
+    choices and weights.
+    """
     base = experts.get_base_layer() if hasattr(experts, "get_base_layer") else experts
     return list(inspect.signature(type(base).forward).parameters)[1:4]
 
 
 def _cap(owner: Any, dropping: Dropping, number: int) -> _Cap:
     router, kind = dropping.routers[number], owner.config.model_type
-    experts = dict(owner.named_modules()).get(f"{router.name.rpartition('.')[0]}.experts")
+    experts = dict(owner.named_modules()).get(
+        f"{router.name.rpartition('.')[0]}.experts"
+    )
     if experts is None or len(_arguments(experts)) < 3:
         raise UserError(
-            f"capacity factor: the experts of model type '{kind}' are not called with the choices and weights of a"
-            " router, so that none can be dropped; leave the factor out"
+            f"capacity factor: the experts of model type '{kind}' are not called with"
+            " the choices and weights of a router, so that none can be dropped; leave"
+            " the factor out"
         )
     if "farskip_cap" in experts.__dict__:
         raise UserError(f"capacity factor: {type(owner).__name__} drops already")
-    if (getattr(getattr(owner.config, "distributed_config", None), "tp_size", None) or 1) > 1:
+    if (
+        getattr(getattr(owner.config, "distributed_config", None), "tp_size", None) or 1
+    ) > 1:
         raise UserError(
-            "capacity factor: ranks under tensor parallelism share their tokens; spread the experts by all-to-all"
+            "capacity factor: ranks under tensor parallelism share their tokens; spread"
+            " the experts by all-to-all"
         )
     return _Cap(dropping, number, experts)

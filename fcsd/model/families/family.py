@@ -1,5 +1,5 @@
-"""Describe one MoE family by its upstream names. Standard library only: recipes and `--help` read this without
-torch."""
+"""Describe one MoE family by its upstream names. Standard library only: recipes and
+`--help` read this without torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,52 +13,59 @@ from fcsd.model.families.folding import USUAL, Folding
 class Family:
     """Names of one family, in the spelling of its upstream modeling file.
 
-    The layers of all families, A for attention, M for the MLP or MoE block, N for norms (also those behind a
-    branch), c the residual multiplier or 1:
+    The layers of all families, A for attention, M for the MLP or MoE block, N for norms
+    (also those behind a branch), c the residual multiplier or 1:
 
         pre_norm    h = r(o) + c·A(N(o));   o' = r(h) + c·M(N(h))
         post_norm   x = N(o);  h = N(r(x) + A(x));   o' = r(h) + M(h)      a norm may be missing
         parallel    o' = o + A(N(o)) + M(N(o))
 
-    r is what a residual connection keeps of the stream: all (sum), a factor times it (factor), sqrt((i-1)/i)
-    times it for the i-th sum of the model (depth), or a learned factor a channel (gate). A rewired layer
-    computes the same with two changes. Attention's branch reads o without the routed output of the layer
-    before: what r leaves of h, plus the shared output. The MLP's branch reads h without A: r(o), in post_norm
-    N(r(x)); in parallel that is what it reads anyway.
+    r is what a residual connection keeps of the stream: all (sum), a factor times it
+    (factor), sqrt((i-1)/i) times it for the i-th sum of the model (depth), or a learned
+    factor a channel (gate). A rewired layer computes the same with two changes.
+    Attention's branch reads o without the routed output of the layer before: what r
+    leaves of h, plus the shared output. The MLP's branch reads h without A: r(o), in
+    post_norm N(r(x)); in parallel that is what it reads anyway.
     """
 
     model_type: str
     """Key in Hugging Face's Auto mappings."""
     config: str
-    """Class of the configuration, NAMEConfig; NAME begins the other classes that a row leaves out."""
+    """Class of the configuration, NAMEConfig; NAME begins the other classes that a row
+    leaves out.
+    """
     moe_block: str
     """Class of the MoE block; a layer whose `moe` attribute has another class is dense."""
     upstream: str = ""
-    """File inside the transformers package that the other names come from; models/TYPE/modeling_TYPE.py, TYPE the model
-    type (of `like`) without "_text"."""
+    """File inside the transformers package that the other names come from;
+    models/TYPE/modeling_TYPE.py, TYPE the model type (of `like`) without "_text"."""
     causal_lm: str = ""
     """Class of the model with its LM head; NAMEForCausalLM, NAME without "Text"."""
     base_model: str = ""
     """Class of the model without head; NAMEModel."""
     decoder_layer: str | tuple[str, ...] = ""
-    """Class of a decoder layer, MoE or dense; several where the kinds of a hybrid have a class each;
-    NAMEDecoderLayer."""
+    """Class of a decoder layer, MoE or dense; several where the kinds of a hybrid have
+    a class each; NAMEDecoderLayer."""
     layout: Literal["pre_norm", "post_norm", "parallel"] = "pre_norm"
     """Where the branches leave the stream; the equations are above."""
     in_norm: str | None = "input_layernorm"
     """Attribute of the layer: norm before attention."""
     mlp_norm: str | tuple[str, ...] | None = "post_attention_layernorm"
-    """Attribute of the layer: norm before the MoE block; several attributes where several modules read the
-    stream after attention, and the first of them reads all of it."""
+    """Attribute of the layer: norm before the MoE block; several attributes where
+    several modules read the stream after attention, and the first of them reads all of
+    it."""
     norms: str | None = None
-    """Attribute of the layer: module that holds both norms (and attention), where the layer itself does not."""
+    """Attribute of the layer: module that holds both norms (and attention), where the
+    layer itself does not.
+    """
     attention: str = "self_attn"
     """Attribute of the layer: attention; read only where `layout` is not pre_norm."""
     moe: str = "mlp"
     """Attribute of the layer: MoE block, or the dense MLP of a dense layer."""
     moe_argument: str | None = None
-    """Argument of the layer that its MoE block is called with, where the layer asks for the block's class; a
-    stand-in, which has another, is called like a dense MLP and has to give a tensor."""
+    """Argument of the layer that its MoE block is called with, where the layer asks for
+    the block's class; a stand-in, which has another, is called like a dense MLP and has
+    to give a tensor."""
     block_shared: str | None = None
     """Attribute of the MoE block: its shared expert, where it has one."""
     block_gate: str | None = None
@@ -70,53 +77,67 @@ class Family:
     shared_average: str | None = None
     """Attribute of the MoE block: "average" where its output is (shared + routed) / 2."""
     additive: bool = True
-    """shared + routed is what the stream gets. False: a norm or a convolution follows the sum, so that no part
-    of it can be taken out, and all of it counts as routed."""
+    """shared + routed is what the stream gets. False: a norm or a convolution follows
+    the sum, so that no part of it can be taken out, and all of it counts as routed."""
     residual_multiplier: str | None = None
     """Attribute of the layer: factor on both residual branches."""
     residual: Literal["sum", "factor", "depth", "gate"] = "sum"
     """What the residual connections keep of the stream; r below."""
     residual_names: tuple[str | None, str | None] = (None, None)
-    """Attributes of the layer, at attention and at the MLP: the factor; the index of a depth-scaled sum; the
-    gate module. None keeps all."""
+    """Attributes of the layer, at attention and at the MLP: the factor; the index of a
+    depth-scaled sum; the gate module. None keeps all."""
     side_output: str | None = None
-    """The layer returns a second value, which the model's loop hands to the next layer by this name."""
+    """The layer returns a second value, which the model's loop hands to the next layer
+    by this name.
+    """
     stream_edit: str | None = None
-    """Method of the model that edits the stream between layers; it is applied to what is in flight as well."""
+    """Method of the model that edits the stream between layers; it is applied to what
+    is in flight as well.
+    """
     requires: tuple[tuple[str, Any, str], ...] = ()
     """(config field, the one value that is supported, why no other is)."""
     moe_layers: str = "all"
     """Which layers are MoE: a key of `MOE_LAYERS`."""
     packing: Literal["position_ids", "given_masks", "leaks"] = "position_ids"
-    """What keeps the examples of a packed row apart: the masks that the family makes from the position ids; masks
-    that it is given, because its own leave the position ids out; or nothing (leaks): a state or a convolution
-    runs on through the row, or its forward makes positions of its own, so that it trains on padded rows."""
+    """What keeps the examples of a packed row apart: the masks that the family makes
+    from the position ids; masks that it is given, because its own leave the position
+    ids out; or nothing (leaks): a state or a convolution runs on through the row, or
+    its forward makes positions of its own, so that it trains on padded rows."""
     folding: Folding = USUAL
-    """Which weights read what a branch is given and write what it adds, where their names are others than in most."""
+    """Which weights read what a branch is given and write what it adds, where their
+    names are others than in most.
+    """
     like: str | None = None
-    """Model type whose classes of transformers the family's own are made of, where transformers has none: they are in
-    `fcsd/model/connectivity/classes`. Weights are converted and tokenizers found as for that type."""
+    """Model type whose classes of transformers the family's own are made of, where
+    transformers has none: they are in `fcsd/model/connectivity/classes`. Weights are
+    converted and tokenizers found as for that type."""
     reference: Literal["written", "generic"] = "written"
-    """What the contract tests compare with: forward passes written by hand down to the routing, or the layer
-    equations on the family's own modules."""
+    """What the contract tests compare with: forward passes written by hand down to the
+    routing, or the layer equations on the family's own modules."""
     auto_model: str = ""
-    """Auto class of `causal_lm`: AutoModelForCausalLM; AutoModelForImageTextToText for a wrapper of a text stack and
-    towers, and for Mistral 4's text model, which transformers lists there."""
+    """Auto class of `causal_lm`: AutoModelForCausalLM; AutoModelForImageTextToText for
+    a wrapper of a text stack and towers, and for Mistral 4's text model, which
+    transformers lists there."""
 
     fuses_rows: str | None = None
-    """Tensor that transformers (5.23) concatenates from several of the checkpoint. Where it shards while it loads, each
-    rank takes its rows of every one of them: the rows of the whole are mixed up, and the model is silently wrong. Or
-    (5.24) a tensor of the checkpoint that it splits into several, which fails on a rank's rows."""
+    """Tensor that transformers (5.23) concatenates from several of the checkpoint.
+    Where it shards while it loads, each rank takes its rows of every one of them: the
+    rows of the whole are mixed up, and the model is silently wrong. Or (5.24) a tensor
+    of the checkpoint that it splits into several, which fails on a rank's rows."""
     spread_refused: str | None = None
-    """Why no rank can have some of the experts only: a clause that ends "--expert-parallel: "; None: it can."""
+    """Why no rank can have some of the experts only: a clause that ends
+    "--expert-parallel: "; None: it can.
+    """
     scaled_experts: str | None = None
-    """Pattern of the modules that hold the experts, where these take rows that are scaled already (so that transformers
-    has no plan for them): one dense product over all experts, of which a token's own are not zero."""
+    """Pattern of the modules that hold the experts, where these take rows that are
+    scaled already (so that transformers has no plan for them): one dense product over
+    all experts, of which a token's own are not zero."""
     overlap_refused: str | None = None
     """Why the exchanges of its experts cannot run beside computation: a clause; None: they can."""
     since: str = "5.23"
-    """Lowest transformers that a FarSkip checkpoint has been loaded with, to the original's equations; older ones may
-    lack the family, or compute something else. With an older one the row is in `NEWER` instead of `FAMILIES`."""
+    """Lowest transformers that a FarSkip checkpoint has been loaded with, to the
+    original's equations; older ones may lack the family, or compute something else.
+    With an older one the row is in `NEWER` instead of `FAMILIES`."""
 
     def __post_init__(self) -> None:
         name = self.config.removesuffix("Config")
@@ -128,19 +149,32 @@ class Family:
             "causal_lm": causal_lm,
             "base_model": f"{name}Model",
             "decoder_layer": f"{name}DecoderLayer",
-            "auto_model": "AutoModelForCausalLM" if text else "AutoModelForImageTextToText",
+            "auto_model": (
+                "AutoModelForCausalLM" if text else "AutoModelForImageTextToText"
+            ),
         }
         for field, value in usual.items():
             object.__setattr__(self, field, getattr(self, field) or value)
 
     @property
     def multimodal(self) -> bool:
-        """A wrapper: the stack in it is rewired, and the fields of the stack are in its text config."""
+        """A wrapper: the stack in it is rewired, and the fields of the stack are in its
+        text config.
+        """
         return not self.causal_lm.endswith("ForCausalLM")
 
 
-def wrapper(text: Family, model_type: str, name: str, *, causal_lm: str = "", base_model: str = "") -> Family:
-    """Return the row of the wrapper around a text stack; its classes begin with `name` but for those given."""
+def wrapper(
+    text: Family,
+    model_type: str,
+    name: str,
+    *,
+    causal_lm: str = "",
+    base_model: str = "",
+) -> Family:
+    """Return the row of the wrapper around a text stack; its classes begin with `name`
+    but for those given.
+    """
     return replace(
         text,
         model_type=model_type,
@@ -154,38 +188,56 @@ def wrapper(text: Family, model_type: str, name: str, *, causal_lm: str = "", ba
 
 
 def _from_layer(field: str) -> Callable[[Any], list[bool]]:
-    return lambda config: [k >= getattr(config, field) for k in range(config.num_hidden_layers)]
+    return lambda config: [
+        k >= getattr(config, field) for k in range(config.num_hidden_layers)
+    ]
 
 
 def _sparse_step(config: Any) -> list[bool]:
     dense = set(config.mlp_only_layers or ())
     step = config.decoder_sparse_step
     has_experts = config.num_experts > 0
-    return [has_experts and k not in dense and (k + 1) % step == 0 for k in range(config.num_hidden_layers)]
+    return [
+        has_experts and k not in dense and (k + 1) % step == 0
+        for k in range(config.num_hidden_layers)
+    ]
 
 
 def _mlp_layer_types(config: Any) -> list[bool]:
     if config.mlp_layer_types is None:  # upstream has no default for DeepSeek-OCR-2
         raise UserError(
-            f"model type '{config.model_type}': mlp_layer_types is missing; a list says which layers are"
-            " 'dense' and which 'sparse'"
+            f"model type '{config.model_type}': mlp_layer_types is missing; a list says"
+            " which layers are 'dense' and which 'sparse'"
         )
-    return [kind == "sparse" for kind in config.mlp_layer_types[: config.num_hidden_layers]]
+    return [
+        kind == "sparse" for kind in config.mlp_layer_types[: config.num_hidden_layers]
+    ]
 
 
 def _moe_layer_interval(config: Any) -> list[bool]:
     first, last = config.moe_layer_start_index, config.moe_layer_end_index
     interval = config.moe_layer_interval
-    return [first <= k <= last and (k + 1) % interval == 0 for k in range(config.num_hidden_layers)]
+    return [
+        first <= k <= last and (k + 1) % interval == 0
+        for k in range(config.num_hidden_layers)
+    ]
 
 
 MOE_LAYERS: dict[str, tuple[tuple[str, ...], Callable[[Any], list[bool]]]] = {
     "all": (("num_hidden_layers",), lambda config: [True] * config.num_hidden_layers),
-    "first_k_dense_replace": (("first_k_dense_replace",), _from_layer("first_k_dense_replace")),
-    "decoder_sparse_step": (("num_experts", "decoder_sparse_step", "mlp_only_layers"), _sparse_step),
+    "first_k_dense_replace": (
+        ("first_k_dense_replace",),
+        _from_layer("first_k_dense_replace"),
+    ),
+    "decoder_sparse_step": (
+        ("num_experts", "decoder_sparse_step", "mlp_only_layers"),
+        _sparse_step,
+    ),
     "moe_layers": (
         ("moe_layers", "interleave_moe_layer_step"),
-        lambda config: [k in set(config.moe_layers) for k in range(config.num_hidden_layers)],
+        lambda config: [
+            k in set(config.moe_layers) for k in range(config.num_hidden_layers)
+        ],
     ),
     "mlp_layer_types": (("mlp_layer_types",), _mlp_layer_types),
     "moe_layer_interval": (
@@ -206,15 +258,19 @@ MOE_LAYERS: dict[str, tuple[tuple[str, ...], Callable[[Any], list[bool]]]] = {
         lambda config: [bool(config.enable_moe_block)] * config.num_hidden_layers,
     ),
 }
-"""Rule name -> (config fields that decide, upstream's own condition as a function of the config)."""
+"""Rule name -> (config fields that decide, upstream's own condition as a function of
+the config).
+"""
 
 
 def moe_mask(config: Any, family: Family) -> list[bool]:
-    """Return one entry a decoder layer: True where it is an MoE layer. `config` is a config object (defaults filled
-    in)."""
+    """Return one entry a decoder layer: True where it is an MoE layer. `config` is a
+    config object (defaults filled in)."""
     return MOE_LAYERS[family.moe_layers][1](text_config(config, family))
 
 
 def text_config(config: Any, family: Family) -> Any:
-    """Return the config object that describes the decoder layers: `config` itself, or the part of a wrapper's."""
+    """Return the config object that describes the decoder layers: `config` itself, or
+    the part of a wrapper's.
+    """
     return config.get_text_config() if family.multimodal else config

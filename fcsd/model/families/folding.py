@@ -1,9 +1,10 @@
-"""Which weights of a layer multiply what a branch is given, and which write what it adds to the stream.
+"""Which weights of a layer multiply what a branch is given, and which write what it
+adds to the stream.
 
-A weight is named by the end of its name, without `.weight` or `.bias`: `q_proj` is `self_attn.q_proj.weight`. Maps of
-what a branch reads or adds go into these weights (`fcsd.training.calibration`).
-`tests/training/calibration/test_fold.py` holds the rows of all families true: there the weights are found by following
-tensors through a layer.
+A weight is named by the end of its name, without `.weight` or `.bias`: `q_proj` is
+`self_attn.q_proj.weight`. Maps of what a branch reads or adds go into these weights
+(`fcsd.training.calibration`). `tests/training/calibration/test_fold.py` holds the rows
+of all families true: there the weights are found by following tensors through a layer.
 """
 
 from dataclasses import dataclass
@@ -30,16 +31,20 @@ class Folding:
     writes: tuple[str, ...] = ()
     """Further weights, or biases, that write what their branch adds."""
     transposed: tuple[str, ...] = ()
-    """Weights with inputs before outputs, (E, D, I); those of a linear are (I, D), of experts (E, I, D)."""
+    """Weights with inputs before outputs, (E, D, I); those of a linear are (I, D), of
+    experts (E, I, D).
+    """
     left_out: tuple[str, ...] = ()
     """Modules in a branch whose weights do neither, whatever they are called."""
     unread: tuple[str, ...] = ()
     """Children of the layer with weights that are not given the output of a norm."""
     other_uses: tuple[tuple[str, str], ...] = ()
-    """(module, operation in it): takes what the branch is given too, and no map can go in front of it."""
+    """(module, operation in it): takes what the branch is given too, and no map can go
+    in front of it.
+    """
     closed: tuple[str, ...] = ()
-    """Branches behind which a norm, a convolution or a gate a channel lies; where the family is not additive, its MoE
-    blocks are closed as well."""
+    """Branches behind which a norm, a convolution or a gate a channel lies; where the
+    family is not additive, its MoE blocks are closed as well."""
     mlp_factor: str | None = None
     """Attribute of the layer: factor on what the MLP adds, where it is no `residual_multiplier`."""
     routed_factor: str | None = None

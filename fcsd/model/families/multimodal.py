@@ -55,7 +55,12 @@ _STACKS = {row.model_type: row for row in (*STANDARD, *ADAPTED, *TEXT_ROWS)}
 
 WRAPPERS: tuple[Family, ...] = (
     replace(
-        wrapper(_STACKS["llama4_text"], "llama4", "Llama4", base_model="Llama4ForConditionalGeneration"),
+        wrapper(
+            _STACKS["llama4_text"],
+            "llama4",
+            "Llama4",
+            base_model="Llama4ForConditionalGeneration",
+        ),
         scaled_experts="language_model.model.layers.*.feed_forward.experts",
     ),
     wrapper(_STACKS["aria_text"], "aria", "Aria"),
@@ -111,7 +116,9 @@ WRAPPERS: tuple[Family, ...] = (
     Family(
         model_type="ernie4_5_vl_moe",
         folding=Folding(left_out=("mlp.vision_moe",)),
-        overlap_refused="its MoE blocks have two sets of experts, for text and for images",
+        overlap_refused=(
+            "its MoE blocks have two sets of experts, for text and for images"
+        ),
         config="Ernie4_5_VLMoeConfig",
         causal_lm="Ernie4_5_VLMoeForConditionalGeneration",
         moe_block="Ernie4_5_VLMoeMoeBlock",
@@ -122,7 +129,10 @@ WRAPPERS: tuple[Family, ...] = (
     ),
     Family(
         model_type="qwen3_vl_moe",
-        spread_refused="transformers fails to load it over several ranks (its experts are transposed)",
+        spread_refused=(
+            "transformers fails to load it over several ranks (its experts are"
+            " transposed)"
+        ),
         config="Qwen3VLMoeConfig",
         causal_lm="Qwen3VLMoeForConditionalGeneration",
         decoder_layer="Qwen3VLMoeTextDecoderLayer",

@@ -1,4 +1,6 @@
-"""Find the routers of a model: no list a family, transformers names their class (`_can_record_outputs`)."""
+"""Find the routers of a model: no list a family, transformers names their class
+(`_can_record_outputs`).
+"""
 
 import re
 from collections import defaultdict
@@ -17,8 +19,8 @@ from fcsd.model.families.structure import unwrapped
 class Router:
     """The router of one MoE layer.
 
-    layer: index of the decoder layer. name: of the module in the model. logits_index: where the module's output, if it
-    is a tuple, has the logits [tokens, num_experts].
+    layer: index of the decoder layer. name: of the module in the model. logits_index:
+    where the module's output, if it is a tuple, has the logits [tokens, num_experts].
     """
 
     layer: int
@@ -32,9 +34,10 @@ class Router:
 def find_routers(model: nn.Module) -> list[Router]:
     """Return the routers of a model, converted or not, in the order of its layers.
 
-    They are the modules that transformers records `router_logits` of. Two kinds need a second look: where it records
-    the whole MoE block (ERNIE 4.5 VL), the router is the first one beside experts in it, that of text; where attention
-    has experts too (JetMoE), the router is that of the MoE block.
+    They are the modules that transformers records `router_logits` of. Two kinds need a
+    second look: where it records the whole MoE block (ERNIE 4.5 VL), the router is the
+    first one beside experts in it, that of text; where attention has experts too
+    (JetMoE), the router is that of the MoE block.
 
     Raises:
         UserError: there is none, or not one for each MoE layer.
@@ -48,50 +51,68 @@ def find_routers(model: nn.Module) -> list[Router]:
             by_layer[int(number[1])].append((name, index))
     if not by_layer:
         raise UserError(
-            f"{type(owner).__name__} (model type '{config.model_type}'): no router found; transformers records no"
-            " router logits of this model, so there is no routing to count, to compare or to steer"
+            f"{type(owner).__name__} (model type '{config.model_type}'): no router"
+            " found; transformers records no router logits of this model, so there is"
+            " no routing to count, to compare or to steer"
         )
     num_experts, top_k = expert_counts(
         config.get_text_config() if family is None or family.multimodal else config
     )
     if num_experts is None or top_k is None:
         raise UserError(
-            f"model type '{config.model_type}': its config does not say how many experts a layer has and a token uses"
+            f"model type '{config.model_type}': its config does not say how many"
+            " experts a layer has and a token uses"
         )
     routers = []
     for layer, candidates in sorted(by_layer.items()):
         inside = [
-            candidate for candidate in candidates if family is not None and f".{family.moe}." in candidate[0]
+            candidate
+            for candidate in candidates
+            if family is not None and f".{family.moe}." in candidate[0]
         ]
         (name, index), *others = inside or candidates
         if others:
             names = ", ".join(candidate[0] for candidate in [(name, index), *others])
-            raise UserError(f"model type '{config.model_type}': layer {layer} has several routers: {names}")
-        routers.append(Router(layer, name, owner.get_submodule(name), num_experts, top_k, index))
+            raise UserError(
+                f"model type '{config.model_type}': layer {layer} has several routers:"
+                f" {names}"
+            )
+        routers.append(
+            Router(layer, name, owner.get_submodule(name), num_experts, top_k, index)
+        )
     layers = [router.layer for router in routers]
     if family is not None and layers != (
         wanted := [k for k, is_moe in enumerate(moe_mask(config, family)) if is_moe]
     ):
         raise UserError(
-            f"model type '{config.model_type}': routers found in layers {layers}, but MoE layers are {wanted}"
+            f"model type '{config.model_type}': routers found in layers {layers}, but"
+            f" MoE layers are {wanted}"
         )
     return routers
 
 
 def _recorded(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield name of module and index of logits for everything that `router_logits` is recorded of."""
+    """Yield name of module and index of logits for everything that `router_logits` is
+    recorded of.
+    """
     seen: set[nn.Module] = set()
     entries = [entry for module in model.modules() for entry in _entries(module)]
     for name, module in model.named_modules():
         for target, index, part in entries:
-            if isinstance(module, target) and f".{part or ''}" in f".{name}" and module not in seen:
+            if (
+                isinstance(module, target)
+                and f".{part or ''}" in f".{name}"
+                and module not in seen
+            ):
                 seen.add(module)
                 beside = _beside_experts(module)
                 yield (f"{name}.{beside}", 0) if beside else (name, index)
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[type[nn.Module], int, str | None]]:
-    entries: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
+    entries: Any = (getattr(module, "_can_record_outputs", None) or {}).get(
+        "router_logits", []
+    )
     for entry in entries if isinstance(entries, list | tuple) else [entries]:
         if isinstance(target := getattr(entry, "target_class", entry), type):
             yield target, getattr(entry, "index", 1), getattr(entry, "layer_name", None)
@@ -102,6 +123,9 @@ def _beside_experts(block: nn.Module) -> str | None:
     children = dict(block.named_modules())
     for name in children:
         owner, _, last = name.rpartition(".")
-        if last in ("gate", "router") and f"{owner}.experts".removeprefix(".") in children:
+        if (
+            last in ("gate", "router")
+            and f"{owner}.experts".removeprefix(".") in children
+        ):
             return name
     return None

@@ -49,8 +49,16 @@ ROWS = (
         requires=(
             ("gated_attention", True, "without the gate it is a deepseek_v3"),
             ("qk_layernorm", True, "the norm of the latents is always there"),
-            ("scoring_func", "sigmoid", "transformers' DeepSeek-V3 has no other router"),
-            ("topk_method", "noaux_tc", "transformers' DeepSeek-V3 has no other router"),
+            (
+                "scoring_func",
+                "sigmoid",
+                "transformers' DeepSeek-V3 has no other router",
+            ),
+            (
+                "topk_method",
+                "noaux_tc",
+                "transformers' DeepSeek-V3 has no other router",
+            ),
             ("moe_layer_freq", 1, "every layer behind the dense ones is an MoE layer"),
         ),
     ),
@@ -89,7 +97,8 @@ ROWS = (
     Family(
         model_type="gpt_oss",
         folding=Folding(
-            writes=("down_proj_bias",), transposed=("gate_up_proj", "down_proj", "down_proj_bias")
+            writes=("down_proj_bias",),
+            transposed=("gate_up_proj", "down_proj", "down_proj_bias"),
         ),
         since="5.5",
         config="GptOssConfig",

@@ -12,20 +12,25 @@ from fcsd.model.families import FAMILIES, base_model_type
 LOGIT_SCALES = {
     "logits_scaling": -1, "logit_scale": 1, "logits_mup_width_multiplier": -1, "output_multiplier": 1,
 }  # fmt: skip
-"""Config field -> power: the head's output, or the hidden states before it, are multiplied by it (1) or divided."""
+"""Config field -> power: the head's output, or the hidden states before it, are
+multiplied by it (1) or divided.
+"""
 
 
 def packing_of(config: Any) -> Literal["position_ids", "given_masks", "leaks"]:
-    """Tell what keeps the examples of a packed row apart in a model with this config; see `Family.packing`."""
+    """Tell what keeps the examples of a packed row apart in a model with this config;
+    see `Family.packing`.
+    """
     row = FAMILIES.get(base_model_type(config.model_type))
     return "position_ids" if row is None else row.packing
 
 
 def head_scaling(config: Any) -> tuple[float, float | None]:
-    """Return (logit_scale, softcap): the model's logits are softcap * tanh(logit_scale * head(h) / softcap).
+    """Return (logit_scale, softcap): the model's logits are softcap * tanh(logit_scale
+    * head(h) / softcap).
 
-    logit_scale: the field of `LOGIT_SCALES` that the config has, or 1 divided by it; 1 without one.
-    softcap: `final_logit_softcapping`, else None.
+    logit_scale: the field of `LOGIT_SCALES` that the config has, or 1 divided by it; 1
+    without one. softcap: `final_logit_softcapping`, else None.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     scale = 1.0
@@ -36,7 +41,9 @@ def head_scaling(config: Any) -> tuple[float, float | None]:
 
 
 def unpadded_vocab_size(config: Any) -> int | None:
-    """Count the rows of the head that are tokens, where a family says so (inkling families); None: all."""
+    """Count the rows of the head that are tokens, where a family says so (inkling
+    families); None: all.
+    """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(config, "unpadded_vocab_size", None)
 
@@ -44,7 +51,8 @@ def unpadded_vocab_size(config: Any) -> int | None:
 def head_and_body(model: Any) -> tuple[nn.Linear, nn.Module]:
     """Find the linear head and the module that gives its hidden states.
 
-    They are called `lm_head` and `model`; `transformer` in dbrx; in llama4 they belong to its `language_model`.
+    They are called `lm_head` and `model`; `transformer` in dbrx; in llama4 they belong
+    to its `language_model`.
     """
     owner = model
     if not hasattr(owner, "lm_head") and hasattr(model, "language_model"):
@@ -53,8 +61,8 @@ def head_and_body(model: Any) -> tuple[nn.Linear, nn.Module]:
     body = getattr(owner, "model", None) or getattr(owner, "transformer", None)
     if not isinstance(head, nn.Linear) or not isinstance(body, nn.Module):
         raise UserError(
-            f"{type(model).__name__}: not a causal language model with a `model` and a linear `lm_head`; "
-            "fcsd trains such models only"
+            f"{type(model).__name__}: not a causal language model with a `model` and a"
+            " linear `lm_head`; fcsd trains such models only"
         )
     return head, body
 
@@ -66,4 +74,6 @@ def output_head(model: nn.Module) -> nn.Linear:
 
 def unwrapped(model: nn.Module) -> Any:
     """Return the model inside DDP or a DeepSpeed engine, both of which call it `module`."""
-    return model.module if isinstance(getattr(model, "module", None), nn.Module) else model
+    return (
+        model.module if isinstance(getattr(model, "module", None), nn.Module) else model
+    )

@@ -21,7 +21,9 @@ def families_facts() -> dict[str, Any]:
             "multimodal": family.multimodal,
             "shared_experts": bool(family.block_shared or family.layer_shared),
             "additive": family.additive,
-            "dense_layers": [] if family.moe_layers == "all" else list(MOE_LAYERS[family.moe_layers][0]),
+            "dense_layers": []
+            if family.moe_layers == "all"
+            else list(MOE_LAYERS[family.moe_layers][0]),
             "reference": family.reference,
         }
         for name, family in sorted(FAMILIES.items())
@@ -35,13 +37,19 @@ def families_table(facts: Mapping[str, Any]) -> str:
         [
             fact["model_type"],
             fact["model_class"],
-            ("yes" if fact["additive"] else "in flight, too") if fact["shared_experts"] else "no",
+            ("yes" if fact["additive"] else "in flight, too")
+            if fact["shared_experts"]
+            else "no",
             ", ".join(fact["dense_layers"]) or "none",
             "written by hand" if fact["reference"] == "written" else "generic",
         ]
         for fact in facts["families"]
     ]
-    table = markdown(["family", "class", "shared experts", "dense layers by", "reference"], rows, left=5)
+    table = markdown(
+        ["family", "class", "shared experts", "dense layers by", "reference"],
+        rows,
+        left=5,
+    )
     if not facts["refused"]:
         return table
     reasons = [[name, reason] for name, reason in facts["refused"].items()]

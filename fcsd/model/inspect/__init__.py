@@ -1,12 +1,15 @@
-"""Tell what a checkpoint is, what of it would be rewired, and what that costs, without loading its weights.
+"""Tell what a checkpoint is, what of it would be rewired, and what that costs, without
+loading its weights.
 
     from fcsd.model.inspect import inspect_model, report_table
     print(report_table(inspect_model("Qwen/Qwen3-30B-A3B")))
 
-`checkpoint` finds the config (one file from the Hub, not the weights), `report` puts the facts together,
-`parameters` counts on the meta device, `memory` turns counts into bytes, `table` prints.
+`checkpoint` finds the config (one file from the Hub, not the weights), `report` puts
+the facts together, `parameters` counts on the meta device, `memory` turns counts into
+bytes, `table` prints.
 
-Not covered: the memory of a training (`fcsd.planning.cost`); code that comes with a checkpoint is never run.
+Not covered: the memory of a training (`fcsd.planning.cost`); code that comes with a
+checkpoint is never run.
 """
 
 from fcsd.model.inspect.report import inspect_model

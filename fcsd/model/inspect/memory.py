@@ -1,7 +1,8 @@
 """Bytes that serving needs. Standard library only.
 
-Serving holds the weights in bfloat16 and a key-value cache in bfloat16. Multi-head latent attention is taken to
-cache its latent, `kv_lora_rank + qk_rope_head_dim` numbers a token and layer, as transformers, vLLM and SGLang do.
+Serving holds the weights in bfloat16 and a key-value cache in bfloat16. Multi-head
+latent attention is taken to cache its latent, `kv_lora_rank + qk_rope_head_dim` numbers
+a token and layer, as transformers, vLLM and SGLang do.
 
 Not covered: training, whose memory depends on the recipe (`fcsd estimate`).
 """
@@ -14,14 +15,21 @@ _WITHOUT_KEYS = ("linear_attention", "conv", "mamba", "moe")
 
 
 def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
-    """Compute the bytes of one sequence's key-value cache in bfloat16, or None where the config does not tell.
+    """Compute the bytes of one sequence's key-value cache in bfloat16, or None where
+    the config does not tell.
 
-    config: of the decoder layers. Its `layer_types` says which layers keep only a window (`sliding_window`,
-    `attention_chunk_size`) and which keep no keys and values at all (linear attention, convolution, mamba). What does
-    not grow with the text, and the keys of sparse attention's indexers, are not counted.
+    config: of the decoder layers. Its `layer_types` says which layers keep only a
+    window (`sliding_window`, `attention_chunk_size`) and which keep no keys and values
+    at all (linear attention, convolution, mamba). What does not grow with the text, and
+    the keys of sparse attention's indexers, are not counted.
     """
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    kinds = (
+        getattr(config, "layer_types", None)
+        or ["full_attention"] * config.num_hidden_layers
+    )
+    layers = (
+        getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    )
     numbers = 0
     for kind, layer in zip(kinds[: config.num_hidden_layers], layers, strict=False):
         if kind in _WITHOUT_KEYS:

@@ -11,14 +11,15 @@ from fcsd.model.inspect.table import PARTS
 def count_parameters(
     model: Any, family: Family, num_experts: int | None, experts_per_token: int | None
 ) -> dict[str, Any]:
-    """Count the parameters of a regular model exactly: {"total", "active", "parts": part -> {"total", "active"}}.
+    """Count the parameters of a regular model exactly: {"total", "active", "parts":
+    part -> {"total", "active"}}.
 
-    Tied matrices count once. Active is what one text token uses: all but the routed experts that were not chosen for
-    it, and but the towers of a multimodal model; None where that is not known. Router biases that are buffers are no
-    parameters.
+    Tied matrices count once. Active is what one text token uses: all but the routed
+    experts that were not chosen for it, and but the towers of a multimodal model; None
+    where that is not known. Router biases that are buffers are no parameters.
 
-    num_experts: of a layer; None takes the first dimension of the experts' tensors. experts_per_token: None where the
-    config does not say.
+    num_experts: of a layer; None takes the first dimension of the experts' tensors.
+    experts_per_token: None where the config does not say.
     """
     total, unused = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     seen: set[int] = set()
@@ -28,9 +29,12 @@ def count_parameters(
         seen.add(id(parameter))
         total[part] += parameter.numel()
         if routed and experts_per_token is not None:
-            known = num_experts and parameter.shape[0] % num_experts == 0  # some hold experts side by side
+            # some hold experts side by side
+            known = num_experts and parameter.shape[0] % num_experts == 0
             count = num_experts if known else parameter.shape[0]
-            unused[part] += parameter.numel() - parameter.numel() // count * experts_per_token
+            unused[part] += (
+                parameter.numel() - parameter.numel() // count * experts_per_token
+            )
     active: dict[str, int | None] = {part: total[part] - unused[part] for part in PARTS}
     if family.multimodal:
         active["other"] = 0
@@ -39,12 +43,18 @@ def count_parameters(
     return {
         "total": sum(total.values()),
         "active": None if experts_per_token is None else sum(active.values()),
-        "parts": {part: {"total": total[part], "active": active[part]} for part in PARTS if total[part]},
+        "parts": {
+            part: {"total": total[part], "active": active[part]}
+            for part in PARTS
+            if total[part]
+        },
     }
 
 
 def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
-    """Yield part, parameter and whether it belongs to the experts that a token chooses from; the first time counts."""
+    """Yield part, parameter and whether it belongs to the experts that a token chooses
+    from; the first time counts.
+    """
     yield from _all("embeddings", model.get_input_embeddings())
     yield from _all("lm_head", model.get_output_embeddings())
     for layer in decoder_layers(model, family):
@@ -52,28 +62,49 @@ def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
         if type(block).__name__ == family.moe_block:
             yield from _of_block(block, family)
         yield from _all("dense_mlp", block)
-        yield from _all("shared_experts", getattr(layer, family.layer_shared or "", None))
+        yield from _all(
+            "shared_experts", getattr(layer, family.layer_shared or "", None)
+        )
         for name, child in layer.named_children():
             for inner, parameter in child.named_parameters():
-                if all(tensor.ndim <= 1 for tensor in child.parameters()) and "norm" in name:
+                if (
+                    all(tensor.ndim <= 1 for tensor in child.parameters())
+                    and "norm" in name
+                ):
                     yield "norms", parameter, False
                 elif name in ("router", "mlp", "feed_forward"):
-                    yield "router" if name == "router" else "dense_mlp", parameter, False
+                    yield (
+                        "router" if name == "router" else "dense_mlp",
+                        parameter,
+                        False,
+                    )
                 else:  # a mixer may choose among experts too (JetMoE)
-                    yield "attention", parameter, "experts" in inner.split(".") and parameter.ndim == 3
+                    yield (
+                        "attention",
+                        parameter,
+                        "experts" in inner.split(".") and parameter.ndim == 3,
+                    )
     for name, parameter in model.named_parameters():
         is_norm = parameter.ndim == 1 and "norm" in ".".join(name.split(".")[-2:])
-        yield "norms" if is_norm and not family.multimodal else "other", parameter, False
+        yield (
+            "norms" if is_norm and not family.multimodal else "other",
+            parameter,
+            False,
+        )
 
 
 def _of_block(block: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
     for name in (family.block_shared, family.block_gate):
         yield from _all("shared_experts", getattr(block, name or "", None))
     for name, parameter in block.named_parameters():
-        of_all = parameter.ndim == 1 and "norm" in name  # one norm for the output of all experts
+        # one norm for the output of all experts
+        of_all = parameter.ndim == 1 and "norm" in name
         routed = not of_all and ("experts" in name.split(".") or parameter.ndim == 3)
         yield "routed_experts" if routed else "router", parameter, routed
 
 
 def _all(part: str, module: Any) -> Iterator[tuple[str, Any, bool]]:
-    yield from ((part, parameter, False) for parameter in (module.parameters() if module is not None else ()))
+    yield from (
+        (part, parameter, False)
+        for parameter in (module.parameters() if module is not None else ())
+    )

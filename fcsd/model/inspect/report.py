@@ -7,7 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.model.connectivity.aliases import check_described, from_instella, has_instella_keys, instella_type
+from fcsd.model.connectivity.aliases import (
+    check_described,
+    from_instella,
+    has_instella_keys,
+    instella_type,
+)
 from fcsd.model.connectivity.spec import Connectivity, resolve_layers
 from fcsd.model.families import (
     FAMILIES,
@@ -20,38 +25,64 @@ from fcsd.model.families import (
     serve_command,
     text_config,
 )
-from fcsd.model.inspect.checkpoint import Source, checkpoint_dtype, config_object, find_source, without_advice
+from fcsd.model.inspect.checkpoint import (
+    Source,
+    checkpoint_dtype,
+    config_object,
+    find_source,
+    without_advice,
+)
 from fcsd.model.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes
 
-SELECTIONS = ("all", "moe", "first:50%", "first:75%", "first:90%", "last:50%", "last:75%", "last:90%")
+SELECTIONS = (
+    "all",
+    "moe",
+    "first:50%",
+    "first:75%",
+    "first:90%",
+    "last:50%",
+    "last:75%",
+    "last:90%",
+)
 
 
 def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Tell everything about a checkpoint that its config says, as JSON data; unknown values are None.
+    """Tell everything about a checkpoint that its config says, as JSON data; unknown
+    values are None.
 
-    Nothing is loaded and no code of the checkpoint runs. A family that cannot be converted is not an error:
-    `can_be_converted` is false, `reason` says why, and what transformers can build is still counted.
+    Nothing is loaded and no code of the checkpoint runs. A family that cannot be
+    converted is not an error: `can_be_converted` is false, `reason` says why, and what
+    transformers can build is still counted.
 
     Raises:
-        UserError: no such checkpoint; a config that is damaged, or that transformers refuses.
+        UserError: no such checkpoint; a config that is damaged, or that transformers
+            refuses.
     """
     source = find_source(path, revision)
     raw = source.config
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise UserError(
-            f"{source.where}: model_type is missing; a Hugging Face checkpoint names its family there"
+            f"{source.where}: model_type is missing; a Hugging Face checkpoint names"
+            " its family there"
         )
     if model_type.startswith(PREFIX) and "farskip" not in raw:
         raise UserError(
-            f"{source.where}: model_type '{model_type}' without the field farskip; convert the original again"
+            f"{source.where}: model_type '{model_type}' without the field farskip;"
+            " convert the original again"
         )
     facts: dict[str, Any] = {
         "model": str(path),
         "revision": revision,
         "model_type": model_type,
-        "architecture": names[0] if isinstance(names := raw.get("architectures"), list) and names else None,
-        "quantization": source.quantisation.words if source.quantisation is not None else None,
+        "architecture": (
+            names[0]
+            if isinstance(names := raw.get("architectures"), list) and names
+            else None
+        ),
+        "quantization": (
+            source.quantisation.words if source.quantisation is not None else None
+        ),
         "leftover_quantization": None,
         "loading_problem": None,
         "serve_command": serve_command(model_type, str(path)),
@@ -65,8 +96,9 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
     if source.missing_files and facts["can_be_converted"]:
         facts["can_be_converted"] = False
         facts["reason"] = (
-            f"{len(source.missing_files)} weight files that the index names are missing, the first is"
-            f" {source.missing_files[0]}; fetch the checkpoint again"
+            f"{len(source.missing_files)} weight files that the index names are"
+            f" missing, the first is {source.missing_files[0]}; fetch the checkpoint"
+            " again"
         )
     facts |= _of_weights(source, facts)
     facts["memory"] = _memory(facts, facts.pop("cache"), raw)
@@ -74,7 +106,9 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
 
 
 def _of_weights(source: Source, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Tell what `fcsd convert` and loading would find: the headers of local weights are read as they read them."""
+    """Tell what `fcsd convert` and loading would find: the headers of local weights are
+    read as they read them.
+    """
     from fcsd.model.connectivity.checkpoint import read_checkpoint
     from fcsd.model.connectivity.load import check_tensors, config_and_class
     from fcsd.model.quantised.methods import why_not_here, why_not_loaded
@@ -92,10 +126,14 @@ def _of_weights(source: Source, facts: Mapping[str, Any]) -> dict[str, Any]:
     except UserError as error:
         return {"can_be_converted": False, "reason": facts["reason"] or str(error)}
     with without_advice():
-        return {"loading_problem": why_not_here(source.config) if said is not None else None}
+        return {
+            "loading_problem": why_not_here(source.config) if said is not None else None
+        }
 
 
-def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict[str, Any]:
+def _of_a_family(
+    raw: Mapping[str, Any], family: Family, source: Source
+) -> dict[str, Any]:
     from fcsd.model.connectivity.modeling import base_model_class
     from fcsd.model.inspect.parameters import count_parameters
 
@@ -104,7 +142,9 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
     mask = moe_mask(config, family)
     text = text_config(config, family)
     experts, per_token = expert_counts(text)
-    parameters = count_parameters(_on_meta(cls._from_config, config, source), family, experts, per_token)
+    parameters = count_parameters(
+        _on_meta(cls._from_config, config, source), family, experts, per_token
+    )
     reason = None
     try:
         family_of(config)
@@ -133,7 +173,9 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
 
 
 def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    """Tell what transformers' own classes know of a family that is not on the list; no remote code runs."""
+    """Tell what transformers' own classes know of a family that is not on the list; no
+    remote code runs.
+    """
     from transformers import CONFIG_MAPPING
 
     model_type = str(raw["model_type"])
@@ -143,7 +185,11 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
     except UserError as error:
         reason = _reason(error)
     known = model_type in CONFIG_MAPPING
-    config = config_object(CONFIG_MAPPING[model_type], raw, model_type, source.where) if known else None
+    config = (
+        config_object(CONFIG_MAPPING[model_type], raw, model_type, source.where)
+        if known
+        else None
+    )
     text = config.get_text_config() if config is not None else SimpleNamespace(**raw)
     total = _total(config) if config is not None else None
     num_layers = getattr(text, "num_hidden_layers", None)
@@ -158,14 +204,18 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
         "layers": {"total": num_layers, "moe": None, "dense": None},
         "experts": {"routed": experts, "per_token": per_token, "shared": None},
         "selections": {},
-        "parameters": None if total is None else {"total": total, "active": None, "parts": {}},
+        "parameters": (
+            None if total is None else {"total": total, "active": None, "parts": {}}
+        ),
         "cache": _cache(text) if config is not None else None,
     }
 
 
 def _reason(error: UserError) -> str:
     """Say why, without the families that could be converted instead: there are dozens."""
-    text = re.split(r"; (?:the nearest|choose an MoE model|`fcsd families`)", str(error))[0]
+    text = re.split(
+        r"; (?:the nearest|choose an MoE model|`fcsd families`)", str(error)
+    )[0]
     return f"{text} (`fcsd families` lists what can)" if text != str(error) else text
 
 
@@ -176,19 +226,31 @@ def _on_meta(build: Any, config: Any, source: Source) -> Any:
         with without_advice(), torch.device("meta"):
             return build(config)
     except Exception as error:
-        raise UserError(f"{source.where}: transformers cannot build it: {one_line(error)}") from None
+        raise UserError(
+            f"{source.where}: transformers cannot build it: {one_line(error)}"
+        ) from None
 
 
 def _total(config: Any) -> int | None:
-    """Count the parameters of the largest model class that transformers has for a config; None without one."""
+    """Count the parameters of the largest model class that transformers has for a
+    config; None without one.
+    """
     import torch
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
         try:
             with without_advice(), torch.device("meta"):
-                return sum(parameter.numel() for parameter in auto.from_config(config).parameters())
-        except Exception:  # no such class for this config, or one that cannot be built: the next may do
+                return sum(
+                    parameter.numel()
+                    for parameter in auto.from_config(config).parameters()
+                )
+        # no such class for this config, or one that cannot be built: the next may do
+        except Exception:
             continue
     return None
 
@@ -221,7 +283,10 @@ def _needs(raw: Mapping[str, Any], family: Family) -> str | None:
     flag = f"transformers {supported_transformers(family)} and trust_remote_code=True"
     if instella_type(raw) == raw["model_type"]:
         return f"fcsd, or {flag}"
-    return f"fcsd, as it is; without it what `fcsd convert` writes, {flag}; transformers alone drops the gate"
+    return (
+        f"fcsd, as it is; without it what `fcsd convert` writes, {flag}; transformers"
+        " alone drops the gate"
+    )
 
 
 def _selections(mask: list[bool]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -261,7 +326,9 @@ def _files(source: Source) -> dict[str, Any] | None:
     }
 
 
-def _memory(facts: Mapping[str, Any], cache: dict[str, Any] | None, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _memory(
+    facts: Mapping[str, Any], cache: dict[str, Any] | None, raw: Mapping[str, Any]
+) -> dict[str, Any]:
     parameters = facts["parameters"]
     if parameters is None:
         return {"convert": None, "serve": None}

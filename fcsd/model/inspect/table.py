@@ -17,19 +17,33 @@ PARTS = {
     "norms": "norms",
     "other": "other (vision, projector)",
 }
-"""Parts of a model -> words. `attention` is every sequence mixer of the decoder layers; `other` is outside them."""
+"""Parts of a model -> words. `attention` is every sequence mixer of the decoder layers;
+`other` is outside them.
+"""
 
 
 def report_table(facts: Mapping[str, Any]) -> str:
     """Format what `fcsd inspect` prints of `fcsd.model.inspect.inspect_model`."""
-    return "\n\n".join("\n".join(part) for part in (_head(facts), *_tables(facts)) if part)
+    return "\n\n".join(
+        "\n".join(part) for part in (_head(facts), *_tables(facts)) if part
+    )
 
 
 def _head(facts: Mapping[str, Any]) -> list[str]:
-    layers, experts, connectivity = facts["layers"], facts["experts"], facts["connectivity"]
+    layers, experts, connectivity = (
+        facts["layers"],
+        facts["experts"],
+        facts["connectivity"],
+    )
     rows = [
-        ("model", facts["model"] + (f" @ {facts['revision']}" if facts["revision"] else "")),
-        ("family", f"{_family(facts)}, {facts['architecture'] or 'architecture not named'}"),
+        (
+            "model",
+            facts["model"] + (f" @ {facts['revision']}" if facts["revision"] else ""),
+        ),
+        (
+            "family",
+            f"{_family(facts)}, {facts['architecture'] or 'architecture not named'}",
+        ),
         ("conversion", _conversion(facts)),
         ("layers", _layers(layers)),
         ("experts", _experts(experts)),
@@ -38,18 +52,44 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
     if facts["needs"]:
         rows.append(("to run it", facts["needs"]))
     if facts["serve_command"]:
-        rows.append(("serving", f"{facts['serve_command']}   (vLLM with fcsd-serving: {plugin_install()})"))
+        rows.append(
+            (
+                "serving",
+                (
+                    f"{facts['serve_command']}   (vLLM with fcsd-serving:"
+                    f" {plugin_install()})"
+                ),
+            )
+        )
     if facts["quantization"]:
-        rows.append(("quantised", f"{facts['quantization']}; memory below is that of the model without it"))
+        rows.append(
+            (
+                "quantised",
+                (
+                    f"{facts['quantization']}; memory below is that of the model"
+                    " without it"
+                ),
+            )
+        )
         if facts["loading_problem"]:
-            rows.append(("to load it", f"not on this machine: {facts['loading_problem']}"))
+            rows.append(
+                ("to load it", f"not on this machine: {facts['loading_problem']}")
+            )
     if facts["leftover_quantization"]:
-        text = f"no: the fields of {facts['leftover_quantization']} are left over, and `fcsd convert` leaves them out"
+        text = (
+            f"no: the fields of {facts['leftover_quantization']} are left over, and"
+            " `fcsd convert` leaves them out"
+        )
         rows.append(("quantised", text))
     if (files := facts["files"]) is not None:
-        text = f"{files['count']} safetensors, {size(files['total_bytes'])}, largest {size(files['largest_bytes'])}"
+        text = (
+            f"{files['count']} safetensors, {size(files['total_bytes'])}, largest"
+            f" {size(files['largest_bytes'])}"
+        )
         if files["missing"]:
-            text += f"; {len(files['missing'])} MISSING, the first is {files['missing'][0]}"
+            text += (
+                f"; {len(files['missing'])} MISSING, the first is {files['missing'][0]}"
+            )
         rows.append(("weights", text))
         if facts["stale_index"]:
             rows.append(("STALE INDEX", facts["stale_index"]))
@@ -57,10 +97,14 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _family(facts: Mapping[str, Any]) -> str:
-    """Return the model type, and the family where the file calls it otherwise (AMD's Instella-MoE)."""
+    """Return the model type, and the family where the file calls it otherwise (AMD's
+    Instella-MoE).
+    """
     model_type, family = facts["model_type"], facts["family"]
     return (
-        model_type if family is None or model_type.endswith(family) else f"{family} (written as {model_type})"
+        model_type
+        if family is None or model_type.endswith(family)
+        else f"{family} (written as {model_type})"
     )
 
 
@@ -79,15 +123,28 @@ def _layers(layers: Mapping[str, Any]) -> str:
         return "unknown"
     if layers["moe"] is None:
         return f"{layers['total']}"
-    dense = f", {len(layers['dense'])} dense ({ranges(layers['dense'])})" if layers["dense"] else ""
-    return f"{layers['total']}: {len(layers['moe'])} MoE ({ranges(layers['moe'])}){dense}"
+    dense = (
+        f", {len(layers['dense'])} dense ({ranges(layers['dense'])})"
+        if layers["dense"]
+        else ""
+    )
+    return (
+        f"{layers['total']}: {len(layers['moe'])} MoE ({ranges(layers['moe'])}){dense}"
+    )
 
 
 def _experts(experts: Mapping[str, Any]) -> str:
     if not experts["routed"]:
         return "none"
-    shared = {True: "with shared experts", False: "no shared expert", None: "shared experts not known"}
-    return f"{experts['routed']} routed, {experts['per_token'] or '?'} a token, {shared[experts['shared']]}"
+    shared = {
+        True: "with shared experts",
+        False: "no shared expert",
+        None: "shared experts not known",
+    }
+    return (
+        f"{experts['routed']} routed, {experts['per_token'] or '?'} a token,"
+        f" {shared[experts['shared']]}"
+    )
 
 
 def _connectivity(field: Mapping[str, Any] | None, total: int) -> str:
@@ -100,7 +157,12 @@ def _connectivity(field: Mapping[str, Any] | None, total: int) -> str:
 def _tables(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     if facts["selections"]:
         rows = [
-            [name, str(len(chosen["layers"])), str(chosen["moe"]), ranges(chosen["layers"])]
+            [
+                name,
+                str(len(chosen["layers"])),
+                str(chosen["moe"]),
+                ranges(chosen["layers"]),
+            ]
             for name, chosen in facts["selections"].items()
         ]
         yield [markdown(["--layers", "rewired", "of them MoE", "which"], rows)]
@@ -113,7 +175,8 @@ def _tables(facts: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [markdown(["parameters", "total", "one text token uses"], rows)]
     else:
         yield [
-            "parameters    unknown: transformers has no class for this model type, and no remote code is run"
+            "parameters    unknown: transformers has no class for this model type, and"
+            " no remote code is run"
         ]
     if parameters is not None:
         yield _memory(facts["memory"])
@@ -121,23 +184,34 @@ def _tables(facts: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _memory(memory: Mapping[str, Any]) -> list[str]:
     convert, serve = memory["convert"], memory["serve"]
-    lines = ["memory, 1 GiB = 2^30 bytes; what a training needs tells `fcsd estimate RECIPE`"]
+    lines = [
+        "memory, 1 GiB = 2^30 bytes; what a training needs tells `fcsd estimate RECIPE`"
+    ]
     if convert is not None:
         shard, copies = convert["at_most_bytes"], convert["disk_without_links_bytes"]
         lines.append(
-            f"convert          below one weight file{f' ({size(shard)})' if shard else ''}, whose bytes are"
-            f" linked; {size(copies) if copies else 'their size'} of disk where the file system cannot link"
+            "convert          below one weight"
+            f" file{f' ({size(shard)})' if shard else ''}, whose bytes are linked;"
+            f" {size(copies) if copies else 'their size'} of disk where the file system"
+            " cannot link"
         )
     weights = size(serve["weights_bytes"])
-    return [*lines, f"serve            {weights} of weights in bfloat16, {_cache(serve['cache'])}"]
+    return [
+        *lines,
+        f"serve            {weights} of weights in bfloat16, {_cache(serve['cache'])}",
+    ]
 
 
 def _cache(cache: Mapping[str, Any] | None) -> str:
     if cache is None:
         return "cache not known"
-    text = f"cache {size(cache['first_bytes'])} for {cache['tokens']} tokens of a sequence"
+    text = (
+        f"cache {size(cache['first_bytes'])} for {cache['tokens']} tokens of a sequence"
+    )
     if cache["further_bytes"] != cache["first_bytes"]:
-        text += f", {size(cache['further_bytes'])} for as many more of a long one (windows)"
+        text += (
+            f", {size(cache['further_bytes'])} for as many more of a long one (windows)"
+        )
     if cache["latent"]:
         text += " (latents of MLA)"
     return text
@@ -155,4 +229,7 @@ def ranges(indices: Sequence[int]) -> str:
             spans[-1][1] = index
         else:
             spans.append([index, index])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans) or "-"
+    return (
+        ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+        or "-"
+    )

@@ -1,7 +1,8 @@
-"""Write a quantised checkpoint again in bfloat16, a few rows of a weight in memory at a time.
+"""Write a quantised checkpoint again in bfloat16, a few rows of a weight in memory at a
+time.
 
-Shards are written one after another below `OUT.partial`, brought to the disk and renamed; a copy that was cut off
-continues with the next shard, to the same bytes.
+Shards are written one after another below `OUT.partial`, brought to the disk and
+renamed; a copy that was cut off continues with the next shard, to the same bytes.
 """
 
 import hashlib
@@ -62,20 +63,24 @@ def dequantize_checkpoint(
     revision: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint with the weights of a quantised one in bfloat16, and without its quantisation config.
+    """Write a checkpoint with the weights of a quantised one in bfloat16, and without
+    its quantisation config.
 
-    Other tensors keep their dtype and bytes; scales of activations and of the key and value cache are left out. Tensor
-    names are those of an unquantised checkpoint of the family.
+    Other tensors keep their dtype and bytes; scales of activations and of the key and
+    value cache are left out. Tensor names are those of an unquantised checkpoint of the
+    family.
 
     Raises:
-        UserError: what `read_contents` refuses; `destination` exists and is not an empty folder; `OUT.partial`
-            is of another checkpoint; tensors that are not those of the config.
+        UserError: what `read_contents` refuses; `destination` exists and is not an
+            empty folder; `OUT.partial` is of another checkpoint; tensors that are not
+            those of the config.
     """
     destination = Path(destination)
     check_weights_path(destination)
     if destination.exists() and not (destination.is_dir() and is_empty(destination)):
         raise UserError(
-            f"{destination}: exists and is not empty; choose another destination or remove it first"
+            f"{destination}: exists and is not empty; choose another destination or"
+            " remove it first"
         )
     checkpoint = read_checkpoint(find_folder(source, revision), any_family=True)
     contents = read_contents(checkpoint)
@@ -96,7 +101,8 @@ def dequantize_checkpoint(
 def _begin(checkpoint: Checkpoint, partial: Path) -> None:
     """Note what is copied, or compare it with what an earlier call noted."""
     facts = {
-        name: [checkpoint.dtypes[name], list(shape)] for name, shape in sorted(checkpoint.shapes.items())
+        name: [checkpoint.dtypes[name], list(shape)]
+        for name, shape in sorted(checkpoint.shapes.items())
     }
     states = [file_state(checkpoint.folder / name) for name in checkpoint.weight_files]
     text = json.dumps([facts, states, checkpoint.config], sort_keys=True)
@@ -104,18 +110,28 @@ def _begin(checkpoint: Checkpoint, partial: Path) -> None:
     if (partial / _RECORD).is_file():
         if read_json(partial / _RECORD) != record:
             raise UserError(
-                f"{partial}: holds the begun copy of another checkpoint; remove it, or name another destination"
+                f"{partial}: holds the begun copy of another checkpoint; remove it, or"
+                " name another destination"
             )
         return
     write_json(partial / _RECORD, record)
 
 
 class _Rows:
-    """A tensor in a file, of which rows are read: not mapped, so that they do not stay in memory."""
+    """A tensor in a file, of which rows are read: not mapped, so that they do not stay
+    in memory.
+    """
 
     def __init__(self, file: Path, entry: Mapping[str, Any], begin: int) -> None:
-        self.file, self.shape, self.dtype = file, list(entry["shape"]), _DTYPES[entry["dtype"]]
-        self.begin, self.num_bytes = begin + entry["data_offsets"][0], entry["data_offsets"][1]
+        self.file, self.shape, self.dtype = (
+            file,
+            list(entry["shape"]),
+            _DTYPES[entry["dtype"]],
+        )
+        self.begin, self.num_bytes = (
+            begin + entry["data_offsets"][0],
+            entry["data_offsets"][1],
+        )
         self.num_bytes -= entry["data_offsets"][0]
 
     def get_shape(self) -> list[int]:
@@ -127,14 +143,18 @@ class _Rows:
             return self._read(self.begin, self.num_bytes).reshape(())
         first, last, _ = rows.indices(self.shape[0])
         row = self.num_bytes // self.shape[0]
-        return self._read(self.begin + first * row, (last - first) * row).view(-1, *self.shape[1:])
+        return self._read(self.begin + first * row, (last - first) * row).view(
+            -1, *self.shape[1:]
+        )
 
     def _read(self, begin: int, num_bytes: int) -> Tensor:
         with self.file.open("rb") as stream:
             stream.seek(begin)
             data = bytearray(stream.read(num_bytes))
         if len(data) != num_bytes:
-            raise UserError(f"{self.file}: ends before its header says so; fetch it again")
+            raise UserError(
+                f"{self.file}: ends before its header says so; fetch it again"
+            )
         return torch.frombuffer(data, dtype=self.dtype)
 
 
@@ -146,7 +166,9 @@ class _Source:
         self.entries: dict[str, tuple[str, dict[str, Any], int]] = {}
         for file in checkpoint.weight_files:
             header, begin = safetensors_header(checkpoint.folder / file)
-            self.entries |= {name: (file, entry, begin) for name, entry in header.items()}
+            self.entries |= {
+                name: (file, entry, begin) for name, entry in header.items()
+            }
 
     def slices(self, parts: Mapping[str, str]) -> Slices:
         return {part: self._rows(name) for part, name in parts.items()}
@@ -163,14 +185,21 @@ class _Source:
             copy_bytes(stream, begin + first, last - first, target)
 
     def shape_of(self, weight: PackedWeight) -> tuple[int, ...]:
-        """Return the shape of a weight; of packed integers a tensor says it, and UserError where it cannot be."""
+        """Return the shape of a weight; of packed integers a tensor says it, and
+        UserError where it cannot be.
+        """
         if "shape" not in weight.parts:
             return weight.shape
-        packed, num_columns = self._rows(weight.parts["weight"]), int(self._rows(weight.parts["shape"])[:][1])
+        packed, num_columns = (
+            self._rows(weight.parts["weight"]),
+            int(self._rows(weight.parts["shape"])[:][1]),
+        )
         try:
             bits_of(packed.get_shape()[1], num_columns)
         except UserError as error:
-            raise UserError(f"{self.folder}: tensor '{weight.parts['weight']}': {error}") from None
+            raise UserError(
+                f"{self.folder}: tensor '{weight.parts['weight']}': {error}"
+            ) from None
         return weight.shape[0], num_columns
 
 
@@ -187,7 +216,9 @@ def _tensors(contents: Contents, source: _Source) -> dict[str, Stored]:
     return tensors
 
 
-def _write_shards(checkpoint: Checkpoint, contents: Contents, folder: Path, shard_bytes: int) -> None:
+def _write_shards(
+    checkpoint: Checkpoint, contents: Contents, folder: Path, shard_bytes: int
+) -> None:
     """Write the shards that are not there yet, and the index of all."""
     source = _Source(checkpoint)
     tensors = _tensors(contents, source)
@@ -229,10 +260,15 @@ def _shards(tensors: Mapping[str, Stored], shard_bytes: int) -> dict[str, list[s
     if len(shards) == 1:
         return {WEIGHTS: shards[0]}
     total = len(shards)
-    return {f"model-{k:05}-of-{total:05}.safetensors": names for k, names in enumerate(shards, start=1)}
+    return {
+        f"model-{k:05}-of-{total:05}.safetensors": names
+        for k, names in enumerate(shards, start=1)
+    }
 
 
-def decoded(weight: PackedWeight, shape: tuple[int, ...], parts: Slices, block: Block) -> Iterator[Tensor]:
+def decoded(
+    weight: PackedWeight, shape: tuple[int, ...], parts: Slices, block: Block
+) -> Iterator[Tensor]:
     """Yield a weight in bfloat16, a few rows of its first dimension at a time."""
     row = max(1, math.prod(shape[1:]))
     step = max(1, _CHUNK_VALUES // row)
@@ -244,7 +280,10 @@ def decoded(weight: PackedWeight, shape: tuple[int, ...], parts: Slices, block: 
 def _write_rest(source: str | Path, checkpoint: Checkpoint, folder: Path) -> None:
     """Write config, tokenizer and code beside the weights."""
     config = without_quantisation(read_checkpoint_json(checkpoint.folder / CONFIG))
-    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+    for section in (
+        config,
+        *(value for value in config.values() if isinstance(value, dict)),
+    ):
         for key in ("dtype", "torch_dtype"):
             if key in section:
                 section[key] = "bfloat16"

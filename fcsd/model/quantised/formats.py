@@ -11,10 +11,11 @@
 | MXFP4 (compressed-tensors) | `weight_packed`; `weight_scale` in uint8 | E2M1 × 2^(scale − 127) |
 | MXFP4 (gpt-oss) | `…_blocks`, `…_scales` in uint8 | the same; rows and columns change places |
 
-Two E2M1 values lie in a byte, the first in its low half. Every function here takes rows `begin` to `end` of the first
-dimension, so that a large weight need not be in memory.
+Two E2M1 values lie in a byte, the first in its low half. Every function here takes rows
+`begin` to `end` of the first dimension, so that a large weight need not be in memory.
 
-Sources: DeepSeek-V3's `weight_dequant`; the OCP Microscaling specification 1.0; compressed-tensors; NVIDIA ModelOpt.
+Sources: DeepSeek-V3's `weight_dequant`; the OCP Microscaling specification 1.0;
+compressed-tensors; NVIDIA ModelOpt.
 """
 
 import math
@@ -26,30 +27,59 @@ from torch import Tensor
 
 from fcsd.base.errors import UserError
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1 = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    -0.0,
+    -0.5,
+    -1.0,
+    -1.5,
+    -2.0,
+    -3.0,
+    -4.0,
+    -6.0,
+)
 FP8 = {"F8_E4M3", "F8_E5M2"}
 _PACKED_BITS = 32
 _INTEGERS = (2, 4, 8)
-"""Bits of packed integers. Others lie across two int32, or do not, by the version that packed them."""
+"""Bits of packed integers. Others lie across two int32, or do not, by the version that
+packed them.
+"""
 
 Slices = Mapping[str, Any]
 """Part of a weight -> its tensor in a file, of which `[begin:end]` is read."""
 
 
 Block = tuple[int, int] | None
-"""Rows and columns that share a scale, as the config of a checkpoint says; None where it says nothing."""
+"""Rows and columns that share a scale, as the config of a checkpoint says; None where
+it says nothing.
+"""
 
 
 def scaled(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
-    """Return rows of FP8 or integer values times their scales: one for all, for a row, a group of columns, a block."""
+    """Return rows of FP8 or integer values times their scales: one for all, for a row,
+    a group of columns, a block.
+    """
     weight = parts["weight"][begin:end].to(torch.float32)
     if "zero_point" in parts:
-        weight = weight - _spread(parts["zero_point"], parts["weight"].get_shape(), begin, end, None)
-    return weight * _spread(parts["scale"], parts["weight"].get_shape(), begin, end, block, is_scale=True)
+        weight = weight - _spread(
+            parts["zero_point"], parts["weight"].get_shape(), begin, end, None
+        )
+    return weight * _spread(
+        parts["scale"], parts["weight"].get_shape(), begin, end, block, is_scale=True
+    )
 
 
 def packed_integers(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
-    """Return rows of integers of which several lie in an int32, the first in its lowest bits, times their scales."""
+    """Return rows of integers of which several lie in an int32, the first in its lowest
+    bits, times their scales.
+    """
     num_columns = int(parts["shape"][:][1])
     bits = bits_of(parts["weight"].get_shape()[1], num_columns)
     values = _unpacked(parts["weight"][begin:end], bits)[:, :num_columns]
@@ -69,7 +99,9 @@ def packed_integers(parts: Slices, begin: int, end: int, block: Block) -> Tensor
 
 
 def nvfp4(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
-    """Return rows of E2M1 values times the E4M3 scale of each group of columns, and that of the tensor."""
+    """Return rows of E2M1 values times the E4M3 scale of each group of columns, and
+    that of the tensor.
+    """
     scale = parts["scale"][begin:end].to(torch.float32)
     if "global_scale" in parts:
         scale = scale / _scalar(parts["global_scale"])
@@ -84,8 +116,12 @@ def mxfp4(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
 
 
 def mxfp4_experts(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
-    """Return experts (N, in, out) of blocks (N, out, groups, bytes), as gpt-oss multiplies by them."""
-    values = e2m1(parts["weight"][begin:end]) * _power(parts["scale"][begin:end])[..., None]
+    """Return experts (N, in, out) of blocks (N, out, groups, bytes), as gpt-oss
+    multiplies by them.
+    """
+    values = (
+        e2m1(parts["weight"][begin:end]) * _power(parts["scale"][begin:end])[..., None]
+    )
     return values.flatten(-2).transpose(-1, -2).contiguous()
 
 
@@ -98,7 +134,8 @@ def e2m1(packed: Tensor) -> Tensor:
 
 
 def bits_of(num_packed: int, num_columns: int) -> int:
-    """Return how many bits an integer has of which `num_columns` lie in `num_packed` int32.
+    """Return how many bits an integer has of which `num_columns` lie in `num_packed`
+    int32.
 
     Raises:
         UserError: none of the numbers of bits that are known.
@@ -107,7 +144,9 @@ def bits_of(num_packed: int, num_columns: int) -> int:
         if math.ceil(num_columns * bits / _PACKED_BITS) == num_packed:
             return bits
     known = ", ".join(map(str, _INTEGERS))
-    raise UserError(f"{num_columns} integers in {num_packed} int32 are none of {known} bits")
+    raise UserError(
+        f"{num_columns} integers in {num_packed} int32 are none of {known} bits"
+    )
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
@@ -134,9 +173,17 @@ def _scalar(part: Any) -> Tensor:
 
 
 def _spread(
-    part: Any, shape: list[int], begin: int, end: int, block: Block, *, is_scale: bool = False
+    part: Any,
+    shape: list[int],
+    begin: int,
+    end: int,
+    block: Block,
+    *,
+    is_scale: bool = False,
 ) -> Tensor:
-    """Return a scale, or a zero point, for each value of rows `begin` to `end`, in a shape that broadcasts."""
+    """Return a scale, or a zero point, for each value of rows `begin` to `end`, in a
+    shape that broadcasts.
+    """
 
     def numbers(rows: Tensor) -> Tensor:
         is_exponent = is_scale and rows.dtype == torch.uint8
@@ -158,9 +205,11 @@ def _spread(
 
 
 def block_of(scales: list[int], shape: list[int], block: Block) -> tuple[int, int]:
-    """Return the rows and columns that share a scale; the last block of a dimension may be smaller.
+    """Return the rows and columns that share a scale; the last block of a dimension may
+    be smaller.
 
-    scales, shape: of the scales and of the weight. block: as the config says; None: what divides the weight evenly.
+    scales, shape: of the scales and of the weight. block: as the config says; None:
+    what divides the weight evenly.
 
     Raises:
         UserError: blocks of this size do not make up these scales.
@@ -173,5 +222,11 @@ def block_of(scales: list[int], shape: list[int], block: Block) -> tuple[int, in
         even = [n // s for n, s in zip(shape[-2:], scales[-2:], strict=True)]
         if [e * s for e, s in zip(even, scales[-2:], strict=True)] == shape[-2:]:
             return even[0], even[1]
-    said = "no block size in the config" if block is None else f"blocks of {block[0]} x {block[1]}"
-    raise UserError(f"scales of shape {scales} do not fit a weight of shape {shape} ({said})")
+    said = (
+        "no block size in the config"
+        if block is None
+        else f"blocks of {block[0]} x {block[1]}"
+    )
+    raise UserError(
+        f"scales of shape {scales} do not fit a weight of shape {shape} ({said})"
+    )

@@ -1,7 +1,9 @@
-"""What a checkpoint says of its quantisation, whether its tensors agree, and whether transformers can load it.
+"""What a checkpoint says of its quantisation, whether its tensors agree, and whether
+transformers can load it.
 
-It is said in `quantization_config` of the config, or of its `text_config`, or by NVIDIA's ModelOpt in
-`hf_quant_config.json` beside it. The fields may be left over: weights that somebody has dequantised, or a conversion.
+It is said in `quantization_config` of the config, or of its `text_config`, or by
+NVIDIA's ModelOpt in `hf_quant_config.json` beside it. The fields may be left over:
+weights that somebody has dequantised, or a conversion.
 
 Not covered: the numbers; a method names and packs its tensors as it likes.
 """
@@ -29,21 +31,28 @@ _OWN_NAMES = re.compile(
     r"|[._]input_(scale|global_scale)|\.(qweight|qzeros|scales|[kv]_scale|weight\.absmax)|_proj_(blocks|scales))"
 )
 """Names that quantisation gives its tensors."""
-_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d+)\.(?P<part>down|gate_up|gate|up)_proj\..+")
+_EXPERT = re.compile(
+    r"(?P<experts>.+\.experts)\.(?P<index>\d+)\.(?P<part>down|gate_up|gate|up)_proj\..+"
+)
 _SCALE = re.compile(r"(.+?)_(scale\w*|scales)")
 _SCALES = re.compile(
     r"(weight_)?(scale|scales|scale_inv|scale_2|global_scale|shape|zero_point|zeros|qzeros|g_idx|perm)|input_\w*scale"
 )
 """What stands behind a module's name and holds none of its weights."""
 _NOT_LOADED = {
-    "nvfp4": "transformers makes it of plain weights, and cannot load weights that are NVFP4 already"
+    "nvfp4": (
+        "transformers makes it of plain weights, and cannot load weights that are NVFP4"
+        " already"
+    )
 }
 
 
 _PACKING = frozenset({
     "auto-round", "awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8", "nvfp4",
 })  # fmt: skip
-"""Methods whose checkpoints hold tensors that `quantised_tensor` knows. Others quantise plain ones when they load."""
+"""Methods whose checkpoints hold tensors that `quantised_tensor` knows. Others quantise
+plain ones when they load.
+"""
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -65,23 +74,35 @@ class Quantisation(NamedTuple):
         return method + (f" ({self.algorithm})" if self.algorithm else "")
 
 
-def said_quantisation(config: Mapping[str, Any], folder: Path | None = None) -> Quantisation | None:
-    """Return what a config, or ModelOpt's file in its folder, says of quantisation; None: nothing."""
+def said_quantisation(
+    config: Mapping[str, Any], folder: Path | None = None
+) -> Quantisation | None:
+    """Return what a config, or ModelOpt's file in its folder, says of quantisation;
+    None: nothing.
+    """
     for place, settings in quantisation_fields(config):
         named = isinstance(settings, Mapping)
         method = str(settings.get("quant_method") if named else None)[:80]
-        algorithm = settings.get("quant_algo") or settings.get("format") if named else None
-        return Quantisation(method, place, algorithm if isinstance(algorithm, str) else None)
+        algorithm = (
+            settings.get("quant_algo") or settings.get("format") if named else None
+        )
+        return Quantisation(
+            method, place, algorithm if isinstance(algorithm, str) else None
+        )
     if folder is None or not (folder / MODELOPT).is_file():
         return None
-    return modelopt_quantisation(read_json(folder / MODELOPT, "fetch the file again", keys=()))
+    return modelopt_quantisation(
+        read_json(folder / MODELOPT, "fetch the file again", keys=())
+    )
 
 
 def modelopt_quantisation(written: Mapping[str, Any]) -> Quantisation:
     """Return what `hf_quant_config.json` says."""
     settings = written.get("quantization")
     algorithm = settings.get("quant_algo") if isinstance(settings, Mapping) else None
-    return Quantisation("modelopt", MODELOPT, algorithm if isinstance(algorithm, str) else None)
+    return Quantisation(
+        "modelopt", MODELOPT, algorithm if isinstance(algorithm, str) else None
+    )
 
 
 def quantisation_fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -98,7 +119,9 @@ def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get("text_config")
     plain = {key: value for key, value in config.items() if key != FIELD}
     if isinstance(inner, Mapping):
-        plain["text_config"] = {key: value for key, value in inner.items() if key != FIELD}
+        plain["text_config"] = {
+            key: value for key, value in inner.items() if key != FIELD
+        }
     return plain
 
 
@@ -115,7 +138,9 @@ def quantised_tensors(dtypes: Mapping[str, str]) -> list[str]:
     return [
         name
         for name, dtype in dtypes.items()
-        if dtype.startswith(("F8", "F4", "F6")) or dtype in _INTEGERS or _OWN_NAMES.fullmatch(name)
+        if dtype.startswith(("F8", "F4", "F6"))
+        or dtype in _INTEGERS
+        or _OWN_NAMES.fullmatch(name)
     ]
 
 
@@ -125,7 +150,9 @@ def is_left_over(said: Quantisation, dtypes: Mapping[str, str]) -> bool:
 
 
 def why_not_loaded(said: Quantisation) -> str | None:
-    """Return why no transformers of this version loads such weights, where it is known before they are read."""
+    """Return why no transformers of this version loads such weights, where it is known
+    before they are read.
+    """
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     known = {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"} - _NOT_LOADED.keys()
@@ -138,40 +165,56 @@ def why_not_loaded(said: Quantisation) -> str | None:
     if said.method not in DEQUANTISED:
         way = "fetch the checkpoint in another form, bfloat16 say"
     return (
-        f"{where} {name} is none that the installed transformers can load{f' ({reason})' if reason else ''}; it loads"
-        f" {', '.join(sorted(known))}; {way}"
+        f"{where} {name} is none that the installed transformers can"
+        f" load{f' ({reason})' if reason else ''}; it loads {', '.join(sorted(known))};"
+        f" {way}"
     )
 
 
 def why_not_trained(said: Quantisation | None) -> str | None:
-    """Return why a model is not trained: weights of its method may load, and cannot be saved; None: it is."""
+    """Return why a model is not trained: weights of its method may load, and cannot be
+    saved; None: it is.
+    """
     if said is None or said.method not in _PACKING or said.method in _TRAINED:
         return None
     way = "`fcsd dequantize` writes them in bfloat16, to train from"
     if said.method not in DEQUANTISED:
         way = "train its unquantised original"
-    return f"its weights are quantised by {said.words} ({said.place}), and a training needs plain ones; {way}"
+    return (
+        f"its weights are quantised by {said.words} ({said.place}), and a training"
+        f" needs plain ones; {way}"
+    )
 
 
 def why_not_here(config: Mapping[str, Any]) -> str | None:
-    """Return why weights that transformers can load are not loaded on this machine: a package, or a GPU, is missing."""
+    """Return why weights that transformers can load are not loaded on this machine: a
+    package, or a GPU, is missing.
+    """
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    settings: Any = next((settings for _, settings in quantisation_fields(config)), None)
+    settings: Any = next(
+        (settings for _, settings in quantisation_fields(config)), None
+    )
     try:
-        quantizer = AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
+        quantizer = AutoHfQuantizer.from_config(
+            copy.deepcopy(settings), pre_quantized=True
+        )
         quantizer.validate_environment(device_map=None, weights_only=True)
     except Exception as error:  # each method has its own kinds
         return one_line(error)
     return None
 
 
-def missing_tensors(expected: Shapes, dtypes: Mapping[str, str], tied: Collection[str]) -> list[str]:
-    """Return those of a plain model's tensors for which a quantised checkpoint has nothing that could hold them.
+def missing_tensors(
+    expected: Shapes, dtypes: Mapping[str, str], tied: Collection[str]
+) -> list[str]:
+    """Return those of a plain model's tensors for which a quantised checkpoint has
+    nothing that could hold them.
 
-    A method may call a tensor otherwise, and put others beside it, but begins their names with that of the module
-    (`x.weight` -> `x.weight_packed`, `x.qweight`) or of the parameter (`down_proj` -> `down_proj_blocks`). It may give
-    each expert a module where the family has one tensor for all. FP8 needs its scales, too.
+    A method may call a tensor otherwise, and put others beside it, but begins their
+    names with that of the module (`x.weight` -> `x.weight_packed`, `x.qweight`) or of
+    the parameter (`down_proj` -> `down_proj_blocks`). It may give each expert a module
+    where the family has one tensor for all. FP8 needs its scales, too.
     """
     held: set[str] = set()
     experts: dict[str, set[str]] = defaultdict(set)
@@ -188,7 +231,11 @@ def missing_tensors(expected: Shapes, dtypes: Mapping[str, str], tied: Collectio
     for name, shape in expected.items():
         parts = [
             name,
-            *((name.replace("gate_up", part) for part in ("gate", "up")) if "gate_up" in name else ()),
+            *(
+                (name.replace("gate_up", part) for part in ("gate", "up"))
+                if "gate_up" in name
+                else ()
+            ),
         ]
         counts = [len(experts[part]) for part in parts]
         if shape and shape[0] in (counts[0], min(counts[1:], default=0)):
@@ -199,12 +246,14 @@ def missing_tensors(expected: Shapes, dtypes: Mapping[str, str], tied: Collectio
         for name, dtype in dtypes.items()
         if dtype.startswith("F8") and name not in scaled and not _SCALE.fullmatch(name)
     ]
-    return [name for name in expected if name not in held and name not in tied] + lacking
+    return [
+        name for name in expected if name not in held and name not in tied
+    ] + lacking
 
 
 def quantised_without_word(folder: Path, name: str, dtype: str) -> UserError:
     """Return the error of quantised weights of which no file says how to read them."""
     return UserError(
-        f"{folder}: tensor '{name}' ({dtype}) is of quantised weights, but neither {FIELD} in {CONFIG} nor {MODELOPT}"
-        " says how; fetch the config again"
+        f"{folder}: tensor '{name}' ({dtype}) is of quantised weights, but neither"
+        f" {FIELD} in {CONFIG} nor {MODELOPT} says how; fetch the config again"
     )

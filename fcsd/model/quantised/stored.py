@@ -32,15 +32,23 @@ _ACTIVATIONS = (
     "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale",
 )  # fmt: skip
 _GROUPS = {nvfp4: 16, mxfp4: 32}
-"""Form -> columns that share a scale. MXFP6, whose tensors have the names of MXFP4, has another ratio."""
-_PARTS = {"_scale": "scale", "_zero_point": "zero_point", "_g_idx": "g_idx", "_shape": "shape"}
+"""Form -> columns that share a scale. MXFP6, whose tensors have the names of MXFP4, has
+another ratio.
+"""
+_PARTS = {
+    "_scale": "scale",
+    "_zero_point": "zero_point",
+    "_g_idx": "g_idx",
+    "_shape": "shape",
+}
 
 
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight as files hold it.
 
-    shape: of the weight. parts: part -> name of its tensor. decode: see `fcsd.model.quantised.formats`.
+    shape: of the weight. parts: part -> name of its tensor. decode: see
+    `fcsd.model.quantised.formats`.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +58,8 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class Contents:
-    """All that a quantised checkpoint's files hold: `weights` in parts, `plain` tensors as they are.
+    """All that a quantised checkpoint's files hold: `weights` in parts, `plain` tensors
+    as they are.
 
     What belongs to quantised activations is in neither.
     """
@@ -61,7 +70,9 @@ class Contents:
 
 
 def quantisation(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the quantisation config of a checkpoint: of its config, its text config, or ModelOpt's file; or None."""
+    """Return the quantisation config of a checkpoint: of its config, its text config,
+    or ModelOpt's file; or None.
+    """
     for _, settings in quantisation_fields(checkpoint.config):
         return settings if isinstance(settings, dict) else {"quant_method": settings}
     file = checkpoint.folder / MODELOPT
@@ -75,11 +86,15 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     """Find the weights of a quantised checkpoint among its tensors.
 
     Raises:
-        UserError: it is not quantised, or by a method that is not known; a tensor that no known form explains.
+        UserError: it is not quantised, or by a method that is not known; a tensor that
+            no known form explains.
     """
     config = quantisation(checkpoint)
     if config is None:
-        raise UserError(f"{checkpoint.folder}: is not quantised (no quantization_config); nothing to do")
+        raise UserError(
+            f"{checkpoint.folder}: is not quantised (no quantization_config); nothing"
+            " to do"
+        )
     _check_method(config, checkpoint.folder)
     block = _block(config)
     weights: dict[str, PackedWeight] = {}
@@ -94,14 +109,16 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
             continue
         if checkpoint.dtypes[name] in {*FP8, "F8_E8M0", "U8", "I8", "F4"}:
             raise UserError(
-                f"{checkpoint.folder}: tensor '{name}' ({checkpoint.dtypes[name]}) is in no form that is known:"
-                " its scales are missing, or the method is another; fetch the checkpoint again, or take its"
-                " unquantised original"
+                f"{checkpoint.folder}: tensor '{name}' ({checkpoint.dtypes[name]}) is"
+                " in no form that is known: its scales are missing, or the method is"
+                " another; fetch the checkpoint again, or take its unquantised"
+                " original"
             )
         plain.append(name)
     if not weights:
         raise UserError(
-            f"{checkpoint.folder / CONFIG}: has a quantization_config, but no tensor is quantised; remove the field"
+            f"{checkpoint.folder / CONFIG}: has a quantization_config, but no tensor is"
+            " quantised; remove the field"
         )
     return Contents(weights, plain, block)
 
@@ -110,16 +127,24 @@ def _check_method(config: Mapping[str, Any], folder: Path) -> None:
     method = config.get("quant_method")
     unknown = method not in DEQUANTISED
     turned = [key for key in ("transform_config", "sparsity_config") if config.get(key)]
-    if isinstance(sparsity := config.get("sparsity_config"), dict) and sparsity.get("format") == "dense":
+    if (
+        isinstance(sparsity := config.get("sparsity_config"), dict)
+        and sparsity.get("format") == "dense"
+    ):
         turned.remove("sparsity_config")
     algorithm = str(config.get("quant_algo") or "")
     if unknown or turned or "AWQ" in algorithm:
         what = (
-            f"with {turned[0]}" if turned else algorithm if "AWQ" in algorithm else f"by {str(method)[:80]!r}"
+            f"with {turned[0]}"
+            if turned
+            else algorithm
+            if "AWQ" in algorithm
+            else f"by {str(method)[:80]!r}"
         )
         raise UserError(
             f"{folder}: is quantised {what}, which fcsd does not take back; known are"
-            f" {', '.join(DEQUANTISED)}; take its unquantised original, or the tool that made it"
+            f" {', '.join(DEQUANTISED)}; take its unquantised original, or the tool"
+            " that made it"
         )
 
 
@@ -141,17 +166,40 @@ def _find(checkpoint: Checkpoint) -> Iterator[tuple[str, PackedWeight]]:
     shapes, dtypes = checkpoint.shapes, checkpoint.dtypes
     for name in sorted(shapes):
         shape, dtype = shapes[name], dtypes[name]
-        if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in shapes:
+        if (
+            name.endswith("_blocks")
+            and name.removesuffix("_blocks") + "_scales" in shapes
+        ):
             base = name.removesuffix("_blocks")
-            whole = (shape[0], shape[2] * shape[3] * 2, shape[1]) if len(shape) == 4 else shape
-            yield base, PackedWeight(whole, {"weight": name, "scale": f"{base}_scales"}, mxfp4_experts)
+            whole = (
+                (shape[0], shape[2] * shape[3] * 2, shape[1])
+                if len(shape) == 4
+                else shape
+            )
+            yield (
+                base,
+                PackedWeight(
+                    whole, {"weight": name, "scale": f"{base}_scales"}, mxfp4_experts
+                ),
+            )
         elif name.endswith("_packed"):
             yield _packed(checkpoint, name)
         elif dtype == "U8" and {f"{name}_scale", f"{name}_scale_2"} <= shapes.keys():
-            parts = {"weight": name, "scale": f"{name}_scale", "scale_2": f"{name}_scale_2"}
+            parts = {
+                "weight": name,
+                "scale": f"{name}_scale",
+                "scale_2": f"{name}_scale_2",
+            }
             yield name, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, nvfp4)
         elif dtype in {*FP8, "I8"}:
-            scale = next((key for key in (f"{name}_scale_inv", f"{name}_scale") if key in shapes), None)
+            scale = next(
+                (
+                    key
+                    for key in (f"{name}_scale_inv", f"{name}_scale")
+                    if key in shapes
+                ),
+                None,
+            )
             if scale is not None:
                 parts = {"weight": name, "scale": scale}
                 if f"{name}_zero_point" in shapes:
@@ -162,16 +210,22 @@ def _find(checkpoint: Checkpoint) -> Iterator[tuple[str, PackedWeight]]:
 def _packed(checkpoint: Checkpoint, name: str) -> tuple[str, PackedWeight]:
     """Return the weight of a packed tensor of compressed-tensors."""
     base, shape = name.removesuffix("_packed"), checkpoint.shapes[name]
-    parts = {part: base + end for end, part in _PARTS.items() if base + end in checkpoint.shapes}
+    parts = {
+        part: base + end
+        for end, part in _PARTS.items()
+        if base + end in checkpoint.shapes
+    }
     parts = {"weight": name, **parts}
     if "scale" not in parts:
         raise UserError(
-            f"{checkpoint.folder}: tensor '{name}' has no '{base}_scale'; fetch the checkpoint again"
+            f"{checkpoint.folder}: tensor '{name}' has no '{base}_scale'; fetch the"
+            " checkpoint again"
         )
     if checkpoint.dtypes[name] == "I32":
         if "shape" not in parts:
             raise UserError(
-                f"{checkpoint.folder}: tensor '{name}' has no '{base}_shape'; fetch the checkpoint again"
+                f"{checkpoint.folder}: tensor '{name}' has no '{base}_shape'; fetch the"
+                " checkpoint again"
             )
         return base, PackedWeight((shape[0], 0), parts, packed_integers)
     if f"{base}_global_scale" in checkpoint.shapes:
@@ -180,14 +234,21 @@ def _packed(checkpoint: Checkpoint, name: str) -> tuple[str, PackedWeight]:
     return base, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, mxfp4)
 
 
-def _check_fits(checkpoint: Checkpoint, name: str, stored: PackedWeight, block: Block) -> None:
+def _check_fits(
+    checkpoint: Checkpoint, name: str, stored: PackedWeight, block: Block
+) -> None:
     """Refuse scales that do not fit their weight, before anything is written."""
-    shapes = {part: list(checkpoint.shapes[tensor]) for part, tensor in stored.parts.items()}
+    shapes = {
+        part: list(checkpoint.shapes[tensor]) for part, tensor in stored.parts.items()
+    }
     scale, weight = shapes["scale"], shapes["weight"]
     if stored.decode is mxfp4_experts:
         fits = len(weight) == 4 and scale == weight[:3]
     elif stored.decode in (nvfp4, mxfp4):
-        fits = scale[:-1] == weight[:-1] and stored.shape[-1] == scale[-1] * _GROUPS[stored.decode]
+        fits = (
+            scale[:-1] == weight[:-1]
+            and stored.shape[-1] == scale[-1] * _GROUPS[stored.decode]
+        )
     elif stored.decode is packed_integers:
         fits = len(scale) == 2 and scale[0] == weight[0]
     elif len(scale) < 2 or math.prod(scale) == 1:

@@ -1,12 +1,21 @@
-"""Expert parallelism whose communication runs beside computation, both ways, for rewired models.
+"""Expert parallelism whose communication runs beside computation, both ways, for
+rewired models.
 
-    model = load_model(…, distributed_config=DistributedConfig(fsdp_size=W, ep_size=N, ep_implementation="farskip"))
-    attach(model, "full")
+    model = load_model(…, distributed_config=DistributedConfig(fsdp_size=W, ep_size=N,
+    ep_implementation="farskip")) attach(model, "full")
 
-Not covered: regular layers, which have nothing to compute meanwhile; tensor and pipeline parallelism; CUDA graphs.
+Not covered: regular layers, which have nothing to compute meanwhile; tensor and
+pipeline parallelism; CUDA graphs.
 """
 
-from fcsd.parallel.overlap.attach import Overlap, attach, attach_loaded, check, check_connections, detach
+from fcsd.parallel.overlap.attach import (
+    Overlap,
+    attach,
+    attach_loaded,
+    check,
+    check_connections,
+    detach,
+)
 from fcsd.parallel.overlap.experts import IMPLEMENTATIONS, OverlappedEP
 from fcsd.parallel.overlap.support import check_transformers, refusal, with_plan
 

@@ -14,7 +14,12 @@ from fcsd.model.families import family_of
 from fcsd.model.families.family import Family
 from fcsd.parallel.overlap.attention import asks_registry, wrap_registry
 from fcsd.parallel.overlap.experts import IMPLEMENTATIONS
-from fcsd.parallel.overlap.layer import BlockNames, LayerRuntime, check_checkpointing, runtimes
+from fcsd.parallel.overlap.layer import (
+    BlockNames,
+    LayerRuntime,
+    check_checkpointing,
+    runtimes,
+)
 from fcsd.parallel.overlap.schedule import Split
 from fcsd.parallel.overlap.support import check_transformers, kept_inside, refusal
 
@@ -27,18 +32,25 @@ _OVERLAPS: dict[str, tuple[bool, bool]] = {
 
 
 def attach(
-    model: Any, overlap: Overlap = "full", *, split: Split | None = None, transport: Any = None
+    model: Any,
+    overlap: Overlap = "full",
+    *,
+    split: Split | None = None,
+    transport: Any = None,
 ) -> int:
-    """Let the rewired layers of a model run their exchanges beside their computation; all ranks call this.
+    """Let the rewired layers of a model run their exchanges beside their computation;
+    all ranks call this.
 
-    overlap: blocking computes the same in the same order and waits for each exchange at once. split: where attention is
-    cut; None: in the middle where it can be, else behind it. transport: gives a `Transport` for a process group.
+    overlap: blocking computes the same in the same order and waits for each exchange at
+    once. split: where attention is cut; None: in the middle where it can be, else
+    behind it. transport: gives a `Transport` for a process group.
 
     Returns:
         The number of MoE layers that overlap.
 
     Raises:
-        UserError: attached already; no layer is rewired; the experts are not spread by `farskip`.
+        UserError: attached already; no layer is rewired; the experts are not spread by
+            `farskip`.
     """
     name, family = type(model).__name__, family_of(model.config)
     if next(runtimes(model), None) is not None:
@@ -51,8 +63,8 @@ def attach(
             rewired[k] = (layer, _runtime(family, layer, k, split))
     if not any(runtime.ep is not None for _, runtime in rewired.values()):
         raise UserError(
-            f"{name}: no MoE layer of it is rewired and spread by ep_implementation 'farskip', so nothing can overlap;"
-            " use --overlap off"
+            f"{name}: no MoE layer of it is rewired and spread by ep_implementation"
+            " 'farskip', so nothing can overlap; use --overlap off"
         )
     wrap_registry()
     for k, (layer, runtime) in rewired.items():
@@ -63,54 +75,73 @@ def attach(
 
 
 def check(model: Any, split: Split | None = None) -> None:
-    """Raise UserError for what keeps a model from overlapping that is known without its weights.
+    """Raise UserError for what keeps a model from overlapping that is known without its
+    weights.
 
-    `check(load_model(folder, connectivity=…, weights=False), "core")` says it before they are loaded: a family or a
-    configuration that is refused, layers that are compiled as a whole or checkpointed re-entrantly, a split that
-    attention does not have. `attach` checks the same.
+    `check(load_model(folder, connectivity=…, weights=False), "core")` says it before
+    they are loaded: a family or a configuration that is refused, layers that are
+    compiled as a whole or checkpointed re-entrantly, a split that attention does not
+    have. `attach` checks the same.
     """
     family = family_of(model.config)
     if (reason := refusal(family, model.config)) is not None:
-        raise UserError(f"{type(model).__name__}: cannot overlap: {reason}; use --overlap off")
+        raise UserError(
+            f"{type(model).__name__}: cannot overlap: {reason}; use --overlap off"
+        )
     check_transformers()
     for k, layer in enumerate(decoder_layers(model, family)):
         if getattr(layer, "farskip_plan", None) is None:
             continue
         if layer._compiled_call_impl is not None:
             raise UserError(
-                f"layer {k} is compiled as a whole; compile attention and MLPs inside of it, or use --overlap off"
+                f"layer {k} is compiled as a whole; compile attention and MLPs inside"
+                " of it, or use --overlap off"
             )
         check_checkpointing(layer)
         if split == "core" and _attention(family, layer) is None:
             raise UserError(
-                f"split core: attention of layer {k} asks no attention registry (eager or linear attention); use end"
+                f"split core: attention of layer {k} asks no attention registry (eager"
+                " or linear attention); use end"
             )
 
 
 def _attention(family: Family, layer: Any) -> str | None:
     """Return the name of the module of a layer that can be cut in the middle, if there is one."""
     here = {family.moe, family.in_norm, family.mlp_norm, family.layer_shared}
-    children = ((name, child) for name, child in layer._modules.items() if name not in here)
+    children = (
+        (name, child) for name, child in layer._modules.items() if name not in here
+    )
     return next((name for name, child in children if asks_registry(child)), None)
 
 
 def check_connections(device: torch.device) -> None:
-    """Raise UserError where a GPU would run exchanges behind the computation that they are to run beside."""
+    """Raise UserError where a GPU would run exchanges behind the computation that they
+    are to run beside.
+    """
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise UserError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1: would run each exchange after the computation it is to run beside; unset it"
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: would run each exchange after the"
+            " computation it is to run beside; unset it"
         )
 
 
 def attach_loaded(model: Any, distributed_config: Any) -> None:
-    """Attach to a model that has just been loaded what the `ep_implementation` that it was loaded with names.
+    """Attach to a model that has just been loaded what the `ep_implementation` that it
+    was loaded with names.
 
-    A model that cannot overlap, or has nothing to (a regular teacher), is left to block.
+    A model that cannot overlap, or has nothing to (a regular teacher), is left to
+    block.
     """
-    rewired = any(getattr(module, "farskip_plan", None) is not None for module in model.modules())
+    rewired = any(
+        getattr(module, "farskip_plan", None) is not None for module in model.modules()
+    )
     for overlap, named in IMPLEMENTATIONS.items():
         chosen = named == getattr(distributed_config, "ep_implementation", None)
-        if rewired and chosen and refusal(family_of(model.config), model.config) is None:
+        if (
+            rewired
+            and chosen
+            and refusal(family_of(model.config), model.config) is None
+        ):
             attach(model, overlap)  # type: ignore[arg-type]
 
 
@@ -120,16 +151,23 @@ def detach(model: nn.Module) -> None:
         module.__dict__.pop("farskip_runtime", None)
 
 
-def _runtime(family: Family, layer: Any, index: int, split: Split | None) -> LayerRuntime:
+def _runtime(
+    family: Family, layer: Any, index: int, split: Split | None
+) -> LayerRuntime:
     block = getattr(layer, family.moe)
     attention = _attention(family, layer)
     chosen: Split = split or ("core" if attention is not None else "end")
     ep = getattr(getattr(block, "experts", None), "farskip_ep", None)
     moe, between = is_one_of(block, family.moe_block), kept_inside(family) is None
     if ep is None or not moe:
-        # An MoE block that is not spread has nothing to send; its layer hands on a pair, as without a runtime.
+        # An MoE block that is not spread has nothing to send; its layer hands on a
+        # pair, as without a runtime.
         return LayerRuntime(None, None, chosen, index, block_only=moe or not between)
-    shared = family.block_shared if getattr(block, family.block_shared or "", None) is not None else None
+    shared = (
+        family.block_shared
+        if getattr(block, family.block_shared or "", None) is not None
+        else None
+    )
     names = BlockNames(
         _own_forward(block),
         shared,
@@ -141,6 +179,10 @@ def _runtime(family: Family, layer: Any, index: int, split: Split | None) -> Lay
 
 
 def _own_forward(block: nn.Module) -> Any:
-    """Return the family's own forward of the block, under what the rewiring and FSDP have put in front of it."""
-    base = next((cls for cls in type(block).__mro__ if "farskip_base" in vars(cls)), None)
+    """Return the family's own forward of the block, under what the rewiring and FSDP
+    have put in front of it.
+    """
+    base = next(
+        (cls for cls in type(block).__mro__ if "farskip_base" in vars(cls)), None
+    )
     return (base.farskip_base if base else type(block)).forward  # type: ignore[attr-defined]

@@ -1,8 +1,10 @@
 """A place in the middle of attention: between queries, keys and values, and the core.
 
-transformers' attention modules call the function that `config._attn_implementation` names in a registry. The functions
-in it are wrapped once, in the instance's own table; the wrapper calls what a layer has left on the attention module,
-and is transparent to all other modules. Eager attention is no entry of the registry, and linear attention asks none.
+transformers' attention modules call the function that `config._attn_implementation`
+names in a registry. The functions in it are wrapped once, in the instance's own table;
+the wrapper calls what a layer has left on the attention module, and is transparent to
+all other modules. Eager attention is no entry of the registry, and linear attention
+asks none.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ def _calling_back(attend: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@torch.compiler.disable  # compiled attention is cut in two there: the exchanges are no part of either graph
+# compiled attention is cut in two there: the exchanges are no part of either graph
+@torch.compiler.disable
 def _call_back(module: Any) -> None:
-    module = getattr(module, "_module", module)  # a family's own class calls it with a stand-in for itself
+    # a family's own class calls it with a stand-in for itself
+    module = getattr(module, "_module", module)
     callback = module.__dict__.pop(_CALLBACK, None)
     if callback is not None:
         callback()
@@ -61,7 +65,8 @@ def between(attention: nn.Module, callback: Callable[[], None]) -> Iterator[None
         raise
     if attention.__dict__.pop(_CALLBACK, None) is not None:
         raise RuntimeError(
-            f"{type(attention).__name__} did not call a registered attention function; attach with split='end'"
+            f"{type(attention).__name__} did not call a registered attention function;"
+            " attach with split='end'"
         )
 
 
@@ -71,7 +76,11 @@ def asks_registry(attention: nn.Module) -> bool:
     if getattr(config, "_attn_implementation", "eager") == "eager":
         return False
     # A class that transformers does not have calls the one that it is made of.
-    kinds = (one for one in type(attention).__mro__ if one.__module__.startswith("transformers."))
+    kinds = (
+        one
+        for one in type(attention).__mro__
+        if one.__module__.startswith("transformers.")
+    )
     kind: Any = next(kinds, type(attention))
     return "ALL_ATTENTION_FUNCTIONS" in _source(kind)
 

@@ -1,10 +1,11 @@
 """The MoE block of a layer in steps: router, dispatch, experts, combine, shared expert.
 
-The block's own forward is entered with a stand-in `self` (`View`), stopped at its experts, which shows what any
-router chose; and again for what it does with the experts' output. No routing code is copied.
+The block's own forward is entered with a stand-in `self` (`View`), stopped at its
+experts, which shows what any router chose; and again for what it does with the experts'
+output. No routing code is copied.
 
-Not covered: when each step comes (`fcsd.parallel.overlap.schedule`); what is in flight between layers
-(`fcsd.parallel.overlap.layer`).
+Not covered: when each step comes (`fcsd.parallel.overlap.schedule`); what is in flight
+between layers (`fcsd.parallel.overlap.layer`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from fcsd.parallel.overlap.schedule import Step
 
 @dataclass(frozen=True)
 class Handle:
-    """What brings a layer's routed output back. block: what its MoE block makes of it, (N, D) to (B, T, D)."""
+    """What brings a layer's routed output back. block: what its MoE block makes of it,
+    (N, D) to (B, T, D).
+    """
 
     dispatch: Dispatch
     exchange: Exchange
@@ -44,12 +47,14 @@ class Handle:
 
 @dataclass
 class Call:
-    """One call of a layer, outside its checkpoint: what the first pass leaves for the recomputation.
+    """One call of a layer, outside its checkpoint: what the first pass leaves for the
+    recomputation.
 
-    before: what is in flight from the layer before. passes: forward passes made. reads: somebody reads the layer's
-    output, so it finishes its own combine; plain: its block's, so nothing of it overlaps. routed: what arrived from
-    before; own_routed: of this layer's experts, where something in it is kept that depends on that; sizes: of the
-    dispatch.
+    before: what is in flight from the layer before. passes: forward passes made. reads:
+    somebody reads the layer's output, so it finishes its own combine; plain: its
+    block's, so nothing of it overlaps. routed: what arrived from before; own_routed: of
+    this layer's experts, where something in it is kept that depends on that; sizes: of
+    the dispatch.
     """
 
     before: Handle | None
@@ -84,7 +89,9 @@ def stop(*values: Any, **_: Any) -> Any:
 
 
 class Recorder(View):
-    """A stand-in that notes what each module gives: (name, output), in order. around: calls the first of them."""
+    """A stand-in that notes what each module gives: (name, output), in order. around:
+    calls the first of them.
+    """
 
     def __init__(
         self,
@@ -135,7 +142,9 @@ def detached(out: Any) -> Any:
 
 @dataclass
 class BlockNames:
-    """The MoE block of a family as the runtime enters it. forward: the family's own, without the rewiring's."""
+    """The MoE block of a family as the runtime enters it. forward: the family's own,
+    without the rewiring's.
+    """
 
     forward: Callable[..., Any]
     shared: str | None
@@ -202,7 +211,9 @@ class BlockRun:
         scores, logits = getattr(self.block, str(self.names.scaled))(x)
         chosen = scores.topk(self.block.top_k, dim=1)
         # Behind the experts the block sums over all of them; what arrives is that sum.
-        self.tape.append((str(self.names.scaled), (scores.new_ones(scores.shape[0], 1), logits)))
+        self.tape.append(
+            (str(self.names.scaled), (scores.new_ones(scores.shape[0], 1), logits))
+        )
         raise Stopped(x, chosen.indices, chosen.values)
 
     def start_dispatch(self) -> None:
@@ -222,7 +233,9 @@ class BlockRun:
         self.rows = self.ep.run_experts(self.block.experts, self.rows, self.pairs)
 
     def start_combine(self) -> None:
-        """Send the outputs back; a recomputation knows what has arrived, or that nobody reads it."""
+        """Send the outputs back; a recomputation knows what has arrived, or that nobody
+        reads it.
+        """
         self.token, self.combine = self.ep.start_combine(
             self.rows, self.pairs, self.dispatch.sizes, absent=self.again
         )
@@ -232,11 +245,17 @@ class BlockRun:
         """Compute the block's shared expert, and its gate."""
         if self.names.shared is not None:
             self.shared = getattr(self.block, self.names.shared)(self.m)
-            self.gate = getattr(self.block, self.names.gate)(self.m) if self.names.gate else None
+            self.gate = (
+                getattr(self.block, self.names.gate)(self.m)
+                if self.names.gate
+                else None
+            )
 
     def gated_shared(self) -> Any:
         """Return the shared expert's output as the stream gets it."""
-        return self.shared if self.gate is None else torch.sigmoid(self.gate) * self.shared
+        return (
+            self.shared if self.gate is None else torch.sigmoid(self.gate) * self.shared
+        )
 
     def finish_combine(self) -> None:
         """Let the block finish what it makes of the experts' output, inside its layer."""
@@ -244,7 +263,9 @@ class BlockRun:
         if self.again:
             routed = Known.apply(self.token, call.own_routed)
         else:
-            routed = OverlappedEP.finish_combine(self.token, self.combine, self.dispatch)
+            routed = OverlappedEP.finish_combine(
+                self.token, self.combine, self.dispatch
+            )
             call.own_routed = routed.detach() if call.keeps else None
         self.output = behind_experts(
             self.names, self.block, routed, self.m, self.tape, self.shared, self.gate
@@ -257,19 +278,28 @@ class BlockRun:
 
         def behind(routed: Tensor) -> Tensor:
             zero = routed.new_zeros(())
-            out = behind_experts(names, block, routed, zero.expand(shape), tape, zero, zero)
+            out = behind_experts(
+                names, block, routed, zero.expand(shape), tape, zero, zero
+            )
             return out[0] if isinstance(out, tuple) else out
 
         return Handle(self.dispatch, self.combine, behind, multiplier)
 
 
 def behind_experts(
-    names: BlockNames, block: nn.Module, routed: Tensor, x: Tensor, tape: Any, shared: Any, gate: Any
+    names: BlockNames,
+    block: nn.Module,
+    routed: Tensor,
+    x: Tensor,
+    tape: Any,
+    shared: Any,
+    gate: Any,
 ) -> Any:
-    """Run the block's forward with given outputs of its router, its experts and its shared expert.
+    """Run the block's forward with given outputs of its router, its experts and its
+    shared expert.
 
-    A parameter of the block that is read here would be read when FSDP has freed it: a module that nobody gave an output
-    for is refused.
+    A parameter of the block that is read here would be read when FSDP has freed it: a
+    module that nobody gave an output for is refused.
     """
 
     def constant(value: Tensor) -> Callable[[Tensor], Tensor]:

@@ -1,13 +1,17 @@
-"""Exchanges of rows between ranks that autograd launches in one place and waits for in another.
+"""Exchanges of rows between ranks that autograd launches in one place and waits for in
+another.
 
-An exchange is two autograd nodes, start and finish. Each is where the forward pass launches or waits, so the backward
-pass, which runs nodes in the reverse order of their creation, launches at the finish and waits at the start: it is
-overlapped by the same computation. All that autograd sees of what is in flight is an empty token; rows and handles are
-in the `Exchange`, so that nothing (a cast of FSDP, a hook, a checkpoint) can read rows that have not arrived.
+An exchange is two autograd nodes, start and finish. Each is where the forward pass
+launches or waits, so the backward pass, which runs nodes in the reverse order of their
+creation, launches at the finish and waits at the start: it is overlapped by the same
+computation. All that autograd sees of what is in flight is an empty token; rows and
+handles are in the `Exchange`, so that nothing (a cast of FSDP, a hook, a checkpoint)
+can read rows that have not arrived.
 
-The routing weights travel with the dispatched rows. What a rank's experts make of a row is weighed and summed there,
-and comes back as one row; g·w and the weights' own gradient g·y are computed at the expert, too, which has y anyway. So
-no combined rows are kept for the backward pass.
+The routing weights travel with the dispatched rows. What a rank's experts make of a row
+is weighed and summed there, and comes back as one row; g·w and the weights' own
+gradient g·y are computed at the expert, too, which has y anyway. So no combined rows
+are kept for the backward pass.
 
 Not covered: which rows go where (`fcsd.parallel.overlap.experts`); how they are carried
 (`fcsd.parallel.overlap.transport`).
@@ -33,8 +37,9 @@ Kind = Literal["dispatch", "combine", "counts"]
 class Record:
     """What became of one exchange; times in seconds of the port's clock.
 
-    started: launched. waiting, waited: the host began to wait, and went on. needed: the computation came to where it
-    reads the rows; in a blocking exchange that is long after. done: all rows had arrived, where the transport says so.
+    started: launched. waiting, waited: the host began to wait, and went on. needed: the
+    computation came to where it reads the rows; in a blocking exchange that is long
+    after. done: all rows had arrived, where the transport says so.
     """
 
     kind: Kind
@@ -52,9 +57,11 @@ class Record:
 class Port:
     """What the exchanges of one MoE layer share.
 
-    layer: its index. overlaps: whether an exchange of the forward, of the backward pass is left in flight; otherwise it
-    is waited for at once. records: where to note what happens, if anywhere: (event, record), event "start" or "wait".
-    clock: of the records; on a GPU one that waits for the device gives the times of what the device does.
+    layer: its index. overlaps: whether an exchange of the forward, of the backward pass
+    is left in flight; otherwise it is waited for at once. records: where to note what
+    happens, if anywhere: (event, record), event "start" or "wait". clock: of the
+    records; on a GPU one that waits for the device gives the times of what the device
+    does.
     """
 
     transport: Transport
@@ -64,10 +71,18 @@ class Port:
     clock: Callable[[], float] = time.perf_counter
 
     def launch(
-        self, kind: Kind, backward: bool, received: Tensor, sent: Tensor, receive: list[int], send: list[int]
+        self,
+        kind: Kind,
+        backward: bool,
+        received: Tensor,
+        sent: Tensor,
+        receive: list[int],
+        send: list[int],
     ) -> Flight:
         """Start an exchange."""
-        record = Record(kind, self.layer, backward, sent.numel() * sent.element_size(), self.clock())
+        record = Record(
+            kind, self.layer, backward, sent.numel() * sent.element_size(), self.clock()
+        )
         with torch.profiler.record_function(_label("start", record)):
             work = self.transport.start(received, sent, receive, send)
         if self.records is not None:
@@ -93,7 +108,8 @@ class Flight:
             try:
                 with torch.profiler.record_function(_label("wait", self.record)):
                     self.work.wait()
-            except RuntimeError as error:  # a rank has died, or did not come here in time
+            # a rank has died, or did not come here in time
+            except RuntimeError as error:
                 error.add_note(f"while this rank waited for {_named(self.record)}")
                 raise
             self.record.waited = self.port.clock()
@@ -104,11 +120,17 @@ class Flight:
 
 
 def _label(event: str, record: Record) -> str:
-    return f"farskip::{event} {record.kind} {'backward' if record.backward else 'forward'} {record.layer}"
+    return (
+        f"farskip::{event} {record.kind} {'backward' if record.backward else 'forward'}"
+        f" {record.layer}"
+    )
 
 
 def _named(record: Record) -> str:
-    return f"the {record.kind} of layer {record.layer}, {'backward' if record.backward else 'forward'} pass"
+    return (
+        f"the {record.kind} of layer {record.layer},"
+        f" {'backward' if record.backward else 'forward'} pass"
+    )
 
 
 def _note_done(record: Record) -> None:
@@ -116,27 +138,48 @@ def _note_done(record: Record) -> None:
 
 
 class Exchange:
-    """One exchange of rows: there in the forward pass, and of their gradients back in the backward pass.
+    """One exchange of rows: there in the forward pass, and of their gradients back in
+    the backward pass.
 
-    send, receive: rows to and from each rank, in the forward pass. absent: a recomputation of a layer sends nothing
-    whose value it knows.
+    send, receive: rows to and from each rank, in the forward pass. absent: a
+    recomputation of a layer sends nothing whose value it knows.
     """
 
-    def __init__(self, port: Port, kind: Kind, send: list[int], receive: list[int], *, absent: bool = False):
-        self.port, self.kind, self.send, self.receive, self.absent = port, kind, send, receive, absent
+    def __init__(
+        self,
+        port: Port,
+        kind: Kind,
+        send: list[int],
+        receive: list[int],
+        *,
+        absent: bool = False,
+    ):
+        self.port, self.kind, self.send, self.receive, self.absent = (
+            port,
+            kind,
+            send,
+            receive,
+            absent,
+        )
         self._flight: Flight | None = None
 
     def start(self, rows: Tensor, *, backward: bool = False) -> None:
         """Launch with rows (N, …) in the order of the ranks that they go to."""
-        send, receive = (self.receive, self.send) if backward else (self.send, self.receive)
+        send, receive = (
+            (self.receive, self.send) if backward else (self.send, self.receive)
+        )
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        self._flight = self.port.launch(self.kind, backward, received, rows.contiguous(), receive, send)
+        self._flight = self.port.launch(
+            self.kind, backward, received, rows.contiguous(), receive, send
+        )
         if not self.port.overlaps[backward]:
             self._flight.wait()
 
     def finish(self) -> Tensor:
         """Wait; return the rows in the order of the ranks that they come from."""
-        assert self._flight is not None, f"{self.kind} of layer {self.port.layer}: nothing is in flight"
+        assert self._flight is not None, (
+            f"{self.kind} of layer {self.port.layer}: nothing is in flight"
+        )
         self._flight.record.needed = self.port.clock()
         received = self._flight.wait()
         self._flight = None
@@ -144,11 +187,18 @@ class Exchange:
 
 
 class DispatchStart(torch.autograd.Function):
-    """Send rows (M, D), and the weights (P,) and codes (P,) of their pairs, in parcels; gives the token."""
+    """Send rows (M, D), and the weights (P,) and codes (P,) of their pairs, in parcels;
+    gives the token.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, codes: Tensor, sent: Parcels, exchange: Exchange
+        ctx: Any,
+        rows: Tensor,
+        weights: Tensor,
+        codes: Tensor,
+        sent: Parcels,
+        exchange: Exchange,
     ) -> Tensor:
         """Launch."""
         ctx.exchange, ctx.sent, ctx.dtype = exchange, sent, weights.dtype
@@ -164,10 +214,14 @@ class DispatchStart(torch.autograd.Function):
 
 
 class DispatchFinish(torch.autograd.Function):
-    """Spread the rows that have arrived: (P, D), weights, and the ids, rows and lengths of the pairs."""
+    """Spread the rows that have arrived: (P, D), weights, and the ids, rows and lengths
+    of the pairs.
+    """
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, received: Parcels, num_experts: int, exchange: Exchange) -> Any:
+    def forward(
+        ctx: Any, token: Tensor, received: Parcels, num_experts: int, exchange: Exchange
+    ) -> Any:
         """Wait."""
         parcels = exchange.finish()
         of_rows, weights, codes = received.unpack(parcels)
@@ -185,20 +239,28 @@ class DispatchFinish(torch.autograd.Function):
 
 
 class CombineStart(torch.autograd.Function):
-    """Weigh the experts' outputs (P, D), sum those of a row, and send them back; gives the token.
+    """Weigh the experts' outputs (P, D), sum those of a row, and send them back; gives
+    the token.
 
     row, lengths: as in `Pairs`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, outputs: Tensor, weights: Tensor, row: Tensor, lengths: Tensor, exchange: Exchange
+        ctx: Any,
+        outputs: Tensor,
+        weights: Tensor,
+        row: Tensor,
+        lengths: Tensor,
+        exchange: Exchange,
     ) -> Tensor:
         """Launch."""
         ctx.exchange = exchange
         ctx.save_for_backward(outputs, weights, row)
         if not exchange.absent:
-            exchange.start(summed(outputs * weights.unsqueeze(-1), lengths).to(outputs.dtype))
+            exchange.start(
+                summed(outputs * weights.unsqueeze(-1), lengths).to(outputs.dtype)
+            )
         return outputs.new_empty(0)
 
     @staticmethod
@@ -207,14 +269,24 @@ class CombineStart(torch.autograd.Function):
         outputs, weights, row = ctx.saved_tensors
         gradients = ctx.exchange.finish()[row]
         weighted = (gradients * weights.unsqueeze(-1)).to(outputs.dtype)
-        return weighted, (gradients.to(weights.dtype) * outputs).sum(-1), None, None, None
+        return (
+            weighted,
+            (gradients.to(weights.dtype) * outputs).sum(-1),
+            None,
+            None,
+            None,
+        )
 
 
 class CombineFinish(torch.autograd.Function):
-    """Sum up for each of N tokens the rows that have come back. tokens: (M,) of which token each is."""
+    """Sum up for each of N tokens the rows that have come back. tokens: (M,) of which
+    token each is.
+    """
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, exchange: Exchange, tokens: Tensor, num_tokens: int) -> Tensor:
+    def forward(
+        ctx: Any, token: Tensor, exchange: Exchange, tokens: Tensor, num_tokens: int
+    ) -> Tensor:
         """Wait."""
         ctx.exchange, ctx.tokens = exchange, tokens
         return gathered(exchange.finish(), tokens, exchange.receive, num_tokens)
@@ -241,5 +313,6 @@ class Known(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         """Refuse."""
         raise RuntimeError(
-            "a recomputed layer's own graph was run backwards; re-entrant checkpointing is refused"
+            "a recomputed layer's own graph was run backwards; re-entrant checkpointing"
+            " is refused"
         )

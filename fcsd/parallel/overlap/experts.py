@@ -1,11 +1,12 @@
-"""Expert parallelism whose dispatch and combine can be started in one place and finished in another.
+"""Expert parallelism whose dispatch and combine can be started in one place and
+finished in another.
 
-`OverlappedEP` is registered with transformers by the names in `IMPLEMENTATIONS`. Called plainly (regular layers, a
-regular teacher, a layer that nothing was attached to) it does both at once, and blocks.
-`fcsd.parallel.overlap.layer` calls its halves.
+`OverlappedEP` is registered with transformers by the names in `IMPLEMENTATIONS`. Called
+plainly (regular layers, a regular teacher, a layer that nothing was attached to) it
+does both at once, and blocks. `fcsd.parallel.overlap.layer` calls its halves.
 
-Each rank has tokens of its own; a token sends a row to each rank that has an expert of it. N tokens, K choices, E
-experts a rank, S ranks, M rows, P pairs of token and expert.
+Each rank has tokens of its own; a token sends a row to each rank that has an expert of
+it. N tokens, K choices, E experts a rank, S ranks, M rows, P pairs of token and expert.
 
 Not covered: tensor parallelism beside it; leaving dropped pairs off the wire.
 """
@@ -19,7 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+from transformers.distributed.expert_parallel import (
+    EPImplementation,
+    EPImplementationInterface,
+)
 
 from fcsd.base.errors import UserError
 from fcsd.parallel.overlap.exchange import (
@@ -34,7 +38,9 @@ from fcsd.parallel.overlap.rows import Pairs, Parcels, word
 from fcsd.parallel.overlap.transport import AllToAll, Transport, groups_beside
 
 IMPLEMENTATIONS = {"full": "farskip", "forward": "farskip_forward"}
-"""What overlaps -> `DistributedConfig.ep_implementation`. Both are `OverlappedEP`; `attach` makes the difference."""
+"""What overlaps -> `DistributedConfig.ep_implementation`. Both are `OverlappedEP`;
+`attach` makes the difference.
+"""
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,8 @@ class OverlappedEP(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         if tp_mesh.size() > 1:
             raise UserError(
-                f"ep_implementation farskip: no tensor parallelism beside it, tp_size is {tp_mesh.size()}; set it to 1,"
-                " or use all_to_all"
+                "ep_implementation farskip: no tensor parallelism beside it, tp_size"
+                f" is {tp_mesh.size()}; set it to 1, or use all_to_all"
             )
         experts.__dict__["farskip_ep"] = self
         self.num_here: int = experts.num_experts
@@ -79,24 +85,38 @@ class OverlappedEP(EPImplementation):
             own: Any = type(experts)
             experts.__class__ = _called_with_rows(own)
 
-    def open(self, layer: int, overlaps: tuple[bool, bool], transport: Any = None) -> None:
-        """Prepare for the halves; all ranks of the world call this. transport: gives one for a process group."""
+    def open(
+        self, layer: int, overlaps: tuple[bool, bool], transport: Any = None
+    ) -> None:
+        """Prepare for the halves; all ranks of the world call this. transport: gives
+        one for a process group.
+        """
         rows, counts = groups_beside(self.ep_mesh.get_group())
         self.port = Port((transport or AllToAll)(rows), layer, overlaps)
         self._counts = AllToAll(counts)
 
-    def start_dispatch(self, rows: Tensor, experts: Tensor, weights: Tensor, sizes: Sizes | None) -> Dispatch:
-        """Send each token (N, D) to the ranks of its experts (N, K), with its weights (N, K).
+    def start_dispatch(
+        self, rows: Tensor, experts: Tensor, weights: Tensor, sizes: Sizes | None
+    ) -> Dispatch:
+        """Send each token (N, D) to the ranks of its experts (N, K), with its weights
+        (N, K).
 
-        sizes: of a first pass whose choices are made again; without them the ranks tell each other.
+        sizes: of a first pass whose choices are made again; without them the ranks tell
+        each other.
         """
         ranks = experts // self.num_here
-        goes = torch.zeros(len(rows), self.ep_mesh.size(), dtype=torch.bool, device=rows.device)
+        goes = torch.zeros(
+            len(rows), self.ep_mesh.size(), dtype=torch.bool, device=rows.device
+        )
         goes = goes.scatter_(1, ranks, True)
         pending = self._start_counts(goes, ranks, rows) if sizes is None else None
         # Known sizes spare the host the wait for how many there are.
         num_rows = None if sizes is None else sum(sizes.sent.rows)
-        places = goes.t().nonzero() if num_rows is None else torch.nonzero_static(goes.t(), size=num_rows)
+        places = (
+            goes.t().nonzero()
+            if num_rows is None
+            else torch.nonzero_static(goes.t(), size=num_rows)
+        )
         tokens, order = places[:, 1], ranks.view(-1).argsort(stable=True)
         row = (goes.cumsum(0) - 1).gather(1, ranks)  # among those of the rank
         codes = (row * self.num_here + experts % self.num_here).view(-1)[order]
@@ -104,13 +124,21 @@ class OverlappedEP(EPImplementation):
         if pending is not None:
             sizes = self._finish_counts(*pending)
         assert sizes is not None
-        exchange = Exchange(self.port, "dispatch", sizes.sent.splits, sizes.received.splits)
+        exchange = Exchange(
+            self.port, "dispatch", sizes.sent.splits, sizes.received.splits
+        )
         token = DispatchStart.apply(chosen, own_weights, codes, sizes.sent, exchange)
         return Dispatch(sizes, tokens, len(rows), exchange, token)
 
-    def _start_counts(self, goes: Tensor, ranks: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, int, Any]:
+    def _start_counts(
+        self, goes: Tensor, ranks: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor, int, Any]:
         """Tell each rank how many rows and pairs come, and of how many bytes and words a row is."""
-        pairs = torch.zeros_like(goes, dtype=torch.long).scatter_add_(1, ranks, torch.ones_like(ranks)).sum(0)
+        pairs = (
+            torch.zeros_like(goes, dtype=torch.long)
+            .scatter_add_(1, ranks, torch.ones_like(ranks))
+            .sum(0)
+        )
         row_bytes = rows.shape[1] * rows.element_size()
         sent = torch.stack([goes.sum(0), pairs, torch.full_like(pairs, row_bytes)], 1)
         received, each = torch.empty_like(sent), [1] * len(sent)
@@ -118,11 +146,14 @@ class OverlappedEP(EPImplementation):
         flight = port.launch("counts", False, received, sent, each, each)
         return sent, received, row_bytes // word(rows.dtype)[0].itemsize, flight
 
-    def _finish_counts(self, sent: Tensor, received: Tensor, row_words: int, flight: Any) -> Sizes:
+    def _finish_counts(
+        self, sent: Tensor, received: Tensor, row_words: int, flight: Any
+    ) -> Sizes:
         flight.wait()
         counts = torch.cat([sent, received], 1)
         if counts.is_cuda:
-            # Pinned, so that the copy is queued behind what is computed and the host waits for it alone.
+            # Pinned, so that the copy is queued behind what is computed and the host
+            # waits for it alone.
             pinned = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
             pinned.copy_(counts, non_blocking=True)
             copied = torch.cuda.Event()
@@ -132,8 +163,9 @@ class OverlappedEP(EPImplementation):
         rows, pairs, own, rows_back, pairs_back, every = counts.t().tolist()
         if every != own:
             raise RuntimeError(
-                f"layer {self.port.layer}: this rank dispatches rows of {own[0]} bytes, the ranks of its group rows"
-                f" of {every}: their models or precisions differ"
+                f"layer {self.port.layer}: this rank dispatches rows of {own[0]} bytes,"
+                f" the ranks of its group rows of {every}: their models or precisions"
+                " differ"
             )
         return Sizes(
             Parcels(sent[:, :2], rows, pairs, row_words),
@@ -141,16 +173,23 @@ class OverlappedEP(EPImplementation):
         )
 
     def finish_dispatch(self, dispatch: Dispatch) -> tuple[Tensor, Pairs]:
-        """Return the rows that have come to this rank's experts, spread to their pairs (P, D), and the pairs."""
+        """Return the rows that have come to this rank's experts, spread to their pairs
+        (P, D), and the pairs.
+        """
         rows, weights, *places = DispatchFinish.apply(
             dispatch.token, dispatch.sizes.received, self.num_here, dispatch.exchange
         )
         if self.scaled:
-            rows, weights = (rows * weights.unsqueeze(-1)).to(rows.dtype), torch.ones_like(weights)
+            rows, weights = (
+                (rows * weights.unsqueeze(-1)).to(rows.dtype),
+                torch.ones_like(weights),
+            )
         return rows, Pairs(weights, *places)
 
     def run_experts(self, module: Any, rows: Tensor, pairs: Pairs) -> Tensor:
-        """Compute the outputs (P, D) of this rank's experts, through the module, whose hooks gather its weights."""
+        """Compute the outputs (P, D) of this rank's experts, through the module, whose
+        hooks gather its weights.
+        """
         self.has_rows = True
         try:
             return _of_rows(module, rows, pairs.ids)
@@ -160,16 +199,22 @@ class OverlappedEP(EPImplementation):
     def start_combine(
         self, outputs: Tensor, pairs: Pairs, sizes: Sizes, *, absent: bool = False
     ) -> tuple[Tensor, Exchange]:
-        """Send the experts' outputs back; return the token and the exchange. absent: a recomputation sends nothing."""
+        """Send the experts' outputs back; return the token and the exchange. absent: a
+        recomputation sends nothing.
+        """
         receive, send = list(sizes.sent.rows), list(sizes.received.rows)
         exchange = Exchange(self.port, "combine", send, receive, absent=absent)
-        token = CombineStart.apply(outputs, pairs.weights, pairs.row, pairs.lengths, exchange)
+        token = CombineStart.apply(
+            outputs, pairs.weights, pairs.row, pairs.lengths, exchange
+        )
         return token, exchange  # type: ignore[return-value]
 
     @staticmethod
     def finish_combine(token: Tensor, exchange: Exchange, dispatch: Dispatch) -> Tensor:
         """Return the routed output (N, D)."""
-        return CombineFinish.apply(token, exchange, dispatch.tokens, dispatch.num_tokens)  # type: ignore[no-any-return]
+        return CombineFinish.apply(
+            token, exchange, dispatch.tokens, dispatch.num_tokens
+        )  # type: ignore[no-any-return]
 
     def _at_once(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the routed output (N, D); each exchange is waited for where it is launched."""
@@ -185,19 +230,27 @@ class OverlappedEP(EPImplementation):
 
     def _experts(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.scaled:
-            return padded_experts(self.experts_forward, self.num_here, rows, ids.squeeze(-1))
+            return padded_experts(
+                self.experts_forward, self.num_here, rows, ids.squeeze(-1)
+            )
         return self.experts_forward(rows, ids, weights)  # type: ignore[no-any-return]
 
     def _dense(self, rows: Tensor) -> Tensor:
-        """Do what the experts do with scaled rows of all of them, (experts x N, D), of which few are not zero."""
+        """Do what the experts do with scaled rows of all of them, (experts x N, D), of
+        which few are not zero.
+        """
         chosen = (rows != 0).any(-1).nonzero().squeeze(-1)
         num_tokens = rows.shape[0] // (self.num_here * self.ep_mesh.size())
         experts = (chosen // num_tokens).unsqueeze(-1)
         outputs = self._at_once(rows[chosen], experts, rows.new_ones(experts.shape))
         return torch.zeros_like(rows).index_copy(0, chosen, outputs)
 
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        """Give the experts of this rank their rows, or, called plainly, take them there and back."""
+    def __call__(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Any:
+        """Give the experts of this rank their rows, or, called plainly, take them there
+        and back.
+        """
         if self.has_rows:
             return self._experts(hidden_states, top_k_index, top_k_weights)
         if self.scaled:
@@ -208,7 +261,8 @@ class OverlappedEP(EPImplementation):
 def _of_rows(experts: Any, rows: Tensor, ids: Tensor) -> Tensor:
     """Compute the outputs of rows (P, D), each of the expert in ids (P,).
 
-    Of none, one of zeros, so that every rank has the same graph, and runs the same exchanges and reductions.
+    Of none, one of zeros, so that every rank has the same graph, and runs the same
+    exchanges and reductions.
     """
     if not len(rows):
         return _of_rows(experts, rows.sum(0, keepdim=True), ids.new_zeros(1))[:0]
@@ -217,18 +271,28 @@ def _of_rows(experts: Any, rows: Tensor, ids: Tensor) -> Tensor:
 
 
 def padded_experts(forward: Any, num_experts: int, rows: Tensor, ids: Tensor) -> Tensor:
-    """Compute experts that take the same number of rows each: rows (R, D) of experts ids (R,), padded with zeros."""
+    """Compute experts that take the same number of rows each: rows (R, D) of experts
+    ids (R,), padded with zeros.
+    """
     place = (
-        torch.nn.functional.one_hot(ids, num_experts).cumsum(0).gather(1, ids.unsqueeze(-1)).squeeze(-1) - 1
+        torch.nn.functional.one_hot(ids, num_experts)
+        .cumsum(0)
+        .gather(1, ids.unsqueeze(-1))
+        .squeeze(-1)
+        - 1
     )
-    padded = rows.new_zeros(num_experts, int(place.max()) + 1, rows.shape[-1]).index_put((ids, place), rows)
+    padded = rows.new_zeros(
+        num_experts, int(place.max()) + 1, rows.shape[-1]
+    ).index_put((ids, place), rows)
     outputs: Tensor = forward(padded.view(-1, rows.shape[-1]))
     return outputs.view(padded.shape)[ids, place]
 
 
 @functools.cache
 def _called_with_rows(base: Any) -> Any:
-    """Return the class of experts that are called with rows alone; transformers' hook around them takes a routing."""
+    """Return the class of experts that are called with rows alone; transformers' hook
+    around them takes a routing.
+    """
 
     def __call__(self: Any, rows: Tensor, *routing: Any) -> Any:
         return base.__call__(self, rows, *(routing or (None, None)))

@@ -1,15 +1,18 @@
-"""A rewired decoder layer whose dispatch and combine run beside its attention and its shared expert.
+"""A rewired decoder layer whose dispatch and combine run beside its attention and its
+shared expert.
 
-No family's code is copied. The layer's own forward is entered twice with a stand-in `self` (`View`): on the
-stream that attention reads, stopped at the norm before the MLP, noting what each module before it gives; then on the
-whole stream, where what was noted is given again and the MoE block is a closure (`fcsd.parallel.overlap.block`).
+No family's code is copied. The layer's own forward is entered twice with a stand-in
+`self` (`View`): on the stream that attention reads, stopped at the norm before the MLP,
+noting what each module before it gives; then on the whole stream, where what was noted
+is given again and the MoE block is a closure (`fcsd.parallel.overlap.block`).
 
     o_{k-1}   = partial_{k-1} + block(routed_{k-1})     once the combine of layer k-1 has arrived
     partial_k = o_{k-1} + attn_k(partial_{k-1}) + shared_k(o_{k-1})
 
-A layer whose combine is waited for by the next returns `InFlight`, others the stream. Which step comes when is
-`fcsd.parallel.overlap.schedule`'s. A layer whose equations are others keeps its forward pass and its combine: only its
-block is taken in steps, which begin before its attention.
+A layer whose combine is waited for by the next returns `InFlight`, others the stream.
+Which step comes when is `fcsd.parallel.overlap.schedule`'s. A layer whose equations are
+others keeps its forward pass and its combine: only its block is taken in steps, which
+begin before its attention.
 
 Not covered: what cannot overlap (`fcsd.parallel.overlap.attach` says so).
 """
@@ -28,7 +31,16 @@ from torch import Tensor, nn
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity.layer import LayerPass, View
 from fcsd.parallel.overlap.attention import between
-from fcsd.parallel.overlap.block import BlockNames, BlockRun, Call, Handle, Recorder, Stopped, replay, stop
+from fcsd.parallel.overlap.block import (
+    BlockNames,
+    BlockRun,
+    Call,
+    Handle,
+    Recorder,
+    Stopped,
+    replay,
+    stop,
+)
 from fcsd.parallel.overlap.experts import OverlappedEP
 from fcsd.parallel.overlap.schedule import BLOCK, LayerFacts, Split, schedule
 
@@ -45,8 +57,9 @@ class InFlight(NamedTuple):
 class LayerRuntime:
     """What `attach` gives a rewired layer.
 
-    ep: None for a dense layer. attention: name of the module that can be cut. block_only: the layer keeps its own
-    forward pass and its combine. log: gets the steps of each forward pass, (layer, step).
+    ep: None for a dense layer. attention: name of the module that can be cut.
+    block_only: the layer keeps its own forward pass and its combine. log: gets the
+    steps of each forward pass, (layer, step).
     """
 
     ep: OverlappedEP | None
@@ -57,10 +70,19 @@ class LayerRuntime:
     block_only: bool = False
     log: list[tuple[int, str]] | None = field(default=None, repr=False)
 
-    def call(self, layer: Any, base_call: Callable[..., Any], hidden: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self,
+        layer: Any,
+        base_call: Callable[..., Any],
+        hidden: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Take apart what the layer before has left, outside hooks and checkpoint."""
         in_flight = hidden if isinstance(hidden, InFlight) else None
-        keeps = layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()
+        keeps = (
+            layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()
+        )
         if keeps:
             check_checkpointing(layer)
         block = getattr(layer, layer.farskip_plan.family.moe)
@@ -83,13 +105,19 @@ class LayerRuntime:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run the layer. first, second: partial stream and token, or the stream and attention's input."""
+        """Run the layer. first, second: partial stream and token, or the stream and
+        attention's input.
+        """
         call.passes += 1
         if self.block_only or call.plain:
             if call.before is not None:
                 first, second = call.before.add(first, call.arrive(second)), first
-            return self._around_block(layer, base_forward, first, second, call, args, kwargs)
-        return _LayerRun(self, layer, first, second, call, kwargs).output(base_forward, args, kwargs)
+            return self._around_block(
+                layer, base_forward, first, second, call, args, kwargs
+            )
+        return _LayerRun(self, layer, first, second, call, kwargs).output(
+            base_forward, args, kwargs
+        )
 
     def note(self, step: str) -> None:
         """Log a step."""
@@ -110,7 +138,9 @@ class LayerRuntime:
         run = None
         if self.ep is not None and not call.plain:
             steps = schedule(LayerFacts(split=self.split)) if plan.outdated else BLOCK
-            run = BlockRun(self.ep, self.names, getattr(layer, family.moe), call, steps, self.note)
+            run = BlockRun(
+                self.ep, self.names, getattr(layer, family.moe), call, steps, self.note
+            )
 
         def block(x: Any, *_: Any, **__: Any) -> Any:
             assert run is not None
@@ -130,13 +160,17 @@ class LayerRuntime:
         overrides = own | rewired.overrides()
         cut: Any = contextlib.nullcontext()
         if run is not None and plan.outdated:
-            # What the block reads does not depend on this layer's attention, beside which its exchanges run.
+            # What the block reads does not depend on this layer's attention, beside
+            # which its exchanges run.
             run.m = _outdated(rewired)
             run.pass_by("attention a")
             if run.steps[0].name == "attention b":
                 run.pass_by("attention b")
             else:
-                cut = between(getattr(layer, str(self.attention)), lambda: run.pass_by("attention b"))
+                cut = between(
+                    getattr(layer, str(self.attention)),
+                    lambda: run.pass_by("attention b"),
+                )
             overrides[family.moe] = block
             if family.layout == "pre_norm":
                 overrides[family.mlp_norm] = lambda h: _noted(rewired, h, run.m)
@@ -144,14 +178,24 @@ class LayerRuntime:
             out = forward(View(layer, overrides), o, *args, **kwargs)
         if not plan.carry:
             return out
-        return (out[0], rewired.partial(), out[1]) if isinstance(out, tuple) else (out, rewired.partial())
+        return (
+            (out[0], rewired.partial(), out[1])
+            if isinstance(out, tuple)
+            else (out, rewired.partial())
+        )
 
 
 def _outdated(rewired: LayerPass) -> Any:
     """Return what the MoE block of a layer reads that keeps its forward pass."""
     family = rewired.family
-    stream = rewired.o if family.layout == "pre_norm" else rewired.normed_stream(rewired.o)
-    return stream if family.layout == "parallel" else rewired.norm(family.mlp_norm, rewired.kept(0, stream))
+    stream = (
+        rewired.o if family.layout == "pre_norm" else rewired.normed_stream(rewired.o)
+    )
+    return (
+        stream
+        if family.layout == "parallel"
+        else rewired.norm(family.mlp_norm, rewired.kept(0, stream))
+    )
 
 
 def _noted(rewired: LayerPass, after_attention: Tensor, m: Any) -> Any:
@@ -163,7 +207,13 @@ class _LayerRun(BlockRun):
     """One forward pass of a layer."""
 
     def __init__(
-        self, runtime: LayerRuntime, layer: Any, first: Tensor, second: Any, call: Call, kwargs: Any
+        self,
+        runtime: LayerRuntime,
+        layer: Any,
+        first: Tensor,
+        second: Any,
+        call: Call,
+        kwargs: Any,
     ):
         self.runtime, self.layer = runtime, layer
         self.plan = layer.farskip_plan
@@ -172,9 +222,17 @@ class _LayerRun(BlockRun):
         self.token: Any = second if incoming else None
         self.rewired = LayerPass(layer, first, None if incoming else second, kwargs)
         self.outgoing = runtime.ep is not None and self.plan.carry and not call.reads
-        facts = LayerFacts(runtime.ep is not None, incoming, self.outgoing, self.plan.outdated, runtime.split)
+        facts = LayerFacts(
+            runtime.ep is not None,
+            incoming,
+            self.outgoing,
+            self.plan.outdated,
+            runtime.split,
+        )
         block = getattr(layer, self.family.moe)
-        super().__init__(runtime.ep, runtime.names, block, call, schedule(facts), runtime.note)
+        super().__init__(
+            runtime.ep, runtime.names, block, call, schedule(facts), runtime.note
+        )
         self.modules: list[tuple[str, Any]] = []
 
     def output(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -183,20 +241,35 @@ class _LayerRun(BlockRun):
         self.until("attention a")
         norms = {family.in_norm: rewired.in_norm, family.mlp_norm: stop}
         with contextlib.suppress(Stopped):
-            forward(Recorder(layer, norms, self.modules, self._attention), rewired.a, *args, **kwargs)
+            forward(
+                Recorder(layer, norms, self.modules, self._attention),
+                rewired.a,
+                *args,
+                **kwargs,
+            )
         if self.steps and self.steps[0].name == "arrive":
             self.until(self.steps[1].name)
-        own = {family.in_norm: lambda x: x, family.mlp_norm: self._mlp_norm, family.moe: self._moe}
+        own = {
+            family.in_norm: lambda x: x,
+            family.mlp_norm: self._mlp_norm,
+            family.moe: self._moe,
+        }
         with contextlib.suppress(Stopped):
-            return forward(View(layer, replay(self.modules) | own), rewired.o, *args, **kwargs)
+            return forward(
+                View(layer, replay(self.modules) | own), rewired.o, *args, **kwargs
+            )
         if self.again:
             return None  # nobody reads what a recomputation returns
         if self.outgoing:
-            return InFlight(rewired.partial(), self.token, self.handle(self._multiplier()))
+            return InFlight(
+                rewired.partial(), self.token, self.handle(self._multiplier())
+            )
         return self.stream
 
     def _attention(self, child: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the module that attention is, with the steps between its two parts in the middle of it."""
+        """Call the module that attention is, with the steps between its two parts in
+        the middle of it.
+        """
         self.pass_by("attention a")
         if self.steps[0].name == "attention b":
             self.pass_by("attention b")
@@ -214,7 +287,8 @@ class _LayerRun(BlockRun):
         if self.runtime.ep is None:
             self.pass_by("mlp")
             return self.block(x, *args, **kwargs)
-        # A recomputation ends there: nothing behind the combine keeps a tensor for the backward pass.
+        # A recomputation ends there: nothing behind the combine keeps a tensor for the
+        # backward pass.
         self.until("finish combine" if self.again else None)
         raise Stopped
 
@@ -227,7 +301,9 @@ class _LayerRun(BlockRun):
     def arrive(self) -> None:
         """Wait for the combine of the layer before; the stream is whole then."""
         assert self.call.before is not None
-        self.rewired.o = self.call.before.add(self.rewired.o, self.call.arrive(self.token))
+        self.rewired.o = self.call.before.add(
+            self.rewired.o, self.call.arrive(self.token)
+        )
 
     def router(self) -> None:
         """Run norm and router."""
@@ -241,7 +317,9 @@ class _LayerRun(BlockRun):
         if self.names.shared is not None:
             self.rewired.shared_output = self.gated_shared()
         elif self.plan.layer_shared:
-            self.rewired.shared_output = getattr(self.layer, self.family.layer_shared)(self.m)
+            self.rewired.shared_output = getattr(self.layer, self.family.layer_shared)(
+                self.m
+            )
 
     def finish_combine(self) -> None:
         """Wait for this layer's own combine."""
@@ -251,9 +329,13 @@ class _LayerRun(BlockRun):
 
 
 def check_checkpointing(layer: Any) -> None:
-    """Raise UserError for a layer that is checkpointed re-entrantly, which overlap cannot tell from a first pass."""
+    """Raise UserError for a layer that is checkpointed re-entrantly, which overlap
+    cannot tell from a first pass.
+    """
     enabled = getattr(layer, "gradient_checkpointing", False)
-    if enabled and layer._gradient_checkpointing_func.keywords.get("use_reentrant", True):
+    if enabled and layer._gradient_checkpointing_func.keywords.get(
+        "use_reentrant", True
+    ):
         raise UserError(
             "overlap: re-entrant activation checkpointing is not supported;"
             " use gradient_checkpointing_kwargs {'use_reentrant': False}, or --overlap off"
@@ -261,7 +343,9 @@ def check_checkpointing(layer: Any) -> None:
 
 
 def output_is_read(module: nn.Module) -> bool:
-    """Return whether a hook reads a module's output: not FSDP2's; transformers' while they collect streams."""
+    """Return whether a hook reads a module's output: not FSDP2's; transformers' while
+    they collect streams.
+    """
     return any(_reads(hook) for hook in module._forward_hooks.values())
 
 

@@ -1,12 +1,16 @@
-"""How much of the communication ran beside computation: from the runtime's own records, or from a profiler's trace.
+"""How much of the communication ran beside computation: from the runtime's own records,
+or from a profiler's trace.
 
     overlap = hidden / total        hidden = total - exposed
 
-By records (the host's clock; right where a wait blocks the host, as with gloo): total is the time from launch to
-arrival, exposed the time that the host has waited. By a trace: total is the time in which the link is busy, exposed the
-part of it in which nothing is computed. On a GPU a wait does not block the host, so there only the trace is right.
+By records (the host's clock; right where a wait blocks the host, as with gloo): total
+is the time from launch to arrival, exposed the time that the host has waited. By a
+trace: total is the time in which the link is busy, exposed the part of it in which
+nothing is computed. On a GPU a wait does not block the host, so there only the trace is
+right.
 
-Not covered: what slows computation down while rows travel (memory bandwidth, cores); compare whole steps for that.
+Not covered: what slows computation down while rows travel (memory bandwidth, cores);
+compare whole steps for that.
 """
 
 from __future__ import annotations
@@ -39,12 +43,18 @@ class Measured:
 
 
 def from_records(records: Iterable[Record]) -> dict[str, Measured]:
-    """Measure by the host's clock; keys: all, forward, backward, dispatch, combine, "forward dispatch" and so on."""
+    """Measure by the host's clock; keys: all, forward, backward, dispatch, combine,
+    "forward dispatch" and so on.
+    """
     measured: dict[str, Measured] = defaultdict(Measured)
     for record in records:
         if record.kind == "counts" or record.waiting is None or record.waited is None:
             continue
-        arrived = min(record.done, record.waited) if record.done is not None else record.waited
+        arrived = (
+            min(record.done, record.waited)
+            if record.done is not None
+            else record.waited
+        )
         for key in _keys(record.kind, record.backward):
             measured[key].total += max(arrived, record.waiting) - record.started
             measured[key].exposed += record.waited - record.waiting
@@ -52,9 +62,11 @@ def from_records(records: Iterable[Record]) -> dict[str, Measured]:
 
 
 def exchange_times(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Return of a step with blocking exchanges the seconds of each, and of what was computed before it was needed.
+    """Return of a step with blocking exchanges the seconds of each, and of what was
+    computed before it was needed.
 
-    That window is the time the exchange may take in the overlapped step without being waited for.
+    That window is the time the exchange may take in the overlapped step without being
+    waited for.
     """
     return [
         {
@@ -65,14 +77,22 @@ def exchange_times(records: Iterable[Record]) -> list[dict[str, Any]]:
             "window_s": record.needed - record.waited,
         }
         for record in records
-        if record.kind != "counts" and record.waited is not None and record.needed is not None
+        if record.kind != "counts"
+        and record.waited is not None
+        and record.needed is not None
     ]
 
 
 def median_times(steps: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the medians over steps of what `exchange_times` gave; all steps make the same exchanges in one order."""
+    """Return the medians over steps of what `exchange_times` gave; all steps make the
+    same exchanges in one order.
+    """
     return [
-        each[0] | {name: statistics.median(one[name] for one in each) for name in ("seconds", "window_s")}
+        each[0]
+        | {
+            name: statistics.median(one[name] for one in each)
+            for name in ("seconds", "window_s")
+        }
         for each in zip(*steps, strict=True)
     ]
 
@@ -83,17 +103,24 @@ def _keys(kind: str, backward: bool) -> tuple[str, ...]:
 
 
 LINK = r"nccl.*(SendRecv|all_?to_?all)|rccl.*(SendRecv|all_?to_?all)|spin_kernel|gloo:all_?to_?all"
-"""Names of what keeps the link busy: kernels of NCCL and RCCL, that of an emulated link, gloo's annotations."""
+"""Names of what keeps the link busy: kernels of NCCL and RCCL, that of an emulated
+link, gloo's annotations.
+"""
 _OTHER_COMMUNICATION = re.compile(r"nccl|rccl|gloo:|Memcpy|Memset", re.IGNORECASE)
 _LABEL = re.compile(r"farskip::start (dispatch|combine|counts) (forward|backward)")
-_WAIT = re.compile(r"farskip::wait|wait_tensor")  # the second is that of transformers' blocking exchange
+# the second is that of transformers' blocking exchange
+_WAIT = re.compile(r"farskip::wait|wait_tensor")
 
 
-def from_trace(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -> dict[str, Measured]:
-    """Measure a trace of torch.profiler (its file, or its events); keys as `from_records`.
+def from_trace(
+    trace: str | Path | Sequence[dict[str, Any]], link: str = LINK
+) -> dict[str, Measured]:
+    """Measure a trace of torch.profiler (its file, or its events); keys as
+    `from_records`.
 
-    With kernels in it: the link is busy while one of them whose name matches `link` runs, and computation is every
-    other kernel that is no communication. Without: gloo's annotations, exposed while the host is in a wait.
+    With kernels in it: the link is busy while one of them whose name matches `link`
+    runs, and computation is every other kernel that is no communication. Without:
+    gloo's annotations, exposed while the host is in a wait.
     """
     events, busy, kernels = _read(trace, link)
     label: dict[Any, tuple[str, str]] = {}
@@ -101,10 +128,14 @@ def from_trace(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -
     waits: list[Interval] = []
     if kernels:
         pattern = re.compile(f"{link}|{_OTHER_COMMUNICATION.pattern}", re.IGNORECASE)
-        free = _union(_interval(event) for event in kernels if not pattern.search(event["name"]))
+        free = _union(
+            _interval(event) for event in kernels if not pattern.search(event["name"])
+        )
         label = _labels_by_launch(events)
     else:
-        waits = _union(_interval(event) for event in events if _WAIT.search(event["name"]))
+        waits = _union(
+            _interval(event) for event in events if _WAIT.search(event["name"])
+        )
     intervals: dict[str, list[Interval]] = defaultdict(list)
     for event in busy:
         kind, direction = label.get(event.get("args", {}).get("correlation"), ("", ""))
@@ -116,28 +147,48 @@ def from_trace(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -
     for key, each in intervals.items():
         united = _union(each)
         total = _length(united)
-        exposed = total - _common(united, free) if free is not None else _common(united, waits)
+        exposed = (
+            total - _common(united, free)
+            if free is not None
+            else _common(united, waits)
+        )
         measured[key] = Measured(total / 1e6, exposed / 1e6)
     return measured
 
 
-def timeline(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -> dict[str, list[Interval]]:
+def timeline(
+    trace: str | Path | Sequence[dict[str, Any]], link: str = LINK
+) -> dict[str, list[Interval]]:
     """Return when a traced step computed and when its link was busy, in ms from its beginning."""
     events, busy, kernels = _read(trace, link)
     if kernels:
         names = {event["name"] for event in busy}
         own = [event for event in kernels if event["name"] not in names]
-        work = [event for event in own if not _OTHER_COMMUNICATION.search(event["name"])]
+        work = [
+            event for event in own if not _OTHER_COMMUNICATION.search(event["name"])
+        ]
     else:
         threads = {event["tid"] for event in busy}
-        ops = [event for event in events if event.get("cat") == "cpu_op" and event["tid"] not in threads]
+        ops = [
+            event
+            for event in events
+            if event.get("cat") == "cpu_op" and event["tid"] not in threads
+        ]
         work = [event for event in ops if not event["name"].startswith("c10d::")]
-    rows = {"computation": _union(map(_interval, work)), "dispatch and combine": _union(map(_interval, busy))}
+    rows = {
+        "computation": _union(map(_interval, work)),
+        "dispatch and combine": _union(map(_interval, busy)),
+    }
     begin = min((each[0][0] for each in rows.values() if each), default=0.0)
-    return {name: [((a - begin) / 1e3, (b - begin) / 1e3) for a, b in each] for name, each in rows.items()}
+    return {
+        name: [((a - begin) / 1e3, (b - begin) / 1e3) for a, b in each]
+        for name, each in rows.items()
+    }
 
 
-def _read(trace: str | Path | Sequence[dict[str, Any]], link: str) -> tuple[list[Any], list[Any], list[Any]]:
+def _read(
+    trace: str | Path | Sequence[dict[str, Any]], link: str
+) -> tuple[list[Any], list[Any], list[Any]]:
     """Return a trace's events, those that keep the link busy, and its kernels."""
     content: Any = trace
     if isinstance(trace, str | Path):
@@ -145,18 +196,29 @@ def _read(trace: str | Path | Sequence[dict[str, Any]], link: str) -> tuple[list
     events = [event for event in content if event.get("ph") == "X" and "dur" in event]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     pattern = re.compile(link, re.IGNORECASE)
-    return events, [event for event in kernels or events if pattern.search(event["name"])], kernels
+    return (
+        events,
+        [event for event in kernels or events if pattern.search(event["name"])],
+        kernels,
+    )
 
 
 def _labels_by_launch(events: Sequence[dict[str, Any]]) -> dict[Any, tuple[str, str]]:
-    """Return correlation -> (kind, direction) of the kernels that were launched inside of one of our annotations."""
+    """Return correlation -> (kind, direction) of the kernels that were launched inside
+    of one of our annotations.
+    """
     labels = []
     for event in events:
-        if event.get("cat") == "user_annotation" and (match := _LABEL.search(event["name"])):
+        if event.get("cat") == "user_annotation" and (
+            match := _LABEL.search(event["name"])
+        ):
             labels.append((event["tid"], *_interval(event), (match[1], match[2])))
     by_launch = {}
     for event in events:
-        if str(event.get("cat")).startswith("cuda_") or event.get("cat") == "hip_runtime":
+        if (
+            str(event.get("cat")).startswith("cuda_")
+            or event.get("cat") == "hip_runtime"
+        ):
             for tid, start, end, label in labels:
                 if event["tid"] == tid and start <= float(event["ts"]) <= end:
                     by_launch[event.get("args", {}).get("correlation")] = label

@@ -1,13 +1,16 @@
-"""The order of a rewired layer's steps: what each computes, which exchange it starts and which it waits for.
+"""The order of a rewired layer's steps: what each computes, which exchange it starts
+and which it waits for.
 
-Pure data: the runtime (`fcsd.parallel.overlap.layer`) runs it, and who wants to know what hides which exchange asks it
-(`beside`). In an MoE layer k, with D the dispatch of its tokens to the experts' ranks and C the combine that brings the
-experts' outputs back:
+Pure data: the runtime (`fcsd.parallel.overlap.layer`) runs it, and who wants to know
+what hides which exchange asks it (`beside`). In an MoE layer k, with D the dispatch of
+its tokens to the experts' ranks and C the combine that brings the experts' outputs
+back:
 
     attention a | wait C(k-1) | router | start D | attention b | wait D | experts | start C | shared expert
 
-C(k-1) runs beside the shared expert of layer k-1 and part a of attention (norm, queries, keys, values), D beside part b
-(the rest of it). The backward pass is the mirror image: each start becomes a wait and each wait a start.
+C(k-1) runs beside the shared expert of layer k-1 and part a of attention (norm,
+queries, keys, values), D beside part b (the rest of it). The backward pass is the
+mirror image: each start becomes a wait and each wait a start.
 
 Not covered: how long anything takes; pipeline parallelism.
 """
@@ -17,14 +20,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Split = Literal["core", "start", "end"]
-"""Where attention is cut in two: between queries and core, or not at all: all of it is part b (start) or a (end)."""
+"""Where attention is cut in two: between queries and core, or not at all: all of it is
+part b (start) or a (end).
+"""
 
 
 @dataclass(frozen=True)
 class Step:
     """One step; `name` is what the runtime calls it by.
 
-    starts, waits: "dispatch" or "combine" of this layer; "before": the combine of the layer before.
+    starts, waits: "dispatch" or "combine" of this layer; "before": the combine of the
+    layer before.
     """
 
     name: str
@@ -57,8 +63,9 @@ BLOCK = (*_DISPATCH, SHARED, *_EXPERTS, FINISH_COMBINE)
 class LayerFacts:
     """What the schedule of a layer depends on.
 
-    moe: it has routed experts. incoming: the combine of the layer before is in flight when it begins. outgoing: the
-    next layer waits for this one's. outdated: its MLP reads the stream without this layer's attention.
+    moe: it has routed experts. incoming: the combine of the layer before is in flight
+    when it begins. outgoing: the next layer waits for this one's. outdated: its MLP
+    reads the stream without this layer's attention.
     """
 
     moe: bool = True
@@ -75,18 +82,30 @@ def schedule(layer: LayerFacts) -> tuple[Step, ...]:
     if not layer.moe:
         return (*_ATTENTION, *arrive, MLP)
     if not layer.outdated or (layer.incoming and layer.split == "end"):
-        # Nothing is left of attention to run beside the dispatch: the shared expert does.
+        # Nothing is left of attention to run beside the dispatch: the shared expert
+        # does.
         return (*_ATTENTION, *arrive, *BLOCK[:-1], *finish)
     if layer.incoming and layer.split == "core":
-        return (ATTENTION_A, *arrive, *_DISPATCH, ATTENTION_B, *_EXPERTS, SHARED, *finish)
+        return (
+            ATTENTION_A,
+            *arrive,
+            *_DISPATCH,
+            ATTENTION_B,
+            *_EXPERTS,
+            SHARED,
+            *finish,
+        )
     if layer.incoming or layer.outgoing or layer.split != "core":
         return (*arrive, *_DISPATCH, *_ATTENTION, *_EXPERTS, SHARED, *finish)
-    # No layer waits for its combine and none is waited for: both exchanges run beside its own attention.
+    # No layer waits for its combine and none is waited for: both exchanges run beside
+    # its own attention.
     return (*_DISPATCH, ATTENTION_A, *_EXPERTS, ATTENTION_B, SHARED, *finish)
 
 
 Computed = list[tuple[int, str]]
-"""What is computed between the start of an exchange and its wait: layer and name of each step, in their order."""
+"""What is computed between the start of an exchange and its wait: layer and name of
+each step, in their order.
+"""
 
 
 def layer_facts(
@@ -98,35 +117,52 @@ def layer_facts(
     *,
     inside: bool = False,
 ) -> list[LayerFacts | None]:
-    """Return what the schedule of each layer depends on; None for a layer that is not rewired, whose exchanges block.
+    """Return what the schedule of each layer depends on; None for a layer that is not
+    rewired, whose exchanges block.
 
-    attention, mlp: as in `Connectivity`. splits: where each layer's attention can be cut; None: everywhere before its
-    core. inside: of a family whose layers keep their own combine (docs/scale.md).
+    attention, mlp: as in `Connectivity`. splits: where each layer's attention can be
+    cut; None: everywhere before its core. inside: of a family whose layers keep their
+    own combine (docs/scale.md).
     """
     last = len(rewired) - 1
     carry = [
-        rewired[k] and moe[k] and k < last and rewired[k + 1] and attention == "partial" and not inside
+        rewired[k]
+        and moe[k]
+        and k < last
+        and rewired[k + 1]
+        and attention == "partial"
+        and not inside
         for k in range(len(rewired))
     ]
     cuts: list[Split] = ["core"] * len(rewired) if splits is None else list(splits)
     return [
-        LayerFacts(moe[k], k > 0 and carry[k - 1], carry[k], mlp == "outdated", cuts[k])
-        if rewired[k]
-        else None
+        (
+            LayerFacts(
+                moe[k], k > 0 and carry[k - 1], carry[k], mlp == "outdated", cuts[k]
+            )
+            if rewired[k]
+            else None
+        )
         for k in range(len(rewired))
     ]
 
 
 def beside(facts: Sequence[LayerFacts | None]) -> list[dict[str, Computed]]:
-    """Return for each layer what is computed beside its "dispatch" and beside its "combine" in the forward pass.
+    """Return for each layer what is computed beside its "dispatch" and beside its
+    "combine" in the forward pass.
 
-    Nothing where an exchange blocks, or the layer has none. In the backward pass it is the same, mirrored.
+    Nothing where an exchange blocks, or the layer has none. In the backward pass it is
+    the same, mirrored.
     """
-    computed: list[dict[str, Computed]] = [{"dispatch": [], "combine": []} for _ in facts]
+    computed: list[dict[str, Computed]] = [
+        {"dispatch": [], "combine": []} for _ in facts
+    ]
     in_flight: set[tuple[int, str]] = set()
     for k, layer in enumerate(facts):
         for step in schedule(layer) if layer is not None else ():
-            in_flight.discard((k - 1, "combine") if step.waits == "before" else (k, str(step.waits)))
+            in_flight.discard(
+                (k - 1, "combine") if step.waits == "before" else (k, str(step.waits))
+            )
             if step.starts is not None:
                 in_flight.add((k, step.starts))
             for j, kind in in_flight:
@@ -135,14 +171,20 @@ def beside(facts: Sequence[LayerFacts | None]) -> list[dict[str, Computed]]:
 
 
 def served_beside(
-    rewired: Sequence[bool], moe: Sequence[bool], attention: str, mlp: str, shared: Sequence[bool]
+    rewired: Sequence[bool],
+    moe: Sequence[bool],
+    attention: str,
+    mlp: str,
+    shared: Sequence[bool],
 ) -> list[tuple[Computed, ...]]:
-    """Return for each layer what a server computes beside its all-reduces (docs/serve.md).
+    """Return for each layer what a server computes beside its all-reduces
+    (docs/serve.md).
 
-    Two of an MoE layer: A_k of attention and shared expert beside the routed experts, R_k of the routed experts beside
-    attention k+1. With `mlp: full` A_k is attention's and blocks; shared experts take a third, beside the routed ones,
-    where attention k+1 does not wait for R_k. One of a rewired dense layer (attention and MLP summed), nothing beside
-    it. Nothing where it blocks.
+    Two of an MoE layer: A_k of attention and shared expert beside the routed experts,
+    R_k of the routed experts beside attention k+1. With `mlp: full` A_k is attention's
+    and blocks; shared experts take a third, beside the routed ones, where attention k+1
+    does not wait for R_k. One of a rewired dense layer (attention and MLP summed),
+    nothing beside it. Nothing where it blocks.
 
     shared: layers that have a shared expert.
     """
@@ -152,7 +194,9 @@ def served_beside(
             computed.append(([],) if is_rewired and mlp == "outdated" else ([], []))
             continue
         follows = k + 1 < len(rewired) and rewired[k + 1] and attention == "partial"
-        following: Computed = [(k + 1, step.name) for step in _ATTENTION] if follows else []
+        following: Computed = (
+            [(k + 1, step.name) for step in _ATTENTION] if follows else []
+        )
         experts: Computed = [(k, EXPERTS.name)]
         third = (experts,) if mlp == "full" and follows and shared[k] else ()
         computed.append((experts if mlp == "outdated" else [], following, *third))

@@ -17,46 +17,70 @@ _JITTER = ("router_jitter_noise", "input_jitter_noise")
 
 
 def refusal(family: Family, config: Any = None) -> str | None:
-    """Return why a model cannot overlap, a clause; None: it can. config: of the model, None: of any of its family."""
+    """Return why a model cannot overlap, a clause; None: it can. config: of the model,
+    None: of any of its family.
+    """
     if family.spread_refused is not None:
         return family.spread_refused
     if family.fuses_rows is not None:
-        return f"transformers loads {family.fuses_rows} wrongly where it shards while it loads"
+        return (
+            f"transformers loads {family.fuses_rows} wrongly where it shards while it"
+            " loads"
+        )
     if family.overlap_refused is not None:
         return family.overlap_refused
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in _JITTER:
         # PhiMoE's routers sample inside a module, which is called once.
-        if (getattr(config, name, 0) or 0) > 0 and (family.model_type, name) != ("phimoe", _JITTER[0]):
+        if (getattr(config, name, 0) or 0) > 0 and (family.model_type, name) != (
+            "phimoe",
+            _JITTER[0],
+        ):
             return (
-                f"{name} {getattr(config, name)}: a block that is entered twice would draw twice; set it to 0"
+                f"{name} {getattr(config, name)}: a block that is entered twice would"
+                " draw twice; set it to 0"
             )
     return None
 
 
 def with_plan(distributed_config: Any, family: Family | None) -> Any:
-    """Return a `DistributedConfig` that spreads the experts of a family for which transformers has no plan."""
-    named = getattr(distributed_config, "ep_implementation", None) in IMPLEMENTATIONS.values()
+    """Return a `DistributedConfig` that spreads the experts of a family for which
+    transformers has no plan.
+    """
+    named = (
+        getattr(distributed_config, "ep_implementation", None)
+        in IMPLEMENTATIONS.values()
+    )
     if family is None or family.scaled_experts is None or not named:
         return distributed_config
     plan = dict.fromkeys(
-        (f"{family.scaled_experts}.{name}" for name in ("gate_up_proj", "down_proj")), "grouped_gemm"
+        (f"{family.scaled_experts}.{name}" for name in ("gate_up_proj", "down_proj")),
+        "grouped_gemm",
     )
     plan[family.scaled_experts] = "ep_dispatch_experts"
-    # Nor do transformers' rules for FSDP match its layers' names: all of it would be gathered as one.
+    # Nor do transformers' rules for FSDP match its layers' names: all of it would be
+    # gathered as one.
     stack = family.scaled_experts.partition("layers.*")[0]
-    units = dict.fromkeys((f"{stack}embed_tokens", f"{stack}layers.*"), "free_full_weight")
+    units = dict.fromkeys(
+        (f"{stack}embed_tokens", f"{stack}layers.*"), "free_full_weight"
+    )
     return dataclasses.replace(distributed_config, ep_plan=plan, fsdp_plan=units)
 
 
 def kept_inside(family: Family) -> str | None:
-    """Return why a layer has to wait for its own combine, a clause; None: the next layer can.
+    """Return why a layer has to wait for its own combine, a clause; None: the next
+    layer can.
 
-    Such a layer keeps its forward pass; its exchanges run beside its own attention and shared expert.
+    Such a layer keeps its forward pass; its exchanges run beside its own attention and
+    shared expert.
     """
     if family.layout != "pre_norm":
         norms_follow = family.layout == "post_norm"
-        return "its norms follow its branches" if norms_follow else "attention and experts read one stream"
+        return (
+            "its norms follow its branches"
+            if norms_follow
+            else "attention and experts read one stream"
+        )
     if family.norms is not None:
         return "a module of its own has its norms"
     if family.side_output is not None:
@@ -67,10 +91,17 @@ def kept_inside(family: Family) -> str | None:
 
 
 def check_transformers() -> None:
-    """Raise UserError for a transformers whose interfaces are not those that this was written for."""
+    """Raise UserError for a transformers whose interfaces are not those that this was
+    written for.
+    """
     expected: dict[Any, list[str]] = {
         EPImplementation.__init__: ["self", "experts", "ep_mesh", "tp_mesh"],
-        EPImplementation.__call__: ["self", "hidden_states", "top_k_index", "top_k_weights"],
+        EPImplementation.__call__: [
+            "self",
+            "hidden_states",
+            "top_k_index",
+            "top_k_weights",
+        ],
         AttentionInterface.get_interface: ["self", "attn_implementation", "default"],
     }
     for function, names in expected.items():
@@ -78,6 +109,7 @@ def check_transformers() -> None:
             import transformers
 
             raise UserError(
-                f"transformers {transformers.__version__}: {function.__qualname__} is not the one that overlap was"
-                f" written for ({', '.join(names)}); install transformers 5.23, or use --overlap off"
+                f"transformers {transformers.__version__}: {function.__qualname__} is"
+                f" not the one that overlap was written for ({', '.join(names)});"
+                " install transformers 5.23, or use --overlap off"
             )

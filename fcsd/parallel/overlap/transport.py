@@ -1,7 +1,8 @@
-"""What carries the rows of an exchange: `start` returns at once, `wait` when the rows are there.
+"""What carries the rows of an exchange: `start` returns at once, `wait` when the rows
+are there.
 
-On a GPU `wait` makes the current stream wait, not the host; nothing here names a stream. Both tensors are the
-exchange's until it has been waited for.
+On a GPU `wait` makes the current stream wait, not the host; nothing here names a
+stream. Both tensors are the exchange's until it has been waited for.
 """
 
 from __future__ import annotations
@@ -24,9 +25,15 @@ class Transport(Protocol):
     """Sends rows from each rank of a group to each."""
 
     def start(
-        self, received: torch.Tensor, sent: torch.Tensor, receive: Sequence[int], send: Sequence[int]
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive: Sequence[int],
+        send: Sequence[int],
     ) -> Work:
-        """Begin to send `send[r]` rows of `sent` to rank r, and to fill `received` with `receive[r]` rows of rank r."""
+        """Begin to send `send[r]` rows of `sent` to rank r, and to fill `received` with
+        `receive[r]` rows of rank r.
+        """
 
 
 class AllToAll:
@@ -36,7 +43,11 @@ class AllToAll:
         self.group = group
 
     def start(
-        self, received: torch.Tensor, sent: torch.Tensor, receive: Sequence[int], send: Sequence[int]
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive: Sequence[int],
+        send: Sequence[int],
     ) -> Work:
         """See `Transport`."""
         work: Work = dist.all_to_all_single(
@@ -48,22 +59,37 @@ class AllToAll:
 class SendReceive:
     """Every irecv, then every isend: both directions of a pair run at once.
 
-    gloo's all-to-all serves them one after the other: its receiver's readiness queues behind its own rows.
+    gloo's all-to-all serves them one after the other: its receiver's readiness queues
+    behind its own rows.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
 
     def start(
-        self, received: torch.Tensor, sent: torch.Tensor, receive: Sequence[int], send: Sequence[int]
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive: Sequence[int],
+        send: Sequence[int],
     ) -> Work:
         """See `Transport`."""
         rank, size = dist.get_rank(self.group), len(send)
         coming, going = received.split(list(receive)), sent.split(list(send))
         # in the order of the distance, so that not all ranks begin with the same peer
-        peers = [((rank - step) % size, (rank + step) % size) for step in range(1, size)]
-        ops = [self._op(dist.irecv, coming[source], source) for source, _ in peers if receive[source]]
-        ops += [self._op(dist.isend, going[target], target) for _, target in peers if send[target]]
+        peers = [
+            ((rank - step) % size, (rank + step) % size) for step in range(1, size)
+        ]
+        ops = [
+            self._op(dist.irecv, coming[source], source)
+            for source, _ in peers
+            if receive[source]
+        ]
+        ops += [
+            self._op(dist.isend, going[target], target)
+            for _, target in peers
+            if send[target]
+        ]
         coming[rank].copy_(going[rank])
         return _Together(dist.batch_isend_irecv(ops) if ops else [])
 
@@ -83,12 +109,16 @@ class _Together:
 _groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
-def groups_beside(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the groups for rows and for counts of this rank's expert-parallel group; all ranks of the world call this.
+def groups_beside(
+    group: dist.ProcessGroup,
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups for rows and for counts of this rank's expert-parallel group;
+    all ranks of the world call this.
 
-    Counts have a group of their own: on the rows' they would queue behind an exchange that is under way. The rows have
-    one, too: on a GPU its stream has a high priority, so that a waiting kernel of it starts before compute's; and both
-    have the backend's timeout, where the launch's may be hours (a score is waited for on it).
+    Counts have a group of their own: on the rows' they would queue behind an exchange
+    that is under way. The rows have one, too: on a GPU its stream has a high priority,
+    so that a waiting kernel of it starts before compute's; and both have the backend's
+    timeout, where the launch's may be hours (a score is waited for on it).
     """
     own = tuple(dist.get_process_group_ranks(group))
     if own in _groups and _groups[own][1] in dist.distributed_c10d._world.pg_map:

@@ -1,4 +1,5 @@
-"""Small models, data and recipes that train on a CPU in minutes: the demo, rehearsals, and tests.
+"""Small models, data and recipes that train on a CPU in minutes: the demo, rehearsals,
+and tests.
 
 Not covered: sizes and speed of real models; that is `fcsd estimate`.
 """

@@ -1,7 +1,9 @@
-"""Cut the sizes of a configuration, so that a model of the same structure is built in seconds on a CPU.
+"""Cut the sizes of a configuration, so that a model of the same structure is built in
+seconds on a CPU.
 
-The name of a field says what it counts; a size that is small already stays. Kinds of layers, norms, biases, scales and
-activations are the configuration's own, and each kind of layer has a place among the few.
+The name of a field says what it counts; a size that is small already stays. Kinds of
+layers, norms, biases, scales and activations are the configuration's own, and each kind
+of layer has a place among the few.
 """
 
 import itertools
@@ -13,17 +15,26 @@ from transformers import PreTrainedConfig
 
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"(num_experts|.*routed_experts|.*local_experts|moe_num_experts)", 8),
-    (r"(num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts)", 2),
+    (
+        r"(num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts)",
+        2,
+    ),
     (r"(n_group|num_expert_group)", 2),
     (r"(topk_group|first_k_dense_replace|num_dense_layers|moe_layer_start_index)", 1),
-    (r"(attn_layer_offset|decoder_sparse_step|moe_layer_interval|temporal_patch_size)", 2),
+    (
+        r"(attn_layer_offset|decoder_sparse_step|moe_layer_interval|temporal_patch_size)",
+        2,
+    ),
     (r"attn_layer_period", 4),
     (r".*(lora_rank|norm_rank|dt_rank)", 16),
     (r"mamba_d_head", 32),
     (r"(.*d_state|d_rel)", 8),
     (r".*(key_value_heads|kv_n_heads|num_key_heads)", 2),
     (r".*(attention_heads|n_heads|num_heads|num_value_heads)(_per_layer)?", 4),
-    (r".*(hidden_size|hidden_sizes|input_size|d_model|(?<!_head)(?<!rotary)_dim|_channels)", 64),
+    (
+        r".*(hidden_size|hidden_sizes|input_size|d_model|(?<!_head)(?<!rotary)_dim|_channels)",
+        64,
+    ),
     (r".*(intermediate_size.*|mlp_dim|conv_output_size)", 48),
     (
         r".*(sliding_window|sliding_window_size|chunk_size|block_size|index_topk|index_topk_blocks|rel_extent)",
@@ -39,14 +50,19 @@ _HEAD_DIMS = r"(.*head_dim|rotary_dim|kv_channels)"
 _LAYERS = ("num_hidden_layers", "n_layers", "depth", "encoder_layers")
 _TOWER_LAYERS = 2
 _NUMBERS_OF_LAYERS = ("_indexes", "moe_layers", "only_layers", "source_layers")
-"""Endings of lists that name layers by their numbers; another one as long as the model is deep has a value a layer."""
+"""Endings of lists that name layers by their numbers; another one as long as the model
+is deep has a value a layer.
+"""
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 """Those of `fcsd.pipeline.tiny.models.tiny_tokenizer`."""
 
 
-def cut_sizes(config: PreTrainedConfig, *, num_hidden_layers: int = 4, **changes: Any) -> Any:
-    """Return the configuration with its sizes cut: this many layers, if it has them, of width 64, eight experts.
+def cut_sizes(
+    config: PreTrainedConfig, *, num_hidden_layers: int = 4, **changes: Any
+) -> Any:
+    """Return the configuration with its sizes cut: this many layers, if it has them, of
+    width 64, eight experts.
 
     changes: further fields, in a wrapper those of its text config.
     """
@@ -56,19 +72,30 @@ def cut_sizes(config: PreTrainedConfig, *, num_hidden_layers: int = 4, **changes
     cut = _cut(whole, {id(text): num_hidden_layers})
     section = cut["text_config"] if inner is not config else cut
     cut |= {name: token for name, token in _TOKENS.items() if cut.get(name) is not None}
-    section |= {inner.attribute_map.get(name, name): value for name, value in (_TOKENS | changes).items()}
-    return type(config)(**{name: value for name, value in cut.items() if name != "model_type"})
+    section |= {
+        inner.attribute_map.get(name, name): value
+        for name, value in (_TOKENS | changes).items()
+    }
+    return type(config)(
+        **{name: value for name, value in cut.items() if name != "model_type"}
+    )
 
 
-def _cut(fields: dict[str, Any], num_layers: dict[int, int], divisor: int = 0) -> dict[str, Any]:
+def _cut(
+    fields: dict[str, Any], num_layers: dict[int, int], divisor: int = 0
+) -> dict[str, Any]:
     """Cut one section, and those in it.
 
-    num_layers: how many a section has, by its id. divisor: of the dimensions of heads; 0: the section's own.
+    num_layers: how many a section has, by its id. divisor: of the dimensions of heads;
+    0: the section's own.
     """
-    old = next((fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), None)
+    old = next(
+        (fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), None
+    )
     new = min(num_layers.get(id(fields), _TOWER_LAYERS), old or 0)
     chosen = _chosen(fields, old, new) if old else []
-    # One divisor of all keeps their sums and shares: parts with and without rotation, partial rotations.
+    # One divisor of all keeps their sums and shares: parts with and without rotation,
+    # partial rotations.
     dims = [
         value
         for name, value in fields.items()
@@ -81,7 +108,11 @@ def _cut(fields: dict[str, Any], num_layers: dict[int, int], divisor: int = 0) -
             value = new
         elif name == "per_layer_config" and value:
             places = {int(key): each for key, each in value.items()}
-            value = {k: _cut(places[layer], {}, divisor) for k, layer in enumerate(chosen) if layer in places}
+            value = {
+                k: _cut(places[layer], {}, divisor)
+                for k, layer in enumerate(chosen)
+                if layer in places
+            }
         elif isinstance(value, dict):
             value = _cut(value, num_layers)
         elif isinstance(value, list) and name.endswith(_NUMBERS_OF_LAYERS):
@@ -93,7 +124,8 @@ def _cut(fields: dict[str, Any], num_layers: dict[int, int], divisor: int = 0) -
         section[name] = _small(name, value)
     for prefix in ("", "swa_"):
         keys, queries = f"{prefix}num_key_value_heads", f"{prefix}num_attention_heads"
-        if keys in fields and fields[keys] == fields.get(queries):  # latent attention needs as many
+        # latent attention needs as many
+        if keys in fields and fields[keys] == fields.get(queries):
             section[keys] = section[queries]
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := section.get(name), dict):
@@ -107,18 +139,31 @@ def _small(name: Any, value: Any) -> Any:
         return [_small(name, each) for each in value]
     if not isinstance(value, int) or isinstance(value, bool):
         return value
-    return min(value, next((most for pattern, most in _SIZES if re.fullmatch(pattern, str(name))), value))
+    return min(
+        value,
+        next(
+            (most for pattern, most in _SIZES if re.fullmatch(pattern, str(name))),
+            value,
+        ),
+    )
 
 
 def _rotation(rope: dict[str, Any], new: int, old: int) -> dict[str, Any]:
-    """Keep as many of the values a frequency as heads have frequencies. new, old: the dimension of a head."""
+    """Keep as many of the values a frequency as heads have frequencies. new, old: the
+    dimension of a head.
+    """
     rotation = dict(rope)
     for key in ("short_factor", "long_factor"):
         if key in rope:
             rotation[key] = rope[key][: len(rope[key]) * new // old]
     if "mrope_section" in rope:  # frequencies of time, height and width
-        ends = [round(end * new / old) for end in itertools.accumulate(rope["mrope_section"], initial=0)]
-        rotation["mrope_section"] = [end - start for start, end in itertools.pairwise(ends)]
+        ends = [
+            round(end * new / old)
+            for end in itertools.accumulate(rope["mrope_section"], initial=0)
+        ]
+        rotation["mrope_section"] = [
+            end - start for start, end in itertools.pairwise(ends)
+        ]
     return rotation
 
 
@@ -129,8 +174,16 @@ def _head_dim(fields: dict[str, Any]) -> int:
 
 def _chosen(fields: dict[str, Any], old: int, new: int) -> list[int]:
     """Choose layers: the first of each kind, the last of all, and those that follow."""
-    lists = [value for value in fields.values() if isinstance(value, list) and len(value) == old]
-    numbers = [value for name, value in fields.items() if str(name).endswith(_NUMBERS_OF_LAYERS) and value]
+    lists = [
+        value
+        for value in fields.values()
+        if isinstance(value, list) and len(value) == old
+    ]
+    numbers = [
+        value
+        for name, value in fields.items()
+        if str(name).endswith(_NUMBERS_OF_LAYERS) and value
+    ]
     kinds = [
         (
             *(str(values[layer]) for values in lists if values not in numbers),
@@ -138,7 +191,9 @@ def _chosen(fields: dict[str, Any], old: int, new: int) -> list[int]:
         )
         for layer in range(old)
     ]
-    firsts = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())
+    firsts = sorted(
+        {kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values()
+    )
     first, *others = firsts
     kept = [first, *others[-(new - 1) :]] if new > 1 else [first]
     following = [old - 1, *range(kept[-1] + 1, old), *range(old)]

@@ -12,37 +12,47 @@ from fcsd.pipeline.tiny.cut import cut_sizes
 
 
 def small_model(config: PreTrainedConfig, seed: int = 0, **changes: Any) -> Any:
-    """Build a regular model with the sizes of a configuration cut, in eval mode, all parameters and router bias buffers
-    random from `seed`; UserError where transformers builds no such model.
+    """Build a regular model with the sizes of a configuration cut, in eval mode, all
+    parameters and router bias buffers random from `seed`; UserError where transformers
+    builds no such model.
 
-    changes: of `cut_sizes`; `attn_implementation`, `experts_implementation` and `dtype` (float32) go to the model.
+    changes: of `cut_sizes`; `attn_implementation`, `experts_implementation` and `dtype`
+    (float32) go to the model.
     """
     names = ("attn_implementation", "experts_implementation", "dtype")
     options = {name: changes.pop(name) for name in names if name in changes}
     model_class = base_model_class(FAMILIES[config.model_type])
     try:
         model = model_class._from_config(cut_sizes(config, **changes), **options)
-    except Exception as error:  # transformers raises many kinds for sizes that do not fit each other
+    # transformers raises many kinds for sizes that do not fit each other
+    except Exception as error:
         raise UserError(
-            f"{config.model_type}: the sizes of its config cannot be cut: {one_line(error)}"
+            f"{config.model_type}: the sizes of its config cannot be cut:"
+            f" {one_line(error)}"
         ) from error
     randomise(model, seed)
     return model.eval()
 
 
 def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
-    """Build a small model of a family (UserError: there is none), from the configuration that transformers takes where
-    none is given; otherwise as `small_model`.
+    """Build a small model of a family (UserError: there is none), from the
+    configuration that transformers takes where none is given; otherwise as
+    `small_model`.
     """
     if model_type not in FAMILIES:
-        raise UserError(f"no family has the model type '{model_type}'; `fcsd families` lists them")
-    return small_model(base_model_class(FAMILIES[model_type]).config_class(), seed, **changes)
+        raise UserError(
+            f"no family has the model type '{model_type}'; `fcsd families` lists them"
+        )
+    return small_model(
+        base_model_class(FAMILIES[model_type]).config_class(), seed, **changes
+    )
 
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Fill parameters and router bias buffers: matrices with std 1.5/sqrt(last dim), kernels of images with
-    1.5/sqrt(inputs), norms and scales around 1, biases around 0."""
+    """Fill parameters and router bias buffers: matrices with std 1.5/sqrt(last dim),
+    kernels of images with 1.5/sqrt(inputs), norms and scales around 1, biases around
+    0."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +60,9 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
-            inputs = parameter[0].numel() if parameter.ndim >= 4 else parameter.shape[-1]
+            inputs = (
+                parameter[0].numel() if parameter.ndim >= 4 else parameter.shape[-1]
+            )
             parameter.copy_(normal(parameter) * 1.5 / inputs**0.5)
         elif "norm" in name or name.endswith("scale"):
             parameter.copy_(1 + 0.2 * normal(parameter))
@@ -64,21 +76,23 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 _CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<bos>' if loop.first else '' }}<{{ message['role'] }}> "
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<eos>{% endgeneration %}"
-    "{% else %}{{ message['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<assistant> {% endif %}"
+    "{% for message in messages %}{{ '<bos>' if loop.first else '' }}<{{"
+    " message['role'] }}> {% if message['role'] == 'assistant' %}{% generation %}{{"
+    " message['content'] }}<eos>{% endgeneration %}{% else %}{{ message['content'] }}{%"
+    " endif %}{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 
 
-def tiny_tokenizer(vocab_size: int = 512, chat_template: bool = True) -> PreTrainedTokenizerFast:
-    """Build a byte-level tokenizer made in memory, with a chat template (roles system, user, assistant).
+def tiny_tokenizer(
+    vocab_size: int = 512, chat_template: bool = True
+) -> PreTrainedTokenizerFast:
+    """Build a byte-level tokenizer made in memory, with a chat template (roles system,
+    user, assistant).
 
-    Ids: 0 `<pad>`, 1 `<bos>`, 2 `<eos>`, 3 to 5 the roles, then the 256 bytes, so that any text survives
-    encoding and decoding. A vocabulary below 262 holds single ASCII characters instead, lower case first,
-    and drops what it does not know. The rest of the vocabulary is filled with unused tokens.
+    Ids: 0 `<pad>`, 1 `<bos>`, 2 `<eos>`, 3 to 5 the roles, then the 256 bytes, so that
+    any text survives encoding and decoding. A vocabulary below 262 holds single ASCII
+    characters instead, lower case first, and drops what it does not know. The rest of
+    the vocabulary is filled with unused tokens.
 
     Raises:
         UserError: `vocab_size` is below 70.
@@ -89,15 +103,23 @@ def tiny_tokenizer(vocab_size: int = 512, chat_template: bool = True) -> PreTrai
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     smallest = len(special) + 64
     if vocab_size < smallest:
-        raise UserError(f"tiny_tokenizer: vocab_size must be at least {smallest}, got {vocab_size}")
+        raise UserError(
+            f"tiny_tokenizer: vocab_size must be at least {smallest}, got {vocab_size}"
+        )
     if vocab_size < len(special) + len(alphabet):
-        # Space and newline (as the byte-level alphabet writes them), lower case, digits and signs, capitals
-        # last.
+        # Space and newline (as the byte-level alphabet writes them), lower case, digits
+        # and signs, capitals last.
         printable = [chr(code) for code in range(33, 127)]
-        alphabet = ["Ġ", "Ċ", *sorted(printable, key=lambda c: (c.isupper(), not c.islower(), c))]
+        alphabet = [
+            "Ġ",
+            "Ċ",
+            *sorted(printable, key=lambda c: (c.isupper(), not c.islower(), c)),
+        ]
     symbols = (special + alphabet)[:vocab_size]
     symbols += [f"<unused{k}>" for k in range(vocab_size - len(symbols))]
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: k for k, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={symbol: k for k, symbol in enumerate(symbols)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(

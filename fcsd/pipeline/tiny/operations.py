@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Operation:
-    """One step: `code` is a Python expression of the argument, `wordings` say it in English.
+    """One step: `code` is a Python expression of the argument, `wordings` say it in
+    English.
 
-    `{v}` stands for the argument, `{n}` for a number in `numbers` (first, last), `{c}` for one of `LETTERS`.
-    `takes` and `gives` are one of int, bool, list (of int), str, letters (a list of str).
-    `computed`: its value is asked for too.
+    `{v}` stands for the argument, `{n}` for a number in `numbers` (first, last), `{c}`
+    for one of `LETTERS`. `takes` and `gives` are one of int, bool, list (of int), str,
+    letters (a list of str). `computed`: its value is asked for too.
     """
 
     takes: str
@@ -101,7 +102,9 @@ _NUMBERS = {"any": (1, 9), "factor": (2, 9), "length": (2, 4), "-": (0, 0)}
 def _parse(line: str) -> Operation:
     head, code, *wordings = (cell.strip() for cell in line.split("|"))
     takes, gives, numbers, answer = head.split()
-    return Operation(takes, gives, code, tuple(wordings), _NUMBERS[numbers], answer == "value")
+    return Operation(
+        takes, gives, code, tuple(wordings), _NUMBERS[numbers], answer == "value"
+    )
 
 
 OPERATIONS = tuple(_parse(line) for line in _TABLE.strip().splitlines())

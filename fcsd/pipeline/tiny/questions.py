@@ -1,15 +1,18 @@
-"""Generated instruct-to-Python tasks, small enough for a model of a few million parameters and a CPU.
+"""Generated instruct-to-Python tasks, small enough for a model of a few million
+parameters and a CPU.
 
-Three skills, all answered in the chat form of the tokenizer that is written beside them:
+Three skills, all answered in the chat form of the tokenizer that is written beside
+them:
 
 - code: a described function, in one or two steps, is written in Python;
 - choice: which expression does what is asked, what an expression does or gives;
 - answers: the same without choices.
 
-What is asked is a combination of operations (`OPERATIONS`), of the wording of each, and of numbers. It is
-hashed into one of four splits (train, held out, validation, test), so the same combination never occurs in
-two splits in any frame of words or under any function name. A combination without numbers counts its frame
-too, otherwise whole wordings would be missing from training. The value of an expression is asked for in one
+What is asked is a combination of operations (`OPERATIONS`), of the wording of each, and
+of numbers. It is hashed into one of four splits (train, held out, validation, test), so
+the same combination never occurs in two splits in any frame of words or under any
+function name. A combination without numbers counts its frame too, otherwise whole
+wordings would be missing from training. The value of an expression is asked for in one
 split only.
 
 Not covered: programs with loops or branches, more than two steps, natural text.
@@ -43,9 +46,16 @@ CODE_FRAMES = (
 
 DOCSTRING_REQUEST = " Add a docstring."
 STEP_FRAMES = ("{first}, then {second}", "first {first}, next {second}")
-CHOOSE_FRAMES = ("Which expression will {task}?", "What do you type to {task}?", "Pick the code to {task}.")
+CHOOSE_FRAMES = (
+    "Which expression will {task}?",
+    "What do you type to {task}?",
+    "Pick the code to {task}.",
+)
 VALUE_FRAMES = ("What is {code}?", "Evaluate {code}", "Give the value of {code}")
-CALL_FRAMES = ("What does {call} return?\n{code}", "{code}\nWhat is the result of {call}?")
+CALL_FRAMES = (
+    "What does {call} return?\n{code}",
+    "{code}\nWhat is the result of {call}?",
+)
 MEANING_FRAMES = ("What does {code} do?", "Say in words: {code}", "Explain {code}")
 
 _BUILTINS = {f.__name__: f for f in (abs, all, len, list, max, min, sorted, sum)}
@@ -54,7 +64,9 @@ _SPLITS = {0: "test", 1: "test", 2: "validation", 3: "heldout"}
 
 
 def split_of(combination: tuple[Any, ...]) -> str:
-    """Choose the one split of a combination: 2/24 test, 1/24 validation, 1/24 heldout, the rest train."""
+    """Choose the one split of a combination: 2/24 test, 1/24 validation, 1/24 heldout,
+    the rest train.
+    """
     return _SPLITS.get(zlib.crc32(repr(combination).encode()) % 24, "train")
 
 
@@ -86,7 +98,9 @@ class Step:
 
 def _by_type(computed: bool) -> dict[str, tuple[Operation, ...]]:
     return {
-        kind: tuple(o for o in OPERATIONS if o.takes == kind and (o.computed or not computed))
+        kind: tuple(
+            o for o in OPERATIONS if o.takes == kind and (o.computed or not computed)
+        )
         for kind in ARGUMENTS
     }
 
@@ -106,14 +120,20 @@ def _step(rng: random.Random, takes: str | None = None, computed: bool = False) 
     return Step(operation, rng.randrange(len(operation.wordings)), filling)
 
 
-def _value(rng: random.Random, kind: str, near: list[int | str], small: bool) -> int | list[int] | str:
-    """Draw a random argument; `near` are the numbers and letters of the task, so that edges are met."""
+def _value(
+    rng: random.Random, kind: str, near: list[int | str], small: bool
+) -> int | list[int] | str:
+    """Draw a random argument; `near` are the numbers and letters of the task, so that
+    edges are met.
+    """
     numbers = [n for n in near if isinstance(n, int)]
     letters = [c for c in near if isinstance(c, str)]
     if kind == "int":
         if small:
             return rng.randrange(10)
-        return rng.choice([rng.randrange(-20, 100), *(n + rng.randrange(-1, 2) for n in numbers)])
+        return rng.choice(
+            [rng.randrange(-20, 100), *(n + rng.randrange(-1, 2) for n in numbers)]
+        )
     if kind == "list":
         if small:
             return [rng.randrange(10) for _ in range(3)]
@@ -141,7 +161,9 @@ def _function(name: str, steps: list[Step], docstring: str | None = None) -> str
 
 
 def _combination(steps: list[Step], frame: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return what must not occur in two splits; without a number or letter the frame of words is part of it."""
+    """Return what must not occur in two splits; without a number or letter the frame of
+    words is part of it.
+    """
     fillings = [step.filling for step in steps if step.filling is not None]
     return (*(step.combination for step in steps), None if fillings else frame)
 
@@ -154,7 +176,9 @@ def _steps(rng: random.Random) -> list[Step]:
     return [first]
 
 
-def _code_row(rng: random.Random, split: str, careless: float = 0.0) -> dict[str, Any] | None:
+def _code_row(
+    rng: random.Random, split: str, careless: float = 0.0
+) -> dict[str, Any] | None:
     steps = _steps(rng)
     argument = ARGUMENTS[steps[0].operation.takes]
     frame = rng.randrange(len(CODE_FRAMES))
@@ -162,7 +186,11 @@ def _code_row(rng: random.Random, split: str, careless: float = 0.0) -> dict[str
     if split_of(_combination(steps, (frame, join))) != split:
         return None
     texts = [step.text(argument) for step in steps]
-    task = texts[0] if len(texts) == 1 else STEP_FRAMES[join].format(first=texts[0], second=texts[1])
+    task = (
+        texts[0]
+        if len(texts) == 1
+        else STEP_FRAMES[join].format(first=texts[0], second=texts[1])
+    )
     name = rng.choice(WORDS)
     prompt = CODE_FRAMES[frame].format(call=f"{name}({argument})", task=task)
     docstring = None
@@ -170,13 +198,22 @@ def _code_row(rng: random.Random, split: str, careless: float = 0.0) -> dict[str
         prompt, docstring = prompt + DOCSTRING_REQUEST, f"{task[0].upper()}{task[1:]}."
     if rng.random() < careless:
         mistaken = rng.randrange(len(steps))
-        steps = [_mistakes(rng, s)[0] if i == mistaken else s for i, s in enumerate(steps)]
-    return {"prompt": prompt, "code": _function(name, steps, docstring), "name": name, "steps": steps}
+        steps = [
+            _mistakes(rng, s)[0] if i == mistaken else s for i, s in enumerate(steps)
+        ]
+    return {
+        "prompt": prompt,
+        "code": _function(name, steps, docstring),
+        "name": name,
+        "steps": steps,
+    }
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its answer; `wrong()` gives candidates for wrong choices, the nearest first."""
+    """A question with its answer; `wrong()` gives candidates for wrong choices, the
+    nearest first.
+    """
 
     text: str
     answer: str
@@ -186,7 +223,9 @@ class Question:
 def _other(rng: random.Random, filling: int | str) -> int | str:
     if isinstance(filling, str):
         return rng.choice([c for c in LETTERS if c != filling])
-    return rng.choice([n for n in (filling - 1, filling + 1, filling + 2, 2 * filling) if n > 0])
+    return rng.choice(
+        [n for n in (filling - 1, filling + 1, filling + 2, 2 * filling) if n > 0]
+    )
 
 
 def _mistakes(rng: random.Random, step: Step, computed: bool = False) -> list[Step]:
@@ -198,7 +237,9 @@ def _mistakes(rng: random.Random, step: Step, computed: bool = False) -> list[St
 
 
 def _choose(rng: random.Random, split: str) -> Question | None:
-    """Ask for an expression by its words; the wrong expressions take the same type and behave differently."""
+    """Ask for an expression by its words; the wrong expressions take the same type and
+    behave differently.
+    """
     step, frame = _step(rng), rng.randrange(len(CHOOSE_FRAMES))
     if split_of(_combination([step], (frame,))) != split:
         return None
@@ -209,7 +250,11 @@ def _choose(rng: random.Random, split: str) -> Question | None:
         values = [_value(rng, step.operation.takes, step.near, False) for _ in range(8)]
         expected = [_result(right, argument, value) for value in values]
         codes = [mistake.code(argument) for mistake in _mistakes(rng, step)]
-        return [code for code in codes if [_result(code, argument, value) for value in values] != expected]
+        return [
+            code
+            for code in codes
+            if [_result(code, argument, value) for value in values] != expected
+        ]
 
     return Question(CHOOSE_FRAMES[frame].format(task=step.text(argument)), right, wrong)
 
@@ -223,9 +268,15 @@ def _meaning(rng: random.Random, split: str) -> Question | None:
     argument = ARGUMENTS[step.operation.takes]
 
     def wrong() -> list[str]:
-        return [Step(m.operation, 0, m.filling).text(argument) for m in _mistakes(rng, step)]
+        return [
+            Step(m.operation, 0, m.filling).text(argument) for m in _mistakes(rng, step)
+        ]
 
-    return Question(MEANING_FRAMES[frame].format(code=step.code(argument)), step.text(argument), wrong)
+    return Question(
+        MEANING_FRAMES[frame].format(code=step.code(argument)),
+        step.text(argument),
+        wrong,
+    )
 
 
 def _evaluation(rng: random.Random, split: str) -> Question | None:
@@ -243,12 +294,26 @@ def _evaluation(rng: random.Random, split: str) -> Question | None:
         text = rng.choice(VALUE_FRAMES).format(code=step.code(repr(value)))
     else:
         name = rng.choice(WORDS)
-        text = rng.choice(CALL_FRAMES).format(call=f"{name}({value!r})", code=_function(name, [step]))
+        text = rng.choice(CALL_FRAMES).format(
+            call=f"{name}({value!r})", code=_function(name, [step])
+        )
 
     def wrong() -> list[str]:
-        near = [result + d for d in rng.sample((-10, -2, -1, 1, 2, 10), 3)] if gives == "int" else []
-        same = [m for m in _mistakes(rng, step, computed=True) if m.operation.gives == gives]
-        return [repr(v) for v in (*near, *(_result(m.code(argument), argument, value) for m in same))]
+        near = (
+            [result + d for d in rng.sample((-10, -2, -1, 1, 2, 10), 3)]
+            if gives == "int"
+            else []
+        )
+        same = [
+            m for m in _mistakes(rng, step, computed=True) if m.operation.gives == gives
+        ]
+        return [
+            repr(v)
+            for v in (
+                *near,
+                *(_result(m.code(argument), argument, value) for m in same),
+            )
+        ]
 
     return Question(text, repr(result), wrong)
 
@@ -269,11 +334,17 @@ def _choice(rng: random.Random, split: str) -> dict[str, Any] | None:
     if len(choices) < 2:
         return None
     rng.shuffle(choices)
-    return {"question": question.text, "choices": choices, "answer": choices.index(question.answer)}
+    return {
+        "question": question.text,
+        "choices": choices,
+        "answer": choices.index(question.answer),
+    }
 
 
 def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
-    """Write an MBPP+ row: `test_list` (3 asserts), `test` (a script for all inputs); None: too few inputs fit."""
+    """Write an MBPP+ row: `test_list` (3 asserts), `test` (a script for all inputs);
+    None: too few inputs fit.
+    """
     name: str = row["name"]
     steps: list[Step] = row["steps"]
     near = [number for step in steps for number in step.near]
@@ -292,8 +363,9 @@ def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
     if len(pairs) < 12 or len({repr(result) for _, result in pairs}) < 2:
         return None
     script = (
-        f"inputs = {[[value] for value, _ in pairs]!r}\nresults = {[result for _, result in pairs]!r}\n"
-        f"for arguments, expected in zip(inputs, results):\n    assert {name}(*arguments) == expected\n"
+        f"inputs = {[[value] for value, _ in pairs]!r}\nresults ="
+        f" {[result for _, result in pairs]!r}\nfor arguments, expected in zip(inputs,"
+        f" results):\n    assert {name}(*arguments) == expected\n"
     )
     asserts = [f"assert {name}({value!r}) == {result!r}" for value, result in pairs[:3]]
     return {
@@ -306,14 +378,23 @@ def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _chat(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
-def chat_rows(rng: random.Random, split: str, careless: float = 0.0) -> Iterator[dict[str, Any]]:
-    """Yield endless rows `{"messages": [user, assistant]}`: two in five code, half of the rest choice, half answers.
+def chat_rows(
+    rng: random.Random, split: str, careless: float = 0.0
+) -> Iterator[dict[str, Any]]:
+    """Yield endless rows `{"messages": [user, assistant]}`: two in five code, half of
+    the rest choice, half answers.
 
-    Values are asked for twice as often as the other questions: they are learnt slowest. `careless` is the share of
-    answers with one mistake in them: another number or another operation.
+    Values are asked for twice as often as the other questions: they are learnt slowest.
+    `careless` is the share of answers with one mistake in them: another number or
+    another operation.
     """
     while True:
         skill = rng.random()
@@ -328,7 +409,9 @@ def chat_rows(rng: random.Random, split: str, careless: float = 0.0) -> Iterator
                 yield _chat(question.text, wrong[0] if wrong else question.answer)
 
 
-def _distinct(make: Callable[[], dict[str, Any] | None], key: str, count: int) -> list[dict[str, Any]]:
+def _distinct(
+    make: Callable[[], dict[str, Any] | None], key: str, count: int
+) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     while len(rows) < count:
         row = make()
@@ -338,13 +421,18 @@ def _distinct(make: Callable[[], dict[str, Any] | None], key: str, count: int) -
 
 
 def code_tasks(rng: random.Random, split: str, count: int) -> list[dict[str, Any]]:
-    """Make `count` rows in the MBPP+ schema, no prompt twice; each canonical solution passes its own tests."""
+    """Make `count` rows in the MBPP+ schema, no prompt twice; each canonical solution
+    passes its own tests.
+    """
 
     def make() -> dict[str, Any] | None:
         row = _code_row(rng, split)
         return _tests(rng, row) if row else None
 
-    return [{"task_id": i, **row} for i, row in enumerate(_distinct(make, "prompt", count), start=1)]
+    return [
+        {"task_id": i, **row}
+        for i, row in enumerate(_distinct(make, "prompt", count), start=1)
+    ]
 
 
 def choice_tasks(rng: random.Random, split: str, count: int) -> list[dict[str, Any]]:

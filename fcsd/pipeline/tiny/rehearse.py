@@ -6,9 +6,10 @@
     FOLDER/files/             the same for data that the recipe names by a path
     FOLDER/run/               output_dir
 
-Replaced are the model, the data and the numbers of steps, tokens and items. A batch keeps its number of rows, so that
-it divides over ranks and micro-batches exactly as the real one (one of more than 64 rows is halved until it has no
-more). Test sets whose columns no suite describes are linked from the recipe's own data root.
+Replaced are the model, the data and the numbers of steps, tokens and items. A batch
+keeps its number of rows, so that it divides over ranks and micro-batches exactly as the
+real one (one of more than 64 rows is halved until it has no more). Test sets whose
+columns no suite describes are linked from the recipe's own data root.
 """
 
 import sys
@@ -37,9 +38,21 @@ from fcsd.parallel.launch import Launch
 from fcsd.pipeline.checks import model_config
 from fcsd.pipeline.tiny.cut import cut_sizes
 from fcsd.pipeline.tiny.models import small_model, tiny_tokenizer
-from fcsd.pipeline.tiny.rows import CODE, benchmark_row, training_row, write_data_set, write_rows
+from fcsd.pipeline.tiny.rows import (
+    CODE,
+    benchmark_row,
+    training_row,
+    write_data_set,
+    write_rows,
+)
 from fcsd.recipe.load_recipe import graded_splits, split_names
-from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, router_loss_keys, set_dotted, to_yaml
+from fcsd.recipe.recipe import (
+    Recipe,
+    TaskStoppingConfig,
+    router_loss_keys,
+    set_dotted,
+    to_yaml,
+)
 from fcsd.training.card.facts import hub_id
 from fcsd.training.config import TrainConfig
 
@@ -47,7 +60,8 @@ _MAX_LENGTH = 64
 _VOCABULARY = 512
 _SIZES: dict[str, Any] = {
     "vocab_size": _VOCABULARY,
-    "max_position_embeddings": 4096,  # prompts with shots are long where a token is a byte
+    # prompts with shots are long where a token is a byte
+    "max_position_embeddings": 4096,
 }
 _NUM_STEPS = 2
 _MOST_ROWS = 64  # of a batch
@@ -62,17 +76,26 @@ def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
     """Write the rehearsal of `recipe` into `folder`, or find it there, and return it.
 
     Raises:
-        UserError: the folder holds something else, or the rehearsal of other settings; no family is known for the
-        model.
+        UserError: the folder holds something else, or the rehearsal of other settings;
+        no family is known for the model.
     """
     small = _small(recipe, folder)
-    text = f"# The rehearsal of recipe {recipe.name}, made by fcsd: no result means anything.\n{to_yaml(small.dump())}"
+    text = (
+        f"# The rehearsal of recipe {recipe.name}, made by fcsd: no result means"
+        f" anything.\n{to_yaml(small.dump())}"
+    )
     ready = folder / "recipe.yaml"
-    if folder.is_file() or (folder.is_dir() and not is_empty(folder) and not ready.is_file()):
-        raise UserError(f"--rehearse {folder}: is something else than a rehearsal; choose a new folder")
+    if folder.is_file() or (
+        folder.is_dir() and not is_empty(folder) and not ready.is_file()
+    ):
+        raise UserError(
+            f"--rehearse {folder}: is something else than a rehearsal; choose a new"
+            " folder"
+        )
     if ready.is_file() and ready.read_text(encoding="utf-8") != text:
         raise UserError(
-            f"--rehearse {folder}: holds the rehearsal of other settings; choose another folder or remove it"
+            f"--rehearse {folder}: holds the rehearsal of other settings; choose"
+            " another folder or remove it"
         )
     if launch.first:
         known, own = _test_sets(recipe)
@@ -94,7 +117,8 @@ def _small(recipe: Recipe, folder: Path) -> Recipe:
     """Replace model, data and steps of a recipe and its variants; nothing is read or written."""
     raw = _replaced(recipe, folder)
     for name, changes in recipe.variants.items():
-        # What a variant changes is looked up in the rehearsal of that variant, so that it is replaced alike.
+        # What a variant changes is looked up in the rehearsal of that variant, so that
+        # it is replaced alike.
         variant = _replaced(recipe.variant(name), folder)
         raw["variants"][name] = {key: _dotted(variant, key) for key in changes}
     return validate(Recipe, raw, f"rehearsal of recipe {recipe.name}")
@@ -106,13 +130,16 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
     def put(key: str, value: Any) -> None:
         set_dotted(raw, key, value, f"rehearsal of recipe {recipe.name}")
 
-    put("name", f"{recipe.name}-rehearsal")  # in the title of its report and of its model card
+    # in the title of its report and of its model card
+    put("name", f"{recipe.name}-rehearsal")
     put("output_dir", str(folder / "run"))
     if recipe.pretrain is not None:
         put("pretrain.config", _pretrain_config(recipe))
         put("pretrain.tokenizer", str(folder / "model"))
         raw["pretrain"]["data"] |= _small_data(recipe.pretrain.data, folder, "pretrain")
-        raw["pretrain"]["train"] |= _small_train(recipe.pretrain.train, recipe.pretrain.data.max_length)
+        raw["pretrain"]["train"] |= _small_train(
+            recipe.pretrain.train, recipe.pretrain.data.max_length
+        )
     else:
         put("model.path", str(folder / "model"))
         put("model.revision", None)
@@ -132,11 +159,14 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
             if recipe.early_stopping.task.kind != "likelihood":
                 put("early_stopping.task.max_new_tokens", 8)
     if recipe.sweep is not None:
-        batches = [_small_batch(tokens, length) for tokens in recipe.sweep.batch_size_tokens]
+        batches = [
+            _small_batch(tokens, length) for tokens in recipe.sweep.batch_size_tokens
+        ]
         raw["sweep"] |= {"batch_size_tokens": batches, "steps": 2, "last_steps": 1}
         put("sweep.warmup_steps", min(recipe.sweep.warmup_steps, 1))
         if recipe.sweep.train_tokens is not None:
-            # At least `_NUM_STEPS` steps with the largest batch: the first step of a warm-up moves nothing.
+            # At least `_NUM_STEPS` steps with the largest batch: the first step of a
+            # warm-up moves nothing.
             put("sweep.train_tokens", _NUM_STEPS * max(batches))
     put("evaluation.data_root", str(folder / "hub"))
     put("evaluation.server", None)  # serves another model
@@ -172,8 +202,8 @@ def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
 
 
 def _small_batch(tokens: int, max_length: int) -> int:
-    """Keep as many rows, of fewer tokens; above `_MOST_ROWS` halved. A batch that is no whole number of rows, which
-    training refuses, stays one."""
+    """Keep as many rows, of fewer tokens; above `_MOST_ROWS` halved. A batch that is no
+    whole number of rows, which training refuses, stays one."""
     rows, rest = divmod(tokens, max_length)
     while rows > _MOST_ROWS and rows % 2 == 0:
         rows //= 2
@@ -189,12 +219,16 @@ def _dotted(raw: Any, key: str) -> Any:
 def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
     assert recipe.pretrain is not None
     original = recipe.pretrain.config
-    cut = cut_sizes(model_config(original), num_hidden_layers=_num_layers(recipe), **_SIZES)
+    cut = cut_sizes(
+        model_config(original), num_hidden_layers=_num_layers(recipe), **_SIZES
+    )
     config = cut.to_diff_dict()
     for key in router_loss_keys(config):  # defaults of transformers
         section, _, name = key.rpartition(".")
         del (_dotted(config, section) if section else config)[name]
-    kept = {name: original[name] for name in ("experts_implementation",) if name in original}
+    kept = {
+        name: original[name] for name in ("experts_implementation",) if name in original
+    }
     dropped = (
         "transformers_version", "_name_or_path", "dtype", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
@@ -202,8 +236,9 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _write_models(recipe: Recipe, place: Path) -> None:
-    """Write the small model in bfloat16, as checkpoints of this size are, and its tokenizer, of a recipe that pre-
-    trains only the tokenizer; teachers of other checkpoints.
+    """Write the small model in bfloat16, as checkpoints of this size are, and its
+    tokenizer, of a recipe that pre- trains only the tokenizer; teachers of other
+    checkpoints.
     """
     sizes = _SIZES | {"num_hidden_layers": _num_layers(recipe), "dtype": torch.bfloat16}
     if recipe.pretrain is None:
@@ -211,7 +246,9 @@ def _write_models(recipe: Recipe, place: Path) -> None:
     tiny_tokenizer(_VOCABULARY).save_pretrained(place / "model")
     for one in recipe.with_variants:
         if one.teacher is not None and one.teacher.path is not None:
-            small_model(_config(one.teacher_model[1]), seed=1, **sizes).save_pretrained(place / "teacher")
+            small_model(_config(one.teacher_model[1]), seed=1, **sizes).save_pretrained(
+                place / "teacher"
+            )
 
 
 def _config(model: ModelConfig) -> PreTrainedConfig:
@@ -220,15 +257,21 @@ def _config(model: ModelConfig) -> PreTrainedConfig:
     try:
         source = find_source(model.path, model.revision)
     except UserError as error:
-        raise UserError(f"--rehearse: {error}; it is read to find the model's family") from None
+        raise UserError(
+            f"--rehearse: {error}; it is read to find the model's family"
+        ) from None
     config = source.own_config
     family = family_of(config)
     raw = without_quantisation(config)  # of its weights
-    return config_object(base_model_class(family).config_class, raw, family.model_type, source.where)
+    return config_object(
+        base_model_class(family).config_class, raw, family.model_type, source.where
+    )
 
 
 def _num_layers(recipe: Recipe) -> int:
-    """Choose enough layers for each one selected by its number; shares of the layers need no more than `_LAYERS`."""
+    """Choose enough layers for each one selected by its number; shares of the layers
+    need no more than `_LAYERS`.
+    """
     sections = [one.connectivity for one in recipe.with_variants]
     if recipe.pretrain is not None:
         sections.append(recipe.pretrain.connectivity)
@@ -253,8 +296,12 @@ def _is_file(path: str) -> bool:
     return Path(path).suffix in (".jsonl", ".json", ".parquet")
 
 
-def _write_data(recipe: Recipe, place: Path, known: Mapping[str, Sequence[Benchmark]]) -> None:
-    """Write rows for everything that the recipe reads; known: the test sets whose rows can be invented."""
+def _write_data(
+    recipe: Recipe, place: Path, known: Mapping[str, Sequence[Benchmark]]
+) -> None:
+    """Write rows for everything that the recipe reads; known: the test sets whose rows
+    can be invented.
+    """
     repositories: dict[Path, dict[tuple[str, str], list[dict[str, Any]]]] = {}
     for name, source, number in _sources(recipe):
         columns = source.columns or {"messages": "messages"}
@@ -264,13 +311,21 @@ def _write_data(recipe: Recipe, place: Path, known: Mapping[str, Sequence[Benchm
             write_rows(target, rows)
         else:
             for split in split_names(source.split):
-                repositories.setdefault(target, {})[source.name or "default", split] = rows
+                repositories.setdefault(target, {})[source.name or "default", split] = (
+                    rows
+                )
     (place / "hub").mkdir(exist_ok=True)
     for path, benchmarks in sorted(known.items()):
         files = repositories.setdefault(inside(place / "hub", path), {})
         for row, suite in benchmarks:
-            make = CODE[path] if row.kind == "code" else partial(benchmark_row, columns_of(row.task, suite))
-            rows = [make(index) for index in range(max(_NUM_ITEMS, row.num_fewshot + 1))]
+            make = (
+                CODE[path]
+                if row.kind == "code"
+                else partial(benchmark_row, columns_of(row.task, suite))
+            )
+            rows = [
+                make(index) for index in range(max(_NUM_ITEMS, row.num_fewshot + 1))
+            ]
             own: set[tuple[str, Any]] = {(row.dataset_name or "default", row.split)}
             splits = own if row.kind == "code" else named_splits(row, suite)
             files |= {each: rows for each in sorted(splits) if each not in files}
@@ -292,9 +347,12 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
         tokens = max(tokens, *recipe.sweep.batch_size_tokens)
     sections = [("data", recipe.data, tokens)]
     if recipe.pretrain is not None:
-        sections.append(("pretrain", recipe.pretrain.data, recipe.pretrain.train.batch_size_tokens))
+        sections.append(
+            ("pretrain", recipe.pretrain.data, recipe.pretrain.train.batch_size_tokens)
+        )
     for section, data, batch in sections:
-        # An example fills half a row of `_MAX_LENGTH` tokens or more: a batch, and a bit.
+        # An example fills half a row of `_MAX_LENGTH` tokens or more: a batch, and a
+        # bit.
         number = 2 * (batch // data.max_length) // len(data.train) + _NUM_ITEMS
         for index, source in enumerate(data.train):
             yield f"{section}-{index}", source, number
@@ -308,20 +366,33 @@ def _decontaminations(recipe: Recipe) -> list[DecontaminateConfig]:
 
 
 def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
-    """Return the rows of these suites, and of those of fcsd, whose data can be invented, by their data set."""
+    """Return the rows of these suites, and of those of fcsd, whose data can be
+    invented, by their data set.
+    """
     by_dataset: dict[str, dict[str, Benchmark]] = {}
     for suite in map(load_suite, dict.fromkeys([*names, *suite_names()])):
         for row in suite.tasks:
-            if row.dataset in CODE if row.kind == "code" else columns_of(row.task, suite):
-                by_dataset.setdefault(row.dataset, {}).setdefault(row.task, (row, suite))
+            if (
+                row.dataset in CODE
+                if row.kind == "code"
+                else columns_of(row.task, suite)
+            ):
+                by_dataset.setdefault(row.dataset, {}).setdefault(
+                    row.task, (row, suite)
+                )
     return {path: list(rows.values()) for path, rows in by_dataset.items()}
 
 
 def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Path]]:
-    """Collect the test sets whose rows can be invented, and where those lie that only the user has; tell of those that
-    are in neither place, which a run refuses when it begins."""
+    """Collect the test sets whose rows can be invented, and where those lie that only
+    the user has; tell of those that are in neither place, which a run refuses when it
+    begins."""
     sections, where = recipe.data_sections.values(), f"recipe {recipe.name}"
-    graded = {each.path: each.by for data in sections for each in graded_splits(recipe, data, where)}
+    graded = {
+        each.path: each.by
+        for data in sections
+        for each in graded_splits(recipe, data, where)
+    }
     suite = recipe.evaluation.suite
     suites = {suite, *(section.suite or suite for section in _decontaminations(recipe))}
     root, known, own = recipe.evaluation.data_root, _benchmarks(sorted(suites)), {}
@@ -334,9 +405,10 @@ def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Pa
         else:
             filling = "; `fcsd evaluate --fetch ROOT --suite SUITE` fills one"
             print(
-                f"--rehearse: {by}: no rows of the data set {path} are known to fcsd, and evaluation.data_root"
-                f" ({root or 'not set'}) does not have it; nothing can be evaluated on it before that names a folder"
-                f" that does{making_of(path, root) or filling}",
+                f"--rehearse: {by}: no rows of the data set {path} are known to fcsd,"
+                f" and evaluation.data_root ({root or 'not set'}) does not have it;"
+                " nothing can be evaluated on it before that names a folder that"
+                f" does{making_of(path, root) or filling}",
                 file=sys.stderr,
             )
     return {path: rows for path, rows in known.items() if path in graded}, own

@@ -1,8 +1,10 @@
-"""Invented rows in the columns of real data sets, which a rehearsal reads where the recipe names the real ones; and
-data sets in the layout of a hub repository, which `datasets.load_dataset(folder)` reads.
+"""Invented rows in the columns of real data sets, which a rehearsal reads where the
+recipe names the real ones; and data sets in the layout of a hub repository, which
+`datasets.load_dataset(folder)` reads.
 
-Columns and types are those of the hub repositories; those of benchmarks stand in the suites. The content is made up
-here and holds nothing of theirs. A data set that is not known here has the columns that its recipe names.
+Columns and types are those of the hub repositories; those of benchmarks stand in the
+suites. The content is made up here and holds nothing of theirs. A data set that is not
+known here has the columns that its recipe names.
 """
 
 import json
@@ -31,20 +33,30 @@ def conversation(index: int) -> list[dict[str, str]]:
     system = [{"role": "system", "content": "be brief"}] if index % 4 == 3 else []
     first = [
         {"role": "user", "content": f"{index} + {index % 7}?"},
-        {"role": "assistant", "content": f"it is {index + index % 7}, {_chatter(index)}"},
+        {
+            "role": "assistant",
+            "content": f"it is {index + index % 7}, {_chatter(index)}",
+        },
     ]
-    second = [{"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}]
+    second = [
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "yes"},
+    ]
     return system + first + (second if index % 3 == 2 else [])
 
 
 def _chatter(index: int) -> str:
-    """Make words that differ from row to row: a calibration refuses text that is always the same."""
+    """Make words that differ from row to row: a calibration refuses text that is always
+    the same.
+    """
     return " ".join(random.Random(index).choices(_WORDS, k=12))
 
 
 def _genqa(index: int) -> Row:
     return {
-        "text": [message for message in conversation(index) if message["role"] != "system"],
+        "text": [
+            message for message in conversation(index) if message["role"] != "system"
+        ],
         "prompt": "Write a question and its answer.",
         "template": "{question} {answer}",
         "idx": index,
@@ -53,15 +65,26 @@ def _genqa(index: int) -> Row:
 
 
 def _infinity_instruct(index: int) -> Row:
-    turns = [{"from": _ROLES[turn["role"]], "value": turn["content"]} for turn in conversation(index)]
-    return {"id": index, "conversations": turns, "label": "{}", "langdetect": "en", "source": "rehearsal"}
+    turns = [
+        {"from": _ROLES[turn["role"]], "value": turn["content"]}
+        for turn in conversation(index)
+    ]
+    return {
+        "id": index,
+        "conversations": turns,
+        "label": "{}",
+        "langdetect": "en",
+        "source": "rehearsal",
+    }
 
 
 def _question(index: int) -> str:
-    """Make a question long enough (more than 13 words) for the overlap of test items to be looked for."""
+    """Make a question long enough (more than 13 words) for the overlap of test items to
+    be looked for.
+    """
     return (
         f"A baker has {index + 3} trays with {index + 2} small loaves on each of them."
-        f" How many loaves has the baker on all trays together?"
+        " How many loaves has the baker on all trays together?"
     )
 
 
@@ -71,9 +94,14 @@ def _choices(index: int, count: int) -> list[str]:
 
 
 def benchmark_row(columns: Mapping[str, Column], index: int) -> Row:
-    """Make a row of a benchmark: the first text is a question, the first of the given values the answer."""
+    """Make a row of a benchmark: the first text is a question, the first of the given
+    values the answer.
+    """
     values: dict[str, Any] = {
-        "text with _": f"The loaves did not fit on the {index + 2} trays of the small shop as the _ were too large.",
+        "text with _": (
+            f"The loaves did not fit on the {index + 2} trays of the small shop as the"
+            " _ were too large."
+        ),
         "4 texts": _choices(index, 4),
         "labelled": {"text": _choices(index, 5), "label": _LETTERS},
     }
@@ -83,12 +111,19 @@ def benchmark_row(columns: Mapping[str, Column], index: int) -> Row:
         if isinstance(kind, list):
             row[column] = kind[index % len(kind)]
         else:
-            row[column] = values[kind] if kind in values else next(texts, f"{index + 2} of the {column}")
+            row[column] = (
+                values[kind]
+                if kind in values
+                else next(texts, f"{index + 2} of the {column}")
+            )
     return row | ({"answerKey": "A"} if "answerKey" in columns else {})
 
 
 def _humaneval_plus(index: int) -> Row:
-    said = f"Return the sum of both numbers and {index}, also where one of them is below zero."
+    said = (
+        f"Return the sum of both numbers and {index}, also where one of them is below"
+        " zero."
+    )
     return {
         "task_id": f"HumanEval/{index}",
         "prompt": f'def add_{index}(a, b):\n    """ {said} """\n',
@@ -103,10 +138,16 @@ def _mbpp_plus(index: int) -> Row:
     return {
         "task_id": 1000 + index,
         "code": f"def {name}(a, b):\n    return a * b + {index}\n",
-        "prompt": f"Write a function {name} that multiplies two numbers and adds {index} to what comes out of it.",
+        "prompt": (
+            f"Write a function {name} that multiplies two numbers and adds {index} to"
+            " what comes out of it."
+        ),
         "source_file": "rehearsal",
         "test_imports": [],
-        "test_list": [f"assert {name}(1, 2) == {2 + index}", f"assert {name}(3, 3) == {9 + index}"],
+        "test_list": [
+            f"assert {name}(1, 2) == {2 + index}",
+            f"assert {name}(3, 3) == {9 + index}",
+        ],
         "test": f"assert {name}(-1, 5) == {index - 5}\n",
     }
 
@@ -124,7 +165,9 @@ _TRAINING: dict[str, Callable[[int], Row]] = {
 
 
 def training_row(path: str, columns: Mapping[Any, str], index: int) -> Row:
-    """Make a row of the data set `path`; of one that is not known here, with the `columns` that the recipe names."""
+    """Make a row of the data set `path`; of one that is not known here, with the
+    `columns` that the recipe names.
+    """
     if path in _TRAINING:
         return _TRAINING[path](index)
     question, answer = f"{index} + {index % 7}?", f"it is {index + index % 7}"
@@ -144,7 +187,9 @@ def training_row(path: str, columns: Mapping[Any, str], index: int) -> Row:
 
 
 def write_rows(path: Path, rows: Rows) -> None:
-    """Write rows to a new file in the format that its name says: .parquet, .json, else a line each."""
+    """Write rows to a new file in the format that its name says: .parquet, .json, else
+    a line each.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         import datasets
@@ -153,16 +198,25 @@ def write_rows(path: Path, rows: Rows) -> None:
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
     else:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+            encoding="utf-8",
+        )
 
 
-def write_data_set(folder: Path, files: Mapping[tuple[str, str], Rows], note: str = "") -> None:
-    """Write a file for each configuration and split, and the README that names them and ends with a note."""
+def write_data_set(
+    folder: Path, files: Mapping[tuple[str, str], Rows], note: str = ""
+) -> None:
+    """Write a file for each configuration and split, and the README that names them and
+    ends with a note.
+    """
     configs: dict[str, list[dict[str, str]]] = {}
     for (config, split), rows in files.items():
         path = f"{split}.jsonl" if config == "default" else f"{config}/{split}.jsonl"
         write_rows(inside(folder, path), rows)
         configs.setdefault(config, []).append({"split": split, "path": path})
-    listed = [{"config_name": name, "data_files": splits} for name, splits in configs.items()]
+    listed = [
+        {"config_name": name, "data_files": splits} for name, splits in configs.items()
+    ]
     card = f"---\n{yaml.safe_dump({'configs': listed}, sort_keys=False)}---\n{note}"
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -1,4 +1,6 @@
-"""Write the data of the demo: a tokenizer, chat rows to train on, and three tasks (`fcsd.pipeline.tiny.questions`)."""
+"""Write the data of the demo: a tokenizer, chat rows to train on, and three tasks
+(`fcsd.pipeline.tiny.questions`).
+"""
 
 import itertools
 import json
@@ -12,27 +14,42 @@ from transformers import PreTrainedTokenizerFast
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import is_empty, new_folder
-from fcsd.pipeline.tiny.questions import answer_tasks, chat_rows, choice_tasks, code_tasks
+from fcsd.pipeline.tiny.questions import (
+    answer_tasks,
+    chat_rows,
+    choice_tasks,
+    code_tasks,
+)
 from fcsd.pipeline.tiny.rows import write_data_set, write_rows
 
 FORMAT_VERSION = 3
 
-PAD, BOS, EOS, USER, ASSISTANT = "<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"
+PAD, BOS, EOS, USER, ASSISTANT = (
+    "<|pad|>",
+    "<|bos|>",
+    "<|eos|>",
+    "<|user|>",
+    "<|assistant|>",
+)
 
-# `{% generation %}` marks the tokens that the model itself writes; they end with the end-of-turn token.
+# `{% generation %}` marks the tokens that the model itself writes; they end with the
+# end-of-turn token.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ '" + USER + "' + message['content'] }}"
-    "{% else %}{{ '"
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '"
+    + USER
+    + "' + message['content'] }}{% else %}{{ '"
     + ASSISTANT
     + "' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '" + ASSISTANT + "' }}{% endif %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '"
+    + ASSISTANT
+    + "' }}{% endif %}"
 )
 
 
 def _write_tokenizer(folder: Path, texts: list[str], vocab_size: int) -> None:
     tokenizer = Tokenizer(models.BPE())
-    # Digits and capital letters stay single tokens: strings of them can be counted, cut and reversed.
+    # Digits and capital letters stay single tokens: strings of them can be counted, cut
+    # and reversed.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex("[0-9A-Z]"), "isolated"),
@@ -57,7 +74,9 @@ def _write_tokenizer(folder: Path, texts: list[str], vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows of each file, tokens of the vocabulary; careless: share of the answers in `distill.jsonl` with a mistake."""
+    """Rows of each file, tokens of the vocabulary; careless: share of the answers in
+    `distill.jsonl` with a mistake.
+    """
 
     seed: int = 0
     num_train: int = 40_000
@@ -70,41 +89,54 @@ class Sizes:
 
 
 def write_tiny_data(folder: Path, **sizes: Any) -> None:
-    """Write the tokenizer, the training rows and the three tasks; the same settings (`Sizes`) give the same bytes.
+    """Write the tokenizer, the training rows and the three tasks; the same settings
+    (`Sizes`) give the same bytes.
 
-    Layout: `tokenizer/`, `settings.json`, chat rows `train.jsonl` (for pre-training), `distill.jsonl` and
-    `heldout.jsonl`, and in `data/fcsd/` the tasks `tiny-code/{validation,test}.jsonl` (MBPP+ schema),
-    `tiny-choice/test.jsonl` and `tiny-answers/test.jsonl`. In `distill.jsonl` the share `careless` of the
-    answers has a mistake in it, as instruction data by other hands has: fine-tuning takes the mistakes over,
-    distillation from the original does not.
-    A finished folder with the same settings is left as it is; one that holds something else is a UserError.
+    Layout: `tokenizer/`, `settings.json`, chat rows `train.jsonl` (for pre-training),
+    `distill.jsonl` and `heldout.jsonl`, and in `data/fcsd/` the tasks
+    `tiny-code/{validation,test}.jsonl` (MBPP+ schema), `tiny-choice/test.jsonl` and
+    `tiny-answers/test.jsonl`. In `distill.jsonl` the share `careless` of the answers
+    has a mistake in it, as instruction data by other hands has: fine-tuning takes the
+    mistakes over, distillation from the original does not. A finished folder with the
+    same settings is left as it is; one that holds something else is a UserError.
     """
     folder, wanted = Path(folder), Sizes(**sizes)
     settings = {"format_version": FORMAT_VERSION, **asdict(wanted)}
     if folder.exists() and (not folder.is_dir() or not is_empty(folder)):
         settings_file = folder / "settings.json"
-        if settings_file.is_file() and json.loads(settings_file.read_text(encoding="utf-8")) == settings:
+        if (
+            settings_file.is_file()
+            and json.loads(settings_file.read_text(encoding="utf-8")) == settings
+        ):
             return
         raise UserError(
-            f"{folder}: holds something other than the tiny data with these settings ({settings}); "
-            "name another folder, or remove this one"
+            f"{folder}: holds something other than the tiny data with these settings"
+            f" ({settings}); name another folder, or remove this one"
         )
     with new_folder(folder) as place:
         _write_all(place, wanted)
-        (place / "settings.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        (place / "settings.json").write_text(
+            json.dumps(settings, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def _write_all(folder: Path, sizes: Sizes) -> None:
-    # Each file has its own stream of random numbers: one more row in one changes nothing in another.
+    # Each file has its own stream of random numbers: one more row in one changes
+    # nothing in another.
     def rng(what: str) -> random.Random:
         return random.Random(f"{sizes.seed}/{what}")
 
-    def take(what: str, split: str, count: int, careless: float = 0.0) -> list[dict[str, Any]]:
+    def take(
+        what: str, split: str, count: int, careless: float = 0.0
+    ) -> list[dict[str, Any]]:
         return list(itertools.islice(chat_rows(rng(what), split, careless), count))
 
     train = take("train", "train", sizes.num_train)
     write_rows(folder / "train.jsonl", train)
-    write_rows(folder / "distill.jsonl", take("distill", "train", sizes.num_distill, sizes.careless))
+    write_rows(
+        folder / "distill.jsonl",
+        take("distill", "train", sizes.num_distill, sizes.careless),
+    )
     write_rows(folder / "heldout.jsonl", take("heldout", "heldout", sizes.num_heldout))
     test = {"test": sizes.num_test}
     tasks = {
@@ -114,8 +146,15 @@ def _write_all(folder: Path, sizes: Sizes) -> None:
     }
     for name, (make, counts) in tasks.items():
         files = {
-            ("default", split): make(rng(f"{name}/{split}"), split, count) for split, count in counts.items()
+            ("default", split): make(rng(f"{name}/{split}"), split, count)
+            for split, count in counts.items()
         }
-        write_data_set(folder / "data" / "fcsd" / f"tiny-{name}", files, "Generated by `fcsd tiny-data`.\n")
-    texts = [message["content"] for row in train[:20_000] for message in row["messages"]]
+        write_data_set(
+            folder / "data" / "fcsd" / f"tiny-{name}",
+            files,
+            "Generated by `fcsd tiny-data`.\n",
+        )
+    texts = [
+        message["content"] for row in train[:20_000] for message in row["messages"]
+    ]
     _write_tokenizer(folder / "tokenizer", texts, sizes.vocab_size)

@@ -1,7 +1,9 @@
-"""What the planner assumes of a machine beside published figures: one table, each value with its range and its source.
+"""What the planner assumes of a machine beside published figures: one table, each value
+with its range and its source.
 
-The values were chosen before any of them was compared with a measured speed-up, and are not fitted to one. A cluster
-file replaces them (`assumptions: {gemm: 0.6}`), measured times do without most of them (`fcsd.planning.cost.measured`).
+The values were chosen before any of them was compared with a measured speed-up, and are
+not fitted to one. A cluster file replaces them (`assumptions: {gemm: 0.6}`), measured
+times do without most of them (`fcsd.planning.cost.measured`).
 """
 
 import math

@@ -13,7 +13,9 @@ from fcsd.planning.cost.training import Training
 MORE_GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def activation_bytes(trace_of: Callable[[Setting], Trace], setting: Setting, layout: Layout) -> int | None:
+def activation_bytes(
+    trace_of: Callable[[Setting], Trace], setting: Setting, layout: Layout
+) -> int | None:
     """Compute the bytes of the activations; None for a family that cannot recompute its layers."""
     try:
         return memory_parts(trace_of(setting), setting, layout).get("activations", 0)
@@ -28,11 +30,18 @@ def is_supported(training: Training, layout: Layout) -> bool:
 
 def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
     """Yield changes one after another, each on top of those before, until the run fits."""
-    training, setting, layout, trace_of = job.training, job.setting, job.layout, job.trace_of
+    training, setting, layout, trace_of = (
+        job.training,
+        job.setting,
+        job.layout,
+        job.trace_of,
+    )
     freeze = False
 
     def row(change: str) -> dict[str, Any]:
-        total = sum(memory_parts(trace_of(setting), setting, layout, freeze=freeze).values())
+        total = sum(
+            memory_parts(trace_of(setting), setting, layout, freeze=freeze).values()
+        )
         facts = {"change": change, "total_bytes": total, "fits": total <= available}
         return facts | {"supported": is_supported(training, layout)}
 

@@ -1,4 +1,6 @@
-"""Estimate what a run of a recipe needs: memory of a rank, FLOPs, time, and what to change where it does not fit."""
+"""Estimate what a run of a recipe needs: memory of a rank, FLOPs, time, and what to
+change where it does not fit.
+"""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -12,31 +14,57 @@ from fcsd.model.quantised.methods import said_quantisation, why_not_trained
 from fcsd.parallel.shard import fits_whole
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.changes import activation_bytes, changes, is_supported
-from fcsd.planning.cost.job import SHARES, Hardware, Job, assumed_values, gather_s, job_of, step_times
-from fcsd.planning.cost.memory import CONTEXT_BYTES, FRAGMENTATION, GPUS_PER_NODE, compute_dtype, memory_parts
-from fcsd.planning.cost.training import Training, distillation, only_pretrains, pretraining
+from fcsd.planning.cost.job import (
+    SHARES,
+    Hardware,
+    Job,
+    assumed_values,
+    gather_s,
+    job_of,
+    step_times,
+)
+from fcsd.planning.cost.memory import (
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    GPUS_PER_NODE,
+    compute_dtype,
+    memory_parts,
+)
+from fcsd.planning.cost.training import (
+    Training,
+    distillation,
+    only_pretrains,
+    pretraining,
+)
 from fcsd.recipe.recipe import Recipe, TaskStoppingConfig
 from fcsd.training.arguments import micro_batches
 from fcsd.training.checkpoint_writer import BACKGROUND_FROM
 from fcsd.training.disk import disk_need
 
-# benchmarks/tokens.py, docs/decisions.md of 2026-11-22: 13,031 rows of 4096 tokens, read, tokenized and packed in one
-# process, took 70.0 s of processor time.
+# benchmarks/tokens.py, docs/decisions.md of 2026-11-22: 13,031 rows of 4096 tokens,
+# read, tokenized and packed in one process, took 70.0 s of processor time.
 WORKER_TOKENS_S = 13_031 * 4096 / 70.0
 TOKEN_BYTES = 5  # its id, and whether it is to be predicted
 
 
 def estimate(
-    recipe: Recipe, hardware: Hardware | None = None, *, variant: str | None = None, pretrain: bool = False
+    recipe: Recipe,
+    hardware: Hardware | None = None,
+    *,
+    variant: str | None = None,
+    pretrain: bool = False,
 ) -> dict[str, Any]:
-    """Estimate memory, FLOPs and time of one training of a recipe; of a Hub model only config.json is fetched.
+    """Estimate memory, FLOPs and time of one training of a recipe; of a Hub model only
+    config.json is fetched.
 
-    variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead; of a recipe that has
-    no `train` section, whose pre-training is all that it is about, that is what is estimated anyway.
+    variant: of the recipe, instead of its main distillation. pretrain: its pre-training
+    instead; of a recipe that has no `train` section, whose pre-training is all that it
+    is about, that is what is estimated anyway.
 
     Raises:
-        UserError: no such checkpoint, GPU or variant; a family that is refused; a batch that cannot be cut over the
-            ranks; a model whose step needs data (`model.experts_implementation` of its own).
+        UserError: no such checkpoint, GPU or variant; a family that is refused; a batch
+            that cannot be cut over the ranks; a model whose step needs data
+            (`model.experts_implementation` of its own).
     """
     hardware = hardware or Hardware()
     pretrain = pretrain or (variant is None and only_pretrains(recipe))
@@ -54,9 +82,14 @@ def estimate(
             "active": training.num_active,
             "trained": job.trace.num_trainable,
         },
-        "hardware": asdict(job.machine.gpu)
-        | {name: getattr(hardware, name) for name in ("num_gpus", "sharding", "expert_parallel")}
-        | {"supported": is_supported(training, job.layout)},
+        "hardware": (
+            asdict(job.machine.gpu)
+            | {
+                name: getattr(hardware, name)
+                for name in ("num_gpus", "sharding", "expert_parallel")
+            }
+            | {"supported": is_supported(training, job.layout)}
+        ),
         "settings": _settings(job),
         "memory": memory,
         "cache": _cache(recipe, job),
@@ -69,15 +102,21 @@ def estimate(
         "totals": [
             *_before(recipe, hardware, pretrain, variant),
             *([] if pretrain else _calibration(recipe, variant, job)),
-            *_totals(recipe, training, step_s, with_sweep=not pretrain and variant is None),
+            *_totals(
+                recipe, training, step_s, with_sweep=not pretrain and variant is None
+            ),
         ],
-        "refused": [] if pretrain else list(_refused(recipe, variant, hardware, training)),
+        "refused": (
+            [] if pretrain else list(_refused(recipe, variant, hardware, training))
+        ),
         "assumptions": list(_assumptions(job)),
     }
 
 
 def _tokenizing(num_tokens: int) -> dict[str, Any]:
-    """Return tokens, bytes on disk, and seconds with as many processes as work at most and with one."""
+    """Return tokens, bytes on disk, and seconds with as many processes as work at most
+    and with one.
+    """
     seconds = num_tokens / WORKER_TOKENS_S
     return {
         "num_tokens": num_tokens,
@@ -87,18 +126,30 @@ def _tokenizing(num_tokens: int) -> dict[str, Any]:
     }
 
 
-def _refused(recipe: Recipe, variant: str | None, hardware: Hardware, training: Training) -> Iterator[str]:
-    """Say that the weights are quantised, and which other trainings have a batch that cannot be cut over the ranks."""
-    if recipe.pretrain is None and (reason := why_not_trained(said_quantisation(training.config))):
+def _refused(
+    recipe: Recipe, variant: str | None, hardware: Hardware, training: Training
+) -> Iterator[str]:
+    """Say that the weights are quantised, and which other trainings have a batch that
+    cannot be cut over the ranks.
+    """
+    if recipe.pretrain is None and (
+        reason := why_not_trained(said_quantisation(training.config))
+    ):
         yield f"{training.where}: {reason}"
     if variant is not None:
         return
     sizes = recipe.sweep.batch_size_tokens if recipe.sweep is not None else []
     others = [("sweep: ", recipe, {"batch_size_tokens": size}) for size in sizes]
-    others += [(f"variants.{name}: ", recipe.variant(name), {}) for name in recipe.variants]
+    others += [
+        (f"variants.{name}: ", recipe.variant(name), {}) for name in recipe.variants
+    ]
     for where, one, replaced in others:
         try:
-            micro_batches(one.train.model_copy(update=replaced), one.data.max_length, hardware.num_gpus)
+            micro_batches(
+                one.train.model_copy(update=replaced),
+                one.data.max_length,
+                hardware.num_gpus,
+            )
         except UserError as error:
             yield f"{where}{error}"
 
@@ -121,10 +172,15 @@ def _settings(job: Job) -> dict[str, Any]:
 
 
 def _memory(job: Job) -> dict[str, Any]:
-    trace, setting, available = job.trace, job.setting, int(job.machine.gpu.memory_gb * 1e9)
+    trace, setting, available = (
+        job.trace,
+        job.setting,
+        int(job.machine.gpu.memory_gb * 1e9),
+    )
     parts = memory_parts(trace, setting, job.layout)
     without, checkpointed = (
-        activation_bytes(job.trace_of, replace(setting, checkpointing=on), job.layout) for on in (False, True)
+        activation_bytes(job.trace_of, replace(setting, checkpointing=on), job.layout)
+        for on in (False, True)
     )
     layer_input = job.tokens * trace.hidden_size * compute_dtype(setting).itemsize
     total = sum(parts.values())
@@ -150,12 +206,17 @@ def _disk(job: Job) -> dict[str, int]:
         model_itemsize=job.training.saved_dtype.itemsize,
         keeps_best=job.training.keeps_best,
     )
-    # A machine's memory holds its ranks' parts of a checkpoint while that is written; of replicas one writes.
+    # A machine's memory holds its ranks' parts of a checkpoint while that is written;
+    # of replicas one writes.
     ranks = job.layout.num_shards
     written_behind = job.trace.num_trainable >= BACKGROUND_FROM
     return {
         "checkpoint_bytes": need.checkpoint,
-        "host_copy_bytes": need.checkpoint * min(ranks, GPUS_PER_NODE) // ranks if written_behind else 0,
+        "host_copy_bytes": (
+            need.checkpoint * min(ranks, GPUS_PER_NODE) // ranks
+            if written_behind
+            else 0
+        ),
         "num_checkpoints": need.num_checkpoints,
         "best_bytes": need.best,
         "model_bytes": need.model,
@@ -163,15 +224,23 @@ def _disk(job: Job) -> dict[str, int]:
     }
 
 
-_HELD = {"student weights", "master weights", "optimizer states", "averaged weights", "GPU context"}
+_HELD = {
+    "student weights",
+    "master weights",
+    "optimizer states",
+    "averaged weights",
+    "GPU context",
+}
 _HELD |= {"teacher weights", "teacher head"}
 """Memory's parts that stay between steps; gradients do with ZeRO-3 only."""
 
 
 def _scoring(recipe: Recipe, job: Job, memory: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what a score of early stopping gathers that generates; None: it does not, or weights are not sharded so.
+    """Return what a score of early stopping gathers that generates; None: it does not,
+    or weights are not sharded so.
 
-    seconds: of one gather, without the computation; once: for the whole score, else for every token.
+    seconds: of one gather, without the computation; once: for the whole score, else for
+    every token.
     """
     rule, layout = recipe.early_stopping, job.layout
     generates = isinstance(rule, TaskStoppingConfig) and rule.task.kind != "likelihood"
@@ -182,14 +251,21 @@ def _scoring(recipe: Recipe, job: Job, memory: dict[str, Any]) -> dict[str, Any]
     num_bytes = job.trace.num_parameters * compute_dtype(job.setting).itemsize
     free = max(0, memory["gpu_bytes"] - stays)
     once = layout.sharding != "zero3" and fits_whole(num_bytes, free)
-    return {"gathered_bytes": num_bytes, "free_bytes": free, "once": once, "seconds": gather_s(job)}
+    return {
+        "gathered_bytes": num_bytes,
+        "free_bytes": free,
+        "once": once,
+        "seconds": gather_s(job),
+    }
 
 
 def _flops(job: Job) -> dict[str, Any]:
     """Return the operations that run, teacher and layers that are run again with them."""
     by_phase = {phase: sum(by.values()) for phase, by in job.trace.flops.items()}
     per_token = {
-        "student forward" if phase == "activations" else phase: by_phase[phase] / job.tokens
+        "student forward" if phase == "activations" else phase: (
+            by_phase[phase] / job.tokens
+        )
         for phase in ("teacher forward", "activations", "loss", "backward")
         if phase in by_phase
     }
@@ -218,19 +294,29 @@ def _time(job: Job, seconds: dict[str, Any], step_s: list[float]) -> dict[str, A
 
 
 def _cache(recipe: Recipe, job: Job) -> dict[str, int] | None:
-    """Compute the bytes on disk of a teacher cache: a token with loss, and all that the longest training reads."""
+    """Compute the bytes on disk of a teacher cache: a token with loss, and all that the
+    longest training reads.
+    """
     training, setting = job.training, job.setting
     if not setting.has_teacher or setting.teacher != "cache":
         return None
     tokens = training.train.max_steps * training.train.batch_size_tokens
     if recipe.sweep is not None:
         sweep, sizes = recipe.sweep, recipe.sweep.batch_size_tokens
-        tokens = max(tokens, *(size * sweep.steps_of(size, training.train) for size in sizes))
+        tokens = max(
+            tokens, *(size * sweep.steps_of(size, training.train) for size in sizes)
+        )
     each = job.trace.hidden_size * setting.teacher_dtype.itemsize
-    return {"bytes_per_token": each, "at_most_tokens": tokens, "at_most_bytes": each * tokens}
+    return {
+        "bytes_per_token": each,
+        "at_most_tokens": tokens,
+        "at_most_bytes": each * tokens,
+    }
 
 
-def _before(recipe: Recipe, hardware: Hardware, pretrain: bool, variant: str | None) -> list[dict[str, Any]]:
+def _before(
+    recipe: Recipe, hardware: Hardware, pretrain: bool, variant: str | None
+) -> list[dict[str, Any]]:
     """Return the row of the pre-training that a whole run of the recipe begins with."""
     if recipe.pretrain is None or pretrain or variant is not None:
         return []
@@ -238,8 +324,12 @@ def _before(recipe: Recipe, hardware: Hardware, pretrain: bool, variant: str | N
     return rows
 
 
-def _calibration(recipe: Recipe, variant: str | None, job: Job) -> Iterator[dict[str, Any]]:
-    """Return the row of the calibration that precedes the training, with all layers as if they were rewired."""
+def _calibration(
+    recipe: Recipe, variant: str | None, job: Job
+) -> Iterator[dict[str, Any]]:
+    """Return the row of the calibration that precedes the training, with all layers as
+    if they were rewired.
+    """
     one = recipe.variant(variant) if variant is not None else recipe
     if one.calibration is None:
         return
@@ -274,21 +364,31 @@ def calibration_flops(
 
     Args:
         forward: of one token's forward pass.
-        num_layers: that are rewired. num_parameters: of these layers, each of which a map is multiplied into.
+        num_layers: that are rewired. num_parameters: of these layers, each of which a
+            map is multiplied into.
     """
-    # One of the original; of the student one up to its routed experts, one for what branches add, one for what is still
-    # missing then, the experts one by one, and one with the calibrated weights.
+    # One of the original; of the student one up to its routed experts, one for what
+    # branches add, one for what is still missing then, the experts one by one, and one
+    # with the calibrated weights.
     passes = 6 * forward
-    # XᵀX and XᵀY of two problems of D inputs and one of 2 D, and of two of D for every expert that a token uses.
+    # XᵀX and XᵀY of two problems of D inputs and one of 2 D, and of two of D for every
+    # expert that a token uses.
     sums = (20 + 8 * experts_per_token) * hidden_size**2
-    # n inputs are n³/3 for Cholesky and 6 n² D for the map and what is left before and after it; each is solved with
-    # and without the rows that it is tested on, of which two more residuals are asked.
-    solutions = (2 * (2 * 19 + 12) + 2 * (8 + 72) + 48 + num_experts * 2 * (2 * 19 + 12)) / 3 * hidden_size**3
+    # n inputs are n³/3 for Cholesky and 6 n² D for the map and what is left before and
+    # after it; each is solved with and without the rows that it is tested on, of which
+    # two more residuals are asked.
+    solutions = (
+        (2 * (2 * 19 + 12) + 2 * (8 + 72) + 48 + num_experts * 2 * (2 * 19 + 12))
+        / 3
+        * hidden_size**3
+    )
     products = 2 * hidden_size * num_parameters
     return tokens * (passes + num_layers * sums) + num_layers * solutions + products
 
 
-def _row(stage: str, num_runs: int, steps: int, tokens: int, hours: list[float]) -> dict[str, Any]:
+def _row(
+    stage: str, num_runs: int, steps: int, tokens: int, hours: list[float]
+) -> dict[str, Any]:
     """Return a row of the totals. hours: the fewest, those that are expected, the most."""
     return {
         "stage": stage,
@@ -316,45 +416,70 @@ def _totals(
     more = len(set(rates) - {training.train.learning_rate})
     runs = [size * recipe.sweep.steps_of(size, training.train) for size in sizes]
     tokens = sum(runs) + more * max(runs)
-    yield _row("sweep, at most", len(sizes) + more, recipe.sweep.steps, tokens, hours(tokens))
+    yield _row(
+        "sweep, at most", len(sizes) + more, recipe.sweep.steps, tokens, hours(tokens)
+    )
 
 
 def _assumptions(job: Job) -> Iterator[str]:
     training, setting, hardware = job.training, job.setting, job.hardware
     if hardware.mfu is None:
         shares = ", ".join(
-            f"{one.what.removeprefix('share of the peak, ')} {one.value:.0%} ({one.low:.0%} to {one.high:.0%})"
+            f"{one.what.removeprefix('share of the peak, ')} {one.value:.0%}"
+            f" ({one.low:.0%} to {one.high:.0%})"
             for one in map(ASSUMPTIONS.__getitem__, SHARES)
         )
-        yield f"of the published peak: {shares}; all else in fcsd/planning/cost/assumptions.py"
+        yield (
+            f"of the published peak: {shares}; all else in"
+            " fcsd/planning/cost/assumptions.py"
+        )
     else:
-        yield f"{hardware.mfu[0]:.0%} to {hardware.mfu[1]:.0%} of the published peak is reached by every matmul"
+        yield (
+            f"{hardware.mfu[0]:.0%} to {hardware.mfu[1]:.0%} of the published peak is"
+            " reached by every matmul"
+        )
     if hardware.num_gpus > 1:
         yield (
-            "half of the computation (none to all) hides weights that are gathered and gradients that are reduced;"
-            " exchanges between ranks that share the experts are not hidden: `fcsd plan` says what overlap brings"
+            "half of the computation (none to all) hides weights that are gathered and"
+            " gradients that are reduced; exchanges between ranks that share the"
+            " experts are not hidden: `fcsd plan` says what overlap brings"
         )
-    yield "every token carries loss, attention is computed for all pairs of a row, tokens spread evenly over experts"
     yield (
-        f"{FRAGMENTATION:.0%} of what comes and goes is lost to fragmentation, the context of the GPU takes"
-        f" {CONTEXT_BYTES / 2**30:.0f} GiB; memory of the GPU is taken in decimal GB"
+        "every token carries loss, attention is computed for all pairs of a row, tokens"
+        " spread evenly over experts"
     )
-    yield "scoring for early stopping, evaluation, loading, and writing checkpoints are not in it"
+    yield (
+        f"{FRAGMENTATION:.0%} of what comes and goes is lost to fragmentation, the"
+        f" context of the GPU takes {CONTEXT_BYTES / 2**30:.0f} GiB; memory of the GPU"
+        " is taken in decimal GB"
+    )
+    yield (
+        "scoring for early stopping, evaluation, loading, and writing checkpoints are"
+        " not in it"
+    )
     if job.machine.num_nodes > 1:
         yield f"between nodes {job.machine.nic_gb_s:g} GB/s a GPU"
     if training.attention not in (None, "eager", "sdpa"):
         yield f"attention as with sdpa; {training.attention} keeps less"
     if job.work.runs_all and hardware.expert_parallel == 1:
         yield (
-            f"transformers' code of this family runs all {job.work.num_experts} experts on every token, which chooses"
-            f" {job.work.experts_per_token}: it runs experts on tokens that did not choose them"
+            f"transformers' code of this family runs all {job.work.num_experts} experts"
+            f" on every token, which chooses {job.work.experts_per_token}: it runs"
+            " experts on tokens that did not choose them"
         )
     if training.lora is not None and hardware.sharding != "none":
-        yield "`fcsd distill` does not shard a LoRA student; launch data parallel copies, --sharding none"
+        yield (
+            "`fcsd distill` does not shard a LoRA student; launch data parallel copies,"
+            " --sharding none"
+        )
     yield (
-        "data are tokenized as fast as in benchmarks/tokens.py: chats read from a local disk, by the small tokenizer of"
-        " the tests; scale by what your tokenizer and your processor do. Files that are here are tokenized"
-        " whole up to 4 GiB, even if a training reads less"
+        "data are tokenized as fast as in benchmarks/tokens.py: chats read from a local"
+        " disk, by the small tokenizer of the tests; scale by what your tokenizer and"
+        " your processor do. Files that are here are tokenized whole up to 4 GiB, even"
+        " if a training reads less"
     )
     if setting.has_teacher and setting.teacher == "cache":
-        yield "the cache is filled before: one forward pass of the teacher over every row, which is not in it"
+        yield (
+            "the cache is filled before: one forward pass of the teacher over every"
+            " row, which is not in it"
+        )

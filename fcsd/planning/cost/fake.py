@@ -1,7 +1,9 @@
-"""Tensors without storage, as torch's FakeTensorMode makes them, with a memory for operations that come again.
+"""Tensors without storage, as torch's FakeTensorMode makes them, with a memory for
+operations that come again.
 
-Layers repeat: most operations of a step have run before on arguments of the same shapes. torch's own memory
-allows for symbolic shapes and takes twice as long: a step of Qwen3-30B-A3B was traced in 15 seconds instead of 28.
+Layers repeat: most operations of a step have run before on arguments of the same
+shapes. torch's own memory allows for symbolic shapes and takes twice as long: a step of
+Qwen3-30B-A3B was traced in 15 seconds instead of 28.
 """
 
 from collections.abc import Callable
@@ -10,15 +12,31 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 
 _CPU = torch.device("cpu")
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """What an operation gives: an argument, a view of an argument, or a tensor of its own (argument: -1)."""
+    """What an operation gives: an argument, a view of an argument, or a tensor of its
+    own (argument: -1).
+    """
 
     argument: int
     is_view: bool
@@ -46,9 +64,12 @@ class FakeTensors(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # no sign to torch.compile to keep out, which costs as much as the operation
+        # no sign to torch.compile to keep out, which costs as much as the operation
+        return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -83,7 +104,9 @@ class FakeTensors(FakeTensorMode):
         if output.argument >= 0 and not output.is_view:
             return tensors[output.argument]
         with in_kernel_invocation_manager(self):
-            made = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
+            made = torch.empty_strided(
+                output.shape, output.stride, dtype=output.dtype, device="meta"
+            )
             if output.is_view:
                 storage = tensors[output.argument].untyped_storage()
                 made.set_(storage, output.offset, output.shape, output.stride)  # type: ignore[call-overload]
@@ -91,10 +114,16 @@ class FakeTensors(FakeTensorMode):
 
 
 def _describe(value: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
-    """Add what an operation's output depends on; False where that is more than shapes, or unknown."""
+    """Add what an operation's output depends on; False where that is more than shapes,
+    or unknown.
+    """
     kind = type(value)
     if isinstance(value, Tensor):
-        if not isinstance(value, FakeTensor) or value.constant is not None or value.dtype.is_complex:
+        if (
+            not isinstance(value, FakeTensor)
+            or value.constant is not None
+            or value.dtype.is_complex
+        ):
             return False
         tensors.append(value)
         key += (
@@ -111,7 +140,9 @@ def _describe(value: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
         return all(_describe(one, key, tensors) for one in value)
     if kind is dict:
         key.append(len(value))
-        return all(_describe(one, key, tensors) for pair in value.items() for one in pair)
+        return all(
+            _describe(one, key, tensors) for pair in value.items() for one in pair
+        )
     key += (kind, value)
     return kind in _PLAIN
 
@@ -139,5 +170,8 @@ def _output(out: Any, tensors: list[FakeTensor]) -> _Output | None:
     if any(one.untyped_storage()._cdata == storage._cdata for one in tensors):
         return _Output(0, True, *form) if len(tensors) == 1 else None
     alone = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
-    as_large = alone.untyped_storage().nbytes() == storage.nbytes() and out.storage_offset() == 0
+    as_large = (
+        alone.untyped_storage().nbytes() == storage.nbytes()
+        and out.storage_offset() == 0
+    )
     return _Output(-1, False, *form) if as_large else None

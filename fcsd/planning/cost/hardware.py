@@ -10,10 +10,11 @@ from fcsd.base.strict import did_you_mean
 class Gpu:
     """The published figures of one device.
 
-    link_gb_s: to the other devices of its node, one direction, all of them together; peer_gb_s: to one of them, where a
-    mesh of links gives each peer its own; None: a switch, which gives one peer all of it. payload: share of a link's
-    published rate that can carry data at all. nic_gb_s: interface to other nodes of one device in the vendor's
-    reference systems. fp8_tflops: None where it has no such units.
+    link_gb_s: to the other devices of its node, one direction, all of them together;
+    peer_gb_s: to one of them, where a mesh of links gives each peer its own; None: a
+    switch, which gives one peer all of it. payload: share of a link's published rate
+    that can carry data at all. nic_gb_s: interface to other nodes of one device in the
+    vendor's reference systems. fp8_tflops: None where it has no such units.
     """
 
     name: str
@@ -29,7 +30,10 @@ class Gpu:
     nic_gb_s: float = 50.0
 
 
-_XGMI = "; links: rocm.blogs.amd.com, mi300x-rccl-xgmi (2025): 64 GB/s a peer, 48 behind CRC and protocol"
+_XGMI = (
+    "; links: rocm.blogs.amd.com, mi300x-rccl-xgmi (2025): 64 GB/s a peer, 48 behind"
+    " CRC and protocol"
+)
 _MESH = {"peer_gb_s": 64, "payload": 0.75}
 
 GPUS = {

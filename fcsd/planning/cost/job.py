@@ -1,4 +1,6 @@
-"""One training of a recipe on a machine: who shares its weights, what of it was traced, how long its step takes."""
+"""One training of a recipe on a machine: who shares its weights, what of it was traced,
+how long its step takes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
 from fcsd.planning.cost.roofline import Precision, Roofline
 from fcsd.planning.cost.times import Step, step_time
 from fcsd.planning.cost.trace import Setting, Trace
-from fcsd.planning.cost.training import Training, built, micro_batch_setting, spread, tracer
+from fcsd.planning.cost.training import (
+    Training,
+    built,
+    micro_batch_setting,
+    spread,
+    tracer,
+)
 from fcsd.training.arguments import micro_batches
 
 SHARES = ("gemm", "grouped", "core", "fused_core")
@@ -35,19 +43,21 @@ class Hardware(Strict):
     num_gpus: int = option(1, "number of GPUs, one rank each", flag="--gpus", ge=1)
     sharding: Literal["none", "fsdp2", "hsdp", "zero3"] = option(
         "none",
-        "none: whole copies on every rank, as with `accelerate launch --multi_gpu`; the others as with"
-        " configs/fsdp2_8.yaml, fsdp2_2x8.yaml (a copy a node) and zero3_8.yaml",
+        "none: whole copies on every rank, as with `accelerate launch --multi_gpu`; the"
+        " others as with configs/fsdp2_8.yaml, fsdp2_2x8.yaml (a copy a node) and"
+        " zero3_8.yaml",
     )
     expert_parallel: int = option(
         1,
-        "ranks that share the experts, with --sharding fsdp2; all other weights are sharded over all ranks",
+        "ranks that share the experts, with --sharding fsdp2; all other weights are"
+        " sharded over all ranks",
         metavar="N",
         ge=1,
     )
     mfu: tuple[float, float] | None = option(
         None,
-        "share of the published peak that every matmul reaches, a range or a number (default: assumed for"
-        " each kind of matmul with its range; docs/plan.md)",
+        "share of the published peak that every matmul reaches, a range or a number"
+        " (default: assumed for each kind of matmul with its range; docs/plan.md)",
     )
     network_gb_s: float | None = like(Cluster, "network_gb_s")
 
@@ -69,7 +79,9 @@ class Hardware(Strict):
     @classmethod
     def _rises(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
         if value is not None and not 0 < value[0] <= value[1] <= 1:
-            raise ValueError(f"{value[0]:g}-{value[1]:g}: a range such as 0.1-0.25, within 0 and 1")
+            raise ValueError(
+                f"{value[0]:g}-{value[1]:g}: a range such as 0.1-0.25, within 0 and 1"
+            )
         return value
 
 
@@ -78,21 +90,32 @@ def machine_of(hardware: Hardware) -> Machine:
     find_gpu(hardware.gpu)
     if hardware.sharding == "hsdp" and hardware.num_gpus % GPUS_PER_NODE:
         raise UserError(
-            f"--sharding hsdp: a copy is shared by the {GPUS_PER_NODE} GPUs of a node, so that --gpus is a multiple of"
-            f" {GPUS_PER_NODE}, not {hardware.num_gpus}"
+            f"--sharding hsdp: a copy is shared by the {GPUS_PER_NODE} GPUs of a node,"
+            f" so that --gpus is a multiple of {GPUS_PER_NODE}, not {hardware.num_gpus}"
         )
     if hardware.num_gpus % (ranks := hardware.expert_parallel):
-        raise UserError(f"--expert-parallel {ranks}: does not divide the {hardware.num_gpus} GPUs (--gpus)")
+        raise UserError(
+            f"--expert-parallel {ranks}: does not divide the {hardware.num_gpus} GPUs"
+            " (--gpus)"
+        )
     if ranks > 1 and hardware.sharding != "fsdp2":
         raise UserError(
-            f"--expert-parallel {ranks}: shards all other weights as well, by FSDP2; add --sharding fsdp2"
+            f"--expert-parallel {ranks}: shards all other weights as well, by FSDP2;"
+            " add --sharding fsdp2"
         )
-    return make_machine(hardware.gpu, hardware.num_gpus, GPUS_PER_NODE, hardware.network_gb_s)
+    return make_machine(
+        hardware.gpu, hardware.num_gpus, GPUS_PER_NODE, hardware.network_gb_s
+    )
 
 
 def assumed_values(mfu: tuple[float, float] | None) -> list[dict[str, float]]:
-    """Return values of the assumptions: at their fast ends, as they are expected, at their slow ends."""
-    cases = [{name: getattr(ASSUMPTIONS[name], end) for name in ENDS} for end in ("high", "value", "low")]
+    """Return values of the assumptions: at their fast ends, as they are expected, at
+    their slow ends.
+    """
+    cases = [
+        {name: getattr(ASSUMPTIONS[name], end) for name in ENDS}
+        for end in ("high", "value", "low")
+    ]
     if mfu is not None:
         for values, share in zip(cases, (mfu[1], sum(mfu) / 2, mfu[0]), strict=True):
             values.update(dict.fromkeys(SHARES, share))
@@ -101,7 +124,9 @@ def assumed_values(mfu: tuple[float, float] | None) -> list[dict[str, float]]:
 
 @dataclass(frozen=True)
 class Job:
-    """A training as it is estimated. work: the operations of a micro-batch's forward pass by layer and step."""
+    """A training as it is estimated. work: the operations of a micro-batch's forward
+    pass by layer and step.
+    """
 
     training: Training
     hardware: Hardware
@@ -124,16 +149,23 @@ class Job:
 
 
 def job_of(training: Training, hardware: Hardware) -> Job:
-    """Trace a micro-batch of a training; raises UserError for a machine, a batch or a model that cannot be."""
+    """Trace a micro-batch of a training; raises UserError for a machine, a batch or a
+    model that cannot be.
+    """
     machine, ranks = machine_of(hardware), hardware.expert_parallel
     rows, number = micro_batches(training.train, training.max_length, hardware.num_gpus)
-    # A teacher gives the hidden states of all micro-batches of a step at once, if only in the end.
+    # A teacher gives the hidden states of all micro-batches of a step at once, if only
+    # in the end.
     objective = training.objective
     ends = objective.router_kl_coefficient is None and objective.l2_until is not None
     layout = Layout(
         hardware.sharding,
         hardware.num_gpus,
-        step_tokens=training.train.batch_size_tokens if ends or not objective.has_hidden_terms else 0,
+        step_tokens=(
+            training.train.batch_size_tokens
+            if ends or not objective.has_hidden_terms
+            else 0
+        ),
         averages=training.train.ema_decay is not None,
         expert_parallel=ranks,
     )
@@ -141,10 +173,13 @@ def job_of(training: Training, hardware: Hardware) -> Job:
     trace_of = tracer(training)
     trace_of(setting)
     family, _, build = built(training)
-    work = trace_layers(build, family, training.where, setting.num_rows, setting.num_tokens)
+    work = trace_layers(
+        build, family, training.where, setting.num_rows, setting.num_tokens
+    )
     if work.num_experts % ranks:
         raise UserError(
-            f"--expert-parallel {ranks}: does not divide the {work.num_experts} experts of {training.where}"
+            f"--expert-parallel {ranks}: does not divide the {work.num_experts} experts"
+            f" of {training.where}"
         )
     trace_of = spread(trace_of, training, work, ranks)
     run = as_run(work) if ranks == 1 else work
@@ -152,7 +187,9 @@ def job_of(training: Training, hardware: Hardware) -> Job:
 
 
 def step_times(job: Job) -> list[dict[str, Any]]:
-    """Return what `step_time` says at the fast ends of what is assumed, as it is expected, and at the slow ends."""
+    """Return what `step_time` says at the fast ends of what is assumed, as it is
+    expected, and at the slow ends.
+    """
     setting, trace = job.setting, job.trace
     own = setting.teacher_dtype if setting.adapters else setting.student_dtype
     step = Step(
@@ -164,18 +201,24 @@ def step_times(job: Job) -> list[dict[str, Any]]:
         trained_bytes=setting.student_dtype.itemsize,
         adapters=setting.adapters,
         recomputes=setting.checkpointing,
-        teacher=_roofline(job, setting.teacher_dtype)
-        if setting.has_teacher and setting.teacher != "cache"
-        else None,
+        teacher=(
+            _roofline(job, setting.teacher_dtype)
+            if setting.has_teacher and setting.teacher != "cache"
+            else None
+        ),
         loss_matmuls=3 + setting.has_teacher - setting.freeze_embeddings_and_head,
     )
-    return [step_time(step.assuming(values)) for values in assumed_values(job.hardware.mfu)]
+    return [
+        step_time(step.assuming(values)) for values in assumed_values(job.hardware.mfu)
+    ]
 
 
 def gather_s(job: Job) -> float:
     """Return the seconds in which a rank is sent all weights once, as they are computed with."""
     roofline = _roofline(job, compute_dtype(job.setting))
-    return roofline.sharding(job.work, job.layout.num_shards, job.layout.expert_parallel)[0]
+    return roofline.sharding(
+        job.work, job.layout.num_shards, job.layout.expert_parallel
+    )[0]
 
 
 def _roofline(job: Job, dtype: torch.dtype) -> Roofline:

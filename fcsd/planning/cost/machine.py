@@ -1,4 +1,6 @@
-"""A machine: GPUs of one kind, the links between them, what is assumed of both; from options, or a cluster file."""
+"""A machine: GPUs of one kind, the links between them, what is assumed of both; from
+options, or a cluster file.
+"""
 
 import math
 from collections import Counter
@@ -20,8 +22,8 @@ from fcsd.steering.network.links import LinkModel
 class Machine:
     """One GPU among its like.
 
-    nic_gb_s: of each GPU to other nodes. values: of the assumptions. links: measured ones between the ranks that share
-    experts, instead of published rates.
+    nic_gb_s: of each GPU to other nodes. values: of the assumptions. links: measured
+    ones between the ranks that share experts, instead of published rates.
     """
 
     gpu: Gpu
@@ -46,12 +48,18 @@ class Machine:
         return replace(self, values={**self.values, **values})
 
     def near(self, ranks: int, groups: int, apart: int = 1) -> list[int]:
-        """Return how many of a group of ranks are on a node, for each node of each group.
+        """Return how many of a group of ranks are on a node, for each node of each
+        group.
 
-        groups: that follow one another. apart: how far a rank of a group is from the next one.
+        groups: that follow one another. apart: how far a rank of a group is from the
+        next one.
         """
         first = [g * ranks for g in range(groups)]
-        nodes = Counter((g, (g + k * apart) // self.gpus_per_node) for g in first for k in range(ranks))
+        nodes = Counter(
+            (g, (g + k * apart) // self.gpus_per_node)
+            for g in first
+            for k in range(ranks)
+        )
         return list(nodes.values())
 
 
@@ -63,7 +71,8 @@ def make_machine(
     assumptions: Mapping[str, float] | None = None,
     links: LinkModel | None = None,
 ) -> Machine:
-    """Return a machine by the name of its GPU; network_gb_s: None: of the GPU's reference system.
+    """Return a machine by the name of its GPU; network_gb_s: None: of the GPU's
+    reference system.
 
     Raises:
         UserError: a GPU that is not in the table, an assumption that cannot be.
@@ -72,27 +81,40 @@ def make_machine(
     for name, value in changes.items():
         if name not in ASSUMPTIONS:
             raise UserError(
-                f"assumptions.{name}: unknown{did_you_mean(name, list(ASSUMPTIONS))}; allowed: {', '.join(ASSUMPTIONS)}"
+                f"assumptions.{name}: unknown{did_you_mean(name, list(ASSUMPTIONS))};"
+                f" allowed: {', '.join(ASSUMPTIONS)}"
             )
         one = ASSUMPTIONS[name]
         above = one.low > 0 and one.least == 0
-        if not math.isfinite(value) or not one.least <= value <= one.most or (above and value == 0):
+        if (
+            not math.isfinite(value)
+            or not one.least <= value <= one.most
+            or (above and value == 0)
+        ):
             least = "above 0" if above else f"{one.least:g} or more"
             most = f", at most {one.most:g}" if one.most < math.inf else ""
-            raise UserError(f"assumptions.{name}: {value:g}: must be {least}{most}: {one.what}")
+            raise UserError(
+                f"assumptions.{name}: {value:g}: must be {least}{most}: {one.what}"
+            )
     values = default_values() | dict(changes)
-    return Machine(known, num_gpus, gpus_per_node, network_gb_s or known.nic_gb_s, values, links)
+    return Machine(
+        known, num_gpus, gpus_per_node, network_gb_s or known.nic_gb_s, values, links
+    )
 
 
 class Cluster(Strict):
     """GPUs of one kind. assumptions: values of `fcsd.planning.cost.assumptions`."""
 
-    gpu: str = option("h200", "a100, h100, h200, b200, l40s, mi300x, mi325x, … (a wrong name lists all)")
+    gpu: str = option(
+        "h200",
+        "a100, h100, h200, b200, l40s, mi300x, mi325x, … (a wrong name lists all)",
+    )
     nodes: int = option(1, "machines", metavar="N", ge=1)
     gpus_per_node: int = option(8, "GPUs of a machine", metavar="N", ge=1)
     network_gb_s: float | None = option(
         None,
-        "between nodes, GB/s for each GPU (default: the vendor's reference system, an interface for every GPU)",
+        "between nodes, GB/s for each GPU (default: the vendor's reference system, an"
+        " interface for every GPU)",
         metavar="X",
         gt=0,
     )
@@ -104,7 +126,9 @@ class _ClusterFile(Cluster):
 
 
 def read_cluster(path: Path) -> dict[str, Any]:
-    """Read a cluster file, as settings of a plan; raises UserError as `validate`, and for a GPU that is not known."""
+    """Read a cluster file, as settings of a plan; raises UserError as `validate`, and
+    for a GPU that is not known.
+    """
     cluster = validate(_ClusterFile, read_yaml(path), str(path))
     find_gpu(cluster.gpu, f"{path}: gpu")
     return cluster.model_dump()

@@ -1,13 +1,17 @@
-"""Times that were measured instead of the roofline: what `times.json` holds, and what a plan makes of it.
+"""Times that were measured instead of the roofline: what `times.json` holds, and what a
+plan makes of it.
 
-A training step with blocking exchanges has its seconds, those of each exchange, and its window: what was computed
-between its end and where its rows were needed. The overlapped step hides of each exchange what its window holds, so
+A training step with blocking exchanges has its seconds, those of each exchange, and its
+window: what was computed between its end and where its rows were needed. The overlapped
+step hides of each exchange what its window holds, so
 
     overlapped = step - sum(min(seconds, window)) x (1 - slowdown)
 
-whatever the kernels do. A server has its time, and the share of it in which it only communicates.
+whatever the kernels do. A server has its time, and the share of it in which it only
+communicates.
 
-`fcsd trace` writes the file (docs/plan.md), `python -m benchmarks.overlap --times`, and of a server `fcsd bench serve`.
+`fcsd trace` writes the file (docs/plan.md), `python -m benchmarks.overlap --times`, and
+of a server `fcsd bench serve`.
 """
 
 from pathlib import Path
@@ -36,11 +40,14 @@ class ExchangeTime(Strict):
 
 
 class Times(Strict):
-    """What was measured, and of what. step_s: a micro-batch forward and backward, or the time of a server.
+    """What was measured, and of what. step_s: a micro-batch forward and backward, or
+    the time of a server.
 
-    connectivity: of the model whose windows or overlap these are. exchanges: in training. communication_s: of a server,
-    exposed in the regular model; overlap: share of it that is hidden in the converted one, null: what the plan says.
-    data_parallel: a server's ranks exchange tokens (--dp), and sum nothing. slowdown: null: the assumption.
+    connectivity: of the model whose windows or overlap these are. exchanges: in
+    training. communication_s: of a server, exposed in the regular model; overlap: share
+    of it that is hidden in the converted one, null: what the plan says. data_parallel:
+    a server's ranks exchange tokens (--dp), and sum nothing. slowdown: null: the
+    assumption.
     """
 
     version: Literal[1] = 1
@@ -63,15 +70,23 @@ class Times(Strict):
         if self.phase == "train" and not self.exchanges:
             raise ValueError("exchanges: a training step needs at least one")
         if self.phase == "train" and not self.communication_s == self.overlap is None:
-            raise ValueError("communication_s and overlap: of a server; a training step has exchanges")
+            raise ValueError(
+                "communication_s and overlap: of a server; a training step has"
+                " exchanges"
+            )
         if self.phase != "train" and self.communication_s is None:
             raise ValueError(f"communication_s: needed of a server ({self.phase})")
-        if outside := [each.layer for each in self.exchanges if each.layer >= self.num_layers]:
-            raise ValueError(f"exchanges: layer {outside[0]}, but the model has {self.num_layers}, from 0 on")
+        if outside := [
+            each.layer for each in self.exchanges if each.layer >= self.num_layers
+        ]:
+            raise ValueError(
+                f"exchanges: layer {outside[0]}, but the model has {self.num_layers},"
+                " from 0 on"
+            )
         if self.slowdown is not None and self.slowdown > 1:
             raise ValueError(
-                f"slowdown: {self.slowdown:g} seconds of computation lost for each second that is hidden; at most 1, or"
-                " nobody would overlap"
+                f"slowdown: {self.slowdown:g} seconds of computation lost for each"
+                " second that is hidden; at most 1, or nobody would overlap"
             )
         return self
 
@@ -79,21 +94,28 @@ class Times(Strict):
     def _computes_what_it_hides(self) -> "Times":
         sent = self.communication_s or sum(each.seconds for each in self.exchanges)
         if sent >= self.step_s:
-            raise ValueError(f"step_s: {self.step_s:g}, but the communication in it takes {sent:g}")
+            raise ValueError(
+                f"step_s: {self.step_s:g}, but the communication in it takes {sent:g}"
+            )
         hidden = sum(min(each.seconds, each.window_s) for each in self.exchanges)
-        # One of a server's two all-reduces a layer may hide the other; an exchange hides none.
-        hidden += sent * max(0.0, (self.overlap or 0.0) - (0.0 if self.data_parallel else 0.5))
+        # One of a server's two all-reduces a layer may hide the other; an exchange
+        # hides none.
+        hidden += sent * max(
+            0.0, (self.overlap or 0.0) - (0.0 if self.data_parallel else 0.5)
+        )
         if hidden > self.step_s - sent:
             raise ValueError(
-                f"step_s: {self.step_s:g}, of which {sent:g} are communication; the {self.step_s - sent:g} s that are"
-                f" left cannot hide {hidden:g}"
+                f"step_s: {self.step_s:g}, of which {sent:g} are communication; the"
+                f" {self.step_s - sent:g} s that are left cannot hide {hidden:g}"
             )
         return self
 
 
 def read_times(path: Path) -> Times:
     """Read and check a file of times; raises UserError, which says what is wrong with it."""
-    return validate(Times, read_json(path, "`fcsd trace` writes one", ["step_s"]), str(path))
+    return validate(
+        Times, read_json(path, "`fcsd trace` writes one", ["step_s"]), str(path)
+    )
 
 
 def write_times(path: Path, times: Times) -> None:
@@ -101,10 +123,16 @@ def write_times(path: Path, times: Times) -> None:
     write_json(path, times.model_dump(mode="json"))
 
 
-def measured_times(times: Times, planned: Planned, layers: list[int] | None = None) -> dict[str, Any]:
-    """Return what `plan_times` does, from measured times; raises UserError where something else was measured."""
+def measured_times(
+    times: Times, planned: Planned, layers: list[int] | None = None
+) -> dict[str, Any]:
+    """Return what `plan_times` does, from measured times; raises UserError where
+    something else was measured.
+    """
     _check(times, planned)
-    slowdown = planned.machine.values["slowdown"] if times.slowdown is None else times.slowdown
+    slowdown = (
+        planned.machine.values["slowdown"] if times.slowdown is None else times.slowdown
+    )
     if times.phase != "train":
         return _served(times, planned, layers, slowdown)
     _check_layers(times, planned.rewired(layers), planned.work.moe)
@@ -120,28 +148,42 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
         share[1] += each.seconds
     hidden, sent = (sum(share[i] for share in shares.values()) for i in (0, 1))
     forward = [each for each in times.exchanges if not each.backward]
-    windows = {(each.layer, each.kind): each.window_s if hides(each) else 0.0 for each in forward}
+    windows = {
+        (each.layer, each.kind): each.window_s if hides(each) else 0.0
+        for each in forward
+    }
     mean = {
         kind: sum(seconds) / len(seconds)
         for kind in ("dispatch", "combine")
         if (seconds := [each.seconds for each in forward if each.kind == kind])
     }
     return summary(times.step_s - sent, sent, sent - hidden, slowdown) | {
-        "overlap": {name: done / total for name, (done, total) in shares.items() if total},
+        "overlap": {
+            name: done / total for name, (done, total) in shares.items() if total
+        },
         "exchange_s": mean,
         "windows": [
-            {"layer": k, **{f"{kind}_s": windows.get((k, kind), 0.0) for kind in ("dispatch", "combine")}}
+            {
+                "layer": k,
+                **{
+                    f"{kind}_s": windows.get((k, kind), 0.0)
+                    for kind in ("dispatch", "combine")
+                },
+            }
             for k in sorted({layer for layer, _ in windows})
         ],
     }
 
 
-def _served(times: Times, planned: Planned, layers: list[int] | None, slowdown: float) -> dict[str, Any]:
+def _served(
+    times: Times, planned: Planned, layers: list[int] | None, slowdown: float
+) -> dict[str, Any]:
     assert times.communication_s is not None
     estimate = plan_times(planned, layers=layers)
     share = times.communication_s / times.step_s
     if times.overlap is None:
-        # Seconds of the roofline as parts of its communication; hidden ones cost computation a little.
+        # Seconds of the roofline as parts of its communication; hidden ones cost
+        # computation a little.
         sent, exposed = (
             estimate[name] / (estimate["communication_s"] or 1.0)
             for name in ("overlapped_communication_s", "exposed_s")
@@ -152,10 +194,12 @@ def _served(times: Times, planned: Planned, layers: list[int] | None, slowdown: 
         if planned.rewired(measured) != planned.rewired(layers):
             raise UserError(
                 "--measured: overlap was measured with other layers rewired"
-                f" ({times.connectivity.layers}) than are planned; measure what is planned, or plan what was measured"
+                f" ({times.connectivity.layers}) than are planned; measure what is"
+                " planned, or plan what was measured"
             )
         sent, exposed = 1.0, 1 - times.overlap
-        speed_up = 1 + gain(share, times.overlap)  # of a whole server, so that it has the slow-down in it
+        # of a whole server, so that it has the slow-down in it
+        speed_up = 1 + gain(share, times.overlap)
     return estimate | {
         "regular_s": times.step_s,
         "overlapped_s": times.step_s / speed_up,
@@ -170,14 +214,22 @@ def _served(times: Times, planned: Planned, layers: list[int] | None, slowdown: 
 
 
 def _check_layers(times: Times, rewired: list[bool], moe: list[bool]) -> None:
-    """Refuse exchanges of a layer that has none, and a plan that rewires layers of which nothing was measured."""
+    """Refuse exchanges of a layer that has none, and a plan that rewires layers of
+    which nothing was measured.
+    """
     known = {each.layer for each in times.exchanges}
     if dense := sorted(k for k in known if not moe[k]):
-        raise UserError(f"--measured: the file has exchanges of layer {dense[0]}, which is no MoE layer")
-    if missing := [k for k, is_moe in enumerate(moe) if rewired[k] and is_moe and k not in known]:
         raise UserError(
-            f"--measured: the plan rewires layer {missing[0]}, and the file has no exchange of it; measure with it"
-            " rewired, or plan --layers that were measured"
+            f"--measured: the file has exchanges of layer {dense[0]}, which is no MoE"
+            " layer"
+        )
+    if missing := [
+        k for k, is_moe in enumerate(moe) if rewired[k] and is_moe and k not in known
+    ]:
+        raise UserError(
+            f"--measured: the plan rewires layer {missing[0]}, and the file has no"
+            " exchange of it; measure with it rewired, or plan --layers that were"
+            " measured"
         )
 
 
@@ -191,13 +243,16 @@ def _check(times: Times, planned: Planned) -> None:
         "attention": (times.connectivity.attention, planned.connectivity.attention),
         "mlp": (times.connectivity.mlp, planned.connectivity.mlp),
         "data_parallel": (times.data_parallel, planned.wide),
-        "ranks": (times.ranks, planned.expert_parallel if sharing_experts else planned.tensor_parallel),
+        "ranks": (
+            times.ranks,
+            planned.expert_parallel if sharing_experts else planned.tensor_parallel,
+        ),
         "batch": (times.batch, settings.batch),
         "length": (times.length, settings.length),
     }
     for name, (theirs, ours) in both.items():
         if theirs != ours:
             raise UserError(
-                f"--measured: {name} is {theirs} in the file and {ours} in the plan; measure what is planned, or plan"
-                " what was measured"
+                f"--measured: {name} is {theirs} in the file and {ours} in the plan;"
+                " measure what is planned, or plan what was measured"
             )

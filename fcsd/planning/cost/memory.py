@@ -9,17 +9,22 @@ from fcsd.planning.cost.trace import Setting, Trace
 from fcsd.planning.cost.tracker import PERSISTENT
 
 Sharding = Literal["none", "fsdp2", "hsdp", "zero3", "optimizer"]
-"""optimizer: as Megatron shards, for the comparison with its runs: a rank has its weights whole, sent once a step."""
+"""optimizer: as Megatron shards, for the comparison with its runs: a rank has its
+weights whole, sent once a step.
+"""
 
 FRAGMENTATION = 0.10
-"""Assumption: share by which the caching allocator holds more than what lives, of all that comes and goes."""
+"""Assumption: share by which the caching allocator holds more than what lives, of all
+that comes and goes.
+"""
 
 CONTEXT_BYTES = 1 << 30
 """Assumption: the driver's context, kernels and communication buffers of one process."""
 
 GPUS_PER_NODE = 8
 
-# DeepSpeed's defaults: parameters that stay gathered, and the bucket that gradients are reduced in.
+# DeepSpeed's defaults: parameters that stay gathered, and the bucket that gradients are
+# reduced in.
 ZERO3_LIVE_PARAMETERS = 10**9
 ZERO3_BUCKET = 5 * 10**8
 
@@ -28,10 +33,11 @@ ZERO3_BUCKET = 5 * 10**8
 class Layout:
     """The layout of the models on the ranks.
 
-    offload: the optimiser's moments and the weights it updates lie in the host's memory. step_tokens: over all ranks,
-    those of an optimiser step whose teacher's hidden states are there before the student runs; 0 where each micro-batch
-    has its own only (objectives that compare more than the distributions). expert_parallel: ranks that share the
-    experts.
+    offload: the optimiser's moments and the weights it updates lie in the host's
+    memory. step_tokens: over all ranks, those of an optimiser step whose teacher's
+    hidden states are there before the student runs; 0 where each micro-batch has its
+    own only (objectives that compare more than the distributions). expert_parallel:
+    ranks that share the experts.
     """
 
     sharding: Sharding
@@ -46,7 +52,11 @@ class Layout:
         """Ranks that share one copy of the models; with hsdp those of a node."""
         if self.sharding == "none":
             return 1
-        return min(self.num_gpus, GPUS_PER_NODE) if self.sharding == "hsdp" else self.num_gpus
+        return (
+            min(self.num_gpus, GPUS_PER_NODE)
+            if self.sharding == "hsdp"
+            else self.num_gpus
+        )
 
 
 def compute_dtype(setting: Setting) -> torch.dtype:
@@ -54,17 +64,22 @@ def compute_dtype(setting: Setting) -> torch.dtype:
     return torch.bfloat16 if setting.autocast else setting.student_dtype
 
 
-def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool = False) -> dict[str, int]:
-    """Split the bytes of one rank by what they are for, at the moment at which most are needed.
+def memory_parts(
+    trace: Trace, setting: Setting, layout: Layout, *, freeze: bool = False
+) -> dict[str, int]:
+    """Split the bytes of one rank by what they are for, at the moment at which most are
+    needed.
 
-    none: every rank holds student, gradients, AdamW's two moments and teacher whole; with several ranks DDP adds
-    buckets as large as the gradients. Gradients count as far as they are there when the step needs most.
-    fsdp2: parameters, gradients and moments in `student_dtype` over all ranks. Gathered is the head while the loss is
-    computed; in the backward pass two layers and the head, and the gradient of one of these, whole before it is reduced
-    in `student_dtype`.
-    hsdp: the same over the ranks of a node, a copy on each.
-    zero3: with autocast weights in bfloat16; gradients, master weights and moments in float32; DeepSpeed's buffers.
-    In both the teacher is sharded but for its head. freeze: estimate frozen embeddings and head from a trace without.
+    none: every rank holds student, gradients, AdamW's two moments and teacher whole;
+    with several ranks DDP adds buckets as large as the gradients. Gradients count as
+    far as they are there when the step needs most. fsdp2: parameters, gradients and
+    moments in `student_dtype` over all ranks. Gathered is the head while the loss is
+    computed; in the backward pass two layers and the head, and the gradient of one of
+    these, whole before it is reduced in `student_dtype`. hsdp: the same over the ranks
+    of a node, a copy on each. zero3: with autocast weights in bfloat16; gradients,
+    master weights and moments in float32; DeepSpeed's buffers. In both the teacher is
+    sharded but for its head. freeze: estimate frozen embeddings and head from a trace
+    without.
     """
     trained = trace.num_trainable - (trace.embeddings_and_head if freeze else 0)
     if layout.sharding == "none":
@@ -75,9 +90,14 @@ def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool
         moving = dict(trace.transient)
     if setting.has_teacher:
         each = trace.hidden_size * setting.teacher_dtype.itemsize
-        own = setting.num_rows * setting.num_tokens  # of the micro-batch that was traced
-        parts["teacher hidden states"] = each * max(own, layout.step_tokens // layout.num_gpus)
-        moving["teacher forward"] = max(0, moving.get("teacher forward", 0) - each * own)
+        # of the micro-batch that was traced
+        own = setting.num_rows * setting.num_tokens
+        parts["teacher hidden states"] = each * max(
+            own, layout.step_tokens // layout.num_gpus
+        )
+        moving["teacher forward"] = max(
+            0, moving.get("teacher forward", 0) - each * own
+        )
     parts |= {
         "activations": sum(n for kind, n in moving.items() if kind != "loss"),
         "loss": moving.get("loss", 0),
@@ -90,7 +110,9 @@ def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool
     return {name: number for name, number in parts.items() if number}
 
 
-def _whole_parts(trace: Trace, setting: Setting, layout: Layout, trained: int) -> dict[str, int]:
+def _whole_parts(
+    trace: Trace, setting: Setting, layout: Layout, trained: int
+) -> dict[str, int]:
     size, peak = setting.student_dtype.itemsize, trace.peak
     return {
         "student weights": peak["student"],
@@ -102,7 +124,9 @@ def _whole_parts(trace: Trace, setting: Setting, layout: Layout, trained: int) -
     }
 
 
-def _sharded_parts(trace: Trace, setting: Setting, layout: Layout, trained: int) -> dict[str, int]:
+def _sharded_parts(
+    trace: Trace, setting: Setting, layout: Layout, trained: int
+) -> dict[str, int]:
     size, ranks = setting.student_dtype.itemsize, layout.num_shards
     computed, total = compute_dtype(setting).itemsize, trace.num_parameters
     zero3 = layout.sharding == "zero3"
@@ -111,11 +135,14 @@ def _sharded_parts(trace: Trace, setting: Setting, layout: Layout, trained: int)
         gathered = computed * min(ZERO3_LIVE_PARAMETERS, total)
         reduced = computed * ZERO3_BUCKET
     else:
-        # The head alone while the loss is computed; then, when the loss's tiles are gone, a layer's backward pass.
+        # The head alone while the loss is computed; then, when the loss's tiles are
+        # gone, a layer's backward pass.
         reduced = 0
         in_backward = computed * (trace.head + 2 * trace.largest_layer)
         in_backward += (computed + size) * max(trace.largest_layer, trace.head)
-        gathered = max(computed * trace.head, in_backward - trace.transient.get("loss", 0))
+        gathered = max(
+            computed * trace.head, in_backward - trace.transient.get("loss", 0)
+        )
     teacher = trace.peak.get("teacher", 0)
     head = min(teacher, trace.head * setting.teacher_dtype.itemsize)
     return {
@@ -123,7 +150,9 @@ def _sharded_parts(trace: Trace, setting: Setting, layout: Layout, trained: int)
         "master weights": 0 if layout.offload else master // ranks,
         "gradients": size * trained // ranks,
         "optimizer states": 0 if layout.offload else 2 * size * trained // ranks,
-        "averaged weights": 4 * trained // ranks if layout.averages and not layout.offload else 0,
+        "averaged weights": 4 * trained // ranks
+        if layout.averages and not layout.offload
+        else 0,
         "teacher weights": (teacher - head) // ranks,
         "teacher head": head,
         "gathered weights": gathered if ranks > 1 else 0,

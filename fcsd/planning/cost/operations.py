@@ -1,11 +1,13 @@
-"""The operations of a model's layers by submodule, from one forward pass of each kind of layer, without storage.
+"""The operations of a model's layers by submodule, from one forward pass of each kind
+of layer, without storage.
 
-The model is built on the meta device and run on tensors without storage; of layers that are alike, one is run. What a
-step of `fcsd.parallel.overlap.schedule` computes shows by the module that runs: attention before its core ("attention
-a"), the core, what follows it ("attention b"), router, experts, shared expert, a dense layer's MLP, the head.
+The model is built on the meta device and run on tensors without storage; of layers that
+are alike, one is run. What a step of `fcsd.parallel.overlap.schedule` computes shows by
+the module that runs: attention before its core ("attention a"), the core, what follows
+it ("attention b"), router, experts, shared expert, a dense layer's MLP, the head.
 
-Not covered: what no matmul does (`fcsd.planning.cost.roofline` counts passes over memory for it); a sliding window,
-attention counts all pairs.
+Not covered: what no matmul does (`fcsd.planning.cost.roofline` counts passes over
+memory for it); a sliding window, attention counts all pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity.rewire import decoder_layers, is_one_of
-from fcsd.model.families import Family, expert_counts, expert_groups, row_width, text_config
+from fcsd.model.families import (
+    Family,
+    expert_counts,
+    expert_groups,
+    row_width,
+    text_config,
+)
 from fcsd.model.families.structure import output_head
 from fcsd.planning.cost.tracker import Interposed, Tracker, counting, give_fake_storage
 
@@ -31,7 +39,9 @@ _LATENT = ("q_a_proj", "kv_a_proj", "kv_a_proj_with_mqa")
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of the matmuls of one step of a layer, and the elements of the weights that it reads."""
+    """FLOPs of the matmuls of one step of a layer, and the elements of the weights that
+    it reads.
+    """
 
     flops: float = 0.0
     weights: int = 0
@@ -41,10 +51,11 @@ class Work:
 class LayerWork:
     """One layer's work by step.
 
-    scores: elements of softmax(QKᵀ). core: FLOPs of the core's two products, over all pairs; 0 where attention asks
-    for no core that an exchange could start before. causal: a mask leaves out half of the pairs. cache_bytes: keys and
-    values of earlier tokens that a rank reads. experts_run: FLOPs of the experts as the family's own code runs them;
-    the step "experts" has those that a token chose.
+    scores: elements of softmax(QKᵀ). core: FLOPs of the core's two products, over all
+    pairs; 0 where attention asks for no core that an exchange could start before.
+    causal: a mask leaves out half of the pairs. cache_bytes: keys and values of earlier
+    tokens that a rank reads. experts_run: FLOPs of the experts as the family's own code
+    runs them; the step "experts" has those that a token chose.
     """
 
     moe: bool
@@ -62,9 +73,11 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The work of a forward pass of (num_rows, num_tokens), layer by layer, and the sizes that exchanges depend on.
+    """The work of a forward pass of (num_rows, num_tokens), layer by layer, and the
+    sizes that exchanges depend on.
 
-    row_width: elements of a row that travels to an expert. expert_groups: see `fcsd.model.families.expert_groups`.
+    row_width: elements of a row that travels to an expert. expert_groups: see
+    `fcsd.model.families.expert_groups`.
     """
 
     layers: tuple[LayerWork, ...]
@@ -86,10 +99,13 @@ class ModelWork:
 
     @property
     def runs_all(self) -> bool:
-        """The family's own code runs every expert on every token; ranks that share them run those that one chose."""
+        """The family's own code runs every expert on every token; ranks that share them
+        run those that one chose.
+        """
         rows = self.experts_per_token * self.tokens / self.num_experts
         return any(
-            layer.experts_run > 1.01 * 2 * rows * layer.work("experts").weights for layer in self.layers
+            layer.experts_run > 1.01 * 2 * rows * layer.work("experts").weights
+            for layer in self.layers
         )
 
     @property
@@ -124,8 +140,14 @@ def trace_layers(
     stack = decoder_layers(model, family)
     config = text_config(model.config, family)
     num_experts, top_k = expert_counts(config)
-    if not any(_is_moe(layer, family) for layer in stack) or not num_experts or not top_k:
-        raise UserError(f"{where}: no layer of it is an MoE layer, so no exchange can be overlapped")
+    if (
+        not any(_is_moe(layer, family) for layer in stack)
+        or not num_experts
+        or not top_k
+    ):
+        raise UserError(
+            f"{where}: no layer of it is an MoE layer, so no exchange can be overlapped"
+        )
     tracker, kinds = Tracker(), _kinds(stack, model.config)
     seen = {first: _Seen() for first in kinds.values()}
     for k, layer in enumerate(stack):
@@ -160,13 +182,19 @@ def trace_layers(
 
 
 def as_run(work: ModelWork) -> ModelWork:
-    """Return the work of a rank that has all experts, which runs them as the family's own code does."""
+    """Return the work of a rank that has all experts, which runs them as the family's
+    own code does.
+    """
     if not work.runs_all:
         return work
 
     def run(layer: LayerWork) -> LayerWork:
         experts = replace(layer.work("experts"), flops=layer.experts_run)
-        return replace(layer, steps=layer.steps | {"experts": experts}) if layer.moe else layer
+        return (
+            replace(layer, steps=layer.steps | {"experts": experts})
+            if layer.moe
+            else layer
+        )
 
     return replace(work, layers=tuple(map(run, work.layers)))
 
@@ -176,11 +204,17 @@ def _is_moe(layer: Any, family: Family) -> bool:
 
 
 def _experts(layer: Any, family: Family) -> Any:
-    """Return the module of a layer's routed experts: the first of its MoE block that has the name, or all of it."""
+    """Return the module of a layer's routed experts: the first of its MoE block that
+    has the name, or all of it.
+    """
     if not _is_moe(layer, family):
         return None
     block = getattr(layer, family.moe)
-    named = (module for name, module in block.named_modules() if name.rpartition(".")[2] == "experts")
+    named = (
+        module
+        for name, module in block.named_modules()
+        if name.rpartition(".")[2] == "experts"
+    )
     return next(named, block)
 
 
@@ -189,20 +223,29 @@ def _size(module: Any) -> int:
 
 
 def _kinds(stack: Any, config: Any) -> dict[int, int]:
-    """Return for each layer the first that is like it: same modules of the same shapes, same kind of attention."""
+    """Return for each layer the first that is like it: same modules of the same shapes,
+    same kind of attention.
+    """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     types = getattr(text, "layer_types", None) or [None] * len(stack)
     first: dict[Any, int] = {}
     return {
         k: first.setdefault(
-            (type(layer), types[k], tuple((name, p.shape) for name, p in layer.named_parameters())), k
+            (
+                type(layer),
+                types[k],
+                tuple((name, p.shape) for name, p in layer.named_parameters()),
+            ),
+            k,
         )
         for k, layer in enumerate(stack)
     }
 
 
 def _as_if_run(like: Any) -> Callable[..., Any]:
-    """Return a forward pass that gives its input back, in the form that the layer which was run gave."""
+    """Return a forward pass that gives its input back, in the form that the layer which
+    was run gave.
+    """
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         out = like.farskip_form
@@ -211,10 +254,14 @@ def _as_if_run(like: Any) -> Callable[..., Any]:
     return forward
 
 
-def _name_steps(layer: Any, family: Family, tracker: Tracker, prefix: str, seen: _Seen) -> None:
+def _name_steps(
+    layer: Any, family: Family, tracker: Tracker, prefix: str, seen: _Seen
+) -> None:
     """Let the tracker count what runs in a layer under the names of its steps."""
     tracker.counts_as(layer, prefix + "attention a")
-    layer.register_forward_hook(lambda module, _, out: module.__dict__.update(farskip_form=out))
+    layer.register_forward_hook(
+        lambda module, _, out: module.__dict__.update(farskip_form=out)
+    )
     block, experts = getattr(layer, family.moe), _experts(layer, family)
     if experts is not block:
 
@@ -233,14 +280,20 @@ def _name_steps(layer: Any, family: Family, tracker: Tracker, prefix: str, seen:
         own = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1)
         if own:
             module.register_forward_pre_hook(
-                lambda *_, own=own: seen.weights.update({tracker.kind.removeprefix(prefix): own})
+                lambda *_, own=own: seen.weights.update(
+                    {tracker.kind.removeprefix(prefix): own}
+                )
             )
 
 
 def _core(tracker: Tracker, seen: dict[int, _Seen]) -> Interposed:
-    """Note the core of attention instead of running it; what follows in the layer is attention b."""
+    """Note the core of attention instead of running it; what follows in the layer is
+    attention b.
+    """
 
-    def core(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def core(
+        query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         k, _, step = tracker.kind.partition(" ")
         if step.startswith("attention"):
             noted = seen[int(k)]
@@ -254,14 +307,27 @@ def _core(tracker: Tracker, seen: dict[int, _Seen]) -> Interposed:
 
 
 def _read(
-    layer: Any, family: Family, k: int, flops: dict[str, int], seen: _Seen, rows_per_expert: float
+    layer: Any,
+    family: Family,
+    k: int,
+    flops: dict[str, int],
+    seen: _Seen,
+    rows_per_expert: float,
 ) -> LayerWork:
-    names = {name.removeprefix(f"{k} ") for name in flops if name.startswith(f"{k} ")} | set(seen.weights)
-    steps = {name: Work(float(flops.get(f"{k} {name}", 0)), seen.weights[name]) for name in names}
+    names = {
+        name.removeprefix(f"{k} ") for name in flops if name.startswith(f"{k} ")
+    } | set(seen.weights)
+    steps = {
+        name: Work(float(flops.get(f"{k} {name}", 0)), seen.weights[name])
+        for name in names
+    }
     run = 0.0
     if (experts := _experts(layer, family)) is not None:
-        # Some families run all experts on all tokens; what is dispatched is what tokens chose.
+        # Some families run all experts on all tokens; what is dispatched is what tokens
+        # chose.
         chosen = 2.0 * rows_per_expert * _size(experts)
         run = steps["experts"].flops or chosen
         steps["experts"] = Work(min(run, chosen), _size(experts))
-    return LayerWork(_is_moe(layer, family), steps, seen.core, seen.scores, experts_run=run)
+    return LayerWork(
+        _is_moe(layer, family), steps, seen.core, seen.scores, experts_run=run
+    )

@@ -4,9 +4,9 @@
     times = plan_times(planned)                              seconds: arithmetic on the operations
     facts = plan(planned)                                    with memory, and how each assumption matters
 
-Not covered: pipeline parallelism, tensor parallelism in training, activation checkpointing, what a profiler would show
-(launches, the host's work, contention). Times that were measured do without the roofline
-(`fcsd.planning.cost.measured`).
+Not covered: pipeline parallelism, tensor parallelism in training, activation
+checkpointing, what a profiler would show (launches, the host's work, contention). Times
+that were measured do without the roofline (`fcsd.planning.cost.measured`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from fcsd.planning.cost.times import plan_times
 from fcsd.planning.cost.training import micro_batch_setting, spread, tracer
 
 OVER_PREDICTION = (1.3, 5.2)
-"""Times by which the roofline's gain in the time to the first token was more than what the paper measured: 1.3 to 1.6
-for Llama-4-Scout, 2.8 to 5.2 for DeepSeek-V2 (`benchmarks/plan.py`). Decoding was compared with nothing."""
+"""Times by which the roofline's gain in the time to the first token was more than what
+the paper measured: 1.3 to 1.6 for Llama-4-Scout, 2.8 to 5.2 for DeepSeek-V2
+(`benchmarks/plan.py`). Decoding was compared with nothing."""
 
 
 def plan(planned: Planned) -> dict[str, Any]:
-    """Plan a step of training, the time to the first token, or the time between tokens, as JSON data.
+    """Plan a step of training, the time to the first token, or the time between tokens,
+    as JSON data.
 
     Raises:
         UserError: a batch beyond the memory.
@@ -44,18 +46,25 @@ def plan(planned: Planned) -> dict[str, Any]:
         ends = [min(one.low, value), max(one.high, value)]
         at = [plan_times(planned.assuming(**{name: end}))["speed_up"] for end in ends]
         facts = {"what": one.what, "source": one.source}
-        rows.append({"name": name, "value": value, "range": ends, "speed_up": at, **facts})
+        rows.append(
+            {"name": name, "value": value, "range": ends, "speed_up": at, **facts}
+        )
     names = ("num_nodes", "gpus_per_node", "nic_gb_s", "num_gpus")
     return {
         "model": planned.training.where,
         "model_type": planned.model_type,
-        "machine": {"gpu": asdict(machine.gpu)} | {name: getattr(machine, name) for name in names},
+        "machine": (
+            {"gpu": asdict(machine.gpu)}
+            | {name: getattr(machine, name) for name in names}
+        ),
         "settings": _settings(planned),
         "times": times,
         "memory": memory(planned) if planned.settings.sharding == "fsdp2" else None,
         "sensitivity": rows,
         "upper_bound": planned.settings.phase != "train",
-        "over_prediction": None if planned.settings.phase == "train" else list(OVER_PREDICTION),
+        "over_prediction": (
+            None if planned.settings.phase == "train" else list(OVER_PREDICTION)
+        ),
         "imbalance": machine.values["imbalance"],
         "links": machine.links is not None,
     }
@@ -79,20 +88,30 @@ def _settings(planned: Planned) -> dict[str, Any]:
 
 
 def memory(planned: Planned) -> dict[str, Any]:
-    """Return the bytes of a rank, in serving weights, keys and values; raises UserError for more than the GPU has."""
+    """Return the bytes of a rank, in serving weights, keys and values; raises UserError
+    for more than the GPU has.
+    """
     settings = planned.settings
     if settings.phase == "train":
-        setting = micro_batch_setting(planned.training, planned.layout, planned.micro_batches)
-        trace_of = spread(tracer(planned.training), planned.training, planned.work, planned.expert_parallel)
+        setting = micro_batch_setting(
+            planned.training, planned.layout, planned.micro_batches
+        )
+        trace_of = spread(
+            tracer(planned.training),
+            planned.training,
+            planned.work,
+            planned.expert_parallel,
+        )
         parts = memory_parts(trace_of(setting), setting, planned.layout)
     else:
         parts = _serving_memory(planned)
     needed, there = sum(parts.values()), int(planned.machine.gpu.memory_gb * 1e9)
     if needed > there:
         raise UserError(
-            f"--batch {settings.batch} --length {settings.length}: a rank needs {size(needed)}, the"
-            f" {planned.machine.gpu.name} has {size(there)} (mostly {max(parts, key=lambda name: parts[name])});"
-            " a smaller batch, shorter rows, more GPUs"
+            f"--batch {settings.batch} --length {settings.length}: a rank needs"
+            f" {size(needed)}, the {planned.machine.gpu.name} has {size(there)} (mostly"
+            f" {max(parts, key=lambda name: parts[name])}); a smaller batch, shorter"
+            " rows, more GPUs"
         )
     return {"parts": parts, "total_bytes": needed, "gpu_bytes": there}
 
@@ -100,9 +119,15 @@ def memory(planned: Planned) -> dict[str, Any]:
 def _serving_memory(planned: Planned) -> dict[str, int]:
     settings, work, tp = planned.settings, planned.work, planned.tensor_parallel
     # A rank of a wide server has all but the other ranks' experts.
-    elsewhere = work.num_expert_parameters * (1 - 1 / planned.expert_parallel) if planned.wide else 0
+    elsewhere = (
+        work.num_expert_parameters * (1 - 1 / planned.expert_parallel)
+        if planned.wide
+        else 0
+    )
     return {
-        "weights": int((work.num_parameters - elsewhere) * (1 if settings.fp8 else 2)) // tp,
+        "weights": (
+            int((work.num_parameters - elsewhere) * (1 if settings.fp8 else 2)) // tp
+        ),
         "keys and values": int(planned.cached),
         "activations": work.tokens * work.hidden_size * 2 * 4,
         "GPU context": CONTEXT_BYTES,
@@ -110,7 +135,9 @@ def _serving_memory(planned: Planned) -> dict[str, int]:
 
 
 def write_windows(facts: Mapping[str, Any], path: Path) -> None:
-    """Write the windows of the forward pass, seconds by MoE layer, for what steers routing by them."""
+    """Write the windows of the forward pass, seconds by MoE layer, for what steers
+    routing by them.
+    """
     rows = facts["times"]["windows"]
     write_json(
         path,

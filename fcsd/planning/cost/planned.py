@@ -31,36 +31,53 @@ Phase = Literal["train", "prefill", "decode"]
 class PlanSettings(Cluster):
     """What is planned, and on which machine.
 
-    connectivity: None: that of a converted checkpoint, of another model all layers. sharding: fsdp2 as fcsd trains;
-    optimizer as Megatron does, for the comparison with its runs: a rank has its weights whole, they are sent once a
-    step, and no memory is planned. rows_once: see `Roofline`; False for the same comparison. A server is planned
-    without.
+    connectivity: None: that of a converted checkpoint, of another model all layers.
+    sharding: fsdp2 as fcsd trains; optimizer as Megatron does, for the comparison with
+    its runs: a rank has its weights whole, they are sent once a step, and no memory is
+    planned. rows_once: see `Roofline`; False for the same comparison. A server is
+    planned without.
     """
 
     model: str
     revision: str | None = None
     phase: Phase = option("train", "what is timed")
     expert_parallel: int | None = option(
-        None, "ranks that share the experts (default: all GPUs; in serving --tp)", metavar="N", flag="--ep"
+        None,
+        "ranks that share the experts (default: all GPUs; in serving --tp)",
+        metavar="N",
+        flag="--ep",
     )
     tensor_parallel: int | None = option(
-        None, "tensor-parallel ranks of a server (default: all GPUs)", metavar="N", flag="--tp"
+        None,
+        "tensor-parallel ranks of a server (default: all GPUs)",
+        metavar="N",
+        flag="--tp",
     )
     data_parallel: int | None = option(
         None,
-        "data-parallel ranks of a server, each with attention and requests of its own, that share the experts and"
-        " exchange tokens (wide expert parallelism), instead of --tp",
+        "data-parallel ranks of a server, each with attention and requests of its own,"
+        " that share the experts and exchange tokens (wide expert parallelism), instead"
+        " of --tp",
         metavar="N",
         flag="--dp",
         ge=2,
     )
-    batch: int = option(1, "rows of a rank's micro-batch; in serving requests at once", metavar="N", ge=1)
+    batch: int = option(
+        1,
+        "rows of a rank's micro-batch; in serving requests at once",
+        metavar="N",
+        ge=1,
+    )
     global_batch: int | None = option(
         None, "rows of an optimiser step (default: one micro-batch a rank)", metavar="N"
     )
-    length: int = option(4096, "tokens of a row, of a prompt, or of the text so far", metavar="N", ge=1)
+    length: int = option(
+        4096, "tokens of a row, of a prompt, or of the text so far", metavar="N", ge=1
+    )
     fp8: bool = option(False, "projections and experts in FP8")
-    unfused_attention: bool = option(False, "attention with its scores in memory, not in one kernel")
+    unfused_attention: bool = option(
+        False, "attention with its scores in memory, not in one kernel"
+    )
     connectivity: Connectivity | None = None
     sharding: Literal["fsdp2", "optimizer"] = "fsdp2"
     rows_once: bool = True
@@ -70,7 +87,8 @@ class PlanSettings(Cluster):
 class Planned:
     """A model as it is planned: its work, and who shares it.
 
-    inside: its layers keep their own combine (docs/scale.md). cached: bytes of keys and values on a rank, in serving.
+    inside: its layers keep their own combine (docs/scale.md). cached: bytes of keys and
+    values on a rank, in serving.
     """
 
     settings: PlanSettings
@@ -87,14 +105,22 @@ class Planned:
 
     def rewired(self, layers: Collection[int] | None = None) -> list[bool]:
         """Return which layers are rewired. layers: those instead of the planned ones."""
-        chosen = resolve_layers(self.connectivity.layers, self.work.moe) if layers is None else layers
+        chosen = (
+            resolve_layers(self.connectivity.layers, self.work.moe)
+            if layers is None
+            else layers
+        )
         return [k in chosen for k in range(len(self.work.layers))]
 
     def facts(self, layers: Collection[int] | None = None) -> list[LayerFacts | None]:
-        """Return what the schedule of its layers depends on. layers: rewired ones instead of the planned ones."""
+        """Return what the schedule of its layers depends on. layers: rewired ones
+        instead of the planned ones.
+        """
         spec, work, rewired = self.connectivity, self.work, self.rewired(layers)
         splits: Any = ["core" if layer.core else "end" for layer in work.layers]
-        return layer_facts(rewired, work.moe, spec.attention, spec.mlp, splits, inside=self.inside)
+        return layer_facts(
+            rewired, work.moe, spec.attention, spec.mlp, splits, inside=self.inside
+        )
 
     def assuming(self, **values: float) -> Planned:
         """Return it with other values of some assumptions."""
@@ -111,7 +137,10 @@ class Planned:
         num_gpus = self.machine.num_gpus
         step_tokens = self.micro_batches * self.work.tokens * num_gpus
         return Layout(
-            self.settings.sharding, num_gpus, step_tokens=step_tokens, expert_parallel=self.expert_parallel
+            self.settings.sharding,
+            num_gpus,
+            step_tokens=step_tokens,
+            expert_parallel=self.expert_parallel,
         )
 
     @property
@@ -134,10 +163,13 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         links,
     )
     if settings.fp8 and machine.gpu.fp8_tflops is None:
-        raise UserError(f"--fp8: the {machine.gpu.name} has no FP8 matmuls; leave it out")
+        raise UserError(
+            f"--fp8: the {machine.gpu.name} has no FP8 matmuls; leave it out"
+        )
     if settings.global_batch is not None and settings.phase != "train":
         raise UserError(
-            f"--global-batch: of an optimiser step, which --phase {settings.phase} has not; leave it out"
+            f"--global-batch: of an optimiser step, which --phase {settings.phase} has"
+            " not; leave it out"
         )
     source = find_source(settings.model, settings.revision)
     spec, config = settings.connectivity, source.own_config
@@ -149,8 +181,8 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     ep, tp = _ranks(settings, machine, links)
     if (imbalance := machine.values["imbalance"]) > ep:
         raise UserError(
-            f"assumptions.imbalance: {imbalance:g}: must be at most {ep}, the ranks that share the experts, one of"
-            " which then has all rows"
+            f"assumptions.imbalance: {imbalance:g}: must be at most {ep}, the ranks"
+            " that share the experts, one of which then has all rows"
         )
     length = 1 if settings.phase == "decode" else settings.length
     _check_size(settings, machine, config, length)
@@ -159,8 +191,15 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     if settings.phase == "train" and ep == 1:
         work = as_run(work)
     if work.num_experts % ep:
-        raise UserError(f"--ep {ep}: does not divide the {work.num_experts} experts of {source.where}")
-    cached = 0.0 if settings.phase == "train" else _cached(settings, text_config(model_config, family), tp)
+        raise UserError(
+            f"--ep {ep}: does not divide the {work.num_experts} experts of"
+            f" {source.where}"
+        )
+    cached = (
+        0.0
+        if settings.phase == "train"
+        else _cached(settings, text_config(model_config, family), tp)
+    )
     if settings.phase == "decode":
         work = _decoding(work, settings.length, cached)
     inside = kept_inside(family) is not None
@@ -170,10 +209,16 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     )  # fmt: skip
 
 
-def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) -> tuple[int, int]:
+def _ranks(
+    settings: PlanSettings, machine: Machine, links: LinkModel | None
+) -> tuple[int, int]:
     """Return expert-parallel and tensor-parallel ranks."""
     world, train = machine.num_gpus, settings.phase == "train"
-    tp, ep, dp = settings.tensor_parallel, settings.expert_parallel, settings.data_parallel
+    tp, ep, dp = (
+        settings.tensor_parallel,
+        settings.expert_parallel,
+        settings.data_parallel,
+    )
     if dp is not None:
         _check_wide(settings, machine, dp)
         ep = dp
@@ -181,28 +226,35 @@ def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) ->
     ep = (world if train else tp) if ep is None else ep
     if train and tp > 1:
         raise UserError(
-            f"--tp {tp}: training is planned without tensor parallelism, as fcsd trains; leave --tp out"
+            f"--tp {tp}: training is planned without tensor parallelism, as fcsd"
+            " trains; leave --tp out"
         )
     if tp < 1 or tp > world:
-        raise UserError(f"--tp {tp}: there are {world} GPUs ({machine.num_nodes} x {machine.gpus_per_node})")
+        raise UserError(
+            f"--tp {tp}: there are {world} GPUs ({machine.num_nodes} x"
+            f" {machine.gpus_per_node})"
+        )
     if train and (ep < 1 or world % ep):
         raise UserError(
-            f"--ep {ep}: does not divide the {world} GPUs ({machine.num_nodes} x {machine.gpus_per_node})"
+            f"--ep {ep}: does not divide the {world} GPUs ({machine.num_nodes} x"
+            f" {machine.gpus_per_node})"
         )
     if not train and not dp and ep not in (1, tp):
         raise UserError(
-            f"--ep {ep}: a server's experts are spread over its {tp} tensor-parallel ranks (--ep {tp}), or not (--ep 1)"
+            f"--ep {ep}: a server's experts are spread over its {tp} tensor-parallel"
+            f" ranks (--ep {tp}), or not (--ep 1)"
         )
     if links is not None:
         if not train and not dp:
             raise UserError(
-                f"--links: measured for all-to-all; without --dp {settings.phase} is planned with all-reduces, leave it"
-                " out"
+                f"--links: measured for all-to-all; without --dp {settings.phase} is"
+                " planned with all-reduces, leave it out"
             )
         if links.world_size != ep:
             raise UserError(
-                f"--links: measured between {links.world_size} ranks, but {ep} share the experts (--ep; by default all"
-                f" GPUs); give --ep {links.world_size}, or links of {ep} ranks"
+                f"--links: measured between {links.world_size} ranks, but {ep} share"
+                " the experts (--ep; by default all GPUs); give --ep"
+                f" {links.world_size}, or links of {ep} ranks"
             )
         links.require(collective="all_to_all_single")  # what expert parallelism calls
     return ep, tp
@@ -212,32 +264,40 @@ def _check_wide(settings: PlanSettings, machine: Machine, dp: int) -> None:
     """Refuse data-parallel ranks that a server cannot have."""
     if settings.phase == "train":
         raise UserError(
-            f"--dp {dp}: ranks of a server; in training every rank has rows of its own, leave it out"
+            f"--dp {dp}: ranks of a server; in training every rank has rows of its own,"
+            " leave it out"
         )
-    if settings.tensor_parallel not in (None, 1) or settings.expert_parallel not in (None, dp):
+    if settings.tensor_parallel not in (None, 1) or settings.expert_parallel not in (
+        None,
+        dp,
+    ):
         raise UserError(
-            f"--dp {dp}: every rank has attention of its own and a part of the experts (--tp 1 --ep {dp}); leave both"
-            " out"
+            f"--dp {dp}: every rank has attention of its own and a part of the experts"
+            f" (--tp 1 --ep {dp}); leave both out"
         )
     if machine.num_gpus % dp:
         raise UserError(
-            f"--dp {dp}: does not divide the {machine.num_gpus} GPUs ({machine.num_nodes} x {machine.gpus_per_node})"
+            f"--dp {dp}: does not divide the {machine.num_gpus} GPUs"
+            f" ({machine.num_nodes} x {machine.gpus_per_node})"
         )
     if settings.batch % dp:
         raise UserError(
-            f"--batch {settings.batch}: requests of the whole server, not a multiple of its {dp} ranks (--dp)"
+            f"--batch {settings.batch}: requests of the whole server, not a multiple of"
+            f" its {dp} ranks (--dp)"
         )
 
 
-def _check_size(settings: PlanSettings, machine: Machine, config: Mapping[str, Any], length: int) -> None:
+def _check_size(
+    settings: PlanSettings, machine: Machine, config: Mapping[str, Any], length: int
+) -> None:
     """Refuse what is far beyond the memory before it is traced, where sizes would overflow."""
     text = config.get("text_config", config)
     stream = 2 * settings.batch * length * (text.get("hidden_size") or 1)
     if stream > machine.gpu.memory_gb * 1e9:
         raise UserError(
-            f"--batch {settings.batch} --length {settings.length}: the stream of these tokens alone takes"
-            f" {size(stream)}, the {machine.gpu.name} has {size(int(machine.gpu.memory_gb * 1e9))}; a smaller batch,"
-            " shorter rows"
+            f"--batch {settings.batch} --length {settings.length}: the stream of these"
+            f" tokens alone takes {size(stream)}, the {machine.gpu.name} has"
+            f" {size(int(machine.gpu.memory_gb * 1e9))}; a smaller batch, shorter rows"
         )
 
 
@@ -246,12 +306,15 @@ def _micro_batches(settings: PlanSettings, machine: Machine) -> int:
     rows = each if settings.global_batch is None else settings.global_batch
     if settings.phase == "train" and (rows < 1 or rows % each):
         raise UserError(
-            f"--global-batch {rows}: not a multiple of {each} rows, {settings.batch} on each of {machine.num_gpus} GPUs"
+            f"--global-batch {rows}: not a multiple of {each} rows, {settings.batch} on"
+            f" each of {machine.num_gpus} GPUs"
         )
     return rows // each if settings.phase == "train" else 1
 
 
-def _training(settings: PlanSettings, config: Mapping[str, Any], where: str, spec: Connectivity) -> Training:
+def _training(
+    settings: PlanSettings, config: Mapping[str, Any], where: str, spec: Connectivity
+) -> Training:
     train = TrainConfig(
         max_steps=1,
         warmup_steps=0,
@@ -274,17 +337,33 @@ def _training(settings: PlanSettings, config: Mapping[str, Any], where: str, spe
 
 
 def _cached(settings: PlanSettings, config: Any, tp: int) -> float:
-    """Return the bytes of keys and values on a rank: heads are spread over the ranks, MLA's latent is on each."""
-    heads = 1 if getattr(config, "kv_lora_rank", None) else getattr(config, "num_key_value_heads", None)
+    """Return the bytes of keys and values on a rank: heads are spread over the ranks,
+    MLA's latent is on each.
+    """
+    heads = (
+        1
+        if getattr(config, "kv_lora_rank", None)
+        else getattr(config, "num_key_value_heads", None)
+    )
     shared = min(tp, heads or tp)
-    return (cache_bytes(config, settings.length) or 0) * settings.batch / (settings.data_parallel or shared)
+    return (
+        (cache_bytes(config, settings.length) or 0)
+        * settings.batch
+        / (settings.data_parallel or shared)
+    )
 
 
 def _decoding(work: ModelWork, length: int, cached: float) -> ModelWork:
     """Return the work of one token a row behind `length` others, whose keys and values are read."""
     each = cached / len(work.layers)
     layers = [
-        replace(one, core=one.core * length, causal=False, scores=one.scores * length, cache_bytes=each)
+        replace(
+            one,
+            core=one.core * length,
+            causal=False,
+            scores=one.scores * length,
+            cache_bytes=each,
+        )
         for one in work.layers
     ]
     return replace(work, layers=tuple(layers))

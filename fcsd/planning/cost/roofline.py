@@ -1,6 +1,8 @@
-"""Seconds of a layer's steps and of its exchanges, from operations, published figures and assumptions.
+"""Seconds of a layer's steps and of its exchanges, from operations, published figures
+and assumptions.
 
-Not covered: contention on links, launches of kernels, the host's work; anything that a profiler would show.
+Not covered: contention on links, launches of kernels, the host's work; anything that a
+profiler would show.
 """
 
 import math
@@ -24,10 +26,12 @@ PAIR_BYTES = 8
 class Roofline:
     """Times of work on a machine.
 
-    precision: of the matmuls and what they read; fp8: those of attention's core, and activations, are bfloat16. fused:
-    attention is one kernel that skips what a causal mask leaves out; else batched matmuls with the scores in memory.
-    tensor_parallel: ranks that share each layer. rows_once: a token sends one row to each rank of its experts, as
-    fcsd trains; else one to each expert, as Megatron's all-to-all and servers' kernels for latency.
+    precision: of the matmuls and what they read; fp8: those of attention's core, and
+    activations, are bfloat16. fused: attention is one kernel that skips what a causal
+    mask leaves out; else batched matmuls with the scores in memory. tensor_parallel:
+    ranks that share each layer. rows_once: a token sends one row to each rank of its
+    experts, as fcsd trains; else one to each expert, as Megatron's all-to-all and
+    servers' kernels for latency.
     """
 
     machine: Machine
@@ -54,16 +58,20 @@ class Roofline:
         gpu = self.machine.gpu
         if precision == "float32":
             return gpu.float32_tflops * 1e12
-        return ((gpu.fp8_tflops if precision == "fp8" else None) or gpu.bf16_tflops) * 1e12
+        return (
+            (gpu.fp8_tflops if precision == "fp8" else None) or gpu.bf16_tflops
+        ) * 1e12
 
     @property
     def _bytes_per_s(self) -> float:
         return self.machine.gpu.memory_gb_s * 1e9 * self.values["hbm"]
 
     def matmul(self, work: Work, share: str, ranks: int, read: float = 1.0) -> float:
-        """Return the seconds of matmuls: of computing, or of reading weights, whichever is longer.
+        """Return the seconds of matmuls: of computing, or of reading weights, whichever
+        is longer.
 
-        share: the assumption. ranks: over which they are spread. read: part of the weights that is used.
+        share: the assumption. ranks: over which they are spread. read: part of the
+        weights that is used.
         """
         computing = work.flops / (self._peak(self.precision) * self.values[share])
         weight_bytes = 1 if self.precision == "fp8" else self.value_bytes
@@ -89,30 +97,41 @@ class Roofline:
         """Return the seconds of the steps of every layer."""
         return [self.steps(model, layer, expert_parallel) for layer in model.layers]
 
-    def steps(self, model: ModelWork, layer: LayerWork, expert_parallel: int) -> dict[str, float]:
-        """Return the seconds of a layer's steps in the forward pass, by the names of `fcsd.parallel.overlap.schedule`.
+    def steps(
+        self, model: ModelWork, layer: LayerWork, expert_parallel: int
+    ) -> dict[str, float]:
+        """Return the seconds of a layer's steps in the forward pass, by the names of
+        `fcsd.parallel.overlap.schedule`.
 
-        expert_parallel: ranks that share the experts and have tokens of their own each; 1 in serving, whose
-        tensor-parallel ranks have the same tokens.
+        expert_parallel: ranks that share the experts and have tokens of their own each;
+        1 in serving, whose tensor-parallel ranks have the same tokens.
 
-        Sorting rows before the dispatch counts as router, around the experts as experts, and summing up what the
-        combine brought as the next layer's arrive.
+        Sorting rows before the dispatch counts as router, around the experts as
+        experts, and summing up what the combine brought as the next layer's arrive.
         """
         ranks, stream = self.tensor_parallel, model.tokens * model.hidden_size
         whole = self.matmul(layer.work("attention a" + WHOLE), "gemm", 1)
         norms = self.passes(self.values["norm_passes"], stream)
         seconds = {
-            "attention a": self.matmul(layer.work("attention a"), "gemm", ranks) + whole,
-            "attention b": self.core(layer) + self.matmul(layer.work("attention b"), "gemm", ranks),
+            "attention a": self.matmul(layer.work("attention a"), "gemm", ranks)
+            + whole,
+            "attention b": self.core(layer)
+            + self.matmul(layer.work("attention b"), "gemm", ranks),
         }
         if not layer.moe:
-            return seconds | {"mlp": self.matmul(layer.work("mlp"), "gemm", ranks) + norms}
+            return seconds | {
+                "mlp": self.matmul(layer.work("mlp"), "gemm", ranks) + norms
+            }
         uneven = self.values["imbalance"]
         pairs = model.tokens * model.experts_per_token / ranks
-        rows = self.passes(self.values["row_passes"] / 4, pairs * model.row_width) * uneven
+        rows = (
+            self.passes(self.values["row_passes"] / 4, pairs * model.row_width) * uneven
+        )
         chosen = model.experts_per_token / model.num_experts
         active = 1 - (1 - chosen) ** (model.tokens * expert_parallel)
-        experts = self.matmul(layer.work("experts"), "grouped", ranks, active / expert_parallel)
+        experts = self.matmul(
+            layer.work("experts"), "grouped", ranks, active / expert_parallel
+        )
         return seconds | {
             "router": self.matmul(layer.work("router"), "gemm", 1) + norms + rows,
             "experts": experts * uneven + 2 * rows,
@@ -125,50 +144,82 @@ class Roofline:
         return self.matmul(model.head, "gemm", self.tensor_parallel)
 
     def optimizer(self, num_parameters: float, itemsize: int = 4) -> float:
-        """Return the seconds of updating so many parameters of a rank, whose states are of so many bytes."""
-        return num_parameters * self.values["optimizer_bytes"] * itemsize / 4 / self._bytes_per_s
+        """Return the seconds of updating so many parameters of a rank, whose states are
+        of so many bytes.
+        """
+        return (
+            num_parameters
+            * self.values["optimizer_bytes"]
+            * itemsize
+            / 4
+            / self._bytes_per_s
+        )
 
     def sharding(
         self, model: ModelWork, ranks: int, expert_parallel: int, reduced: float = 4
     ) -> tuple[float, float, float]:
-        """Return the seconds of gathering weights forward and backward, and of reducing gradients, all of them once.
+        """Return the seconds of gathering weights forward and backward, and of reducing
+        gradients, all of them once.
 
-        Weights are gathered as they are computed with, gradients reduced in the dtype that is updated, layer by layer:
-        of the experts among the ranks that have the same ones, of everything else among all `ranks`. The head is kept
-        for the backward pass. reduced: bytes of a gradient.
+        Weights are gathered as they are computed with, gradients reduced in the dtype
+        that is updated, layer by layer: of the experts among the ranks that have the
+        same ones, of everything else among all `ranks`. The head is kept for the
+        backward pass. reduced: bytes of a gradient.
         """
-        same, moe, num_layers = ranks // expert_parallel, sum(model.moe), len(model.layers)
+        same, moe, num_layers = (
+            ranks // expert_parallel,
+            sum(model.moe),
+            len(model.layers),
+        )
         experts = model.num_expert_parameters / expert_parallel / moe
-        others, head = model.num_parameters - model.num_expert_parameters, model.head.weights
+        others, head = (
+            model.num_parameters - model.num_expert_parameters,
+            model.head.weights,
+        )
 
         def sent(width: float, kept: float = 0.0) -> float:
             between = moe * self.ring(width * experts, same, apart=expert_parallel)
-            return between + num_layers * self.ring(width * (others - kept) / num_layers, ranks)
+            return between + num_layers * self.ring(
+                width * (others - kept) / num_layers, ranks
+            )
 
         return sent(self.value_bytes), sent(self.value_bytes, head), sent(reduced)
 
     def loss(self, model: ModelWork, num_matmuls: int = 3) -> float:
-        """Return the seconds of head and loss, forward and backward: logits, and gradients of their two factors."""
+        """Return the seconds of head and loss, forward and backward: logits, and
+        gradients of their two factors.
+        """
         logits = model.tokens * model.head.weights / model.hidden_size
         return num_matmuls * self.head(model) + self.passes(
             self.values["logit_passes"], logits * 4 / self.value_bytes
         )
 
     def exchange(self, model: ModelWork, ranks: int) -> tuple[float, float]:
-        """Return the seconds of a dispatch and of a combine over `ranks`, with even counts.
+        """Return the seconds of a dispatch and of a combine over `ranks`, with even
+        counts.
 
-        Each rank sends an equal share of its rows to each. With measured links: simulated from them.
+        Each rank sends an equal share of its rows to each. With measured links:
+        simulated from them.
         """
         uneven, experts = self.values["imbalance"], model.experts_per_token
         pairs = model.tokens * experts * uneven
         rows = pairs
         if self.rows_once:
             rows = model.tokens * rows_per_token(
-                model.num_experts, experts, ranks, groups=model.expert_groups, imbalance=uneven
+                model.num_experts,
+                experts,
+                ranks,
+                groups=model.expert_groups,
+                imbalance=uneven,
             )
         if (links := self.machine.links) is not None:
-            counts, weights = np.full((ranks, ranks), rows / ranks), PAIR_BYTES * pairs / rows
-            payload = Payload(model.row_width, model.num_experts, self.value_bytes, weights)
+            counts, weights = (
+                np.full((ranks, ranks), rows / ranks),
+                PAIR_BYTES * pairs / rows,
+            )
+            payload = Payload(
+                model.row_width, model.num_experts, self.value_bytes, weights
+            )
             times = simulate(links, counts, payload)
             return float(times.metadata + times.dispatch), float(times.combine)
         seconds = self._all_to_all(rows * model.row_width * self.value_bytes, ranks)
@@ -178,36 +229,57 @@ class Roofline:
         machine, latency = self.machine, self.values["latency_us"] / 1e6
         if ranks == 1:
             return 0.0
-        groups = machine.near(ranks, machine.num_gpus // ranks)  # a group may lie across nodes
+        # a group may lie across nodes
+        groups = machine.near(ranks, machine.num_gpus // ranks)
         each, least, most = num_bytes / ranks, min(groups), max(groups)
         rate = self.values["link"] * 1e9
         out = machine.gpu.link_gb_s * machine.gpu.payload
-        within = latency + max(each / machine.peer_gb_s, each * (most - 1) / out) / rate if most > 1 else 0.0
+        within = (
+            latency + max(each / machine.peer_gb_s, each * (most - 1) / out) / rate
+            if most > 1
+            else 0.0
+        )
         if least == ranks:
             return within
         return max(
-            within, 2 * latency + each * (ranks - least) / (machine.nic_gb_s * 1e9 * self.values["nic"])
+            within,
+            2 * latency
+            + each * (ranks - least) / (machine.nic_gb_s * 1e9 * self.values["nic"]),
         )
 
     def ring(self, num_bytes: float, ranks: int, apart: int = 1) -> float:
-        """Return the seconds of an all-gather or a reduce-scatter of so many bytes: half an all-reduce.
+        """Return the seconds of an all-gather or a reduce-scatter of so many bytes:
+        half an all-reduce.
 
-        A ring over several nodes uses the interface of each of its GPUs, within a node the links between them.
-        apart: how far one rank of the ring is from the next.
+        A ring over several nodes uses the interface of each of its GPUs, within a node
+        the links between them. apart: how far one rank of the ring is from the next.
         """
         if ranks == 1:
             return 0.0
         machine = self.machine
         groups = machine.near(ranks, 1, apart)
         least, gpu = min(groups), machine.gpu
-        links = min(gpu.link_gb_s * gpu.payload, (least - 1) * machine.peer_gb_s) * self.values["link"]
+        links = (
+            min(gpu.link_gb_s * gpu.payload, (least - 1) * machine.peer_gb_s)
+            * self.values["link"]
+        )
         interfaces = least * machine.nic_gb_s * self.values["nic"]
-        rate = links if len(groups) == 1 else min(links, interfaces) if least > 1 else interfaces
-        return self.values["latency_us"] / 1e6 + (1 - 1 / ranks) * num_bytes / (rate * 1e9)
+        rate = (
+            links
+            if len(groups) == 1
+            else min(links, interfaces)
+            if least > 1
+            else interfaces
+        )
+        return self.values["latency_us"] / 1e6 + (1 - 1 / ranks) * num_bytes / (
+            rate * 1e9
+        )
 
     def all_reduce(self, model: ModelWork) -> float:
         """Return the seconds of one all-reduce of the stream over the tensor-parallel ranks."""
-        return 2 * self.ring(model.tokens * model.hidden_size * self.value_bytes, self.tensor_parallel)
+        return 2 * self.ring(
+            model.tokens * model.hidden_size * self.value_bytes, self.tensor_parallel
+        )
 
 
 def total(seconds: Mapping[str, float]) -> float:

@@ -16,7 +16,10 @@ def _named(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 def _memory(memory: Mapping[str, Any], available: str = "") -> str:
     rows = [[name, size(number)] for name, number in memory["parts"].items()]
-    return markdown(["memory of a rank", ""], [*rows, ["all", size(memory["total_bytes"]) + available]])
+    return markdown(
+        ["memory of a rank", ""],
+        [*rows, ["all", size(memory["total_bytes"]) + available]],
+    )
 
 
 def estimate_table(facts: Mapping[str, Any]) -> str:
@@ -31,13 +34,24 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     yield [_fits(facts), *_activations(memory["activations"])]
     if facts["changes"]:
         rows = [
-            [row["change"], size(row["total_bytes"]), _yes(row["fits"]), _yes(row["supported"])]
+            [
+                row["change"],
+                size(row["total_bytes"]),
+                _yes(row["fits"]),
+                _yes(row["supported"]),
+            ]
             for row in facts["changes"]
         ]
-        yield [markdown(["change, on top of those above", "memory", "fits", "supported"], rows)]
+        yield [
+            markdown(
+                ["change, on top of those above", "memory", "fits", "supported"], rows
+            )
+        ]
     yield [*_disk(facts["disk"]), *_scoring(facts["scoring"])]
     flops = facts["flops"]
-    rows = [[name, f"{number / 1e9:.2f}"] for name, number in flops["per_token"].items()]
+    rows = [
+        [name, f"{number / 1e9:.2f}"] for name, number in flops["per_token"].items()
+    ]
     rows.append(["all", f"{sum(flops['per_token'].values()) / 1e9:.2f}"])
     yield [markdown(["10^9 operations a token", ""], rows)]
     yield _time(facts)
@@ -53,14 +67,23 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     ]
     yield [markdown(["", "runs", "steps each", "tokens", "hours"], rows)]
     if facts["refused"]:
-        yield ["`fcsd run` refuses, on so many processes:", *(f"- {text}" for text in facts["refused"])]
+        yield [
+            "`fcsd run` refuses, on so many processes:",
+            *(f"- {text}" for text in facts["refused"]),
+        ]
     yield ["assumed:", *(f"- {text}" for text in facts["assumptions"])]
 
 
 def _head(facts: Mapping[str, Any]) -> list[str]:
-    hardware, settings, numbers = facts["hardware"], facts["settings"], facts["parameters"]
+    hardware, settings, numbers = (
+        facts["hardware"],
+        facts["settings"],
+        facts["parameters"],
+    )
     notes = [
-        name for name in ("gradient_checkpointing", "freeze_embeddings_and_head", "bf16") if settings[name]
+        name
+        for name in ("gradient_checkpointing", "freeze_embeddings_and_head", "bf16")
+        if settings[name]
     ]
     ranks = hardware["expert_parallel"]
     spread = f", expert parallel {ranks}" if ranks > 1 else ""
@@ -84,8 +107,9 @@ def _cache(cache: Mapping[str, int] | None) -> str:
     if cache is None:
         return ""
     return (
-        f": {size(cache['bytes_per_token'])} on disk a token with loss, {size(cache['at_most_bytes'])} for"
-        f" {cache['at_most_tokens']:.3g} of them, should the training read no row twice"
+        f": {size(cache['bytes_per_token'])} on disk a token with loss,"
+        f" {size(cache['at_most_bytes'])} for {cache['at_most_tokens']:.3g} of them,"
+        " should the training read no row twice"
     )
 
 
@@ -95,30 +119,46 @@ def _fits(facts: Mapping[str, Any]) -> str:
     if memory["fits"]:
         return f"fits          {room}"
     if not facts["changes"] or not facts["changes"][-1]["fits"]:
-        return f"DOES NOT FIT  {room}; no change below is enough: a larger GPU or a smaller model is needed"
+        return (
+            f"DOES NOT FIT  {room}; no change below is enough: a larger GPU or a"
+            " smaller model is needed"
+        )
     return f"DOES NOT FIT  {room}; with the changes below it would"
 
 
 def _activations(values: Mapping[str, int | None]) -> Iterator[str]:
-    without, checkpointed = values["without_checkpointing_bytes"], values["with_checkpointing_bytes"]
+    without, checkpointed = (
+        values["without_checkpointing_bytes"],
+        values["with_checkpointing_bytes"],
+    )
     text = f"activations   {size(without or 0)} without activation checkpointing, "
     if checkpointed is None:
         yield text + "which this family does not support"
         return
     yield text + f"{size(checkpointed)} with it"
     inputs, second = values["layer_inputs_bytes"], values["second_inputs_bytes"]
-    more = f", and {size(second)} for the second one of FarSkip layers" if second else ""
+    more = (
+        f", and {size(second)} for the second one of FarSkip layers" if second else ""
+    )
     yield f"              checkpointed inputs of the layers {size(inputs or 0)}{more}"
 
 
 def _disk(disk: Mapping[str, int]) -> Iterator[str]:
-    parts = [f"{disk['num_checkpoints']} checkpoints of {size(disk['checkpoint_bytes'])}"]
+    parts = [
+        f"{disk['num_checkpoints']} checkpoints of {size(disk['checkpoint_bytes'])}"
+    ]
     if disk["best_bytes"]:
-        parts.append(f"{size(disk['best_bytes'])} for the best weights, those before and those being written")
+        parts.append(
+            f"{size(disk['best_bytes'])} for the best weights, those before and those"
+            " being written"
+        )
     parts.append(f"{size(disk['model_bytes'])} for the model")
     yield f"disk          {size(disk['total_bytes'])}: {', '.join(parts)}"
     if copy := disk["host_copy_bytes"]:
-        yield f"host memory   {size(copy)} of each machine that writes: a copy of the checkpoint that is being written"
+        yield (
+            f"host memory   {size(copy)} of each machine that writes: a copy of the"
+            " checkpoint that is being written"
+        )
 
 
 def _scoring(scoring: Mapping[str, Any] | None) -> Iterator[str]:
@@ -126,8 +166,9 @@ def _scoring(scoring: Mapping[str, Any] | None) -> Iterator[str]:
         return
     when = "once for a score" if scoring["once"] else "for every token"
     yield (
-        f"scoring       gathers {size(scoring['gathered_bytes'])} of weights {when}, in {scoring['seconds']:.2g} s;"
-        f" {size(scoring['free_bytes'])} of a GPU are free then"
+        f"scoring       gathers {size(scoring['gathered_bytes'])} of weights {when}, in"
+        f" {scoring['seconds']:.2g} s; {size(scoring['free_bytes'])} of a GPU are free"
+        " then"
     )
 
 
@@ -135,7 +176,10 @@ def _time(facts: Mapping[str, Any]) -> list[str]:
     time, flops = facts["time"], facts["flops"]
     step, rate = (
         _expected(time[name], time[many])
-        for name, many in (("expected_s", "step_s"), ("expected_tokens_per_second", "tokens_per_second"))
+        for name, many in (
+            ("expected_s", "step_s"),
+            ("expected_tokens_per_second", "tokens_per_second"),
+        )
     )
     parts = {
         "compute": time["compute_s"],
@@ -143,16 +187,26 @@ def _time(facts: Mapping[str, Any]) -> list[str]:
         "weights and gradients that nothing hides": time["sharding_s"],
     }
     lines = [
-        f"step          {flops['per_step'] / 1e15:.3g} x 10^15 operations, {step} s, {rate} tokens/s",
-        f"of that       {', '.join(f'{name} {seconds:.2g} s' for name, seconds in parts.items() if seconds)}",
+        (
+            f"step          {flops['per_step'] / 1e15:.3g} x 10^15 operations, {step}"
+            f" s, {rate} tokens/s"
+        ),
+        (
+            "of that      "
+            f" {', '.join(f'{name} {seconds:.2g} s' for name, seconds in parts.items() if seconds)}"
+        ),
     ]
     if flops["float32_share"] > 0:
-        lines.append(f"float32       {flops['float32_share']:.0%} of the operations run in float32")
+        lines.append(
+            f"float32       {flops['float32_share']:.0%} of the operations run in"
+            " float32"
+        )
     tokens = facts["tokens"]
     few, one = (f"{seconds / 60:,.2g}" for seconds in tokens["seconds"])
     lines.append(
-        f"tokens        {tokens['num_tokens']:,} once for all trainings: {size(tokens['bytes'])} on disk,"
-        f" {few} min with {tokens['processes']} processes, {one} with one"
+        f"tokens        {tokens['num_tokens']:,} once for all trainings:"
+        f" {size(tokens['bytes'])} on disk, {few} min with {tokens['processes']}"
+        f" processes, {one} with one"
     )
     return lines
 
@@ -204,19 +258,34 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
         wide = settings["data_parallel"] is not None
         kind = "data" if wide else "tensor"
         ranks = (
-            f"{kind} parallel {settings[f'{kind}_parallel']}, expert parallel {settings['expert_parallel']}"
+            f"{kind} parallel {settings[f'{kind}_parallel']}, expert parallel"
+            f" {settings['expert_parallel']}"
         )
-    network = "measured links" if facts["links"] else f"{machine['nic_gb_s']:g} GB/s a GPU between nodes"
+    network = (
+        "measured links"
+        if facts["links"]
+        else f"{machine['nic_gb_s']:g} GB/s a GPU between nodes"
+    )
     rows = [
         ("model", f"{facts['model']}, {facts['model_type']}, {rewired}"),
-        ("machine", f"{machine['num_nodes']} x {machine['gpus_per_node']} x {gpu['name']}, {network}"),
+        (
+            "machine",
+            (
+                f"{machine['num_nodes']} x {machine['gpus_per_node']} x {gpu['name']},"
+                f" {network}"
+            ),
+        ),
         ("phase", f"{settings['phase']}, {ranks}, {batch}"),
     ]
     return _named(rows, 10)
 
 
 def _result(times: Mapping[str, Any], phase: str) -> str:
-    what = {"train": "step", "prefill": "time to first token", "decode": "time between tokens"}[phase]
+    what = {
+        "train": "step",
+        "prefill": "time to first token",
+        "decode": "time between tokens",
+    }[phase]
     columns = [f"{what}, ms", "communication", "exposed", "times as fast"]
     share = times["communication_share"]
     rows = [
@@ -234,28 +303,40 @@ def _result(times: Mapping[str, Any], phase: str) -> str:
 
 def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
     times = facts["times"]
-    yield "hidden: " + ", ".join(f"{name} {share:.1%}" for name, share in times["overlap"].items())
+    yield "hidden: " + ", ".join(
+        f"{name} {share:.1%}" for name, share in times["overlap"].items()
+    )
     if facts["upper_bound"]:
         least, most = facts["over_prediction"]
         gain = times["speed_up"] - 1
         yield (
-            f"UPPER BOUND: measured gains in the time to the first token were {least:g} to {most:g} times smaller,"
-            f" which makes {gain:.1%} {gain / most:.1%} to {gain / least:.1%}: a server takes longer than its"
-            " roofline, and hides the same communication; measured times (--measured) give the gain f v / (1 - f v)"
+            f"UPPER BOUND: measured gains in the time to the first token were {least:g}"
+            f" to {most:g} times smaller, which makes {gain:.1%} {gain / most:.1%} to"
+            f" {gain / least:.1%}: a server takes longer than its roofline, and hides"
+            " the same communication; measured times (--measured) give the gain f v /"
+            " (1 - f v)"
         )
     elif facts["imbalance"] == 1 and "measured" not in facts:
         yield (
-            "EVEN ROUTING is assumed (imbalance 1); fine-tuning on 16 H100 had 2.6 to 5.1: `fcsd routing` measures"
-            " yours, --routing reads it"
+            "EVEN ROUTING is assumed (imbalance 1); fine-tuning on 16 H100 had 2.6 to"
+            " 5.1: `fcsd routing` measures yours, --routing reads it"
         )
     if any(sharding := times.get("sharding_s", ())):
         yield (
-            "FSDP2 gathers weights (forward, backward) and reduces gradients in every micro-batch; exposed of that:"
-            f" {_ms(sharding[0])} ms of the regular step, {_ms(sharding[1])} ms of the overlapped one"
+            "FSDP2 gathers weights (forward, backward) and reduces gradients in every"
+            f" micro-batch; exposed of that: {_ms(sharding[0])} ms of the regular step,"
+            f" {_ms(sharding[1])} ms of the overlapped one"
         )
     if (ratio := times.get("equation_9")) is not None:
-        holds = "holds: necessary, not sufficient" if ratio <= 1 else "does not hold: something stays exposed"
-        yield f"equation 9: (dispatch + combine) / (layer - experts - router) = {ratio:.2f}, {holds}"
+        holds = (
+            "holds: necessary, not sufficient"
+            if ratio <= 1
+            else "does not hold: something stays exposed"
+        )
+        yield (
+            "equation 9: (dispatch + combine) / (layer - experts - router) ="
+            f" {ratio:.2f}, {holds}"
+        )
 
 
 def _windows(times: Mapping[str, Any]) -> str:
@@ -268,7 +349,10 @@ def _windows(times: Mapping[str, Any]) -> str:
         cells = []
         for kind in kinds:
             name = kind.removesuffix("_s")
-            cells += [_ms(exchange.get(name, exchange.get("all_reduce", 0.0))), _ms(row[kind])]
+            cells += [
+                _ms(exchange.get(name, exchange.get("all_reduce", 0.0))),
+                _ms(row[kind]),
+            ]
         rows.append([layers, *cells])
     names = {"attention_s": "attention's all-reduce", "routed_s": "routed all-reduce"}
     header = ["MoE layers"]
@@ -278,10 +362,14 @@ def _windows(times: Mapping[str, Any]) -> str:
     return markdown(header, rows)
 
 
-def _groups(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, Mapping[str, Any]]]:
+def _groups(
+    rows: Sequence[Mapping[str, Any]],
+) -> list[tuple[int, int, Mapping[str, Any]]]:
     groups: list[tuple[int, int, Mapping[str, Any]]] = []
     for row in rows:
-        alike = groups and all(row[key] == groups[-1][2][key] for key in row if key != "layer")
+        alike = groups and all(
+            row[key] == groups[-1][2][key] for key in row if key != "layer"
+        )
         if alike and groups[-1][1] == row["layer"] - 1:
             groups[-1] = (groups[-1][0], row["layer"], groups[-1][2])
         else:
@@ -300,14 +388,20 @@ def _study(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return markdown(["--layers", "weights", "rewired", "times as fast", rows[0]["metric"]], cells, left=2)
+    return markdown(
+        ["--layers", "weights", "rewired", "times as fast", rows[0]["metric"]],
+        cells,
+        left=2,
+    )
 
 
 def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
     def reach(row: Mapping[str, Any]) -> float:
         return float(abs(row["speed_up"][1] - row["speed_up"][0]))
 
-    ordered = sorted((row for row in rows if reach(row) >= 5e-4), key=lambda row: -reach(row))
+    ordered = sorted(
+        (row for row in rows if reach(row) >= 5e-4), key=lambda row: -reach(row)
+    )
     without = ", ".join(row["name"] for row in rows if reach(row) < 5e-4)
     cells = [
         [
@@ -320,7 +414,10 @@ def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     table = markdown(["assumption", "value", "range", "times as fast"], cells)
     none = f"no effect on it: {without}\n" if without else ""
-    return f"{table}\n{none}what each assumption is, and its source: --json, or fcsd/planning/cost/assumptions.py"
+    return (
+        f"{table}\n{none}what each assumption is, and its source: --json, or"
+        " fcsd/planning/cost/assumptions.py"
+    )
 
 
 def _ms(seconds: float) -> str:

@@ -1,13 +1,15 @@
-"""Seconds of an optimiser step, or of a server's, regular and overlapped: arithmetic on the operations, nothing is run.
+"""Seconds of an optimiser step, or of a server's, regular and overlapped: arithmetic on
+the operations, nothing is run.
 
-`step_time` is the one model of a training step: `fcsd plan` asks it what overlap brings, `fcsd estimate` how long a
-recipe takes.
+`step_time` is the one model of a training step: `fcsd plan` asks it what overlap
+brings, `fcsd estimate` how long a recipe takes.
 
-An MoE layer k has two windows, not one sum: its dispatch has what is computed between its start and its wait
-(the core of attention and the output projection), its combine the shared expert and the next layer's queries, keys and
-values: `fcsd.parallel.overlap.schedule.beside` says what. What an exchange takes beyond its own window is exposed,
-however much room the other has. In the backward pass every window is that of the forward pass doubled, as its
-computation is.
+An MoE layer k has two windows, not one sum: its dispatch has what is computed between
+its start and its wait (the core of attention and the output projection), its combine
+the shared expert and the next layer's queries, keys and values:
+`fcsd.parallel.overlap.schedule.beside` says what. What an exchange takes beyond its own
+window is exposed, however much room the other has. In the backward pass every window is
+that of the forward pass doubled, as its computation is.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from fcsd.planning.cost.planned import Planned
 from fcsd.planning.cost.roofline import Roofline, total
 
 Seconds = Mapping[str, float]
-"""Seconds of a layer's steps by the names of `fcsd.parallel.overlap.schedule`; of a step that is not named 0."""
+"""Seconds of a layer's steps by the names of `fcsd.parallel.overlap.schedule`; of a
+step that is not named 0.
+"""
 
 BACKWARD = 2.0
 """Backward computation over forward computation: gradients of inputs and of weights."""
@@ -41,30 +45,37 @@ def exposed(seconds: float, window: float) -> float:
 
 
 def equation_9(exchanges: float, seconds: Seconds) -> float:
-    """Return (T_d + T_c) / (T_layer - T_experts - T_gate) of one layer (FarSkip paper): at most 1 where all could hide.
+    """Return (T_d + T_c) / (T_layer - T_experts - T_gate) of one layer (FarSkip paper):
+    at most 1 where all could hide.
 
     exchanges: T_d + T_c. Necessary for no exposed time, not sufficient.
     """
     overlappable = sum(
-        value for name, value in seconds.items() if name not in ("router", "experts", "arrive")
+        value
+        for name, value in seconds.items()
+        if name not in ("router", "experts", "arrive")
     )
     return exchanges / overlappable if overlappable else float("inf")
 
 
 def gain(exposed_share: float, overlap: float) -> float:
-    """Return regular / overlapped time - 1, f v / (1 - f v): a share f of the time is exposed, v of it gets hidden."""
+    """Return regular / overlapped time - 1, f v / (1 - f v): a share f of the time is
+    exposed, v of it gets hidden.
+    """
     hidden = exposed_share * overlap
     return hidden / (1 - hidden)
 
 
 @dataclass(frozen=True)
 class Step:
-    """An optimiser step: what a rank runs in each of its micro-batches, and with whom it shares the weights.
+    """An optimiser step: what a rank runs in each of its micro-batches, and with whom
+    it shares the weights.
 
-    num_trained: parameters that are updated. trained_bytes: of one of them, and of its gradient. adapters: others than
-    the model's own, whose weights get no gradients. recomputes: layers run again for the backward pass. teacher: how
-    one runs, None: none does. loss_matmuls: of head and loss: logits, and the gradients of their two factors; a
-    teacher's logits are one more.
+    num_trained: parameters that are updated. trained_bytes: of one of them, and of its
+    gradient. adapters: others than the model's own, whose weights get no gradients.
+    recomputes: layers run again for the backward pass. teacher: how one runs, None:
+    none does. loss_matmuls: of head and loss: logits, and the gradients of their two
+    factors; a teacher's logits are one more.
     """
 
     work: ModelWork
@@ -85,7 +96,9 @@ class Step:
 
     @property
     def backward(self) -> float:
-        """Backward computation over forward computation: without adapters, gradients of inputs and of weights."""
+        """Backward computation over forward computation: without adapters, gradients of
+        inputs and of weights.
+        """
         return BACKWARD / 2 if self.adapters else BACKWARD
 
     @property
@@ -95,15 +108,19 @@ class Step:
 
 
 def step_time(
-    step: Step, facts: Sequence[LayerFacts | None] | None = None, last_combine: float = 1.0
+    step: Step,
+    facts: Sequence[LayerFacts | None] | None = None,
+    last_combine: float = 1.0,
 ) -> dict[str, Any]:
-    """Return the seconds of a step whose exchanges block, and of one whose layers run as the schedule says.
+    """Return the seconds of a step whose exchanges block, and of one whose layers run
+    as the schedule says.
 
-    Everything runs in turn but exchanges, and weights and gradients that are sent beside computation. A teacher, and
-    layers that are run again, exchange with nothing beside it.
+    Everything runs in turn but exchanges, and weights and gradients that are sent
+    beside computation. A teacher, and layers that are run again, exchange with nothing
+    beside it.
 
-    facts: of each layer for the schedule; None: no layer is rewired. last_combine: share of what is computed beside the
-    last layer's combine that hides it.
+    facts: of each layer for the schedule; None: no layer is rewired. last_combine:
+    share of what is computed beside the last layer's combine that hides it.
     """
     work, roofline, ranks = step.work, step.roofline, step.layout.expert_parallel
     facts = [None] * len(work.layers) if facts is None else facts
@@ -118,47 +135,79 @@ def step_time(
     total_each = len(moe) * (dispatch + combine)
     exposed_s = {
         name: sum(
-            exposed(dispatch, times * beside[k][0]) + exposed(combine, times * beside[k][1]) for k in moe
+            exposed(dispatch, times * beside[k][0])
+            + exposed(combine, times * beside[k][1])
+            for k in moe
         )
         for name, times in (("forward", 1.0), ("backward", step.backward))
     }
     forward = sum(map(total, seconds))
-    teacher = 0.0 if step.teacher is None else sum(map(total, step.teacher.layers(work, ranks)))
+    teacher = (
+        0.0
+        if step.teacher is None
+        else sum(map(total, step.teacher.layers(work, ranks)))
+    )
     blocking = (step.recomputes + (step.teacher is not None)) * total_each
-    once = roofline.optimizer(step.num_trained / step.layout.num_shards, step.trained_bytes)
+    once = roofline.optimizer(
+        step.num_trained / step.layout.num_shards, step.trained_bytes
+    )
     layers = (1 + step.backward + step.recomputes) * forward + teacher
     compute = step.micro_batches * (layers + step.loss_s) + once
     communication = step.micro_batches * (2 * total_each + blocking)
     remaining = step.micro_batches * (sum(exposed_s.values()) + blocking)
     hidden = [total_each - each for each in exposed_s.values()]
-    sharding = [_sharding(step, forward, teacher, each) for each in ([0.0, 0.0], hidden)]
+    sharding = [
+        _sharding(step, forward, teacher, each) for each in ([0.0, 0.0], hidden)
+    ]
     first = moe[len(moe) // 2]  # one in the middle stands for all
-    return summary(compute, communication, remaining, roofline.values["slowdown"], sharding=sharding) | {
-        "overlap": {name: 1 - each / total_each if total_each else 0.0 for name, each in exposed_s.items()},
+    return summary(
+        compute,
+        communication,
+        remaining,
+        roofline.values["slowdown"],
+        sharding=sharding,
+    ) | {
+        "overlap": {
+            name: 1 - each / total_each if total_each else 0.0
+            for name, each in exposed_s.items()
+        },
         "exchange_s": {"dispatch": dispatch, "combine": combine},
         "outside_layers_s": once + step.micro_batches * step.loss_s,
-        "windows": [{"layer": k, "dispatch_s": windows[k][0], "combine_s": windows[k][1]} for k in moe],
+        "windows": [
+            {"layer": k, "dispatch_s": windows[k][0], "combine_s": windows[k][1]}
+            for k in moe
+        ],
         "equation_9": equation_9(dispatch + combine, seconds[first]),
         "layer_s": seconds[first],
     }
 
 
-def _sharding(step: Step, forward: float, teacher: float, hidden: Sequence[float]) -> float:
-    """Return the exposed seconds of a step in which weights are gathered and gradients reduced.
+def _sharding(
+    step: Step, forward: float, teacher: float, hidden: Sequence[float]
+) -> float:
+    """Return the exposed seconds of a step in which weights are gathered and gradients
+    reduced.
 
-    In shards both are done in every micro-batch, a layer ahead of the computation that hides them; a second of
-    computation hides one second of communication. Whole copies make their gradients equal once, beside the last
-    backward pass. forward, teacher: seconds of their layers. hidden: seconds of exchanges beside the forward and the
+    In shards both are done in every micro-batch, a layer ahead of the computation that
+    hides them; a second of computation hides one second of communication. Whole copies
+    make their gradients equal once, beside the last backward pass. forward, teacher:
+    seconds of their layers. hidden: seconds of exchanges beside the forward and the
     backward pass.
     """
-    roofline, layout, share = step.roofline, step.layout, step.roofline.values["prefetch"]
+    roofline, layout, share = (
+        step.roofline,
+        step.layout,
+        step.roofline.values["prefetch"],
+    )
     backward = (step.backward + step.recomputes) * forward
     if layout.sharding == "none":
         sent = 2 * roofline.ring(step.num_trained * step.trained_bytes, layout.num_gpus)
         return exposed(sent, share * (backward - hidden[1]))
     ranks, expert_parallel = layout.num_shards, layout.expert_parallel
     reduced = step.trained_bytes * step.num_trained / step.work.num_parameters
-    gather, again, reduce = roofline.sharding(step.work, ranks, expert_parallel, reduced)
+    gather, again, reduce = roofline.sharding(
+        step.work, ranks, expert_parallel, reduced
+    )
     if layout.sharding == "optimizer":
         return gather + reduce
     if (copies := layout.num_gpus // ranks) > 1:
@@ -167,39 +216,62 @@ def _sharding(step: Step, forward: float, teacher: float, hidden: Sequence[float
         reduce += 2 * roofline.ring(sent, copies, apart=GPUS_PER_NODE)
     ways = [(gather, forward, hidden[0]), (again + reduce, backward, hidden[1])]
     if step.teacher is not None:
-        ways.append((step.teacher.sharding(step.work, ranks, expert_parallel)[0], teacher, 0.0))
-    return step.micro_batches * sum(exposed(sent, share * (time - beside)) for sent, time, beside in ways)
+        ways.append(
+            (step.teacher.sharding(step.work, ranks, expert_parallel)[0], teacher, 0.0)
+        )
+    return step.micro_batches * sum(
+        exposed(sent, share * (time - beside)) for sent, time, beside in ways
+    )
 
 
 def plan_times(planned: Planned, layers: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the times of a step, regular and overlapped; layers: rewired ones instead of the planned ones."""
+    """Return the times of a step, regular and overlapped; layers: rewired ones instead
+    of the planned ones.
+    """
     if planned.settings.phase != "train":
         return _serving_times(planned, layers)
     facts, values = planned.facts(layers), planned.machine.values
-    in_flight = facts[-1] is not None and planned.connectivity.attention == "partial" and not planned.inside
+    in_flight = (
+        facts[-1] is not None
+        and planned.connectivity.attention == "partial"
+        and not planned.inside
+    )
     step = Step(
-        planned.work, planned.roofline, planned.layout, planned.micro_batches, planned.work.num_parameters
+        planned.work,
+        planned.roofline,
+        planned.layout,
+        planned.micro_batches,
+        planned.work.num_parameters,
     )
     return step_time(step, facts, values["last_combine"] if in_flight else 1.0)
 
 
 def _wide_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any]:
-    """Return the times of a server whose ranks exchange tokens: a rank's layers run as those of a training step do."""
+    """Return the times of a server whose ranks exchange tokens: a rank's layers run as
+    those of a training step do.
+    """
     work, roofline, ranks = planned.work, planned.roofline, planned.expert_parallel
     seconds = roofline.layers(work, ranks)
     windows = [
         {kind: window(each[kind], seconds) for kind in ("dispatch", "combine")}
         for each in computed_beside(planned.facts(layers))
     ]
-    exchange = dict(zip(("dispatch", "combine"), roofline.exchange(work, ranks), strict=True))
+    exchange = dict(
+        zip(("dispatch", "combine"), roofline.exchange(work, ranks), strict=True)
+    )
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
     sent = len(moe) * sum(exchange.values())
-    remaining = sum(exposed(exchange[kind], windows[k][kind]) for k in moe for kind in exchange)
+    remaining = sum(
+        exposed(exchange[kind], windows[k][kind]) for k in moe for kind in exchange
+    )
     compute = sum(map(total, seconds)) + roofline.head(work)
     return summary(compute, sent, remaining, roofline.values["slowdown"]) | {
         "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
         "exchange_s": exchange,
-        "windows": [{"layer": k, **{f"{kind}_s": windows[k][kind] for kind in exchange}} for k in moe],
+        "windows": [
+            {"layer": k, **{f"{kind}_s": windows[k][kind] for kind in exchange}}
+            for k in moe
+        ],
         "layer_s": seconds[moe[len(moe) // 2]],
     }
 
@@ -210,7 +282,9 @@ def _serving_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, 
     spec, work, roofline = planned.connectivity, planned.work, planned.roofline
     seconds = roofline.layers(work, 1)
     shared = [each.get("shared expert", 0.0) > 0 for each in seconds]
-    computed = served_beside(planned.rewired(layers), work.moe, spec.attention, spec.mlp, shared)
+    computed = served_beside(
+        planned.rewired(layers), work.moe, spec.attention, spec.mlp, shared
+    )
     windows = [[window(each, seconds) for each in layer] for layer in computed]
     each = roofline.all_reduce(work)
     communication = 2 * len(work.layers) * each
@@ -218,12 +292,19 @@ def _serving_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, 
     # One less of a dense layer, one more where shared experts have their own.
     sent = each * sum(map(len, windows))
     # What only an exchange brings there is nothing to sum up of.
-    compute = sum(total(one) - one.get("arrive", 0.0) for one in seconds) + roofline.head(work)
+    compute = sum(
+        total(one) - one.get("arrive", 0.0) for one in seconds
+    ) + roofline.head(work)
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
-    return summary(compute, communication, remaining, roofline.values["slowdown"], sent=sent) | {
+    return summary(
+        compute, communication, remaining, roofline.values["slowdown"], sent=sent
+    ) | {
         "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
         "exchange_s": {"all_reduce": each},
-        "windows": [{"layer": k, "attention_s": windows[k][0], "routed_s": windows[k][1]} for k in moe],
+        "windows": [
+            {"layer": k, "attention_s": windows[k][0], "routed_s": windows[k][1]}
+            for k in moe
+        ],
         "layer_s": seconds[moe[len(moe) // 2]],
     }
 
@@ -239,8 +320,8 @@ def summary(
 ) -> dict[str, Any]:
     """Sum up both steps.
 
-    sent: what the rewired model communicates; None: as much as the regular one. sharding: what is exposed of gathers
-    and reductions in both.
+    sent: what the rewired model communicates; None: as much as the regular one.
+    sharding: what is exposed of gathers and reductions in both.
     """
     sent = communication if sent is None else sent
     regular = compute + communication + sharding[0]

@@ -1,7 +1,9 @@
-"""One optimiser step of fcsd's own code on tensors without storage: which bytes live when, which matmuls run.
+"""One optimiser step of fcsd's own code on tensors without storage: which bytes live
+when, which matmuls run.
 
-The models are built on the meta device and moved to fake tensors, so any family and any size takes seconds. What is
-run is the product's own: the rewired student, `fcsd.training.losses.head`, the fused loss, transformers' checkpointing.
+The models are built on the meta device and moved to fake tensors, so any family and any
+size takes seconds. What is run is the product's own: the rewired student,
+`fcsd.training.losses.head`, the fused loss, transformers' checkpointing.
 """
 
 import contextlib
@@ -28,11 +30,12 @@ from fcsd.training.teachers.lora import as_original
 class Setting:
     """The settings that memory and matmuls of a micro-batch depend on.
 
-    sharded: with autocast, weights are gathered in bfloat16 instead of cast from whole copies.
-    on_gpu: chunk sizes and matmul dtypes of the loss as on CUDA; else as on a CPU.
-    accumulates: the step has several micro-batches, so that gradients are there when one begins.
-    teacher: its back-end (`fcsd.model.config.TeacherConfig`). adapters: the student is a LoRA student,
-    its own weights in `teacher_dtype`, the adapters in `student_dtype`.
+    sharded: with autocast, weights are gathered in bfloat16 instead of cast from whole
+    copies. on_gpu: chunk sizes and matmul dtypes of the loss as on CUDA; else as on a
+    CPU. accumulates: the step has several micro-batches, so that gradients are there
+    when one begins. teacher: its back-end (`fcsd.model.config.TeacherConfig`).
+    adapters: the student is a LoRA student, its own weights in `teacher_dtype`, the
+    adapters in `student_dtype`.
     """
 
     objective: ObjectiveConfig
@@ -64,9 +67,11 @@ class Setting:
 class Trace:
     """The needs of one optimiser step.
 
-    peak: kind -> bytes at the moment at which most live; transient: the same at the moment at which most live beside
-    `PERSISTENT`, without those. flops: phase -> dtype -> operations of one micro-batch. num_pairs: layers that are
-    given the pair (o, o - routed), whose checkpointed input is twice as large. Other numbers are of parameters.
+    peak: kind -> bytes at the moment at which most live; transient: the same at the
+    moment at which most live beside `PERSISTENT`, without those. flops: phase -> dtype
+    -> operations of one micro-batch. num_pairs: layers that are given the pair (o, o -
+    routed), whose checkpointed input is twice as large. Other numbers are of
+    parameters.
     """
 
     peak: dict[str, int]
@@ -94,9 +99,10 @@ def trace_step(
 ) -> Trace:
     """Run one optimiser step without storage, as `fcsd.training.trainer` does.
 
-    build: makes the regular model; it is called on the meta device, for the teacher once more. rewire, adapt: give the
-    student its connectivity, and a LoRA student its adapters, in place. layers: of a model. progress: called after
-    every layer's forward pass. what: is traced, for the error of a model whose code needs data.
+    build: makes the regular model; it is called on the meta device, for the teacher
+    once more. rewire, adapt: give the student its connectivity, and a LoRA student its
+    adapters, in place. layers: of a model. progress: called after every layer's forward
+    pass. what: is traced, for the error of a model whose code needs data.
     """
     tracker = Tracker()
     interposed = _fused(tracker)
@@ -121,7 +127,10 @@ def trace_step(
                 head = output_head(teacher)
             elif setting.has_teacher and setting.teacher == "cache":
                 head = nn.Linear(
-                    head.in_features, head.out_features, head.bias is not None, dtype=setting.teacher_dtype
+                    head.in_features,
+                    head.out_features,
+                    head.bias is not None,
+                    dtype=setting.teacher_dtype,
                 ).requires_grad_(False)
         trainable = [p for p in student.parameters() if p.requires_grad]
         with tracker.making("optimizer"):
@@ -130,7 +139,9 @@ def trace_step(
             if setting.accumulates:
                 with tracker.making("gradients"):
                     parameter.grad = torch.empty_like(parameter)
-            parameter.register_post_accumulate_grad_hook(lambda p: tracker.becomes(p.grad, "gradients"))
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: tracker.becomes(p.grad, "gradients")
+            )
         tracker.counts_as(output_head(student), "loss")
         _micro_batch(student, teacher, head, tracker, setting)
         trace = _read_trace(tracker, student, layers(student))
@@ -160,7 +171,10 @@ def _student_on_meta(
     student.train()
     student.config.use_cache = False
     if setting.checkpointing:
-        again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), interposed)}
+        again = {
+            "use_reentrant": False,
+            "context_fn": lambda: (contextlib.nullcontext(), interposed),
+        }
         student.activation_checkpointing_enable(again)
     attach_loss_head(student, setting.objective.vocab_size)
     return student
@@ -175,7 +189,9 @@ def _teacher_on_meta(build: Callable[[], nn.Module], setting: Setting) -> Any:
 
 
 def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:
-    """Put together what the tracker has counted, and what of the student's size the estimate needs."""
+    """Put together what the tracker has counted, and what of the student's size the
+    estimate needs.
+    """
     plans = [getattr(layer, "farskip_plan", None) for layer in stack]
     modules = (student.get_input_embeddings(), student.get_output_embeddings())
     ends = {id(p): p.numel() for module in modules for p in module.parameters()}
@@ -197,56 +213,82 @@ def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:
     )
 
 
-def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, setting: Setting) -> None:
+def _micro_batch(
+    student: Any, teacher: Any, head: Any, tracker: Tracker, setting: Setting
+) -> None:
     """Run `DistillTrainer.compute_loss` and the backward pass, with every token kept."""
     shape = (setting.num_rows, setting.num_tokens)
     terms = None
     if setting.objective.l2_coefficient is not None:
-        terms = AuxiliaryLosses(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
+        terms = AuxiliaryLosses(
+            KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1
+        )
 
     def watched(model: Any) -> Any:
         return terms.captured(model) if terms else contextlib.nullcontext(Captured())
 
     autocast_experts()
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast and not setting.sharded)
+    autocast = torch.autocast(
+        "cpu", torch.bfloat16, enabled=setting.autocast and not setting.sharded
+    )
     with tracker.making("activations"):
-        ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        ids, positions = (
+            torch.zeros(shape, dtype=torch.long),
+            torch.zeros(shape, dtype=torch.long),
+        )
         keep = torch.zeros(shape[0] * shape[1], dtype=torch.long)
         extra: dict[str, Any] = {"labels": keep}
     if setting.has_teacher:
         original = watched(student if teacher is None else teacher)
-        with tracker.making("teacher forward"), torch.no_grad(), original as teacher_captured:
+        with (
+            tracker.making("teacher forward"),
+            torch.no_grad(),
+            original as teacher_captured,
+        ):
             if teacher is not None:
                 hidden = final_hidden(teacher, ids, positions, keep)
             elif setting.teacher == "adapter_off":
                 with as_original(student):
                     hidden = body_hidden(student, ids, positions, None, keep)
             else:
-                hidden = torch.empty((len(keep), head.in_features), dtype=setting.teacher_dtype)
+                hidden = torch.empty(
+                    (len(keep), head.in_features), dtype=setting.teacher_dtype
+                )
         extra = {"teacher_hidden": hidden, "teacher_head": head}
     with tracker.making("activations"), autocast, watched(student) as captured:
         extra["objective"] = setting.objective
-        loss = student(input_ids=ids, position_ids=positions, keep=keep, **extra)["loss"]
+        loss = student(input_ids=ids, position_ids=positions, keep=keep, **extra)[
+            "loss"
+        ]
     if terms is not None:
         with tracker.making("loss"):
             loss = loss + terms.values(captured, teacher_captured, keep, ["l2"])["l2"]
     with tracker.making("backward"):
-        torch.autograd.backward(loss)  # not `loss.backward()`, a call that the mode would see as one
+        # not `loss.backward()`, a call that the mode would see as one
+        torch.autograd.backward(loss)
 
 
 class _CountedKernels(Kernels):
-    """Count the loss's matmuls instead of running them, with the chunks and dtypes of the device that is estimated.
+    """Count the loss's matmuls instead of running them, with the chunks and dtypes of
+    the device that is estimated.
 
-    They write into given tensors and allocate nothing, whatever the dtype of their operands.
+    They write into given tensors and allocate nothing, whatever the dtype of their
+    operands.
     """
 
     def __init__(self, tracker: Tracker, *, on_gpu: bool):
         self.tracker, self.device = tracker, torch.device("cuda" if on_gpu else "cpu")
 
     def chunk_tokens(
-        self, bytes_per_token: int, chunk_bytes: int | None, device: torch.device, trains_head: bool
+        self,
+        bytes_per_token: int,
+        chunk_bytes: int | None,
+        device: torch.device,
+        trains_head: bool,
     ) -> int:
-        return super().chunk_tokens(bytes_per_token, chunk_bytes, self.device, trains_head)
+        return super().chunk_tokens(
+            bytes_per_token, chunk_bytes, self.device, trains_head
+        )
 
     def widens(self, device: torch.device, dtype: torch.dtype) -> bool:
         return super().widens(self.device, dtype)
@@ -259,29 +301,41 @@ class _CountedKernels(Kernels):
 
 
 def _fused(tracker: Tracker) -> Interposed:
-    """Let attention whose values are narrower than its keys (MLA) be one operation, as it is on GPUs.
+    """Let attention whose values are narrower than its keys (MLA) be one operation, as
+    it is on GPUs.
 
-    A CPU has no such kernel: there it would be bmm in float32, with all scores in memory.
+    A CPU has no such kernel: there it would be bmm in float32, with all scores in
+    memory.
     """
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         if query.shape[-1] == value.shape[-1]:
-            return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+            return functional.scaled_dot_product_attention(
+                query, key, value, *args, **kwargs
+            )
         if torch.is_autocast_enabled("cpu"):
-            query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
+            query, key, value = (
+                tensor.to(torch.bfloat16) for tensor in (query, key, value)
+            )
         return _Attention.apply(query, key, value, tracker)
 
     return Interposed(attention)
 
 
 class _Attention(torch.autograd.Function):
-    """Allocate and count what the fused operation does: inputs, output and one number a row of scores are kept."""
+    """Allocate and count what the fused operation does: inputs, output and one number a
+    row of scores are kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tracker: Tracker) -> Tensor:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         ctx.tracker = tracker
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        ctx.save_for_backward(
+            q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+        )
         tracker.add_attention(q, k, v)
         return out
 

@@ -1,7 +1,7 @@
 """Count the bytes of live storages and the FLOPs of what runs, without storage.
 
-Nothing is patched: what a CPU would run otherwise than a GPU is handed over by a mode, in this thread and inside its
-`with` alone.
+Nothing is patched: what a CPU would run otherwise than a GPU is handed over by a mode,
+in this thread and inside its `with` alone.
 """
 
 import contextlib
@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.planning.cost.fake import FakeTensors
@@ -55,7 +59,9 @@ class Tracker:
             self.kind = before
 
     def counts_as(self, module: nn.Module, kind: str) -> None:
-        """Count as `kind` what runs in a module's forward pass, until something in it says otherwise."""
+        """Count as `kind` what runs in a module's forward pass, until something in it
+        says otherwise.
+        """
         before: list[str] = []
 
         def enter(*_: Any) -> None:
@@ -78,15 +84,21 @@ class Tracker:
 
     def add_flops(self, dtype: torch.dtype, number: int) -> None:
         """Count operations of the present kind."""
-        self.flops.setdefault(self.kind, Counter())[str(dtype).removeprefix("torch.")] += number
+        self.flops.setdefault(self.kind, Counter())[
+            str(dtype).removeprefix("torch.")
+        ] += number
 
-    def add_attention(self, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor | None = None) -> None:
+    def add_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor | None = None
+    ) -> None:
         """Count one fused attention, or its backward pass; k and v may have fewer heads than q."""
         k_shape, v_shape = ((*t.shape[:1], q.shape[1], *t.shape[2:]) for t in (k, v))
         if gradient is None:
             number = int(sdpa_flop_count(q.shape, k_shape, v_shape))
         else:
-            number = int(sdpa_backward_flop_count(gradient.shape, q.shape, k_shape, v_shape))
+            number = int(
+                sdpa_backward_flop_count(gradient.shape, q.shape, k_shape, v_shape)
+            )
         self.add_flops(q.dtype, number)
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -96,7 +108,9 @@ class Tracker:
                 self._track(tensor.untyped_storage())
         count = _FLOPS.get(func._overloadpacket)
         if count is not None:
-            dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            dtype = next(
+                leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor)
+            )
             self.add_flops(dtype, int(count(*args, **kwargs, out_val=out)))
 
     def _track(self, storage: Any) -> None:
@@ -118,34 +132,43 @@ class Tracker:
         transient = total - sum(self.now[kind] for kind in PERSISTENT)
         if transient > self._transient:
             self._transient = transient
-            self.transient = {kind: n for kind, n in self.now.items() if kind not in PERSISTENT}
+            self.transient = {
+                kind: n for kind, n in self.now.items() if kind not in PERSISTENT
+            }
 
 
 class Interposed(TorchFunctionMode):
-    """Hands attention over, and grouped matmuls to transformers' fallback, which has a shape function for every dtype.
+    """Hands attention over, and grouped matmuls to transformers' fallback, which has a
+    shape function for every dtype.
 
-    attention: called as torch's, which it may call itself. Where a layer is run again in a backward pass, the mode has
-    to be entered again (`torch.utils.checkpoint`, context_fn).
+    attention: called as torch's, which it may call itself. Where a layer is run again
+    in a backward pass, the mode has to be entered again (`torch.utils.checkpoint`,
+    context_fn).
     """
 
     def __init__(self, attention: Callable[..., Any]) -> None:
         super().__init__()
         self.attention = attention
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             return self.attention(*args, **kwargs)
         if func is torch._grouped_mm:
             return torch.ops.transformers.grouped_mm_fallback(*args[:2], kwargs["offs"])
         if func is Tensor.data_ptr:
-            return 0  # transformers looks whether weights are aligned before it calls the matmul
+            # transformers looks whether weights are aligned before it calls the matmul
+            return 0
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def counting(tracker: Tracker, interposed: Interposed, what: str) -> Iterator[None]:
-    """Run what is inside on tensors without storage, and count it; raises UserError that `what` needs data."""
+    """Run what is inside on tensors without storage, and count it; raises UserError
+    that `what` needs data.
+    """
     try:
         with FakeTensors(tracker.saw), interposed:
             yield
@@ -153,8 +176,8 @@ def counting(tracker: Tracker, interposed: Interposed, what: str) -> Iterator[No
         raise
     except Exception as error:  # any part of a family's code may
         raise UserError(
-            f"{what} cannot be followed without data: {type(error).__name__}: {one_line(error)[:200]};"
-            " `fcsd inspect` tells what its weights need"
+            f"{what} cannot be followed without data: {type(error).__name__}:"
+            f" {one_line(error)[:200]}; `fcsd inspect` tells what its weights need"
         ) from error
 
 
@@ -186,6 +209,8 @@ _FLOPS: dict[Any, Callable[..., Any]] = dict(flop_registry) | {
         lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape)
     ),
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
+            grad.shape, q.shape, k.shape, v.shape
+        )
     ),
 }

@@ -46,7 +46,8 @@ class Training:
     teacher_dtype: torch.dtype = torch.bfloat16
     attention: str | None = None
     num_active: int | None = None
-    saved_dtype: torch.dtype = torch.bfloat16  # of the checkpoint that the training leaves
+    # of the checkpoint that the training leaves
+    saved_dtype: torch.dtype = torch.bfloat16
     keeps_best: bool = False
     teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
     lora: AdapterConfig | None = None
@@ -57,18 +58,30 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
     if variant is not None:
         if variant not in recipe.variants:
             known = ", ".join(recipe.variants) or "none"
-            raise UserError(f"recipe {recipe.name}: has no variant '{variant}'; allowed: {known}")
+            raise UserError(
+                f"recipe {recipe.name}: has no variant '{variant}'; allowed: {known}"
+            )
         recipe = recipe.variant(variant)
     if recipe.model.path:
         source = find_source(recipe.model.path, recipe.model.revision)
         config, where = source.own_config, source.where
-        parameters = inspect_model(recipe.model.path, recipe.model.revision)["parameters"] or {}
+        parameters = (
+            inspect_model(recipe.model.path, recipe.model.revision)["parameters"] or {}
+        )
         num_active = parameters.get("active")
-        dtype = checkpoint_dtype(config) if recipe.model.dtype == "auto" else recipe.model.dtype
+        dtype = (
+            checkpoint_dtype(config)
+            if recipe.model.dtype == "auto"
+            else recipe.model.dtype
+        )
     else:
         config, where, num_active = _pretrain_config(recipe), "pretrain.config", None
         assert recipe.pretrain is not None
-        dtype = recipe.pretrain.train.dtype if recipe.model.dtype == "auto" else recipe.model.dtype
+        dtype = (
+            recipe.pretrain.train.dtype
+            if recipe.model.dtype == "auto"
+            else recipe.model.dtype
+        )
     return Training(
         name=f"distill, variant {variant}" if variant else "distill",
         config=config,
@@ -89,14 +102,18 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
 
 
 def only_pretrains(recipe: Recipe) -> bool:
-    """Tell whether a recipe is about its pre-training alone: it says nothing of a training that would follow."""
+    """Tell whether a recipe is about its pre-training alone: it says nothing of a
+    training that would follow.
+    """
     return recipe.pretrain is not None and "train" not in recipe.model_fields_set
 
 
 def pretraining(recipe: Recipe) -> Training:
     section = recipe.pretrain
     if section is None:
-        raise UserError(f"recipe {recipe.name}: has no `pretrain` section; leave --pretrain out")
+        raise UserError(
+            f"recipe {recipe.name}: has no `pretrain` section; leave --pretrain out"
+        )
     return Training(
         name="pretrain",
         config=_pretrain_config(recipe),
@@ -116,8 +133,9 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
     if "vocab_size" not in config:
         if not Path(recipe.pretrain.tokenizer).is_dir():
             raise UserError(
-                f"pretrain.tokenizer: {recipe.pretrain.tokenizer} is not there yet, and the vocabulary's size comes"
-                " from it; make it first, or --set pretrain.config.vocab_size=N"
+                f"pretrain.tokenizer: {recipe.pretrain.tokenizer} is not there yet, and"
+                " the vocabulary's size comes from it; make it first, or --set"
+                " pretrain.config.vocab_size=N"
             )
         config["vocab_size"] = len(load_tokenizer(recipe.pretrain.tokenizer))
     return config
@@ -128,7 +146,9 @@ def built(training: Training) -> tuple[Family, Any, Callable[[], Any]]:
     family = family_of(training.config)
     cls = base_model_class(family)
     plain = without_quantisation(training.config)
-    raw = {key: value for key, value in plain.items() if key != "experts_implementation"}
+    raw = {
+        key: value for key, value in plain.items() if key != "experts_implementation"
+    }
     config = config_object(cls.config_class, raw, family.model_type, training.where)
     try:
         family_of(config)
@@ -137,7 +157,11 @@ def built(training: Training) -> tuple[Family, Any, Callable[[], Any]]:
     attention = "eager" if training.attention == "eager" else "sdpa"
     if not getattr(cls, "_supports_sdpa", True):
         attention = "eager"
-    return family, config, lambda: cls._from_config(copy.deepcopy(config), attn_implementation=attention)
+    return (
+        family,
+        config,
+        lambda: cls._from_config(copy.deepcopy(config), attn_implementation=attention),
+    )
 
 
 def tracer(training: Training) -> Callable[[Setting], Trace]:
@@ -151,12 +175,16 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
 
     def rewire(model: Any) -> None:
         if section.layers != "none":
-            convert_model(model, Connectivity(section.layers, section.attention, section.mlp))
+            convert_model(
+                model, Connectivity(section.layers, section.attention, section.mlp)
+            )
 
     @functools.cache
     def trace(setting: Setting) -> Trace:
         shown = sys.stderr.isatty()
-        with progress_bar(desc="Tracing a step", unit="layer", leave=False, shown=shown) as bar:
+        with progress_bar(
+            desc="Tracing a step", unit="layer", leave=False, shown=shown
+        ) as bar:
             return trace_step(
                 build,
                 rewire,
@@ -171,9 +199,13 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
 
 
 def spread(
-    trace_of: Callable[[Setting], Trace], training: Training, work: ModelWork, ranks: int
+    trace_of: Callable[[Setting], Trace],
+    training: Training,
+    work: ModelWork,
+    ranks: int,
 ) -> Callable[[Setting], Trace]:
-    """Return `trace_of` of ranks that share the experts: each gathers its own, and keeps what its tokens chose.
+    """Return `trace_of` of ranks that share the experts: each gathers its own, and
+    keeps what its tokens chose.
 
     work: of the regular model.
     """
@@ -181,27 +213,45 @@ def spread(
         return trace_of
 
     def fewer(config: Mapping[str, Any]) -> dict[str, Any]:
-        sizes = {key: fewer(value) if isinstance(value, Mapping) else value for key, value in config.items()}
-        return sizes | {name: work.experts_per_token for name in EXPERTS if name in config}
+        sizes = {
+            key: fewer(value) if isinstance(value, Mapping) else value
+            for key, value in config.items()
+        }
+        return sizes | {
+            name: work.experts_per_token for name in EXPERTS if name in config
+        }
 
-    # With as many experts as a token uses, their activations are those of what is dispatched.
-    chosen_of = tracer(replace(training, config=fewer(training.config))) if work.runs_all else trace_of
+    # With as many experts as a token uses, their activations are those of what is
+    # dispatched.
+    chosen_of = (
+        tracer(replace(training, config=fewer(training.config)))
+        if work.runs_all
+        else trace_of
+    )
     experts = max(layer.work("experts").weights for layer in work.layers)
 
     def trace(setting: Setting) -> Trace:
         whole = trace_of(setting)
         gathered = whole.largest_layer - experts + experts // ranks
-        return replace(whole, largest_layer=gathered, transient=chosen_of(setting).transient)
+        return replace(
+            whole, largest_layer=gathered, transient=chosen_of(setting).transient
+        )
 
     return trace
 
 
-def micro_batch_setting(training: Training, layout: Layout, micro_batches: int) -> Setting:
-    """Describe a micro-batch: sharded runs compute in bfloat16 from gathered weights, whole copies cast by autocast."""
+def micro_batch_setting(
+    training: Training, layout: Layout, micro_batches: int
+) -> Setting:
+    """Describe a micro-batch: sharded runs compute in bfloat16 from gathered weights,
+    whole copies cast by autocast.
+    """
     checkpointing = training.train.gradient_checkpointing
     if checkpointing is None:
         with torch.device("meta"):
-            checkpointing = checkpoints_activations(training.train, built(training)[2]())
+            checkpointing = checkpoints_activations(
+                training.train, built(training)[2]()
+            )
     return Setting(
         objective=training.objective,
         num_rows=training.train.per_device_train_batch_size,

@@ -1,11 +1,13 @@
-"""The layers that cost far more than a typical one: the first few, where it was measured (docs/convert.md).
+"""The layers that cost far more than a typical one: the first few, where it was
+measured (docs/convert.md).
 
     typical    the median of what the layers cost when each is rewired alone, with copied weights
     special    a layer that costs more than `FAR_MORE` times as much, beyond twice its standard error
 
-How many they are differs: one in models trained on little text, two first ones in SmolLM2 (1.8 and 0.5 nats).
-`special_layers` finds them in a study, with what all layers but them cost, and what those overlap; before anything is
-measured, `tell_first_layers` can only say that there are such layers.
+How many they are differs: one in models trained on little text, two first ones in
+SmolLM2 (1.8 and 0.5 nats). `special_layers` finds them in a study, with what all layers
+but them cost, and what those overlap; before anything is measured, `tell_first_layers`
+can only say that there are such layers.
 
 Not covered: what training recovers.
 """
@@ -32,17 +34,20 @@ from fcsd.planning.layers.points import (
 from fcsd.planning.layers.settings import KL
 
 FAR_MORE = 5.0
-"""SmolLM2 as a MoE of copies: layers 0 and 1 cost 47 and 14 times as much as a typical one, the next 2.7 times. With a
-shared expert 0, 1, 29 (the last) and 19 cost 65, 18, 8 and 6 times as much, the next 3.6 times."""
+"""SmolLM2 as a MoE of copies: layers 0 and 1 cost 47 and 14 times as much as a typical
+one, the next 2.7 times. With a shared expert 0, 1, 29 (the last) and 19 cost 65, 18, 8
+and 6 times as much, the next 3.6 times."""
 
 
 def tell_first_layers(
     connectivity: Connectivity, config: Any, family: Family, option: str, model: Any
 ) -> None:
-    """Print in one line that layer 0 is to be rewired, how to find out which layers to leave, and what leaves it out.
+    """Print in one line that layer 0 is to be rewired, how to find out which layers to
+    leave, and what leaves it out.
 
-    Nothing is printed where it is not selected, or alone, or computes what a regular layer does. option: how a
-    selection is given there: `--layers`. model: what `fcsd layers` is to be given.
+    Nothing is printed where it is not selected, or alone, or computes what a regular
+    layer does. option: how a selection is given there: `--layers`. model: what `fcsd
+    layers` is to be given.
     """
     mask = moe_mask(config, family)
     layers = resolve_layers(connectivity.layers, mask)
@@ -51,9 +56,9 @@ def tell_first_layers(
     if regular or len(others) in (0, len(layers)):
         return
     print(
-        "in the models measured layer 0 costs the most; how many first layers to leave as they are is measured by"
-        f" `fcsd layers {shlex.quote(str(model))}`; {option} {_selection(others, len(mask))} leaves out layer 0"
-        " (docs/convert.md)",
+        "in the models measured layer 0 costs the most; how many first layers to leave"
+        f" as they are is measured by `fcsd layers {shlex.quote(str(model))}`; {option}"
+        f" {_selection(others, len(mask))} leaves out layer 0 (docs/convert.md)",
         file=sys.stderr,
     )
 
@@ -67,14 +72,24 @@ def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
     """Find the layers that alone cost far more than a typical one, with copied weights.
 
     Returns:
-        layers, their indices, and what each costs (`alone`); `typical`, what the median layer costs; `all`, what all
-        layers do, None where that was not measured; `num_first`, how many layers from the first one on are special
-        without a gap. `without`: all layers but those, or where layer 0 is not special, but all that are: what to call
-        them (`name`), their indices, how they are selected, what was measured of them with each kind of weights,
-        the collectives that they overlap. None where no layer is special, or the layers alone were not measured.
+        layers, their indices, and what each costs (`alone`); `typical`, what the median
+        layer costs; `all`, what all layers do, None where that was not measured;
+        `num_first`, how many layers from the first one on are special
+        without a gap. `without`: all layers but those, or where layer 0 is not special,
+        but all that are: what to call them (`name`), their indices, how they are
+        selected, what was measured of them with each kind of weights, the collectives
+        that they overlap. None where no layer is special, or the layers alone were not
+        measured.
     """
-    total, points = study["num_hidden_layers"], {tuple(point["layers"]): point for point in study["points"]}
-    alone = {k: point_loss(study, points[k,], metric, False) for k in range(total) if (k,) in points}
+    total, points = (
+        study["num_hidden_layers"],
+        {tuple(point["layers"]): point for point in study["points"]},
+    )
+    alone = {
+        k: point_loss(study, points[k,], metric, False)
+        for k in range(total)
+        if (k,) in points
+    }
     if len(alone) < total or total == 1:
         return None
     typical = statistics.median_low(loss for loss, _ in alone.values())
@@ -89,12 +104,19 @@ def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
     left = list(range(num_first)) or special
     whole = points.get(tuple(range(total)))
     others = [layer for layer in range(total) if layer not in left]
-    weights = {"copied": False} | ({"calibrated": True} if has_calibrated(study) else {})
+    weights = {"copied": False} | (
+        {"calibrated": True} if has_calibrated(study) else {}
+    )
     rest = points.get(tuple(others))
     without = {
         "name": f"all but {_left_text(left, num_first)}",
         "selection": _selection(others, total),
-        "measured": rest and {name: values_of(rest, which)[metric] for name, which in weights.items()},
+        "measured": (
+            rest
+            and {
+                name: values_of(rest, which)[metric] for name, which in weights.items()
+            }
+        ),
         "overlapped_by_all": study_overlap(study, range(total))[0],
     }
     return {
@@ -121,15 +143,25 @@ def special_text(facts: dict[str, Any]) -> list[str]:
     without = special["without"]
     measured = "not measured"
     if without["measured"] is not None:
-        values = [f"{number_text(value)} {weights}" for weights, value in without["measured"].items()]
+        values = [
+            f"{number_text(value)} {weights}"
+            for weights, value in without["measured"].items()
+        ]
         measured = f"{'KL' if name == KL else name} {', '.join(values)}"
-    costs = [f"layer {k} {nats(loss)}" for k, loss in zip(special["layers"], special["alone"], strict=True)]
+    costs = [
+        f"layer {k} {nats(loss)}"
+        for k, loss in zip(special["layers"], special["alone"], strict=True)
+    ]
     whole = "" if special["all"] is None else f", and all layers {nats(special['all'])}"
     number, plural = len(costs), "s" if len(costs) > 1 else ""
     return [
         "",
-        f"{number} layer{plural} cost{'' if plural else 's'} far more alone than a typical one"
-        f" ({nats(special['typical'])}): {', '.join(costs)}{whole}. {without['name'].capitalize()} (--layers"
-        f" {without['selection']}): {measured}; {without['overlapped_collectives']} of {without['collectives']}"
-        f" collectives overlapped, {without['overlapped_by_all']} by all layers.",
+        (
+            f"{number} layer{plural} cost{'' if plural else 's'} far more alone than a"
+            f" typical one ({nats(special['typical'])}): {', '.join(costs)}{whole}."
+            f" {without['name'].capitalize()} (--layers {without['selection']}):"
+            f" {measured}; {without['overlapped_collectives']} of"
+            f" {without['collectives']} collectives overlapped,"
+            f" {without['overlapped_by_all']} by all layers."
+        ),
     ]

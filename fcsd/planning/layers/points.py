@@ -1,4 +1,6 @@
-"""What a layer study has measured of a selection of layers, and which of its exchanges it overlaps."""
+"""What a layer study has measured of a selection of layers, and which of its exchanges
+it overlaps.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +16,14 @@ from fcsd.planning.layers.settings import KL
 
 
 def study_metric(study: dict[str, Any], metric: str | None) -> str:
-    """Return the metric that is asked for, or the first of the study; raises UserError for one that it lacks."""
+    """Return the metric that is asked for, or the first of the study; raises UserError
+    for one that it lacks.
+    """
     names = [row["name"] for row in study["metrics"]]
     if metric is not None and metric not in names:
-        raise UserError(f"metric {metric!r}: not in this study{did_you_mean(metric, names)}")
+        raise UserError(
+            f"metric {metric!r}: not in this study{did_you_mean(metric, names)}"
+        )
     return metric or str(names[0])
 
 
@@ -35,12 +41,14 @@ def values_of(point: dict[str, Any], calibrated: bool) -> dict[str, Any]:
 def point_loss(
     study: dict[str, Any], point: dict[str, Any], metric: str, calibrated: bool
 ) -> tuple[float, float | None]:
-    """Return what a selection costs, its KL, or what the task's score loses against the original, and its standard
-    error."""
+    """Return what a selection costs, its KL, or what the task's score loses against the
+    original, and its standard error."""
     row = values_of(point, calibrated)[metric]
     if metric == KL:
         return row["value"], row["stderr"]
-    (original,) = (p["values"][metric]["value"] for p in study["points"] if p["side"] == "none")
+    (original,) = (
+        p["values"][metric]["value"] for p in study["points"] if p["side"] == "none"
+    )
     return original - row["value"], row["stderr"]
 
 
@@ -50,15 +58,24 @@ def selection_text(layers: Sequence[int]) -> str:
 
 
 def overlapped_collectives(
-    layers: Sequence[int], moe_layers: Sequence[int], attention: str, mlp: str, model_type: str | None = None
+    layers: Sequence[int],
+    moe_layers: Sequence[int],
+    attention: str,
+    mlp: str,
+    model_type: str | None = None,
 ) -> tuple[int, int]:
-    """Return (collectives that no longer block, all): dispatch and combine of each MoE layer under expert parallelism.
+    """Return (collectives that no longer block, all): dispatch and combine of each MoE
+    layer under expert parallelism.
 
-    Those beside which attention is computed (`fcsd.parallel.overlap.schedule`); beside a shared expert alone a regular
-    layer's could run as well. model_type: of the family, some of which keep each combine in its layer; None: not known.
+    Those beside which attention is computed (`fcsd.parallel.overlap.schedule`); beside
+    a shared expert alone a regular layer's could run as well. model_type: of the
+    family, some of which keep each combine in its layer; None: not known.
     """
     num_layers = 1 + max((*layers, *moe_layers), default=0)
-    rewired, moe = ([k in chosen for k in range(num_layers)] for chosen in (set(layers), set(moe_layers)))
+    rewired, moe = (
+        [k in chosen for k in range(num_layers)]
+        for chosen in (set(layers), set(moe_layers))
+    )
     inside = model_type is not None and kept_inside(FAMILIES[model_type]) is not None
     exchanges = [
         computed
@@ -66,18 +83,24 @@ def overlapped_collectives(
         for computed in layer.values()
     ]
     attention_steps = {step.name for step in (ATTENTION_A, ATTENTION_B)}
-    overlapped = sum(any(name in attention_steps for _, name in computed) for computed in exchanges)
+    overlapped = sum(
+        any(name in attention_steps for _, name in computed) for computed in exchanges
+    )
     return overlapped, 2 * len(moe_layers)
 
 
 def study_overlap(study: dict[str, Any], layers: Sequence[int]) -> tuple[int, int]:
     """Return `overlapped_collectives` of a selection of a study's model, with its connectivity."""
     parts = study["study"]["attention"], study["study"]["mlp"]
-    return overlapped_collectives(layers, study["moe_layers"], *parts, study.get("model_type"))
+    return overlapped_collectives(
+        layers, study["moe_layers"], *parts, study.get("model_type")
+    )
 
 
 def selection_facts(study: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
-    """Return how a selection of a study's model is written, and what of its exchanges it overlaps."""
+    """Return how a selection of a study's model is written, and what of its exchanges
+    it overlaps.
+    """
     overlapped, total = study_overlap(study, layers)
     return {
         "selection": selection_text(layers),
@@ -87,7 +110,9 @@ def selection_facts(study: dict[str, Any], layers: Sequence[int]) -> dict[str, A
 
 
 def number_text(row: dict[str, Any]) -> str:
-    """Format a value and its standard error; `0.5122 ± –` of a single row or item, which has none."""
+    """Format a value and its standard error; `0.5122 ± –` of a single row or item,
+    which has none.
+    """
     return f"{nats(row['value'])} ± {error_text(row['stderr'])}"
 
 

@@ -3,11 +3,13 @@
     proposal   the N layers that hurt least when each is rewired alone (greedy; of equals the later one)
     last N     the paper's choice for partial conversion (Table 2), to compare with
 
-A sum of sensitivities is not the quality of the selection. A layer alone reads nothing in flight: only its MoE input is
-outdated. In a run of selected layers every one but the first also reads its attention input without the routed output
-before it, and what one layer breaks changes what the next one reads. Only `verify` measures a selection.
+A sum of sensitivities is not the quality of the selection. A layer alone reads nothing
+in flight: only its MoE input is outdated. In a run of selected layers every one but the
+first also reads its attention input without the routed output before it, and what one
+layer breaks changes what the next one reads. Only `verify` measures a selection.
 
-How many layers can be rewired without any training, for a given loss, is read from the same study (`layers_within`).
+How many layers can be rewired without any training, for a given loss, is read from the
+same study (`layers_within`).
 
 Not covered: the quality after distillation.
 """
@@ -51,17 +53,19 @@ def plan_layers(
     model: str | None = None,
     verify: Launch | None = None,
 ) -> dict[str, Any]:
-    """Return the proposal for `budget` (`90%` or a number of layers) from the study in `folder`; all of it JSON-able.
+    """Return the proposal for `budget` (`90%` or a number of layers) from the study in
+    `folder`; all of it JSON-able.
 
     Args:
         metric: of the study; None: the KL, or else the first task.
         calibrated: go by what the layers cost with calibrated weights.
-        verify: measure the proposal and the last N layers on the study's own model and data, paired, in this launch.
+        verify: measure the proposal and the last N layers on the study's own model and
+            data, paired, in this launch.
         model: where the study's model lies now.
 
     Raises:
-        UserError: no finished study with sides 'single', budget out of range, unknown metric, another model than the
-            study's, a study without calibrated weights.
+        UserError: no finished study with sides 'single', budget out of range, unknown
+            metric, another model than the study's, a study without calibrated weights.
     """
     study = read_study(folder)
     num_layers = study["num_hidden_layers"]
@@ -69,12 +73,19 @@ def plan_layers(
     chosen = study_metric(study, metric)
     if calibrated and not has_calibrated(study):
         raise UserError(
-            f"{folder}: this study has copied weights only; run `fcsd layers` with --calibrated TEXT"
+            f"{folder}: this study has copied weights only; run `fcsd layers` with"
+            " --calibrated TEXT"
         )
     alone = {p["layers"][0]: p for p in study["points"] if p["side"] == "single"}
     if not alone:
-        raise UserError(f"{folder}: this study has no sensitivities; run `fcsd layers` with --sides single")
-    losses = [point_loss(study, alone[layer], chosen, calibrated) for layer in range(num_layers)]
+        raise UserError(
+            f"{folder}: this study has no sensitivities; run `fcsd layers` with --sides"
+            " single"
+        )
+    losses = [
+        point_loss(study, alone[layer], chosen, calibrated)
+        for layer in range(num_layers)
+    ]
     sensitivities = [value for value, _ in losses]
     proposal = least_sensitive(sensitivities, count)
     settings = study["study"]
@@ -87,9 +98,17 @@ def plan_layers(
         "num_hidden_layers": num_layers,
         "layers": proposal,
         "selection": selection_text(proposal),
-        "connectivity": {"layers": proposal} | {part: settings[part] for part in ("attention", "mlp")},
+        "connectivity": (
+            {"layers": proposal}
+            | {part: settings[part] for part in ("attention", "mlp")}
+        ),
         "sensitivities": [
-            {"layer": layer, "value": value, "stderr": error, "rewired": layer in proposal}
+            {
+                "layer": layer,
+                "value": value,
+                "stderr": error,
+                "rewired": layer in proposal,
+            }
             for layer, (value, error) in enumerate(losses)
         ],
         "special_layers": special_layers(study, chosen),
@@ -104,62 +123,101 @@ def plan_layers(
 def _selections(
     study: dict[str, Any], result: dict[str, Any], sensitivities: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
-    """Yield what is known of the selections to compare: their exchanges, and what the study has measured of them."""
-    count, special, metric = result["num_layers"], result["special_layers"], result["metric"]["name"]
+    """Yield what is known of the selections to compare: their exchanges, and what the
+    study has measured of them.
+    """
+    count, special, metric = (
+        result["num_layers"],
+        result["special_layers"],
+        result["metric"]["name"],
+    )
     last = resolve_layers({"last": count}, [True] * len(sensitivities))
     compared = {"proposal": result["layers"], f"last {count}": last}
     if special is not None and not {*special["layers"]}.isdisjoint(result["layers"]):
         compared[special["without"]["name"]] = special["without"]["layers"]
     for name, layers in compared.items():
         total = sum(sensitivities[layer] for layer in layers)
-        row = {"name": name, "sum_of_sensitivities": total, "layers": layers} | selection_facts(study, layers)
+        row = {
+            "name": name,
+            "sum_of_sensitivities": total,
+            "layers": layers,
+        } | selection_facts(study, layers)
         same = (point for point in study["points"] if point["layers"] == layers)
-        row["measured"] = next((values_of(point, result["calibrated"])[metric] for point in same), None)
+        row["measured"] = next(
+            (values_of(point, result["calibrated"])[metric] for point in same), None
+        )
         yield row
 
 
 def parse_budget(text: str, num_layers: int) -> int:
-    """Return a share such as `90%` or a number as a number of decoder layers, as `last:TEXT` selects them."""
+    """Return a share such as `90%` or a number as a number of decoder layers, as
+    `last:TEXT` selects them.
+    """
     try:
         return len(resolve_layers(f"last:{text}", [True] * num_layers))
     except UserError:
         raise UserError(
-            f"budget {text!r}: needs a share above 0% and at most 100% that is at least one of the {num_layers} layers,"
-            f" or a number from 1 to {num_layers}"
+            f"budget {text!r}: needs a share above 0% and at most 100% that is at least"
+            f" one of the {num_layers} layers, or a number from 1 to {num_layers}"
         ) from None
 
 
 def least_sensitive(sensitivities: Sequence[float], count: int) -> list[int]:
-    """Return the `count` layers with the smallest sensitivity, by index; of equal ones the later (paper Fig. 3)."""
-    ranked = sorted(range(len(sensitivities)), key=lambda layer: (sensitivities[layer], -layer))
+    """Return the `count` layers with the smallest sensitivity, by index; of equal ones
+    the later (paper Fig. 3).
+    """
+    ranked = sorted(
+        range(len(sensitivities)), key=lambda layer: (sensitivities[layer], -layer)
+    )
     return sorted(ranked[:count])
 
 
-def layers_within(folder: Path, max_loss: float, *, metric: str | None = None) -> dict[str, Any]:
-    """Answer from the study in `folder` how many layers can be rewired, from either end, without any training.
+def layers_within(
+    folder: Path, max_loss: float, *, metric: str | None = None
+) -> dict[str, Any]:
+    """Answer from the study in `folder` how many layers can be rewired, from either
+    end, without any training.
 
-    For each side, with copied and with calibrated weights where they were measured: the largest number of layers whose
-    loss is at most `max_loss`, that loss and its standard error; 0 layers lose nothing. max_loss: of the KL, or of what
-    the task's score loses against the original.
+    For each side, with copied and with calibrated weights where they were measured: the
+    largest number of layers whose loss is at most `max_loss`, that loss and its
+    standard error; 0 layers lose nothing. max_loss: of the KL, or of what the task's
+    score loses against the original.
 
     Raises:
         UserError: a negative loss, unknown metric, a study of single layers only.
     """
     study = read_study(folder)
     if not 0 <= max_loss < math.inf:
-        raise UserError(f"--max-loss {max_loss:g}: needs a number from 0, in the unit of the metric")
+        raise UserError(
+            f"--max-loss {max_loss:g}: needs a number from 0, in the unit of the metric"
+        )
     chosen, rows = study_metric(study, metric), []
-    sides = [side for side in ("first", "last") if any(p["side"] == side for p in study["points"])]
+    sides = [
+        side
+        for side in ("first", "last")
+        if any(p["side"] == side for p in study["points"])
+    ]
     if not sides:
-        raise UserError(f"{folder}: single layers only; run `fcsd layers` with --sides first,last")
+        raise UserError(
+            f"{folder}: single layers only; run `fcsd layers` with --sides first,last"
+        )
     for calibrated in (False, True) if has_calibrated(study) else (False,):
         for side in sides:
             points = [point for point in study["points"] if point["side"] == side]
-            losses = [(point, *point_loss(study, point, chosen, calibrated)) for point in points]
+            losses = [
+                (point, *point_loss(study, point, chosen, calibrated))
+                for point in points
+            ]
             within = [row for row in losses if row[1] <= max_loss]
             best = max(within, key=lambda row: row[0]["num_layers"], default=None)
-            layers, value, error = (best[0]["layers"], *best[1:]) if best is not None else ([], 0.0, 0.0)
-            row: dict[str, Any] = {"side": side, "calibrated": calibrated, "num_layers": len(layers)}
+            layers, value, error = (
+                (best[0]["layers"], *best[1:]) if best is not None else ([], 0.0, 0.0)
+            )
+            row: dict[str, Any] = {
+                "side": side,
+                "calibrated": calibrated,
+                "num_layers": len(layers),
+            }
             row["loss"] = {"value": value, "stderr": error}
             rows.append(row | selection_facts(study, layers))
     return {
@@ -186,7 +244,13 @@ def within_text(answer: dict[str, Any]) -> str:
         ]
         for row in answer["within"]
     ]
-    header = ["weights", f"most with {lost} <= {answer['max_loss']:g}", "--layers", lost, OVERLAPPED]
+    header = [
+        "weights",
+        f"most with {lost} <= {answer['max_loss']:g}",
+        "--layers",
+        lost,
+        OVERLAPPED,
+    ]
     return "\n".join([markdown(header, rows), *special_text(answer)])
 
 
@@ -204,37 +268,54 @@ def _verify(
         moved = spec.model.model_copy(update={"path": model, "revision": None})
         spec = spec.model_copy(update={"model": moved})
     source = find_model(spec.model)
-    made_from, now = read_json(folder / "manifest.json")["inputs"], layers_stage(spec, source, folder).inputs
+    made_from, now = (
+        read_json(folder / "manifest.json")["inputs"],
+        layers_stage(spec, source, folder).inputs,
+    )
     if made_from["original"] != now["original"]:
         raise UserError(
-            f"{spec.model.path}: is not the model of the study in {folder} (its weights differ); give the original with"
-            " --model, or run `fcsd layers` on this one"
+            f"{spec.model.path}: is not the model of the study in {folder} (its weights"
+            " differ); give the original with --model, or run `fcsd layers` on"
+            " this one"
         )
-    if changed := sorted(name for name in made_from if made_from[name] != now.get(name)):
+    if changed := sorted(
+        name for name in made_from if made_from[name] != now.get(name)
+    ):
         raise UserError(
-            f"{folder}: {', '.join(changed)}: is not what the study was measured on; run `fcsd layers` again"
+            f"{folder}: {', '.join(changed)}: is not what the study was measured on;"
+            " run `fcsd layers` again"
         )
     _refuse_without_error(folder, spec, study, metric)
     if not result["calibrated"]:
         spec = spec.model_copy(update={"calibrated": None})
     with measuring(spec, source, launch) as measure:
-        measured = [measure(row["layers"], result["calibrated"]) for row in result["selections"]]
+        measured = [
+            measure(row["layers"], result["calibrated"]) for row in result["selections"]
+        ]
     for row, each in zip(result["selections"], measured, strict=True):
         row["measured"] = each.values[metric]
     return difference(measured[0], measured[1], metric)
 
 
-def _refuse_without_error(folder: Path, spec: Study, study: dict[str, Any], metric: str) -> None:
-    """Raise UserError where the study measured a single row or item: no difference on it would have an error."""
+def _refuse_without_error(
+    folder: Path, spec: Study, study: dict[str, Any], metric: str
+) -> None:
+    """Raise UserError where the study measured a single row or item: no difference on
+    it would have an error.
+    """
     if all(point["values"][metric]["stderr"] is not None for point in study["points"]):
         return
     unit, more = "item", "--limit, or tasks of more items"
     if metric == KL:
         assert spec.text is not None
-        unit, more = "example", f"--text-examples, or a text with more examples than {spec.text.path}"
+        unit, more = (
+            "example",
+            f"--text-examples, or a text with more examples than {spec.text.path}",
+        )
     raise UserError(
-        f"{folder}: --verify: the study measured {metric} on a single {unit}, which has no standard error, so that no"
-        f" difference can be told from chance; run `fcsd layers` again into another folder with a larger {more}"
+        f"{folder}: --verify: the study measured {metric} on a single {unit}, which has"
+        " no standard error, so that no difference can be told from chance; run `fcsd"
+        f" layers` again into another folder with a larger {more}"
     )
 
 
@@ -243,7 +324,11 @@ def plan_text(proposal: dict[str, Any]) -> str:
     metric = proposal["metric"]
     unit = "KL" if metric["name"] == KL else f"{metric['name']} lost"
     rows = [
-        [str(row["layer"]), number_text(row), "rewired" if row["rewired"] else "regular"]
+        [
+            str(row["layer"]),
+            number_text(row),
+            "rewired" if row["rewired"] else "regular",
+        ]
         for row in proposal["sensitivities"]
     ]
     compared = [
@@ -259,7 +344,13 @@ def plan_text(proposal: dict[str, Any]) -> str:
     measured = "KL" if metric["name"] == KL else metric["name"]
     if proposal["calibrated"]:
         unit, measured = f"{unit}, calibrated,", f"{measured}, calibrated,"
-    header = ["selection", "layers", f"sum of {unit} alone", f"{measured} measured", OVERLAPPED]
+    header = [
+        "selection",
+        "layers",
+        f"sum of {unit} alone",
+        f"{measured} measured",
+        OVERLAPPED,
+    ]
     return "\n".join(
         [
             markdown(["layer", f"{unit} alone", ""], rows),
@@ -286,7 +377,10 @@ def _verdict(proposal: dict[str, Any]) -> str:
         return f"The proposal is the {second['name']} layers."
     margin = proposal["difference"]
     if margin is None:
-        return "Untrained, and one layer at a time: --verify measures the proposal against the last layers."
+        return (
+            "Untrained, and one layer at a time: --verify measures the proposal against"
+            " the last layers."
+        )
     sign = 1 if proposal["metric"]["better"] == "lower" else -1
     distance = sign * margin["value"]
     if margin["stderr"] is None or abs(distance) <= 2 * margin["stderr"]:
@@ -300,13 +394,19 @@ def _verdict(proposal: dict[str, Any]) -> str:
 
 
 def study_table(study: dict[str, Any]) -> str:
-    """Return the table of `fcsd layers`: a row for each number of layers or single layer, with every metric."""
+    """Return the table of `fcsd layers`: a row for each number of layers or single
+    layer, with every metric.
+    """
     names = [row["name"] for row in study["metrics"]]
     which = [False, True] if has_calibrated(study) else [False]
     rows = [
         [
             _point_text(point, study["num_hidden_layers"]),
-            *[number_text(values_of(point, calibrated)[name]) for calibrated in which for name in names],
+            *[
+                number_text(values_of(point, calibrated)[name])
+                for calibrated in which
+                for name in names
+            ],
             "{} of {}".format(*study_overlap(study, point["layers"])),
         ]
         for point in study["points"]
@@ -317,7 +417,10 @@ def study_table(study: dict[str, Any]) -> str:
         for row in study["metrics"]
     ]
     table = markdown(["rewired layers", *heads, OVERLAPPED], rows)
-    facts = {"metric": study["metrics"][0], "special_layers": special_layers(study, names[0])}
+    facts = {
+        "metric": study["metrics"][0],
+        "special_layers": special_layers(study, names[0]),
+    }
     return "\n".join([table, *special_text(facts)])
 
 
@@ -330,5 +433,8 @@ def _point_text(point: dict[str, Any], num_layers: int) -> str:
         case "single":
             return f"only {layers[0]}"
         case "without":
-            return f"all but {selection_text([k for k in range(num_layers) if k not in layers])}"
+            return (
+                "all but"
+                f" {selection_text([k for k in range(num_layers) if k not in layers])}"
+            )
     return f"{point['side']} {len(layers)}"

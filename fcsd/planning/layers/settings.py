@@ -8,7 +8,13 @@ from pydantic import Field, model_validator
 from fcsd.base.errors import UserError
 from fcsd.base.strict import like
 from fcsd.data.config import DataConfig, ModelStudy, SourceConfig, source_option
-from fcsd.evaluation.config import EvaluationConfig, LayerStudyConfig, Side, SuiteConfig, named_tasks
+from fcsd.evaluation.config import (
+    EvaluationConfig,
+    LayerStudyConfig,
+    Side,
+    SuiteConfig,
+    named_tasks,
+)
 from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.training.config import CalibrationConfig
@@ -17,17 +23,21 @@ KL = "kl"  # the metric that is not a task; lower is better
 
 
 class Study(ModelStudy):
-    """What is measured, on which selections: the KL to the original on the text, and the scores of the tasks."""
+    """What is measured, on which selections: the KL to the original on the text, and
+    the scores of the tasks.
+    """
 
     attention: Literal["partial", "full"] = like(ConnectivityConfig, "attention")
     mlp: Literal["outdated", "full"] = like(ConnectivityConfig, "mlp")
     sides: list[Side] = Field(["first", "last", "single"], min_length=1)
-    # Numbers of layers rewired from the start and from the end: these, or every Nth and all.
+    # Numbers of layers rewired from the start and from the end: these, or every Nth and
+    # all.
     counts: list[int] | None = None
     every: int = like(LayerStudyConfig, "every")
     packing: bool = like(DataConfig, "packing")
     loss_on: Literal["response", "all"] = like(DataConfig, "loss_on")
-    # Measure every selection with calibrated weights too, solved on so many tokens of this text.
+    # Measure every selection with calibrated weights too, solved on so many tokens of
+    # this text.
     calibrated: SourceConfig | None = None
     calibration_tokens: int = like(CalibrationConfig, "tokens")
     batch_size: int = Field(EvaluationConfig.model_fields["batch_size"].default, gt=0)
@@ -37,25 +47,39 @@ class Study(ModelStudy):
     def _measures_something(self) -> "Study":
         if self.text is None and not self.tasks:
             raise ValueError(
-                "nothing to measure: give a task of the suite (--task), or a text for the KL to the original (--text)"
+                "nothing to measure: give a task of the suite (--task), or a text for"
+                " the KL to the original (--text)"
             )
         if KL in self.tasks:
             raise ValueError(
-                f"a task cannot be called {KL!r} here; that is the KL to the original on the text"
+                f"a task cannot be called {KL!r} here; that is the KL to the original"
+                " on the text"
             )
         if self.attention == self.mlp == "full":
-            raise ValueError("attention: full with mlp: full is the regular model; nothing would be rewired")
+            raise ValueError(
+                "attention: full with mlp: full is the regular model; nothing would be"
+                " rewired"
+            )
         if self.mlp == "full" and "single" in self.sides:
             raise ValueError(
-                "side 'single' with mlp: full would measure nothing: a layer with regular neighbours computes what"
-                " a regular layer does; use the sides first and last"
+                "side 'single' with mlp: full would measure nothing: a layer with"
+                " regular neighbours computes what a regular layer does; use the sides"
+                " first and last"
             )
-        lists: dict[str, list[Any]] = {"sides": self.sides, "tasks": self.tasks, "counts": self.counts or []}
+        lists: dict[str, list[Any]] = {
+            "sides": self.sides,
+            "tasks": self.tasks,
+            "counts": self.counts or [],
+        }
         for name, values in lists.items():
-            if twice := sorted({str(value) for value in values if values.count(value) > 1}):
+            if twice := sorted(
+                {str(value) for value in values if values.count(value) > 1}
+            ):
                 raise ValueError(f"{name}: {', '.join(twice)} is given twice")
         if self.counts == [] or (self.counts is not None and self.every != 1):
-            raise ValueError("counts: give at least one number, and not `every` beside it")
+            raise ValueError(
+                "counts: give at least one number, and not `every` beside it"
+            )
         return self
 
 
@@ -63,15 +87,24 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
     """Return the study that the options of `fcsd layers` describe, or raise UserError."""
     sides = options["sides"].split(",") if options["sides"] else None
     if sides is None:
-        sides = ["first", "last"] if options["mlp"] == "full" else ["first", "last", "single"]
+        sides = (
+            ["first", "last"]
+            if options["mlp"] == "full"
+            else ["first", "last", "single"]
+        )
     counts = None
     if options["counts"] is not None:
         words = options["counts"].split(",")
         if wrong := [word for word in words if not word.strip().isdigit()]:
-            raise UserError(f"--counts: {wrong[0]!r} is not a number of layers; write for example 1,2,4,8")
+            raise UserError(
+                f"--counts: {wrong[0]!r} is not a number of layers; write for example"
+                " 1,2,4,8"
+            )
         counts = [int(word) for word in words]
     calibrated = source_option(options["calibrated"], "--calibrated")
-    return Study.from_options(options, sides=sides, counts=counts, calibrated=calibrated)
+    return Study.from_options(
+        options, sides=sides, counts=counts, calibrated=calibrated
+    )
 
 
 def suite_of(study: Study) -> SuiteConfig | None:
@@ -83,29 +116,40 @@ def metrics(study: Study) -> list[dict[str, str]]:
     """Return what is measured: name, unit, and whether `higher` or `lower` is better."""
     suite = suite_of(study)
     rows = suite.tasks if suite is not None else []
-    kl = [{"name": KL, "unit": "nats per token", "better": "lower"}] if study.text is not None else []
-    return kl + [{"name": row.task, "unit": row.metric.split(",")[0], "better": "higher"} for row in rows]
+    kl = (
+        [{"name": KL, "unit": "nats per token", "better": "lower"}]
+        if study.text is not None
+        else []
+    )
+    return kl + [
+        {"name": row.task, "unit": row.metric.split(",")[0], "better": "higher"}
+        for row in rows
+    ]
 
 
 def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
-    """Return the study's points as (side, rewired layers), in the order in which they are measured.
+    """Return the study's points as (side, rewired layers), in the order in which they
+    are measured.
 
-    Where no single layers are measured, which would say how many of the first ones cost the most, all but the first
-    layer are among the last, whatever `every` is.
+    Where no single layers are measured, which would say how many of the first ones cost
+    the most, all but the first layer are among the last, whatever `every` is.
     """
     counts = study.counts
     if counts is None:
         counts = sorted({*range(study.every, num_layers + 1, study.every), num_layers})
     if wrong := [count for count in counts if not 1 <= count <= num_layers]:
         raise UserError(
-            f"counts: {wrong[0]}: the model has {num_layers} decoder layers; allowed: 1 to {num_layers}"
+            f"counts: {wrong[0]}: the model has {num_layers} decoder layers; allowed: 1"
+            f" to {num_layers}"
         )
     points: list[tuple[Side, list[int]]] = []
     for side in study.sides:
         if side == "single":
             points += [(side, [layer]) for layer in range(num_layers)]
         else:
-            unknown = side == "last" and study.counts is None and "single" not in study.sides
+            unknown = (
+                side == "last" and study.counts is None and "single" not in study.sides
+            )
             all_but_first = {num_layers - 1} - {0} if unknown else set()
             points += [
                 (side, resolve_layers({side: count}, [True] * num_layers))

@@ -1,18 +1,20 @@
-"""The layer study: quality of the untrained model against which layers are rewired (paper 3.1 and Fig. 3).
+"""The layer study: quality of the untrained model against which layers are rewired
+(paper 3.1 and Fig. 3).
 
     OUT/layers.json     all points so far, written again after each of them
     OUT/layers.png      the figure, when the study is finished
     OUT/stage.json, manifest.json
 
-The model is loaded once and rewired in place between the points. `first` and `last` count layers from the start and
-from the end, `single` rewires one layer alone: its sensitivity. Once it is known which layers cost far more alone than
-a typical one, the selection of all the others is measured as well. With a text to calibrate on every point is measured
-a second time, with calibrated weights (`fcsd.training.calibration`).
+The model is loaded once and rewired in place between the points. `first` and `last`
+count layers from the start and from the end, `single` rewires one layer alone: its
+sensitivity. Once it is known which layers cost far more alone than a typical one, the
+selection of all the others is measured as well. With a text to calibrate on every point
+is measured a second time, with calibrated weights (`fcsd.training.calibration`).
 
 On several ranks each has the whole model, and its share of the rows and items.
 
-Not covered: weights that are sharded over ranks; a proposal from the sensitivities, that is
-`fcsd.planning.layers.proposal`.
+Not covered: weights that are sharded over ranks; a proposal from the sensitivities,
+that is `fcsd.planning.layers.proposal`.
 """
 
 import contextlib
@@ -61,16 +63,17 @@ SCHEMA_VERSION = 1
 
 
 Value = dict[str, Any]
-"""One metric of one selection: `value`, nats per token of the KL or the mean score of a task, its `stderr`, None of a
-single row or item, and `num_items`: tokens of the KL, items of a task."""
+"""One metric of one selection: `value`, nats per token of the KL or the mean score of a
+task, its `stderr`, None of a single row or item, and `num_items`: tokens of the KL,
+items of a task."""
 
 
 @dataclass(frozen=True)
 class Measured:
     """Everything one selection was measured on.
 
-    items: per metric, for the KL (sum, tokens) of each row, for a task the score of each item; what a paired comparison
-        needs.
+    items: per metric, for the KL (sum, tokens) of each row, for a task the score of
+        each item; what a paired comparison needs.
     """
 
     values: dict[str, Value]
@@ -78,26 +81,38 @@ class Measured:
 
 
 Measure = Callable[[Sequence[int], bool], Measured]
-"""Rewires these layers of the model in place and measures it; True: with calibrated weights, not with copied ones."""
+"""Rewires these layers of the model in place and measures it; True: with calibrated
+weights, not with copied ones.
+"""
 
 
 class Calibrations:
-    """Calibrate selections, one after another, in the one model that is rewired in place.
+    """Calibrate selections, one after another, in the one model that is rewired in
+    place.
 
-    The original is a second set of modules around the same parameters; a rewired layer gets copies of its own while it
-    is calibrated. So beside the model only the rewired layers are held twice.
+    The original is a second set of modules around the same parameters; a rewired layer
+    gets copies of its own while it is calibrated. So beside the model only the rewired
+    layers are held twice.
 
-    model: while it is regular. rows: the text, as of `calibrate_model`, the same on all ranks.
+    model: while it is regular. rows: the text, as of `calibrate_model`, the same on all
+    ranks.
     """
 
     def __init__(self, model: Any, rows: Sequence[Any], ranks: Ranks) -> None:
         self.model, self.rows, self.ranks = model, rows, ranks
-        self.original = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        self.original = copy.deepcopy(
+            model, {id(parameter): parameter for parameter in model.parameters()}
+        )
 
     @contextlib.contextmanager
     def folded(self) -> Iterator[None]:
-        """Have the rewired layers calibrated, as `calibrate_model`; without any, nothing is. All ranks call this."""
-        layers, indices = decoder_layers(self.model, family_of(self.model.config)), farskip_layers(self.model)
+        """Have the rewired layers calibrated, as `calibrate_model`; without any,
+        nothing is. All ranks call this.
+        """
+        layers, indices = (
+            decoder_layers(self.model, family_of(self.model.config)),
+            farskip_layers(self.model),
+        )
         shared = [
             (module, name, parameter)
             for index in indices
@@ -106,10 +121,18 @@ class Calibrations:
         ]
         try:
             for module, name, parameter in shared:
-                own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                own = nn.Parameter(
+                    parameter.detach().clone(), requires_grad=parameter.requires_grad
+                )
                 module.register_parameter(name, own)
             if indices:
-                calibrate_model(self.model, self.original, self.rows, ranks=self.ranks, progress=False)
+                calibrate_model(
+                    self.model,
+                    self.original,
+                    self.rows,
+                    ranks=self.ranks,
+                    progress=False,
+                )
             yield
         finally:
             for module, name, parameter in shared:
@@ -130,13 +153,15 @@ def study_layers(
     draw: makes the figure of the result (`fcsd.report.study_plots.plot_layers`).
 
     Raises:
-        UserError: a launch that shards the weights; unknown task; no text; a count that the model does not have; a
-            converted checkpoint; a folder whose study had other settings or another model.
+        UserError: a launch that shards the weights; unknown task; no text; a count that
+            the model does not have; a converted checkpoint; a folder whose study had
+            other settings or another model.
     """
     if launch.engine.shards:
         raise UserError(
-            "the layer study rewires whole copies of the model, and this launch shards the weights; launch copies"
-            " (accelerate launch --multi_gpu, configs/cpu_2.yaml), or one process"
+            "the layer study rewires whole copies of the model, and this launch shards"
+            " the weights; launch copies (accelerate launch --multi_gpu,"
+            " configs/cpu_2.yaml), or one process"
         )
     ranks = launch.ranks
     mask = layer_mask(model)
@@ -147,8 +172,13 @@ def study_layers(
     path = folder / "layers.json"
     done = ranks.from_first(lambda: _points_so_far(path) if path.is_file() else [])
     with measuring(study, model, launch) as measure:
-        weights = ["values", "calibrated"] if study.calibrated is not None else ["values"]
-        known = {tuple(point["layers"]): {key: point[key] for key in weights} for point in done}
+        weights = (
+            ["values", "calibrated"] if study.calibrated is not None else ["values"]
+        )
+        known = {
+            tuple(point["layers"]): {key: point[key] for key in weights}
+            for point in done
+        }
         result = _without_points(study, model, mask)
         # Zero rewired layers have no KL, but tasks have a score.
         wanted = [("none", []), *points] if study.tasks else points
@@ -159,10 +189,20 @@ def study_layers(
 
             def add(side: str, layers: Sequence[int], place: int) -> None:
                 if (key := tuple(layers)) not in known:
-                    bar.set_postfix_str(f"{side} {layers[0] if side == 'single' else len(layers)}")
-                    known[key] = {which: measure(layers, which == "calibrated").values for which in weights}
+                    bar.set_postfix_str(
+                        f"{side} {layers[0] if side == 'single' else len(layers)}"
+                    )
+                    known[key] = {
+                        which: measure(layers, which == "calibrated").values
+                        for which in weights
+                    }
                     bar.update()
-                point = {"side": side, "num_layers": len(layers), "layers": list(layers), **known[key]}
+                point = {
+                    "side": side,
+                    "num_layers": len(layers),
+                    "layers": list(layers),
+                    **known[key],
+                }
                 result["points"].insert(place, point)
                 if len(result["points"]) > len(done) and ranks.first:
                     write_sealed(path, result)
@@ -178,7 +218,9 @@ def study_layers(
     return stage
 
 
-def _without_points(study: Study, model: ModelFolder, mask: Sequence[bool]) -> dict[str, Any]:
+def _without_points(
+    study: Study, model: ModelFolder, mask: Sequence[bool]
+) -> dict[str, Any]:
     """Return what `layers.json` says beside the points that are measured."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -191,9 +233,12 @@ def _without_points(study: Study, model: ModelFolder, mask: Sequence[bool]) -> d
     }
 
 
-def _all_but_special(study: Study, result: dict[str, Any]) -> tuple[str, list[int], int] | None:
-    """Return the side, the layers and the place of the point that is still missing: all layers but those that the
-    measured ones say cost far more than a typical one. None where it was measured, or counts were asked for.
+def _all_but_special(
+    study: Study, result: dict[str, Any]
+) -> tuple[str, list[int], int] | None:
+    """Return the side, the layers and the place of the point that is still missing: all
+    layers but those that the measured ones say cost far more than a typical one. None
+    where it was measured, or counts were asked for.
     """
     points = result["points"]
     special = special_layers(result, result["metrics"][0]["name"])
@@ -204,7 +249,11 @@ def _all_but_special(study: Study, result: dict[str, Any]) -> tuple[str, list[in
         return None
     if not num_first or "last" not in study.sides:
         return "without", layers, len(points)
-    fewer = [k for k, p in enumerate(points) if p["side"] == "last" and p["num_layers"] < len(layers)]
+    fewer = [
+        k
+        for k, p in enumerate(points)
+        if p["side"] == "last" and p["num_layers"] < len(layers)
+    ]
     before = next(k for k, point in enumerate(points) if point["side"] == "last")
     return "last", layers, max(fewer, default=before - 1) + 1
 
@@ -213,12 +262,17 @@ def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
     """Return the folder of a study, with everything that its points depend on."""
     suite = suite_of(study)
     excluded = {"model", "suite", "data_root", "allow_weak_sandbox"}
-    if study.calibrated is None:  # a study that was begun before there was a choice goes on
+    # a study that was begun before there was a choice goes on
+    if study.calibrated is None:
         excluded |= {"calibrated", "calibration_tokens"}
     settings = study.model_dump(mode="json", exclude=excluded)
     settings |= {
         "model": {"dtype": study.model.dtype},
-        "tasks": [row.model_dump(mode="json") for row in suite.tasks] if suite is not None else [],
+        "tasks": (
+            [row.model_dump(mode="json") for row in suite.tasks]
+            if suite is not None
+            else []
+        ),
     }
     data_root = Path(study.data_root) if study.data_root is not None else None
     inputs = {
@@ -226,16 +280,21 @@ def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
         **test_set_fingerprints(suite, data_root, study.text),
     }
     if study.calibrated is not None:
-        inputs["calibrated"] = data_fingerprint(study.calibrated.path, study.calibrated.revision)
+        inputs["calibrated"] = data_fingerprint(
+            study.calibrated.path, study.calibrated.revision
+        )
     return Stage(folder, "layers", settings, inputs)
 
 
 def layer_mask(model: ModelFolder) -> list[bool]:
-    """Return one entry a decoder layer of an original checkpoint, True for an MoE layer; weights are not read."""
+    """Return one entry a decoder layer of an original checkpoint, True for an MoE
+    layer; weights are not read.
+    """
     checkpoint = read_checkpoint(model.folder)
     if checkpoint.connectivity is not None:
         raise UserError(
-            f"{model.folder}: this checkpoint is already converted; the study needs the original that it was made from"
+            f"{model.folder}: this checkpoint is already converted; the study needs the"
+            " original that it was made from"
         )
     assert checkpoint.family is not None
     return list(moe_mask(load_config(checkpoint), checkpoint.family))
@@ -243,16 +302,24 @@ def layer_mask(model: ModelFolder) -> list[bool]:
 
 @contextlib.contextmanager
 def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Measure]:
-    """Load the model and the data; gives the function that rewires the model in place and measures it."""
+    """Load the model and the data; gives the function that rewires the model in place
+    and measures it.
+    """
     ranks = launch.ranks
     suite = suite_of(study)
-    tokenizer = load_tokenizer(source.folder, trust_remote_code=source.config.trust_remote_code)
+    tokenizer = load_tokenizer(
+        source.folder, trust_remote_code=source.config.trust_remote_code
+    )
     model = to_device(load_checkpoint(source), study.model.path, launch.device)
     packing = study.packing and packing_of(model.config) != "leaks"
     calibrations = None
     if study.calibrated is not None:
-        calibrations = Calibrations(model, _calibration_rows(study, tokenizer, model, packing, ranks), ranks)
-    rows = _kl_rows(study, tokenizer, model, packing) if study.text is not None else None
+        calibrations = Calibrations(
+            model, _calibration_rows(study, tokenizer, model, packing, ranks), ranks
+        )
+    rows = (
+        _kl_rows(study, tokenizer, model, packing) if study.text is not None else None
+    )
     if ranks.first:
         tell_examples(rows, "--text", always=False)
     with contextlib.ExitStack() as stack:
@@ -267,7 +334,11 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             evaluate = stack.enter_context(
                 prepare_evaluation(tokenizer, suite, plan, ranks=ranks, progress=False)
             )
-        known = read_original(model, rows, ranks=ranks, in_parts=True) if rows is not None else None
+        known = (
+            read_original(model, rows, ranks=ranks, in_parts=True)
+            if rows is not None
+            else None
+        )
 
         def measure(layers: Sequence[int], calibrated: bool) -> Measured:
             if layers:
@@ -290,7 +361,8 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
                 values[KL] = _kl(items[KL])
                 if not math.isfinite(value := values[KL]["value"]):
                     raise UserError(
-                        f"{study.model.path}: the KL to the original with layers {list(layers)} rewired is {value}"
+                        f"{study.model.path}: the KL to the original with layers"
+                        f" {list(layers)} rewired is {value}"
                     )
             if evaluate is not None:
                 result, samples = evaluate(model, study.model.path)
@@ -303,14 +375,17 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
 
 
 def _kl_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> Any:
-    """Return the rows of the text that the KL is measured on, the units of its standard error.
+    """Return the rows of the text that the KL is measured on, the units of its standard
+    error.
 
-    Where all examples fit into one row, each gets a row of its own, no longer than the longest.
+    Where all examples fit into one row, each gets a row of its own, no longer than the
+    longest.
     """
     if not hasattr(model, "lm_head"):
         raise UserError(
-            f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of its"
-            " own; study the text model of this family"
+            f"{study.model.path}: the KL needs a text model with its lm_head,"
+            f" {type(model).__name__} has none of its own; study the text model of this"
+            " family"
         )
     assert study.text is not None
     build = partial(
@@ -324,17 +399,22 @@ def _kl_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> Any:
     rows = build(max_length=study.max_length, packing=packing)
     if len(rows) > 1 or rows.num_examples() == 1:
         return rows
-    return build(max_length=max(len(ids) for ids, _ in rows.examples_of(0)), packing=False)
+    return build(
+        max_length=max(len(ids) for ids, _ in rows.examples_of(0)), packing=False
+    )
 
 
-def _calibration_rows(study: Study, tokenizer: Any, model: Any, packing: bool, ranks: Ranks) -> list[Any]:
+def _calibration_rows(
+    study: Study, tokenizer: Any, model: Any, packing: bool, ranks: Ranks
+) -> list[Any]:
     """Return the rows of the text that selections are calibrated on."""
     assert study.calibrated is not None
     rows = build_dataset(
         [study.calibrated], tokenizer, max_length=study.max_length, packing=packing, shuffle=False,
         loss_on=study.loss_on, bad_rows=BadRows(setting=None),
         vocab_size=model.config.get_text_config().vocab_size,
-        num_rows=4 * study.calibration_tokens // study.max_length + 1,  # rows of one example are not full
+        # rows of one example are not full
+        num_rows=4 * study.calibration_tokens // study.max_length + 1,
     )  # fmt: skip
     if ranks.first:
         tell_examples(rows, "--calibrated", always=False)
@@ -353,7 +433,9 @@ def _kl(items: Sequence[tuple[float, int]]) -> Value:
 
 
 def difference(one: Measured, other: Measured, metric: str) -> Value:
-    """Return one - other of a metric with its paired standard error: both were measured on the same rows or items."""
+    """Return one - other of a metric with its paired standard error: both were measured
+    on the same rows or items.
+    """
     pairs = list(zip(one.items[metric], other.items[metric], strict=True))
     if metric == KL:
         return _kl([(a[0] - b[0], a[1]) for a, b in pairs])
@@ -362,14 +444,19 @@ def difference(one: Measured, other: Measured, metric: str) -> Value:
 
 
 def read_study(folder: Path) -> dict[str, Any]:
-    """Return what `layers.json` holds of a finished study; raises UserError for another folder, or another version."""
+    """Return what `layers.json` holds of a finished study; raises UserError for another
+    folder, or another version.
+    """
     if not (folder / "layers.json").is_file():
-        raise UserError(f"{folder}: no layers.json; this is not a folder that `fcsd layers` wrote")
+        raise UserError(
+            f"{folder}: no layers.json; this is not a folder that `fcsd layers` wrote"
+        )
     check_outputs(folder, "layers.json")
     study = _read(folder / "layers.json")
     if not (folder / "manifest.json").is_file():
         raise UserError(
-            f"{folder}: the study is not finished; run the same `fcsd layers` command again, it goes on"
+            f"{folder}: the study is not finished; run the same `fcsd layers` command"
+            " again, it goes on"
         )
     study.pop("sha256", None)
     return study
@@ -391,7 +478,7 @@ def _read(path: Path) -> dict[str, Any]:
     version = study.get("schema_version") if isinstance(study, Mapping) else None
     if version != SCHEMA_VERSION:
         raise UserError(
-            f"{path}: schema_version is {version}, this fcsd reads {SCHEMA_VERSION}; remove the folder and run"
-            " `fcsd layers` again"
+            f"{path}: schema_version is {version}, this fcsd reads {SCHEMA_VERSION};"
+            " remove the folder and run `fcsd layers` again"
         )
     return dict(study)

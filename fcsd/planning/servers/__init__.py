@@ -1,4 +1,5 @@
-"""Benchmarks that drive programs of other environments: `fcsd bench serve` measures servers against each other.
+"""Benchmarks that drive programs of other environments: `fcsd bench serve` measures
+servers against each other.
 
     settings    what is asked for
     plan        what of it is refused
@@ -12,5 +13,6 @@
     gains       times for `fcsd plan`, and the gain planned from them beside the measured one
     summary     medians, spreads and speed-ups; the table
 
-Not covered: traces of SGLang; whether a server computes the right thing (`serving/tests`, `fcsd evaluate`).
+Not covered: traces of SGLang; whether a server computes the right thing
+(`serving/tests`, `fcsd evaluate`).
 """

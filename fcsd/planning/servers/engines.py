@@ -1,6 +1,8 @@
-"""The engines whose servers are measured: what each is called with, and what an environment of one has.
+"""The engines whose servers are measured: what each is called with, and what an
+environment of one has.
 
-fcsd and an engine share no environment (they need different versions of transformers), so all goes through programs.
+fcsd and an engine share no environment (they need different versions of transformers),
+so all goes through programs.
 """
 
 import json
@@ -33,7 +35,9 @@ class Engine:
     all_plugins: tuple[str | None, ...]
     """Values of that variable under which it loads all of them."""
     check: str
-    """Statements of Python: versions that the plugin was verified with, and a ValueError for settings it refuses."""
+    """Statements of Python: versions that the plugin was verified with, and a
+    ValueError for settings it refuses.
+    """
     others_warn: bool
     """Another version is served with a warning, not refused."""
     ranks: Callable[[int], tuple[str, ...]]
@@ -43,7 +47,9 @@ class Engine:
     settings: Callable[[Mapping[str, Any]], tuple[tuple[str, ...], dict[str, str]]]
     """Flags and environment of a FarSkip server whose all-reduces have these settings."""
     client: Callable[["Program", int, int, Path], list[str]]
-    """The program that measures a server, given requests, tokens of an answer and the file of its result."""
+    """The program that measures a server, given requests, tokens of an answer and the
+    file of its result.
+    """
     stock_on_cpu: Mapping[str, str] = field(default_factory=dict)
     """Environment of the stock server where there is no GPU."""
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -80,9 +86,9 @@ class Program:
         if self.version.partition("+")[0] in self.verified:
             return None
         return (
-            f"{self.engine.title} {self.version} is not verified with fcsd-serving {self.plugin}"
-            f" ({', '.join(self.verified)} is):"
-            " the times are those of this pair, whether its answers are right was not looked at"
+            f"{self.engine.title} {self.version} is not verified with fcsd-serving"
+            f" {self.plugin} ({', '.join(self.verified)} is): the times are those of"
+            " this pair, whether its answers are right was not looked at"
         )
 
 
@@ -91,7 +97,9 @@ def _vllm_ranks(number: int) -> tuple[str, ...]:
     return "--tensor-parallel-size", str(number), *experts
 
 
-def _vllm_client(program: Program, requests: int, tokens: int, result: Path) -> list[str]:
+def _vllm_client(
+    program: Program, requests: int, tokens: int, result: Path
+) -> list[str]:
     words = [
         "bench",
         "serve",
@@ -103,16 +111,53 @@ def _vllm_client(program: Program, requests: int, tokens: int, result: Path) -> 
         "random",
     ]
     own = ["--num-warmups", str(requests), "--temperature", "0"]
-    return [program.path, *words, *own, "--result-dir", str(result.parent), "--result-filename", result.name]
+    return [
+        program.path,
+        *words,
+        *own,
+        "--result-dir",
+        str(result.parent),
+        "--result-filename",
+        result.name,
+    ]
 
 
-def _sglang_client(program: Program, requests: int, tokens: int, result: Path) -> list[str]:
-    """Ask for ids and take ids, so that lengths are exact; what is sent by itself would cut a warm-up at 32 tokens."""
-    body = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "skip_special_tokens": False}
-    words = ["--backend", "sglang", "--dataset-name", "random-ids", "--random-range-ratio", "1"]
-    own = ["--warmup-requests", str(requests), "--extra-request-body", json.dumps({"sampling_params": body})]
+def _sglang_client(
+    program: Program, requests: int, tokens: int, result: Path
+) -> list[str]:
+    """Ask for ids and take ids, so that lengths are exact; what is sent by itself would
+    cut a warm-up at 32 tokens.
+    """
+    body = {
+        "temperature": 0,
+        "max_new_tokens": tokens,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    }
+    words = [
+        "--backend",
+        "sglang",
+        "--dataset-name",
+        "random-ids",
+        "--random-range-ratio",
+        "1",
+    ]
+    own = [
+        "--warmup-requests",
+        str(requests),
+        "--extra-request-body",
+        json.dumps({"sampling_params": body}),
+    ]
     out = ["--output-details", "--output-file", str(result)]
-    return [program.python, "-m", "sglang.benchmark.serving", "--tokenize-prompt", *words, *own, *out]
+    return [
+        program.python,
+        "-m",
+        "sglang.benchmark.serving",
+        "--tokenize-prompt",
+        *words,
+        *own,
+        *out,
+    ]
 
 
 _SGLANG_MODELS = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang"}
@@ -133,7 +178,10 @@ fcsd_vllm.settings.read_settings({"fcsd": comm})
         others_warn=True,
         ranks=_vllm_ranks,
         serve=("--no-enable-prefix-caching",),
-        settings=lambda comm: (("--additional-config", json.dumps({"fcsd": dict(comm)})), {}),
+        settings=lambda comm: (
+            ("--additional-config", json.dumps({"fcsd": dict(comm)})),
+            {},
+        ),
         client=_vllm_client,
     ),
     "sglang": Engine(
@@ -152,9 +200,13 @@ fcsd_sglang.settings.settings()
         others_warn=False,
         ranks=lambda number: ("--tp-size", str(number), "--ep-size", str(number)),
         serve=("--disable-radix-cache",),
-        settings=lambda comm: ((), {**_SGLANG_MODELS, "FCSD_SERVING": json.dumps(dict(comm))}),
+        settings=lambda comm: (
+            (),
+            {**_SGLANG_MODELS, "FCSD_SERVING": json.dumps(dict(comm))},
+        ),
         client=_sglang_client,
-        # Its native experts index with the id of other ranks' experts, -1; the plugin's classes of stock models do not.
+        # Its native experts index with the id of other ranks' experts, -1; the plugin's
+        # classes of stock models do not.
         stock_on_cpu=_SGLANG_MODELS,
         renamed={"total_token_throughput": "total_throughput"},
     ),
@@ -191,66 +243,92 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
         comm: settings of the plugin.
 
     Raises:
-        UserError: no such program, an environment without the engine or without the plugin, settings that it refuses.
+        UserError: no such program, an environment without the engine or without the
+            plugin, settings that it refuses.
     """
     engine, program = ENGINES[name], shutil.which(os.path.expanduser(path))
     if program is None:
         raise UserError(
-            f"--{name} {path}: no such program; {engine.title} has an environment of its own, give the `{name}` of it"
-            f" (--{name} VENV/bin/{name}); docs/serve.md says how to make one"
+            f"--{name} {path}: no such program; {engine.title} has an environment of"
+            f" its own, give the `{name}` of it (--{name} VENV/bin/{name});"
+            " docs/serve.md says how to make one"
         )
     python = _python_of(name, Path(program))
     facts = _probe(name, program, python, comm)
     if facts["version"] is None:
         raise UserError(
-            f"--{name} {program}: {engine.title} is not installed in the environment of this program"
+            f"--{name} {program}: {engine.title} is not installed in the environment of"
+            " this program"
         )
     if facts["plugin"] is None:
         raise UserError(
-            f"--{name} {program}: the plugin that serves converted models is not installed there:"
-            f" `{python} -m pip install SERVING`, SERVING being serving/ of fcsd's repository"
+            f"--{name} {program}: the plugin that serves converted models is not"
+            f" installed there: `{python} -m pip install SERVING`, SERVING being"
+            " serving/ of fcsd's repository"
         )
     named = os.environ.get(engine.plugins_variable)
     if named not in engine.all_plugins and "fcsd" not in str(named).split(","):
         raise UserError(
-            f"{engine.plugins_variable}={named} leaves out the plugin that serves converted models; add fcsd, or unset"
-            " it"
+            f"{engine.plugins_variable}={named} leaves out the plugin that serves"
+            " converted models; add fcsd, or unset it"
         )
     if facts["refused"] is not None:
         raise UserError(f"--comm: {facts['refused']}")
     verified, devices = tuple(facts["verified"]), tuple(facts["devices"])
-    result = Program(name, program, facts["version"], facts["plugin"], verified, devices)
+    result = Program(
+        name, program, facts["version"], facts["plugin"], verified, devices
+    )
     if result.warning is not None and not engine.others_warn:
         raise UserError(
-            f"--{name} {program}: fcsd-serving {result.plugin} refuses {engine.title} {result.version}: its layers are"
-            f" known for {verified[0]} alone; install {name}=={verified[0]}"
+            f"--{name} {program}: fcsd-serving {result.plugin} refuses {engine.title}"
+            f" {result.version}: its layers are known for {verified[0]} alone; install"
+            f" {name}=={verified[0]}"
         )
     return result
 
 
-def _probe(name: EngineName, program: str, python: str, comm: Mapping[str, Any]) -> dict[str, Any]:
+def _probe(
+    name: EngineName, program: str, python: str, comm: Mapping[str, Any]
+) -> dict[str, Any]:
     engine = ENGINES[name]
-    question = [engine.distributions, engine.entry_points, engine.plugin, engine.check, dict(comm)]
+    question = [
+        engine.distributions,
+        engine.entry_points,
+        engine.plugin,
+        engine.check,
+        dict(comm),
+    ]
     words = [python, "-c", _PROBE, json.dumps(question)]
     try:
-        run = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
-        answer = next(line[5:] for line in run.stdout.splitlines() if line.startswith("PROBE"))
+        run = subprocess.run(
+            words, capture_output=True, text=True, timeout=300, check=False
+        )
+        answer = next(
+            line[5:] for line in run.stdout.splitlines() if line.startswith("PROBE")
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"--{name} {program}: its Python cannot be run: {error}") from None
+        raise UserError(
+            f"--{name} {program}: its Python cannot be run: {error}"
+        ) from None
     except StopIteration:
         reason = (run.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise UserError(f"--{name} {program}: its environment could not be looked at: {reason}") from None
+        raise UserError(
+            f"--{name} {program}: its environment could not be looked at: {reason}"
+        ) from None
     return dict(json.loads(answer))
 
 
 def _python_of(name: EngineName, program: Path) -> str:
-    """Return the interpreter of a program that pip has installed: beside it, or in its first line."""
+    """Return the interpreter of a program that pip has installed: beside it, or in its
+    first line.
+    """
     if (beside := program.parent / "python").exists():
         return str(beside)
     with program.open("rb") as file:
         first = file.readline(1024).decode(errors="replace")
     if not first.startswith("#!") or "python" not in first:
         raise UserError(
-            f"--{name} {program}: not a program that pip has installed: no `python` beside it, nor in its first line"
+            f"--{name} {program}: not a program that pip has installed: no `python`"
+            " beside it, nor in its first line"
         )
     return first[2:].split()[0]

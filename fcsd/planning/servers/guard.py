@@ -1,10 +1,12 @@
-"""Run a command that ends with the process that asked for it, whatever ends that one: Ctrl-C, an error, a kill.
+"""Run a command that ends with the process that asked for it, whatever ends that one:
+Ctrl-C, an error, a kill.
 
     python guard.py COMMAND…
 
-The asking process holds the other end of this one's standard input. When it closes, be it that the asking process is
-no more, the command and all that it started end: SIGTERM first, SIGKILL after `PATIENCE_S`. Processes that have left
-the command's group fall to this one when their parents end, and end too. Standard library only; it runs as a file.
+The asking process holds the other end of this one's standard input. When it closes, be
+it that the asking process is no more, the command and all that it started end: SIGTERM
+first, SIGKILL after `PATIENCE_S`. Processes that have left the command's group fall to
+this one when their parents end, and end too. Standard library only; it runs as a file.
 """
 
 import contextlib
@@ -28,15 +30,23 @@ def main(words: list[str]) -> int:
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
-        leader = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True).pid
+        leader = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, start_new_session=True
+        ).pid
     except OSError as error:
         print(f"{words[0]}: {error.strerror}", flush=True)
         return 127
     ended: dict[int, int] = {}
-    while leader not in ended and not signals and not select.select([sys.stdin], [], [], 0.05)[0]:
+    while (
+        leader not in ended
+        and not signals
+        and not select.select([sys.stdin], [], [], 0.05)[0]
+    ):
         _reap(ended)
     _end_all(leader, ended)
-    status = os.waitstatus_to_exitcode(ended[leader]) if leader in ended else -signal.SIGKILL
+    status = (
+        os.waitstatus_to_exitcode(ended[leader]) if leader in ended else -signal.SIGKILL
+    )
     return status if status >= 0 else 128 - status
 
 
@@ -69,8 +79,11 @@ def _signal_all(leader: int, number: int, pids: set[int]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, number)
     children = ""
-    with contextlib.suppress(OSError):  # a kernel without the list: the group alone then
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
+    # a kernel without the list: the group alone then
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(
+            encoding="ascii"
+        )
     for child in children.split():
         with contextlib.suppress(ProcessLookupError):
             if int(child) not in pids and os.getpgid(int(child)) != leader:

@@ -1,8 +1,10 @@
-"""The servers that are set against each other, each by its flags: what is said about a row is what its server gets.
+"""The servers that are set against each other, each by its flags: what is said about a
+row is what its server gets.
 
-SGLang has three of the rows: its plugin serves tensor-parallel ranks, with the experts spread over them. The rivals
-compute what stock does and hide communication, or fuse it, by other means. What each of them needs is known from vLLM
-0.32; where vLLM itself goes on without it and only says so in its log, `signs` are the lines that say it.
+SGLang has three of the rows: its plugin serves tensor-parallel ranks, with the experts
+spread over them. The rivals compute what stock does and hide communication, or fuse it,
+by other means. What each of them needs is known from vLLM 0.32; where vLLM itself goes
+on without it and only says so in its log, `signs` are the lines that say it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,9 @@ class Row:
     exact: bool = False
     """A rival: stock's results by other means. It may be missing on a machine."""
     wide: bool = False
-    """Attention data-parallel, the experts over all ranks (wide expert parallelism). It may be missing, too."""
+    """Attention data-parallel, the experts over all ranks (wide expert parallelism). It
+    may be missing, too.
+    """
     base: str = "stock"
     """The row that its speed-ups are over."""
     flags: tuple[str, ...] = ()
@@ -50,7 +54,12 @@ ROWS_OF: dict[EngineName, tuple[RowName, ...]] = {
     "vllm": get_args(RowName),
     "sglang": ("stock", "farskip_blocking", "farskip_overlapped"),
 }
-_SHARED = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "num_shared_expert")
+_SHARED = (
+    "n_shared_experts",
+    "num_shared_experts",
+    "shared_expert_intermediate_size",
+    "num_shared_expert",
+)
 _NO_GPU = "vLLM has it on GPUs only, and there is none here"
 
 
@@ -68,7 +77,8 @@ def make_rows(
     Args:
         config: of the model, as in its `config.json`.
         devices: names of the GPUs.
-        tensor_parallel: ranks of a server; the wide rows have as many that are data-parallel.
+        tensor_parallel: ranks of a server; the wide rows have as many that are
+            data-parallel.
         comm: settings of the overlapped rows' communication.
         all2all: back end of the wide rows' exchanges.
     """
@@ -78,7 +88,12 @@ def make_rows(
     alone = "there is nothing to overlap on one rank" if tensor_parallel == 1 else None
     no_gpu = None if devices else _NO_GPU
     rows = [
-        Row("stock", "stock", flags=usual, environment={} if devices else of.stock_on_cpu),
+        Row(
+            "stock",
+            "stock",
+            flags=usual,
+            environment={} if devices else of.stock_on_cpu,
+        ),
         _dbo("prefill", "high_throughput", tensor_parallel, alone),
         _dbo("decode", "low_latency", tensor_parallel, alone),
         Row(
@@ -91,13 +106,19 @@ def make_rows(
                 "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "0",
                 "VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD": "1000000",
             },
-            missing=no_gpu if _has_shared_experts(config) else "the model has no shared experts",
+            missing=no_gpu
+            if _has_shared_experts(config)
+            else "the model has no shared experts",
         ),
         Row(
             "fused_allreduce",
             "stock, all-reduce fused with the norm",
             exact=True,
-            flags=(*usual, "--compilation-config", '{"pass_config": {"fuse_allreduce_rms": true}}'),
+            flags=(
+                *usual,
+                "--compilation-config",
+                '{"pass_config": {"fuse_allreduce_rms": true}}',
+            ),
             signs=(
                 "AllReduce fusion pass is disabled",
                 "skipping allreduce fusion",
@@ -109,7 +130,15 @@ def make_rows(
         ),
         _farskip(of, "blocking", usual, blocking(comm), emulated(comm)),
         _farskip(of, "overlapped", usual, comm, emulated(comm)),
-        Row("wide_stock", "wide, stock", exact=True, wide=True, base="wide_stock", flags=wide, missing=alone),
+        Row(
+            "wide_stock",
+            "wide, stock",
+            exact=True,
+            wide=True,
+            base="wide_stock",
+            flags=wide,
+            missing=alone,
+        ),
         _wide(of, "blocking", wide, blocking(comm), emulated(comm), alone),
         _wide(of, "overlapped", wide, comm, emulated(comm), alone),
     ]
@@ -117,20 +146,29 @@ def make_rows(
 
 
 def blocking(comm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under which nothing overlaps: over an emulated network where the other row has one, too."""
+    """Return the settings under which nothing overlaps: over an emulated network where
+    the other row has one, too.
+    """
     if comm.get("comm") == "timed":
         return {**comm, "min_overlap_bytes": 2**62}
     return {"comm": "blocking"}
 
 
 def _dbo(phase: str, kernels: str, ranks: int, alone: str | None) -> Row:
-    """Return a row of dual batch overlap, for data parallelism with DeepEP and vLLM 0.32's first model runner."""
+    """Return a row of dual batch overlap, for data parallelism with DeepEP and vLLM
+    0.32's first model runner.
+    """
     return Row(
         f"dbo_{phase}",
         f"stock, dual batch overlap, DeepEP for {phase}",
         exact=True,
         wide=True,
-        flags=(*_data_parallel(ranks), "--enable-dbo", "--all2all-backend", f"deepep_{kernels}"),
+        flags=(
+            *_data_parallel(ranks),
+            "--enable-dbo",
+            "--all2all-backend",
+            f"deepep_{kernels}",
+        ),
         environment={"VLLM_USE_V2_MODEL_RUNNER": "0"},
         signs=("Dual-Batch Overlap is not supported",),
         missing=alone,
@@ -138,7 +176,11 @@ def _dbo(phase: str, kernels: str, ranks: int, alone: str | None) -> Row:
 
 
 def _farskip(
-    engine: Engine, name: str, usual: tuple[str, ...], comm: Mapping[str, Any], emulates: bool
+    engine: Engine,
+    name: str,
+    usual: tuple[str, ...],
+    comm: Mapping[str, Any],
+    emulates: bool,
 ) -> Row:
     flags, environment = engine.settings(comm)
     base = "farskip_blocking" if emulates else "stock"
@@ -163,16 +205,30 @@ def _wide(
     row = _farskip(engine, name, wide, comm, emulates)
     base = "wide_blocking" if emulates else "wide_stock"
     return replace(
-        row, name=f"wide_{name}", title=f"wide, {row.title}", wide=True, base=base, missing=missing
+        row,
+        name=f"wide_{name}",
+        title=f"wide, {row.title}",
+        wide=True,
+        base=base,
+        missing=missing,
     )
 
 
 def _data_parallel(ranks: int) -> tuple[str, ...]:
-    return "--tensor-parallel-size", "1", "--data-parallel-size", str(ranks), "--enable-expert-parallel"
+    return (
+        "--tensor-parallel-size",
+        "1",
+        "--data-parallel-size",
+        str(ranks),
+        "--enable-expert-parallel",
+    )
 
 
-def node_flags(engine: EngineName, row: Row, ranks: int, nodes: Sequence[str], port: int) -> list[list[str]]:
-    """Return what each machine of a server adds to a row's flags, the first one's first; nothing for a single one.
+def node_flags(
+    engine: EngineName, row: Row, ranks: int, nodes: Sequence[str], port: int
+) -> list[list[str]]:
+    """Return what each machine of a server adds to a row's flags, the first one's
+    first; nothing for a single one.
 
     Args:
         ranks: of the whole server; as many on each machine.
@@ -187,11 +243,26 @@ def node_flags(engine: EngineName, row: Row, ranks: int, nodes: Sequence[str], p
         common = ["--dist-init-addr", f"{nodes[0]}:{port}", "--nnodes", len(nodes)]
         own, aside = [["--node-rank", place] for place in range(1, len(nodes))], []
     elif row.wide:
-        common = ["--data-parallel-size-local", each, "--data-parallel-address", nodes[0]]
+        common = [
+            "--data-parallel-size-local",
+            each,
+            "--data-parallel-address",
+            nodes[0],
+        ]
         common += ["--data-parallel-rpc-port", port]
-        own = [["--data-parallel-start-rank", each * place] for place in range(1, len(nodes))]
+        own = [
+            ["--data-parallel-start-rank", each * place]
+            for place in range(1, len(nodes))
+        ]
     else:
-        common = ["--nnodes", len(nodes), "--master-addr", nodes[0], "--master-port", port]
+        common = [
+            "--nnodes",
+            len(nodes),
+            "--master-addr",
+            nodes[0],
+            "--master-port",
+            port,
+        ]
         own = [["--node-rank", place] for place in range(1, len(nodes))]
     flags = [common, *([*common, *aside, *more] for more in own)]
     return [[str(word) for word in words] for words in flags]
@@ -204,4 +275,6 @@ def emulated(comm: Mapping[str, Any]) -> bool:
 
 def _has_shared_experts(config: Mapping[str, Any]) -> bool:
     text = config.get("text_config") or config
-    return any(text.get(name) for name in _SHARED) or str(text.get("model_type")).startswith("llama4")
+    return any(text.get(name) for name in _SHARED) or str(
+        text.get("model_type")
+    ).startswith("llama4")

@@ -1,4 +1,5 @@
-"""`fcsd bench serve`: servers of vLLM or of SGLang against each other, one at a time, in turns.
+"""`fcsd bench serve`: servers of vLLM or of SGLang against each other, one at a time,
+in turns.
 
     OUT/rounds/ROUND-ROW.json     one server, started once: its figures at every length of prompt
     OUT/logs/ROUND-ROW.log        what that server printed
@@ -8,9 +9,10 @@
                                   times-wide-PHASE-LENGTH of wide rows
     OUT/stage.json, manifest.json
 
-A round has all rows once, each round beginning with another one, so that a machine that slows down slows down all. The
-prompts are random tokens, the same for all rows, others in every round, and no server keeps prefixes. A length is
-measured twice: one token each for the time to the first, then a whole answer for the time between tokens.
+A round has all rows once, each round beginning with another one, so that a machine that
+slows down slows down all. The prompts are random tokens, the same for all rows, others
+in every round, and no server keeps prefixes. A length is measured twice: one token each
+for the time to the first, then a whole answer for the time between tokens.
 """
 
 import hashlib
@@ -26,7 +28,13 @@ from typing import Any
 
 from fcsd.base.artifact import Stage, check_outputs
 from fcsd.base.errors import UserError
-from fcsd.base.files import hold_folder, read_json, release_folder, write_json, write_text
+from fcsd.base.files import (
+    hold_folder,
+    read_json,
+    release_folder,
+    write_json,
+    write_text,
+)
 from fcsd.base.text import progress_bar
 from fcsd.planning.servers.engines import ENGINES, Program, find_program
 from fcsd.planning.servers.gains import find_limits, served_gains, write_gains
@@ -42,22 +50,32 @@ from fcsd.planning.servers.server import (
 )
 from fcsd.planning.servers.settings import Benchmark
 from fcsd.planning.servers.summary import summarise, table
-from fcsd.planning.servers.times import TIMES_VARIABLE, communication_between, settled_times
+from fcsd.planning.servers.times import (
+    TIMES_VARIABLE,
+    communication_between,
+    settled_times,
+)
 from fcsd.planning.servers.trace import TRACED, profiler_flags, read_trace
 
 
 def bench_serve(
-    benchmark: Benchmark, program: str, folder: Path, draw: Callable[[dict[str, Any], Path], None]
+    benchmark: Benchmark,
+    program: str,
+    folder: Path,
+    draw: Callable[[dict[str, Any], Path], None],
 ) -> dict[str, Any]:
-    """Measure all rows and return the result; a benchmark that was cut off continues where it was.
+    """Measure all rows and return the result; a benchmark that was cut off continues
+    where it was.
 
     Args:
         program: of the engine, its path or its name on PATH.
-        draw: makes the figures of the result in the folder (`fcsd.report.study_plots.plot_serving`).
+        draw: makes the figures of the result in the folder
+            (`fcsd.report.study_plots.plot_serving`).
 
     Raises:
-        UserError: models that do not belong together, prompts that are too long, an environment without engine or
-            plugin, a folder of another benchmark, a server that fails and is no rival, which may be missing.
+        UserError: models that do not belong together, prompts that are too long, an
+            environment without engine or plugin, a folder of another benchmark, a
+            server that fails and is no rival, which may be missing.
     """
     config = check_models(benchmark)
     engine = find_program(benchmark.engine, program, benchmark.comm)
@@ -66,7 +84,8 @@ def bench_serve(
     bench = _Bench(benchmark, engine, folder)
     if benchmark.trace and not engine.devices:
         raise UserError(
-            "--trace: a trace tells the overlap of GPUs, and there is none here; --comm timed tells it on a CPU"
+            "--trace: a trace tells the overlap of GPUs, and there is none here; --comm"
+            " timed tells it on a CPU"
         )
     stage = bench.stage(config)
     if stage.state() == "finished":
@@ -82,17 +101,26 @@ def bench_serve(
     rows = make_rows(benchmark.engine, benchmark.rows, config, engine.devices, *options)
     missing = bench.measure_rounds(rows)
     measured = {
-        row.name: [read_json(bench.file(number, row)) for number in range(1, benchmark.rounds + 1)]
+        row.name: [
+            read_json(bench.file(number, row))
+            for number in range(1, benchmark.rounds + 1)
+        ]
         for row in rows
         if row.name not in missing
     }
     settings = benchmark.model_dump(mode="json")
     versions = bench.versions | {"cores": os.cpu_count()}
     facts = {"settings": settings, "versions": versions, "warning": engine.warning}
-    traces = {name: bench.traced(row) for row in rows if (name := row.name) in TRACED and benchmark.trace}
+    traces = {
+        name: bench.traced(row)
+        for row in rows
+        if (name := row.name) in TRACED and benchmark.trace
+    }
     gains = served_gains(settings, config, measured, traces)
     limits = find_limits(settings, rows, measured, traces)
-    result = summarise(facts, rows, measured, missing, traces, limits) | {"gains": gains}
+    result = summarise(facts, rows, measured, missing, traces, limits) | {
+        "gains": gains
+    }
     write_gains(gains, folder)
     write_json(folder / "serving.json", result)
     write_text(folder / "serving.md", table(result) + "\n")
@@ -100,7 +128,10 @@ def bench_serve(
     stage.finish({})
     release_folder(folder)
     if gains:
-        print(f"fcsd bench: times for `fcsd plan --measured`: {folder}/times-*.json", file=sys.stderr)
+        print(
+            f"fcsd bench: times for `fcsd plan --measured`: {folder}/times-*.json",
+            file=sys.stderr,
+        )
     return result
 
 
@@ -123,7 +154,10 @@ class _Bench:
         text = json.dumps(config, sort_keys=True)
         inputs = {"config": hashlib.sha256(text.encode()).hexdigest()}
         return Stage(
-            self.folder, "bench serve", self.benchmark.model_dump(mode="json") | self.versions, inputs
+            self.folder,
+            "bench serve",
+            self.benchmark.model_dump(mode="json") | self.versions,
+            inputs,
         )
 
     def file(self, number: int, row: Row) -> Path:
@@ -132,30 +166,46 @@ class _Bench:
     def measure_rounds(self, rows: list[Row]) -> dict[str, str]:
         """Measure what is not there yet; return why rows cannot be had.
 
-        A round that was cut off is measured again as a whole: its ratios are of servers one after another.
+        A round that was cut off is measured again as a whole: its ratios are of servers
+        one after another.
         """
         missing = {row.name: row.missing for row in rows if row.missing is not None}
-        missing |= {row.name: reason for row in rows if (reason := self.refused(row)) is not None}
+        missing |= {
+            row.name: reason
+            for row in rows
+            if (reason := self.refused(row)) is not None
+        }
         rounds = self.benchmark.rounds
-        steps = 1 + 2 * len(self.benchmark.prompt_tokens)  # the start of a server, and its measurements
-        with progress_bar(total=rounds * len(rows) * steps, desc="bench", unit="step", smoothing=0.1) as bar:
+        # the start of a server, and its measurements
+        steps = 1 + 2 * len(self.benchmark.prompt_tokens)
+        with progress_bar(
+            total=rounds * len(rows) * steps, desc="bench", unit="step", smoothing=0.1
+        ) as bar:
             for number in range(1, rounds + 1):
                 first = (number - 1) % len(rows)
-                self.forget_cut(number, [row for row in rows if row.name not in missing])
+                self.forget_cut(
+                    number, [row for row in rows if row.name not in missing]
+                )
                 for index, row in enumerate([*rows[first:], *rows[:first]]):
                     if row.name not in missing and not self.file(number, row).is_file():
                         where = f"round {number} of {rounds}, {row.title}"
                         try:
-                            figures = self.measure_row(row, number, _Progress(bar, where))
+                            figures = self.measure_row(
+                                row, number, _Progress(bar, where)
+                            )
                             write_json(self.file(number, row), figures)
                         except NotServed as failure:
                             if not (row.exact or row.wide) or number > 1:
                                 raise UserError(
-                                    f"the server of row {row.name} failed: {failure.reason}; the last lines of"
+                                    f"the server of row {row.name} failed:"
+                                    f" {failure.reason}; the last lines of"
                                     f" {self.log(number, row)}: {failure.tail}"
                                 ) from None
                             missing[row.name] = failure.reason
-                            write_json(self.file(1, row).with_suffix(".refused"), {"reason": failure.reason})
+                            write_json(
+                                self.file(1, row).with_suffix(".refused"),
+                                {"reason": failure.reason},
+                            )
                     bar.update(((number - 1) * len(rows) + index + 1) * steps - bar.n)
         return missing
 
@@ -168,7 +218,10 @@ class _Bench:
         """Remove what there is of a round that lacks rows."""
         there = [file for row in rows if (file := self.file(number, row)).is_file()]
         if 0 < len(there) < len(rows):
-            print(f"fcsd bench: round {number} was cut off and is measured again", file=sys.stderr)
+            print(
+                f"fcsd bench: round {number} was cut off and is measured again",
+                file=sys.stderr,
+            )
             for file in there:
                 file.unlink()
 
@@ -178,28 +231,51 @@ class _Bench:
         """Return a row's server, to be entered."""
         benchmark = self.benchmark
         model = benchmark.model if row.farskip else benchmark.against
-        words = [model, *ENGINES[benchmark.engine].serve, *benchmark.serve_args, *row.flags, *more]
+        words = [
+            model,
+            *ENGINES[benchmark.engine].serve,
+            *benchmark.serve_args,
+            *row.flags,
+            *more,
+        ]
         own, *others = node_flags(
-            benchmark.engine, row, benchmark.tensor_parallel, benchmark.nodes, free_port()
+            benchmark.engine,
+            row,
+            benchmark.tensor_parallel,
+            benchmark.nodes,
+            free_port(),
         )
-        there = {node: [*words, *flags] for node, flags in zip(benchmark.nodes[1:], others, strict=True)}
-        return running_server(self.program, [*words, *own], environment, log, row.signs, there)
+        there = {
+            node: [*words, *flags]
+            for node, flags in zip(benchmark.nodes[1:], others, strict=True)
+        }
+        return running_server(
+            self.program, [*words, *own], environment, log, row.signs, there
+        )
 
     def traced(self, row: Row) -> dict[str, Any]:
-        """Return what the profiler saw of a row's prompts of the first length, with a server of its own."""
-        folder, log = self.folder / "traces" / row.name, self.folder / "logs" / f"trace-{row.name}.log"
+        """Return what the profiler saw of a row's prompts of the first length, with a
+        server of its own.
+        """
+        folder, log = (
+            self.folder / "traces" / row.name,
+            self.folder / "logs" / f"trace-{row.name}.log",
+        )
         file = folder.with_suffix(".json")
         if not file.is_file():
             print(f"fcsd bench: trace of {row.title}", file=sys.stderr)
             folder.mkdir(exist_ok=True)
             shape = {"input": self.benchmark.prompt_tokens[0], "output": 1, "seed": 0}
             try:
-                with self.server(row, row.environment, log, *profiler_flags(folder)) as server:
+                with self.server(
+                    row, row.environment, log, *profiler_flags(folder)
+                ) as server:
                     self.measure_phase(server, None, shape, "--profile")
                 write_json(file, read_trace(folder))
             except NotServed as failure:
                 raise UserError(
-                    f"the traced server of row {row.name} failed: {failure.reason}; the last lines of {log}:"
+                    f"the traced server of row {row.name} failed: {failure.reason}; the"
+                    f" last lines of {log}:"
                     f" {failure.tail or tail_of(log.read_text(encoding='utf-8', errors='replace'))}"
                 ) from None
         return dict(read_json(file))
@@ -207,7 +283,9 @@ class _Bench:
     def log(self, number: int, row: Row) -> Path:
         return self.folder / "logs" / f"{number}-{row.name}.log"
 
-    def measure_row(self, row: Row, number: int, progress: "_Progress") -> dict[str, Any]:
+    def measure_row(
+        self, row: Row, number: int, progress: "_Progress"
+    ) -> dict[str, Any]:
         """Start a row's server, measure it at every length, end it."""
         begin, load = datetime.now(UTC), os.getloadavg()[0]
         log, environment = self.log(number, row), dict(row.environment)
@@ -223,22 +301,50 @@ class _Bench:
             points = []
             for index, length in enumerate(self.benchmark.prompt_tokens):
                 point: dict[str, Any] = {"prompt_tokens": length}
-                for phase, tokens in (("prefill", 1), ("decode", self.benchmark.output_tokens)):
+                for phase, tokens in (
+                    ("prefill", 1),
+                    ("decode", self.benchmark.output_tokens),
+                ):
                     progress.next(f"{phase}, {length} tokens", step=True)
-                    shape = {"input": length, "output": tokens, "seed": 1000 * number + index}
+                    shape = {
+                        "input": length,
+                        "output": tokens,
+                        "seed": 1000 * number + index,
+                    }
                     point[phase] = self.measure_phase(server, times, shape)
                 points.append(point)
-        facts = {"begin": _written(begin), "end": _written(datetime.now(UTC)), "load": load}
-        return {"row": row.name, "round": number, "start_s": server.start_s, **facts, "points": points}
+        facts = {
+            "begin": _written(begin),
+            "end": _written(datetime.now(UTC)),
+            "load": load,
+        }
+        return {
+            "row": row.name,
+            "round": number,
+            "start_s": server.start_s,
+            **facts,
+            "points": points,
+        }
 
     def measure_phase(
         self, server: Server, times: Path | None, shape: Mapping[str, int], *more: str
     ) -> dict[str, Any]:
-        """Measure one length and number of tokens, with what the ranks' communication did meanwhile."""
+        """Measure one length and number of tokens, with what the ranks' communication
+        did meanwhile.
+        """
         before = settled_times(times) if times is not None else None
-        figures = measure(self.program, server, self.benchmark.against, shape, self.benchmark.requests, *more)
+        figures = measure(
+            self.program,
+            server,
+            self.benchmark.against,
+            shape,
+            self.benchmark.requests,
+            *more,
+        )
         if times is not None and before is not None:
-            figures["communication"] = communication_between(before, settled_times(times))
+            figures["communication"] = communication_between(
+                before, settled_times(times)
+            )
         return figures
 
 

@@ -1,4 +1,6 @@
-"""A server that comes up and ends, and one measurement of it. Every program runs below `guard.py`."""
+"""A server that comes up and ends, and one measurement of it. Every program runs below
+`guard.py`.
+"""
 
 import contextlib
 import os
@@ -20,7 +22,9 @@ from fcsd.planning.servers import guard
 from fcsd.planning.servers.engines import Program
 
 START_S = 3600.0
-"""How long a server may take until it answers: weights of several hundred GB from a network disk."""
+"""How long a server may take until it answers: weights of several hundred GB from a
+network disk.
+"""
 NAME = "fcsd-bench"
 """What every server calls its model, so that the same requests go to all."""
 FIGURES = (
@@ -32,13 +36,19 @@ FIGURES = (
     "request_throughput",
     "output_throughput",
     "total_token_throughput",
-    *(f"{kind}_{of}_ms" for of in ("ttft", "tpot", "itl") for kind in ("mean", "median", "std", "p99")),
+    *(
+        f"{kind}_{of}_ms"
+        for of in ("ttft", "tpot", "itl")
+        for kind in ("mean", "median", "std", "p99")
+    ),
 )
 """What is kept of the JSON that the engine's own benchmark writes, by vLLM's names."""
 
 
 class NotServed(Exception):
-    """A server did not come up, or failed; `reason` is the engine's own, `tail` the last lines of its log."""
+    """A server did not come up, or failed; `reason` is the engine's own, `tail` the
+    last lines of its log.
+    """
 
     def __init__(self, reason: str, tail: str):
         super().__init__(reason)
@@ -63,33 +73,57 @@ def running_server(
     signs: Sequence[str] = (),
     others: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[Server]:
-    """Start a server and wait until it answers; it has ended, with all its processes, when the block is left.
+    """Start a server and wait until it answers; it has ended, with all its processes,
+    when the block is left.
 
     Args:
         words: the model and the flags.
         environment: added to this process's.
         log: file for what it prints; that of another machine is beside it.
-        signs: patterns of lines that say that the engine goes on without what the flags ask for.
-        others: address of each other machine of the server -> model and flags there, where nothing is asked.
+        signs: patterns of lines that say that the engine goes on without what the flags
+            ask for.
+        others: address of each other machine of the server -> model and flags there,
+            where nothing is asked.
 
     Raises:
-        NotServed: it ended before it answered, printed one of `signs`, or did not answer within `START_S`.
+        NotServed: it ended before it answered, printed one of `signs`, or did not
+            answer within `START_S`.
     """
     port, begun = free_port(), time.monotonic()
-    command = [program.path, "serve", *words, "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        program.path,
+        "serve",
+        *words,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     with contextlib.ExitStack() as running:
-        process = running.enter_context(_guarded([*command, "--served-model-name", NAME], environment, log))
+        process = running.enter_context(
+            _guarded([*command, "--served-model-name", NAME], environment, log)
+        )
         parts = {log: process}
         for node, flags in (others or {}).items():
             there = log.with_suffix(f".{node}.log")
             parts[there] = running.enter_context(
-                _guarded([program.path, "serve", *flags], environment, there, (node, program.python))
+                _guarded(
+                    [program.path, "serve", *flags],
+                    environment,
+                    there,
+                    (node, program.python),
+                )
             )
         while not _answers(port):
-            texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in parts}
+            texts = {
+                file: file.read_text(encoding="utf-8", errors="replace")
+                for file in parts
+            }
             text = texts[log]
             if (
-                line := next((line for line in text.splitlines() if _matches(line, signs)), None)
+                line := next(
+                    (line for line in text.splitlines() if _matches(line, signs)), None
+                )
             ) is not None:
                 raise NotServed(_PREFIX.sub("", line).strip(), tail_of(text))
             for file, part in parts.items():
@@ -102,9 +136,15 @@ def running_server(
 
 
 def measure(
-    program: Program, server: Server, tokenizer: str, shape: Mapping[str, int], requests: int, *more: str
+    program: Program,
+    server: Server,
+    tokenizer: str,
+    shape: Mapping[str, int],
+    requests: int,
+    *more: str,
 ) -> dict[str, Any]:
-    """Return the figures of one run of the engine's benchmark, all requests at once, after as many to warm up.
+    """Return the figures of one run of the engine's benchmark, all requests at once,
+    after as many to warm up.
 
     Args:
         tokenizer: the model whose tokenizer makes the prompts.
@@ -129,19 +169,27 @@ def measure(
             "seed": shape["seed"],
         }
         engine, result, log = program.engine, folder / "result.json", folder / "log"
-        words = [*engine.client(program, requests, shape["output"], result), "--disable-tqdm", *more]
-        words += [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
+        words = [
+            *engine.client(program, requests, shape["output"], result),
+            "--disable-tqdm",
+            *more,
+        ]
+        words += [
+            str(word) for name, value in chosen.items() for word in (f"--{name}", value)
+        ]
         with _guarded(words, {}, log) as process:
             while process.poll() is None and server.process.poll() is None:
                 time.sleep(0.05)
         text = server.log.read_text(encoding="utf-8", errors="replace")
         if server.process.poll() is not None:
-            raise NotServed(f"ended while it was measured: {reason_of(text)}", tail_of(text))
+            raise NotServed(
+                f"ended while it was measured: {reason_of(text)}", tail_of(text)
+            )
         printed = log.read_text(encoding="utf-8", errors="replace")
         if process.returncode != 0 or not result.is_file():
             raise UserError(
-                f"the benchmark of {engine.title} {program.version} failed: {reason_of(printed)}; it printed last:"
-                f" {tail_of(printed)}"
+                f"the benchmark of {engine.title} {program.version} failed:"
+                f" {reason_of(printed)}; it printed last: {tail_of(printed)}"
             )
         figures = read_json(result)
     if figures.get("completed") != requests:
@@ -151,12 +199,18 @@ def measure(
         0
     ):  # SGLang's client takes the time of the first token that has text
         raise NotServed(
-            f"{empty} of {requests} answers had no text, so their first token no time", tail_of(text)
+            f"{empty} of {requests} answers had no text, so their first token no time",
+            tail_of(text),
         )
-    figures = {"failed": 0, **{own: figures.get(name) for own, name in engine.renamed.items()}, **figures}
+    figures = {
+        "failed": 0,
+        **{own: figures.get(name) for own, name in engine.renamed.items()},
+        **figures,
+    }
     if missing := [name for name in FIGURES if figures.get(name) is None]:
         raise UserError(
-            f"the benchmark of {engine.title} {program.version} writes no {missing[0]}; use a verified version"
+            f"the benchmark of {engine.title} {program.version} writes no {missing[0]};"
+            " use a verified version"
         )
     return {name: figures[name] for name in FIGURES}
 
@@ -168,9 +222,11 @@ def _guarded(
     log: Path,
     place: tuple[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program with all that it prints in a file; it has ended when the block is left, or this process does.
+    """Run a program with all that it prints in a file; it has ended when the block is
+    left, or this process does.
 
-    place: address of another machine, where ssh gets without a password, and a Python there.
+    place: address of another machine, where ssh gets without a password, and a Python
+    there.
     """
     guarded = [sys.executable, "-S", guard.__file__, *words]
     if place is not None:
@@ -205,20 +261,28 @@ def free_port() -> int:
 
 def _answers(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/health", timeout=5
+        ) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
 
 
-# (EngineCore pid=7) ERROR 11-22 14:16:33 [core.py:871] ValueError: …, [2026-11-23 20:17:51 TP0] ValueError: …
+# (EngineCore pid=7) ERROR 11-22 14:16:33 [core.py:871] ValueError: …, [2026-11-23
+# 20:17:51 TP0] ValueError: …
 _PREFIX = re.compile(
     r"^\s*(?:\[\d{4}-\d\d-\d\d [^\]]*\] )?"
-    r"(?:\([\w ]*?(?: ?pid=\d+)?\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d (?:\[[^\]]*\] )?)?"
+    r"(?:\([\w ]*?(?: ?pid=\d+)?\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d (?:\[[^\]]*\]"
+    r" )?)?"
 )
-_ERROR = re.compile(r"^(?:(?:vllm|vllm serve|sglang): error|[\w.]*(?:Error|Exception|Refused|Interrupt)): \S")
+_ERROR = re.compile(
+    r"^(?:(?:vllm|vllm serve|sglang):"
+    r" error|[\w.]*(?:Error|Exception|Refused|Interrupt)): \S"
+)
 _CONSEQUENCE = re.compile(
-    r"Engine core initialization failed|WorkerProc initialization failed|See (stack|root)"
+    r"Engine core initialization failed|WorkerProc initialization failed|See"
+    r" (stack|root)"
 )
 _WRAPPED = re.compile(r"\d+ validation errors? for ")
 
@@ -236,7 +300,9 @@ def reason_of(text: str) -> str:
 
 def tail_of(text: str) -> str:
     """Return the last five lines of a log as one."""
-    lines = [_PREFIX.sub("", line).strip() for line in text.splitlines() if line.strip()]
+    lines = [
+        _PREFIX.sub("", line).strip() for line in text.splitlines() if line.strip()
+    ]
     return " / ".join(lines[-5:])[-1000:]
 
 

@@ -54,48 +54,58 @@ class Benchmark(Strict):
 
     engine: EngineName = "vllm"
     model: str
-    against: str = option(..., "what it was converted from, hub id or local folder", metavar="ORIGINAL")
+    against: str = option(
+        ..., "what it was converted from, hub id or local folder", metavar="ORIGINAL"
+    )
     tensor_parallel: int = option(
         1, "ranks of a server; the experts are spread over them, too", metavar="N", gt=0
     )
     comm: dict[str, Any] = option(
         {},
-        "what the overlapped row communicates by: stream, c10d, timed, or the plugin's settings such as"
-        ' \'{"comm": "timed", "latency_ms": 2}\' (default: what the plugin takes)',
+        "what the overlapped row communicates by: stream, c10d, timed, or the plugin's"
+        ' settings such as \'{"comm": "timed", "latency_ms": 2}\' (default: what the'
+        " plugin takes)",
         metavar="NAME|JSON",
     )
     all2all: str = option(
         "allgather_reducescatter",
-        "what the wide rows (attention data-parallel, experts over all ranks) exchange tokens by, the same for all of"
-        " them, in vLLM's words: deepep_high_throughput, deepep_low_latency, …",
+        "what the wide rows (attention data-parallel, experts over all ranks) exchange"
+        " tokens by, the same for all of them, in vLLM's words: deepep_high_throughput,"
+        " deepep_low_latency, …",
         metavar="NAME",
     )
     nodes: list[str] = option(
         [],
-        "addresses of the machines that a server spans, this one first; the others are reached by ssh and have the same"
-        " folders (default: this machine)",
+        "addresses of the machines that a server spans, this one first; the others are"
+        " reached by ssh and have the same folders (default: this machine)",
         metavar="A,B,…",
     )
     serve_args: list[str] = option(
         [],
-        "flags of the engine's `serve` for every server, in one word: --serve-args='--quantization fp8'",
+        "flags of the engine's `serve` for every server, in one word:"
+        " --serve-args='--quantization fp8'",
         metavar="FLAGS",
     )
     prompt_tokens: list[Annotated[int, Field(gt=0)]] = option(
         [512, 1024, 2048], "lengths of the prompts", metavar="N,…", min_length=1
     )
     requests: int = option(16, "sent at once, in every measurement", metavar="N", gt=0)
-    output_tokens: int = option(128, "of an answer, for the time between tokens", metavar="N", gt=1)
-    rounds: int = option(3, "how often every server is started and measured", metavar="N", gt=0)
+    output_tokens: int = option(
+        128, "of an answer, for the time between tokens", metavar="N", gt=1
+    )
+    rounds: int = option(
+        3, "how often every server is started and measured", metavar="N", gt=0
+    )
     rows: list[RowName] = option(
         [],
-        f"only these: {', '.join(get_args(RowName))}; SGLang has {', '.join(ROWS_OF['sglang'])} (default: all)",
+        f"only these: {', '.join(get_args(RowName))}; SGLang has"
+        f" {', '.join(ROWS_OF['sglang'])} (default: all)",
         metavar="A,B,…",
     )
     trace: bool = option(
         False,
-        "start stock and FarSkip once more under vLLM's profiler: overlap from its trace, and a figure of one layer"
-        " (GPUs)",
+        "start stock and FarSkip once more under vLLM's profiler: overlap from its"
+        " trace, and a figure of one layer (GPUs)",
     )
 
     @field_validator("prompt_tokens", "rows", "nodes", mode="before")
@@ -105,8 +115,12 @@ class Benchmark(Strict):
         if not isinstance(value, str):
             return value
         words = [word.strip() for word in value.split(",")]
-        if info.field_name == "prompt_tokens" and (wrong := [word for word in words if not word.isdigit()]):
-            raise ValueError(f"{wrong[0]!r} is not a number; write for example 512,1024,2048")
+        if info.field_name == "prompt_tokens" and (
+            wrong := [word for word in words if not word.isdigit()]
+        ):
+            raise ValueError(
+                f"{wrong[0]!r} is not a number; write for example 512,1024,2048"
+            )
         return words
 
     @field_validator("comm", mode="before")
@@ -114,7 +128,11 @@ class Benchmark(Strict):
     def _named_or_whole(cls, value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        return parse_yaml(value, "--comm") if value.lstrip().startswith("{") else {"comm": value}
+        return (
+            parse_yaml(value, "--comm")
+            if value.lstrip().startswith("{")
+            else {"comm": value}
+        )
 
     @field_validator("serve_args", mode="before")
     @classmethod
@@ -127,7 +145,8 @@ class Benchmark(Strict):
         ranks = info.data.get("tensor_parallel", 1)
         if nodes and (len(nodes) < 2 or ranks % len(nodes)):
             raise ValueError(
-                f"{len(nodes)} machines cannot have as many of {ranks} ranks each; two or more can, by a divisor"
+                f"{len(nodes)} machines cannot have as many of {ranks} ranks each; two"
+                " or more can, by a divisor"
             )
         return nodes
 
@@ -152,7 +171,8 @@ class Benchmark(Strict):
         engine: EngineName = info.data["engine"]
         if others := [row for row in rows if row not in ROWS_OF[engine]]:
             raise ValueError(
-                f"{others[0]} is of other engines; {ENGINES[engine].title} has {', '.join(ROWS_OF[engine])}"
+                f"{others[0]} is of other engines; {ENGINES[engine].title} has"
+                f" {', '.join(ROWS_OF[engine])}"
             )
         return rows or list(ROWS_OF[engine])
 
@@ -160,9 +180,13 @@ class Benchmark(Strict):
     def _of_vllm_alone(self) -> "Benchmark":
         if self.engine != "vllm":
             if self.all2all != type(self).model_fields["all2all"].default:
-                raise ValueError(f"--all2all {self.all2all}: of wide rows, which are of vLLM; leave it out")
+                raise ValueError(
+                    f"--all2all {self.all2all}: of wide rows, which are of vLLM; leave"
+                    " it out"
+                )
             if self.trace:
                 raise ValueError(
-                    "--trace: traces are read of vLLM's profiler; --comm timed tells the overlap of SGLang's ranks"
+                    "--trace: traces are read of vLLM's profiler; --comm timed tells"
+                    " the overlap of SGLang's ranks"
                 )
         return self

@@ -1,8 +1,9 @@
 """Medians, spreads and speed-ups of servers from their runs, and the table of them.
 
-A figure is the median over the rounds, with the lowest and the highest; within a round it is the engine's own median
-over the requests (of the throughput, the total). A speed-up is the median of the ratios to stock within a round, above
-1 better; of FarSkip over an emulated network, which stock does not have, to FarSkip blocking.
+A figure is the median over the rounds, with the lowest and the highest; within a round
+it is the engine's own median over the requests (of the throughput, the total). A
+speed-up is the median of the ratios to stock within a round, above 1 better; of FarSkip
+over an emulated network, which stock does not have, to FarSkip blocking.
 """
 
 import statistics
@@ -42,7 +43,8 @@ def summarise(
         runs: a row's runs in the order of the rounds.
         missing: why a row cannot be had.
         traces: what `fcsd.planning.servers.trace.read_trace` says of a row.
-        limits: the speed-ups that hiding all communication could give, where it is known.
+        limits: the speed-ups that hiding all communication could give, where it is
+            known.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -60,9 +62,13 @@ def summarise(
                 "missing": missing.get(row.name),
                 "trace": traces.get(row.name),
                 "base": row.base,
-                "points": _points(runs[row.name], runs.get(row.base, ()), limits.get(row.name, ()))
-                if row.name in runs
-                else [],
+                "points": (
+                    _points(
+                        runs[row.name], runs.get(row.base, ()), limits.get(row.name, ())
+                    )
+                    if row.name in runs
+                    else []
+                ),
             }
             for row in rows
         ],
@@ -70,12 +76,20 @@ def summarise(
 
 
 def _rounds(runs: Runs) -> list[dict[str, Any]]:
-    """Return when each round began and ended, and the load of the machine before its servers started."""
+    """Return when each round began and ended, and the load of the machine before its
+    servers started.
+    """
     rounds = []
     for each in zip(*runs.values(), strict=True):
         loads = [run["load"] for run in each]
         begin, end = min(run["begin"] for run in each), max(run["end"] for run in each)
-        rounds.append({"begin": begin, "end": end, "load": {"lowest": min(loads), "highest": max(loads)}})
+        rounds.append(
+            {
+                "begin": begin,
+                "end": end,
+                "load": {"lowest": min(loads), "highest": max(loads)},
+            }
+        )
     return rounds
 
 
@@ -91,11 +105,19 @@ def _points(
             mine = [run["points"][place][phase][name] for run in runs]
             theirs = [run["points"][place][phase][name] for run in base]
             point[figure] = spread(mine)
-            pairs = zip(theirs, mine, strict=True) if less else zip(mine, theirs, strict=True)
-            point[figure]["speedup"] = spread([a / b for a, b in pairs]) if base else None
+            pairs = (
+                zip(theirs, mine, strict=True)
+                if less
+                else zip(mine, theirs, strict=True)
+            )
+            point[figure]["speedup"] = (
+                spread([a / b for a, b in pairs]) if base else None
+            )
             point[figure]["limit"] = limits[place].get(figure) if limits else None
         for phase in ("prefill", "decode"):
-            communication = [run["points"][place][phase].get("communication") for run in runs]
+            communication = [
+                run["points"][place][phase].get("communication") for run in runs
+            ]
             known = [each["overlap"] for each in communication if each is not None]
             point[f"overlap_{phase}"] = spread(known) if known else None
         points.append(point)
@@ -121,25 +143,34 @@ def table(result: Mapping[str, Any]) -> str:
     measured = _measured(result)
     parts = [
         f"# Served: {settings['model']} against {settings['against']}",
-        f"{ENGINES[engine].title} {versions[engine]}, fcsd-serving {versions['fcsd-serving']}, {where},"
-        f" {_layout(result)};"
-        f" {settings['requests']} requests at once, {settings['output_tokens']} tokens"
-        f" each for the time between tokens. Median of {rounds} {'round' if rounds == 1 else 'rounds'} in turns"
-        " (lowest to highest), without warm-up; x is the speed-up over stock in the same round.",
+        (
+            f"{ENGINES[engine].title} {versions[engine]}, fcsd-serving"
+            f" {versions['fcsd-serving']}, {where}, {_layout(result)};"
+            f" {settings['requests']} requests at once, {settings['output_tokens']}"
+            f" tokens each for the time between tokens. Median of {rounds}"
+            f" {'round' if rounds == 1 else 'rounds'} in turns (lowest to highest),"
+            " without warm-up; x is the speed-up over stock in the same round."
+        ),
         _conditions(result),
         *([f"**{result['warning']}.**"] if result.get("warning") else []),
-        *([f"**Fewer than {FEW} rounds: a gain cannot be told from noise.**"] if rounds < FEW else []),
+        *(
+            [f"**Fewer than {FEW} rounds: a gain cannot be told from noise.**"]
+            if rounds < FEW
+            else []
+        ),
         measured,
     ]
     if "noise" in measured:
         parts.append(
-            "noise: the median is above what hiding all communication could give (`limit` in serving.json). Measure"
-            " again, in more rounds, on a machine with nothing else to do."
+            "noise: the median is above what hiding all communication could give"
+            " (`limit` in serving.json). Measure again, in more rounds, on a machine"
+            " with nothing else to do."
         )
     if emulated(settings["comm"]):
         parts.append(
-            "The FarSkip rows run over an emulated network, stock does not: compare them with each other only. Their x"
-            " is the speed-up over FarSkip, blocking (of wide rows the wide one)."
+            "The FarSkip rows run over an emulated network, stock does not: compare"
+            " them with each other only. Their x is the speed-up over FarSkip, blocking"
+            " (of wide rows the wide one)."
         )
     more = (_against_best(result), _traced(result), _planned(result), _missing(result))
     parts += [text for text in more if text]
@@ -151,7 +182,11 @@ def _layout(result: Mapping[str, Any]) -> str:
     ranks, nodes = settings["tensor_parallel"], settings["nodes"]
     where = f" on {len(nodes)} machines" if nodes else ""
     wide = any(row["wide"] and row["points"] for row in result["rows"])
-    more = f" (wide: data parallel {ranks}, {settings['all2all']}, x over wide stock)" if wide else ""
+    more = (
+        f" (wide: data parallel {ranks}, {settings['all2all']}, x over wide stock)"
+        if wide
+        else ""
+    )
     return f"tensor parallel {ranks}{where}{more}"
 
 
@@ -164,26 +199,45 @@ def _conditions(result: Mapping[str, Any]) -> str:
     highest = max(each["load"]["highest"] for each in rounds)
     cores = result["versions"]["cores"]
     return (
-        f"Measured from {rounds[0]['begin']} to {rounds[-1]['end']}; load of this machine ({cores} cores)"
-        f" before its servers started {lowest:.1f} to {highest:.1f}."
+        f"Measured from {rounds[0]['begin']} to {rounds[-1]['end']}; load of this"
+        f" machine ({cores} cores) before its servers started {lowest:.1f} to"
+        f" {highest:.1f}."
     )
 
 
 def _measured(result: Mapping[str, Any]) -> str:
-    header = ["server", "prompt", "TTFT ms", "x", "TBT ms", "x", "tokens/s", "x", "overlap prefill", "decode"]
+    header = [
+        "server",
+        "prompt",
+        "TTFT ms",
+        "x",
+        "TBT ms",
+        "x",
+        "tokens/s",
+        "x",
+        "overlap prefill",
+        "decode",
+    ]
     lines = []
     for row in result["rows"]:
         for point in row["points"]:
             cells = [row["title"], f"{point['prompt_tokens']}"]
             for figure in FIGURES:
-                cells += [_figure(point[figure]), _times(point[figure]["speedup"], point[figure]["limit"])]
-            cells += [_percent(point[f"overlap_{phase}"]) for phase in ("prefill", "decode")]
+                cells += [
+                    _figure(point[figure]),
+                    _times(point[figure]["speedup"], point[figure]["limit"]),
+                ]
+            cells += [
+                _percent(point[f"overlap_{phase}"]) for phase in ("prefill", "decode")
+            ]
             lines.append(cells)
     return markdown(header, lines)
 
 
 def _figure(value: Mapping[str, Any]) -> str:
-    median, lowest, highest = (_number(value[name]) for name in ("median", "lowest", "highest"))
+    median, lowest, highest = (
+        _number(value[name]) for name in ("median", "lowest", "highest")
+    )
     return median if len(value["rounds"]) == 1 else f"{median} ({lowest} to {highest})"
 
 
@@ -195,7 +249,11 @@ def _times(value: Mapping[str, Any] | None, limit: float | None = None) -> str:
     """Return a speed-up; `noise` where hiding everything could not give it."""
     if value is None:
         return ""
-    return "noise" if limit is not None and value["median"] > limit else f"{value['median']:.2f}"
+    return (
+        "noise"
+        if limit is not None and value["median"] > limit
+        else f"{value['median']:.2f}"
+    )
 
 
 def _percent(value: Mapping[str, Any] | None) -> str:
@@ -208,33 +266,48 @@ def _share(value: float) -> str:
 
 def _against_best(result: Mapping[str, Any]) -> str:
     """Set FarSkip against the fastest row that computes what stock does, at each length."""
-    rivals = [row for row in result["rows"] if row["serves"] == "ORIGINAL" and row["points"]]
+    rivals = [
+        row for row in result["rows"] if row["serves"] == "ORIGINAL" and row["points"]
+    ]
     if not rivals or emulated(result["settings"]["comm"]):
         return ""
     lines = []
     for ours in result["rows"]:
-        for place, point in enumerate(ours["points"] if ours["name"].endswith("_overlapped") else ()):
+        for place, point in enumerate(
+            ours["points"] if ours["name"].endswith("_overlapped") else ()
+        ):
             said = []
             for figure, unit in (("ttft_ms", "TTFT"), ("tbt_ms", "TBT")):
-                best = min(rivals, key=lambda row: row["points"][place][figure]["median"])
-                ratio = best["points"][place][figure]["median"] / point[figure]["median"]
+                best = min(
+                    rivals, key=lambda row: row["points"][place][figure]["median"]
+                )
+                ratio = (
+                    best["points"][place][figure]["median"] / point[figure]["median"]
+                )
                 over = f"x {ratio:.2f} ({best['title']})"
-                noise = _times(point[figure]["speedup"], point[figure]["limit"]) == "noise"
+                noise = (
+                    _times(point[figure]["speedup"], point[figure]["limit"]) == "noise"
+                )
                 said.append(f"{unit} {'noise' if noise else over}")
-            lines.append(f"- {ours['title']}, {point['prompt_tokens']} tokens: {', '.join(said)}")
+            lines.append(
+                f"- {ours['title']}, {point['prompt_tokens']} tokens: {', '.join(said)}"
+            )
     head = "Against the fastest server with stock's results:\n"
     return "\n".join([head, *lines]) if lines else ""
 
 
 def _traced(result: Mapping[str, Any]) -> str:
     lines = [
-        f"- {row['title']}: {100 * trace['overlap']:.1f} % of {1000 * trace['total_s']:.1f} ms"
+        f"- {row['title']}: {100 * trace['overlap']:.1f} % of"
+        f" {1000 * trace['total_s']:.1f} ms"
         for row in result["rows"]
         if (trace := row["trace"]) is not None
     ]
     of = f"prompts of {result['settings']['prompt_tokens'][0]} tokens"
     return (
-        "\n".join([f"All-reduces that ran beside computation, by a trace of {of}:\n", *lines])
+        "\n".join(
+            [f"All-reduces that ran beside computation, by a trace of {of}:\n", *lines]
+        )
         if lines
         else ""
     )
@@ -246,13 +319,23 @@ def _planned(result: Mapping[str, Any]) -> str:
     if not gains:
         return ""
     titles = {row["name"]: row["title"] for row in result["rows"]}
-    columns = "phase, prompt, regular, ms, communicates, hidden, planned x, measured x, times"
+    columns = (
+        "phase, prompt, regular, ms, communicates, hidden, planned x, measured x, times"
+    )
     lines = []
     for each in gains:
         times, planned = each["times"], each["planned"]
         step_s, overlap = times["step_s"], times["overlap"]
-        cells = [each["phase"], f"{each['prompt_tokens']}", titles[each["regular"]], _number(1000 * step_s)]
-        cells += [_share(times["communication_s"] / step_s), "" if overlap is None else _share(overlap)]
+        cells = [
+            each["phase"],
+            f"{each['prompt_tokens']}",
+            titles[each["regular"]],
+            _number(1000 * step_s),
+        ]
+        cells += [
+            _share(times["communication_s"] / step_s),
+            "" if overlap is None else _share(overlap),
+        ]
         cells += [
             "" if planned is None else f"{planned:.2f}",
             _times(each["measured"], each["limit"]),
@@ -261,17 +344,27 @@ def _planned(result: Mapping[str, Any]) -> str:
         lines.append(cells)
     return "\n\n".join(
         [
-            "What `fcsd plan` says of the regular server's times, beside what was measured: that server over FarSkip,"
-            " overlapped. It only communicates in a share of its time, of which FarSkip hides a share; without warm-up,"
-            " and decoding without the prompts.",
+            (
+                "What `fcsd plan` says of the regular server's times, beside what was"
+                " measured: that server over FarSkip, overlapped. It only communicates"
+                " in a share of its time, of which FarSkip hides a share; without"
+                " warm-up, and decoding without the prompts."
+            ),
             markdown(columns.split(", "), lines),
-            f"    fcsd plan {result['settings']['model']} --phase {times['phase']}"
-            f" {'--dp' if times['data_parallel'] else '--tp'} {times['ranks']}"
-            f" --batch {times['batch']} --length {times['length']} --measured {each['file']}",
+            (
+                f"    fcsd plan {result['settings']['model']} --phase {times['phase']}"
+                f" {'--dp' if times['data_parallel'] else '--tp'} {times['ranks']}"
+                f" --batch {times['batch']} --length {times['length']} --measured"
+                f" {each['file']}"
+            ),
         ]
     )
 
 
 def _missing(result: Mapping[str, Any]) -> str:
-    lines = [f"- {row['title']}: {row['missing']}" for row in result["rows"] if row["missing"] is not None]
+    lines = [
+        f"- {row['title']}: {row['missing']}"
+        for row in result["rows"]
+        if row["missing"] is not None
+    ]
     return "\n".join(["Not available here:\n", *lines]) if lines else ""

@@ -1,12 +1,16 @@
-"""What a server's ranks say of their communication: the plugin's back end `timed` writes a file a rank.
+"""What a server's ranks say of their communication: the plugin's back end `timed`
+writes a file a rank.
 
-The variable `TIMES_VARIABLE` names a folder. Whenever a rank has been without a collective for a tenth of a second, and
-has run some since the last time, it writes `rank<N>.json` there, under another name first:
+The variable `TIMES_VARIABLE` names a folder. Whenever a rank has been without a
+collective for a tenth of a second, and has run some since the last time, it writes
+`rank<N>.json` there, under another name first:
 
-    {"schema_version": 1, "collectives": 96, "bytes": 25165824, "total_s": 0.31, "exposed_s": 0.04}
+    {"schema_version": 1, "collectives": 96, "bytes": 25165824, "total_s": 0.31,
+    "exposed_s": 0.04}
 
-The figures count from the start of the server: `total_s` what its collectives took with the emulated network, once all
-ranks had come to them, `exposed_s` the part of that in which the computing thread waited; other figures are left alone.
+The figures count from the start of the server: `total_s` what its collectives took with
+the emulated network, once all ranks had come to them, `exposed_s` the part of that in
+which the computing thread waited; other figures are left alone.
 """
 
 import json
@@ -36,20 +40,32 @@ def settled_times(folder: Path) -> Times:
 
 def _read(folder: Path) -> Times:
     return {
-        file.name: {name: float(json.loads(file.read_text(encoding="utf-8"))[name]) for name in _FIGURES}
+        file.name: {
+            name: float(json.loads(file.read_text(encoding="utf-8"))[name])
+            for name in _FIGURES
+        }
         for file in sorted(folder.glob("rank*.json"))
     }
 
 
 def communication_between(before: Times, after: Times) -> dict[str, Any] | None:
-    """Return the sums over all ranks of what came between, with the overlap: hidden / total; None where nothing did.
+    """Return the sums over all ranks of what came between, with the overlap: hidden /
+    total; None where nothing did.
 
-    To wake a thread takes time, so that a blocking rank may have waited for more than the total: 0 then.
+    To wake a thread takes time, so that a blocking rank may have waited for more than
+    the total: 0 then.
     """
     sums = {
-        name: sum(figures[name] - before.get(rank, {}).get(name, 0.0) for rank, figures in after.items())
+        name: sum(
+            figures[name] - before.get(rank, {}).get(name, 0.0)
+            for rank, figures in after.items()
+        )
         for name in _FIGURES
     }
     if not sums["total_s"] > 0:
         return None
-    return {"ranks": len(after), **sums, "overlap": max(0.0, 1 - sums["exposed_s"] / sums["total_s"])}
+    return {
+        "ranks": len(after),
+        **sums,
+        "overlap": max(0.0, 1 - sums["exposed_s"] / sums["total_s"]),
+    }

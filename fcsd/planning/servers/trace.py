@@ -1,4 +1,6 @@
-"""What a server overlaps, by the trace of vLLM's profiler, and how one layer ran (paper Fig. 10)."""
+"""What a server overlaps, by the trace of vLLM's profiler, and how one layer ran (paper
+Fig. 10).
+"""
 
 import gzip
 import json
@@ -25,12 +27,14 @@ def profiler_flags(folder: Path) -> list[str]:
 
 
 def read_trace(folder: Path) -> dict[str, Any]:
-    """Return the overlap of the all-reduces of rank 0, and when it computed and reduced within one layer, in ms.
+    """Return the overlap of the all-reduces of rank 0, and when it computed and reduced
+    within one layer, in ms.
 
     Raises:
         NotServed: no trace of rank 0, or none with all-reduces among its kernels.
     """
-    from fcsd.parallel.overlap.measure import (  # brings torch, which nothing else here needs
+    # brings torch, which nothing else here needs
+    from fcsd.parallel.overlap.measure import (
         from_trace,
         timeline,
     )
@@ -53,11 +57,17 @@ def read_trace(folder: Path) -> dict[str, Any]:
 
 
 def one_layer(rows: Mapping[str, Sequence[Interval]]) -> dict[str, list[Interval]]:
-    """Return the intervals of a layer in the middle of a timeline: from one all-reduce to the second after it."""
+    """Return the intervals of a layer in the middle of a timeline: from one all-reduce
+    to the second after it.
+    """
     computing, reducing = rows.values()
     middle = (len(reducing) - 1) // 2
     begin, end = reducing[middle][0], reducing[min(middle + 2, len(reducing) - 1)][1]
     return {
-        name: [(max(a, begin) - begin, min(b, end) - begin) for a, b in each if a < end and b > begin]
+        name: [
+            (max(a, begin) - begin, min(b, end) - begin)
+            for a, b in each
+            if a < end and b > begin
+        ]
         for name, each in (("computation", computing), ("all-reduce", reducing))
     }

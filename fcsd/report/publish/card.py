@@ -1,5 +1,5 @@
-"""Write the results of a checkpoint into its model card (`README.md`) and as data (`.eval_results/`), and a run's
-folder for the Hub.
+"""Write the results of a checkpoint into its model card (`README.md`) and as data
+(`.eval_results/`), and a run's folder for the Hub.
 """
 
 import shutil
@@ -8,14 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, eval_result_entries_to_yaml
+from huggingface_hub import (
+    EvalResult,
+    EvalResultEntry,
+    ModelCard,
+    eval_result_entries_to_yaml,
+)
 
 from fcsd.base.artifact import read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import is_noise, new_folder, read_json, write_text
 from fcsd.base.fingerprints import write_sealed
 from fcsd.base.text import metric_words, nats
-from fcsd.model.connectivity.checkpoint import CONFIG, all_files, files_like, read_checkpoint_json
+from fcsd.model.connectivity.checkpoint import (
+    CONFIG,
+    all_files,
+    files_like,
+    read_checkpoint_json,
+)
 from fcsd.model.connectivity.export import link_or_copy, write_code
 from fcsd.model.connectivity.modeling import MODELING_FILE
 from fcsd.model.families import family_of
@@ -30,17 +40,22 @@ from fcsd.training.card.facts import CARD, Facts, hub_id, with_linked_licence
 
 RESULTS = ".eval_results"
 LEFT = "files.json"  # in a publication: what identifies the model that it was made of
-# Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a Benchmark. The one of our suites'
-# data sets that https://huggingface.co/docs/hub/eval-results names as a Benchmark.
+# Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a
+# Benchmark. The one of our suites' data sets that
+# https://huggingface.co/docs/hub/eval-results names as a Benchmark.
 _BENCHMARK_TASKS = {"openai/gsm8k": "gsm8k"}
 
 
 def write_card(facts: Facts, folder: Path) -> None:
-    """Write `README.md`, and a file a task in `.eval_results/` for what was measured on data sets of the Hub."""
+    """Write `README.md`, and a file a task in `.eval_results/` for what was measured on
+    data sets of the Hub.
+    """
     write_text(folder / CARD, str(model_card(with_linked_licence(facts, folder))))
     for name, entry in result_entries(facts.result).items():
         (folder / RESULTS).mkdir(exist_ok=True)
-        text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(
+            eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True
+        )
         write_text(folder / RESULTS / f"{name}.yaml", text)
 
 
@@ -58,7 +73,11 @@ def _result(facts: Facts) -> dict[str, str] | None:
     return {
         "look": quick_look(result["settings"]["limit"]),
         "verdict": verdict(facts.name.split("/")[-1], comparison) if comparison else "",
-        "table": narrow_table(comparison) if comparison else score_table(result).partition("\n\n")[0],
+        "table": (
+            narrow_table(comparison)
+            if comparison
+            else score_table(result).partition("\n\n")[0]
+        ),
         "settings": settings_line(result),
         "sandbox": _layers(result.get("sandbox") or {}) if is_code else "",
         "kl": "" if kl is None else nats(kl),
@@ -72,16 +91,25 @@ def _layers(sandbox: Mapping[str, Any]) -> str:
         if isinstance(value, bool):
             words.append(name if value else f"without {name}")
         else:
-            words.append(f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}")
+            words.append(
+                f"{name}"
+                f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
+            )
     return ", ".join(words) or "its layers are not recorded"
 
 
-def _tasks(result: Mapping[str, Any] | None) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield (task, measured row, suite row) of every task on a data set of the Hub; nothing of a quick look."""
+def _tasks(
+    result: Mapping[str, Any] | None,
+) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield (task, measured row, suite row) of every task on a data set of the Hub;
+    nothing of a quick look.
+    """
     if result is None or result["settings"]["limit"]:
         return []
     # The suite's data set id, not the folder it was read from.
-    suite = {row["task"]: row for row in result["settings"].get("suite", {}).get("tasks", [])}
+    suite = {
+        row["task"]: row for row in result["settings"].get("suite", {}).get("tasks", [])
+    }
     return [
         (task, row, suite[task])
         for task, row in result["tasks"].items()
@@ -109,37 +137,51 @@ def model_index(result: Mapping[str, Any] | None) -> list[EvalResult] | None:
 
 
 def result_entries(result: Mapping[str, Any] | None) -> dict[str, EvalResultEntry]:
-    """Return task -> entry of `.eval_results/TASK.yaml`: per cent, with the setting in the notes."""
+    """Return task -> entry of `.eval_results/TASK.yaml`: per cent, with the setting in
+    the notes.
+    """
     versions = (result or {}).get("settings", {}).get("versions", {})
     entries = {}
     for task, row, suite in _tasks(result):
         error = "–" if row["stderr"] is None else f"{100 * row['stderr']:.2f}"
         entries[task] = EvalResultEntry(
             dataset_id=suite["dataset"],
-            task_id=_BENCHMARK_TASKS.get(suite["dataset"]) or suite.get("dataset_name") or "default",
+            task_id=_BENCHMARK_TASKS.get(suite["dataset"])
+            or suite.get("dataset_name")
+            or "default",
             dataset_revision=row.get("revision"),
             value=round(100 * row["value"], 2),
             notes=(
-                f"{task}: {row['metric']} in per cent ± {error}, {row['num_fewshot']}-shot,"
-                f" n = {row['num_items']}"
+                f"{task}: {row['metric']} in per cent ± {error},"
+                f" {row['num_fewshot']}-shot, n = {row['num_items']}"
                 + (", chat template" if row.get("chat_template") else "")
-                + "".join(f", {name} {versions[name]}" for name in ("fcsd", "lm-eval") if name in versions)
+                + "".join(
+                    f", {name} {versions[name]}"
+                    for name in ("fcsd", "lm-eval")
+                    if name in versions
+                )
             ),
         )
     return entries
 
 
 def write_publication(
-    recipe: Recipe, original: Path | None, model: Path, report_folder: Path, folder: Path
+    recipe: Recipe,
+    original: Path | None,
+    model: Path,
+    report_folder: Path,
+    folder: Path,
 ) -> None:
-    """Assemble the folder from the distilled model and the report; weights are hard-linked where the disk allows.
+    """Assemble the folder from the distilled model and the report; weights are
+    hard-linked where the disk allows.
 
     original: folder of the original checkpoint, whose licence is inherited.
     """
     report = read_json(report_folder / "report.json")
     if not (model / CONFIG).is_file():
         raise UserError(
-            f"{model}: holds no model, though its stage has finished; remove {model.parent} to run the stage again"
+            f"{model}: holds no model, though its stage has finished; remove"
+            f" {model.parent} to run the stage again"
         )
     config = read_checkpoint_json(model / CONFIG)
     with new_folder(folder, "report.json", "publication") as new:
@@ -151,10 +193,14 @@ def write_publication(
             write_code(model, family_of(config), new)
         for file in sorted(report_folder.iterdir()):
             if file.suffix == ".json":
-                write_text(new / file.name, public_text(file.name, file.read_text(encoding="utf-8")))
+                write_text(
+                    new / file.name,
+                    public_text(file.name, file.read_text(encoding="utf-8")),
+                )
             elif file.suffix == ".png":
                 shutil.copyfile(file, new / file.name)
-        # The page of all answers holds the benchmarks' questions, which are not to spread: it stays here.
+        # The page of all answers holds the benchmarks' questions, which are not to
+        # spread: it stays here.
         text = (report_folder / "report.md").read_text(encoding="utf-8")
         write_text(new / "report.md", without_places(text.replace(ITEMS_LINK, "")))
         for file in files_like(original, ["LICENSE*"]) if original is not None else ():
@@ -162,7 +208,10 @@ def write_publication(
                 shutil.copyfile(file, new / file.name)
         write_card(facts_of_run(recipe, report, config, original, new), new)
         outputs = read_manifest(model.parent).get("outputs", {})
-        write_sealed(new / LEFT, {name: known for name, known in outputs.items() if _is_of_model(name)})
+        write_sealed(
+            new / LEFT,
+            {name: known for name, known in outputs.items() if _is_of_model(name)},
+        )
 
 
 def _is_of_model(output: str) -> bool:

@@ -5,17 +5,31 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.recipe.recipe import Recipe
-from fcsd.training.card.facts import HERE, Facts, has_chat_template, hub_id, inherited_from, licence_of
+from fcsd.training.card.facts import (
+    HERE,
+    Facts,
+    has_chat_template,
+    hub_id,
+    inherited_from,
+    licence_of,
+)
 
 
 def facts_of_run(
-    recipe: Recipe, report: Mapping[str, Any], config: Mapping[str, Any], original: Path | None, folder: Path
+    recipe: Recipe,
+    report: Mapping[str, Any],
+    config: Mapping[str, Any],
+    original: Path | None,
+    folder: Path,
 ) -> Facts:
     """Collect what a run knows about its main model; `folder` has the figures."""
     publication = recipe.publication
     base = publication.base_model or recipe.model.path or None
     inherited = inherited_from(original) if original is not None else {}
-    captions = {"deltas.png": "Difference to the original.", "loss.png": "Training loss."}
+    captions = {
+        "deltas.png": "Difference to the original.",
+        "loss.png": "Training loss.",
+    }
     main = report["models"].get("fcsd")
     return Facts(
         name=publication.repo_id or f"{recipe.name}-farskip",
@@ -29,5 +43,9 @@ def facts_of_run(
         result=main["result"] if main is not None else None,
         comparison=report["comparisons"].get("fcsd"),
         report=True,
-        figures={file: caption for file, caption in captions.items() if (folder / file).is_file()},
+        figures={
+            file: caption
+            for file, caption in captions.items()
+            if (folder / file).is_file()
+        },
     )

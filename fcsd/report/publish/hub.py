@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 
 from fcsd.base.errors import UserError, without_credentials
 from fcsd.base.files import read_json
@@ -16,15 +20,25 @@ from fcsd.model.connectivity.checkpoint import CONFIG, INDEX
 from fcsd.report.publish.card import RESULTS
 from fcsd.training.card.facts import CARD
 
-_STALE = ["*.safetensors", INDEX, f"{RESULTS}/*.yaml", "modeling_farskip.py", "report.*", "comparison.*"]
+_STALE = [
+    "*.safetensors",
+    INDEX,
+    f"{RESULTS}/*.yaml",
+    "modeling_farskip.py",
+    "report.*",
+    "comparison.*",
+]
 """What an earlier push may have left in the repository and this one no longer has."""
 
 
 def upload(new: Path, repo_id: str, private: bool) -> str:
-    """Make of the repository what the folder holds; the owner's other files stay. Returns its address."""
+    """Make of the repository what the folder holds; the owner's other files stay.
+    Returns its address.
+    """
     if get_token() is None:
         raise UserError(
-            "no access token for the Hub; `hf auth login` stores one, or set HF_TOKEN (a write token)"
+            "no access token for the Hub; `hf auth login` stores one, or set HF_TOKEN"
+            " (a write token)"
         )
     api = HfApi()
     with _refusals(repo_id, api.endpoint):
@@ -40,29 +54,36 @@ def upload(new: Path, repo_id: str, private: bool) -> str:
 
 
 def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:
-    """Check an existing repository: it may be updated, unless it holds another kind of model, or is public while the
-    user believes it private. A card that has other words there is named, for it may have been edited on the page."""
+    """Check an existing repository: it may be updated, unless it holds another kind of
+    model, or is public while the user believes it private. A card that has other words
+    there is named, for it may have been edited on the page."""
     try:
         repository = api.model_info(repo_id)
     except RepositoryNotFoundError:
         return
-    other, model_type = (repository.config or {}).get("model_type"), read_json(new / CONFIG)["model_type"]
+    other, model_type = (
+        (repository.config or {}).get("model_type"),
+        read_json(new / CONFIG)["model_type"],
+    )
     if other not in (None, model_type):
         raise UserError(
-            f"{repo_id}: exists and holds a model of type '{other}', not '{model_type}'; choose another name"
+            f"{repo_id}: exists and holds a model of type '{other}', not"
+            f" '{model_type}'; choose another name"
         )
     if private and not repository.private:
         raise UserError(
-            f"{repo_id}: exists and is public; --private makes only new repositories private: change it in its"
-            " settings, or choose another name"
+            f"{repo_id}: exists and is public; --private makes only new repositories"
+            " private: change it in its settings, or choose another name"
         )
     if any(file.rfilename == CARD for file in repository.siblings or []):
         with scratch_folder("fcsd-push") as folder:
-            old = Path(api.hf_hub_download(repo_id, CARD, local_dir=folder)).read_bytes()
+            old = Path(
+                api.hf_hub_download(repo_id, CARD, local_dir=folder)
+            ).read_bytes()
         if old != (new / CARD).read_bytes():
             print(
-                f"fcsd push: note: replaces the {CARD} of {repo_id}, which has other words; it stays in the history"
-                " there",
+                f"fcsd push: note: replaces the {CARD} of {repo_id}, which has other"
+                " words; it stays in the history there",
                 file=sys.stderr,
             )
 
@@ -76,7 +97,9 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
         return " ".join(str(text).split()).replace(get_token() or "\0", "…")[:200]
 
     reasons = {
-        401: "the Hub does not accept the access token; `hf auth login` stores a new one",
+        401: (
+            "the Hub does not accept the access token; `hf auth login` stores a new one"
+        ),
         402: "the Hub wants a paid plan for this",
         403: "the access token may not write there; use a write token of the owner",
         404: "the Hub knows no such place, or the access token may not see it",
@@ -87,30 +110,44 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
     except UserError:
         raise
     except OfflineModeIsEnabled:
-        raise UserError("HF_HUB_OFFLINE is set: nothing can be pushed; unset it, or use --dry-run") from None
+        raise UserError(
+            "HF_HUB_OFFLINE is set: nothing can be pushed; unset it, or use --dry-run"
+        ) from None
     except Exception as error:  # HTTP, network, disk and xet errors have no common base
-        if isinstance(error, ValueError) and "Invalid metadata in README.md" in str(error):
+        if isinstance(error, ValueError) and "Invalid metadata in README.md" in str(
+            error
+        ):
             reason = said(str(error).partition("\n")[2])
             raise UserError(
-                f"{repo_id}: the Hub refuses the metadata of README.md: {reason}; nothing was sent: correct the lines"
-                " between the ---, or what --license, --base-model or the recipe's publication put there"
+                f"{repo_id}: the Hub refuses the metadata of README.md: {reason};"
+                " nothing was sent: correct the lines between the ---, or what"
+                " --license, --base-model or the recipe's publication put there"
             ) from None
         status, server = None, ""
         if isinstance(error, HfHubHTTPError):
-            status, server = error.response.status_code, said(error.server_message or "")
+            status, server = (
+                error.response.status_code,
+                said(error.server_message or ""),
+            )
         if status in reasons:
-            raise UserError(f"{repo_id}: {reasons[status]} ({status}{server and f': {server}'})") from None
+            raise UserError(
+                f"{repo_id}: {reasons[status]} ({status}{server and f': {server}'})"
+            ) from None
         if status is not None and 400 <= status < 500 and status not in (408, 409, 412):
             raise UserError(
-                f"{repo_id}: the Hub refuses this ({status}: {server or 'no reason given'})"
+                f"{repo_id}: the Hub refuses this ({status}:"
+                f" {server or 'no reason given'})"
             ) from None
         cause = error.__cause__ or error
-        if "Connect" in type(cause).__name__:  # of whichever HTTP library the client has
+        # of whichever HTTP library the client has
+        if "Connect" in type(cause).__name__:
             raise UserError(
-                f"{repo_id}: the Hub at {endpoint} cannot be reached ({said(cause)}); look at the network, proxy and"
-                " HF_ENDPOINT, and run the same command again"
+                f"{repo_id}: the Hub at {endpoint} cannot be reached ({said(cause)});"
+                " look at the network, proxy and HF_ENDPOINT, and run the same command"
+                " again"
             ) from None
         raise UserError(
-            f"{repo_id}: the upload broke off ({type(cause).__name__}: {said(server or cause)}); run the same command"
-            " again, it continues from what has arrived"
+            f"{repo_id}: the upload broke off ({type(cause).__name__}:"
+            f" {said(server or cause)}); run the same command again, it continues from"
+            " what has arrived"
         ) from None

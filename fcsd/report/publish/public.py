@@ -1,7 +1,8 @@
-"""What is published names no place of the publisher's machine (of an absolute path the last name is left) and holds no
-secret, by the rules of detect-secrets.
+"""What is published names no place of the publisher's machine (of an absolute path the
+last name is left) and holds no secret, by the rules of detect-secrets.
 
-Not covered: relative paths; secrets without a form of their own (passwords, hex digits); pictures and weights.
+Not covered: relative paths; secrets without a form of their own (passwords, hex
+digits); pictures and weights.
 """
 
 import json
@@ -13,15 +14,20 @@ from typing import Any
 from fcsd.base.errors import UserError
 
 PLACE = re.compile(r"(?<![\w/.:~\\-])~?(?:/[\w.@+-]+){2,}")
-"""An absolute path of two names or more in a text; `/` alone, `and/or` and what stands in an address are none."""
+"""An absolute path of two names or more in a text; `/` alone, `and/or` and what stands
+in an address are none.
+"""
 
 
 _ANYWHERE = re.compile(
     r"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}\b|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bgithub_pat_\w{36,}\b|\bAKIA[A-Z0-9]{16}\b"
 )
-"""Forms that no vocabulary has by chance; those of Hugging Face and the third are not among detect-secrets' (1.5)."""
+"""Forms that no vocabulary has by chance; those of Hugging Face and the third are not
+among detect-secrets' (1.5).
+"""
 _VOCABULARY = ("tokenizer.json", "vocab.", "merges.txt", ".model", ".tiktoken", ".bpe")
-_ORDINARY = ("ArtifactoryDetector", "IPPublicDetector")  # `AP` and nine letters; any address
+# `AP` and nine letters; any address
+_ORDINARY = ("ArtifactoryDetector", "IPPublicDetector")
 
 
 def without_places(text: str) -> str:
@@ -43,7 +49,11 @@ def _public(value: Any) -> Any:
         return [_public(each) for each in value]
     if not isinstance(value, str):
         return value
-    return PurePath(value).name if re.match(r"~?/[^\n]*$", value) else without_places(value)
+    return (
+        PurePath(value).name
+        if re.match(r"~?/[^\n]*$", value)
+        else without_places(value)
+    )
 
 
 @cache
@@ -60,16 +70,23 @@ def _rules() -> dict[str, list[re.Pattern[str]]]:
 
 
 def refuse_secrets(file: Path, shown: Path) -> None:
-    """Refuse a text file with a token or key, by line and never with its letters; `shown`: its name for the user."""
+    """Refuse a text file with a token or key, by line and never with its letters;
+    `shown`: its name for the user.
+    """
     from huggingface_hub import get_token
 
     text, own = file.read_bytes().decode("utf-8", "replace"), get_token()
-    rules = {"access token": [_ANYWHERE, *([re.compile(re.escape(own))] if own else [])]}
+    rules = {
+        "access token": [_ANYWHERE, *([re.compile(re.escape(own))] if own else [])]
+    }
     if not any(part in file.name for part in _VOCABULARY):
         rules |= _rules()
     for name, patterns in rules.items():
-        if match := next((each for pattern in patterns if (each := pattern.search(text))), None):
+        if match := next(
+            (each for pattern in patterns if (each := pattern.search(text))), None
+        ):
             line = text.count("\n", 0, match.start()) + 1
             raise UserError(
-                f"{shown}, line {line}: contains what looks like a secret ({name}); remove it, and revoke it"
+                f"{shown}, line {line}: contains what looks like a secret ({name});"
+                " remove it, and revoke it"
             )

@@ -1,8 +1,10 @@
-"""`fcsd push`: a checkpoint with its card to the Hub, or the exact folder that would go there.
+"""`fcsd push`: a checkpoint with its card to the Hub, or the exact folder that would go
+there.
 
-Everything is checked, and the folder assembled from named kinds of files, before the Hub is asked anything.
-`huggingface_hub.upload_folder` sends it: with hf_xet in a stream of commits, without it through LFS; either way what
-arrived before an interruption is not sent again, but for what hf_xet had not noted yet (the last 20 s of a process that
+Everything is checked, and the folder assembled from named kinds of files, before the
+Hub is asked anything. `huggingface_hub.upload_folder` sends it: with hf_xet in a stream
+of commits, without it through LFS; either way what arrived before an interruption is
+not sent again, but for what hf_xet had not noted yet (the last 20 s of a process that
 is killed). It reads the token (HF_TOKEN, `hf auth login`); fcsd keeps none.
 
 Not covered: pull requests, branches, data sets.
@@ -59,10 +61,12 @@ _OTHER = ("NOTICE*", "USE_POLICY*", f"{RESULTS}/*.yaml", *_REPORT)
 
 @dataclass(frozen=True)
 class NewCard:
-    """The facts of a card that the checkpoint does not know; for folders without `README.md`.
+    """The facts of a card that the checkpoint does not know; for folders without
+    `README.md`.
 
-    base: hub id or folder of the original. licence: overrules the one inherited from `base`.
-    results: folders of `fcsd evaluate` for the original and for this checkpoint.
+    base: hub id or folder of the original. licence: overrules the one inherited from
+    `base`. results: folders of `fcsd evaluate` for the original and for this
+    checkpoint.
     """
 
     base: str | None = None
@@ -78,51 +82,72 @@ def push(
     dry_run: Path | None = None,
     card: NewCard | None = None,
 ) -> str:
-    """Upload `folder` to the model repository `owner/name`, which is created if there is none; its address, or dry_run.
+    """Upload `folder` to the model repository `owner/name`, which is created if there
+    is none; its address, or dry_run.
 
-    folder: a run (its `publish` is taken), a `publish` folder, a stage's folder, or a FarSkip checkpoint. dry_run:
-    write the folder that would be uploaded to this new folder, and send nothing.
+    folder: a run (its `publish` is taken), a `publish` folder, a stage's folder, or a
+    FarSkip checkpoint. dry_run: write the folder that would be uploaded to this new
+    folder, and send nothing.
 
     Raises:
-        UserError: before anything is sent: no repository id, no FarSkip checkpoint, weights that do not fit their
-            index or config, remote code missing, a token in a text file; then what the Hub refuses.
+        UserError: before anything is sent: no repository id, no FarSkip checkpoint,
+            weights that do not fit their index or config, remote code missing, a token
+            in a text file; then what the Hub refuses.
     """
     _check_repo_id(repo_id)
     checkpoint = _checked(find_checkpoint(folder))
     card = card or NewCard()
     if dry_run is not None:
         if dry_run.exists() and (not dry_run.is_dir() or not is_empty(dry_run)):
-            raise UserError(f"{dry_run}: exists already; choose a new folder for the dry run")
+            raise UserError(
+                f"{dry_run}: exists already; choose a new folder for the dry run"
+            )
         with new_folder(dry_run) as new:
             _assemble(checkpoint, repo_id, new, card, place)
         return str(dry_run)
     with scratch_folder("fcsd-push") as new:
-        # Links: nothing of the weights is written a second time, on whatever disk they are.
-        _assemble(checkpoint, repo_id, new, card, lambda old, to: to.symlink_to(old.resolve()))
+        # Links: nothing of the weights is written a second time, on whatever disk they
+        # are.
+        _assemble(
+            checkpoint, repo_id, new, card, lambda old, to: to.symlink_to(old.resolve())
+        )
         return upload(new, repo_id, private)
 
 
 def find_checkpoint(folder: Path) -> Path:
     """Find the checkpoint in a run, a stage, or `folder` itself."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give a run, its publish folder, or a FarSkip checkpoint")
+        raise UserError(
+            f"{folder}: no such folder; give a run, its publish folder, or a FarSkip"
+            " checkpoint"
+        )
     for candidate in (folder, folder / "publish", folder / "model"):
         if (candidate / CONFIG).is_file():
             return candidate
     if (folder / "adapter_config.json").is_file():
         raise UserError(
-            f"{folder}: holds adapters, not a model; give the folder of the stage, which has a model with them merged"
-            " into the weights (`fcsd distill` leaves it), or upload them as they are with `hf upload`"
+            f"{folder}: holds adapters, not a model; give the folder of the stage,"
+            " which has a model with them merged into the weights (`fcsd distill`"
+            " leaves it), or upload them as they are with `hf upload`"
         )
-    stages = [name for name in ("distill", "convert") if (folder / name / "model" / CONFIG).is_file()]
+    stages = [
+        name
+        for name in ("distill", "convert")
+        if (folder / name / "model" / CONFIG).is_file()
+    ]
     if stages or (folder / "stage.json").is_file() or any(folder.glob("*/stage.json")):
-        has = f"; {folder / stages[0]} can be pushed as it is, without a report" if stages else ""
+        has = (
+            f"; {folder / stages[0]} can be pushed as it is, without a report"
+            if stages
+            else ""
+        )
         raise UserError(
-            f"{folder}: the run has not come to its publish folder yet; `fcsd run RECIPE` continues with it{has}"
+            f"{folder}: the run has not come to its publish folder yet; `fcsd run"
+            f" RECIPE` continues with it{has}"
         )
     raise UserError(
-        f"{folder}: holds neither a checkpoint ({CONFIG}) nor a run of `fcsd run`; give the folder that"
-        " `fcsd convert`, `fcsd distill` or `fcsd run` left"
+        f"{folder}: holds neither a checkpoint ({CONFIG}) nor a run of `fcsd run`; give"
+        " the folder that `fcsd convert`, `fcsd distill` or `fcsd run` left"
     )
 
 
@@ -130,10 +155,13 @@ def _check_repo_id(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise UserError(f"'{repo_id}' is no repository id: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"'{repo_id}' is no repository id: {str(error).splitlines()[0]}"
+        ) from None
     if repo_id.count("/") != 1:
         raise UserError(
-            f"'{repo_id}' is no repository id: owner/name is needed, for example me/my-model-farskip"
+            f"'{repo_id}' is no repository id: owner/name is needed, for example"
+            " me/my-model-farskip"
         )
 
 
@@ -142,19 +170,21 @@ def _checked(source: Path) -> Checkpoint:
     checkpoint = read_checkpoint(source)
     if checkpoint.connectivity is None or checkpoint.foreign:
         raise UserError(
-            f"{source}: is not a FarSkip checkpoint of fcsd; convert it first (`fcsd convert`), or upload it as it is"
-            " with `hf upload`"
+            f"{source}: is not a FarSkip checkpoint of fcsd; convert it first (`fcsd"
+            " convert`), or upload it as it is with `hf upload`"
         )
     check_tensors(checkpoint, *config_and_class(checkpoint))
     if (modules := _modules(checkpoint.config)) != [MODELING_FILE]:
         raise UserError(
-            f"{source / CONFIG}: auto_map names {', '.join(modules) or 'no code'}; of a FarSkip checkpoint it names"
-            f" {MODELING_FILE} alone, which fcsd writes; convert the original again"
+            f"{source / CONFIG}: auto_map names {', '.join(modules) or 'no code'}; of a"
+            f" FarSkip checkpoint it names {MODELING_FILE} alone, which fcsd writes;"
+            " convert the original again"
         )
     if not (source / MODELING_FILE).is_file():
         raise UserError(
-            f"{source / MODELING_FILE}: no such file, though auto_map in {CONFIG} names it; without it nobody can load"
-            " the model; convert the original again, or copy the file from the folder it was converted to"
+            f"{source / MODELING_FILE}: no such file, though auto_map in {CONFIG} names"
+            " it; without it nobody can load the model; convert the original again, or"
+            " copy the file from the folder it was converted to"
         )
     if (source / CARD).is_file():
         front_matter(source / CARD)
@@ -166,20 +196,27 @@ def _check_unchanged(source: Path) -> None:
     manifest = (source.parent if source.name == "model" else source) / "manifest.json"
     noted = [(manifest, read_manifest(manifest.parent).get("outputs", {}))]
     if (source / LEFT).is_file():
-        noted.append((source / LEFT, read_sealed(source / LEFT, "`fcsd run` makes this folder again")))
+        noted.append(
+            (
+                source / LEFT,
+                read_sealed(source / LEFT, "`fcsd run` makes this folder again"),
+            )
+        )
     for file, outputs in noted:
         made, config = outputs.get("model"), outputs.get(f"model/{CONFIG}")
         if made is not None and made != weights_fingerprint(source):
             raise UserError(
-                f"{file}: describes other weights ({made[:12]}…) than those in {source}: they are damaged, or were"
-                " changed since; `fcsd run` of the recipe leaves them again, or copy these to a folder of their own and"
+                f"{file}: describes other weights ({made[:12]}…) than those in"
+                f" {source}: they are damaged, or were changed since; `fcsd run` of the"
+                " recipe leaves them again, or copy these to a folder of their own and"
                 " push that"
             )
         now = model_outputs(source)[f"model/{CONFIG}"]
         if config is not None and (changes := differences(config, now)):
             raise UserError(
-                f"{source / CONFIG}: is not what {file} describes ({'; '.join(changes[:3])}); put it back, or copy the"
-                " checkpoint to a folder of its own and push that"
+                f"{source / CONFIG}: is not what {file} describes"
+                f" ({'; '.join(changes[:3])}); put it back, or copy the checkpoint to a"
+                " folder of its own and push that"
             )
 
 
@@ -187,13 +224,20 @@ def _modules(config: dict[str, Any]) -> list[str]:
     auto_map = config.get("auto_map") or {}
     values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
     names = [
-        str(name) for value in values for name in (value if isinstance(value, list) else [value]) if name
+        str(name)
+        for value in values
+        for name in (value if isinstance(value, list) else [value])
+        if name
     ]
     return sorted({f"{name.split('.')[0]}.py" for name in names if "--" not in name})
 
 
-def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, link: Any) -> None:
-    """Fill `new` with what goes to the Hub, and print it; kinds of files that are not named here stay behind."""
+def _assemble(
+    checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, link: Any
+) -> None:
+    """Fill `new` with what goes to the Hub, and print it; kinds of files that are not
+    named here stay behind.
+    """
     source = checkpoint.folder
     _check_unchanged(source)
     for file in _files(checkpoint):
@@ -211,13 +255,15 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
     else:
         if card != NewCard():
             raise UserError(
-                f"{source / CARD}: exists; --base-model, --license and --results are for a new card: leave them out"
-                " and edit this one, or remove it"
+                f"{source / CARD}: exists; --base-model, --license and --results are"
+                " for a new card: leave them out and edit this one, or remove it"
             )
         text = (source / CARD).read_text(encoding="utf-8").replace(HERE, repo_id)
         if (source / "report.json").is_file():
             # The repository id that the recipe of a publish folder wrote into its card.
-            publication = (read_json(source / "report.json").get("recipe") or {}).get("publication") or {}
+            publication = (read_json(source / "report.json").get("recipe") or {}).get(
+                "publication"
+            ) or {}
             if other := publication.get("repo_id"):
                 text = text.replace(f'"{other}"', f'"{repo_id}"')
         write_text(new / CARD, text)
@@ -232,7 +278,11 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
     index = [checkpoint.index] if checkpoint.index is not None else []
     names = [CONFIG, MODELING_FILE, *index, *checkpoint.weight_files]
     files = set(files_like(source, [*names, *CARRIED, *_OTHER]))
-    for name in ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
+    for name in (
+        "tokenizer_config.json",
+        "processor_config.json",
+        "preprocessor_config.json",
+    ):
         if (source / name).is_file():
             for module in _modules(read_json(source / name)):
                 if os.path.lexists(source / module):
@@ -241,19 +291,27 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
-    """Collect what is known about a checkpoint without a card: its config, its stage's manifest, what the user says."""
+    """Collect what is known about a checkpoint without a card: its config, its stage's
+    manifest, what the user says.
+    """
     source = checkpoint.folder
     stage = source.name == "model"
     record = read_manifest(source.parent if stage else source)
     origin = origin_of(record)
-    # What the user names and what the record names may be one model, on the Hub and on this machine.
+    # What the user names and what the record names may be one model, on the Hub and on
+    # this machine.
     named = [(card.base, None), (origin.get("path"), origin.get("revision"))]
-    places: list[tuple[str, str | None]] = [(path, revision) for path, revision in named if path is not None]
+    places: list[tuple[str, str | None]] = [
+        (path, revision) for path, revision in named if path is not None
+    ]
     places.sort(key=lambda place: not Path(place[0]).is_dir())
     base = card.base or origin.get("path")
-    # `fcsd convert` left its record among the weights, which may have been trained there since.
+    # `fcsd convert` left its record among the weights, which may have been trained
+    # there since.
     training = record if record and (stage or record["stage"] != "convert") else None
-    inherited: dict[str, Any] = next((terms for place in places if (terms := inherited_by(*place))), {})
+    inherited: dict[str, Any] = next(
+        (terms for place in places if (terms := inherited_by(*place))), {}
+    )
     result = comparison = None
     if card.results is not None:
         result, comparison = _results(source, *card.results)
@@ -265,7 +323,8 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
         licence=licence_of(inherited, card.licence),
         language=tuple(inherited.get("language", [])),
         training=training,
-        untrained=training is None and any(_same_weights(source, *place) for place in places),
+        untrained=training is None
+        and any(_same_weights(source, *place) for place in places),
         chat=has_chat_template(source),
         result=result,
         comparison=comparison,
@@ -273,86 +332,135 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
 
 
 def _same_weights(source: Path, base: str, revision: str | None) -> bool:
-    """Tell whether the weight files are those of the original, where that lies on this machine. A converted checkpoint
-    shares them as links, which is seen at once; others are read."""
+    """Tell whether the weight files are those of the original, where that lies on this
+    machine. A converted checkpoint shares them as links, which is seen at once; others
+    are read."""
     folder = Path(base)
     if not folder.is_dir() and hub_id(base) is not None:
         with contextlib.suppress(LocalEntryNotFoundError):  # not in the cache
-            folder = Path(snapshot_download(base, revision=revision, local_files_only=True))
+            folder = Path(
+                snapshot_download(base, revision=revision, local_files_only=True)
+            )
     if not (folder / CONFIG).is_file() or "farskip" in read_json(folder / CONFIG):
         return False
     try:
-        mine, its = ({file.name: file for file in weight_files(place)} for place in (source, folder))
+        mine, its = (
+            {file.name: file for file in weight_files(place)}
+            for place in (source, folder)
+        )
     except UserError:  # of the original, only some shards are here
         return False
-    sizes = [{name: file.stat().st_size for name, file in files.items()} for files in (mine, its)]
+    sizes = [
+        {name: file.stat().st_size for name, file in files.items()}
+        for files in (mine, its)
+    ]
     pairs = [(file, its.get(name, file)) for name, file in sorted(mine.items())]
     return (
         bool(mine)
         and sizes[0] == sizes[1]
-        and all(one.samefile(other) or file_sha256(one) == file_sha256(other) for one, other in pairs)
+        and all(
+            one.samefile(other) or file_sha256(one) == file_sha256(other)
+            for one, other in pairs
+        )
     )
 
 
-def _results(source: Path, original: Path, converted: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _results(
+    source: Path, original: Path, converted: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the result of this checkpoint and its comparison; refuse a result of other weights."""
     if manifest := read_manifest(converted):
         measured = manifest["inputs"].get("model")
         if measured is not None and measured != weights_fingerprint(source):
             raise UserError(
-                f"{converted}: was measured on other weights than those in {source}; evaluate them again"
+                f"{converted}: was measured on other weights than those in {source};"
+                " evaluate them again"
             )
     else:
         print(
-            f"fcsd push: note: {converted}: says nothing of its weights (lm_eval's results do not); make sure that"
-            f" it was measured on {source}",
+            f"fcsd push: note: {converted}: says nothing of its weights (lm_eval's"
+            f" results do not); make sure that it was measured on {source}",
             file=sys.stderr,
         )
     result, samples = read_results(converted)
     before, old = read_results(original, like=result)
-    return result, compare({"result": before, "samples": old}, {"result": result, "samples": samples})
+    return result, compare(
+        {"result": before, "samples": old}, {"result": result, "samples": samples}
+    )
 
 
 def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
     """Print what goes, what stays behind, and what a reader of the page would miss."""
     source, notes = checkpoint.folder, []
     sent = {
-        str(file.relative_to(new)): file.stat().st_size for file in sorted(new.rglob("*")) if file.is_file()
+        str(file.relative_to(new)): file.stat().st_size
+        for file in sorted(new.rglob("*"))
+        if file.is_file()
     }
     for name, size in sent.items():
         print(f"{size:>15,}  {name}")
     print(f"{sum(sent.values()):>15,}  bytes in {len(sent)} files")
-    kept = {Path(name).parts[0] for name in sent} | {"stage.json", "manifest.json", LEFT}
-    rest = [file.name + "/" * file.is_dir() for file in sorted(source.iterdir()) if file.name not in kept]
+    kept = {Path(name).parts[0] for name in sent} | {
+        "stage.json",
+        "manifest.json",
+        LEFT,
+    }
+    rest = [
+        file.name + "/" * file.is_dir()
+        for file in sorted(source.iterdir())
+        if file.name not in kept
+    ]
     if rest:
         notes.append(f"left out, no part of a published checkpoint: {', '.join(rest)}")
     card = front_matter(new / CARD)
-    if not any(name.startswith("tokenizer") or name.endswith(".model") for name in sent):
-        notes.append("no tokenizer; copy the original's tokenizer files beside the weights")
+    if not any(
+        name.startswith("tokenizer") or name.endswith(".model") for name in sent
+    ):
+        notes.append(
+            "no tokenizer; copy the original's tokenizer files beside the weights"
+        )
     if "generation_config.json" not in sent:
-        notes.append("no generation_config.json: generation uses transformers' defaults")
-    old = (source / CARD).is_file()  # it is kept as it is, and was made by a recipe or by hand
+        notes.append(
+            "no generation_config.json: generation uses transformers' defaults"
+        )
+    # it is kept as it is, and was made by a recipe or by hand
+    old = (source / CARD).is_file()
     where = f"edit {source / CARD}"
     if old and (source / "report.json").is_file():
         where += ", or publication in the recipe and `fcsd run` it again"
     if not card.get("license"):
         notes.append(
-            f"no licence on the card: {where if old else '--license, or a base model whose card has one'}"
+            "no licence on the card:"
+            f" {where if old else '--license, or a base model whose card has one'}"
         )
     if not card.get("base_model"):
-        notes.append(f"no base model on the card, the original's hub id: {where if old else '--base-model'}")
+        notes.append(
+            "no base model on the card, the original's hub id:"
+            f" {where if old else '--base-model'}"
+        )
     if not card.get("model-index"):
         how = "`fcsd evaluate` without --limit, for the original and for this one"
-        notes.append(f"no results on the card: {how}{'' if old else ', then --results ORIGINAL MODEL'}")
+        notes.append(
+            "no results on the card:"
+            f" {how}{'' if old else ', then --results ORIGINAL MODEL'}"
+        )
     loaded = set(
-        re.findall(r'from_pretrained\("([\w.-]+/[\w.-]+)"', (new / CARD).read_text(encoding="utf-8"))
+        re.findall(
+            r'from_pretrained\("([\w.-]+/[\w.-]+)"',
+            (new / CARD).read_text(encoding="utf-8"),
+        )
     )
     if others := sorted(loaded - {repo_id, card.get("base_model")}):
         notes.append(f"{CARD} loads {', '.join(others)}, not {repo_id}")
     for name in sent:
-        if Path(name).suffix in (".md", ".json", ".yaml") and not name.startswith("tokenizer"):
+        if Path(name).suffix in (".md", ".json", ".yaml") and not name.startswith(
+            "tokenizer"
+        ):
             words = set(PLACE.findall((new / name).read_text("utf-8", "replace")))
             if here := [word for word in sorted(words) if Path(word).exists()]:
-                notes.append(f"{name}: names places of this machine: {here[0]}{', …' if here[1:] else ''}")
+                notes.append(
+                    f"{name}: names places of this machine:"
+                    f" {here[0]}{', …' if here[1:] else ''}"
+                )
     for note in notes:
         print(f"fcsd push: note: {note}", file=sys.stderr)

@@ -11,26 +11,41 @@ from fcsd.steering.network.links import Array, Collective
 
 
 class GroupExchange:
-    """Sends given bytes between the ranks of a group; all of them call it. device: where the bytes lie.
+    """Sends given bytes between the ranks of a group; all of them call it. device:
+    where the bytes lie.
 
-    The clock starts behind a barrier and stops when this rank has sent and received all; the slowest rank counts.
+    The clock starts behind a barrier and stops when this rank has sent and received
+    all; the slowest rank counts.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, collective: Collective, device: torch.device):
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        collective: Collective,
+        device: torch.device,
+    ):
         self.group, self.collective, self.device = group, collective, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.transport: Transport = (SendReceive if collective == "p2p" else AllToAll)(group)
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.transport: Transport = (SendReceive if collective == "p2p" else AllToAll)(
+            group
+        )
+        self._buffers = [
+            torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)
+        ]
 
     def __call__(self, num_bytes: Array) -> float:
-        """Return the seconds of the slowest rank. num_bytes: [N, N] from rank to rank; to itself none sends."""
+        """Return the seconds of the slowest rank. num_bytes: [N, N] from rank to rank;
+        to itself none sends.
+        """
         whole = np.where(np.eye(self.size, dtype=bool), 0, num_bytes).astype(np.int64)
         send, receive = whole[self.rank].tolist(), whole[:, self.rank].tolist()
         sent, received = self._buffer(0, sum(send)), self._buffer(1, sum(receive))
         self._together()
         began = time.perf_counter()
         self._exchange(received, sent, receive, send)
-        took = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=self.device)
+        took = torch.tensor(
+            time.perf_counter() - began, dtype=torch.float64, device=self.device
+        )
         dist.all_reduce(took, dist.ReduceOp.MAX, group=self.group)
         return float(took)
 
@@ -38,18 +53,27 @@ class GroupExchange:
         if (
             len(self._buffers[which]) < num_bytes
         ):  # written once: the first use of a page is not the link's time
-            self._buffers[which] = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
+            self._buffers[which] = torch.ones(
+                num_bytes, dtype=torch.uint8, device=self.device
+            )
         return self._buffers[which][:num_bytes]
 
     def _together(self) -> None:
-        # A byte from everyone to everyone, twice: whoever came last to the first leaves the second with the others. The
-        # backends' barriers let ranks go a link's latency apart, which would be measured as that link's.
+        # A byte from everyone to everyone, twice: whoever came last to the first leaves
+        # the second with the others. The backends' barriers let ranks go a link's
+        # latency apart, which would be measured as that link's.
         one = [int(peer != self.rank) for peer in range(self.size)]
         for _ in range(2):
-            self._exchange(self._buffer(1, sum(one)), self._buffer(0, sum(one)), one, one)
+            self._exchange(
+                self._buffer(1, sum(one)), self._buffer(0, sum(one)), one, one
+            )
 
     def _exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, receive: list[int], send: list[int]
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive: list[int],
+        send: list[int],
     ) -> None:
         self.transport.start(received, sent, receive, send).wait()
         if self.device.type != "cpu":

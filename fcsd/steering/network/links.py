@@ -1,9 +1,12 @@
-"""Links between endpoints as a file: latency and seconds a byte of each direction and phase, rates of shared ports.
+"""Links between endpoints as a file: latency and seconds a byte of each direction and
+phase, rates of shared ports.
 
-The model is that of CAMoE (Cost-Aware Communication Optimization for Mixture-of-Experts Inference, section 3.1):
-T_uv(B) = alpha_uv + beta_uv * B, for each phase of an expert-parallel exchange: metadata (counts of tokens), dispatch
-(hidden states and routing weights), combine (hidden states on their way back). Where only the hops of a path are known
-(a card, a switch, NVLink), a file has lists of their numbers in an edge's place, and `forwarding` (`compose`).
+The model is that of CAMoE (Cost-Aware Communication Optimization for Mixture-of-Experts
+Inference, section 3.1): T_uv(B) = alpha_uv + beta_uv * B, for each phase of an
+expert-parallel exchange: metadata (counts of tokens), dispatch (hidden states and
+routing weights), combine (hidden states on their way back). Where only the hops of a
+path are known (a card, a switch, NVLink), a file has lists of their numbers in an
+edge's place, and `forwarding` (`compose`).
 """
 
 import math
@@ -22,13 +25,15 @@ from fcsd.base.strict import Strict, validate
 Array = NDArray[np.float64]
 Phase = Literal["metadata", "dispatch", "combine"]
 Collective = Literal["p2p", "all_to_all_single"]
-"""p2p: every irecv posted, then every isend, so that both directions of a pair run at once. all_to_all_single: the
-backend's own; gloo's serves the two directions of a pair one after another."""
+"""p2p: every irecv posted, then every isend, so that both directions of a pair run at
+once. all_to_all_single: the backend's own; gloo's serves the two directions of a pair
+one after another."""
 
 Forwarding = Literal["store_and_forward", "cut_through"]
 """What a hop does with a message: it sends on what it has whole, or what has come of it so far."""
 
-_LONGEST_S = 1e6  # of a latency or a byte; beyond, sums of times are infinite sooner or later
+# of a latency or a byte; beyond, sums of times are infinite sooner or later
+_LONGEST_S = 1e6
 
 PHASES: tuple[Phase, ...] = ("metadata", "dispatch", "combine")
 
@@ -36,20 +41,24 @@ PHASES: tuple[Phase, ...] = ("metadata", "dispatch", "combine")
 def compose(
     alphas_s: Sequence[float], betas_s_per_byte: Sequence[float], forwarding: Forwarding
 ) -> tuple[float, float]:
-    """Return alpha and beta of a path from those of its hops (CAMoE, equation 7 and section 3.4).
+    """Return alpha and beta of a path from those of its hops (CAMoE, equation 7 and
+    section 3.4).
 
-    store_and_forward: T(B) = sum_h (alpha_h + beta_h B), equation 7. cut_through: sum_h alpha_h + max_h beta_h B.
+    store_and_forward: T(B) = sum_h (alpha_h + beta_h B), equation 7. cut_through: sum_h
+    alpha_h + max_h beta_h B.
     """
     slowest = sum if forwarding == "store_and_forward" else max
     return float(sum(alphas_s)), float(slowest(betas_s_per_byte))
 
 
 class PhaseLinks(Strict):
-    """The fitted links of one phase; rows are sources, columns are destinations, the diagonal is 0.
+    """The fitted links of one phase; rows are sources, columns are destinations, the
+    diagonal is 0.
 
-    r2 of an edge is null where it was not fitted from measurements; refined tells that it was measured under
-    contention, too (phase 2 of the profile); without that it keeps what was measured alone. In a file an edge may be a
-    list of its hops' values, with `forwarding` beside the tables; r2, refined and repeats may then be left out.
+    r2 of an edge is null where it was not fitted from measurements; refined tells that
+    it was measured under contention, too (phase 2 of the profile); without that it
+    keeps what was measured alone. In a file an edge may be a list of its hops' values,
+    with `forwarding` beside the tables; r2, refined and repeats may then be left out.
     """
 
     alpha_s: list[list[float]]
@@ -65,7 +74,9 @@ class PhaseLinks(Strict):
 
 
 class Ports(Strict):
-    """Seconds a byte of what an endpoint sends to all others together, or receives; null where edges do not share."""
+    """Seconds a byte of what an endpoint sends to all others together, or receives;
+    null where edges do not share.
+    """
 
     egress_s_per_byte: list[float | None]
     ingress_s_per_byte: list[float | None]
@@ -91,20 +102,31 @@ class LinkModel(Strict):
         if len(set(self.endpoints)) != size:
             raise ValueError("endpoints: a name stands twice")
         if self.world_size != size:
-            raise ValueError(f"world_size {self.world_size}, but {size} endpoints are named")
+            raise ValueError(
+                f"world_size {self.world_size}, but {size} endpoints are named"
+            )
         for phase in PHASES:
             links: PhaseLinks = getattr(self, phase)
             for name in ("alpha_s", "beta_s_per_byte", "r2", "refined"):
                 rows = getattr(links, name)
                 if len(rows) != size or any(len(row) != size for row in rows):
-                    raise ValueError(f"{phase}.{name}: needs {size} rows of {size}, an edge is missing")
+                    raise ValueError(
+                        f"{phase}.{name}: needs {size} rows of {size}, an edge is"
+                        " missing"
+                    )
             for name in ("alpha_s", "beta_s_per_byte"):
                 for u, row in enumerate(getattr(links, name)):
                     for v, value in enumerate(row):
                         if value < 0:
-                            raise ValueError(f"{phase}.{name}: edge {u} -> {v} is negative ({value:g})")
+                            raise ValueError(
+                                f"{phase}.{name}: edge {u} -> {v} is negative"
+                                f" ({value:g})"
+                            )
                         if value > _LONGEST_S:
-                            raise ValueError(f"{phase}.{name}: edge {u} -> {v} is no time ({value:g} s)")
+                            raise ValueError(
+                                f"{phase}.{name}: edge {u} -> {v} is no time"
+                                f" ({value:g} s)"
+                            )
         for name in ("egress_s_per_byte", "ingress_s_per_byte"):
             rates = getattr(self.ports, name)
             if len(rates) != size:
@@ -112,8 +134,9 @@ class LinkModel(Strict):
             for u, rate in enumerate(rates):
                 if rate is not None and not 0 <= rate <= _LONGEST_S:
                     raise ValueError(
-                        f"ports.{name}: endpoint {u}: {rate:g} seconds a byte; 0 or more is needed, at most"
-                        f" {_LONGEST_S:g}, or null where its edges share none"
+                        f"ports.{name}: endpoint {u}: {rate:g} seconds a byte; 0 or"
+                        f" more is needed, at most {_LONGEST_S:g}, or null where its"
+                        " edges share none"
                     )
         return self
 
@@ -122,17 +145,23 @@ class LinkModel(Strict):
         """Whether the two directions of a pair run one after the other."""
         return self.backend == "gloo" and self.collective == "all_to_all_single"
 
-    def require(self, size: int | None = None, collective: Collective | None = None) -> None:
-        """Refuse links between another number of endpoints, or that were measured with another collective."""
+    def require(
+        self, size: int | None = None, collective: Collective | None = None
+    ) -> None:
+        """Refuse links between another number of endpoints, or that were measured with
+        another collective.
+        """
         if size is not None and size != len(self.endpoints):
             raise UserError(
-                f"the links are between {len(self.endpoints)} endpoints, {size} are asked for; ask for as many, or"
-                " measure those with `fcsd profile-network`"
+                f"the links are between {len(self.endpoints)} endpoints, {size} are"
+                " asked for; ask for as many, or measure those with `fcsd"
+                " profile-network`"
             )
         if collective is not None and collective != self.collective:
             raise UserError(
-                f"the links were measured with {self.collective}, the exchanges are {collective}; measure them with"
-                f" `fcsd profile-network --collective {collective}`"
+                f"the links were measured with {self.collective}, the exchanges are"
+                f" {collective}; measure them with `fcsd profile-network --collective"
+                f" {collective}`"
             )
 
     def alpha(self, phase: Phase) -> Array:
@@ -150,8 +179,12 @@ class LinkModel(Strict):
 
 
 def read_links(path: str | Path) -> LinkModel:
-    """Read and check a links file; UserError names the edge of a value that is missing, negative or no number."""
-    value = read_json(Path(path), "`fcsd profile-network` writes one", ["endpoints", "ports"])
+    """Read and check a links file; UserError names the edge of a value that is missing,
+    negative or no number.
+    """
+    value = read_json(
+        Path(path), "`fcsd profile-network` writes one", ["endpoints", "ports"]
+    )
     return validate(LinkModel, value, str(path))
 
 
@@ -161,45 +194,76 @@ def write_links(path: str | Path, links: LinkModel) -> None:
 
 
 def _composed(phase: dict[str, Any]) -> dict[str, Any]:
-    """Replace the edges of a phase that are given by their hops, as `compose` does; what else is wrong is left."""
+    """Replace the edges of a phase that are given by their hops, as `compose` does;
+    what else is wrong is left.
+    """
     forwarding = phase.get("forwarding")
     phase = {name: value for name, value in phase.items() if name != "forwarding"}
     tables = [phase.get("alpha_s"), phase.get("beta_s_per_byte")]
-    if not all(isinstance(table, list) and all(isinstance(row, list) for row in table) for table in tables):
+    if not all(
+        isinstance(table, list) and all(isinstance(row, list) for row in table)
+        for table in tables
+    ):
         return phase
     edges = sorted({edge for table in tables for edge in _edges_of_hops(table)})
-    if (forwarding is not None) != bool(edges) or (edges and forwarding not in get_args(Forwarding)):
+    if (forwarding is not None) != bool(edges) or (
+        edges and forwarding not in get_args(Forwarding)
+    ):
         raise ValueError(
-            f"forwarding: {forwarding!r}, with {len(edges)} edges given by their hops; those need"
-            f" {' or '.join(get_args(Forwarding))}, and others none"
+            f"forwarding: {forwarding!r}, with {len(edges)} edges given by their hops;"
+            f" those need {' or '.join(get_args(Forwarding))}, and others none"
         )
     alpha, beta = ([list(row) for row in table or ()] for table in tables)
     for u, v in edges:
         alphas, betas = (
-            table[u][v] if u < len(table) and v < len(table[u]) else None for table in (alpha, beta)
+            table[u][v] if u < len(table) and v < len(table[u]) else None
+            for table in (alpha, beta)
         )
         _check_hops(f"edge {u} -> {v}", alphas, betas)
         alpha[u][v], beta[u][v] = compose(alphas, betas, forwarding)  # type: ignore[arg-type]
-    unfitted = {"r2": [[None] * len(row) for row in alpha], "refined": [[False] * len(row) for row in alpha]}
-    return (unfitted | {"repeats": 1} if edges else {}) | phase | {"alpha_s": alpha, "beta_s_per_byte": beta}
+    unfitted = {
+        "r2": [[None] * len(row) for row in alpha],
+        "refined": [[False] * len(row) for row in alpha],
+    }
+    return (
+        (unfitted | {"repeats": 1} if edges else {})
+        | phase
+        | {"alpha_s": alpha, "beta_s_per_byte": beta}
+    )
 
 
 def _edges_of_hops(table: Any) -> list[tuple[int, int]]:
-    return [(u, v) for u, row in enumerate(table) for v, value in enumerate(row) if isinstance(value, list)]
+    return [
+        (u, v)
+        for u, row in enumerate(table)
+        for v, value in enumerate(row)
+        if isinstance(value, list)
+    ]
 
 
 def _check_hops(edge: str, alphas: Any, betas: Any) -> None:
-    """Raise ValueError where the two lists of an edge are not one or more hops, each with its two numbers."""
-    if not (isinstance(alphas, list) and isinstance(betas, list) and len(alphas) == len(betas) > 0):
+    """Raise ValueError where the two lists of an edge are not one or more hops, each
+    with its two numbers.
+    """
+    if not (
+        isinstance(alphas, list)
+        and isinstance(betas, list)
+        and len(alphas) == len(betas) > 0
+    ):
         raise ValueError(
-            f"{edge}: alpha_s and beta_s_per_byte need a list with the same hops, one or more, got {alphas} and"
-            f" {betas}"
+            f"{edge}: alpha_s and beta_s_per_byte need a list with the same hops, one"
+            f" or more, got {alphas} and {betas}"
         )
     for name, values in (("alpha_s", alphas), ("beta_s_per_byte", betas)):
         for number, hop in enumerate(values):
-            if isinstance(hop, bool) or not isinstance(hop, int | float) or not 0 <= hop < math.inf:
+            if (
+                isinstance(hop, bool)
+                or not isinstance(hop, int | float)
+                or not 0 <= hop < math.inf
+            ):
                 raise ValueError(
-                    f"{name}: {edge}, hop {number}: a number of 0 or more is needed, got {hop!r}"
+                    f"{name}: {edge}, hop {number}: a number of 0 or more is needed,"
+                    f" got {hop!r}"
                 )
 
 

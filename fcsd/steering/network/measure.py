@@ -1,5 +1,5 @@
-"""A profile of the links between the ranks of a launch, as `fcsd profile-network` makes it, and exchanges of fixed
-patterns to check it by."""
+"""A profile of the links between the ranks of a launch, as `fcsd profile-network` makes
+it, and exchanges of fixed patterns to check it by."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -16,12 +16,20 @@ from fcsd.base.files import check_file_place
 from fcsd.base.text import progress_bar
 from fcsd.parallel.launch import Launch
 from fcsd.steering.network.exchange import GroupExchange
-from fcsd.steering.network.links import Array, Collective, LinkModel, read_links, write_links
+from fcsd.steering.network.links import (
+    Array,
+    Collective,
+    LinkModel,
+    read_links,
+    write_links,
+)
 from fcsd.steering.network.profile import REPEATS, num_exchanges, profile
 from fcsd.steering.network.simulate import exchange_time
 
 LARGEST_BYTES = {"cpu": 1 << 20}
-"""The largest of the sizes that an edge is measured with, by kind of device; 16 MiB on any other."""
+"""The largest of the sizes that an edge is measured with, by kind of device; 16 MiB on
+any other.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,26 +49,40 @@ class Comparison:
         errors = np.abs(self.errors)
         worst = int(errors.argmax())
         return (
-            f"simulated against measured, {len(errors)} patterns: mean error {errors.mean():.1%}, maximum"
-            f" {errors[worst]:.1%} ({self.names[worst]})"
+            f"simulated against measured, {len(errors)} patterns: mean error"
+            f" {errors.mean():.1%}, maximum {errors[worst]:.1%} ({self.names[worst]})"
         )
 
 
 def patterns(size: int, largest_bytes: int, seed: int = 0) -> list[tuple[str, Array]]:
-    """Return 18 patterns of bytes [N, N]: 4 balanced, 6 skewed, 4 with a hot destination, 4 random."""
+    """Return 18 patterns of bytes [N, N]: 4 balanced, 6 skewed, 4 with a hot
+    destination, 4 random.
+    """
     rng = np.random.default_rng(seed)
-    named = [(f"balanced {part}/4", np.full((size, size), largest_bytes * part / 4)) for part in range(1, 5)]
+    named = [
+        (f"balanced {part}/4", np.full((size, size), largest_bytes * part / 4))
+        for part in range(1, 5)
+    ]
     usual = largest_bytes * 0.6
     for number in range(6):
         shares = rng.gamma(0.7, size=size) + 1e-3
-        skewed = usual * size * shares / shares.sum() * rng.uniform(0.8, 1.2, (size, size))
+        skewed = (
+            usual * size * shares / shares.sum() * rng.uniform(0.8, 1.2, (size, size))
+        )
         named.append((f"skewed {number}", skewed))
     for number in range(4):
         hot = number % size
         total, rest = usual * size, 0.4 / (size - 1)
-        named.append((f"hot {hot}", np.tile(np.where(np.arange(size) == hot, 0.6, rest) * total, (size, 1))))
+        named.append(
+            (
+                f"hot {hot}",
+                np.tile(np.where(np.arange(size) == hot, 0.6, rest) * total, (size, 1)),
+            )
+        )
     for number in range(4):
-        named.append((f"random {number}", rng.integers(0, 9, (size, size)) * largest_bytes / 8))
+        named.append(
+            (f"random {number}", rng.integers(0, 9, (size, size)) * largest_bytes / 8)
+        )
     return [(name, np.ceil(pattern)) for name, pattern in named]
 
 
@@ -71,7 +93,9 @@ def measure_and_simulate(
 ) -> Comparison:
     """Exchange each pattern, and simulate it with the dispatch's links; every rank calls this."""
     measured = [min(exchange(pattern) for _ in range(REPEATS)) for _, pattern in given]
-    simulated = exchange_time(links, "dispatch", np.stack([pattern for _, pattern in given]))
+    simulated = exchange_time(
+        links, "dispatch", np.stack([pattern for _, pattern in given])
+    )
     return Comparison([name for name, _ in given], np.array(measured), simulated)
 
 
@@ -83,21 +107,33 @@ def profile_launch(
     largest_bytes: int | None = None,
     check: bool = False,
 ) -> tuple[LinkModel, Comparison | None]:
-    """Measure the links between all ranks and write them to `path`; every rank calls this.
+    """Measure the links between all ranks and write them to `path`; every rank calls
+    this.
 
     check: exchange 18 patterns afterwards, and simulate them.
     """
     ranks, device = launch.ranks, launch.device
     if ranks.size < 2:
         raise UserError(
-            "profile-network measures links between ranks and was started as one; start it with `accelerate launch"
-            " --num_processes N -m fcsd profile-network LINKS` (configs/cpu_2.yaml without GPUs), or give --nccl-tests"
+            "profile-network measures links between ranks and was started as one; start"
+            " it with `accelerate launch --num_processes N -m fcsd profile-network"
+            " LINKS` (configs/cpu_2.yaml without GPUs), or give --nccl-tests"
         )
-    largest = LARGEST_BYTES.get(device.type, 1 << 24) if largest_bytes is None else largest_bytes
+    largest = (
+        LARGEST_BYTES.get(device.type, 1 << 24)
+        if largest_bytes is None
+        else largest_bytes
+    )
     if largest < 1024:
-        raise UserError(f"--max-bytes {largest}: at least 1024; below, only the latency is seen")
+        raise UserError(
+            f"--max-bytes {largest}: at least 1024; below, only the latency is seen"
+        )
     ranks.from_first(lambda: check_file_place(path, read_links))
-    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if device.type == "cuda" else {}
+    nccl = (
+        {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        if device.type == "cuda"
+        else {}
+    )
     facts = {
         "endpoints": ranks.share(lambda: f"{socket.gethostname()}:{ranks.rank}"),
         "collective": collective,
@@ -107,7 +143,9 @@ def profile_launch(
     exchange = GroupExchange(None, collective, device)
     given = patterns(ranks.size, largest) if check else []
     total = num_exchanges(ranks.size) + REPEATS * len(given)
-    with progress_bar(total=total, desc="links", unit="exchange", shown=ranks.first) as bar:
+    with progress_bar(
+        total=total, desc="links", unit="exchange", shown=ranks.first
+    ) as bar:
 
         def timed(num_bytes: Array) -> float:
             seconds = exchange(num_bytes)
@@ -122,7 +160,11 @@ def profile_launch(
 
 def _rate(seconds_per_byte: float) -> str:
     """Return a rate in Gb/s; none where no time went with the bytes, as in noise."""
-    return f"{8e-9 / seconds_per_byte:.3g} Gb/s" if seconds_per_byte > 1e-13 else "more than was seen"
+    return (
+        f"{8e-9 / seconds_per_byte:.3g} Gb/s"
+        if seconds_per_byte > 1e-13
+        else "more than was seen"
+    )
 
 
 def describe(links: LinkModel) -> str:
@@ -134,15 +176,25 @@ def describe(links: LinkModel) -> str:
     rates = sorted((beta[edge] for edge in edges), reverse=True)
     fits = [r2 for u, v in edges if (r2 := links.dispatch.r2[u][v]) is not None]
     lines = [
-        f"{size} endpoints, {links.collective} of {links.backend}: latency {ms[0]:.3g} to {ms[-1]:.3g} ms, rate"
-        f" {_rate(rates[0])} to {_rate(rates[-1])}, R² at least {min(fits):.4f}"
+        f"{size} endpoints, {links.collective} of {links.backend}: latency {ms[0]:.3g}"
+        f" to {ms[-1]:.3g} ms, rate {_rate(rates[0])} to {_rate(rates[-1])}, R² at"
+        f" least {min(fits):.4f}"
     ]
     refined = sum(map(sum, links.dispatch.refined))
-    lines.append(f"{refined} of {len(edges)} edges were measured under contention, too; the others alone")
+    lines.append(
+        f"{refined} of {len(edges)} edges were measured under contention, too; the"
+        " others alone"
+    )
     for direction in ("egress", "ingress"):
-        for name, rate in zip(links.endpoints, getattr(links.ports, f"{direction}_s_per_byte"), strict=True):
+        for name, rate in zip(
+            links.endpoints,
+            getattr(links.ports, f"{direction}_s_per_byte"),
+            strict=True,
+        ):
             if rate is not None:
-                lines.append(f"{name}: edges share its {direction}, {_rate(rate)} together")
+                lines.append(
+                    f"{name}: edges share its {direction}, {_rate(rate)} together"
+                )
     poor = [
         f"{links.endpoints[u]} -> {links.endpoints[v]}"
         for u, v in edges
@@ -151,7 +203,7 @@ def describe(links: LinkModel) -> str:
     if poor:
         named = ", ".join([*poor[:3], *["…"] * (len(poor) > 3)])
         lines.append(
-            f"R² below 0.9 on {len(poor)} edges ({named}): the machine or the network was busy;"
-            " measure again, or with larger --max-bytes"
+            f"R² below 0.9 on {len(poor)} edges ({named}): the machine or the network"
+            " was busy; measure again, or with larger --max-bytes"
         )
     return "\n".join(lines)

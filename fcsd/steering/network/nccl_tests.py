@@ -1,9 +1,11 @@
-"""Links from what nccl-tests or rccl-tests printed: one latency and one rate, which all edges get.
+"""Links from what nccl-tests or rccl-tests printed: one latency and one rate, which all
+edges get.
 
-`alltoall_perf` times all edges at once: its rate is what an edge has while all others are busy, so it holds for
-balanced traffic, and one that is skewed is priced too high. `sendrecv_perf` times a ring, in which every rank sends to
-the next: its rate is near that of an edge alone, and ports that edges share are not seen. Neither tells slow edges from
-fast ones.
+`alltoall_perf` times all edges at once: its rate is what an edge has while all others
+are busy, so it holds for balanced traffic, and one that is skewed is priced too high.
+`sendrecv_perf` times a ring, in which every rank sends to the next: its rate is near
+that of an edge alone, and ports that edges share are not seen. Neither tells slow edges
+from fast ones.
 """
 
 import re
@@ -17,32 +19,43 @@ from fcsd.base.files import read_text
 from fcsd.steering.network.links import Collective, LinkModel
 from fcsd.steering.network.profile import fit_line
 
-_TESTS: dict[str, Collective] = {"alltoall_perf": "all_to_all_single", "sendrecv_perf": "p2p"}
+_TESTS: dict[str, Collective] = {
+    "alltoall_perf": "all_to_all_single",
+    "sendrecv_perf": "p2p",
+}
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\b")
 _ROW = re.compile(r"(?:^|:)\s*(\d+)\s+(\d+)\s+([a-z]\w*)\s+(.*\d.*)$")
 _VERSION = re.compile(r"((?:nccl|rccl)-tests):? [Vv]ersion (\S+)")
 
 
 def read_nccl_tests(path: Path) -> LinkModel:
-    """Read the output of one run of alltoall_perf or sendrecv_perf, of three sizes or more, in place of a profile."""
+    """Read the output of one run of alltoall_perf or sendrecv_perf, of three sizes or
+    more, in place of a profile.
+    """
     text = read_text(path, "what a test has printed")
     names = set(re.findall(r"\b([a-z_]+_perf)(?:_mpi)?\b", text))
     known = [name for name in _TESTS if name in names]
     if len(known) != 1:
         seen = f"is of {', '.join(sorted(names))}" if names else "names no test"
         raise UserError(
-            f"{path}: {seen}; the output of one run of {' or '.join(_TESTS)} is needed, with the line of its command"
+            f"{path}: {seen}; the output of one run of {' or '.join(_TESTS)} is needed,"
+            " with the line of its command"
         )
     ranks = {int(rank): f"{host}:{rank}" for rank, host in _RANK.findall(text)}
     if len(ranks) < 2 or sorted(ranks) != list(range(len(ranks))):
         raise UserError(
-            f"{path}: lists {len(ranks)} ranks ('#  Rank  0 … on HOST device 0'), at least two are needed"
+            f"{path}: lists {len(ranks)} ranks ('#  Rank  0 … on HOST device 0'), at"
+            " least two are needed"
         )
     num_bytes, seconds = _times(path, text)
     if known == ["alltoall_perf"]:
-        num_bytes = num_bytes / len(ranks)  # its size is what a rank sends to all, itself too
+        # its size is what a rank sends to all, itself too
+        num_bytes = num_bytes / len(ranks)
     return _same_everywhere(
-        fit_line(num_bytes, seconds), [ranks[rank] for rank in sorted(ranks)], _TESTS[known[0]], text
+        fit_line(num_bytes, seconds),
+        [ranks[rank] for rank in sorted(ranks)],
+        _TESTS[known[0]],
+        text,
     )
 
 
@@ -59,18 +72,22 @@ def _times(path: Path, text: str) -> tuple[Any, Any]:
         )  # the reduction; older versions leave it blank here
         rest = rest[1:] if has_root else rest
         if len(rest) < 3 or not all(_is_number(each) for each in rest[:2]):
-            raise UserError(f"{path}, line {number}: no row of nccl-tests: {line.strip()[:80]}")
+            raise UserError(
+                f"{path}, line {number}: no row of nccl-tests: {line.strip()[:80]}"
+            )
         microseconds, gb_s = float(rest[0]), float(rest[1])
         if size == 0 or microseconds == 0:
             continue
         if abs(size / microseconds / 1e3 - gb_s) > 0.01 + 0.02 * gb_s:
             raise UserError(
-                f"{path}, line {number}: {size} bytes in {microseconds:g} us are not {gb_s:g} GB/s"
+                f"{path}, line {number}: {size} bytes in {microseconds:g} us are not"
+                f" {gb_s:g} GB/s"
             )
         times[size] = microseconds * 1e-6
     if len(times) < 3:
         raise UserError(
-            f"{path}: has {len(times)} sizes, at least three are needed; run with -b 64K -e 64M -f 2"
+            f"{path}: has {len(times)} sizes, at least three are needed; run with -b"
+            " 64K -e 64M -f 2"
         )
     return np.array(list(times), dtype=np.float64), np.array(list(times.values()))
 
@@ -79,7 +96,9 @@ def _is_number(word: str) -> bool:
     return re.fullmatch(r"-?\d+(\.\d+)?([eE][-+]?\d+)?", word) is not None
 
 
-def _same_everywhere(line: Any, endpoints: list[str], collective: Collective, text: str) -> LinkModel:
+def _same_everywhere(
+    line: Any, endpoints: list[str], collective: Collective, text: str
+) -> LinkModel:
     size = len(endpoints)
     off = ~np.eye(size, dtype=bool)
     phase = {

@@ -1,16 +1,20 @@
-"""Latency and rate of every edge and of shared ports, from timed exchanges (CAMoE, algorithm 1, and equal finish).
+"""Latency and rate of every edge and of shared ports, from timed exchanges (CAMoE,
+algorithm 1, and equal finish).
 
-An exchange takes the bytes [N, N] from each endpoint to each and returns the seconds until the slowest rank was done,
-the same number on all ranks, so that all choose the same next exchange. `fcsd.steering.network.exchange` has that of a
-process group.
+An exchange takes the bytes [N, N] from each endpoint to each and returns the seconds
+until the slowest rank was done, the same number on all ranks, so that all choose the
+same next exchange. `fcsd.steering.network.exchange` has that of a process group.
 
-1. Alone: every edge by itself. In fcsd one collective carries counts, rows and returning rows alike (the routing
-   weights travel with the rows), so this is measured once, for all three phases.
-2. One to many, and many to one: the edge that should be the slowest is sampled under contention, in dispatch and in
-   combine. An edge with fewer than three sizes keeps what was measured alone.
-3. Equal finish: bytes in inverse proportion to beta, so that edges that share nothing finish together. Where that takes
-   longer than predicted, they share the endpoint's port, which gets a rate of its own; and step 2 is not used there,
-   since it would charge the slowest edge for what all of them wait for.
+1. Alone: every edge by itself. In fcsd one collective carries counts, rows and
+   returning rows alike (the routing weights travel with the rows), so this is measured
+   once, for all three phases.
+2. One to many, and many to one: the edge that should be the slowest is sampled under
+   contention, in dispatch and in combine. An edge with fewer than three sizes keeps
+   what was measured alone.
+3. Equal finish: bytes in inverse proportion to beta, so that edges that share nothing
+   finish together. Where that takes longer than predicted, they share the endpoint's
+   port, which gets a rate of its own; and step 2 is not used there, since it would
+   charge the slowest edge for what all of them wait for.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +28,8 @@ from scipy.optimize import lsq_linear
 from fcsd.steering.network.links import Array, LinkModel
 
 Exchange = Callable[[Array], float]
-_Seconds = Callable[[Sequence[Array]], Array]  # of each pattern, the minimum of the repeats
+# of each pattern, the minimum of the repeats
+_Seconds = Callable[[Sequence[Array]], Array]
 
 NUM_SIZES = 5
 REPEATS = 3
@@ -36,7 +41,9 @@ _MOST = 16  # times the largest size that a fast edge gets in an equal finish
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds alpha, seconds a byte beta, and the share r2 of the times' variance that the line explains."""
+    """Seconds alpha, seconds a byte beta, and the share r2 of the times' variance that
+    the line explains.
+    """
 
     alpha_s: float
     beta_s_per_byte: float
@@ -46,10 +53,12 @@ class Line:
 def fit_line(num_bytes: Array, seconds: Array) -> Line:
     """Fit alpha, beta >= 0 by least squares of the relative errors.
 
-    Relative: the largest transfer would else decide alone, and alpha is seen in the smallest. Without the bounds a
-    burst that a shaper lets through at once makes alpha negative.
+    Relative: the largest transfer would else decide alone, and alpha is seen in the
+    smallest. Without the bounds a burst that a shaper lets through at once makes alpha
+    negative.
     """
-    # alpha and beta differ by five orders of magnitude: solved for in units of what the data are about
+    # alpha and beta differ by five orders of magnitude: solved for in units of what the
+    # data are about
     units = np.array([seconds.max(), seconds.max() / num_bytes.max()])
     rows = np.stack([np.ones_like(num_bytes), num_bytes], 1) * units / seconds[:, None]
     alpha, beta = lsq_linear(rows, np.ones_like(seconds), bounds=(0, np.inf)).x * units
@@ -68,10 +77,16 @@ class _Edges:
     refined: NDArray[np.bool_]
 
     def copy(self) -> "_Edges":
-        return _Edges(self.alpha.copy(), self.beta.copy(), self.r2.copy(), self.refined.copy())
+        return _Edges(
+            self.alpha.copy(), self.beta.copy(), self.r2.copy(), self.refined.copy()
+        )
 
     def put(self, edge: tuple[int, int], line: Line) -> None:
-        self.alpha[edge], self.beta[edge], self.r2[edge] = line.alpha_s, line.beta_s_per_byte, line.r2
+        self.alpha[edge], self.beta[edge], self.r2[edge] = (
+            line.alpha_s,
+            line.beta_s_per_byte,
+            line.r2,
+        )
 
     def record(self, repeats: int) -> dict[str, Any]:
         return {
@@ -86,23 +101,36 @@ class _Edges:
 def num_exchanges(size: int, repeats: int = REPEATS) -> int:
     """Return how many exchanges `profile` makes between `size` endpoints."""
     together = 4 if size > 2 else 2  # two endpoints have no port to share
-    return size * (size - 1) * (1 + NUM_SIZES * repeats) + together * size * NUM_SIZES * repeats
+    return (
+        size * (size - 1) * (1 + NUM_SIZES * repeats)
+        + together * size * NUM_SIZES * repeats
+    )
 
 
 def profile(
-    exchange: Exchange, facts: dict[str, Any], *, largest_bytes: int, repeats: int = REPEATS
+    exchange: Exchange,
+    facts: dict[str, Any],
+    *,
+    largest_bytes: int,
+    repeats: int = REPEATS,
 ) -> LinkModel:
     """Measure all links; every rank calls this.
 
-    facts: what `LinkModel` says of where it was measured: endpoints, collective, backend, libraries. largest_bytes: of
-    the five sizes that an edge is measured with, evenly spaced. The minimum of `repeats` counts.
+    facts: what `LinkModel` says of where it was measured: endpoints, collective,
+    backend, libraries. largest_bytes: of the five sizes that an edge is measured with,
+    evenly spaced. The minimum of `repeats` counts.
     """
     size = len(facts["endpoints"])
     sizes, seconds = _sizes(largest_bytes), _repeated(exchange, repeats)
     alone = _measure_alone(exchange, seconds, sizes, size)
     phases, ports = {"metadata": alone}, {}
-    for phase, name, outward in (("dispatch", "egress", True), ("combine", "ingress", False)):
-        shared = [_port(seconds, sizes, alone, endpoint, outward) for endpoint in range(size)]
+    for phase, name, outward in (
+        ("dispatch", "egress", True),
+        ("combine", "ingress", False),
+    ):
+        shared = [
+            _port(seconds, sizes, alone, endpoint, outward) for endpoint in range(size)
+        ]
         ports[f"{name}_s_per_byte"] = shared
         phases[phase] = alone.copy()
         for endpoint in range(size):
@@ -120,10 +148,17 @@ def profile(
 
 
 def measure_edge(
-    exchange: Exchange, size: int, edge: tuple[int, int], *, largest_bytes: int, repeats: int = REPEATS
+    exchange: Exchange,
+    size: int,
+    edge: tuple[int, int],
+    *,
+    largest_bytes: int,
+    repeats: int = REPEATS,
 ) -> Line:
     """Measure one edge of `size` endpoints alone, as the profile does; every rank calls this."""
-    return _alone(exchange, _repeated(exchange, repeats), _sizes(largest_bytes), size, edge)
+    return _alone(
+        exchange, _repeated(exchange, repeats), _sizes(largest_bytes), size, edge
+    )
 
 
 def _sizes(largest_bytes: int) -> Array:
@@ -132,14 +167,24 @@ def _sizes(largest_bytes: int) -> Array:
 
 def _repeated(exchange: Exchange, repeats: int) -> _Seconds:
     def seconds(given: Sequence[Array]) -> Array:
-        # one pass over all sizes after the other: what disturbs the machine for a moment disturbs one repeat of each
-        return np.min([[exchange(pattern) for pattern in given] for _ in range(repeats)], axis=0)
+        # one pass over all sizes after the other: what disturbs the machine for a
+        # moment disturbs one repeat of each
+        return np.min(
+            [[exchange(pattern) for pattern in given] for _ in range(repeats)], axis=0
+        )
 
     return seconds
 
 
-def _alone(exchange: Exchange, seconds: _Seconds, sizes: Array, size: int, edge: tuple[int, int]) -> Line:
-    exchange(_pattern(size, {edge: sizes[-1]}))  # the first use of a pair opens connections
+def _alone(
+    exchange: Exchange,
+    seconds: _Seconds,
+    sizes: Array,
+    size: int,
+    edge: tuple[int, int],
+) -> Line:
+    # the first use of a pair opens connections
+    exchange(_pattern(size, {edge: sizes[-1]}))
     return fit_line(sizes, seconds([_pattern(size, {edge: each}) for each in sizes]))
 
 
@@ -155,9 +200,16 @@ def _pattern(size: int, num_bytes: dict[tuple[int, int], float]) -> Array:
     return pattern
 
 
-def _measure_alone(exchange: Exchange, seconds: _Seconds, sizes: Array, size: int) -> _Edges:
+def _measure_alone(
+    exchange: Exchange, seconds: _Seconds, sizes: Array, size: int
+) -> _Edges:
     zero = np.zeros((size, size))
-    edges = _Edges(zero.copy(), zero.copy(), np.full((size, size), None), np.zeros((size, size), bool))
+    edges = _Edges(
+        zero.copy(),
+        zero.copy(),
+        np.full((size, size), None),
+        np.zeros((size, size), bool),
+    )
     for endpoint in range(size):
         for edge in _edges_of(endpoint, size, True):
             edges.put(edge, _alone(exchange, seconds, sizes, size, edge))
@@ -167,17 +219,23 @@ def _measure_alone(exchange: Exchange, seconds: _Seconds, sizes: Array, size: in
 def _measure_contended(
     seconds: _Seconds, sizes: Array, alone: _Edges, endpoint: int, outward: bool
 ) -> dict[tuple[int, int], list[tuple[float, float]]]:
-    """Return (bytes, seconds) of the edges that should be the slowest when this endpoint serves all others."""
+    """Return (bytes, seconds) of the edges that should be the slowest when this
+    endpoint serves all others.
+    """
     samples: dict[tuple[int, int], list[tuple[float, float]]] = {}
     edges = _edges_of(endpoint, len(alone.alpha), outward)
-    taken = seconds([_pattern(len(alone.alpha), dict.fromkeys(edges, each)) for each in sizes])
+    taken = seconds(
+        [_pattern(len(alone.alpha), dict.fromkeys(edges, each)) for each in sizes]
+    )
     for each, second in zip(sizes, taken, strict=True):
         times = [alone.alpha[edge] + alone.beta[edge] * each for edge in edges]
         samples.setdefault(edges[int(np.argmax(times))], []).append((each, second))
     return samples
 
 
-def _refine(edges: _Edges, samples: dict[tuple[int, int], list[tuple[float, float]]]) -> None:
+def _refine(
+    edges: _Edges, samples: dict[tuple[int, int], list[tuple[float, float]]]
+) -> None:
     for edge, measured in samples.items():
         num_bytes, seconds = np.array(measured).T
         if len(set(num_bytes)) >= _MIN_SIZES:
@@ -185,14 +243,25 @@ def _refine(edges: _Edges, samples: dict[tuple[int, int], list[tuple[float, floa
             edges.refined[edge] = True
 
 
-def _port(seconds: _Seconds, sizes: Array, alone: _Edges, endpoint: int, outward: bool) -> float | None:
-    """Return the seconds a byte of a port that an endpoint's edges share, None where they finish as predicted."""
+def _port(
+    seconds: _Seconds, sizes: Array, alone: _Edges, endpoint: int, outward: bool
+) -> float | None:
+    """Return the seconds a byte of a port that an endpoint's edges share, None where
+    they finish as predicted.
+    """
     edges = _edges_of(endpoint, len(alone.alpha), outward)
     if len(edges) < 2:  # nothing to share
         return None
-    alpha, beta = (np.array([each[edge] for edge in edges]) for each in (alone.alpha, alone.beta))
-    sent = np.ceil(sizes[:, None] * np.minimum(_MOST, beta.max() / np.maximum(beta, 1e-30)))  # [sizes, edges]
-    taken = seconds([_pattern(len(alone.alpha), dict(zip(edges, row, strict=True))) for row in sent])
+    alpha, beta = (
+        np.array([each[edge] for edge in edges]) for each in (alone.alpha, alone.beta)
+    )
+    # [sizes, edges]
+    sent = np.ceil(
+        sizes[:, None] * np.minimum(_MOST, beta.max() / np.maximum(beta, 1e-30))
+    )
+    taken = seconds(
+        [_pattern(len(alone.alpha), dict(zip(edges, row, strict=True))) for row in sent]
+    )
     predicted = (alpha + beta * sent).max(1)
     if np.median(taken / predicted) <= SHARED:
         return None

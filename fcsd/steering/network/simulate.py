@@ -1,6 +1,8 @@
-"""The time of an expert-parallel exchange from the links and the counts of tokens (CAMoE, equations 8 and 9).
+"""The time of an expert-parallel exchange from the links and the counts of tokens
+(CAMoE, equations 8 and 9).
 
-L MoE layers, N endpoints, E experts, J batches of a text. Batch j is at endpoint j mod N.
+L MoE layers, N endpoints, E experts, J batches of a text. Batch j is at endpoint j mod
+N.
 """
 
 import math
@@ -21,25 +23,32 @@ def rows_per_token(
     groups: tuple[int, int] = (1, 1),
     imbalance: float = 1.0,
 ) -> float:
-    """Return how many rows a token sends on average where one goes to each rank that has experts of it.
+    """Return how many rows a token sends on average where one goes to each rank that
+    has experts of it.
 
-    R (1 - C(E - E/R, K) / C(E, K)) of E experts in order over R ranks, any K of which are equally likely; in every rank
-    the same, and each rank gets 1/R of them.
+    R (1 - C(E - E/R, K) / C(E, K)) of E experts in order over R ranks, any K of which
+    are equally likely; in every rank the same, and each rank gets 1/R of them.
 
-    groups: (G, g): the K are of g of the G groups that the experts make up in order; where neither G nor R divides the
-    other, as if of any. imbalance: pairs of the busiest rank over the mean; what it gets counts for all.
+    groups: (G, g): the K are of g of the G groups that the experts make up in order;
+    where neither G nor R divides the other, as if of any. imbalance: pairs of the
+    busiest rank over the mean; what it gets counts for all.
     """
     num_groups, chosen = groups
     if num_groups % num_ranks and num_ranks % num_groups:
         num_groups = chosen = 1
-    here, own = max(1, num_groups // num_ranks), num_experts / max(num_groups, num_ranks)
+    here, own = (
+        max(1, num_groups // num_ranks),
+        num_experts / max(num_groups, num_ranks),
+    )
     among = num_experts * chosen // num_groups
 
     def missed(experts: float) -> float:
         return math.prod(max(0.0, 1 - experts / (among - i)) for i in range(top_k))
 
     hit = sum(
-        math.comb(here, j) * math.comb(num_groups - here, chosen - j) * (1 - missed(j * own * imbalance))
+        math.comb(here, j)
+        * math.comb(num_groups - here, chosen - j)
+        * (1 - missed(j * own * imbalance))
         for j in range(1, min(here, chosen) + 1)
     )
     return num_ranks * hit / math.comb(num_groups, chosen)
@@ -47,12 +56,15 @@ def rows_per_token(
 
 @dataclass(frozen=True)
 class Payload:
-    """The bytes of one token on the wire, of which each expert gets a row of its own, as CAMoE's equation 8 has it.
+    """The bytes of one token on the wire, of which each expert gets a row of its own,
+    as CAMoE's equation 8 has it.
 
-    Training with `fcsd.parallel.overlap` sends fewer (`rows_per_token`): of its rows this is an upper bound.
+    Training with `fcsd.parallel.overlap` sends fewer (`rows_per_token`): of its rows
+    this is an upper bound.
 
-    row_width: elements of a row that an expert reads (`fcsd.model.families.row_width`). row_width x value_bytes travel
-    either way, weight_bytes more on the way out; num_experts counts of count_bytes each precede them.
+    row_width: elements of a row that an expert reads (`fcsd.model.families.row_width`).
+    row_width x value_bytes travel either way, weight_bytes more on the way out;
+    num_experts counts of count_bytes each precede them.
     """
 
     row_width: int
@@ -91,27 +103,35 @@ class ExchangeTimes:
         return self.metadata + self.dispatch + self.combine
 
 
-def endpoint_counts(counts: NDArray[np.generic], placement: NDArray[np.integer]) -> Array:
-    """Sum counts [..., N, E] of (source, expert) over the experts of each endpoint: [..., N, N] (equation 8).
+def endpoint_counts(
+    counts: NDArray[np.generic], placement: NDArray[np.integer]
+) -> Array:
+    """Sum counts [..., N, E] of (source, expert) over the experts of each endpoint:
+    [..., N, N] (equation 8).
 
     placement [E] or [..., E] names the endpoint of each expert.
     """
     num_endpoints = counts.shape[-2]
-    one_hot = (placement[..., None] == np.arange(num_endpoints)).astype(np.float64)  # [..., E, N]
+    # [..., E, N]
+    one_hot = (placement[..., None] == np.arange(num_endpoints)).astype(np.float64)
     return np.asarray(counts.astype(np.float64) @ one_hot)
 
 
 def edge_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
-    """Return alpha + beta * B for each edge, [..., N, N]; 0 on the diagonal: what stays needs no link."""
+    """Return alpha + beta * B for each edge, [..., N, N]; 0 on the diagonal: what stays
+    needs no link.
+    """
     off = ~np.eye(len(links.endpoints), dtype=bool)
     return np.where(off, links.alpha(phase) + links.beta(phase) * num_bytes, 0.0)
 
 
 def path_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
-    """Return the seconds of each (source, destination) of an exchange of num_bytes [..., N, N]; 0 on the diagonal.
+    """Return the seconds of each (source, destination) of an exchange of num_bytes
+    [..., N, N]; 0 on the diagonal.
 
-    That of an edge (equation 9), or of the shared port that it is a part of, whichever is slower; of half-duplex links
-    (gloo's all_to_all_single) that of a pair, both of whose directions run one after the other.
+    That of an edge (equation 9), or of the shared port that it is a part of, whichever
+    is slower; of half-duplex links (gloo's all_to_all_single) that of a pair, both of
+    whose directions run one after the other.
 
     Raises:
         UserError: the links were measured between others.
@@ -123,51 +143,81 @@ def path_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
         wire = links.beta(phase) * sent
         return np.asarray(np.maximum(alpha, alpha.T) + wire + np.swapaxes(wire, -1, -2))
     times = edge_times(links, phase, num_bytes)
-    egress = np.where(links.port("egress") > 0, alpha.max(1) + links.port("egress") * sent.sum(-1), 0.0)
-    ingress = np.where(links.port("ingress") > 0, alpha.max(0) + links.port("ingress") * sent.sum(-2), 0.0)
-    return np.where(off, np.maximum(times, np.maximum(egress[..., :, None], ingress[..., None, :])), 0.0)
+    egress = np.where(
+        links.port("egress") > 0,
+        alpha.max(1) + links.port("egress") * sent.sum(-1),
+        0.0,
+    )
+    ingress = np.where(
+        links.port("ingress") > 0,
+        alpha.max(0) + links.port("ingress") * sent.sum(-2),
+        0.0,
+    )
+    return np.where(
+        off,
+        np.maximum(times, np.maximum(egress[..., :, None], ingress[..., None, :])),
+        0.0,
+    )
 
 
 def exchange_time(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
-    """Return the seconds of one exchange of num_bytes [..., N, N] (source, destination): shape [...]."""
+    """Return the seconds of one exchange of num_bytes [..., N, N] (source,
+    destination): shape [...].
+    """
     return np.asarray(path_times(links, phase, num_bytes).max((-2, -1)))
 
 
 def simulate(links: LinkModel, counts: Array, payload: Payload) -> ExchangeTimes:
-    """Price an MoE layer's exchanges: counts [..., N, N] of (token, expert) pairs from source to the experts' endpoint.
+    """Price an MoE layer's exchanges: counts [..., N, N] of (token, expert) pairs from
+    source to the experts' endpoint.
 
-    Counts after dropping, where tokens are dropped: those are what travels. Combine carries them back.
+    Counts after dropping, where tokens are dropped: those are what travels. Combine
+    carries them back.
     """
     everywhere = np.broadcast_to(np.float64(payload.metadata_bytes), counts.shape)
     return ExchangeTimes(
         metadata=exchange_time(links, "metadata", everywhere),
         dispatch=exchange_time(links, "dispatch", counts * payload.dispatch_bytes),
-        combine=exchange_time(links, "combine", np.swapaxes(counts, -1, -2) * payload.combine_bytes),
+        combine=exchange_time(
+            links, "combine", np.swapaxes(counts, -1, -2) * payload.combine_bytes
+        ),
     )
 
 
-def exchange_counts(counts: NDArray[np.integer], num_endpoints: int, size: int = 1) -> NDArray[np.int64]:
-    """Sum the pairs [J, L, E] of batches into exchanges [X, L, N, E]: each of the next `size` batches of all endpoints.
+def exchange_counts(
+    counts: NDArray[np.integer], num_endpoints: int, size: int = 1
+) -> NDArray[np.int64]:
+    """Sum the pairs [J, L, E] of batches into exchanges [X, L, N, E]: each of the next
+    `size` batches of all endpoints.
 
     What is left over at the end makes no exchange, unless there is no other.
     """
     each = size * num_endpoints
     whole = max(1, len(counts) // each)
-    exchanges = np.zeros((whole, counts.shape[1], num_endpoints, counts.shape[2]), dtype=np.int64)
+    exchanges = np.zeros(
+        (whole, counts.shape[1], num_endpoints, counts.shape[2]), dtype=np.int64
+    )
     for j, batch in enumerate(counts[: whole * each]):
         exchanges[j // each, :, j % num_endpoints] += batch
     return exchanges
 
 
 def exchange_times(
-    links: LinkModel, counts: NDArray[np.integer], placement: NDArray[np.integer], payload: Payload
+    links: LinkModel,
+    counts: NDArray[np.integer],
+    placement: NDArray[np.integer],
+    payload: Payload,
 ) -> Array:
-    """Return the seconds [X, L] of the exchanges whose pairs are counts [X, L, N, E]; placement [L, E]."""
+    """Return the seconds [X, L] of the exchanges whose pairs are counts [X, L, N, E];
+    placement [L, E].
+    """
     return simulate(links, endpoint_counts(counts, placement), payload).total
 
 
 def time_summary(times: Array) -> dict[str, Any]:
-    """Return mean and 95th percentile over exchanges and layers, in seconds, and how many those are."""
+    """Return mean and 95th percentile over exchanges and layers, in seconds, and how
+    many those are.
+    """
     return {
         "mean_s": float(times.mean()),
         "p95_s": float(np.percentile(times, 95)),

@@ -1,7 +1,9 @@
-"""What the choices of one model, or of two on the same tokens, come to: JSON-able values.
+"""What the choices of one model, or of two on the same tokens, come to: JSON-able
+values.
 
-Batch j is at endpoint j mod N, and N batches in a row are one step, in which every endpoint sends what its own batch
-has for the others. Times are those of one MoE layer's exchanges in one step.
+Batch j is at endpoint j mod N, and N batches in a row are one step, in which every
+endpoint sends what its own batch has for the others. Times are those of one MoE layer's
+exchanges in one step.
 """
 
 from collections.abc import Sequence
@@ -12,7 +14,12 @@ import numpy as np
 
 from fcsd.steering.config import PlacedBy
 from fcsd.steering.network.links import LinkModel
-from fcsd.steering.network.simulate import Payload, endpoint_counts, exchange_counts, exchange_times
+from fcsd.steering.network.simulate import (
+    Payload,
+    endpoint_counts,
+    exchange_counts,
+    exchange_times,
+)
 from fcsd.steering.routing.metrics import (
     avg_layer_cv,
     avg_layer_kl,
@@ -36,19 +43,32 @@ class Network:
     payload: Payload | None = None
 
     def time(self, steps: Counts, placement: Placement) -> dict[str, float]:
-        """Return mean and 95th percentile over steps and layers of T_A2A, in ms; nothing without links."""
+        """Return mean and 95th percentile over steps and layers of T_A2A, in ms;
+        nothing without links.
+        """
         if self.links is None or self.payload is None:
             return {}
         times = 1e3 * exchange_times(self.links, steps, placement, self.payload)
-        return {"mean_ms": float(times.mean()), "p95_ms": float(np.percentile(times, 95))}
+        return {
+            "mean_ms": float(times.mean()),
+            "p95_ms": float(np.percentile(times, 95)),
+        }
 
 
-def model_facts(routes: Routes, kept: Sequence[Kept], network: Network) -> dict[str, Any]:
-    """Return loads, balance, what capacity factors do, traffic and time of one model. kept: for each of FACTORS."""
+def model_facts(
+    routes: Routes, kept: Sequence[Kept], network: Network
+) -> dict[str, Any]:
+    """Return loads, balance, what capacity factors do, traffic and time of one model.
+    kept: for each of FACTORS.
+    """
     batch_loads = routes.batch_loads()
     loads = batch_loads.sum(0)
     sources = np.stack(
-        [batch_loads[u :: network.num_endpoints].sum(0) for u in range(network.num_endpoints)], 1
+        [
+            batch_loads[u :: network.num_endpoints].sum(0)
+            for u in range(network.num_endpoints)
+        ],
+        1,
     )
     place = contiguous(routes.num_experts, network.num_endpoints)
     steps = exchange_counts(batch_loads, network.num_endpoints)
@@ -62,7 +82,9 @@ def model_facts(routes: Routes, kept: Sequence[Kept], network: Network) -> dict[
         "traffic": endpoint_counts(steps, place).sum((0, 1)).astype(int).tolist(),
         **_spread(loads),
         "layer_cv": layer_cv(loads).tolist(),
-        "switch_balance_loss": switch_balance_loss(loads, routes.probabilities).tolist(),
+        "switch_balance_loss": switch_balance_loss(
+            loads, routes.probabilities
+        ).tolist(),
         **network.time(steps, place),
         "capacity": [
             {
@@ -71,7 +93,9 @@ def model_facts(routes: Routes, kept: Sequence[Kept], network: Network) -> dict[
                 "without_expert": each.without_expert,
                 "padding": each.padding,
                 **_spread(each.loads.sum(0)),
-                **network.time(exchange_counts(each.loads, network.num_endpoints), place),
+                **network.time(
+                    exchange_counts(each.loads, network.num_endpoints), place
+                ),
             }
             for factor, each in zip(FACTORS, kept, strict=True)
         ],
@@ -84,12 +108,19 @@ def _spread(loads: Counts) -> dict[str, float]:
 
 
 def _placements(steps: Counts, network: Network) -> dict[str, Any]:
-    """Compare placements: decided on the first half of the steps, timed on the second; a single step is both."""
+    """Compare placements: decided on the first half of the steps, timed on the second;
+    a single step is both.
+    """
     if network.links is None or network.payload is None:
         return {}
     half = len(steps) // 2
-    decided, timed = (steps[:half].sum(0), steps[half:]) if half else (steps.sum(0), steps)
-    placements = {by: placed(by, decided, network.links, network.payload) for by in get_args(PlacedBy)}
+    decided, timed = (
+        (steps[:half].sum(0), steps[half:]) if half else (steps.sum(0), steps)
+    )
+    placements = {
+        by: placed(by, decided, network.links, network.payload)
+        for by in get_args(PlacedBy)
+    }
     return {
         by: {**network.time(timed, placement), "endpoints": placement.tolist()}
         for by, placement in placements.items()

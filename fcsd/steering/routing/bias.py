@@ -1,8 +1,9 @@
-"""Add a bias to the logits of a model's routers, before the family's own softmax, groups and top-k.
+"""Add a bias to the logits of a model's routers, before the family's own softmax,
+groups and top-k.
 
-A rank's tokens all come from one endpoint u, so what is added in layer l is one row, G[l, u] of a table [L, N, E]
-(CAMoE, equation 13). L MoE layers, N endpoints, E experts; experts without an endpoint (those that compute nothing, or
-that every rank has) get 0.
+A rank's tokens all come from one endpoint u, so what is added in layer l is one row,
+G[l, u] of a table [L, N, E] (CAMoE, equation 13). L MoE layers, N endpoints, E experts;
+experts without an endpoint (those that compute nothing, or that every rank has) get 0.
 """
 
 import contextlib
@@ -36,10 +37,12 @@ from fcsd.steering.routing.placement import contiguous
 class BiasTables:
     """What is added to the routers' logits of one model.
 
-    kind, strength: how the tables were made, and how hard they push (camoe: lambda; bottleneck: the lambda of CAMoE
-    whose time is the goal; windows: 1). selection: the bias chooses experts, whose weights come from the logits without
-    it. layers: indices of the MoE layers. tables: float32 [L, N, E]. placement: int [L, E], the endpoint that has each
-    expert; -1: none. model_type: of the regular model; num_hidden_layers: its decoder layers, MoE or dense.
+    kind, strength: how the tables were made, and how hard they push (camoe: lambda;
+    bottleneck: the lambda of CAMoE whose time is the goal; windows: 1). selection: the
+    bias chooses experts, whose weights come from the logits without it. layers: indices
+    of the MoE layers. tables: float32 [L, N, E]. placement: int [L, E], the endpoint
+    that has each expert; -1: none. model_type: of the regular model; num_hidden_layers:
+    its decoder layers, MoE or dense.
     """
 
     kind: Kind
@@ -53,18 +56,25 @@ class BiasTables:
 
     def __post_init__(self) -> None:
         num_layers, num_endpoints, num_experts = self.tables.shape
-        if len(self.layers) != num_layers or self.placement.shape != (num_layers, num_experts):
+        if len(self.layers) != num_layers or self.placement.shape != (
+            num_layers,
+            num_experts,
+        ):
             raise UserError(
-                f"bias tables: {len(self.layers)} layers, tables {self.tables.shape} and placement"
-                f" {self.placement.shape} do not belong together"
+                f"bias tables: {len(self.layers)} layers, tables {self.tables.shape}"
+                f" and placement {self.placement.shape} do not belong together"
             )
         if self.strength < 0:
-            raise UserError(f"bias tables: strength (lambda) {self.strength:g} is negative; use 0 or more")
+            raise UserError(
+                f"bias tables: strength (lambda) {self.strength:g} is negative; use 0"
+                " or more"
+            )
         if not np.isfinite(self.tables).all():
             raise UserError("bias tables: a value is not a finite number")
         if self.placement.min() < -1 or self.placement.max() >= num_endpoints:
             raise UserError(
-                f"bias tables: the placement names an endpoint beyond the {num_endpoints} there are"
+                "bias tables: the placement names an endpoint beyond the"
+                f" {num_endpoints} there are"
             )
 
     @property
@@ -114,16 +124,28 @@ class _Facts(Strict):
 def write_tables(path: str | Path, tables: BiasTables) -> None:
     """Write tables to one safetensors file, under a temporary name first."""
     path = Path(path)
-    facts = {name: value for name, value in asdict(tables).items() if name not in ("tables", "placement")}
-    arrays: dict[str, Any] = {"tables": tables.tables, "placement": tables.placement.astype(np.int64)}
+    facts = {
+        name: value
+        for name, value in asdict(tables).items()
+        if name not in ("tables", "placement")
+    }
+    arrays: dict[str, Any] = {
+        "tables": tables.tables,
+        "placement": tables.placement.astype(np.int64),
+    }
     with writing(path), file_beside(path) as temporary:
-        # Not save_file: what safetensors 0.8 writes is for its owner alone, whatever the umask.
-        temporary.write_bytes(save(arrays, {"fcsd_bias": json.dumps({"version": 1} | facts)}))
+        # Not save_file: what safetensors 0.8 writes is for its owner alone, whatever
+        # the umask.
+        temporary.write_bytes(
+            save(arrays, {"fcsd_bias": json.dumps({"version": 1} | facts)})
+        )
         temporary.replace(path)
 
 
 def read_tables(path: str | Path) -> BiasTables:
-    """Read what `write_tables` wrote; UserError where it is none, or its parts do not belong together."""
+    """Read what `write_tables` wrote; UserError where it is none, or its parts do not
+    belong together.
+    """
     path = Path(path)
     check_regular(path)
     try:
@@ -131,7 +153,10 @@ def read_tables(path: str | Path) -> BiasTables:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in ("tables", "placement")}
         facts = validate(_Facts, json.loads(metadata["fcsd_bias"]), str(path))
-        if (arrays["tables"].dtype, arrays["placement"].dtype) != (np.float32, np.int64):
+        if (arrays["tables"].dtype, arrays["placement"].dtype) != (
+            np.float32,
+            np.int64,
+        ):
             raise ValueError("of other types")
         try:
             return BiasTables(**facts.model_dump(exclude={"version"}), **arrays)
@@ -144,28 +169,34 @@ def read_tables(path: str | Path) -> BiasTables:
 
 
 class Steering:
-    """The bias on a model's routers. Set `endpoint`, where the tokens of the next forward pass come from.
+    """The bias on a model's routers. Set `endpoint`, where the tokens of the next
+    forward pass come from.
 
-    heard: where it is a list, every router's logits (tokens, E) as they are before the bias, in the order of the calls.
+    heard: where it is a list, every router's logits (tokens, E) as they are before the
+    bias, in the order of the calls.
     """
 
     def __init__(self, tables: BiasTables, rows: list[Tensor]) -> None:
         self._tables, self._rows = tables, rows
         self._endpoint: int | None = None
-        # What compiled layers ask: a graph that asked for the endpoint would be for one endpoint only.
+        # What compiled layers ask: a graph that asked for the endpoint would be for one
+        # endpoint only.
         self.has_endpoint = False
         self.heard: list[Tensor] | None = None
 
     @property
     def endpoint(self) -> int | None:
-        """The source of this rank's, or this batch's, tokens; None: not told yet, and routers refuse to run."""
+        """The source of this rank's, or this batch's, tokens; None: not told yet, and
+        routers refuse to run.
+        """
         return self._endpoint
 
     @endpoint.setter
     def endpoint(self, endpoint: int) -> None:
         if not 0 <= endpoint < self._tables.num_endpoints:
             raise UserError(
-                f"endpoint {endpoint}: the bias tables have 0 to {self._tables.num_endpoints - 1}"
+                f"endpoint {endpoint}: the bias tables have 0 to"
+                f" {self._tables.num_endpoints - 1}"
             )
         self._endpoint, self.has_endpoint = endpoint, True
         # In place: compiled layers have these tensors in their graphs.
@@ -173,14 +204,23 @@ class Steering:
             row.copy_(torch.from_numpy(table[endpoint]))
 
     def use(self, tables: BiasTables) -> None:
-        """Go on with other tables of the same model, placement and number of endpoints, as a controller does."""
+        """Go on with other tables of the same model, placement and number of endpoints,
+        as a controller does.
+        """
         for name in ("model_type", "num_hidden_layers", "layers", "selection"):
             if (new := getattr(tables, name)) != (old := getattr(self._tables, name)):
-                raise UserError(f"bias tables: {name} {new}, but those in use have {old}")
+                raise UserError(
+                    f"bias tables: {name} {new}, but those in use have {old}"
+                )
         if tables.tables.shape != self._tables.tables.shape:
-            raise UserError(f"bias tables: shape {tables.tables.shape}, in use {self._tables.tables.shape}")
+            raise UserError(
+                f"bias tables: shape {tables.tables.shape}, in use"
+                f" {self._tables.tables.shape}"
+            )
         if not np.array_equal(tables.placement, self._tables.placement):
-            raise UserError("bias tables: the experts are placed otherwise than in those in use")
+            raise UserError(
+                "bias tables: the experts are placed otherwise than in those in use"
+            )
         self._tables = tables
         if self._endpoint is not None:
             self.endpoint = self._endpoint
@@ -188,16 +228,19 @@ class Steering:
 
 @contextlib.contextmanager
 def router_bias(model: torch.nn.Module, tables: BiasTables) -> Iterator[Steering]:
-    """Add tables to the logits of a model's routers in forward passes inside; converted models and regular ones.
+    """Add tables to the logits of a model's routers in forward passes inside; converted
+    models and regular ones.
 
-    The bias is added to the one linear in a router's forward that is at least E wide, to its first E columns, in the
-    logits' precision or float32, whichever is wider, and rounded once. Every rank of an expert-parallel group does this
-    with an endpoint of its own.
+    The bias is added to the one linear in a router's forward that is at least E wide,
+    to its first E columns, in the logits' precision or float32, whichever is wider, and
+    rounded once. Every rank of an expert-parallel group does this with an endpoint of
+    its own.
 
     Raises:
-        UserError: the tables are of another model; the model has no routers, or is steered already; its ranks share
-            their tokens. In the first forward pass: a router has no such linear, or several; or makes its choice
-            without a top-k of its own where `selection` is asked for.
+        UserError: the tables are of another model; the model has no routers, or is
+            steered already; its ranks share their tokens. In the first forward pass: a
+            router has no such linear, or several; or makes its choice without a top-k
+            of its own where `selection` is asked for.
     """
     routers = find_routers(model)
     check_tables(unwrapped(model), routers, tables)
@@ -226,83 +269,123 @@ def check_tables(model: Any, routers: list[Router], tables: BiasTables) -> None:
     name, config = type(model).__name__, model.config
     for what, given, has in (
         ("model type", tables.model_type, base_model_type(config.model_type)),
-        ("decoder layers", tables.num_hidden_layers, config.get_text_config().num_hidden_layers),
+        (
+            "decoder layers",
+            tables.num_hidden_layers,
+            config.get_text_config().num_hidden_layers,
+        ),
         ("experts", tables.num_experts, routers[0].num_experts),
         ("MoE layers", list(tables.layers), [router.layer for router in routers]),
     ):
         if given != has:
             raise UserError(
-                f"bias tables: {what} {given}, but {name} has {has}; `fcsd bias` writes tables for a model"
+                f"bias tables: {what} {given}, but {name} has {has}; `fcsd bias` writes"
+                " tables for a model"
             )
-    if any(isinstance(getattr(vars(r.module).get("forward"), "__self__", None), _Biased) for r in routers):
+    if any(
+        isinstance(getattr(vars(r.module).get("forward"), "__self__", None), _Biased)
+        for r in routers
+    ):
         raise UserError(f"{name}: its routers are biased already")
     spread = getattr(config, "distributed_config", None)
     if (getattr(spread, "tp_size", None) or 1) > 1:
         raise UserError(
-            f"{name}: its ranks share their tokens (tensor parallelism, experts summed by all-reduce), so a token has"
-            " no source endpoint, and ranks with biases of their own would disagree; spread the experts by all-to-all"
+            f"{name}: its ranks share their tokens (tensor parallelism, experts summed"
+            " by all-reduce), so a token has no source endpoint, and ranks with biases"
+            " of their own would disagree; spread the experts by all-to-all"
         )
     ranks = getattr(spread, "ep_size", None)
-    if ranks == tables.num_endpoints and (tables.placement != contiguous(tables.num_experts, ranks)).any():
+    if (
+        ranks == tables.num_endpoints
+        and (tables.placement != contiguous(tables.num_experts, ranks)).any()
+    ):
         raise UserError(
-            f"bias tables: made for another placement of the experts, but those of {name} are shared out in order over"
-            f" {ranks} ranks; make tables with --placement contiguous"
+            "bias tables: made for another placement of the experts, but those of"
+            f" {name} are shared out in order over {ranks} ranks; make tables with"
+            " --placement contiguous"
         )
 
 
 class _Biased:
     """The forward of one router, with its row [E] of the bias."""
 
-    def __init__(self, router: Router, row: Tensor, steering: Steering, selection: bool):
-        self.name, self.num_experts, self.top_k = router.name, router.num_experts, router.top_k
-        self.inner, self.row, self.steering, self.selection = router.module.forward, row, steering, selection
+    def __init__(
+        self, router: Router, row: Tensor, steering: Steering, selection: bool
+    ):
+        self.name, self.num_experts, self.top_k = (
+            router.name,
+            router.num_experts,
+            router.top_k,
+        )
+        self.inner, self.row, self.steering, self.selection = (
+            router.module.forward,
+            row,
+            steering,
+            selection,
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.steering.has_endpoint:
-            raise UserError("router bias: the endpoint of these tokens was not told; set `endpoint` first")
+            raise UserError(
+                "router bias: the endpoint of these tokens was not told; set `endpoint`"
+                " first"
+            )
         biased = _Pass(self, self.row)
         with biased:
             output = self.inner(*args, **kwargs)
         if biased.linears != 1:
             raise UserError(
-                f"router {self.name}: {biased.linears} linears at least {self.num_experts} wide in its forward, where"
-                " its logits have to come from exactly one; this model cannot be steered"
+                f"router {self.name}: {biased.linears} linears at least"
+                f" {self.num_experts} wide in its forward, where its logits have to"
+                " come from exactly one; this model cannot be steered"
             )
         if not self.selection:
             return output
         if not biased.choices:
             raise UserError(
-                f"router {self.name}: no top-{self.top_k} of all experts in its forward, so that a bias cannot choose"
-                " experts without changing their weights; leave selection off for this model"
+                f"router {self.name}: no top-{self.top_k} of all experts in its"
+                " forward, so that a bias cannot choose experts without changing their"
+                " weights; leave selection off for this model"
             )
         with _Pass(self, None, biased.choices):
             return self.inner(*args, **kwargs)
 
 
 class _Pass(TorchFunctionMode):
-    """One run of a router's forward: biased, noting its choices; or unbiased, with the choices of the other.
+    """One run of a router's forward: biased, noting its choices; or unbiased, with the
+    choices of the other.
 
     The last top-k of all experts is the choice; those before it choose groups.
     """
 
-    def __init__(self, biased: _Biased, row: Tensor | None, given: list[Tensor] | None = None):
+    def __init__(
+        self, biased: _Biased, row: Tensor | None, given: list[Tensor] | None = None
+    ):
         super().__init__()
         self.num_experts, self.top_k, self.row = biased.num_experts, biased.top_k, row
         self.given, self.linears, self.heard = given, 0, biased.steering.heard
         self.choices: list[Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         output = func(*args, **(kwargs or {}))
         if func is F.linear and output.shape[-1] >= self.num_experts:
             self.linears += 1
             if self.row is not None:
                 if self.heard is not None:
-                    self.heard.append(output[..., : self.num_experts].reshape(-1, self.num_experts))
+                    self.heard.append(
+                        output[..., : self.num_experts].reshape(-1, self.num_experts)
+                    )
                 return self._add(output, self.row.to(output.device))
-        elif func in (torch.topk, Tensor.topk) and self._chooses(args[0], output.indices):
+        elif func in (torch.topk, Tensor.topk) and self._chooses(
+            args[0], output.indices
+        ):
             self.choices.append(output.indices)
             if self.given is not None and len(self.choices) == len(self.given):
-                return type(output)((args[0].gather(-1, self.given[-1]), self.given[-1]))
+                return type(output)(
+                    (args[0].gather(-1, self.given[-1]), self.given[-1])
+                )
         return output
 
     def _add(self, logits: Tensor, row: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """A bias that pushes tokens off the slowest paths only, as far as a goal needs it.
 
-An exchange takes as long as its slowest path, so that a push anywhere else changes routes for nothing. Repeat: ask the
-model for its routes, simulate the exchanges, weigh each path by softmax(time / slowest time) for dispatch and for
-combine, and take a step from the logits of those (source, endpoint) pairs; stop at the goal.
+An exchange takes as long as its slowest path, so that a push anywhere else changes
+routes for nothing. Repeat: ask the model for its routes, simulate the exchanges, weigh
+each path by softmax(time / slowest time) for dispatch and for combine, and take a step
+from the logits of those (source, endpoint) pairs; stop at the goal.
 
 X exchanges, L MoE layers, N endpoints, E experts.
 
-Not covered: goals for a phase of serving; routes that change from day to day (`fcsd.steering.routing.controller`).
+Not covered: goals for a phase of serving; routes that change from day to day
+(`fcsd.steering.routing.controller`).
 """
 
 from collections.abc import Callable
@@ -18,11 +20,18 @@ from numpy.typing import NDArray
 
 from fcsd.base.errors import UserError
 from fcsd.steering.network.links import Array, LinkModel
-from fcsd.steering.network.simulate import Payload, endpoint_counts, exchange_times, path_times
+from fcsd.steering.network.simulate import (
+    Payload,
+    endpoint_counts,
+    exchange_times,
+    path_times,
+)
 from fcsd.steering.routing.camoe import for_experts
 
 Respond = Callable[[NDArray[np.float32]], NDArray[Any]]
-"""Given tables [L, N, E], the pairs [X, L, N, E] that the model then has on the calibration tokens."""
+"""Given tables [L, N, E], the pairs [X, L, N, E] that the model then has on the
+calibration tokens.
+"""
 
 TEMPERATURE = 0.03
 """A path 3 % below the slowest is pushed 1/e as much."""
@@ -35,8 +44,8 @@ MAX_STEPS = 300
 
 @dataclass(frozen=True)
 class Push:
-    """tables: float32 [L, N, E]. steps: how many it took. left: layers (by position) that no push brings into their
-    windows, and that have none."""
+    """tables: float32 [L, N, E]. steps: how many it took. left: layers (by position)
+    that no push brings into their windows, and that have none."""
 
     tables: NDArray[np.float32]
     steps: int
@@ -55,16 +64,26 @@ class Deployment:
         """Return the seconds [X, L, 2, N, N] of each (source, endpoint) in dispatch and combine."""
         pairs = endpoint_counts(counts, self.placement)
         out = path_times(self.links, "dispatch", pairs * self.payload.dispatch_bytes)
-        back = path_times(self.links, "combine", np.swapaxes(pairs, -1, -2) * self.payload.combine_bytes)
+        back = path_times(
+            self.links,
+            "combine",
+            np.swapaxes(pairs, -1, -2) * self.payload.combine_bytes,
+        )
         return np.stack([out, np.swapaxes(back, -1, -2)], axis=-3)
 
     def mean_time(self, counts: NDArray[Any]) -> float:
         """Return T_A2A, mean over exchanges and layers."""
-        return float(exchange_times(self.links, counts, self.placement, self.payload).mean())
+        return float(
+            exchange_times(self.links, counts, self.placement, self.payload).mean()
+        )
 
 
 def bottleneck(
-    respond: Respond, deployment: Deployment, goal_s: float, *, logit_std: Array | None = None
+    respond: Respond,
+    deployment: Deployment,
+    goal_s: float,
+    *,
+    logit_std: Array | None = None,
 ) -> Push:
     """Push until exchanges take goal_s, mean over exchanges and layers.
 
@@ -74,14 +93,16 @@ def bottleneck(
         UserError: the goal is out of reach.
     """
     pushes = _zeros(deployment)
-    best = deployment.mean_time(counts := respond(for_experts(pushes, deployment.placement)))
+    best = deployment.mean_time(
+        counts := respond(for_experts(pushes, deployment.placement))
+    )
     before, steps = pushes, 0
     while (now := deployment.mean_time(counts)) > goal_s:
         best = min(best, now)
         if steps == MAX_STEPS:
             raise UserError(
-                f"bottleneck: exchanges of {goal_s * 1e3:.3g} ms are out of reach; {MAX_STEPS} steps brought them to"
-                f" {best * 1e3:.3g} ms; ask for less"
+                f"bottleneck: exchanges of {goal_s * 1e3:.3g} ms are out of reach;"
+                f" {MAX_STEPS} steps brought them to {best * 1e3:.3g} ms; ask for less"
             )
         before = pushes
         pushes = before - _step(deployment.paths(counts), None, logit_std)
@@ -98,21 +119,30 @@ def bottleneck(
 
 
 def fit_windows(
-    respond: Respond, deployment: Deployment, windows: Array, *, logit_std: Array | None = None
+    respond: Respond,
+    deployment: Deployment,
+    windows: Array,
+    *,
+    logit_std: Array | None = None,
 ) -> Push:
-    """Push each layer until its dispatch and its combine take no longer than their windows [L, 2] of seconds.
+    """Push each layer until its dispatch and its combine take no longer than their
+    windows [L, 2] of seconds.
 
-    A collective that is hidden already gets no push. Nor does a layer that no push can hide, as where its window is
-    shorter than the latency; it is in `left`.
+    A collective that is hidden already gets no push. Nor does a layer that no push can
+    hide, as where its window is shorter than the latency; it is in `left`.
 
     Raises:
         UserError: windows for another number of layers, or a negative one.
     """
     num_layers = len(deployment.placement)
     if windows.shape != (num_layers, 2):
-        raise UserError(f"windows: {len(windows)} layers, but the model has {num_layers} MoE layers")
+        raise UserError(
+            f"windows: {len(windows)} layers, but the model has {num_layers} MoE layers"
+        )
     if not (windows >= 0).all():
-        raise UserError("windows: a time is negative or missing; seconds of 0 or more are needed")
+        raise UserError(
+            "windows: a time is negative or missing; seconds of 0 or more are needed"
+        )
     pushes, left, steps = _zeros(deployment), np.zeros(num_layers, dtype=bool), 0
     while True:
         counts = respond(for_experts(pushes, deployment.placement))
@@ -120,7 +150,9 @@ def fit_windows(
         late = (paths.max((-2, -1)).mean(0) > windows) & ~left[:, None]  # [L, 2]
         if not late.any():
             without = np.flatnonzero(left).tolist()
-            return Push(for_experts(pushes, deployment.placement), steps, tuple(without))
+            return Push(
+                for_experts(pushes, deployment.placement), steps, tuple(without)
+            )
         if steps % MAX_STEPS == 0:
             floor = deployment.paths(np.zeros_like(counts[:1])).max((-2, -1))[0]
             hopeless = late & ((floor > windows) | (steps > 0))
@@ -135,8 +167,12 @@ def _zeros(deployment: Deployment) -> Array:
     return np.zeros((len(deployment.placement), size, size))
 
 
-def _step(paths: Array, late: NDArray[np.bool_] | None, logit_std: Array | None) -> Array:
-    """Return what to take from the logits [L, N, N] for paths [X, L, 2, N, N]; late: the phases [L, 2] that count."""
+def _step(
+    paths: Array, late: NDArray[np.bool_] | None, logit_std: Array | None
+) -> Array:
+    """Return what to take from the logits [L, N, N] for paths [X, L, 2, N, N]; late:
+    the phases [L, 2] that count.
+    """
     slowest = paths.max((-2, -1), keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
         weights = np.exp((paths / slowest - 1) / TEMPERATURE)

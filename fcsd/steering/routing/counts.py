@@ -26,12 +26,15 @@ def read_batches(
     begin: Callable[[int], object] = lambda number: None,
     bar: str | None = None,
 ) -> list[Read]:
-    """Run a model, in eval mode, on batches (input_ids, attention_mask), each on the rank that it is dealt to.
+    """Run a model, in eval mode, on batches (input_ids, attention_mask), each on the
+    rank that it is dealt to.
 
-    read: is given what each router did with the tokens that are not padding, and the batch; what it gives of every
-    batch is returned in order, on all ranks. begin: is told the number of the batch before it is run. bar: its name.
+    read: is given what each router did with the tokens that are not padding, and the
+    batch; what it gives of every batch is returned in order, on all ranks. begin: is
+    told the number of the batch before it is run. bar: its name.
     """
-    # The logits of all tokens over the vocabulary would be the largest tensor of the run; nobody reads them.
+    # The logits of all tokens over the vocabulary would be the largest tensor of the
+    # run; nobody reads them.
     parameters: Any = inspect.signature(model.forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     device = input_device(model)
@@ -39,7 +42,11 @@ def read_batches(
     with (
         recording(model) as recorded,
         progress_bar(
-            total=own, desc=bar, unit="batch", shown=bar is not None and ranks.first, leave=False
+            total=own,
+            desc=bar,
+            unit="batch",
+            shown=bar is not None and ranks.first,
+            leave=False,
         ) as shown,
     ):
 
@@ -52,7 +59,9 @@ def read_batches(
             if (mask := inputs.get("attention_mask")) is not None:
                 kept = mask.reshape(-1).bool()
                 routed = [
-                    Routed(experts[kept.to(experts.device)], logits[kept.to(logits.device)])
+                    Routed(
+                        experts[kept.to(experts.device)], logits[kept.to(logits.device)]
+                    )
                     for experts, logits in routed
                 ]
             shown.update()

@@ -1,7 +1,8 @@
 """How unevenly experts are used, and how far the routing of one run is from another's.
 
-Equations of CAMoE's appendix A.4 (the copy at hand numbers them 14 to 20), on loads [L, E]: (token, expert) pairs of
-each expert in each MoE layer, before or after tokens were dropped. KLs are in nats; 0 where the loads agree.
+Equations of CAMoE's appendix A.4 (the copy at hand numbers them 14 to 20), on loads [L,
+E]: (token, expert) pairs of each expert in each MoE layer, before or after tokens were
+dropped. KLs are in nats; 0 where the loads agree.
 """
 
 from typing import Any
@@ -13,19 +14,26 @@ Array = NDArray[np.float64]
 Loads = NDArray[Any]
 
 EPSILON = 1e-6
-"""Pairs added to every expert before a KL, so that one that nobody uses has a logarithm. CAMoE does not print its own:
-a KL in which one side leaves experts out depends on it, so it is written beside every result."""
+"""Pairs added to every expert before a KL, so that one that nobody uses has a
+logarithm. CAMoE does not print its own: a KL in which one side leaves experts out
+depends on it, so it is written beside every result."""
 
 
 def cv(loads: Loads) -> float:
-    """Return the standard deviation over experts / mean, of loads summed over layers (equation 14)."""
+    """Return the standard deviation over experts / mean, of loads summed over layers
+    (equation 14).
+    """
     return float(layer_cv(loads.sum(0)))
 
 
 def layer_cv(loads: Loads) -> Array:
-    """Return the coefficient of variation of loads [..., E]: shape [...] (equation 15); 0 without any pair."""
+    """Return the coefficient of variation of loads [..., E]: shape [...] (equation 15);
+    0 without any pair.
+    """
     mean = loads.mean(-1)
-    return np.asarray(np.divide(loads.std(-1), mean, out=np.zeros(mean.shape), where=mean > 0))
+    return np.asarray(
+        np.divide(loads.std(-1), mean, out=np.zeros(mean.shape), where=mean > 0)
+    )
 
 
 def avg_layer_cv(loads: Loads) -> float:
@@ -34,9 +42,11 @@ def avg_layer_cv(loads: Loads) -> float:
 
 
 def rank_imbalance(loads: Loads, ranks: int) -> float:
-    """Return the mean over layers of the rows of the rank with most of them over the mean of all ranks.
+    """Return the mean over layers of the rows of the rank with most of them over the
+    mean of all ranks.
 
-    loads: [L, E], E experts in order over the ranks. At least 1; of the sum over a text, so that a step has more.
+    loads: [L, E], E experts in order over the ranks. At least 1; of the sum over a
+    text, so that a step has more.
     """
     by_rank = loads.reshape(len(loads), ranks, -1).sum(-1)
     return float((by_rank.max(-1) / by_rank.mean(-1)).mean())
@@ -64,19 +74,23 @@ def _distribution(loads: Loads, epsilon: float) -> Array:
 
 
 def routes_moved(base: NDArray[np.integer], compared: NDArray[np.integer]) -> Array:
-    """Return the share of (token, expert) pairs that the other run does not have: shape [...].
+    """Return the share of (token, expert) pairs that the other run does not have: shape
+    [...].
 
-    base, compared: experts [..., T, K] of the same tokens; their order among a token's K does not matter.
+    base, compared: experts [..., T, K] of the same tokens; their order among a token's
+    K does not matter.
     """
     kept = (base[..., :, None] == compared[..., None, :]).any(-1)
     return np.asarray(1 - kept.mean((-2, -1)))
 
 
 def switch_balance_loss(loads: Loads, probabilities: Array) -> Array:
-    """Return E * sum_e f_e P_e of loads [..., E] and of the router's mean probabilities [..., E]: shape [...].
+    """Return E * sum_e f_e P_e of loads [..., E] and of the router's mean probabilities
+    [..., E]: shape [...].
 
-    f_e is the share of pairs that expert e gets, P_e the mean over tokens of softmax(logits) (Switch Transformers,
-    equation 4): 1 where either is even, more where probable experts are the loaded ones.
+    f_e is the share of pairs that expert e gets, P_e the mean over tokens of
+    softmax(logits) (Switch Transformers, equation 4): 1 where either is even, more
+    where probable experts are the loaded ones.
     """
     total = loads.sum(-1, keepdims=True)
     shares = np.divide(loads, total, out=np.zeros(loads.shape), where=total > 0)

@@ -6,7 +6,11 @@ from typing import Any
 
 from fcsd.base.text import markdown, nats
 
-_PLACEMENTS = {"contiguous": "in order", "balanced": "by load", "topology_aware": "by traffic and links"}
+_PLACEMENTS = {
+    "contiguous": "in order",
+    "balanced": "by load",
+    "topology_aware": "by traffic and links",
+}
 
 
 def report(result: Mapping[str, Any]) -> str:
@@ -15,10 +19,13 @@ def report(result: Mapping[str, Any]) -> str:
     where = ", ".join(result["endpoints"] or []) or "no links given, so no times"
     parts = [
         f"# Routing of {first['name']}",
-        f"{first['num_tokens']} tokens in {result['num_batches']} batches; {len(first['layers'])} MoE layers, top"
-        f" {first['top_k']} of {first['num_experts']} experts; {result['num_endpoints']} endpoints ({where}). Batch"
-        f" j is at endpoint j mod {result['num_endpoints']}; experts are placed in order unless a"
-        " table says otherwise.",
+        (
+            f"{first['num_tokens']} tokens in {result['num_batches']} batches;"
+            f" {len(first['layers'])} MoE layers, top {first['top_k']} of"
+            f" {first['num_experts']} experts; {result['num_endpoints']} endpoints"
+            f" ({where}). Batch j is at endpoint j mod {result['num_endpoints']};"
+            " experts are placed in order unless a table says otherwise."
+        ),
         "## Loads\n\n" + _loads(result["models"]),
         "![share of each expert](loads.png)",
     ]
@@ -26,16 +33,19 @@ def report(result: Mapping[str, Any]) -> str:
         parts += [_shift(result, shift), "![what changed by layer](shift.png)"]
     parts += [
         "## Traffic\n\n"
-        + "\n\n".join(_traffic(facts, result["num_endpoints"]) for facts in result["models"]),
+        + "\n\n".join(
+            _traffic(facts, result["num_endpoints"]) for facts in result["models"]
+        ),
         "![traffic matrix](traffic.png)",
-        "## Capacity\n\n"
-        "An expert takes factor × K × tokens / experts of a batch; a pair beyond that is dropped and gives zero."
-        " Times are those of what is left.\n\n" + "\n\n".join(_capacity(facts) for facts in result["models"]),
+        "## Capacity\n\nAn expert takes factor × K × tokens / experts of a batch; a"
+        " pair beyond that is dropped and gives zero. Times are those of what is"
+        " left.\n\n" + "\n\n".join(_capacity(facts) for facts in result["models"]),
     ]
     if first["placements"]:
         parts.append(
-            "## Placement\n\nDecided on the first half of the batches, timed on the second: T_A2A of one MoE layer"
-            " (dispatch, combine and counts), mean and 95th percentile.\n\n" + _placement(result["models"])
+            "## Placement\n\nDecided on the first half of the batches, timed on the"
+            " second: T_A2A of one MoE layer (dispatch, combine and counts), mean and"
+            " 95th percentile.\n\n" + _placement(result["models"])
         )
     return "\n\n".join(parts) + "\n"
 
@@ -70,15 +80,19 @@ def _shift(result: Mapping[str, Any], shift: Mapping[str, Any]) -> str:
         )
     ]
     return (
-        f"## What changed against {base}\n\n"
-        f"{shift['routes_moved']:.2%} of the (token, expert) pairs of {base} are not among those of {model}, on the"
-        f" same tokens. KL of the experts' loads {nats(shift['kl'])}, by layer and averaged"
-        f" {nats(shift['avg_layer_kl'])} nats (epsilon {result['epsilon']:g} pairs).\n\n"
+        f"## What changed against {base}\n\n{shift['routes_moved']:.2%} of the (token,"
+        f" expert) pairs of {base} are not among those of {model}, on the same tokens."
+        f" KL of the experts' loads {nats(shift['kl'])}, by layer and averaged"
+        f" {nats(shift['avg_layer_kl'])} nats (epsilon {result['epsilon']:g}"
+        " pairs).\n\n"
         + markdown(["layer", "routes moved", "KL", "cv before", "cv"], rows)
         + "\n\nAfter drops:\n\n"
         + markdown(
             ["capacity factor", "KL", "avg_layer_kl"],
-            [[f"{r['factor']:g}", nats(r["kl"]), nats(r["avg_layer_kl"])] for r in shift["capacity"]],
+            [
+                [f"{r['factor']:g}", nats(r["kl"]), nats(r["avg_layer_kl"])]
+                for r in shift["capacity"]
+            ],
         )
     )
 
@@ -86,15 +100,26 @@ def _shift(result: Mapping[str, Any], shift: Mapping[str, Any]) -> str:
 def _traffic(facts: Mapping[str, Any], num_endpoints: int) -> str:
     total = sum(map(sum, facts["traffic"]))
     rows = [
-        [f"from {u}", *[f"{pairs / total:.2%}" for pairs in row]] for u, row in enumerate(facts["traffic"])
+        [f"from {u}", *[f"{pairs / total:.2%}" for pairs in row]]
+        for u, row in enumerate(facts["traffic"])
     ]
-    table = markdown(["share of all pairs", *[f"to {v}" for v in range(num_endpoints)]], rows)
+    table = markdown(
+        ["share of all pairs", *[f"to {v}" for v in range(num_endpoints)]], rows
+    )
     return f"{facts['name']}:\n\n{table}"
 
 
 def _capacity(facts: Mapping[str, Any]) -> str:
     rows = [
-        ["none", "0.0%", "0.0%", "", f"{facts['cv']:.3f}", f"{facts['avg_layer_cv']:.3f}", *_times(facts)]
+        [
+            "none",
+            "0.0%",
+            "0.0%",
+            "",
+            f"{facts['cv']:.3f}",
+            f"{facts['avg_layer_cv']:.3f}",
+            *_times(facts),
+        ]
     ]
     rows += [
         [
@@ -106,7 +131,14 @@ def _capacity(facts: Mapping[str, Any]) -> str:
         ]
         for row in facts["capacity"]
     ]
-    head = ["capacity factor", "pairs dropped", "tokens without expert", "padding", "cv", "avg_layer_cv"]
+    head = [
+        "capacity factor",
+        "pairs dropped",
+        "tokens without expert",
+        "padding",
+        "cv",
+        "avg_layer_cv",
+    ]
     return f"{facts['name']}:\n\n{markdown([*head, *_time_heads(facts)], rows)}"
 
 
@@ -117,10 +149,17 @@ def _placement(models: Sequence[Mapping[str, Any]]) -> str:
         for name, words in _PLACEMENTS.items():
             placement = facts["placements"][name]
             rows.append(
-                [facts["name"], words, *_times(placement), f"{placement['mean_ms'] / start - 1:+.1%}"]
+                [
+                    facts["name"],
+                    words,
+                    *_times(placement),
+                    f"{placement['mean_ms'] / start - 1:+.1%}",
+                ]
             )
     return markdown(
-        ["model", "experts placed", *_time_heads(models[0]), "mean against in order"], rows, left=2
+        ["model", "experts placed", *_time_heads(models[0]), "mean against in order"],
+        rows,
+        left=2,
     )
 
 

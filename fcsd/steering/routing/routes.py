@@ -1,6 +1,8 @@
-"""Every choice that a model's routers make on a text, batch by batch: what two runs can be compared by.
+"""Every choice that a model's routers make on a text, batch by batch: what two runs can
+be compared by.
 
-Not covered: text whose choices (2 bytes for each token, layer and expert of the token) do not fit in main memory.
+Not covered: text whose choices (2 bytes for each token, layer and expert of the token)
+do not fit in main memory.
 """
 
 from collections.abc import Sequence
@@ -27,8 +29,8 @@ FACTORS = (1.0, 1.25, 2.0, 4.0)
 class Routes:
     """The choices of L layers, T tokens in J batches, K of E experts each.
 
-    layers: indices of the MoE layers. experts: int16 [L, T, K]. num_tokens: of each batch, [J]. probabilities: mean of
-    softmax(logits) over the tokens, [L, E].
+    layers: indices of the MoE layers. experts: int16 [L, T, K]. num_tokens: of each
+    batch, [J]. probabilities: mean of softmax(logits) over the tokens, [L, E].
     """
 
     layers: list[int]
@@ -48,19 +50,34 @@ class Routes:
 
     def batch_loads(self) -> Counts:
         """Return the pairs of each expert, [J, L, E]."""
-        return np.stack([self._loads(batch, np.ones(batch.shape, dtype=bool)) for batch in self.batches()])
+        return np.stack(
+            [
+                self._loads(batch, np.ones(batch.shape, dtype=bool))
+                for batch in self.batches()
+            ]
+        )
 
     def keep(self, factor: float) -> "Kept":
         """Drop what is over the capacity of a factor, in each batch."""
         loads, without, room = [], 0, 0
         for batch in self.batches():
             limit = capacity(factor, batch.shape[1], self.top_k, self.num_experts)
-            pairs = np.stack([kept_pairs(torch.from_numpy(experts), limit).numpy() for experts in batch])
+            pairs = np.stack(
+                [
+                    kept_pairs(torch.from_numpy(experts), limit).numpy()
+                    for experts in batch
+                ]
+            )
             loads.append(self._loads(batch, pairs))
             without += int((~pairs.any(-1)).sum())
             room += limit * self.num_experts * len(batch)
         kept, choices = int(np.sum(loads)), self.experts.size // self.top_k
-        return Kept(np.stack(loads), 1 - kept / self.experts.size, without / choices, 1 - kept / room)
+        return Kept(
+            np.stack(loads),
+            1 - kept / self.experts.size,
+            without / choices,
+            1 - kept / room,
+        )
 
     def _loads(self, batch: NDArray[np.int16], kept: NDArray[np.bool_]) -> Counts:
         each = [
@@ -72,8 +89,9 @@ class Routes:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a capacity factor leaves: pairs of each expert [J, L, E], and three shares: of pairs that are dropped, of
-    tokens that have no expert left in a layer, of padding in the buffers of all experts."""
+    """What a capacity factor leaves: pairs of each expert [J, L, E], and three shares:
+    of pairs that are dropped, of tokens that have no expert left in a layer, of padding
+    in the buffers of all experts."""
 
     loads: Counts
     dropped: float
@@ -82,11 +100,19 @@ class Kept:
 
 
 def read_routes(
-    model: nn.Module, batches: Sequence[dict[str, Tensor]], *, ranks: Ranks = ALONE, bar: str | None = None
+    model: nn.Module,
+    batches: Sequence[dict[str, Tensor]],
+    *,
+    ranks: Ranks = ALONE,
+    bar: str | None = None,
 ) -> Routes:
-    """Run a model on batches and keep what its routers chose for all but the padding: on all ranks, as one process."""
+    """Run a model on batches and keep what its routers chose for all but the padding:
+    on all ranks, as one process.
+    """
     routers = find_routers(model)
-    choices = read_batches(model, batches, lambda routed, _: _summed(routed), ranks=ranks, bar=bar)
+    choices = read_batches(
+        model, batches, lambda routed, _: _summed(routed), ranks=ranks, bar=bar
+    )
     experts, probabilities = zip(*choices, strict=True)
     num_tokens = np.array([batch.shape[1] for batch in experts])
     return Routes(
@@ -100,7 +126,9 @@ def read_routes(
 
 def _summed(routed: Sequence[tuple[Tensor, Tensor]]) -> tuple[NDArray[np.int16], Array]:
     """Return the experts of one batch [L, t, K], and the probabilities summed over its tokens."""
-    experts = torch.stack([chosen.cpu() for chosen, _ in routed]).numpy().astype(np.int16)
+    experts = (
+        torch.stack([chosen.cpu() for chosen, _ in routed]).numpy().astype(np.int16)
+    )
     # In float64 one layer at a time.
     probabilities = [logits.double().softmax(-1).sum(0).cpu() for _, logits in routed]
     return experts, torch.stack(probabilities).numpy()

@@ -1,6 +1,8 @@
-"""The routing study: where a model sends the tokens of real text, and what that costs and changes.
+"""The routing study: where a model sends the tokens of real text, and what that costs
+and changes.
 
-On several ranks each runs its share of the batches; the counts are those of one process.
+On several ranks each runs its share of the batches; the counts are those of one
+process.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,21 +46,28 @@ def study_routing(
     inputs: dict[str, str],
     device_map: str | None = None,
 ) -> dict[str, Any]:
-    """Run the study, or find it finished; return what `routing.json` holds. All ranks call this.
+    """Run the study, or find it finished; return what `routing.json` holds. All ranks
+    call this.
 
-    draw: makes the figures of the result in a folder (`fcsd.report.study_plots.plot_routing`). prompts: given the
-    tokenizer, the prompts of the study's tasks (`fcsd.evaluation.items.suite_prompts`). inputs: what identifies the
-    text. device_map: see `fcsd.parallel.place.load_for_evaluation`.
+    draw: makes the figures of the result in a folder
+    (`fcsd.report.study_plots.plot_routing`). prompts: given the tokenizer, the prompts
+    of the study's tasks (`fcsd.evaluation.items.suite_prompts`). inputs: what
+    identifies the text. device_map: see `fcsd.parallel.place.load_for_evaluation`.
 
     Raises:
-        UserError: endpoints that do not divide the experts, links of another number of endpoints, a model without
-            routers, models that cannot be compared, too little text.
+        UserError: endpoints that do not divide the experts, links of another number of
+            endpoints, a model without routers, models that cannot be compared, too
+            little text.
     """
     launch = launch.for_evaluation()
     check_device_map(device_map, launch)
-    models = [find_model(each) for each in (study.model, study.against) if each is not None]
+    models = [
+        find_model(each) for each in (study.model, study.against) if each is not None
+    ]
     network = network_of(study, models)
-    settings = study.model_dump(mode="json", exclude={"model", "against", "links", "data_root"})
+    settings = study.model_dump(
+        mode="json", exclude={"model", "against", "links", "data_root"}
+    )
     settings |= {"dtype": study.model.dtype, "num_endpoints": network.num_endpoints}
     if network.links is not None:
         settings["links"] = network.links.model_dump(mode="json")
@@ -76,7 +85,11 @@ def study_routing(
     by_model: list[Routes] = []
     for each in models:
         model = load_for_evaluation(each, launch, device_map=device_map)
-        by_model.append(read_routes(model, batches, ranks=launch.ranks, bar=Path(each.config.path).name))
+        by_model.append(
+            read_routes(
+                model, batches, ranks=launch.ranks, bar=Path(each.config.path).name
+            )
+        )
         del model
         free_memory()
         _check_comparable(by_model, models)
@@ -92,14 +105,19 @@ def study_routing(
 def network_of(study: RoutingStudy, models: Sequence[ModelFolder]) -> Network:
     """Check endpoints and links against the models' configs, before weights are read."""
     links = read_links(study.links) if study.links is not None else None
-    num_endpoints = study.endpoints or (_ENDPOINTS if links is None else len(links.endpoints))
+    num_endpoints = study.endpoints or (
+        _ENDPOINTS if links is None else len(links.endpoints)
+    )
     if links is not None:
         links.require(num_endpoints)
     payloads = []
     for each in models:
-        config = each.load_config(any_family=each.config.trust_remote_code).get_text_config()
+        config = each.load_config(
+            any_family=each.config.trust_remote_code
+        ).get_text_config()
         num_experts, *_ = expert_counts(config)
-        if num_experts is not None:  # a model without experts is refused with its routers
+        # a model without experts is refused with its routers
+        if num_experts is not None:
             contiguous(num_experts, num_endpoints)
             payloads.append(Payload(row_width(config), num_experts))
     return Network(num_endpoints, links, next(iter(payloads), None))
@@ -112,14 +130,20 @@ def batches_of(
     num_endpoints: int,
 ) -> list[dict[str, Tensor]]:
     """Tokenize text and prompts, and put rows in their order into batches, padded on the right."""
-    tokenizers = [load_tokenizer(m.folder, trust_remote_code=m.config.trust_remote_code) for m in models]
+    tokenizers = [
+        load_tokenizer(m.folder, trust_remote_code=m.config.trust_remote_code)
+        for m in models
+    ]
     tokenizer = tokenizers[0]
     if any(other.get_vocab() != tokenizer.get_vocab() for other in tokenizers[1:]):
         raise UserError(
-            f"{models[1].config.path}: its tokenizer is not that of {models[0].config.path}; routes are compared token"
-            " by token, so the models must share one"
+            f"{models[1].config.path}: its tokenizer is not that of"
+            f" {models[0].config.path}; routes are compared token by token, so the"
+            " models must share one"
         )
-    rows = _text_rows(study, tokenizer, models[0]) + ([] if prompts is None else prompts(tokenizer))
+    rows = _text_rows(study, tokenizer, models[0]) + (
+        [] if prompts is None else prompts(tokenizer)
+    )
     rows = [row[: study.max_length] for row in rows if row]
     batches = []
     for start in range(0, len(rows), study.batch_size):
@@ -131,9 +155,9 @@ def batches_of(
         batches.append({"input_ids": ids, "attention_mask": mask})
     if len(batches) < num_endpoints:
         raise UserError(
-            f"{len(rows)} rows in batches of {study.batch_size} are {len(batches)} batches, fewer than the"
-            f" {num_endpoints} endpoints that each need one; give more text, a smaller --batch-size, or"
-            " fewer --endpoints"
+            f"{len(rows)} rows in batches of {study.batch_size} are {len(batches)}"
+            f" batches, fewer than the {num_endpoints} endpoints that each need one;"
+            " give more text, a smaller --batch-size, or fewer --endpoints"
         )
     return batches
 
@@ -152,16 +176,25 @@ def _text_rows(study: RoutingStudy, tokenizer: Any, model: ModelFolder) -> Rows:
     )
     # The last label is the last token of the example; padding follows.
     lengths = [int((row["labels"] != NO_LOSS).nonzero()[0].max()) + 1 for row in rows]
-    return [row["input_ids"][:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+    return [
+        row["input_ids"][:length].tolist()
+        for row, length in zip(rows, lengths, strict=True)
+    ]
 
 
-def _check_comparable(by_model: Sequence[Routes], models: Sequence[ModelFolder]) -> None:
+def _check_comparable(
+    by_model: Sequence[Routes], models: Sequence[ModelFolder]
+) -> None:
     shapes = [(routes.layers, routes.num_experts, routes.top_k) for routes in by_model]
     if len(shapes) == 2 and shapes[0] != shapes[1]:
-        words = [f"{len(layers)} MoE layers, top {k} of {experts} experts" for layers, experts, k in shapes]
+        words = [
+            f"{len(layers)} MoE layers, top {k} of {experts} experts"
+            for layers, experts, k in shapes
+        ]
         raise UserError(
-            f"{models[1].config.path} ({words[1]}) cannot be compared with {models[0].config.path} ({words[0]}), route"
-            " by route; both need the same MoE layers and experts"
+            f"{models[1].config.path} ({words[1]}) cannot be compared with"
+            f" {models[0].config.path} ({words[0]}), route by route; both need the same"
+            " MoE layers and experts"
         )
 
 
@@ -186,5 +219,9 @@ def _result(
         "num_batches": num_batches,
         "models": facts,
         # The model is compared with what it is set against: that is the base of the KL.
-        "comparison": comparison(by_model[1], by_model[0], kept[1], kept[0]) if len(by_model) == 2 else None,
+        "comparison": (
+            comparison(by_model[1], by_model[0], kept[1], kept[0])
+            if len(by_model) == 2
+            else None
+        ),
     }

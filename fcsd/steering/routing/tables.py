@@ -23,7 +23,14 @@ from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.steering.config import SIGMA_FLOOR, BiasSettings
 from fcsd.steering.network.links import Array
 from fcsd.steering.network.simulate import exchange_counts
-from fcsd.steering.routing.bias import BiasTables, Kind, read_tables, router_bias, tables_for, write_tables
+from fcsd.steering.routing.bias import (
+    BiasTables,
+    Kind,
+    read_tables,
+    router_bias,
+    tables_for,
+    write_tables,
+)
 from fcsd.steering.routing.bottleneck import Deployment, bottleneck, fit_windows
 from fcsd.steering.routing.camoe import camoe
 from fcsd.steering.routing.counts import read_batches
@@ -32,9 +39,11 @@ from fcsd.steering.routing.study import Rows, batches_of, network_of
 
 
 class Calibration:
-    """A model and the batches that its traffic is counted on; batch j is at endpoint j mod N.
+    """A model and the batches that its traffic is counted on; batch j is at endpoint j
+    mod N.
 
-    N batches in a row make one exchange. On several ranks each runs its share, and all get the counts of one process.
+    N batches in a row make one exchange. On several ranks each runs its share, and all
+    get the counts of one process.
     """
 
     def __init__(
@@ -58,8 +67,12 @@ class Calibration:
         """Return the pairs [X, L, N, E] under a bias. All ranks call this."""
         return self._exchanges(self._run(tables))
 
-    def _exchanges(self, runs: Sequence[tuple[NDArray[np.int64], Array]]) -> NDArray[np.int64]:
-        return exchange_counts(np.stack([counts for counts, _ in runs]), self.num_endpoints)
+    def _exchanges(
+        self, runs: Sequence[tuple[NDArray[np.int64], Array]]
+    ) -> NDArray[np.int64]:
+        return exchange_counts(
+            np.stack([counts for counts, _ in runs]), self.num_endpoints
+        )
 
     def _run(self, tables: BiasTables | None) -> list[tuple[NDArray[np.int64], Array]]:
         if tables is None:
@@ -72,10 +85,17 @@ class Calibration:
             def read(
                 routed: Sequence[Routed], batch: Mapping[str, Tensor]
             ) -> tuple[NDArray[np.int64], Array]:
-                return _summed(routed, steering.heard or [], batch.get("attention_mask"))
+                return _summed(
+                    routed, steering.heard or [], batch.get("attention_mask")
+                )
 
             return read_batches(
-                self.model, self._batches, read, ranks=self._ranks, begin=begin, bar="routing"
+                self.model,
+                self._batches,
+                read,
+                ranks=self._ranks,
+                begin=begin,
+                bar="routing",
             )
 
     def _no_bias(self) -> BiasTables:
@@ -88,8 +108,13 @@ class Calibration:
 def _summed(
     routed: Sequence[Routed], logits: Sequence[Tensor], mask: Tensor | None
 ) -> tuple[NDArray[np.int64], Array]:
-    """Return pairs [L, E], and the spread [L] of the logits where the bias is added: some families scale them later."""
-    counts = [torch.bincount(each.experts.flatten(), minlength=each.logits.shape[-1]) for each in routed]
+    """Return pairs [L, E], and the spread [L] of the logits where the bias is added:
+    some families scale them later.
+    """
+    counts = [
+        torch.bincount(each.experts.flatten(), minlength=each.logits.shape[-1])
+        for each in routed
+    ]
     spreads = []
     for each in logits:
         kept = each if mask is None else each[mask.reshape(-1).bool().to(each.device)]
@@ -107,16 +132,23 @@ def make_tables(
     windows: Array | None = None,
     sigma_floor: float = SIGMA_FLOOR,
 ) -> tuple[BiasTables, dict[str, Any]]:
-    """Return the tables of a kind, and what they do to the calibration text. All ranks call this.
+    """Return the tables of a kind, and what they do to the calibration text. All ranks
+    call this.
 
-    scaled: a strength counts in standard deviations of a layer's logits. windows: [L, 2] seconds, for that kind.
-    sigma_floor: of `fcsd.steering.routing.camoe.camoe`, for the others.
+    scaled: a strength counts in standard deviations of a layer's logits. windows: [L,
+    2] seconds, for that kind. sigma_floor: of `fcsd.steering.routing.camoe.camoe`, for
+    the others.
     """
     logit_std = calibration.logit_std
 
     def wrapped(values: NDArray[Any]) -> BiasTables:
         return tables_for(
-            calibration.model, kind, strength, values, deployment.placement, selection=calibration.selection
+            calibration.model,
+            kind,
+            strength,
+            values,
+            deployment.placement,
+            selection=calibration.selection,
         )
 
     def respond(values: NDArray[np.float32]) -> NDArray[np.int64]:
@@ -139,7 +171,9 @@ def make_tables(
             goal = min(facts["before_s"], deployment.mean_time(respond(values)))
             push = bottleneck(respond, deployment, goal, logit_std=logit_std)
             facts["steps"], tables = push.steps, wrapped(push.tables)
-    return tables, facts | {"after_s": deployment.mean_time(calibration.respond(tables))}
+    return tables, facts | {
+        "after_s": deployment.mean_time(calibration.respond(tables))
+    }
 
 
 class Windows(Strict):
@@ -156,51 +190,76 @@ class Windows(Strict):
     @model_validator(mode="after")
     def _has_both_of_each_layer(self) -> "Windows":
         if not len(self.layers) == len(self.dispatch_s) == len(self.combine_s):
-            raise ValueError("dispatch_s and combine_s need a number for each of `layers`")
+            raise ValueError(
+                "dispatch_s and combine_s need a number for each of `layers`"
+            )
         return self
 
 
 def read_windows_file(path: str | Path) -> Windows:
     """Read what `fcsd plan --windows` wrote."""
-    value = read_json(Path(path), "`fcsd plan --windows` writes one", ["dispatch_s", "combine_s"])
+    value = read_json(
+        Path(path), "`fcsd plan --windows` writes one", ["dispatch_s", "combine_s"]
+    )
     return validate(Windows, value, str(path))
 
 
 def read_windows(path: str | Path, config: Any, num_endpoints: int) -> Windows:
-    """Read what `fcsd plan --windows` wrote; UserError where it is of another model or of other ranks.
+    """Read what `fcsd plan --windows` wrote; UserError where it is of another model or
+    of other ranks.
 
-    config: of the model; its weights are not needed yet. num_endpoints: those that the links are between.
+    config: of the model; its weights are not needed yet. num_endpoints: those that the
+    links are between.
     """
     windows = read_windows_file(path)
     advice = f"write them with `fcsd plan MODEL --ep {num_endpoints} --windows {path}`"
     for what, planned, needed in (
-        ("model type", base_model_type(windows.model_type), base_model_type(config.model_type)),
-        ("decoder layers", windows.num_layers, config.get_text_config().num_hidden_layers),
+        (
+            "model type",
+            base_model_type(windows.model_type),
+            base_model_type(config.model_type),
+        ),
+        (
+            "decoder layers",
+            windows.num_layers,
+            config.get_text_config().num_hidden_layers,
+        ),
         ("expert-parallel ranks", windows.expert_parallel, num_endpoints),
     ):
         if planned is not None and planned != needed:
-            having = "the links have" if what == "expert-parallel ranks" else "the model has"
-            raise UserError(f"{path}: windows of {what} {planned}, but {having} {needed}; {advice}")
+            having = (
+                "the links have" if what == "expert-parallel ranks" else "the model has"
+            )
+            raise UserError(
+                f"{path}: windows of {what} {planned}, but {having} {needed}; {advice}"
+            )
     return windows
 
 
 def windows_by_layer(windows: Windows, model: nn.Module) -> Array:
-    """Return the windows [L, 2] of dispatch and combine, in seconds; UserError where its MoE layers are others."""
+    """Return the windows [L, 2] of dispatch and combine, in seconds; UserError where
+    its MoE layers are others.
+    """
     layers = [router.layer for router in find_routers(model)]
     if windows.layers != layers:
         raise UserError(
-            f"--windows: of the MoE layers {windows.layers}, but the model has {layers}; write them with"
-            " `fcsd plan MODEL --windows FILE`"
+            f"--windows: of the MoE layers {windows.layers}, but the model has"
+            f" {layers}; write them with `fcsd plan MODEL --windows FILE`"
         )
     return np.array([windows.dispatch_s, windows.combine_s], dtype=np.float64).T
 
 
 def write_bias(
-    settings: BiasSettings, out: Path, launch: Launch, prompts: Callable[[Any], Rows] | None = None
+    settings: BiasSettings,
+    out: Path,
+    launch: Launch,
+    prompts: Callable[[Any], Rows] | None = None,
 ) -> dict[str, Any]:
-    """Make tables and write them to a file; return what they do to the text. All ranks call this.
+    """Make tables and write them to a file; return what they do to the text. All ranks
+    call this.
 
-    prompts: given the tokenizer, the prompts of the settings' tasks. Raises as `study_routing`.
+    prompts: given the tokenizer, the prompts of the settings' tasks. Raises as
+    `study_routing`.
     """
     launch.ranks.from_first(lambda: check_file_place(out, read_tables))
     folder = find_model(settings.model)
@@ -212,7 +271,11 @@ def write_bias(
     batches = batches_of(settings, [folder], prompts, network.num_endpoints)
     model = load_for_evaluation(folder, launch)
     calibration = Calibration(
-        model, batches, network.num_endpoints, selection=settings.selection, ranks=launch.ranks
+        model,
+        batches,
+        network.num_endpoints,
+        selection=settings.selection,
+        ranks=launch.ranks,
     )
     assert network.links is not None and network.payload is not None
     exchange = network.links, network.payload

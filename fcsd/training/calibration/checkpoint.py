@@ -1,11 +1,13 @@
-"""Calibrate from folder to folder, one layer's weights in memory at a time; a killed calibration continues.
+"""Calibrate from folder to folder, one layer's weights in memory at a time; a killed
+calibration continues.
 
     work/model/                 the converted checkpoint, whose changed tensors are written layer by layer
     work/state.json             the next layer, and what was solved so far
     work/streams-LAYER-RANK.safetensors    all streams before that layer, of a rank's share of the rows
 
-The source's weights are never written, so that a layer that was cut off is solved again from them. Nothing here is
-removed or renamed at the end: who calls this does so when it is noted that the model is whole.
+The source's weights are never written, so that a layer that was cut off is solved again
+from them. Nothing here is removed or renamed at the end: who calls this does so when it
+is noted that the model is whole.
 """
 
 import itertools
@@ -29,7 +31,12 @@ from fcsd.base.temporary import discard_folder
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import Batch, real_tokens
 from fcsd.model.connectivity import convert_checkpoint
-from fcsd.model.connectivity.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_checkpoint_json
+from fcsd.model.connectivity.checkpoint import (
+    CONFIG,
+    Checkpoint,
+    read_checkpoint,
+    read_checkpoint_json,
+)
 from fcsd.model.connectivity.rewire import rewired_layers
 from fcsd.model.connectivity.spec import CALIBRATED, Connectivity
 from fcsd.model.load import ModelFolder
@@ -38,7 +45,13 @@ from fcsd.parallel.ranks import Ranks
 from fcsd.training.calibration.layer import walk
 from fcsd.training.calibration.left_out import NAMES, LeftOut
 from fcsd.training.calibration.model import complaint, own_text, shown
-from fcsd.training.calibration.shards import Layerwise, checksum, damage_of_copies, own_copies, write_changed
+from fcsd.training.calibration.shards import (
+    Layerwise,
+    checksum,
+    damage_of_copies,
+    own_copies,
+    write_changed,
+)
 from fcsd.training.calibration.state import State, batches_of, first_stream
 from fcsd.training.calibration.steps import Stream
 from fcsd.training.losses.kl import row_parts
@@ -59,34 +72,51 @@ def calibrate_checkpoint(
     launch: Launch,
     left_out: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """Write the original, converted and calibrated, to `work/model`. All ranks call this, and each works on its share
-    of the rows.
+    """Write the original, converted and calibrated, to `work/model`. All ranks call
+    this, and each works on its share of the rows.
 
-    work: one from a run that was killed has to be of the same settings, and is continued. left_out: rows that no map is
-    solved on, to measure the KL to the original on.
+    work: one from a run that was killed has to be of the same settings, and is
+    continued. left_out: rows that no map is solved on, to measure the KL to the
+    original on.
 
-    Returns: tokens, seconds, `layers`, what was solved in each (`fcsd.training.calibration.model.calibrate_model`), and
-    `kl` (`LeftOut.kl`), None without rows for it.
+    Returns: tokens, seconds, `layers`, what was solved in each
+    (`fcsd.training.calibration.model.calibrate_model`), and `kl` (`LeftOut.kl`), None
+    without rows for it.
 
-    Raises UserError: a checkpoint that is converted, calibrated or quantised; too little text, or text that makes it
-    worse; sums that cannot be solved.
+    Raises UserError: a checkpoint that is converted, calibrated or quantised; too
+    little text, or text that makes it worse; sums that cannot be solved.
     """
     started, ranks = time.perf_counter(), launch.ranks
-    models = Layerwise(calibratable(original), connectivity, launch.device, **_options(original))
+    models = Layerwise(
+        calibratable(original), connectivity, launch.device, **_options(original)
+    )
     text = own_text(rows, models.model, ranks)
     layers = list(rewired_layers(models.student.layers))
     if not layers:
-        raise UserError(f"{original.config.path}: no layer of it is rewired; there is nothing to calibrate")
+        raise UserError(
+            f"{original.config.path}: no layer of it is rewired; there is nothing to"
+            " calibrate"
+        )
     model, measured = work / "model", LeftOut(left_out, ranks) if left_out else None
     with writing(work):
         changed = models.files_of(layers)
         state = None
         while state is None:  # a second time where what was left is damaged
             ranks.from_first(lambda: _prepare(original, connectivity, model, changed))
-            state = _resume(work, models, original.folder, changed, text.batches, ranks, measured)
+            state = _resume(
+                work, models, original.folder, changed, text.batches, ranks, measured
+            )
         end = max(layers) + 1 if measured is None else len(models.student.layers)
         with _layers_bar(state.next_layer, end, ranks) as bar:
-            steps = walk(models, state, text, layers=layers, ridge=ridge, ranks=ranks, left_out=measured)
+            steps = walk(
+                models,
+                state,
+                text,
+                layers=layers,
+                ridge=ridge,
+                ranks=ranks,
+                left_out=measured,
+            )
             for result in steps:
                 if result is not None:
                     _write_layer(models, state, model, original.folder, ranks)
@@ -98,7 +128,10 @@ def calibrate_checkpoint(
         facts = {"tokens": text.num_tokens, "ridge": ridge, "layers": layers}
         ranks.share(lambda: None)  # no rank is still at work in the folder
         ranks.from_first(
-            lambda: write_json(model / CONFIG, read_checkpoint_json(model / CONFIG) | {CALIBRATED: facts})
+            lambda: write_json(
+                model / CONFIG,
+                read_checkpoint_json(model / CONFIG) | {CALIBRATED: facts},
+            )
         )
     return {
         **facts,
@@ -110,10 +143,14 @@ def calibrate_checkpoint(
 
 
 def _layers_bar(begun: int, end: int, ranks: Ranks) -> Any:
-    return progress_bar(total=end, initial=begun, desc="calibrate", unit="layer", shown=ranks.first)
+    return progress_bar(
+        total=end, initial=begun, desc="calibrate", unit="layer", shown=ranks.first
+    )
 
 
-def _write_layer(models: Layerwise, state: State, model: Path, source: Path, ranks: Ranks) -> None:
+def _write_layer(
+    models: Layerwise, state: State, model: Path, source: Path, ranks: Ranks
+) -> None:
     """Write what has changed of the layer that is loaded; the first rank does."""
     if ranks.first:
         tensors = models.layer_tensors(state.next_layer - 1)
@@ -150,26 +187,35 @@ def calibratable(original: ModelFolder) -> Checkpoint:
         raise UserError(f"{where}: is calibrated already; give the original")
     if checkpoint.connectivity is not None:
         raise UserError(
-            f"{where}: is converted already; give the original, which is the teacher as well: calibration converts it"
+            f"{where}: is converted already; give the original, which is the teacher as"
+            " well: calibration converts it"
         )
     if checkpoint.quantisation is not None:
         raise UserError(
-            f"{where}: its weights are quantised, and a map folded into them would be rounded away; calibrate what"
-            " `fcsd dequantize` makes of it, then quantise the result"
+            f"{where}: its weights are quantised, and a map folded into them would be"
+            " rounded away; calibrate what `fcsd dequantize` makes of it, then"
+            " quantise the result"
         )
     return checkpoint
 
 
-def _prepare(original: ModelFolder, connectivity: Connectivity, model: Path, changed: Iterable[str]) -> None:
-    """Convert the original, with weight files of its own where they will change; nothing of it is kept that no state
-    vouches for."""
+def _prepare(
+    original: ModelFolder,
+    connectivity: Connectivity,
+    model: Path,
+    changed: Iterable[str],
+) -> None:
+    """Convert the original, with weight files of its own where they will change;
+    nothing of it is kept that no state vouches for."""
     state = model.parent / _STATE
     if not state.is_file():
         discard_folder(model)
     if not model.is_dir():
         if state.is_file():
             print(
-                f"calibrate: {model}: is not there any more, beginning with the first layer", file=sys.stderr
+                f"calibrate: {model}: is not there any more, beginning with the first"
+                " layer",
+                file=sys.stderr,
             )
             state.unlink()  # it counts the layers of a model that is lost
         convert_checkpoint(original.folder, model, connectivity)
@@ -187,28 +233,38 @@ def _resume(
 ) -> State | None:
     """Read the state of a run that was cut off, or begin before the first layer.
 
-    changed: the weight files that change. Returns None where what was left is damaged, with a line; it is removed.
+    changed: the weight files that change. Returns None where what was left is damaged,
+    with a line; it is removed.
     """
     state = ranks.from_first(lambda: _read_state(work, source, changed))
     if state is None:
         if measured is not None:
             measured.begin(models)
-        return State(0, [first_stream(models.student, batch, models.device) for batch in batches])
+        return State(
+            0, [first_stream(models.student, batch, models.device) for batch in batches]
+        )
     if "damage" in state:
         _remove_damaged(work, state["damage"], ranks)
         return None
     if state["ranks"] != ranks.size:
         raise UserError(
-            f"{work}: was begun with {state['ranks']} processes, which share the rows, and this launch has"
-            f" {ranks.size}; launch {state['ranks']}, or remove the folder to begin again"
+            f"{work}: was begun with {state['ranks']} processes, which share the rows,"
+            f" and this launch has {ranks.size}; launch {state['ranks']}, or remove the"
+            " folder to begin again"
         )
     file = _streams(work, state["next_layer"], ranks)
     tensors = _whole_streams(file)
-    lost = next(filter(None, ranks.share(lambda: None if tensors is not None else str(file))), None)
+    lost = next(
+        filter(None, ranks.share(lambda: None if tensors is not None else str(file))),
+        None,
+    )
     if tensors is None or lost is not None:
         _remove_damaged(work, f"{lost}: is damaged or gone; {_AGAIN}", ranks)
         return None
-    held: dict[str, list[Stream]] = {"teacher": [{} for _ in batches], "student": [{} for _ in batches]}
+    held: dict[str, list[Stream]] = {
+        "teacher": [{} for _ in batches],
+        "student": [{} for _ in batches],
+    }
     if measured is not None:
         measured.streams = {name: [{} for _ in measured.batches] for name in NAMES}
         held |= measured.streams
@@ -216,11 +272,18 @@ def _resume(
         who, number, name = key.split(".")
         held[who][int(number)][name] = value
     student = held["student"] if any(held["student"]) else None
-    return State(state["next_layer"], held["teacher"], student, state["results"], state["written"])
+    return State(
+        state["next_layer"],
+        held["teacher"],
+        student,
+        state["results"],
+        state["written"],
+    )
 
 
 def _read_state(work: Path, source: Path, changed: set[str]) -> dict[str, Any] | None:
-    """Return what `_save` noted, or what is damaged of it and of the model; None: nothing was noted.
+    """Return what `_save` noted, or what is damaged of it and of the model; None:
+    nothing was noted.
 
     Streams of other layers, and half-written ones, are removed.
     """
@@ -231,7 +294,8 @@ def _read_state(work: Path, source: Path, changed: set[str]) -> dict[str, Any] |
         except UserError as error:
             return {"damage": str(error)}
     kept = None if state is None else f"streams-{state['next_layer']}-"
-    for file in (*work.glob("streams-*"), *work.glob(".tmp*")):  # of safetensors, which writes so
+    # of safetensors, which writes so
+    for file in (*work.glob("streams-*"), *work.glob(".tmp*")):
         if kept is None or not file.name.startswith(kept):
             file.unlink()
     if state is None:
@@ -239,7 +303,11 @@ def _read_state(work: Path, source: Path, changed: set[str]) -> dict[str, Any] |
     damaged = damage_of_copies(work / "model", source, changed, state["written"])
     if damaged is None and _files_beside(work / "model") != state["files"]:
         damaged = "a file beside the weights"
-    return state if damaged is None else {"damage": f"{work / 'model'}: is damaged: {damaged}; {_AGAIN}"}
+    return (
+        state
+        if damaged is None
+        else {"damage": f"{work / 'model'}: is damaged: {damaged}; {_AGAIN}"}
+    )
 
 
 def _whole_streams(file: Path) -> dict[str, Tensor] | None:
@@ -254,9 +322,17 @@ def _whole_streams(file: Path) -> dict[str, Tensor] | None:
 
 
 def _files_beside(model: Path) -> dict[str, str]:
-    """Return the hash of every file beside the weights; of the config, without what the end of a calibration adds."""
-    files = [file for file in model.rglob("*") if file.is_file() and file.suffix != ".safetensors"]
-    hashes = {str(file.relative_to(model)): file_fingerprint(file) for file in sorted(files)}
+    """Return the hash of every file beside the weights; of the config, without what the
+    end of a calibration adds.
+    """
+    files = [
+        file
+        for file in model.rglob("*")
+        if file.is_file() and file.suffix != ".safetensors"
+    ]
+    hashes = {
+        str(file.relative_to(model)): file_fingerprint(file) for file in sorted(files)
+    }
     with suppress(UserError):
         config = read_checkpoint_json(model / CONFIG)
         config.pop(CALIBRATED, None)
@@ -281,7 +357,9 @@ def _streams(work: Path, layer: int, ranks: Ranks) -> Path:
 
 
 def _save(state: State, work: Path, ranks: Ranks, measured: LeftOut | None) -> None:
-    """Leave all streams on disk, then note that they are what a run that is cut off now goes on with."""
+    """Leave all streams on disk, then note that they are what a run that is cut off now
+    goes on with.
+    """
     parts = {"teacher": state.teacher, "student": state.student or []}
     parts |= measured.streams if measured is not None else {}
     held = {
@@ -293,10 +371,15 @@ def _save(state: State, work: Path, ranks: Ranks, measured: LeftOut | None) -> N
     target = _streams(work, state.next_layer, ranks)
     save_file(held, target.with_suffix(".tmp"), {"sha256": checksum(held)})
     os.replace(target.with_suffix(".tmp"), target)
-    ranks.share(lambda: None)  # all of them have left theirs, and the first has written the layer
+    # all of them have left theirs, and the first has written the layer
+    ranks.share(lambda: None)
 
     def note() -> None:
-        record = {"next_layer": state.next_layer, "ranks": ranks.size, "results": state.results}
+        record = {
+            "next_layer": state.next_layer,
+            "ranks": ranks.size,
+            "results": state.results,
+        }
         record |= {"written": state.written, "files": _files_beside(work / "model")}
         write_sealed(work / _STATE, record)
 
@@ -317,10 +400,12 @@ def take_rows(rows: Any, num_tokens: int) -> list[Any]:
 
 
 def split_rows(rows: Any, num_tokens: int, width: int) -> tuple[list[Any], list[Any]]:
-    """Take rows with `num_tokens` tokens of text to calibrate on, and an eighth as many to measure the result on.
+    """Take rows with `num_tokens` tokens of text to calibrate on, and an eighth as many
+    to measure the result on.
 
-    The second ones are those that come next and share no example with the first. Where there are too few, they are the
-    last of the first, as long as eight times as many distinct tokens as the model is wide may remain; else none.
+    The second ones are those that come next and share no example with the first. Where
+    there are too few, they are the last of the first, as long as eight times as many
+    distinct tokens as the model is wide may remain; else none.
     """
     solved = take_rows(rows, num_tokens)
     sizes = [_num_tokens(row) for row in solved]
@@ -348,4 +433,6 @@ def _num_tokens(row: Any) -> int:
 
 def _examples(rows: Sequence[Any]) -> set[tuple[int, ...]]:
     """Return the examples of packed rows."""
-    return {tuple(part["input_ids"].tolist()) for row in rows for part in row_parts(row, 1)}
+    return {
+        tuple(part["input_ids"].tolist()) for row in rows for part in row_parts(row, 1)
+    }

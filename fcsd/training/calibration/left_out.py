@@ -1,13 +1,15 @@
-"""Measure what a calibration brings on text that no map is solved on: the KL to the original, of calibrated weights and
-of copied ones.
+"""Measure what a calibration brings on text that no map is solved on: the KL to the
+original, of calibrated weights and of copied ones.
 
-Three streams of that text go through the layers, each while its weights are in memory for the calibration:
+Three streams of that text go through the layers, each while its weights are in memory
+for the calibration:
 
     original    regular connectivity, the source's weights
     copied      FarSkip connectivity, the source's weights: before anything is folded into a layer
     calibrated  FarSkip connectivity, behind the calibrated layer
 
-So it costs three forward passes over an eighth of the calibration's tokens, beside its six over all of them.
+So it costs three forward passes over an eighth of the calibration's tokens, beside its
+six over all of them.
 
 Not covered: text that is rated by tokens with loss alone; every token of text counts.
 """
@@ -29,9 +31,11 @@ NAMES = ORIGINAL, COPIED, CALIBRATED = "original", "copied", "calibrated"
 
 
 class LeftOut:
-    """A rank's share of the rows that no map is solved on, and their streams before the next layer.
+    """A rank's share of the rows that no map is solved on, and their streams before the
+    next layer.
 
-    streams: of each name a stream of each batch. sizes: rows of each batch, of all ranks.
+    streams: of each name a stream of each batch. sizes: rows of each batch, of all
+    ranks.
     """
 
     def __init__(self, rows: Sequence[Any], ranks: Ranks) -> None:
@@ -43,17 +47,25 @@ class LeftOut:
 
     def begin(self, models: Models) -> None:
         """Have the streams before the first layer."""
-        first = [first_stream(models.student, batch, models.device) for batch in self.batches]
+        first = [
+            first_stream(models.student, batch, models.device) for batch in self.batches
+        ]
         self.streams = {name: list(first) for name in NAMES}
 
     def before_folding(self, models: Models, index: int) -> None:
-        """Take the streams of the source's weights behind a layer that is loaded, and not yet changed."""
+        """Take the streams of the source's weights behind a layer that is loaded, and
+        not yet changed.
+        """
         for number, batch in enumerate(self.batches):
             batch = to(batch, models.device)
             stream = to(self.streams[ORIGINAL][number], models.device)
-            self.streams[ORIGINAL][number] = to(models.teacher_step(index, batch, stream), "cpu")
+            self.streams[ORIGINAL][number] = to(
+                models.teacher_step(index, batch, stream), "cpu"
+            )
             stream = to(self.streams[COPIED][number], models.device)
-            self.streams[COPIED][number] = to(models.student.step(index, batch, stream), "cpu")
+            self.streams[COPIED][number] = to(
+                models.student.step(index, batch, stream), "cpu"
+            )
 
     def behind_folding(self, models: Models, index: int) -> None:
         """Take the stream of calibrated weights behind a layer."""
@@ -64,8 +76,9 @@ class LeftOut:
 
     @torch.no_grad()
     def kl(self, models: Models, head: nn.Linear) -> dict[str, Any]:
-        """Return `num_tokens`, and of calibrated and of copied weights `kl`, nats per token, and its `stderr` with rows
-        as units (None of a single row). All ranks call this, behind the last layer.
+        """Return `num_tokens`, and of calibrated and of copied weights `kl`, nats per
+        token, and its `stderr` with rows as units (None of a single row). All ranks
+        call this, behind the last layer.
         """
         config = models.student.model.config
 
@@ -73,10 +86,17 @@ class LeftOut:
             batches = []
             for number, batch in enumerate(self.batches):
                 hidden = {
-                    name: models.student.end(to(batch, models.device), to(streams[number], models.device))
+                    name: models.student.end(
+                        to(batch, models.device), to(streams[number], models.device)
+                    )
                     for name, streams in self.streams.items()
                 }
-                batches.append([_row(hidden, keep, head, config) for keep in enumerate(_predicting(batch))])
+                batches.append(
+                    [
+                        _row(hidden, keep, head, config)
+                        for keep in enumerate(_predicting(batch))
+                    ]
+                )
             return batches
 
         shares = self.ranks.share(own)
@@ -86,9 +106,13 @@ class LeftOut:
             for row in shares[place % self.ranks.size][place // self.ranks.size]
         ]
         counts = [count for count, _ in rows]
-        measured = {name: ratio([sums[name] for _, sums in rows], counts) for name in (CALIBRATED, COPIED)}
+        measured = {
+            name: ratio([sums[name] for _, sums in rows], counts)
+            for name in (CALIBRATED, COPIED)
+        }
         return {"num_tokens": sum(counts)} | {
-            name: {"kl": values["kl"], "stderr": values["stderr"]} for name, values in measured.items()
+            name: {"kl": values["kl"], "stderr": values["stderr"]}
+            for name, values in measured.items()
         }
 
 
@@ -101,9 +125,13 @@ def _predicting(batch: Batch) -> Tensor:
 def _row(
     hidden: dict[str, Tensor], row: tuple[int, Tensor], head: nn.Linear, config: Any
 ) -> tuple[int, dict[str, float]]:
-    """Return the predicting tokens of a row, and the summed KL of copied and calibrated weights on them."""
+    """Return the predicting tokens of a row, and the summed KL of copied and calibrated
+    weights on them.
+    """
     number, keep = row
-    kept = {name: states[number][keep.to(states.device)] for name, states in hidden.items()}
+    kept = {
+        name: states[number][keep.to(states.device)] for name, states in hidden.items()
+    }
     sums = {
         name: float(kl_sum((kept[ORIGINAL], head, config), (kept[name], head, config)))
         for name in (COPIED, CALIBRATED)

@@ -14,13 +14,21 @@ from fcsd.model.families import base_model_type, family_of
 from fcsd.parallel.ranks import ALONE, Ranks, input_device, is_sharded
 from fcsd.training.calibration.layer import walk
 from fcsd.training.calibration.solve import FITS_THE_SAMPLE
-from fcsd.training.calibration.state import Models, State, Text, batches_of, first_stream
+from fcsd.training.calibration.state import (
+    Models,
+    State,
+    Text,
+    batches_of,
+    first_stream,
+)
 from fcsd.training.calibration.steps import Steps
 from fcsd.training.losses.head import refuse_packing
 
 RIDGE = 1e-3
 _RULED_OUT = (
-    2.0  # times as much of what is added is missed; 1.5 is what 16 x the width leaves in small models
+    # times as much of what is added is missed; 1.5 is what 16 x the width leaves in
+    # small models
+    2.0
 )
 
 
@@ -33,27 +41,33 @@ def calibrate_model(
     ranks: Ranks = ALONE,
     progress: bool = True,
 ) -> list[dict[str, Any]]:
-    """Fold maps into the weights of `student`, in place, that make its branches read and add what the teacher's do.
+    """Fold maps into the weights of `student`, in place, that make its branches read
+    and add what the teacher's do.
 
     Args:
         student: a converted model.
         teacher: the original, of the same family and width.
-        rows: of `fcsd.data.dataset.build_dataset`, or token ids (N, T); each rank works on its share.
+        rows: of `fcsd.data.dataset.build_dataset`, or token ids (N, T); each rank works
+            on its share.
         ridge: λ relative to the mean diagonal.
 
     Returns:
-        For each rewired layer what was solved: `reads` (branch -> [before, after]), `adds` and `experts` ([before,
-        after]), squared residuals relative to what was wanted, and `left`, what could not be folded.
+        For each rewired layer what was solved: `reads` (branch -> [before, after]),
+        `adds` and `experts` ([before, after]), squared residuals relative to what was
+        wanted, and `left`, what could not be folded.
 
     Raises:
-        UserError: a student that is not converted, models that do not belong together or are sharded; too little text.
+        UserError: a student that is not converted, models that do not belong together
+            or are sharded; too little text.
     """
     layers = _check_pair(student, teacher)
     text = own_text(_as_rows(rows), teacher, ranks)
     modes = student.training, teacher.training
     student.eval(), teacher.eval()
     family = family_of(student.config)
-    models = Models(Steps(student, family), Steps(teacher, family), input_device(student))
+    models = Models(
+        Steps(student, family), Steps(teacher, family), input_device(student)
+    )
     try:
         teacher_streams, student_streams = (
             [first_stream(steps, batch, models.device) for batch in text.batches]
@@ -61,15 +75,24 @@ def calibrate_model(
         )
         state = State(0, teacher_streams, student_streams)
         with progress_bar(
-            total=max(layers) + 1, desc="calibrate", unit="layer", shown=progress and ranks.first
+            total=max(layers) + 1,
+            desc="calibrate",
+            unit="layer",
+            shown=progress and ranks.first,
         ) as bar:
-            for result in walk(models, state, text, layers=layers, ridge=ridge, ranks=ranks):
+            for result in walk(
+                models, state, text, layers=layers, ridge=ridge, ranks=ranks
+            ):
                 bar.update()
                 if result is not None:
                     bar.set_postfix_str(shown(result))
     finally:
         student.train(modes[0]), teacher.train(modes[1])
-    setattr(student.config, CALIBRATED, {"tokens": text.num_tokens, "ridge": ridge, "layers": layers})
+    setattr(
+        student.config,
+        CALIBRATED,
+        {"tokens": text.num_tokens, "ridge": ridge, "layers": layers},
+    )
     return state.results
 
 
@@ -77,34 +100,57 @@ def _as_rows(rows: Any) -> Sequence[Any]:
     if not isinstance(rows, Tensor):
         return rows  # type: ignore[no-any-return]
     positions = torch.arange(rows.shape[1])
-    return [{"input_ids": row, "position_ids": positions, "labels": row} for row in rows.cpu()]
+    return [
+        {"input_ids": row, "position_ids": positions, "labels": row}
+        for row in rows.cpu()
+    ]
 
 
 def _check_pair(student: Any, teacher: Any) -> list[int]:
     for name, model in (("student", student), ("teacher", teacher)):
-        check_kind(name, model, nn.Module, "a model in memory (the first of what fcsd.load gives)")
+        check_kind(
+            name,
+            model,
+            nn.Module,
+            "a model in memory (the first of what fcsd.load gives)",
+        )
     if getattr(getattr(student, "config", None), "farskip", None) is None:
         raise UserError(
-            f"{type(student).__name__}: is not converted; convert the student first (fcsd.convert)"
+            f"{type(student).__name__}: is not converted; convert the student first"
+            " (fcsd.convert)"
         )
     if hasattr(student.config, CALIBRATED):
-        raise UserError(f"{type(student).__name__}: is calibrated already; give the original")
-    one, other = (base_model_type(model.config.model_type) for model in (student, teacher))
-    widths = [model.config.get_text_config().hidden_size for model in (student, teacher)]
-    if one != other or widths[0] != widths[1] or getattr(teacher.config, "farskip", None) is not None:
         raise UserError(
-            f"{type(teacher).__name__}: the teacher has to be the student's original, a regular {one} of width"
-            f" {widths[0]}"
+            f"{type(student).__name__}: is calibrated already; give the original"
+        )
+    one, other = (
+        base_model_type(model.config.model_type) for model in (student, teacher)
+    )
+    widths = [
+        model.config.get_text_config().hidden_size for model in (student, teacher)
+    ]
+    if (
+        one != other
+        or widths[0] != widths[1]
+        or getattr(teacher.config, "farskip", None) is not None
+    ):
+        raise UserError(
+            f"{type(teacher).__name__}: the teacher has to be the student's original, a"
+            f" regular {one} of width {widths[0]}"
         )
     for model in (student, teacher):
         if is_sharded(model):
             raise UserError(
-                f"{type(model).__name__}: its weights are sharded over ranks; calibrate the checkpoint before"
-                " (fcsd calibrate), which holds one layer at a time"
+                f"{type(model).__name__}: its weights are sharded over ranks; calibrate"
+                " the checkpoint before (fcsd calibrate), which holds one layer at a"
+                " time"
             )
     layers = farskip_layers(student)
     if not layers:
-        raise UserError(f"{type(student).__name__}: no layer of it is rewired; there is nothing to calibrate")
+        raise UserError(
+            f"{type(student).__name__}: no layer of it is rewired; there is nothing to"
+            " calibrate"
+        )
     return layers
 
 
@@ -112,24 +158,28 @@ def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
     """Return this rank's share of the rows, which may be none where batches are few.
 
     Raises:
-        UserError: ids that the model does not know; fewer distinct tokens than four times its width; packed examples
-            that it would let see each other.
+        UserError: ids that the model does not know; fewer distinct tokens than four
+            times its width; packed examples that it would let see each other.
     """
     text, config = Text.of(batches_of(rows), ranks), model.config.get_text_config()
 
     def check() -> None:
-        ids = torch.cat([batch["input_ids"].flatten() for batch in text.batches] or [torch.zeros(1)])
+        ids = torch.cat(
+            [batch["input_ids"].flatten() for batch in text.batches] or [torch.zeros(1)]
+        )
         outside = ids[(ids < 0) | (ids >= config.vocab_size)]
         if len(outside):
             farthest = int(outside[outside.abs().argmax()])
             raise UserError(
-                f"calibration text: has the token id {farthest}, and the model {config.vocab_size} tokens; the rows"
-                " were made with another tokenizer, make them with the model's own"
+                f"calibration text: has the token id {farthest}, and the model"
+                f" {config.vocab_size} tokens; the rows were made with another"
+                " tokenizer, make them with the model's own"
             )
         if text.num_distinct < 4 * config.hidden_size:
             raise UserError(
-                f"calibration text: {text.num_distinct} distinct tokens of {text.num_tokens} in all (an example that"
-                f" comes again adds none); at least {4 * config.hidden_size} distinct ones are needed (4 x hidden"
+                f"calibration text: {text.num_distinct} distinct tokens of"
+                f" {text.num_tokens} in all (an example that comes again adds none); at"
+                f" least {4 * config.hidden_size} distinct ones are needed (4 x hidden"
                 " size): give more text"
             )
         for batch in text.batches:
@@ -140,16 +190,21 @@ def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
 
 
 def complaint(results: Sequence[dict[str, Any]]) -> tuple[bool, str] | None:
-    """Say that the text was too little, or too much alike: whether that rules the result out, and a line for people.
+    """Say that the text was too little, or too much alike: whether that rules the
+    result out, and a line for people.
 
-    Residuals of held-out text decide, summed over all layers (docs/decisions.md): where those of what branches read
-    grow, or those of what they add double, the model is no better than with copied weights, or hardly. In small
-    models what they add is missed a little more with any text.
+    Residuals of held-out text decide, summed over all layers (docs/decisions.md): where
+    those of what branches read grow, or those of what they add double, the model is no
+    better than with copied weights, or hardly. In small models what they add is missed
+    a little more with any text.
     """
 
     def total(side: int, *, adds: bool) -> float:
         pairs = (
-            pair for one in results for name, pair in one["held_out"].items() if (name == "adds") is adds
+            pair
+            for one in results
+            for name, pair in one["held_out"].items()
+            if (name == "adds") is adds
         )
         return sum(pair[side] for pair in pairs)
 
@@ -157,17 +212,25 @@ def complaint(results: Sequence[dict[str, Any]]) -> tuple[bool, str] | None:
     for adds, usual, limit in ((False, 1.0, 1.0), (True, FITS_THE_SAMPLE, _RULED_OUT)):
         before, after = total(0, adds=adds), total(1, adds=adds)
         if after > usual * before:
-            return after > limit * before, (
-                f"calibration text: is too little, or too much alike: of text that was left out, what rewired layers"
-                f" {'add' if adds else 'read'} misses the original's by {after:.3g} with the maps and by {before:.3g}"
-                f" without, so that the model may become worse (relative squares, all layers); {more}"
+            return (
+                after > limit * before,
+                (
+                    "calibration text: is too little, or too much alike: of text that"
+                    f" was left out, what rewired layers {'add' if adds else 'read'}"
+                    f" misses the original's by {after:.3g} with the maps and by"
+                    f" {before:.3g} without, so that the model may become worse"
+                    f" (relative squares, all layers); {more}"
+                ),
             )
     return None
 
 
 def shown(result: dict[str, Any]) -> str:
     """Say in a few words what one layer's solutions left of the difference to the teacher."""
-    parts = [f"{name} {before:.3f}>{after:.3f}" for name, (before, after) in result["reads"].items()]
+    parts = [
+        f"{name} {before:.3f}>{after:.3f}"
+        for name, (before, after) in result["reads"].items()
+    ]
     if result["adds"] is not None:
         parts.append("adds {:.3f}>{:.3f}".format(*result["adds"]))
     if result["experts"] is not None:

@@ -1,6 +1,6 @@
-"""Look up which weights of a layer read what a branch is given, and which write what it adds:
-`fcsd.model.families.folding`; and fold a map into them: they then read x A in the place of x, or write u B in the place
-of u.
+"""Look up which weights of a layer read what a branch is given, and which write what it
+adds: `fcsd.model.families.folding`; and fold a map into them: they then read x A in the
+place of x, or write u B in the place of u.
 
     roles = roles_of(layer, family)               # of a rewired layer
     roles.sides                                   # [Side("self_attn", readers), Side("mlp", readers)]
@@ -26,7 +26,9 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class Side:
-    """What one branch reads: module that is called with it, and the weights that a map of it goes into."""
+    """What one branch reads: module that is called with it, and the weights that a map
+    of it goes into.
+    """
 
     modules: tuple[str, ...]
     readers: tuple[Place, ...]
@@ -34,7 +36,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Group:
-    """What one branch adds: `factor` times the outputs of modules, linear in the weights that a map goes into."""
+    """What one branch adds: `factor` times the outputs of modules, linear in the
+    weights that a map goes into.
+    """
 
     modules: tuple[str, ...]
     writers: tuple[Place, ...]
@@ -43,9 +47,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module of routed experts that are slices of its weights, so that each can have maps of its own.
+    """A module of routed experts that are slices of its weights, so that each can have
+    maps of its own.
 
-    readers: weights that multiply what the branch reads, and nothing else. writers, factor: as of a `Group`.
+    readers: weights that multiply what the branch reads, and nothing else. writers,
+    factor: as of a `Group`.
     """
 
     module: str
@@ -74,41 +80,59 @@ def roles_of(layer: Any, family: Family) -> Roles:
         if readers := _places(layer, modules, folding, reads=True):
             roles.sides.append(Side(modules, readers))
         else:
-            roles.rest.append(f"what {name} reads: no weight of it multiplies that alone")
+            roles.rest.append(
+                f"what {name} reads: no weight of it multiplies that alone"
+            )
         for module, operation in folding.other_uses:
             if module in dict(layer.named_modules()) and _within(module, name):
                 roles.rest.append(f"what {name} reads, where {operation} takes it")
         is_moe = is_one_of(layer.get_submodule(name), family.moe_block)
         read_inside = mlp_reads_the_rest and name != family.moe
         if name in folding.closed or (is_moe and not family.additive) or read_inside:
-            closed.append(f"what {name} adds: its last product does not reach the stream by sums alone")
+            closed.append(
+                f"what {name} adds: its last product does not reach the stream by sums"
+                " alone"
+            )
             continue
         writers = _places(layer, modules, folding, reads=False)
         roles.groups.append(Group(modules, writers, _factor(layer, family, name)))
         if is_moe and family.scaled_experts is None:
             roles.experts = _experts(layer, family, readers, roles.groups[-1])
     roles.groups.sort(key=lambda group: group.modules[0].count("."))
-    roles.rest += [f"what {name} reads: it is not given the output of a norm" for name in folding.unread]
+    roles.rest += [
+        f"what {name} reads: it is not given the output of a norm"
+        for name in folding.unread
+    ]
     roles.rest += closed
     return roles
 
 
 def separate(layer: nn.Module) -> None:
-    """Give weights that are views of one tensor, as some conversions leave them, storages of their own."""
+    """Give weights that are views of one tensor, as some conversions leave them,
+    storages of their own.
+    """
     for parameter in layer.parameters():
-        if parameter.untyped_storage().nbytes() != parameter.nbytes or not parameter.is_contiguous():
+        if (
+            parameter.untyped_storage().nbytes() != parameter.nbytes
+            or not parameter.is_contiguous()
+        ):
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
 def _branches(layer: nn.Module, family: Family) -> list[tuple[str, ...]]:
-    """List the modules that read the stream, the MLP or MoE block last, with the shared expert beside it."""
-    mlp_norms = family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,)
+    """List the modules that read the stream, the MLP or MoE block last, with the shared
+    expert beside it.
+    """
+    mlp_norms = (
+        family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,)
+    )
     others = {family.norms, family.in_norm, *mlp_norms, *family.folding.unread}
     names = [
         f"{parent}.{name}" if parent else name
         for parent in dict.fromkeys(("", family.norms or ""))
         for name, child in layer.get_submodule(parent).named_children()
-        if name not in others and any(parameter.ndim >= 2 for parameter in child.parameters())
+        if name not in others
+        and any(parameter.ndim >= 2 for parameter in child.parameters())
     ]
     mlp = tuple(name for name in (family.moe, family.layer_shared) if name in names)
     return [*((name,) for name in names if name not in mlp), mlp]
@@ -140,14 +164,22 @@ def _factor(layer: nn.Module, family: Family, branch: str) -> float:
     return float(getattr(layer, name)) if name else 1.0
 
 
-def _experts(layer: nn.Module, family: Family, readers: tuple[Place, ...], group: Group) -> Experts | None:
+def _experts(
+    layer: nn.Module, family: Family, readers: tuple[Place, ...], group: Group
+) -> Experts | None:
     """Return the routed experts of a MoE block whose weights are slices of one tensor each."""
     block: Any = layer.get_submodule(family.moe)
     factor = group.factor
     if family.folding.routed_factor:
         factor *= getattr(block, family.folding.routed_factor)
-    has_shared = family.block_shared and getattr(block, family.block_shared, None) is not None
-    if has_shared and family.shared_average and getattr(block, family.shared_average) == "average":
+    has_shared = (
+        family.block_shared and getattr(block, family.block_shared, None) is not None
+    )
+    if (
+        has_shared
+        and family.shared_average
+        and getattr(block, family.shared_average) == "average"
+    ):
         factor /= 2
 
     def inside(places: tuple[Place, ...], module: str) -> tuple[Place, ...]:
@@ -156,7 +188,9 @@ def _experts(layer: nn.Module, family: Family, readers: tuple[Place, ...], group
     for name, _ in group.writers:
         module = name.rpartition(".")[0]
         if module.endswith("experts") and layer.get_parameter(name).ndim == 3:
-            return Experts(module, inside(readers, module), inside(group.writers, module), factor)
+            return Experts(
+                module, inside(readers, module), inside(group.writers, module), factor
+            )
     return None
 
 
@@ -174,8 +208,9 @@ def fold_map(
 ) -> None:
     """Change the weights of a layer in place, each in its own dtype.
 
-    places: names of parameters in the layer, and the axis of each that the map is multiplied with. matrix: (D, D), rows
-    are what is mapped: x A, u B. expert: change this slice of the parameters only, whose first axis is the experts.
+    places: names of parameters in the layer, and the axis of each that the map is
+    multiplied with. matrix: (D, D), rows are what is mapped: x A, u B. expert: change
+    this slice of the parameters only, whose first axis is the experts.
     """
     for name, axis in places:
         weight = layer.get_parameter(name)
@@ -185,7 +220,8 @@ def fold_map(
         )
         if expert is not None:
             _fold(weight[expert], axis - 1, factor)
-        elif weight.ndim == 3 and axis:  # an expert at a time: copies of all of them are large
+        # an expert at a time: copies of all of them are large
+        elif weight.ndim == 3 and axis:
             for part in weight:
                 _fold(part, axis - 1, factor)
         else:

@@ -1,8 +1,10 @@
-"""A checkpoint's model with the weights of one decoder layer in memory at a time, and a copy of its files to change.
+"""A checkpoint's model with the weights of one decoder layer in memory at a time, and a
+copy of its files to change.
 
-Names and shapes of files and model are taken to each other by transformers' own conversions, as `from_pretrained` and
-`save_pretrained` do it; values are float32 in memory. A tensor that has changed is written over the old bytes of the
-copy: its dtype and shape stay, and so does the file's header.
+Names and shapes of files and model are taken to each other by transformers' own
+conversions, as `from_pretrained` and `save_pretrained` do it; values are float32 in
+memory. A tensor that has changed is written over the old bytes of the copy: its dtype
+and shape stay, and so does the file's header.
 
 Not covered: quantised checkpoints, whose tensors the quantisation method names.
 """
@@ -33,10 +35,16 @@ from fcsd.training.calibration.steps import Steps, Stream
 
 
 class Layerwise(Models):
-    """Teacher and student that share the weights of a checkpoint: one layer of them is loaded at a time."""
+    """Teacher and student that share the weights of a checkpoint: one layer of them is
+    loaded at a time.
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, connectivity: Connectivity, device: torch.device, **options: Any
+        self,
+        checkpoint: Checkpoint,
+        connectivity: Connectivity,
+        device: torch.device,
+        **options: Any,
     ) -> None:
         assert checkpoint.family is not None
         self.checkpoint = checkpoint
@@ -46,9 +54,15 @@ class Layerwise(Models):
         steps = Steps(self.model, checkpoint.family)
         super().__init__(steps, steps, device)
         names = {module: name for name, module in self.model.named_modules()}
-        self.stack = next(name for module, name in names.items() if module is self.student.layers)
+        self.stack = next(
+            name for module, name in names.items() if module is self.student.layers
+        )
         head = f"{names[output_head(self.model)]}."
-        outside = (name for name in self.model.state_dict() if not name.startswith((f"{self.stack}.", head)))
+        outside = (
+            name
+            for name in self.model.state_dict()
+            if not name.startswith((f"{self.stack}.", head))
+        )
         self.files = {
             name: file
             for file in checkpoint.weight_files
@@ -74,7 +88,12 @@ class Layerwise(Models):
             layer.to("meta")
 
     def fold(
-        self, index: int, places: Sequence[Place], matrix: Tensor, use: Any, expert: int | None = None
+        self,
+        index: int,
+        places: Sequence[Place],
+        matrix: Tensor,
+        use: Any,
+        expert: int | None = None,
     ) -> None:
         """Fold a map, and round the weights to what their files hold."""
         super().fold(index, places, matrix, use, expert)
@@ -86,7 +105,9 @@ class Layerwise(Models):
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
         """Return the tensors of the loaded layer by their names in the files."""
         own = self.student.layers[index].state_dict()
-        return self._in_files({f"{self.stack}.{index}.{name}": value for name, value in own.items()})
+        return self._in_files(
+            {f"{self.stack}.{index}.{name}": value for name, value in own.items()}
+        )
 
     def files_of(self, layers: Iterable[int]) -> set[str]:
         """Name the weight files that hold tensors of these layers."""
@@ -95,17 +116,24 @@ class Layerwise(Models):
     def head(self) -> nn.Linear:
         """Load the output head, which no layer needs, and return it."""
         head = output_head(self.model)
-        name = next(name for name, module in self.model.named_modules() if module is head)
+        name = next(
+            name for name, module in self.model.named_modules() if module is head
+        )
         names = [f"{name}.{parameter}" for parameter in head.state_dict()]
         state = self.model.state_dict()
-        if self._in_files({name: state[name] for name in names}).keys() <= self.files.keys():
+        if (
+            self._in_files({name: state[name] for name in names}).keys()
+            <= self.files.keys()
+        ):
             self._load(names)
         else:  # the files hold it once, as the embeddings
             self.model.tie_weights()
         return output_head(self.model)
 
     def _in_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Take tensors to the names and shapes of the checkpoint's files, which may be those of memory."""
+        """Take tensors to the names and shapes of the checkpoint's files, which may be
+        those of memory.
+        """
         from transformers.core_model_loading import revert_weight_conversion
 
         file_tensors = revert_weight_conversion(self.model, tensors)
@@ -118,8 +146,14 @@ class Layerwise(Models):
         from transformers.utils import logging
 
         state = self.model.state_dict()
-        owners = {name: self.model.get_submodule(name.rpartition(".")[0]) for name in names}
-        wanted = [name for name, owner in owners.items() if not getattr(owner, "_is_tied", False)]
+        owners = {
+            name: self.model.get_submodule(name.rpartition(".")[0]) for name in names
+        }
+        wanted = [
+            name
+            for name, owner in owners.items()
+            if not getattr(owner, "_is_tied", False)
+        ]
         with contextlib.ExitStack() as opened:
             slices: dict[str, Any] = {}
             by_file: dict[str, Any] = {}
@@ -141,23 +175,38 @@ class Layerwise(Models):
         self.model._weight_conversions = None
         for name in wanted:
             if self.model.get_parameter_or_buffer(name).is_meta:
-                raise AssertionError(f"{self.checkpoint.folder}: '{name}' was not loaded")
+                raise AssertionError(
+                    f"{self.checkpoint.folder}: '{name}' was not loaded"
+                )
 
     def _note_dtypes(self, names: Sequence[str], slices: dict[str, Any]) -> None:
-        dtypes = {name: value[:0].dtype for name, value in slices.items() if value.get_shape()}
+        dtypes = {
+            name: value[:0].dtype for name, value in slices.items() if value.get_shape()
+        }
         kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
         state = self.model.state_dict() if len(kinds) > 1 else {}
         for name in names:
-            # Conversions may need several weights at once, so they are asked only if it matters.
+            # Conversions may need several weights at once, so they are asked only if it
+            # matters.
             in_files = self._in_files({name: state[name]}) if state else {}
-            self._dtypes[name] = next((dtypes[one] for one in in_files if one in dtypes), next(iter(kinds)))
+            self._dtypes[name] = next(
+                (dtypes[one] for one in in_files if one in dtypes), next(iter(kinds))
+            )
 
     @torch.no_grad()
     def _fill_buffers(self, root: nn.Module, leave_out: str | None = None) -> None:
-        """Compute the buffers that no file holds, as `from_pretrained` does: by the model's own initialisation."""
-        excluded = set(self.model.get_submodule(leave_out).modules()) if leave_out else set()
+        """Compute the buffers that no file holds, as `from_pretrained` does: by the
+        model's own initialisation.
+        """
+        excluded = (
+            set(self.model.get_submodule(leave_out).modules()) if leave_out else set()
+        )
         for module in root.modules():
-            meta = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+            meta = {
+                name: buffer
+                for name, buffer in module.named_buffers(recurse=False)
+                if buffer.is_meta
+            }
             if module in excluded or not meta:
                 continue
             for name, buffer in meta.items():
@@ -170,13 +219,17 @@ class Layerwise(Models):
 
         body: Any = self.model
         for candidate in self.model.modules():
-            if isinstance(candidate, PreTrainedModel) and any(m is module for m in candidate.modules()):
+            if isinstance(candidate, PreTrainedModel) and any(
+                m is module for m in candidate.modules()
+            ):
                 body = candidate
         return body
 
 
 def own_copies(folder: Path, source: Path, files: Iterable[str]) -> None:
-    """Give `folder` copies of its own of weight files that are links to the source's; what is one already stays."""
+    """Give `folder` copies of its own of weight files that are links to the source's;
+    what is one already stays.
+    """
     for name in files:
         if os.path.samefile(folder / name, source / name):
             temporary = folder / f".{name}.tmp"
@@ -187,15 +240,18 @@ def own_copies(folder: Path, source: Path, files: Iterable[str]) -> None:
 def write_changed(
     folder: Path, files: dict[str, str], tensors: dict[str, Tensor], source: Path
 ) -> dict[str, str]:
-    """Write the tensors that differ from the source's over their bytes in `folder`; return their names with the SHA-256
-    of those bytes.
+    """Write the tensors that differ from the source's over their bytes in `folder`;
+    return their names with the SHA-256 of those bytes.
 
     files: tensor -> file.
     """
     changed: dict[str, str] = {}
     for file in sorted({files[name] for name in tensors}):
         header, begin = safetensors_header(folder / file)
-        with safe_open(source / file, framework="pt") as old, (folder / file).open("r+b") as stream:
+        with (
+            safe_open(source / file, framework="pt") as old,
+            (folder / file).open("r+b") as stream,
+        ):
             for name in (name for name in tensors if files[name] == file):
                 value = old.get_tensor(name)
                 new = tensors[name].to("cpu", value.dtype).reshape(value.shape)
@@ -215,10 +271,11 @@ def write_changed(
 def damage_of_copies(
     folder: Path, source: Path, files: Iterable[str], written: Mapping[str, str]
 ) -> str | None:
-    """Compare the copies in `folder` with what was written; tell which is damaged, or None.
+    """Compare the copies in `folder` with what was written; tell which is damaged, or
+    None.
 
-    A tensor that is none of those `written` (name -> SHA-256), gets the source's bytes again where it has others: a
-    layer that was cut off is solved from them.
+    A tensor that is none of those `written` (name -> SHA-256), gets the source's bytes
+    again where it has others: a layer that was cut off is solved from them.
     """
     for file in sorted({*files}):
         if os.path.samefile(folder / file, source / file):

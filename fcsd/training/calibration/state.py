@@ -1,4 +1,6 @@
-"""What a calibration works on: two models, of which a layer is in memory, and their streams of the same rows."""
+"""What a calibration works on: two models, of which a layer is in memory, and their
+streams of the same rows.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _SEEN = 4  # as many tokens that come again tell nothing new
 
 
 class Models:
-    """Teacher and student, both loaded; `Layerwise` has a layer of them in memory while it is worked on."""
+    """Teacher and student, both loaded; `Layerwise` has a layer of them in memory while
+    it is worked on.
+    """
 
     def __init__(self, student: Steps, teacher: Steps, device: torch.device):
         self.student, self.teacher, self.device = student, teacher, device
@@ -37,7 +41,12 @@ class Models:
         return contextlib.nullcontext()
 
     def fold(
-        self, index: int, places: Sequence[Place], matrix: Tensor, use: Any, expert: int | None = None
+        self,
+        index: int,
+        places: Sequence[Place],
+        matrix: Tensor,
+        use: Any,
+        expert: int | None = None,
     ) -> None:
         """Fold a map into weights of the student's layer, or into those of one expert."""
         fold_map(self.student.layers[index], places, matrix, use, expert)
@@ -45,8 +54,9 @@ class Models:
 
 @dataclass
 class State:
-    """How far a walk is. student: None while it is the teacher's stream. results: one of each layer that was solved.
-    written: tensors that were written, with the SHA-256 of their bytes."""
+    """How far a walk is. student: None while it is the teacher's stream. results: one
+    of each layer that was solved. written: tensors that were written, with the SHA-256
+    of their bytes."""
 
     next_layer: int
     teacher: list[Stream]
@@ -59,9 +69,10 @@ class State:
 class Text:
     """What a calibration is solved on, a rank's share of it.
 
-    held_out: which tokens (B * T,) of each batch a map is tested on: every fourth row of those that differ, whichever
-    rank has them; of fewer rows the last quarter of each. num_tokens, num_distinct: of text of all ranks, and how many
-    of them differ, they and the three before them in their example.
+    held_out: which tokens (B * T,) of each batch a map is tested on: every fourth row
+    of those that differ, whichever rank has them; of fewer rows the last quarter of
+    each. num_tokens, num_distinct: of text of all ranks, and how many of them differ,
+    they and the three before them in their example.
     """
 
     batches: Sequence[Batch]
@@ -79,9 +90,15 @@ class Text:
         for batch in batches:
             columns = [batch["input_ids"], batch["position_ids"], real_tokens(batch)]
             rows = list(zip(*(column.tolist() for column in columns), strict=True))
-            numbers.append(torch.tensor([known.setdefault(tuple(ids), len(known)) for ids, _, _ in rows]))
+            numbers.append(
+                torch.tensor(
+                    [known.setdefault(tuple(ids), len(known)) for ids, _, _ in rows]
+                )
+            )
             for ids, positions, is_text in rows:
-                for place, (position, counts) in enumerate(zip(positions, is_text, strict=True), 1):
+                for place, (position, counts) in enumerate(
+                    zip(positions, is_text, strict=True), 1
+                ):
                     if counts and position + 1 >= _SEEN:
                         different.add(tuple(ids[place - _SEEN : place]))
                 num_tokens += sum(is_text)
@@ -89,17 +106,26 @@ class Text:
         for batch, number in zip(batches, numbers, strict=True):
             length = batch["input_ids"].shape[1]
             if len(known) < _HELD_OUT:
-                held_out.append((torch.arange(length) >= length - length // _HELD_OUT).repeat(len(number)))
+                held_out.append(
+                    (torch.arange(length) >= length - length // _HELD_OUT).repeat(
+                        len(number)
+                    )
+                )
             else:
-                held_out.append((number % _HELD_OUT == _HELD_OUT - 1).repeat_interleave(length))
-        return cls(ranks.deal(batches), ranks.deal(held_out), num_tokens, len(different))
+                held_out.append(
+                    (number % _HELD_OUT == _HELD_OUT - 1).repeat_interleave(length)
+                )
+        return cls(
+            ranks.deal(batches), ranks.deal(held_out), num_tokens, len(different)
+        )
 
 
 @dataclass(frozen=True)
 class Work:
     """One rewired layer and the rows that it is calibrated on, a rank's share of them.
 
-    teacher, student: the streams before it. masks: which tokens (B * T,) of each batch are text.
+    teacher, student: the streams before it. masks: which tokens (B * T,) of each batch
+    are text.
     """
 
     models: Models
@@ -128,7 +154,10 @@ class Work:
 
     def step(self, place: int) -> Stream:
         """Return the student's stream of a batch behind the layer."""
-        batch, stream = (to(values, self.device) for values in (self.batches[place], self.student[place]))
+        batch, stream = (
+            to(values, self.device)
+            for values in (self.batches[place], self.student[place])
+        )
         return self.models.student.step(self.index, batch, stream)
 
     def rows(self, values: Tensor, place: int) -> Tensor:
@@ -138,16 +167,26 @@ class Work:
 
     def problems(self, num_inputs: int = 1) -> tuple[LeastSquares, LeastSquares]:
         """Return the sums of a problem, and of the rows that its map is tested on."""
-        one, other = (LeastSquares(self.width, num_inputs, self.device) for _ in range(2))
+        one, other = (
+            LeastSquares(self.width, num_inputs, self.device) for _ in range(2)
+        )
         return one, other
 
-    def add(self, problems: tuple[LeastSquares, LeastSquares], place: int, x: Tensor, y: Tensor) -> None:
+    def add(
+        self,
+        problems: tuple[LeastSquares, LeastSquares],
+        place: int,
+        x: Tensor,
+        y: Tensor,
+    ) -> None:
         """Add what belongs to the tokens of text of a batch, x (N, K·D), y (N, D)."""
         tested = self.rows(self.text.held_out[place][:, None], place)[:, 0]
         for rows, sums in zip((~tested, tested), problems, strict=True):
             sums.add(x[rows.to(x.device)], y[rows.to(y.device)])
 
-    def solve(self, problems: tuple[LeastSquares, LeastSquares], ridge: float, what: str) -> Solution:
+    def solve(
+        self, problems: tuple[LeastSquares, LeastSquares], ridge: float, what: str
+    ) -> Solution:
         """Solve over all ranks; the rows that it is tested on decide nothing."""
         problem, held_out = problems
         problem.sum_over(self.ranks)

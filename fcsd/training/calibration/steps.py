@@ -1,8 +1,10 @@
-"""Run one decoder layer of a model on a stream of its own, called by the model's own loop.
+"""Run one decoder layer of a model on a stream of its own, called by the model's own
+loop.
 
-The loop makes what a layer is called with (masks, rotary embeddings, positions, edits of the stream). So it is the loop
-that is run: the layers before the one that is wanted hand on what they are given, that one gets the stream that is
-kept, and behind it the pass ends. Layers that are skipped need no weights.
+The loop makes what a layer is called with (masks, rotary embeddings, positions, edits
+of the stream). So it is the loop that is run: the layers before the one that is wanted
+hand on what they are given, that one gets the stream that is kept, and behind it the
+pass ends. Layers that are skipped need no weights.
 
 Not covered: layers that are wrapped (FSDP, DDP); models on several devices.
 """
@@ -21,8 +23,8 @@ from fcsd.model.families import Family
 from fcsd.training.losses.head import body_hidden
 
 Stream = dict[str, Tensor]
-"""What a layer hands on: o, the stream; partial, where its routed output is in flight; side, what some families' layers
-give the next one beside it."""
+"""What a layer hands on: o, the stream; partial, where its routed output is in flight;
+side, what some families' layers give the next one beside it."""
 
 
 class _Reached(BaseException):
@@ -37,7 +39,9 @@ def _skipping(cls: type, side: str | None) -> type:
     def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         return (hidden_states, None) if side else hidden_states
 
-    return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+    return type(
+        cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__}
+    )
 
 
 @functools.cache
@@ -46,7 +50,9 @@ def _giving(cls: type, side: str | None) -> type:
         kept: Stream = self._kept_stream
         return (kept["o"], kept.get("side")) if side else kept["o"]
 
-    return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+    return type(
+        cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__}
+    )
 
 
 @functools.cache
@@ -68,7 +74,9 @@ def _reached(cls: type, side: str | None) -> type:
         out = base_call(self, states, *args, **kwargs)
         raise _Reached(_stream(out, side))
 
-    return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+    return type(
+        cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__}
+    )
 
 
 def _stream(out: Any, side: str | None) -> Stream:
@@ -93,25 +101,38 @@ class Steps:
 
     @torch.no_grad()
     def step(self, index: int, batch: Batch, stream: Stream | None) -> Stream:
-        """Return the stream behind layer `index`, whose input is `stream`; of None the one before it."""
+        """Return the stream behind layer `index`, whose input is `stream`; of None the
+        one before it.
+        """
         with self._only(index, stream, _reached):
             try:
-                body_hidden(self.model, batch["input_ids"], batch["position_ids"], None, None)
+                body_hidden(
+                    self.model, batch["input_ids"], batch["position_ids"], None, None
+                )
             except _Reached as reached:
                 output: Stream = reached.value
                 return output
-        raise AssertionError(f"{type(self.model).__name__}: its forward did not call layer {index}")
+        raise AssertionError(
+            f"{type(self.model).__name__}: its forward did not call layer {index}"
+        )
 
     @torch.no_grad()
     def end(self, batch: Batch, stream: Stream) -> Tensor:
-        """Return the hidden states (B, T, D) after the final norm, of the stream behind the last layer."""
+        """Return the hidden states (B, T, D) after the final norm, of the stream behind
+        the last layer.
+        """
         with self._only(len(self.layers) - 1, stream, _giving):
-            hidden = body_hidden(self.model, batch["input_ids"], batch["position_ids"], None, None)
+            hidden = body_hidden(
+                self.model, batch["input_ids"], batch["position_ids"], None, None
+            )
         return hidden.unflatten(0, batch["input_ids"].shape)
 
     @contextlib.contextmanager
     def _only(
-        self, index: int, stream: Stream | None, kind: Callable[[type, str | None], type]
+        self,
+        index: int,
+        stream: Stream | None,
+        kind: Callable[[type, str | None], type],
     ) -> Iterator[None]:
         side = self.family.side_output
         classes: list[Any] = [type(layer) for layer in self.layers]

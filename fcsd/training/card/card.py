@@ -1,6 +1,8 @@
-"""The model card of a checkpoint: what it is, how it was made and how it is loaded, in one text for all who write one.
+"""The model card of a checkpoint: what it is, how it was made and how it is loaded, in
+one text for all who write one.
 
-Not covered: what was measured on it; those who know it hand it over in words (`fcsd.report.publish.card`).
+Not covered: what was measured on it; those who know it hand it over in words
+(`fcsd.report.publish.card`).
 """
 
 import importlib.metadata
@@ -11,7 +13,13 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from fcsd.base.repository import plugin_install
-from fcsd.base.text import calibration_kl_text, items_text, plus_minus, scored_row, stopping_text
+from fcsd.base.text import (
+    calibration_kl_text,
+    items_text,
+    plus_minus,
+    scored_row,
+    stopping_text,
+)
 from fcsd.model.connectivity.extra_tensors import promised_layers
 from fcsd.model.connectivity.modeling import supported_transformers
 from fcsd.model.connectivity.spec import CALIBRATED
@@ -23,16 +31,32 @@ _TEMPLATE = Path(__file__).with_name("card.md")
 
 
 def card_of(
-    facts: Facts, result: Mapping[str, str] | None = None, index: list[EvalResult] | None = None
+    facts: Facts,
+    result: Mapping[str, str] | None = None,
+    index: list[EvalResult] | None = None,
 ) -> ModelCard:
-    """Write the card: what FarSkip is, which layers, results with their settings, recipe, limits, how to load.
+    """Write the card: what FarSkip is, which layers, results with their settings,
+    recipe, limits, how to load.
 
-    result: the words of what was measured, as the template names them. index: the same as metadata.
+    result: the words of what was measured, as the template names them. index: the same
+    as metadata.
     """
-    heads = [name for name in facts.config.get("auto_map", {}) if name.startswith("AutoModelFor")]
-    auto = heads[0] if heads and "AutoModelForCausalLM" not in heads else "AutoModelForCausalLM"
+    heads = [
+        name
+        for name in facts.config.get("auto_map", {})
+        if name.startswith("AutoModelFor")
+    ]
+    auto = (
+        heads[0]
+        if heads and "AutoModelForCausalLM" not in heads
+        else "AutoModelForCausalLM"
+    )
     text_only = auto == "AutoModelForCausalLM"
-    reader, pipeline = ("tokenizer", "text-generation") if text_only else ("processor", "image-text-to-text")
+    reader, pipeline = (
+        ("tokenizer", "text-generation")
+        if text_only
+        else ("processor", "image-text-to-text")
+    )
     data = ModelCardData(
         language=list(facts.language) or None,
         license=facts.licence.get("license"),
@@ -40,7 +64,11 @@ def card_of(
         license_link=facts.licence.get("license_link"),
         base_model=facts.base,
         base_model_relation="finetune" if facts.base else None,
-        datasets=[path for path in _paths((facts.training or {}).get("settings", {})) if hub_id(path)]
+        datasets=[
+            path
+            for path in _paths((facts.training or {}).get("settings", {}))
+            if hub_id(path)
+        ]
         or None,
         library_name="transformers",
         pipeline_tag=pipeline,
@@ -77,7 +105,11 @@ def _tags(facts: Facts) -> list[str]:
 
 def _untrained(facts: Facts) -> bool:
     training = facts.training
-    copied = training is not None and not _has_steps(training) and CALIBRATED not in facts.config
+    copied = (
+        training is not None
+        and not _has_steps(training)
+        and CALIBRATED not in facts.config
+    )
     return facts.untrained or copied
 
 
@@ -101,7 +133,9 @@ def _objective(training: Mapping[str, Any]) -> str:
 
 def _training(facts: Facts) -> str:
     training = facts.training
-    if (calibrated := _calibrated(facts)) and (training is None or not _has_steps(training)):
+    if (calibrated := _calibrated(facts)) and (
+        training is None or not _has_steps(training)
+    ):
         sources = measured = ""
         if training is not None:
             sources = _sources(training["settings"])
@@ -112,13 +146,17 @@ def _training(facts: Facts) -> str:
     if _untrained(facts):
         return "Rewired with fcsd, not trained: the weights are those of the original."
     if training is None:
-        return "How the weights were trained after the conversion, if they were, is not recorded."
+        return (
+            "How the weights were trained after the conversion, if they were, is not"
+            " recorded."
+        )
     settings, results = training["settings"], training["results"]
     train = settings.get("train", {})
     inputs, lora = training.get("inputs", {}), settings.get("lora")
     own = inputs.get("teacher", inputs.get("original")) == inputs.get("original")
     teacher = training.get(
-        "teacher", "the original checkpoint" if own else "another checkpoint than the original"
+        "teacher",
+        "the original checkpoint" if own else "another checkpoint than the original",
     )
     objective = _objective(training)
     fcsd = f"Self-distillation (FCSD): teacher is {teacher}, objective `{objective}`"
@@ -126,8 +164,8 @@ def _training(facts: Facts) -> str:
     if training["stage"] != "pretrain":
         begin = begin.replace(" from scratch", "")
     lines = [
-        f"{begin}, {results.get('steps', 0)} steps of"
-        f" {train.get('batch_size_tokens')} tokens, learning rate {train.get('learning_rate', 0):g}"
+        f"{begin}, {results.get('steps', 0)} steps of {train.get('batch_size_tokens')}"
+        f" tokens, learning rate {train.get('learning_rate', 0):g}"
         + (f", LoRA of rank {lora['r']} merged into the weights." if lora else ".")
     ]
     if results.get("best_step") is not None:
@@ -135,10 +173,15 @@ def _training(facts: Facts) -> str:
         outcome = results.get("early_stopping") or {}
         if stopping.get("dataset"):
             stopping |= {"dataset": public_name(stopping["dataset"])}
-        lines.append(f"The checkpoint of step {results['best_step']} was chosen by {stopping_text(stopping)}")
+        lines.append(
+            f"The checkpoint of step {results['best_step']} was chosen by"
+            f" {stopping_text(stopping)}"
+        )
         if outcome:
             score = plus_minus(results["best_score"], outcome["best_stderr"])
-            items = items_text(stopping["metric"], outcome["num_items"], outcome["num_items_total"])
+            items = items_text(
+                stopping["metric"], outcome["num_items"], outcome["num_items_total"]
+            )
             lines[-1] += f" ({score} on {items})"
         lines[-1] += "."
     if calibrated:
@@ -147,11 +190,15 @@ def _training(facts: Facts) -> str:
         lines.append(sources)
     lines.extend(training.get("notes", []))
     if overlapping := (results.get("decontamination") or {}).get("num_left_out"):
-        lines.append(f"{overlapping} examples that overlap with test items were left out.")
+        lines.append(
+            f"{overlapping} examples that overlap with test items were left out."
+        )
     if bad := (results.get("bad_rows") or {}).get("num_left_out"):
         lines.append(f"{bad} examples that could not be tokenized were left out.")
     if facts.report:
-        lines.append("The whole recipe, versions and per-item comparisons are in `report.md`.")
+        lines.append(
+            "The whole recipe, versions and per-item comparisons are in `report.md`."
+        )
     return " ".join(lines)
 
 
@@ -161,21 +208,30 @@ def _calibrated(facts: Facts) -> str:
     if entry is None:
         return ""
     return (
-        f"Calibrated with fcsd: closed-form maps, solved on {entry['tokens']:,} tokens against the original, are folded"
-        f" into the weights of {len(entry['layers'])} layers, which are therefore not the original's."
+        f"Calibrated with fcsd: closed-form maps, solved on {entry['tokens']:,} tokens"
+        f" against the original, are folded into the weights of {len(entry['layers'])}"
+        " layers, which are therefore not the original's."
     )
 
 
 def _paths(settings: Mapping[str, Any]) -> list[str]:
     """List the data sets that a model was trained on; one may give several splits."""
-    return list(dict.fromkeys(str(source["path"]) for source in settings.get("data", {}).get("train", [])))
+    return list(
+        dict.fromkeys(
+            str(source["path"]) for source in settings.get("data", {}).get("train", [])
+        )
+    )
 
 
 def _sources(settings: Mapping[str, Any]) -> str:
     sources = dict.fromkeys(map(public_name, _paths(settings)))
-    return f" Data: {', '.join(f'`{source}`' for source in sources)}." if sources else ""
+    return (
+        f" Data: {', '.join(f'`{source}`' for source in sources)}." if sources else ""
+    )
 
 
 def public_name(location: str) -> str:
-    """Return the Hub id of a data set or model, or the last name of a local path: a card names no place."""
+    """Return the Hub id of a data set or model, or the last name of a local path: a
+    card names no place.
+    """
     return location if hub_id(location) else Path(location).name

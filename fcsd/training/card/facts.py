@@ -16,7 +16,8 @@ from fcsd.base.files import check_regular, read_json
 from fcsd.model.connectivity.checkpoint import files_like
 
 CARD = "README.md"
-HERE = "path/to/this/folder"  # stands in a card for the repository id as long as there is none
+# stands in a card for the repository id as long as there is none
+HERE = "path/to/this/folder"
 
 
 LICENCE_KEYS = ("license", "license_name", "license_link")
@@ -27,18 +28,16 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class Facts:
     """The facts that a card states.
 
-    name, where: title, and the repository id or `HERE`.
-    config: config.json of the checkpoint.
-    base: hub id of the original, or None.
-    licence: `license`, `license_name`, `license_link`, as far as they are known.
-    training: manifest of the stage that left the checkpoint (`distill`, `convert`, `pretrain`), or what
+    name, where: title, and the repository id or `HERE`. config: config.json of the
+    checkpoint. base: hub id of the original, or None. licence: `license`,
+    `license_name`, `license_link`, as far as they are known. training: manifest of the
+    stage that left the checkpoint (`distill`, `convert`, `pretrain`), or what
         `fcsd.training.card.trainer` says in its place; None: not known.
-    untrained: whether the weights are known to be those of the original.
-    chat: whether the tokenizer has a chat template.
-    tags: beside those that every card has.
-    result, comparison: what `fcsd evaluate` measured on the checkpoint, and `scores.compare` with the original.
-    figures: file beside the card -> caption.
-    report: whether `report.md` of the run lies beside the card.
+    untrained: whether the weights are known to be those of the original. chat: whether
+    the tokenizer has a chat template. tags: beside those that every card has. result,
+    comparison: what `fcsd evaluate` measured on the checkpoint, and `scores.compare`
+    with the original. figures: file beside the card -> caption. report: whether
+    `report.md` of the run lies beside the card.
     """
 
     name: str
@@ -63,14 +62,22 @@ def hub_id(text: str) -> str | None:
 
 
 def origin_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a stage's manifest says of the original: `path` and `revision`; {} where it says nothing."""
-    origin: dict[str, Any] = record.get("settings", {}).get("model") or record.get("results", {}).get("model")
+    """Return what a stage's manifest says of the original: `path` and `revision`; {}
+    where it says nothing.
+    """
+    origin: dict[str, Any] = record.get("settings", {}).get("model") or record.get(
+        "results", {}
+    ).get("model")
     return origin or {}
 
 
 def recorded_origin(folder: Path) -> tuple[str, str | None] | None:
-    """Return path and revision of the original of a checkpoint folder, where the stage that left it says so."""
-    origin = origin_of(read_manifest(folder.parent if folder.name == "model" else folder))
+    """Return path and revision of the original of a checkpoint folder, where the stage
+    that left it says so.
+    """
+    origin = origin_of(
+        read_manifest(folder.parent if folder.name == "model" else folder)
+    )
     return (str(origin["path"]), origin.get("revision")) if origin.get("path") else None
 
 
@@ -87,16 +94,21 @@ def inherited_from(folder: Path) -> dict[str, Any]:
 
 
 def inherited_by(base: str, revision: str | None) -> dict[str, Any]:
-    """Read licence and languages of the original: from the card in its folder, or in its repository."""
+    """Read licence and languages of the original: from the card in its folder, or in
+    its repository.
+    """
     if Path(base).is_dir():
         return inherited_from(Path(base))
     if hub_id(base) is None:
         return {}
     try:
-        return inherited_from(Path(hf_hub_download(base, CARD, revision=revision)).parent)
+        return inherited_from(
+            Path(hf_hub_download(base, CARD, revision=revision)).parent
+        )
     except UserError:
         raise
-    except Exception as error:  # offline, no such repository, no card: said below, with what to do
+    # offline, no such repository, no card: said below, with what to do
+    except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         text = without_credentials(f"the card of {base} cannot be read: {reason}")
         print(f"note: {text}", file=sys.stderr)
@@ -111,11 +123,15 @@ def licence_of(inherited: Mapping[str, Any], stated: str | None) -> dict[str, An
 
 
 def with_linked_licence(facts: Facts, folder: Path) -> Facts:
-    """Give the licence a link that leads to the file beside the original's card, unless that is in the folder."""
+    """Give the licence a link that leads to the file beside the original's card, unless
+    that is in the folder.
+    """
     link = str(facts.licence.get("license_link") or "")
     if not link or "://" in link or (folder / link).is_file():
         return facts
-    there = f"https://huggingface.co/{facts.base}/blob/main/{link}" if facts.base else None
+    there = (
+        f"https://huggingface.co/{facts.base}/blob/main/{link}" if facts.base else None
+    )
     return replace(facts, licence={**facts.licence, "license_link": there})
 
 
@@ -128,12 +144,18 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def front_matter(card: Path) -> dict[str, Any]:
-    """Read the metadata of a model card; {} where it has none, UserError where it is no mapping in YAML."""
+    """Read the metadata of a model card; {} where it has none, UserError where it is no
+    mapping in YAML.
+    """
     check_regular(card)
     try:
         return metadata_load(card) or {}
     except yaml.YAMLError as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{card}: the metadata between the --- lines is not YAML: {reason}") from None
+        raise UserError(
+            f"{card}: the metadata between the --- lines is not YAML: {reason}"
+        ) from None
     except (ValueError, RecursionError):
-        raise UserError(f"{card}: the metadata between the --- lines must be keys and values") from None
+        raise UserError(
+            f"{card}: the metadata between the --- lines must be keys and values"
+        ) from None

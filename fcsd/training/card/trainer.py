@@ -1,4 +1,5 @@
-"""The model card of what an `FCSDTrainer` has trained, which `create_model_card` and `push_to_hub` write.
+"""The model card of what an `FCSDTrainer` has trained, which `create_model_card` and
+`push_to_hub` write.
 
 Not covered: results of `fcsd evaluate`, which `fcsd push` adds.
 """
@@ -32,15 +33,25 @@ TAGS = ("farskip", "fcsd")
 """What a model on the Hub is tagged with."""
 
 _NO_PLACE = ("tasks", "dataset_args")
-_FILE_FORMATS = ("arrow", "csv", "generator", "json", "pandas", "parquet", "sql", "text", "webdataset")
+_FILE_FORMATS = (
+    "arrow",
+    "csv",
+    "generator",
+    "json",
+    "pandas",
+    "parquet",
+    "sql",
+    "text",
+    "webdataset",
+)
 
 
 @dataclass(frozen=True)
 class Given:
     """What a card says of the arguments of a trainer.
 
-    model: the path or Hub id of the model, or ""; teacher: the same, None where the teacher is the original; data:
-    names of the training data, as far as they are known.
+    model: the path or Hub id of the model, or ""; teacher: the same, None where the
+    teacher is the original; data: names of the training data, as far as they are known.
     """
 
     model: str = ""
@@ -50,7 +61,11 @@ class Given:
 
 def given(model: Any, teacher: Any, data: Any) -> Given:
     """Look at the arguments of a trainer before anything is loaded or converted."""
-    return Given(_name_of(model), None if teacher is None else _name_of(teacher), dataset_names(data))
+    return Given(
+        _name_of(model),
+        None if teacher is None else _name_of(teacher),
+        dataset_names(data),
+    )
 
 
 def _name_of(model: Any) -> str:
@@ -60,44 +75,62 @@ def _name_of(model: Any) -> str:
 
 
 def dataset_names(data: Any) -> tuple[str, ...]:
-    """Return the Hub ids that a data set was loaded from, or the name of its builder; () where it has none."""
+    """Return the Hub ids that a data set was loaded from, or the name of its builder;
+    () where it has none.
+    """
     info = getattr(data, "info", None)
     files = getattr(info, "download_checksums", None) or {}
-    matches = [re.match(r"hf://datasets/([\w.-]+(?:/[\w.-]+)?)@", str(file)) for file in files]
+    matches = [
+        re.match(r"hf://datasets/([\w.-]+(?:/[\w.-]+)?)@", str(file)) for file in files
+    ]
     names = list(dict.fromkeys(match[1] for match in matches if match is not None))
     builder = getattr(info, "dataset_name", None) or getattr(info, "builder_name", None)
-    return tuple(names or ([builder] if builder and builder not in _FILE_FORMATS else []))
+    return tuple(
+        names or ([builder] if builder and builder not in _FILE_FORMATS else [])
+    )
 
 
 def _origin(model: str) -> tuple[str, str | None] | None:
-    """Return path and revision of the original that a model was made from: itself, if nothing else is recorded."""
+    """Return path and revision of the original that a model was made from: itself, if
+    nothing else is recorded.
+    """
     if not model:
         return None
     folder = Path(model)
-    if (cached := re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)$", model)) is not None:
+    if (
+        cached := re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)$", model)
+    ) is not None:
         return f"{cached[1]}/{cached[2]}", cached[3]
     if not folder.is_dir():
         return model, None
     if (recorded := recorded_origin(folder)) is not None:
         return recorded
-    named = front_matter(folder / CARD).get("base_model") if (folder / CARD).is_file() else None
+    named = (
+        front_matter(folder / CARD).get("base_model")
+        if (folder / CARD).is_file()
+        else None
+    )
     return (named, None) if isinstance(named, str) else (model, None)
 
 
 def write_trainer_card(trainer: Any, said: Mapping[str, Any]) -> None:
     """Write `README.md` into the output folder of an `FCSDTrainer`.
 
-    said: arguments of `transformers.Trainer.create_model_card`, which come before what is known.
+    said: arguments of `transformers.Trainer.create_model_card`, which come before what
+    is known.
 
     Raises:
         UserError: an argument that has no place on the card.
     """
     if unknown := [name for name in _NO_PLACE if said.get(name) is not None]:
         raise UserError(
-            f"create_model_card: {unknown[0]}: has no place on the card; leave it out, or edit {CARD}"
+            f"create_model_card: {unknown[0]}: has no place on the card; leave it out,"
+            f" or edit {CARD}"
         )
     folder = Path(str(trainer.args.output_dir))
-    facts = _facts(trainer, {name: value for name, value in said.items() if value is not None})
+    facts = _facts(
+        trainer, {name: value for name, value in said.items() if value is not None}
+    )
     write_text(folder / CARD, str(card_of(with_linked_licence(facts, folder))))
 
 
@@ -108,9 +141,13 @@ def _facts(trainer: Any, said: Mapping[str, Any]) -> Facts:
     where = trainer.hub_model_id or trainer.args.hub_model_id
     known = trainer.inputs.given if trainer.inputs is not None else Given()
     origin = _origin(known.model)
-    base = said.get("finetuned_from") or (hub_id(origin[0]) if origin is not None else None)
+    base = said.get("finetuned_from") or (
+        hub_id(origin[0]) if origin is not None else None
+    )
     inherited: dict[str, Any] = {}
-    for path, revision in dict.fromkeys([*filter(None, [origin]), *([(base, None)] if base else [])]):
+    for path, revision in dict.fromkeys(
+        [*filter(None, [origin]), *([(base, None)] if base else [])]
+    ):
         inherited = inherited or inherited_by(path, revision)
     return Facts(
         name=said.get("model_name")
@@ -120,7 +157,11 @@ def _facts(trainer: Any, said: Mapping[str, Any]) -> Facts:
         base=base,
         licence=licence_of(inherited, said.get("license")),
         language=tuple(_listed(said.get("language")) or inherited.get("language", [])),
-        training=_training(trainer, known, _listed(said.get("dataset")) + _listed(said.get("dataset_tags"))),
+        training=_training(
+            trainer,
+            known,
+            _listed(said.get("dataset")) + _listed(said.get("dataset_tags")),
+        ),
         untrained=trainer.state.global_step == 0 and changed_by(config) is None,
         chat=bool(getattr(trainer.processing_class, "chat_template", None)),
         tags=(*TAGS, *_listed(said.get("tags"))),
@@ -132,7 +173,9 @@ def _listed(value: Any) -> list[str]:
 
 
 def _training(trainer: Any, known: Given, data: list[str]) -> dict[str, Any] | None:
-    """Say in the words of a stage's manifest how the weights were trained; None where they were not."""
+    """Say in the words of a stage's manifest how the weights were trained; None where
+    they were not.
+    """
     state, args = trainer.state, trainer.args
     if not state.global_step:
         return None
@@ -142,17 +185,29 @@ def _training(trainer: Any, known: Given, data: list[str]) -> dict[str, Any] | N
         notes.append(f"It was made from `{public_name(origin[0])}`.")
     if args.load_best_model_at_end and state.best_global_step:
         notes.append(
-            f"The checkpoint of step {state.best_global_step} was chosen by `{args.metric_for_best_model}`."
+            f"The checkpoint of step {state.best_global_step} was chosen by"
+            f" `{args.metric_for_best_model}`."
         )
-    last = next((entry for entry in reversed(state.log_history) if "eval_kl" in entry), None)
-    if last is not None and not args.load_best_model_at_end and last["step"] == state.global_step:
-        notes.append(f"KL(teacher || this model) on held-out rows: {nats(last['eval_kl'])} nats per token.")
+    last = next(
+        (entry for entry in reversed(state.log_history) if "eval_kl" in entry), None
+    )
+    if (
+        last is not None
+        and not args.load_best_model_at_end
+        and last["step"] == state.global_step
+    ):
+        notes.append(
+            f"KL(teacher || this model) on held-out rows: {nats(last['eval_kl'])} nats"
+            " per token."
+        )
     training: dict[str, Any] = {
         "stage": "distill",
         "settings": {
             "objective": {"name": objective.name},
             "train": {
-                "batch_size_tokens": args.rows_of_a_step(trainer.launch) * args.max_length,
+                "batch_size_tokens": (
+                    args.rows_of_a_step(trainer.launch) * args.max_length
+                ),
                 "learning_rate": args.learning_rate,
             },
             "data": {"train": [{"path": name} for name in data or known.data]},
@@ -164,5 +219,9 @@ def _training(trainer: Any, known: Given, data: list[str]) -> dict[str, Any] | N
         training["results"]["bad_rows"] = trainer.inputs.bad_rows.summary()
     if known.teacher is not None and _origin(known.teacher) != origin:
         name = _origin(known.teacher)
-        training["teacher"] = f"`{public_name(name[0])}`" if name is not None else "a model that was given"
+        training["teacher"] = (
+            f"`{public_name(name[0])}`"
+            if name is not None
+            else "a model that was given"
+        )
     return training

@@ -1,22 +1,28 @@
-"""Balance the loads of the experts while training: by a loss, or by the bias that some routers choose with.
+"""Balance the loads of the experts while training: by a loss, or by the bias that some
+routers choose with.
 
-T tokens, E experts, c_e of whose K T choices are of expert e, p the softmax of the router's logits:
+T tokens, E experts, c_e of whose K T choices are of expert e, p the softmax of the
+router's logits:
 
     f_e = E c_e / (K T)        P_e = mean over tokens of p_e        L = sum_e f_e P_e, 1 when balanced
 
-summed over the MoE layers (Switch Transformers, arXiv 2101.03961, Eq. 4; for K above 1 DeepSeek-V2, arXiv 2405.04434,
-Eq. 23 to 25). Gradients flow through P alone. The tokens are those of one example (`sequence`, the mean over examples
-weighted by their tokens, so that it does not depend on how a batch is cut) or of the whole step (`batch`): f is then
-counted over all ranks and over the micro-batches of the step so far (Qiu et al., arXiv 2501.11873), and is that of the
-whole step where it has one micro-batch. With more it depends on how the batch is cut, by rows of a forward pass and by
-ranks: the choices of all are known behind the last pass, and to know them before the first gradient takes one more
-forward pass of the student. Padding, and text behind the last token with loss of a row, does not count.
+summed over the MoE layers (Switch Transformers, arXiv 2101.03961, Eq. 4; for K above 1
+DeepSeek-V2, arXiv 2405.04434, Eq. 23 to 25). Gradients flow through P alone. The tokens
+are those of one example (`sequence`, the mean over examples weighted by their tokens,
+so that it does not depend on how a batch is cut) or of the whole step (`batch`): f is
+then counted over all ranks and over the micro-batches of the step so far (Qiu et al.,
+arXiv 2501.11873), and is that of the whole step where it has one micro-batch. With more
+it depends on how the batch is cut, by rows of a forward pass and by ranks: the choices
+of all are known behind the last pass, and to know them before the first gradient takes
+one more forward pass of the student. Padding, and text behind the last token with loss
+of a row, does not count.
 
-Without a loss (DeepSeek-V3, arXiv 2412.19437, 2.1.2): behind each step the bias of an expert that had more than the
-mean of its layer falls by the rate, that of one that had less rises.
+Without a loss (DeepSeek-V3, arXiv 2412.19437, 2.1.2): behind each step the bias of an
+expert that had more than the mean of its layer falls by the rate, that of one that had
+less rises.
 
-Not covered: routers that choose by other scores than logits get the loss of the softmax of their logits, as in
-transformers; text between examples is none.
+Not covered: routers that choose by other scores than logits get the loss of the softmax
+of their logits, as in transformers; text between examples is none.
 """
 
 from collections.abc import Iterator
@@ -37,12 +43,18 @@ from fcsd.training.meters import Meters
 
 
 def balance_loss(
-    probabilities: Tensor, experts: Tensor, share: Tensor | None, examples: Tensor, num_examples: int
+    probabilities: Tensor,
+    experts: Tensor,
+    share: Tensor | None,
+    examples: Tensor,
+    num_examples: int,
 ) -> Tensor:
-    """Return T times the loss of one layer, the sum over examples of their tokens times their loss; 0 for no token.
+    """Return T times the loss of one layer, the sum over examples of their tokens times
+    their loss; 0 for no token.
 
-    probabilities: (T, E) of the router. experts: (T, K) that each token goes to. share: (E,) f of the whole step; None:
-    that of each example. examples: (T,) number of each token's example.
+    probabilities: (T, E) of the router. experts: (T, K) that each token goes to. share:
+    (E,) f of the whole step; None: that of each example. examples: (T,) number of each
+    token's example.
     """
     num_experts, top_k = probabilities.shape[-1], experts.shape[-1]
     if share is not None:
@@ -50,7 +62,11 @@ def balance_loss(
     places = examples[:, None] * num_experts + experts
     counts = torch.bincount(places.flatten(), minlength=num_examples * num_experts)
     lengths = torch.bincount(examples, minlength=num_examples).clamp(min=1)
-    each = counts.view(num_examples, num_experts) * num_experts / (top_k * lengths[:, None])
+    each = (
+        counts.view(num_examples, num_experts)
+        * num_experts
+        / (top_k * lengths[:, None])
+    )
     return (probabilities * each[examples]).sum()
 
 
@@ -61,16 +77,18 @@ def counted_tokens(batch: Batch) -> Tensor:
 
 
 def refuse_loss_of_the_model(config: Any, train: TrainConfig) -> None:
-    """Raise UserError where a model's config asks for transformers' own loss of the routers, which no training of ours
-    has, and `train` for none in its place.
+    """Raise UserError where a model's config asks for transformers' own loss of the
+    routers, which no training of ours has, and `train` for none in its place.
     """
     asked = any(
-        getattr(each, "output_router_logits", False) is True for each in (config, config.get_text_config())
+        getattr(each, "output_router_logits", False) is True
+        for each in (config, config.get_text_config())
     )
     if asked and train.balance_loss_coefficient is None:
         raise UserError(
-            "output_router_logits: true in the model's config adds no loss of the routers here; set"
-            " train.balance_loss_coefficient to balance the experts, or output_router_logits to false in the config"
+            "output_router_logits: true in the model's config adds no loss of the"
+            " routers here; set train.balance_loss_coefficient to balance the experts,"
+            " or output_router_logits to false in the config"
         )
 
 
@@ -78,11 +96,15 @@ class Balance:
     """The balance of one training's student.
 
     Raises:
-        UserError: routers that are not known; `balance_bias_rate` for a family that chooses without a bias.
+        UserError: routers that are not known; `balance_bias_rate` for a family that
+            chooses without a bias.
     """
 
     def __init__(self, train: TrainConfig, student: nn.Module, accelerator: Any):
-        self.coefficient, self.over = train.balance_loss_coefficient, train.balance_loss_over
+        self.coefficient, self.over = (
+            train.balance_loss_coefficient,
+            train.balance_loss_over,
+        )
         self.bias_rate, self.accelerator = train.balance_bias_rate, accelerator
         self.routers = find_routers(student)
         self.biases = _biases(student) if self.bias_rate is not None else []
@@ -93,7 +115,9 @@ class Balance:
     @contextmanager
     def recorded(self, model: nn.Module) -> Iterator[Recording]:
         """Record what the routers of a forward pass do in the block."""
-        with recording(unwrapped(model), with_gradient=self.coefficient is not None) as record:
+        with recording(
+            unwrapped(model), with_gradient=self.coefficient is not None
+        ) as record:
             yield record
 
     def begin_step(self, num_tokens: int) -> None:
@@ -101,11 +125,16 @@ class Balance:
         self.loads, self.num_tokens = None, max(num_tokens, 1)
 
     def add(self, routed: list[Routed], batch: Batch) -> Tensor:
-        """Count a micro-batch's choices, and return the loss summed over its tokens and the layers."""
+        """Count a micro-batch's choices, and return the loss summed over its tokens and
+        the layers.
+        """
         counted = counted_tokens(batch)
         flat = counted.flatten()
         examples = (batch["position_ids"] == 0).flatten().cumsum(0)[flat] - 1
-        kept = [Routed(experts[flat], logits.view(len(flat), -1)[flat]) for experts, logits in routed]
+        kept = [
+            Routed(experts[flat], logits.view(len(flat), -1)[flat])
+            for experts, logits in routed
+        ]
         loads = torch.stack(
             [
                 torch.bincount(one.experts.flatten(), minlength=router.num_experts)
@@ -131,8 +160,12 @@ class Balance:
         return total
 
     def share(self, routed: list[Routed], batch: Batch, meters: Meters) -> Tensor:
-        """Return what a micro-batch adds to the loss of its step; gradients are averaged over ranks."""
-        value = self.add(routed, batch) * self.accelerator.num_processes / self.num_tokens
+        """Return what a micro-batch adds to the loss of its step; gradients are
+        averaged over ranks.
+        """
+        value = (
+            self.add(routed, batch) * self.accelerator.num_processes / self.num_tokens
+        )
         if self.coefficient is None:
             return value
         meters.add("balance", value / len(self.routers))
@@ -162,11 +195,20 @@ def _biases(student: nn.Module) -> list[Tensor]:
     for router in find_routers(student):
         block = owner.get_submodule(router.name.rpartition(".")[0])
         named = [*block.named_buffers(), *block.named_parameters()]
-        biases = [tensor for name, tensor in named if name.endswith(("correction_bias", "expert_bias"))]
-        if len(biases) != 1 or biases[0].numel() != router.num_experts or isinstance(biases[0], DTensor):
+        biases = [
+            tensor
+            for name, tensor in named
+            if name.endswith(("correction_bias", "expert_bias"))
+        ]
+        if (
+            len(biases) != 1
+            or biases[0].numel() != router.num_experts
+            or isinstance(biases[0], DTensor)
+        ):
             raise UserError(
-                f"train.balance_bias_rate: {router.name} of model type '{owner.config.model_type}' has no correction"
-                " bias that every rank holds; use train.balance_loss_coefficient"
+                f"train.balance_bias_rate: {router.name} of model type"
+                f" '{owner.config.model_type}' has no correction bias that every rank"
+                " holds; use train.balance_loss_coefficient"
             )
         tensors.append(biases[0].view(-1))
     return tensors

@@ -1,23 +1,25 @@
-"""Head and loss in one pass: divergences and cross entropy from final hidden states, by chunks of tokens.
+"""Head and loss in one pass: divergences and cross entropy from final hidden states, by
+chunks of tokens.
 
-The logits of a 150k vocabulary outweigh everything else in a distillation step, so they are never kept: the
-logits of a chunk (full rows, of student and teacher) give its loss and, in closed form, its gradient, and are
-dropped.
+The logits of a 150k vocabulary outweigh everything else in a distillation step, so they
+are never kept: the logits of a chunk (full rows, of student and teacher) give its loss
+and, in closed form, its gradient, and are dropped.
 
     z = logit_scale * (hidden @ weight.T + bias)
     y = softcap * tanh(z / softcap)     (y = z without a softcap)
 
 What is computed from y is in `fcsd.training.losses.objectives`.
 
-Four matmuls a chunk (8 D V operations a token; six with a frozen head), none of them again in the
-backward pass.
+Four matmuls a chunk (8 D V operations a token; six with a frozen head), none of them
+again in the backward pass.
 
-Precision. Logits are float32 whatever the inputs are: the gradient is a difference of two nearly equal
-softmaxes once the student is close to the teacher, and logits rounded to bfloat16 leave an error of 23 % in
-it at 5e-3 nats a token. On devices whose matmul takes half-precision inputs and leaves float32 (CUDA)
-the inputs stay as they are and the gradient of the logits is rounded for the two gradient matmuls (an error
-of 2e-3, whatever the KL); elsewhere inputs are widened first. Head gradients are accumulated in float32.
-float64 inputs stay float64 throughout.
+Precision. Logits are float32 whatever the inputs are: the gradient is a difference of
+two nearly equal softmaxes once the student is close to the teacher, and logits rounded
+to bfloat16 leave an error of 23 % in it at 5e-3 nats a token. On devices whose matmul
+takes half-precision inputs and leaves float32 (CUDA) the inputs stay as they are and
+the gradient of the logits is rounded for the two gradient matmuls (an error of 2e-3,
+whatever the KL); elsewhere inputs are widened first. Head gradients are accumulated in
+float32. float64 inputs stay float64 throughout.
 
 No collective, no host synchronisation, no data-dependent shape.
 """
@@ -32,31 +34,45 @@ from torch.autograd.function import once_differentiable
 from fcsd.base.errors import UserError
 from fcsd.training.losses.objectives import MEASURES, ObjectiveConfig
 
-# Memory for the logits of a chunk where the caller names none, and the fewest tokens in a chunk of a
-# trainable head: every chunk reads and writes the (V, D) gradient, and with fewer tokens that traffic costs
-# more than the matmuls. On a CPU small tiles stay near the caches.
+# Memory for the logits of a chunk where the caller names none, and the fewest tokens in
+# a chunk of a trainable head: every chunk reads and writes the (V, D) gradient, and
+# with fewer tokens that traffic costs more than the matmuls. On a CPU small tiles stay
+# near the caches.
 CHUNK_BYTES = {"cpu": 1 << 25, "accelerator": 1 << 30}
 FEWEST_TOKENS = {"cpu": 192, "accelerator": 1024}
 
 
 class Kernels:
-    """The matmuls of the loss, and what else depends on the device: their operands' dtype and the chunks' size.
+    """The matmuls of the loss, and what else depends on the device: their operands'
+    dtype and the chunks' size.
 
     A subclass may run or count them otherwise, as `fcsd.planning.cost.trace` does.
     """
 
     def chunk_tokens(
-        self, bytes_per_token: int, chunk_bytes: int | None, device: torch.device, trains_head: bool
+        self,
+        bytes_per_token: int,
+        chunk_bytes: int | None,
+        device: torch.device,
+        trains_head: bool,
     ) -> int:
         """Choose how many tokens a chunk has."""
         if chunk_bytes is not None:
             return max(1, chunk_bytes // bytes_per_token)
         kind = "cpu" if device.type == "cpu" else "accelerator"
-        return max(FEWEST_TOKENS[kind] if trains_head else 1, CHUNK_BYTES[kind] // bytes_per_token)
+        return max(
+            FEWEST_TOKENS[kind] if trains_head else 1,
+            CHUNK_BYTES[kind] // bytes_per_token,
+        )
 
     def widens(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Tell whether the device multiplies this dtype into float32 without rounding the result."""
-        return device.type in ("cuda", "xpu") and dtype in (torch.bfloat16, torch.float16)
+        """Tell whether the device multiplies this dtype into float32 without rounding
+        the result.
+        """
+        return device.type in ("cuda", "xpu") and dtype in (
+            torch.bfloat16,
+            torch.float16,
+        )
 
     def mm(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Compute out = a @ b, without rounding to the inputs' dtype."""
@@ -77,10 +93,12 @@ KERNELS = Kernels()
 
 
 class TokenStatistics(NamedTuple):
-    """Figures of each of N tokens, at the temperature of the objective; none of them has a gradient.
+    """Figures of each of N tokens, at the temperature of the objective; none of them
+    has a gradient.
 
-    divergence: (N,) nats, before clipping. teacher_entropy: (N,) nats. top1_agreement: (N,) bool, whether the
-    student's most probable token is the teacher's; of several that are equally probable the first one counts, in both.
+    divergence: (N,) nats, before clipping. teacher_entropy: (N,) nats. top1_agreement:
+    (N,) bool, whether the student's most probable token is the teacher's; of several
+    that are equally probable the first one counts, in both.
     """
 
     divergence: Tensor
@@ -90,8 +108,8 @@ class TokenStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """What gives one model's logits: (N, D) hidden states, (V, D) weight, (V,) bias, and what its family does to them
-    (`fcsd.model.families.structure.head_scaling`)."""
+    """What gives one model's logits: (N, D) hidden states, (V, D) weight, (V,) bias,
+    and what its family does to them (`fcsd.model.families.structure.head_scaling`)."""
 
     hidden: Tensor
     weight: Tensor
@@ -103,13 +121,19 @@ class Head:
         hidden, weight, bias = self.hidden, self.weight, self.bias
         if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
             raise UserError(
-                f"{whose}: hidden states {tuple(hidden.shape)} and head {tuple(weight.shape)} do not fit "
-                "together: (N, D) and (V, D) needed"
+                f"{whose}: hidden states {tuple(hidden.shape)} and head"
+                f" {tuple(weight.shape)} do not fit together: (N, D) and (V, D) needed"
             )
         if bias is not None and bias.shape != weight.shape[:1]:
-            raise UserError(f"{whose}: head bias {tuple(bias.shape)} for a vocabulary of {weight.shape[0]}")
+            raise UserError(
+                f"{whose}: head bias {tuple(bias.shape)} for a vocabulary of"
+                f" {weight.shape[0]}"
+            )
         if vocab_size is not None and not 0 < vocab_size <= weight.shape[0]:
-            raise UserError(f"{whose}: a vocabulary of {vocab_size} for a head of {weight.shape[0]} rows")
+            raise UserError(
+                f"{whose}: a vocabulary of {vocab_size} for a head of {weight.shape[0]}"
+                " rows"
+            )
 
 
 def fused_linear_loss(
@@ -126,21 +150,25 @@ def fused_linear_loss(
 
     Args:
         student: with gradients.
-        target: what an objective with a teacher compares with, the teacher's constants, of another width maybe; else
-            labels (N,), integer token ids in 0 … vocab_size-1, every one of which counts (there is no ignore index:
-            leave out the tokens without loss).
+        target: what an objective with a teacher compares with, the teacher's constants,
+            of another width maybe; else labels (N,), integer token ids in 0 …
+            vocab_size-1, every one of which counts (there is no ignore index: leave out
+            the tokens without loss).
         objective: its measure, temperature and clip.
-        vocab_size: the heads' rows from here on are padding: no part of either distribution, and without
-            gradient. Needed when the heads differ. None: all rows are tokens.
+        vocab_size: the heads' rows from here on are padding: no part of either
+            distribution, and without gradient. Needed when the heads differ. None: all
+            rows are tokens.
         statistics: give the second result too, None otherwise; with a teacher.
-        chunk_bytes: memory for the logits of one chunk with all temporaries; at least one token is taken.
-            None: 1 GiB on an accelerator (at least 1024 tokens if the head trains), 32 MiB (192) on a CPU.
+        chunk_bytes: memory for the logits of one chunk with all temporaries; at least
+            one token is taken. None: 1 GiB on an accelerator (at least 1024 tokens if
+            the head trains), 32 MiB (192) on a CPU.
         kernels: what runs the matmuls.
 
-    Returns: a scalar, nats; float32 (float64 for float64 inputs). 0, not NaN, for N = 0, and still a node of
-    the graph with zero gradients, so that no rank misses a collective. A non-finite logit gives a non-finite
-    loss or gradient. The gradients are scaled in place: a retained graph is differentiated once, a second
-    time is an error.
+    Returns: a scalar, nats; float32 (float64 for float64 inputs). 0, not NaN, for N =
+    0, and still a node of the graph with zero gradients, so that no rank misses a
+    collective. A non-finite logit gives a non-finite loss or gradient. The gradients
+    are scaled in place: a retained graph is differentiated once, a second time is an
+    error.
 
     Raises: UserError when the vocabularies differ, or the shapes do not fit together.
     """
@@ -148,19 +176,29 @@ def fused_linear_loss(
     num_tokens, size = student.hidden.shape[0], student.weight.shape[0]
     if isinstance(target, Tensor):
         if target.shape != (num_tokens,):
-            raise UserError(f"labels of shape {tuple(target.shape)} for {num_tokens} tokens")
+            raise UserError(
+                f"labels of shape {tuple(target.shape)} for {num_tokens} tokens"
+            )
     else:
         target.check("teacher", vocab_size)
         if vocab_size is None and size != target.weight.shape[0]:
             raise UserError(
-                "teacher and student differ in vocabulary size "
-                f"({target.weight.shape[0]} and {size}): a divergence needs one vocabulary; distil from "
-                "the checkpoint that the student was made from, or give vocab_size if the rest is padding"
+                "teacher and student differ in vocabulary size"
+                f" ({target.weight.shape[0]} and {size}): a divergence needs one"
+                " vocabulary; distil from the checkpoint that the student was made"
+                " from, or give vocab_size if the rest is padding"
             )
         if target.hidden.shape[0] != num_tokens:
-            raise UserError(f"{target.hidden.shape[0]} tokens of the teacher for {num_tokens} of the student")
-    task = _Task(student, target, objective, vocab_size or size, statistics, chunk_bytes, kernels)
-    loss, *rows = _FusedLinearLoss.apply(student.hidden, student.weight, student.bias, task)
+            raise UserError(
+                f"{target.hidden.shape[0]} tokens of the teacher for {num_tokens} of"
+                " the student"
+            )
+    task = _Task(
+        student, target, objective, vocab_size or size, statistics, chunk_bytes, kernels
+    )
+    loss, *rows = _FusedLinearLoss.apply(
+        student.hidden, student.weight, student.bias, task
+    )
     return loss, TokenStatistics(*rows) if statistics else None
 
 
@@ -178,18 +216,29 @@ class _Task:
 
 
 class _Logits:
-    """What the softmax of one model is taken of, by chunks of tokens: without the head's padding, over temperature."""
+    """What the softmax of one model is taken of, by chunks of tokens: without the
+    head's padding, over temperature.
+    """
 
     def __init__(self, head: Head, task: _Task):
         dtype, size = _operand_dtype(head, task.kernels), task.vocab_size
-        self.hidden, self.weight = head.hidden.detach().to(dtype), head.weight.detach()[:size].to(dtype)
+        self.hidden, self.weight = (
+            head.hidden.detach().to(dtype),
+            head.weight.detach()[:size].to(dtype),
+        )
         self.bias = None if head.bias is None else head.bias.detach()[:size]
-        self.softcap, self.temperature, self.kernels = head.softcap, task.objective.temperature, task.kernels
+        self.softcap, self.temperature, self.kernels = (
+            head.softcap,
+            task.objective.temperature,
+            task.kernels,
+        )
         self.logit_scale = head.logit_scale
 
     @property
     def factor(self) -> float:
-        """Derivative of the result by what the matmul gave; `slope` times as much with a softcap."""
+        """Derivative of the result by what the matmul gave; `slope` times as much with
+        a softcap.
+        """
         return self.logit_scale / self.temperature
 
     def of(self, begin: int, end: int, out: Tensor) -> Tensor:
@@ -197,13 +246,21 @@ class _Logits:
         self.kernels.mm(self.hidden[begin:end], self.weight.t(), out)
         if self.bias is not None:
             out.add_(self.bias)
-        before = self.factor if self.softcap is None else self.logit_scale / self.softcap
+        before = (
+            self.factor if self.softcap is None else self.logit_scale / self.softcap
+        )
         if before != 1.0:
             out.mul_(before)
-        return out if self.softcap is None else out.tanh_().mul_(self.softcap / self.temperature)
+        return (
+            out
+            if self.softcap is None
+            else out.tanh_().mul_(self.softcap / self.temperature)
+        )
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """Compute the derivative of the softcap, elementwise, from what `of` gave; None where it is 1."""
+        """Compute the derivative of the softcap, elementwise, from what `of` gave; None
+        where it is 1.
+        """
         if self.softcap is None:
             return None
         return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1.0)
@@ -211,10 +268,18 @@ class _Logits:
 
 def _operand_dtype(head: Head, kernels: Kernels) -> torch.dtype:
     """Return the one dtype of the matmuls' operands."""
-    device, dtype = head.hidden.device, torch.promote_types(head.hidden.dtype, head.weight.dtype)
+    device, dtype = (
+        head.hidden.device,
+        torch.promote_types(head.hidden.dtype, head.weight.dtype),
+    )
     if torch.is_autocast_enabled(device.type) and dtype == torch.float32:
-        dtype = torch.get_autocast_dtype(device.type)  # what the head alone would be given
-    return dtype if kernels.widens(device, dtype) else torch.promote_types(dtype, torch.float32)
+        # what the head alone would be given
+        dtype = torch.get_autocast_dtype(device.type)
+    return (
+        dtype
+        if kernels.widens(device, dtype)
+        else torch.promote_types(dtype, torch.float32)
+    )
 
 
 def _log_softmax_(x: Tensor, work: Tensor) -> None:
@@ -225,7 +290,8 @@ def _log_softmax_(x: Tensor, work: Tensor) -> None:
 
 
 class _Sums:
-    """The loss sum, its gradients and the tokens' statistics, added up chunk by chunk in buffers of their own.
+    """The loss sum, its gradients and the tokens' statistics, added up chunk by chunk
+    in buffers of their own.
 
     wants: whether hidden states, weight and bias get a gradient.
     """
@@ -234,11 +300,19 @@ class _Sums:
         head, self.task = task.student, task
         self.measure, self.wants = MEASURES[task.objective.logged], wants
         self.student = _Logits(head, task)
-        self.teacher = _Logits(task.target, task) if isinstance(task.target, Head) else None
+        self.teacher = (
+            _Logits(task.target, task) if isinstance(task.target, Head) else None
+        )
         num_tokens, device = head.hidden.shape[0], head.hidden.device
-        dtype = torch.float64 if self.student.weight.dtype == torch.float64 else torch.float32
+        dtype = (
+            torch.float64
+            if self.student.weight.dtype == torch.float64
+            else torch.float32
+        )
         num_tiles = self.measure.num_tiles  # the softcap's slope comes on top
-        row_bytes = task.vocab_size * dtype.itemsize * (num_tiles + (head.softcap is not None))
+        row_bytes = (
+            task.vocab_size * dtype.itemsize * (num_tiles + (head.softcap is not None))
+        )
         chunk = task.kernels.chunk_tokens(row_bytes, task.chunk_bytes, device, wants[1])
         self.chunk = min(chunk, num_tokens)
 
@@ -268,24 +342,33 @@ class _Sums:
             del slope
         self._add_gradient(begin, end, d)
 
-    def _compare(self, begin: int, end: int, s: Tensor, best: Tensor | None, tiles: list[Tensor]) -> Tensor:
-        """Add the loss of (n, V) log p_s, which is overwritten, and return the gradient of the logits.
+    def _compare(
+        self, begin: int, end: int, s: Tensor, best: Tensor | None, tiles: list[Tensor]
+    ) -> Tensor:
+        """Add the loss of (n, V) log p_s, which is overwritten, and return the gradient
+        of the logits.
 
         best: (n,) the student's most probable tokens, for statistics.
         """
         objective, statistics = self.task.objective, self.task.statistics
         if self.teacher is None:
             assert isinstance(self.task.target, Tensor)
-            d, value, _ = self.measure.compare(objective, s, self.task.target[begin:end, None], [], False)
+            d, value, _ = self.measure.compare(
+                objective, s, self.task.target[begin:end, None], [], False
+            )
         else:
             t = self.teacher.of(begin, end, tiles[1])
             agreement = t.max(-1).indices == best if best is not None else None
             _log_softmax_(t, tiles[-1])
             torch.exp(t, out=tiles[2])
-            d, value, entropy = self.measure.compare(objective, s, t, tiles[2:], statistics)
+            d, value, entropy = self.measure.compare(
+                objective, s, t, tiles[2:], statistics
+            )
             if statistics:
                 assert entropy is not None and agreement is not None
-                for whole, part in zip(self.per_token, (value, entropy, agreement), strict=True):
+                for whole, part in zip(
+                    self.per_token, (value, entropy, agreement), strict=True
+                ):
                     whole[begin:end] = part
         if objective.clip is None:
             self.loss += value.sum()
@@ -306,18 +389,23 @@ class _Sums:
         if self.grad_hidden is not None:
             kernels.mm(d, self.student.weight, self.grad_hidden[begin:end])
         if self.grad_weight is not None:
-            kernels.addmm(self.grad_weight[:size], d.t(), self.student.hidden[begin:end])
+            kernels.addmm(
+                self.grad_weight[:size], d.t(), self.student.hidden[begin:end]
+            )
 
 
 class _FusedLinearLoss(torch.autograd.Function):
-    """The loss sum of N tokens; gradients are computed in the forward pass, scaled in the backward pass."""
+    """The loss sum of N tokens; gradients are computed in the forward pass, scaled in
+    the backward pass.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task
     ) -> tuple[Tensor, ...]:
         sums, num_tokens = _Sums(task, ctx.needs_input_grad[:3]), hidden.shape[0]
-        # Inside an autocast region the matmuls below would be rounded to bfloat16 again.
+        # Inside an autocast region the matmuls below would be rounded to bfloat16
+        # again.
         with torch.autocast(hidden.device.type, enabled=False):
             for begin in range(0, num_tokens, max(sums.chunk, 1)):
                 sums.add(begin, min(begin + sums.chunk, num_tokens))
@@ -329,8 +417,9 @@ class _FusedLinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Any, ...]:
-        # In place: the buffers are ours, and one is as large as the head. A second pass over a retained graph
-        # is refused by autograd, which sees that a saved tensor changed.
+        # In place: the buffers are ours, and one is as large as the head. A second pass
+        # over a retained graph is refused by autograd, which sees that a saved tensor
+        # changed.
         grads = [
             None if saved is None else saved.mul_(grad_loss).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)

@@ -1,8 +1,8 @@
 """Makes head and loss one module.
 
-A loss computed outside the model from `lm_head.weight` would miss the hooks by which FSDP2 and ZeRO-3 gather
-a parameter and reduce its gradient, and DDP's forward. So the head itself computes the loss, and the model's
-own forward calls it:
+A loss computed outside the model from `lm_head.weight` would miss the hooks by which
+FSDP2 and ZeRO-3 gather a parameter and reduce its gradient, and DDP's forward. So the
+head itself computes the loss, and the model's own forward calls it:
 
     attach_loss_head(model)
     teacher_hidden = final_hidden(teacher, input_ids, position_ids, keep)
@@ -11,7 +11,8 @@ own forward calls it:
 
 (`output_head(teacher)` for any family.)
 
-Parameters, modules and names stay what they are; without `objective` the model is the model that it was.
+Parameters, modules and names stay what they are; without `objective` the model is the
+model that it was.
 """
 
 import contextlib
@@ -43,9 +44,11 @@ from fcsd.training.losses.objectives import ObjectiveConfig
 
 @dataclass
 class LossOutput(ModelOutput):
-    """The output of a model with a loss head in training: the loss sum, or (N, D) hidden states.
+    """The output of a model with a loss head in training: the loss sum, or (N, D)
+    hidden states.
 
-    Beside a divergence's sum, of each of the N tokens: see `fcsd.training.losses.fused.TokenStatistics`.
+    Beside a divergence's sum, of each of the N tokens: see
+    `fcsd.training.losses.fused.TokenStatistics`.
     """
 
     loss: Tensor | None = None
@@ -57,10 +60,11 @@ class LossOutput(ModelOutput):
 
 @dataclass
 class Target:
-    """The target that the head compares its logits with. Not a pytree node: no wrapper casts or moves its tensors.
+    """The target that the head compares its logits with. Not a pytree node: no wrapper
+    casts or moves its tensors.
 
-    labels: (N,), of an objective without a teacher. teacher_hidden: (N, D'). teacher_head: with gathered `weight`,
-    `bias`.
+    labels: (N,), of an objective without a teacher. teacher_hidden: (N, D').
+    teacher_head: with gathered `weight`, `bias`.
     """
 
     objective: ObjectiveConfig
@@ -71,12 +75,18 @@ class Target:
     def __post_init__(self) -> None:
         of_teacher = self.teacher_hidden is not None and self.teacher_head is not None
         if not (of_teacher if self.objective.has_teacher else self.labels is not None):
-            needed = "teacher_hidden and teacher_head" if self.objective.has_teacher else "labels"
+            needed = (
+                "teacher_hidden and teacher_head"
+                if self.objective.has_teacher
+                else "labels"
+            )
             raise ValueError(f"objective {self.objective.name!r}: needed is {needed}")
 
 
 class LossHead(nn.Linear):
-    """A head that, given a target, returns the loss sum over (N, D) hidden states instead of logits."""
+    """A head that, given a target, returns the loss sum over (N, D) hidden states
+    instead of logits.
+    """
 
     _replaced: type[nn.Linear]
     logit_scale: float
@@ -85,17 +95,26 @@ class LossHead(nn.Linear):
     kernels: Kernels = KERNELS
 
     def forward(self, hidden: Tensor, target: Target | None = None) -> Any:
-        """Map `hidden` (…, D) to logits (…, V); with a target, (N, D) to a scalar and, with a teacher, the tokens'
-        statistics.
+        """Map `hidden` (…, D) to logits (…, V); with a target, (N, D) to a scalar and,
+        with a teacher, the tokens' statistics.
         """
         if target is None:
             return super().forward(hidden)
         teacher: Any = target.teacher_head
         compared: Any = target.labels
         if teacher is not None:
-            # A teacher without a loss head of its own is the original of the student: the same family.
-            scaling = (getattr(teacher, name, getattr(self, name)) for name in ("logit_scale", "softcap"))
-            compared = Head(cast(Tensor, target.teacher_hidden), teacher.weight, teacher.bias, *scaling)
+            # A teacher without a loss head of its own is the original of the student:
+            # the same family.
+            scaling = (
+                getattr(teacher, name, getattr(self, name))
+                for name in ("logit_scale", "softcap")
+            )
+            compared = Head(
+                cast(Tensor, target.teacher_hidden),
+                teacher.weight,
+                teacher.bias,
+                *scaling,
+            )
         return fused_linear_loss(
             Head(hidden, self.weight, self.bias, self.logit_scale, self.softcap),
             compared,
@@ -108,24 +127,31 @@ class LossHead(nn.Linear):
 
 @functools.cache
 def _loss_head_class(cls: type[nn.Linear]) -> type[nn.Linear]:
-    return type(cls.__name__, (LossHead, cls) if cls is not nn.Linear else (LossHead,), {"_replaced": cls})
+    return type(
+        cls.__name__,
+        (LossHead, cls) if cls is not nn.Linear else (LossHead,),
+        {"_replaced": cls},
+    )
 
 
 def attach_loss_head(model: nn.Module, vocab_size: int | None = None) -> None:
-    """Give `model`, a causal language model of transformers, a training forward. Do so before it is wrapped.
+    """Give `model`, a causal language model of transformers, a training forward. Do so
+    before it is wrapped.
 
-    vocab_size: rows of the head from here on are padding and enter no loss; None: as its configuration says.
+    vocab_size: rows of the head from here on are padding and enter no loss; None: as
+    its configuration says.
 
-    The training forward takes
-        input_ids, position_ids (B, T); attention_mask, None when rows are packed
-        keep: which positions enter the loss, (B, T) bool, or (N,) int64 indices into the B * T positions (no host
-              synchronisation on an accelerator); None: all. Position t predicts token t+1
-              (`fcsd.data.batches.next_token_targets`).
-        objective: one of `fcsd.training.losses.objectives`, with what a `Target` of it needs; "hidden" for the (N, D)
-              final hidden states themselves
+    The training forward takes input_ids, position_ids (B, T); attention_mask, None when
+        rows are packed keep: which positions enter the loss, (B, T) bool, or (N,) int64
+        indices into the B * T positions (no host
+              synchronisation on an accelerator); None: all. Position t predicts token
+              t+1 (`fcsd.data.batches.next_token_targets`).
+        objective: one of `fcsd.training.losses.objectives`, with what a `Target` of it
+              needs; "hidden" for the (N, D) final hidden states themselves
     and returns a `LossOutput` whose `loss` is a sum over the N positions, in nats.
 
-    Raises: UserError when the model has no head that is a Linear, or no body to give hidden states.
+    Raises: UserError when the model has no head that is a Linear, or no body to give
+    hidden states.
     """
     head, _ = head_and_body(model)
     if isinstance(head, LossHead):
@@ -134,14 +160,18 @@ def attach_loss_head(model: nn.Module, vocab_size: int | None = None) -> None:
     patched: Any = head
     patched.__class__ = _loss_head_class(type(head))  # type: ignore[arg-type]
     patched.logit_scale, patched.softcap = logit_scale, softcap
-    patched.vocab_size = unpadded_vocab_size(model.config) if vocab_size is None else vocab_size
+    patched.vocab_size = (
+        unpadded_vocab_size(model.config) if vocab_size is None else vocab_size
+    )
 
     family_forward = model.forward
     model.__dict__["_forward_before_loss_head"] = model.__dict__.get("forward")
 
     # The family's signature stays visible: generate and the Trainer look at it.
     @functools.wraps(getattr(family_forward, "__func__", family_forward))
-    def forward(self: nn.Module, *args: Any, objective: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self: nn.Module, *args: Any, objective: Any = None, **kwargs: Any
+    ) -> Any:
         if objective is None:
             return family_forward(*args, **kwargs)
         return _training_forward(self, *args, objective=objective, **kwargs)
@@ -190,7 +220,9 @@ def _training_forward(
     if compared is None:
         return LossOutput(hidden=hidden)
     loss, statistics = head_and_body(model)[0](hidden, compared)
-    return LossOutput(loss=loss, **(statistics._asdict() if statistics is not None else {}))
+    return LossOutput(
+        loss=loss, **(statistics._asdict() if statistics is not None else {})
+    )
 
 
 def body_hidden(
@@ -200,41 +232,66 @@ def body_hidden(
     attention_mask: Tensor | None,
     keep: Tensor | None,
 ) -> Tensor:
-    """Compute the (N, D) hidden states after the final norm of the kept positions, past the model's own forward."""
+    """Compute the (N, D) hidden states after the final norm of the kept positions, past
+    the model's own forward.
+    """
     config = model.config
     may_be_packed = attention_mask is None and position_ids is not None
     masks: Any = attention_mask
-    if may_be_packed and position_ids is not None and "flash" in (config._attn_implementation or ""):
-        # transformers hands position ids to the variable-length kernels for a single row only, and would let
-        # packed examples see each other in a batch of several. Every row starts at position 0, so one long
-        # row is the same.
+    if (
+        may_be_packed
+        and position_ids is not None
+        and "flash" in (config._attn_implementation or "")
+    ):
+        # transformers hands position ids to the variable-length kernels for a single
+        # row only, and would let packed examples see each other in a batch of several.
+        # Every row starts at position 0, so one long row is the same.
         input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
     elif may_be_packed and packing_of(config) == "given_masks":
-        shape = torch.empty(*input_ids.shape, 1, dtype=model.dtype, device=input_ids.device)
+        shape = torch.empty(
+            *input_ids.shape, 1, dtype=model.dtype, device=input_ids.device
+        )
         masks = create_masks_for_generate(config, shape, None, None, position_ids)
     outputs = head_and_body(model)[1](
-        input_ids=input_ids, attention_mask=masks, position_ids=position_ids, use_cache=False
+        input_ids=input_ids,
+        attention_mask=masks,
+        position_ids=position_ids,
+        use_cache=False,
     )
     return kept(outputs.last_hidden_state, keep)
 
 
 def kept(hidden: Tensor, keep: Tensor | None) -> Tensor:
-    """Select (N, D) of (B, T, D) at `keep`: (B, T) bool, (N,) int64 indices into B * T, or None for all."""
+    """Select (N, D) of (B, T, D) at `keep`: (B, T) bool, (N,) int64 indices into B * T,
+    or None for all.
+    """
     flat = hidden.flatten(0, -2)
     if keep is None:
         return flat
-    return flat[keep.flatten()] if keep.dtype == torch.bool else flat.index_select(0, keep)
+    return (
+        flat[keep.flatten()] if keep.dtype == torch.bool else flat.index_select(0, keep)
+    )
 
 
 def final_hidden(
-    model: nn.Module, input_ids: Tensor, position_ids: Tensor | None, keep: Tensor | None
+    model: nn.Module,
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    keep: Tensor | None,
 ) -> Tensor:
-    """Compute the (N, D) hidden states after the final norm of the kept positions: all that a teacher's head needs.
+    """Compute the (N, D) hidden states after the final norm of the kept positions: all
+    that a teacher's head needs.
 
-    A model with a loss head is called as a whole, so that its root's FSDP or ZeRO hooks run.
+    A model with a loss head is called as a whole, so that its root's FSDP or ZeRO hooks
+    run.
     """
     if isinstance(output_head(model), LossHead):
-        return model(input_ids=input_ids, position_ids=position_ids, keep=keep, objective="hidden")["hidden"]
+        return model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            keep=keep,
+            objective="hidden",
+        )["hidden"]
     return body_hidden(model, input_ids, position_ids, None, keep)
 
 
@@ -253,13 +310,15 @@ def batch_hidden(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def refuse_packing(model: nn.Module, labels: Tensor, position_ids: Tensor) -> None:
-    """Raise UserError when rows (B, T) hold several examples, which this model would let see each other."""
+    """Raise UserError when rows (B, T) hold several examples, which this model would
+    let see each other.
+    """
     config = unwrapped(model).config
     if packing_of(config) != "leaks":
         return
     begins = (position_ids[:, 1:] == 0).cumsum(1)  # padding, too, begins at 0
     if bool(((begins > 0) & (labels[:, 1:] != NO_LOSS)).any()):
         raise UserError(
-            f"model type '{base_model_type(config.model_type)}' lets packed examples see each other;"
-            " set data.packing: false"
+            f"model type '{base_model_type(config.model_type)}' lets packed examples"
+            " see each other; set data.packing: false"
         )

@@ -1,6 +1,8 @@
-"""Compare beside the distributions: streams inside the layers, and the routers' choices.
+"""Compare beside the distributions: streams inside the layers, and the routers'
+choices.
 
-Each term is a sum over the kept tokens, so that a step's mean does not depend on how its batch is cut.
+Each term is a sum over the kept tokens, so that a step's mean does not depend on how
+its batch is cut.
 
     l2          absolute    sum over points k of |x_k - t_k|^2                        paper Eq. 5
                 relative    mean over points k of |x_k - t_k|^2 / |t_k|^2, token by token
@@ -10,8 +12,9 @@ The points of l2, x of the student and t of the teacher:
 
     blocks      o_k, the stream after every decoder layer
     merges      o_k of the layers whose routed output is in flight while the next layer begins: rewired MoE layers that
-                a rewired layer follows. Attention of layer k+1 has read o_k - routed_k; where its MoE block reads, o_k,
-                is the first point at which routed_k is back in the stream, and the two streams can be compared.
+                a rewired layer follows. Attention of layer k+1 has read o_k - routed_k;
+                where its MoE block reads, o_k, is the first point at which routed_k is
+                back in the stream, and the two streams can be compared.
     sublayers   the outputs of attention and of the MoE block (or MLP) of every rewired layer: what is added to the
                 stream, whatever has been added before
 """
@@ -34,27 +37,37 @@ from fcsd.training.losses.head import kept
 from fcsd.training.losses.objectives import ObjectiveConfig
 
 _ONE_BY_ONE = (
-    "objective kl+l2 and router_kl_coefficient compare them one by one; use the original as the teacher"
+    "objective kl+l2 and router_kl_coefficient compare them one by one; use the"
+    " original as the teacher"
 )
 
 
 @dataclass
 class Captured:
-    """The captures of one forward pass: `streams`, each (B, T, D) or (B T, D); `routers`, logits (B T, E)."""
+    """The captures of one forward pass: `streams`, each (B, T, D) or (B T, D);
+    `routers`, logits (B T, E).
+    """
 
     streams: list[Tensor] = field(default_factory=list)
     routers: list[Tensor] = field(default_factory=list)
 
 
-def squared_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], keep: Tensor | None) -> Tensor:
+def squared_distance(
+    student: Sequence[Tensor], teacher: Sequence[Tensor], keep: Tensor | None
+) -> Tensor:
     """Sum over kept tokens and points of |x_k - t_k|^2, paper Eq. 5; 0 when none is kept.
 
-    student, teacher: (…, D) for each point. Returns: a float32 scalar (float64 for float64).
+    student, teacher: (…, D) for each point. Returns: a float32 scalar (float64 for
+    float64).
     """
-    return torch.stack([_squares(x, t, keep)[0].sum() for x, t in zip(student, teacher, strict=True)]).sum()
+    return torch.stack(
+        [_squares(x, t, keep)[0].sum() for x, t in zip(student, teacher, strict=True)]
+    ).sum()
 
 
-def relative_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], keep: Tensor | None) -> Tensor:
+def relative_distance(
+    student: Sequence[Tensor], teacher: Sequence[Tensor], keep: Tensor | None
+) -> Tensor:
     """Sum over kept tokens of the mean over points of |x_k - t_k|^2 / |t_k|^2; arguments as `squared_distance`."""
     shares = []
     for x, t in zip(student, teacher, strict=True):
@@ -63,14 +76,18 @@ def relative_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], keep
     return torch.stack(shares).mean()
 
 
-def _squares(student: Tensor, teacher: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+def _squares(
+    student: Tensor, teacher: Tensor, keep: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Compute the (N,) |x - t|^2 and (N,) |t|^2."""
     dtype = torch.promote_types(student.dtype, torch.float32)
     x, t = kept(student, keep).to(dtype), kept(teacher.detach(), keep).to(dtype)
     return (x - t).square().sum(-1), t.square().sum(-1)
 
 
-def router_divergence(student: Sequence[Tensor], teacher: Sequence[Tensor], keep: Tensor | None) -> Tensor:
+def router_divergence(
+    student: Sequence[Tensor], teacher: Sequence[Tensor], keep: Tensor | None
+) -> Tensor:
     """Sum over kept tokens of the mean over layers of KL(softmax(t) || softmax(s)), in nats; logits (…, E) a layer."""
     sums = []
     for s, t in zip(student, teacher, strict=True):
@@ -82,17 +99,21 @@ def router_divergence(student: Sequence[Tensor], teacher: Sequence[Tensor], keep
 
 
 def student_routers(model: nn.Module) -> list[Router]:
-    """Find the routers that an objective compares or freezes; UserError where there is not one for each MoE layer."""
+    """Find the routers that an objective compares or freezes; UserError where there is
+    not one for each MoE layer.
+    """
     try:
         return find_routers(model)
     except UserError as error:
         raise UserError(
-            f"{error}; leave out objective.router_kl_coefficient and objective.freeze_routers"
+            f"{error}; leave out objective.router_kl_coefficient and"
+            " objective.freeze_routers"
         ) from None
 
 
 class AuxiliaryLosses:
-    """The terms of `objective` for one student, which has its connectivity; `steps` is the length of the training.
+    """The terms of `objective` for one student, which has its connectivity; `steps` is
+    the length of the training.
 
     Raises:
         UserError: the student has no such points, or no routers that are known.
@@ -106,9 +127,11 @@ class AuxiliaryLosses:
             student_routers(student)
 
     def coefficients(self, step: int) -> dict[str, float]:
-        """Return by name of the term its coefficient in optimiser step 0, 1, …; a term that has ended is left out.
+        """Return by name of the term its coefficient in optimiser step 0, 1, …; a term
+        that has ended is left out.
 
-        With l2_until u of S steps that of l2 falls linearly: l2_coefficient · (1 - step / (u S)).
+        With l2_until u of S steps that of l2 falls linearly: l2_coefficient · (1 - step
+        / (u S)).
         """
         by_term = {}
         if self.objective.l2_coefficient is not None:
@@ -122,7 +145,11 @@ class AuxiliaryLosses:
         return by_term
 
     def values(
-        self, student: Captured, teacher: Captured, keep: Tensor | None, names: Sequence[str]
+        self,
+        student: Captured,
+        teacher: Captured,
+        keep: Tensor | None,
+        names: Sequence[str],
     ) -> dict[str, Tensor]:
         """Compute the terms with these names, sums over the kept tokens."""
         for own, theirs, what in (
@@ -131,24 +158,29 @@ class AuxiliaryLosses:
         ):
             if len(own) != len(theirs):
                 raise UserError(
-                    f"the student shows {len(own)} {what} and the teacher {len(theirs)}: {_ONE_BY_ONE}"
+                    f"the student shows {len(own)} {what} and the teacher"
+                    f" {len(theirs)}: {_ONE_BY_ONE}"
                 )
             for one, other in zip(own, theirs, strict=True):
                 if one.shape[-1] != other.shape[-1]:
                     raise UserError(
-                        f"the student's {what} give {one.shape[-1]} numbers a token and the teacher's"
-                        f" {other.shape[-1]}: {_ONE_BY_ONE}"
+                        f"the student's {what} give {one.shape[-1]} numbers a token and"
+                        f" the teacher's {other.shape[-1]}: {_ONE_BY_ONE}"
                     )
         distance = relative_distance if self.objective.l2_relative else squared_distance
         of = {
             "l2": lambda: distance(student.streams, teacher.streams, keep),
-            "router_kl": lambda: router_divergence(student.routers, teacher.routers, keep),
+            "router_kl": lambda: router_divergence(
+                student.routers, teacher.routers, keep
+            ),
         }
         return {name: of[name]() for name in names}
 
     @contextmanager
     def captured(self, model: nn.Module) -> Iterator[Captured]:
-        """Collect the points and the router logits of one forward pass of student or teacher, gradients with them."""
+        """Collect the points and the router logits of one forward pass of student or
+        teacher, gradients with them.
+        """
         captured = Captured()
         inner = unwrapped(model)
 
@@ -158,11 +190,18 @@ class AuxiliaryLosses:
             captured.streams.append(stream)
 
         def add_logits(index: int) -> After:
-            return lambda _, __, out: captured.routers.append(out[index] if isinstance(out, tuple) else out)
+            return lambda _, __, out: captured.routers.append(
+                out[index] if isinstance(out, tuple) else out
+            )
 
-        after: list[tuple[nn.Module, After]] = [(module, add_stream) for module in self._modules(inner)]
+        after: list[tuple[nn.Module, After]] = [
+            (module, add_stream) for module in self._modules(inner)
+        ]
         if self.with_routers:
-            after += [(router.module, add_logits(router.logits_index)) for router in student_routers(inner)]
+            after += [
+                (router.module, add_logits(router.logits_index))
+                for router in student_routers(inner)
+            ]
         with hooked(after=after):
             yield captured
 
@@ -174,7 +213,11 @@ class AuxiliaryLosses:
         chosen = [stack[k] for k in self.layers]
         if self.objective.l2_points != "sublayers":
             return chosen
-        return [getattr(layer, name) for layer in chosen for name in (family.attention, family.moe)]
+        return [
+            getattr(layer, name)
+            for layer in chosen
+            for name in (family.attention, family.moe)
+        ]
 
 
 def _point_layers(objective: ObjectiveConfig, student: nn.Module) -> list[int]:
@@ -197,13 +240,14 @@ def _point_layers(objective: ObjectiveConfig, student: nn.Module) -> list[int]:
                 for name in (family.attention, family.moe)
             ):
                 raise UserError(
-                    f"objective.l2_points: sublayers: layer {k} of model type '{family.model_type}' has no"
-                    f" `{family.attention}` beside `{family.moe}`; use blocks or merges"
+                    f"objective.l2_points: sublayers: layer {k} of model type"
+                    f" '{family.model_type}' has no `{family.attention}` beside"
+                    f" `{family.moe}`; use blocks or merges"
                 )
     if not layers:
         raise UserError(
-            f"objective.l2_points: {points}: connectivity.layers gives this model no such point; use blocks, or rewire"
-            " layers that follow each other"
+            f"objective.l2_points: {points}: connectivity.layers gives this model no"
+            " such point; use blocks, or rewire layers that follow each other"
         )
     return layers
 

@@ -1,11 +1,12 @@
 """KL(teacher || student) on held-out text, row by row: the figure that distillation minimises, on unseen rows.
 
-One walk over the rows for a training that scores itself (`fcsd.training.heldout`) and for the evaluation of finished
-checkpoints: `read_rows` has the teacher's final hidden states of this rank's rows, `sums_by_row` the student's KL on
-them. What gives the hidden states, and what the KL of one row, is the caller's.
+One walk over the rows for a training that scores itself (`fcsd.training.heldout`) and
+for the evaluation of finished checkpoints: `read_rows` has the teacher's final hidden
+states of this rank's rows, `sums_by_row` the student's KL on them. What gives the
+hidden states, and what the KL of one row, is the caller's.
 
-Rows may be walked in parts, cut between their examples, so that attention costs what the text needs, not the square
-of a row's length.
+Rows may be walked in parts, cut between their examples, so that attention costs what
+the text needs, not the square of a row's length.
 """
 
 import contextlib
@@ -22,7 +23,14 @@ from transformers import PreTrainedModel
 
 from fcsd.base.stats import ratio
 from fcsd.base.text import progress_bar
-from fcsd.data.batches import NO_LOSS, ROW_FEATURES, Batch, Collator, next_token_targets, trim_padding
+from fcsd.data.batches import (
+    NO_LOSS,
+    ROW_FEATURES,
+    Batch,
+    Collator,
+    next_token_targets,
+    trim_padding,
+)
 from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.parallel.ranks import ALONE, Ranks, input_device
 from fcsd.parallel.shard import whole_head
@@ -33,8 +41,9 @@ from fcsd.training.losses.objectives import KLObjectiveConfig
 AroundRow = Callable[[int], contextlib.AbstractContextManager[None]]
 
 PART_TOKENS = {"cpu": 512, "accelerator": 4096}
-"""The longest part of a row that holds several examples. On a CPU a pass is fastest, by the token, from 256 to 512
-tokens; accelerators want many, and compute long attention fast."""
+"""The longest part of a row that holds several examples. On a CPU a pass is fastest, by
+the token, from 256 to 512 tokens; accelerators want many, and compute long attention
+fast."""
 
 
 def read_rows(
@@ -48,20 +57,23 @@ def read_rows(
     bar: str | None = None,
     around_row: AroundRow | None = None,
 ) -> list[Batch]:
-    """Collate this rank's rows, one a batch, for `prepare` to add `teacher_hidden` (kept tokens, D).
+    """Collate this rank's rows, one a batch, for `prepare` to add `teacher_hidden`
+    (kept tokens, D).
 
-    All ranks call this. Behind its own come the rows that a rank in lockstep runs only because others have more.
+    All ranks call this. Behind its own come the rows that a rank in lockstep runs only
+    because others have more.
 
     Args:
         model: the one that the rows must not be packed too tightly for.
         device: where `prepare` is given them; they come back in main memory.
         trim: cut off the padding behind the last token with loss.
         bar: description of the progress bar; None: no bar.
-        around_row: given a row's number, the block in which it is prepared; not for the rows of a rank in lockstep that
-            only others need.
+        around_row: given a row's number, the block in which it is prepared; not for the
+            rows of a rank in lockstep that only others need.
 
     Raises:
-        UserError: packed rows for a family that would let the examples in them see each other.
+        UserError: packed rows for a family that would let the examples in them see each
+            other.
     """
     batches: list[Batch] = []
 
@@ -69,7 +81,10 @@ def read_rows(
         own = ranks.deal(range(len(rows)))
         numbers = [*own, *[0] * ranks.idle_passes(len(rows))]
         for place, number in enumerate(_with_bar(numbers, bar, ranks)):
-            batch = {name: value.to(device) for name, value in Collator()([rows[number]]).items()}
+            batch = {
+                name: value.to(device)
+                for name, value in Collator()([rows[number]]).items()
+            }
             if trim:
                 batch = trim_padding(batch)
             refuse_packing(model, batch["labels"], batch["position_ids"])
@@ -91,17 +106,26 @@ def sums_by_row(
     bar: str | None = None,
     around_row: AroundRow | None = None,
 ) -> tuple[list[float], list[int]]:
-    """Return for each of `num_rows` rows its loss summed over tokens, and its kept tokens; the same on all ranks.
+    """Return for each of `num_rows` rows its loss summed over tokens, and its kept
+    tokens; the same on all ranks.
 
-    batches: this rank's, of `read_rows`; loss_sum: the summed loss of one of them, on `device`.
+    batches: this rank's, of `read_rows`; loss_sum: the summed loss of one of them, on
+    `device`.
     """
 
     def own_share() -> list[tuple[float, int]]:
         sums, own = [], ranks.deal(range(num_rows))
         for place, batch in enumerate(_with_bar(batches, bar, ranks)):
             with _around(around_row, own, place):
-                total = loss_sum({name: value.to(device) for name, value in batch.items()})
-            sums.append((float(total), len(next_token_targets(batch["labels"], batch["position_ids"])[1])))
+                total = loss_sum(
+                    {name: value.to(device) for name, value in batch.items()}
+                )
+            sums.append(
+                (
+                    float(total),
+                    len(next_token_targets(batch["labels"], batch["position_ids"])[1]),
+                )
+            )
         return sums[: len(own)]
 
     by_rank = ranks.share(own_share)
@@ -118,11 +142,14 @@ def _around(
 
 
 def _with_bar(values: Sequence[Any], bar: str | None, ranks: Ranks) -> Any:
-    return progress_bar(values, desc=bar, unit="row", shown=bar is not None and ranks.first, leave=False)
+    return progress_bar(
+        values, desc=bar, unit="row", shown=bar is not None and ranks.first, leave=False
+    )
 
 
 def row_parts(row: Mapping[str, Any], num_tokens: int) -> list[dict[str, np.ndarray]]:
-    """Cut a row between its examples into parts of at most `num_tokens` tokens, or of one longer example.
+    """Cut a row between its examples into parts of at most `num_tokens` tokens, or of
+    one longer example.
 
     What lies behind the last token with loss is left out: no token that counts sees it.
     """
@@ -142,9 +169,11 @@ def row_parts(row: Mapping[str, Any], num_tokens: int) -> list[dict[str, np.ndar
 
 @dataclass(frozen=True)
 class Original:
-    """The batches of `read_rows` and the head of the original, which then need not be in memory beside the model.
+    """The batches of `read_rows` and the head of the original, which then need not be
+    in memory beside the model.
 
-    part_rows: of all ranks' batches, in order, the number of the row that each is a part of.
+    part_rows: of all ranks' batches, in order, the number of the row that each is a
+    part of.
     """
 
     batches: list[Batch]
@@ -164,8 +193,9 @@ def read_original(
 ) -> Original:
     """Run the original over this rank's share of `rows`; all ranks call this.
 
-    in_parts: walk rows in parts (`row_parts`), for models in which a token's output depends on its example alone, not
-        on what else is in the batch, and without `around_row`. around_row and errors: as of `read_rows`.
+    in_parts: walk rows in parts (`row_parts`), for models in which a token's output
+        depends on its example alone, not on what else is in the batch, and without
+        `around_row`. around_row and errors: as of `read_rows`.
     """
     device = input_device(original)
     parts, part_rows = list(rows), list(range(len(rows)))
@@ -188,17 +218,23 @@ def read_original(
             bar="the original's hidden states",
             around_row=around_row,
         )
-        return Original(batches, part_rows, whole_head(original, device).cpu(), original.config)
+        return Original(
+            batches, part_rows, whole_head(original, device).cpu(), original.config
+        )
 
 
-def kl_sum(teacher: tuple[Tensor, nn.Linear, Any], student: tuple[Tensor, nn.Linear, Any]) -> Tensor:
+def kl_sum(
+    teacher: tuple[Tensor, nn.Linear, Any], student: tuple[Tensor, nn.Linear, Any]
+) -> Tensor:
     """Return KL(teacher || student) summed over tokens; both as final hidden states (N, D), head and config."""
     teacher_head, student_head = (
         Head(hidden, head.weight, head.bias, *head_scaling(config))
         for hidden, head, config in (teacher, student)
     )
     vocab_size = unpadded_vocab_size(student[2])
-    return fused_linear_loss(student_head, teacher_head, KLObjectiveConfig(), vocab_size=vocab_size)[0]
+    return fused_linear_loss(
+        student_head, teacher_head, KLObjectiveConfig(), vocab_size=vocab_size
+    )[0]
 
 
 @torch.no_grad()
@@ -223,7 +259,13 @@ def kl_by_row(
     num_parts = len(original.part_rows)
     with _evaluating(model):
         sums, counts = sums_by_row(
-            original.batches, num_parts, loss_sum, device=device, ranks=ranks, bar=bar, around_row=around_row
+            original.batches,
+            num_parts,
+            loss_sum,
+            device=device,
+            ranks=ranks,
+            bar=bar,
+            around_row=around_row,
         )
     by_row: list[list[tuple[float, int]]] = [[] for _ in rows]
     for row, total, count in zip(original.part_rows, sums, counts, strict=True):
@@ -242,14 +284,21 @@ def mean_kl(
     ranks: Ranks = ALONE,
     around_row: AroundRow | None = None,
 ) -> dict[str, float | None]:
-    """Compute the forward KL in nats per kept token, over `rows` of `fcsd.data.dataset.build_dataset`.
+    """Compute the forward KL in nats per kept token, over `rows` of
+    `fcsd.data.dataset.build_dataset`.
 
-    original: from `read_original`, with the same rows and ranks. around_row: as of `read_rows`.
+    original: from `read_original`, with the same rows and ranks. around_row: as of
+    `read_rows`.
 
-    Returns: `kl`: sum over tokens / number of tokens; `stderr`: of this ratio, with rows as the independent units;
-    `num_tokens`. `stderr` is None for a single row, `kl` too when no row keeps a token.
+    Returns: `kl`: sum over tokens / number of tokens; `stderr`: of this ratio, with
+    rows as the independent units; `num_tokens`. `stderr` is None for a single row, `kl`
+    too when no row keeps a token.
     """
-    return ratio(*kl_by_row(original, model, rows, progress=True, ranks=ranks, around_row=around_row))
+    return ratio(
+        *kl_by_row(
+            original, model, rows, progress=True, ranks=ranks, around_row=around_row
+        )
+    )
 
 
 @contextlib.contextmanager
@@ -258,7 +307,8 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
 
     training = model.training
     model.eval()
-    # Sharded weights are gathered by hooks of the whole model, so that its body cannot be called alone.
+    # Sharded weights are gathered by hooks of the whole model, so that its body cannot
+    # be called alone.
     as_a_whole = isinstance(model, FSDPModule)
     try:
         with loss_head(model) if as_a_whole else contextlib.nullcontext():

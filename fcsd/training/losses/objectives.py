@@ -1,4 +1,5 @@
-"""What a training minimises, in nats per kept token: all that an objective is, so that one is added here alone.
+"""What a training minimises, in nats per kept token: all that an objective is, so that
+one is added here alone.
 
     y = logits of the model, scaled and capped as its family does (`fcsd.training.losses.fused`)
     p = softmax(y / temperature)        of the student p_s, of the teacher p_t; m = (1-b) p_s + b p_t
@@ -8,15 +9,18 @@
     jsd         b KL(p_t || m) + (1-b) KL(p_s || m)         (1-b) p_s (log(p_s / m) - KL(p_s || m))
     ce          -log p_s(label)                             p_s - one-hot                   paper Eq. 3
 
-The definitions are those of TRL (`generalized_jsd_loss`, GKD, https://huggingface.co/papers/2306.13649) for
-beta = 0, 1 and b. As there, the loss is the divergence at the temperature itself, in nats: it is not multiplied by T^2,
-as Hinton et al. do.
+The definitions are those of TRL (`generalized_jsd_loss`, GKD,
+https://huggingface.co/papers/2306.13649) for beta = 0, 1 and b. As there, the loss is
+the divergence at the temperature itself, in nats: it is not multiplied by T^2, as
+Hinton et al. do.
 
-Clipping. A token whose divergence d exceeds `clip` counts as min(d, clip): it adds `clip` to the loss and nothing to
-the gradient, which is thus that of the loss that is reported (`loss_max_clamp` of verl; docs/recipes.md).
+Clipping. A token whose divergence d exceeds `clip` counts as min(d, clip): it adds
+`clip` to the loss and nothing to the gradient, which is thus that of the loss that is
+reported (`loss_max_clamp` of verl; docs/recipes.md).
 
-A `Measure` is the arithmetic of one loss, a record the keys that a recipe's `objective` section may have with it, which
-are arguments of `fcsd.FCSDConfig` as well. torch is loaded by the arithmetic alone: a recipe is read without it.
+A `Measure` is the arithmetic of one loss, a record the keys that a recipe's `objective`
+section may have with it, which are arguments of `fcsd.FCSDConfig` as well. torch is
+loaded by the arithmetic alone: a recipe is read without it.
 """
 
 from __future__ import annotations
@@ -37,16 +41,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measure:
-    """One loss: what it is called in a figure, and its arithmetic on a chunk of n tokens.
+    """One loss: what it is called in a figure, and its arithmetic on a chunk of n
+    tokens.
 
-    compare(objective, s, target, work, wants_entropy): s is (n, V) log p_s, target (n, V) log p_t or (n, 1) labels, and
-    work the other tiles (n, V), the first of which holds p_t; all but the labels are overwritten. Returns: the gradient
-    of the logits (n, V), and of each token the loss and, where it is wanted, the teacher's entropy.
+    compare(objective, s, target, work, wants_entropy): s is (n, V) log p_s, target (n,
+    V) log p_t or (n, 1) labels, and work the other tiles (n, V), the first of which
+    holds p_t; all but the labels are overwritten. Returns: the gradient of the logits
+    (n, V), and of each token the loss and, where it is wanted, the teacher's entropy.
     num_tiles: the (n, V) tiles that this takes, s and log p_t among them.
 
-    A log-sum-exp carries a rounding error, which moves all log-probabilities of a row by the same small number, and the
-    sum of the row's probabilities with them. Adding sum(p_s - p_t), 0 but for these errors, takes them out of both KLs
-    again: without it the KL of a converged student is rounding noise.
+    A log-sum-exp carries a rounding error, which moves all log-probabilities of a row
+    by the same small number, and the sum of the row's probabilities with them. Adding
+    sum(p_s - p_t), 0 but for these errors, takes them out of both KLs again: without it
+    the KL of a converged student is rounding noise.
     """
 
     title: str
@@ -54,7 +61,9 @@ class Measure:
     compare: Compare
 
 
-def _kl(by: Any, s: Tensor, t: Tensor, work: list[Tensor], wants_entropy: bool) -> Compared:
+def _kl(
+    by: Any, s: Tensor, t: Tensor, work: list[Tensor], wants_entropy: bool
+) -> Compared:
     p, entropy = work[0], None
     if wants_entropy:
         t.mul_(p)
@@ -67,7 +76,9 @@ def _kl(by: Any, s: Tensor, t: Tensor, work: list[Tensor], wants_entropy: bool) 
     return gradient, value, entropy
 
 
-def _reverse_kl(by: Any, s: Tensor, t: Tensor, work: list[Tensor], wants_entropy: bool) -> Compared:
+def _reverse_kl(
+    by: Any, s: Tensor, t: Tensor, work: list[Tensor], wants_entropy: bool
+) -> Compared:
     import torch
 
     p = work[0]
@@ -81,11 +92,13 @@ def _reverse_kl(by: Any, s: Tensor, t: Tensor, work: list[Tensor], wants_entropy
     return gradient, value, entropy
 
 
-def _jsd(by: Any, s: Tensor, t: Tensor, work: list[Tensor], wants_entropy: bool) -> Compared:
+def _jsd(
+    by: Any, s: Tensor, t: Tensor, work: list[Tensor], wants_entropy: bool
+) -> Compared:
     import torch
 
-    # With u = log(p_t / p_s): log(m / p_s) = log(1 + b (e^u - 1)), exact for small u too. Above 80 the
-    # exponential overflows, and p_s is nothing beside p_t.
+    # With u = log(p_t / p_s): log(m / p_s) = log(1 + b (e^u - 1)), exact for small u
+    # too. Above 80 the exponential overflows, and p_s is nothing beside p_t.
     b, p, r = by.jsd_beta, work[0], work[1]
     entropy = -torch.mul(p, t, out=r).sum(-1) if wants_entropy else None
     u = t.sub_(s).clamp_(max=80.0)
@@ -97,10 +110,16 @@ def _jsd(by: Any, s: Tensor, t: Tensor, work: list[Tensor], wants_entropy: bool)
     return r.sub_(mean).mul_(p_s).mul_(b - 1.0), value, entropy
 
 
-def _cross_entropy(by: Any, s: Tensor, labels: Tensor, work: list[Tensor], wants_entropy: bool) -> Compared:
+def _cross_entropy(
+    by: Any, s: Tensor, labels: Tensor, work: list[Tensor], wants_entropy: bool
+) -> Compared:
     value = -s.gather(1, labels).squeeze(1)
     gradient = s.exp_()
-    return gradient.scatter_add_(1, labels, gradient.new_full(labels.shape, -1)), value, None
+    return (
+        gradient.scatter_add_(1, labels, gradient.new_full(labels.shape, -1)),
+        value,
+        None,
+    )
 
 
 MEASURES = {
@@ -113,15 +132,18 @@ MEASURES = {
 
 
 class ObjectiveBase(Strict):
-    """A class has the keys that its objective understands; of those of the others that all are asked for it has the
-    value that means "without"."""
+    """A class has the keys that its objective understands; of those of the others that
+    all are asked for it has the value that means "without"."""
 
     name: str
     vocab_size: int | None = option(None, "rows of a padded head that are tokens", gt=0)
-    freeze_embeddings_and_head: bool = option(False, "keep input embeddings and head as they are")
+    freeze_embeddings_and_head: bool = option(
+        False, "keep input embeddings and head as they are"
+    )
     freeze_routers: bool = option(False, "keep the routers' weights as they are")
 
-    has_teacher: ClassVar[bool]  # the student is compared with a teacher, and not with the data alone
+    # the student is compared with a teacher, and not with the data alone
+    has_teacher: ClassVar[bool]
     # By its name, how a model card begins; of what has a teacher the card knows.
     trained: ClassVar[dict[str, str]] = {}
 
@@ -147,7 +169,9 @@ class DivergenceObjectiveConfig(ObjectiveBase):
     """A divergence between the distributions of teacher and student."""
 
     temperature: float = option(1.0, "of both softmaxes", gt=0, allow_inf_nan=False)
-    clip: float | None = option(None, "nats; a token above it counts as this much, without gradient", gt=0)
+    clip: float | None = option(
+        None, "nats; a token above it counts as this much, without gradient", gt=0
+    )
     router_kl_coefficient: float | None = option(
         None, "of the routers' KL to the teacher's, mean of MoE layers", gt=0
     )
@@ -178,15 +202,20 @@ class JSDObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):
 
 
 class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
-    """Add l2_coefficient times a distance inside the model to forward KL; as it stands paper Eq. 5, on the outputs of
-    all decoder layers (`fcsd.training.losses.hidden_terms`)."""
+    """Add l2_coefficient times a distance inside the model to forward KL; as it stands
+    paper Eq. 5, on the outputs of all decoder layers
+    (`fcsd.training.losses.hidden_terms`)."""
 
     name: Literal["kl+l2"]
-    l2_coefficient: float = option(..., "of the distance between the hidden states", gt=0)
+    l2_coefficient: float = option(
+        ..., "of the distance between the hidden states", gt=0
+    )
     l2_relative: bool = option(
         False, "each token's squared distance over the teacher's square, mean of points"
     )
-    l2_points: Literal["blocks", "merges", "sublayers"] = option("blocks", "where hidden states are compared")
+    l2_points: Literal["blocks", "merges", "sublayers"] = option(
+        "blocks", "where hidden states are compared"
+    )
     l2_until: float | None = option(
         None, "the coefficient falls to 0 over this share of max_steps", gt=0, le=1
     )
@@ -201,7 +230,9 @@ class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
 
 
 class CrossEntropyObjectiveConfig(_WithoutL2, ObjectiveBase):
-    """Learn the data, without a teacher: sft is the baseline (paper Eq. 3), ce the same under its pre-training name."""
+    """Learn the data, without a teacher: sft is the baseline (paper Eq. 3), ce the same
+    under its pre-training name.
+    """
 
     name: Literal["sft", "ce"]
 
@@ -229,7 +260,11 @@ _CHOICE = one_of(
     name="objective",
 )
 ObjectiveConfig = Annotated[
-    KLObjectiveConfig | JSDObjectiveConfig | KLWithL2ObjectiveConfig | CrossEntropyObjectiveConfig, _CHOICE
+    KLObjectiveConfig
+    | JSDObjectiveConfig
+    | KLWithL2ObjectiveConfig
+    | CrossEntropyObjectiveConfig,
+    _CHOICE,
 ]
 OBJECTIVES: dict[str, Any] = _CHOICE.members
 """By the name that a recipe gives them."""

@@ -1,9 +1,11 @@
-"""What a student is compared with: one interface that gives final hidden states, whatever they come from.
+"""What a student is compared with: one interface that gives final hidden states,
+whatever they come from.
 
-The final hidden states (after the final norm) of the tokens that carry loss, and the teacher's head, are all that a
-divergence needs: D numbers a token instead of the vocabulary's. A step asks for those of all its micro-batches at
-once, before the student's first forward, so that a teacher whose weights are sharded over ranks gathers them while the
-student's are not.
+The final hidden states (after the final norm) of the tokens that carry loss, and the
+teacher's head, are all that a divergence needs: D numbers a token instead of the
+vocabulary's. A step asks for those of all its micro-batches at once, before the
+student's first forward, so that a teacher whose weights are sharded over ranks gathers
+them while the student's are not.
 """
 
 from abc import ABC, abstractmethod
@@ -25,10 +27,11 @@ from fcsd.training.losses.hidden_terms import AuxiliaryLosses, Captured
 
 
 class Teacher(ABC):
-    """`head`: a module with the teacher's `weight` (V, D') and `bias`, whole on every rank and frozen.
+    """`head`: a module with the teacher's `weight` (V, D') and `bias`, whole on every
+    rank and frozen.
 
-    `ahead`: called with each micro-batch when it is collated, some steps before `prepare` and in another process; None
-    where there is nothing to do so early.
+    `ahead`: called with each micro-batch when it is collated, some steps before
+    `prepare` and in another process; None where there is nothing to do so early.
     """
 
     head: nn.Module
@@ -36,14 +39,18 @@ class Teacher(ABC):
 
     @abstractmethod
     def prepare(self, batches: list[Batch]) -> None:
-        """Put `teacher_hidden` (N, D') of the kept positions into each micro-batch of a step.
+        """Put `teacher_hidden` (N, D') of the kept positions into each micro-batch of a
+        step.
 
-        batches: input_ids, position_ids, labels, each (B, T), on the device of the training.
+        batches: input_ids, position_ids, labels, each (B, T), on the device of the
+        training.
         """
 
-    def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
-        """Return (N, D') as `prepare`, and what `terms` compare inside the model, of one micro-batch; UserError where
-        this kind of teacher has no layers at hand.
+    def hidden_and_captured(
+        self, batch: Batch, terms: AuxiliaryLosses
+    ) -> tuple[Tensor, Captured]:
+        """Return (N, D') as `prepare`, and what `terms` compare inside the model, of
+        one micro-batch; UserError where this kind of teacher has no layers at hand.
         """
         raise UserError(
             f"{type(self).__name__}: gives final hidden states only; use teacher.backend: sharded"
@@ -51,10 +58,11 @@ class Teacher(ABC):
 
 
 class LiveTeacher(Teacher):
-    """A teacher whose `model` is run on the batches of the student, as it is within `as_teacher`.
+    """A teacher whose `model` is run on the batches of the student, as it is within
+    `as_teacher`.
 
-    arithmetic: gives the context that the model computes in, so that a student with the teacher's
-    weights has a KL of 0 to it.
+    arithmetic: gives the context that the model computes in, so that a student with the
+    teacher's weights has a KL of 0 to it.
     """
 
     model: Any
@@ -65,7 +73,9 @@ class LiveTeacher(Teacher):
 
     def compute_as(self, student: PreTrainedModel) -> None:
         """Compute from now on as a student that is trained under autocast."""
-        self.arithmetic = UnderAutocast(self.model, student_dtype=student.dtype).computing
+        self.arithmetic = UnderAutocast(
+            self.model, student_dtype=student.dtype
+        ).computing
 
     def hidden(self, batch: Batch) -> Tensor:
         """Compute (N, D') of the kept positions of a batch, within `as_teacher`."""
@@ -79,19 +89,26 @@ class LiveTeacher(Teacher):
                 batch["teacher_hidden"] = self.hidden(trim_padding(batch))
 
     @torch.no_grad()
-    def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
-        with self.as_teacher(), self.arithmetic(), terms.captured(self.model) as captured:
+    def hidden_and_captured(
+        self, batch: Batch, terms: AuxiliaryLosses
+    ) -> tuple[Tensor, Captured]:
+        with (
+            self.as_teacher(),
+            self.arithmetic(),
+            terms.captured(self.model) as captured,
+        ):
             return self.hidden(batch), captured
 
 
 class ModelTeacher(LiveTeacher):
-    """A frozen model of its own, on the training's device or sharded over the ranks already; `head` where the model's
-    own is sharded.
+    """A frozen model of its own, on the training's device or sharded over the ranks
+    already; `head` where the model's own is sharded.
     """
 
     def __init__(self, model: PreTrainedModel, head: nn.Module | None = None):
         self.model = model.eval().requires_grad_(False)
         self.head = output_head(model) if head is None else head
-        if not isinstance(self.head, LossHead):  # without them the loss would take the student's
+        # without them the loss would take the student's
+        if not isinstance(self.head, LossHead):
             scaled: Any = self.head
             scaled.logit_scale, scaled.softcap = head_scaling(model.config)

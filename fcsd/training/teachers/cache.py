@@ -1,12 +1,14 @@
-"""A teacher's final hidden states on disk: exact, in the teacher's own dtype, of the positions with loss only.
+"""A teacher's final hidden states on disk: exact, in the teacher's own dtype, of the
+positions with loss only.
 
     folder/teacher.json              whose hidden states these are; written first
     folder/hidden-KEY.safetensors    one shard: rows of hidden states, their keys, checksums; never half-written
     folder/cache.json                the list of shards; written when every row that was asked for is there
 
-A row is known by the hash of its tokens, positions and positions with loss, so neither the order of the rows, nor the
-batch size, nor the number of processes matters, and every run whose data give the same rows shares the folder. D
-numbers a token are exact where the top logits of a token would not be, and 40 to 80 times less than all of them.
+A row is known by the hash of its tokens, positions and positions with loss, so neither
+the order of the rows, nor the batch size, nor the number of processes matters, and
+every run whose data give the same rows shares the folder. D numbers a token are exact
+where the top logits of a token would not be, and 40 to 80 times less than all of them.
 """
 
 import functools
@@ -41,13 +43,18 @@ _OPEN_SHARDS = 256  # memory-mapped at a time
 _RECORD = "record"
 _TENSORS = ("hidden", "keys", "ends", "sums")
 
-Place = tuple[str, int, int, int]  # shard, first and last + 1 of its hidden states, their checksum
+# shard, first and last + 1 of its hidden states, their checksum
+Place = tuple[str, int, int, int]
 
 
 def row_keys(batch: Batch) -> list[bytes]:
-    """Return what identifies each row of a batch: a hash of its token ids, position ids and positions with loss."""
+    """Return what identifies each row of a batch: a hash of its token ids, position ids
+    and positions with loss.
+    """
     keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
-    columns = [batch[name].to("cpu", torch.int32) for name in ("input_ids", "position_ids")]
+    columns = [
+        batch[name].to("cpu", torch.int32) for name in ("input_ids", "position_ids")
+    ]
     columns.append(keep.to("cpu", torch.uint8))
     keys = []
     for row in zip(*columns, strict=True):
@@ -58,21 +65,39 @@ def row_keys(batch: Batch) -> list[bytes]:
     return keys
 
 
-def write_shard(folder: Path, identity: dict[str, Any], rows: Sequence[tuple[bytes, Tensor]]) -> Path:
-    """Write one shard of rows, key and (n, D) hidden states, beside and rename it; its name is a hash of its keys."""
-    keys = torch.frombuffer(bytearray(b"".join(key for key, _ in rows)), dtype=torch.uint8)
+def write_shard(
+    folder: Path, identity: dict[str, Any], rows: Sequence[tuple[bytes, Tensor]]
+) -> Path:
+    """Write one shard of rows, key and (n, D) hidden states, beside and rename it; its
+    name is a hash of its keys.
+    """
+    keys = torch.frombuffer(
+        bytearray(b"".join(key for key, _ in rows)), dtype=torch.uint8
+    )
     tensors = {
         "hidden": torch.cat([hidden for _, hidden in rows]).contiguous(),
         "keys": keys.reshape(-1, _KEY_BYTES),
         "ends": torch.tensor([len(hidden) for _, hidden in rows]).cumsum(0),
-        "sums": torch.tensor([_row_sum(hidden) for _, hidden in rows], dtype=torch.int64),
+        "sums": torch.tensor(
+            [_row_sum(hidden) for _, hidden in rows], dtype=torch.int64
+        ),
     }
-    metadata = {"format": FORMAT, "teacher": _hash_of(identity), "sha256": _checksum(tensors)}
-    path = folder / f"hidden-{hashlib.blake2b(keys.numpy().data, digest_size=8).hexdigest()}.safetensors"
+    metadata = {
+        "format": FORMAT,
+        "teacher": _hash_of(identity),
+        "sha256": _checksum(tensors),
+    }
+    path = (
+        folder
+        / f"hidden-{hashlib.blake2b(keys.numpy().data, digest_size=8).hexdigest()}.safetensors"
+    )
     with writing(path), beside(path) as temporary:
         # One entry: safetensors writes several in any order.
-        save_file(tensors, temporary / "shard", metadata={_RECORD: json.dumps(metadata)})
-        # safetensors 0.8 makes its files 0600, whatever the umask; a cache is for others, too
+        save_file(
+            tensors, temporary / "shard", metadata={_RECORD: json.dumps(metadata)}
+        )
+        # safetensors 0.8 makes its files 0600, whatever the umask; a cache is for
+        # others, too
         (temporary / "shard").chmod(temporary.stat().st_mode & 0o666)
         os.replace(temporary / "shard", path)
     return path
@@ -87,7 +112,9 @@ def _row_sum(hidden: Tensor) -> int:
 def _checksum(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in _TENSORS:
-        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(
+            tensors[name].contiguous().flatten().view(torch.uint8).numpy().data
+        )
     return digest.hexdigest()
 
 
@@ -96,22 +123,33 @@ def _hash_of(identity: dict[str, Any]) -> str:
 
 
 def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
-    """Return where each row of a shard lies; only its index is read. UserError: it is damaged, or of another
-    teacher.
+    """Return where each row of a shard lies; only its index is read. UserError: it is
+    damaged, or of another teacher.
     """
     try:
-        with safe_open(path, framework="pt") as file:  # checks that the file is as long as its header says
+        # checks that the file is as long as its header says
+        with safe_open(path, framework="pt") as file:
             metadata = _metadata(file)
             keys, ends = file.get_tensor("keys"), file.get_tensor("ends").tolist()
             sums = file.get_tensor("sums").tolist() if "sums" in file.keys() else []  # noqa: SIM118
             length = file.get_slice("hidden").get_shape()[0]
     except (SafetensorError, OSError, ValueError) as error:
         size = path.stat().st_size if path.is_file() else 0
-        raise UserError(f"{path}: damaged or incomplete shard ({size} bytes; {one_line(error)})") from None
-    if metadata.get("format") != FORMAT or not len(keys) == len(ends) == len(sums) or ends[-1:] != [length]:
-        raise UserError(f"{path}: not a shard of a teacher cache of this version ({FORMAT})")
+        raise UserError(
+            f"{path}: damaged or incomplete shard ({size} bytes; {one_line(error)})"
+        ) from None
+    if (
+        metadata.get("format") != FORMAT
+        or not len(keys) == len(ends) == len(sums)
+        or ends[-1:] != [length]
+    ):
+        raise UserError(
+            f"{path}: not a shard of a teacher cache of this version ({FORMAT})"
+        )
     if metadata.get("teacher") != _hash_of(identity):
-        raise UserError(f"{path}: holds hidden states of another teacher than the rest of the cache")
+        raise UserError(
+            f"{path}: holds hidden states of another teacher than the rest of the cache"
+        )
     spans = itertools.pairwise([0, *ends])
     return {
         key.tobytes(): (path.name, begin, end, known)
@@ -139,34 +177,48 @@ def verify_shard(path: Path) -> None:
         tensors = {name: file.get_tensor(name) for name in _TENSORS}
         expected = _metadata(file).get("sha256")
     if _checksum(tensors) != expected:
-        raise UserError(f"{path}: its content does not have the checksum that it was written with")
+        raise UserError(
+            f"{path}: its content does not have the checksum that it was written with"
+        )
 
 
 def check_teacher(folder: Path, identity: dict[str, Any]) -> None:
-    """Raise UserError when the cache in `folder` was made from another teacher, with what differs."""
+    """Raise UserError when the cache in `folder` was made from another teacher, with
+    what differs.
+    """
     cache_identity = read_json(folder / TEACHER)
     if changes := differences(cache_identity, json.loads(json.dumps(identity))):
         raise UserError(
-            f"{folder}: holds the hidden states of another teacher ({'; '.join(changes)}; cache -> recipe);"
-            " fill a cache in another folder, or give the recipe the settings of this one"
+            f"{folder}: holds the hidden states of another teacher"
+            f" ({'; '.join(changes)}; cache -> recipe); fill a cache in another folder,"
+            " or give the recipe the settings of this one"
         )
 
 
 def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
-    """Note that the cache is whole: its shards with their sizes, and the versions that made them."""
+    """Note that the cache is whole: its shards with their sizes, and the versions that
+    made them.
+    """
     rows: dict[str, int] = {}
     tokens: dict[str, int] = {}
     for name, begin, end, _ in places:
         rows[name] = rows.get(name, 0) + 1
         tokens[name] = tokens.get(name, 0) + end - begin
     shards = {
-        name: {"bytes": (folder / name).stat().st_size, "rows": rows[name], "tokens": tokens[name]}
+        name: {
+            "bytes": (folder / name).stat().st_size,
+            "rows": rows[name],
+            "tokens": tokens[name],
+        }
         for name in sorted(rows)
     }
     manifest = {
         "format": FORMAT,
         "teacher": read_json(folder / TEACHER),
-        **{what: sum(shard[what] for shard in shards.values()) for what in ("rows", "tokens", "bytes")},
+        **{
+            what: sum(shard[what] for shard in shards.values())
+            for what in ("rows", "tokens", "bytes")
+        },
         "shards": shards,
         "versions": versions(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -178,18 +230,22 @@ def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
 class HiddenCache:
     """A finished cache, opened: finds and reads rows; files are memory-mapped.
 
-    identity: that of the wanted teacher (`fcsd.training.teachers.load.identity`); UserError: no cache there, one that
-    is not finished, of another teacher, with a shard missing or damaged.
+    identity: that of the wanted teacher (`fcsd.training.teachers.load.identity`);
+    UserError: no cache there, one that is not finished, of another teacher, with a
+    shard missing or damaged.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
         self.folder = folder
         if not (folder / TEACHER).is_file():
-            raise UserError(f"{folder}: holds no teacher cache; fill it with `{REPAIR}`")
+            raise UserError(
+                f"{folder}: holds no teacher cache; fill it with `{REPAIR}`"
+            )
         check_teacher(folder, identity)
         if not (folder / MANIFEST).is_file():
             raise UserError(
-                f"{folder}: the teacher cache is not finished; `{REPAIR}` goes on where it was cut off"
+                f"{folder}: the teacher cache is not finished; `{REPAIR}` goes on where"
+                " it was cut off"
             )
         self.manifest: dict[str, Any] = read_json(folder / MANIFEST)
         self.places: dict[bytes, Place] = {}
@@ -200,13 +256,18 @@ class HiddenCache:
         )
         self._layout = functools.lru_cache(None)(lambda name: _layout(folder / name))
 
-    def _index(self, path: Path, size: int, identity: dict[str, Any]) -> dict[bytes, Place]:
+    def _index(
+        self, path: Path, size: int, identity: dict[str, Any]
+    ) -> dict[bytes, Place]:
         advice = f"; `{REPAIR}` computes its rows again"
         if not path.is_file():
-            raise UserError(f"{path}: no such file, but {MANIFEST} names this shard{advice}")
+            raise UserError(
+                f"{path}: no such file, but {MANIFEST} names this shard{advice}"
+            )
         if path.stat().st_size != size:
             raise UserError(
-                f"{path}: is {path.stat().st_size} bytes long, {MANIFEST} says {size}: a damaged shard{advice}"
+                f"{path}: is {path.stat().st_size} bytes long, {MANIFEST} says {size}:"
+                f" a damaged shard{advice}"
             )
         try:
             return read_shard(path, identity)
@@ -218,13 +279,16 @@ class HiddenCache:
         missing = sum(key not in self.places for key in keys)
         if missing:
             raise UserError(
-                f"{self.folder}: {missing} of {len(keys)} rows of the training data are not in the teacher cache: other"
-                " data, tokenizer, seed, max_length, packing or loss_on than it was filled with;"
-                f" `{REPAIR}` adds what is missing"
+                f"{self.folder}: {missing} of {len(keys)} rows of the training data are"
+                " not in the teacher cache: other data, tokenizer, seed, max_length,"
+                f" packing or loss_on than it was filled with; `{REPAIR}` adds what is"
+                " missing"
             )
 
     def will_need(self, keys: Sequence[bytes]) -> None:
-        """Ask the system to read these rows from the disk into its memory by and by; returns at once."""
+        """Ask the system to read these rows from the disk into its memory by and by;
+        returns at once.
+        """
         if not hasattr(os, "posix_fadvise"):
             return
         for key in keys:
@@ -234,7 +298,12 @@ class HiddenCache:
             offset, size = self._layout(name)
             file = os.open(self.folder / name, os.O_RDONLY)
             try:
-                os.posix_fadvise(file, offset + begin * size, (end - begin) * size, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(
+                    file,
+                    offset + begin * size,
+                    (end - begin) * size,
+                    os.POSIX_FADV_WILLNEED,
+                )
             finally:
                 os.close(file)
 
@@ -251,14 +320,16 @@ class HiddenCache:
         hidden: Tensor = self._open(name)[begin:end]
         if _row_sum(hidden) != known:
             raise UserError(
-                f"{self.folder / name}: is damaged: a row's hidden states are not what was written; remove the file,"
-                f" and `{REPAIR}` computes its rows again"
+                f"{self.folder / name}: is damaged: a row's hidden states are not what"
+                f" was written; remove the file, and `{REPAIR}` computes its rows again"
             )
         return hidden
 
 
 class CachedTeacher(Teacher):
-    """Hidden states from a cache; the teacher's weights are not in memory, but for those of its head."""
+    """Hidden states from a cache; the teacher's weights are not in memory, but for
+    those of its head.
+    """
 
     def __init__(self, cache: HiddenCache, head: nn.Module):
         self.cache, self.head = cache, head.requires_grad_(False)

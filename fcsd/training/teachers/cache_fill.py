@@ -1,7 +1,9 @@
-"""Filling a teacher cache: one pass of the teacher over the rows that a recipe trains on, on any number of processes.
+"""Filling a teacher cache: one pass of the teacher over the rows that a recipe trains
+on, on any number of processes.
 
-A row belongs to the process that its key names, so that processes need not talk; finished shards stay, whatever ends
-the pass, and a second call computes only rows that no shard has.
+A row belongs to the process that its key names, so that processes need not talk;
+finished shards stay, whatever ends the pass, and a second call computes only rows that
+no shard has.
 """
 
 import itertools
@@ -53,7 +55,9 @@ def keyed(rows: Iterable[Row]) -> Iterator[tuple[bytes, Row]]:
 
 
 def finished_places(folder: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
-    """Return the rows that shards in `folder` have, named in a manifest or not; damaged shards are removed."""
+    """Return the rows that shards in `folder` have, named in a manifest or not; damaged
+    shards are removed.
+    """
     places: dict[bytes, Place] = {}
     for path in sorted(folder.glob("hidden-*.safetensors")):
         try:
@@ -75,13 +79,16 @@ def fill_cache(
     batch_size: int,
     load_teacher: Callable[[], Teacher],
 ) -> dict[str, Any]:
-    """Put what is missing of `rows` into the cache in `folder`, and return its manifest.
+    """Put what is missing of `rows` into the cache in `folder`, and return its
+    manifest.
 
-    load_teacher(): the `Teacher`, called only when something is missing; batch_size: rows in one forward.
+    load_teacher(): the `Teacher`, called only when something is missing; batch_size:
+    rows in one forward.
 
     Raises:
-        UserError: the folder holds another teacher's cache, or something else; the disk has not the room, or is full
-            while it is written; nodes that do not share the folder.
+        UserError: the folder holds another teacher's cache, or something else; the disk
+            has not the room, or is full while it is written; nodes that do not share
+            the folder.
     """
     ranks = launch.ranks
     _begin(folder, identity, launch)
@@ -95,27 +102,45 @@ def fill_cache(
         if key not in wanted:
             spare = spare or [(key, row)]
             wanted.add(key)
-            if key not in done and int.from_bytes(key[:4], "big") % ranks.size == ranks.rank:
+            if (
+                key not in done
+                and int.from_bytes(key[:4], "big") % ranks.size == ranks.rank
+            ):
                 own.append((key, row))
     tokens = sum(ranks.share(lambda: sum(_num_kept(row) for _, row in own)))
     missing = sum(ranks.share(lambda: len(own)))
     if missing:
-        size = tokens * identity["hidden_size"] * getattr(torch, identity["dtype"]).itemsize
+        size = (
+            tokens
+            * identity["hidden_size"]
+            * getattr(torch, identity["dtype"]).itemsize
+        )
         if launch.first:
             _check_room(folder, size, missing, tokens)
         launch.wait()
-        batches = [own[begin : begin + batch_size] for begin in range(0, len(own), batch_size)]
+        batches = [
+            own[begin : begin + batch_size] for begin in range(0, len(own), batch_size)
+        ]
         if ranks.lockstep:  # what a spare batch gives is thrown away
             rounds = max(ranks.share(lambda: len(batches)))
             batches += [spare] * (rounds - len(batches))
-        _compute(folder, identity, batches, len(own), load_teacher(), launch, show=launch.first)
+        _compute(
+            folder,
+            identity,
+            batches,
+            len(own),
+            load_teacher(),
+            launch,
+            show=launch.first,
+        )
         launch.wait()
     if launch.first:
         places = finished_places(folder, identity)
         if absent := len(wanted - places.keys()):
             raise UserError(
-                f"{folder}: {absent} of {len(wanted)} rows are not there after all processes have written theirs; the"
-                " folder must be one that all nodes share"
+                f"{folder}: {absent} of {len(wanted)} rows are not there after all"
+                " processes have written theirs; the folder must be one that all nodes"
+                " share"
             )
         if missing or not (folder / MANIFEST).is_file():
             write_manifest(folder, places.values())
@@ -128,7 +153,9 @@ def _begin(folder: Path, identity: dict[str, Any], launch: Launch) -> None:
     if (folder / TEACHER).is_file():
         check_teacher(folder, identity)
     elif folder.exists() and not is_empty(folder):
-        raise UserError(f"{folder}: is not empty and holds no teacher cache; choose another folder")
+        raise UserError(
+            f"{folder}: is not empty and holds no teacher cache; choose another folder"
+        )
     launch.wait()
     if launch.first:
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,10 +172,14 @@ def _num_kept(row: Row) -> int:
 
 def _check_room(folder: Path, size: int, rows: int, tokens: int) -> None:
     free = shutil.disk_usage(folder).free
-    needed = f"{rows} rows with {tokens} tokens with loss need {_gb(size)}, {_gb(free)} are free at {folder}"
+    needed = (
+        f"{rows} rows with {tokens} tokens with loss need {_gb(size)}, {_gb(free)} are"
+        f" free at {folder}"
+    )
     if size + _FREE_BYTES > free:
         raise UserError(
-            f"teacher cache: {needed}; give another folder with --output, or less data (data.train.N.max_examples)"
+            f"teacher cache: {needed}; give another folder with --output, or less data"
+            " (data.train.N.max_examples)"
         )
     print(f"teacher cache: {needed}", file=sys.stderr)
 
@@ -187,7 +218,9 @@ def _compute(
             write_shard(folder, identity, held)
 
 
-def _hidden_of_rows(teacher: Teacher, rows: Sequence[Row], device: torch.device) -> list[Tensor]:
+def _hidden_of_rows(
+    teacher: Teacher, rows: Sequence[Row], device: torch.device
+) -> list[Tensor]:
     """Return (n, D) on the CPU for each row, from one pass."""
     batch = {name: value.to(device) for name, value in Collator()(rows).items()}
     teacher.prepare([batch])
@@ -196,26 +229,35 @@ def _hidden_of_rows(teacher: Teacher, rows: Sequence[Row], device: torch.device)
 
 
 def verify_cache(cache: HiddenCache) -> None:
-    """Read every shard and compare it with its checksum; UserError names the first whose content has changed."""
+    """Read every shard and compare it with its checksum; UserError names the first
+    whose content has changed.
+    """
     for name in progress_bar(cache.manifest["shards"], desc="Verifying", unit="shard"):
         try:
             verify_shard(cache.folder / name)
         except UserError as error:
-            raise UserError(f"{error}; remove the file, and `{REPAIR}` computes its rows again") from None
+            raise UserError(
+                f"{error}; remove the file, and `{REPAIR}` computes its rows again"
+            ) from None
 
 
-def spot_check(cache: HiddenCache, teacher: Teacher, rows: Sequence[Row], device: torch.device) -> None:
-    """Compare some rows of a cache with what the teacher gives now; UserError when one is further away than other
-    kernels could bring it.
+def spot_check(
+    cache: HiddenCache, teacher: Teacher, rows: Sequence[Row], device: torch.device
+) -> None:
+    """Compare some rows of a cache with what the teacher gives now; UserError when one
+    is further away than other kernels could bring it.
     """
     for row in rows:
         live = _hidden_of_rows(teacher, [row], device)[0].double()
         stored = cache.read(row_keys(Collator()([row]))).double()
         distance = float((stored - live).norm() / live.norm().clamp_min(1e-30))
-        limit = _TOLERANCE.get(getattr(torch, cache.manifest["teacher"]["dtype"]), _HALF_TOLERANCE)
+        limit = _TOLERANCE.get(
+            getattr(torch, cache.manifest["teacher"]["dtype"]), _HALF_TOLERANCE
+        )
         if not distance <= limit:
             raise UserError(
-                f"{cache.folder}: the spot check found a row whose hidden states are {distance:.2g} (relative) from"
-                f" what the teacher gives now, more than {limit:g}; the cache is damaged or was made by other"
-                " software: `fcsd cache-teacher RECIPE --verify` tells which; fill a new one"
+                f"{cache.folder}: the spot check found a row whose hidden states are"
+                f" {distance:.2g} (relative) from what the teacher gives now, more than"
+                f" {limit:g}; the cache is damaged or was made by other software: `fcsd"
+                " cache-teacher RECIPE --verify` tells which; fill a new one"
             )

@@ -1,6 +1,8 @@
-"""The teacher that a recipe names: loaded, left to the student's own weights, or read from a cache.
+"""The teacher that a recipe names: loaded, left to the student's own weights, or read
+from a cache.
 
-A cached teacher is not loaded: what identifies it, and its head, are read from the checkpoint's files alone.
+A cached teacher is not loaded: what identifies it, and its head, are read from the
+checkpoint's files alone.
 """
 
 import hashlib
@@ -29,7 +31,12 @@ from fcsd.parallel.place import load_for_launch
 from fcsd.training.prepare import place_teacher
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.teachers.cache import CachedTeacher, HiddenCache
-from fcsd.training.teachers.cache_fill import fill_cache, keyed, spot_check, verify_cache
+from fcsd.training.teachers.cache_fill import (
+    fill_cache,
+    keyed,
+    spot_check,
+    verify_cache,
+)
 
 # Fields of a configuration that change no hidden state; the dtype stands beside them.
 _NOT_COMPUTED = NOT_COMPUTED | {
@@ -39,7 +46,9 @@ _NOT_COMPUTED = NOT_COMPUTED | {
 
 @dataclass(frozen=True)
 class Unloaded:
-    """A checkpoint, and the model that it would give, without storage. dtype: in which the model would be loaded."""
+    """A checkpoint, and the model that it would give, without storage. dtype: in which
+    the model would be loaded.
+    """
 
     checkpoint: Checkpoint
     model: Any
@@ -47,20 +56,28 @@ class Unloaded:
 
 
 def unloaded(source: ModelFolder) -> Unloaded:
-    """Return the model of a checkpoint as a recipe's `model` section would load it, on the meta device."""
+    """Return the model of a checkpoint as a recipe's `model` section would load it, on
+    the meta device.
+    """
     model = source.config
     checkpoint = read_checkpoint(source.folder)
     config, cls = config_and_class(checkpoint, None, False)
-    dtype = declared_dtype(checkpoint) if model.dtype == "auto" else dtype_of(model.dtype)
+    dtype = (
+        declared_dtype(checkpoint) if model.dtype == "auto" else dtype_of(model.dtype)
+    )
     dtype = dtype or torch.float32
-    options = model.model_dump(include={"attn_implementation", "experts_implementation"}, exclude_none=True)
+    options = model.model_dump(
+        include={"attn_implementation", "experts_implementation"}, exclude_none=True
+    )
     with torch.device("meta"):
-        return Unloaded(checkpoint, cls._from_config(config, dtype=dtype, **options), dtype)
+        return Unloaded(
+            checkpoint, cls._from_config(config, dtype=dtype, **options), dtype
+        )
 
 
 def identity(teacher: Unloaded, weights: str) -> dict[str, Any]:
-    """Return what a teacher's hidden states depend on, besides the tokens. weights: fingerprint of the checkpoint's
-    files.
+    """Return what a teacher's hidden states depend on, besides the tokens. weights:
+    fingerprint of the checkpoint's files.
     """
     config = teacher.model.config
     text = config.get_text_config()
@@ -79,23 +96,37 @@ def identity(teacher: Unloaded, weights: str) -> dict[str, Any]:
 def _config_hash(config: Any) -> str:
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
-            return {str(key): plain(item) for key, item in value.items() if key not in _NOT_COMPUTED}
-        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+            return {
+                str(key): plain(item)
+                for key, item in value.items()
+                if key not in _NOT_COMPUTED
+            }
+        return (
+            [plain(item) for item in value]
+            if isinstance(value, list | tuple)
+            else value
+        )
 
     text = json.dumps(plain(config.to_dict()), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_head(teacher: Unloaded) -> nn.Linear:
-    """Return the teacher's head, with `logit_scale` and `softcap` for the loss head, on the CPU: two tensors of the
-    files, or the embeddings where they are tied.
+    """Return the teacher's head, with `logit_scale` and `softcap` for the loss head, on
+    the CPU: two tensors of the files, or the embeddings where they are tied.
     """
     head = output_head(teacher.model)
-    prefix = next(name for name, module in teacher.model.named_modules() if module is head)
-    loaded: Any = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+    prefix = next(
+        name for name, module in teacher.model.named_modules() if module is head
+    )
+    loaded: Any = nn.Linear(
+        head.in_features, head.out_features, bias=head.bias is not None, device="meta"
+    )
     for name, parameter in head.named_parameters():
         value = _tensor(teacher, f"{prefix}.{name}", tuple(parameter.shape))
-        setattr(loaded, name, nn.Parameter(value.to(teacher.dtype), requires_grad=False))
+        setattr(
+            loaded, name, nn.Parameter(value.to(teacher.dtype), requires_grad=False)
+        )
     loaded.logit_scale, loaded.softcap = head_scaling(teacher.model.config)
     return loaded
 
@@ -105,12 +136,18 @@ def _tensor(teacher: Unloaded, name: str, shape: tuple[int, ...]) -> torch.Tenso
 
     tied = getattr(teacher.model, "all_tied_weights_keys", None) or {}
     state = teacher.model.state_dict()
-    for one in (tied.get(name, name), name, *(other for other, target in tied.items() if target == name)):
+    for one in (
+        tied.get(name, name),
+        name,
+        *(other for other, target in tied.items() if target == name),
+    ):
         in_file = list(revert_weight_conversion(teacher.model, {one: state[one]}))
         for candidate in (*in_file, one):
             if teacher.checkpoint.shapes.get(candidate) == shape:
                 return _read(teacher.checkpoint, candidate)
-    raise UserError(f"{teacher.checkpoint.folder}: the head '{name}' is not among its tensors")
+    raise UserError(
+        f"{teacher.checkpoint.folder}: the head '{name}' is not among its tensors"
+    )
 
 
 def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
@@ -125,8 +162,9 @@ def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 class TeacherSource:
     """What a distillation compares its student with.
 
-    settings: the `teacher` section. model: the teacher's checkpoint. tokenizer: the student's. rows: what is trained
-    on. batch_size: rows in one forward. seed: chooses the rows that are compared with a cache.
+    settings: the `teacher` section. model: the teacher's checkpoint. tokenizer: the
+    student's. rows: what is trained on. batch_size: rows in one forward. seed: chooses
+    the rows that are compared with a cache.
     """
 
     settings: TeacherConfig
@@ -138,10 +176,14 @@ class TeacherSource:
     launch: Launch
 
 
-def load_teacher(source: TeacherSource, *, fill: bool = False) -> PreTrainedModel | Teacher | None:
-    """Load the teacher; None where the student is made to be it. fill: compute what a cache lacks.
+def load_teacher(
+    source: TeacherSource, *, fill: bool = False
+) -> PreTrainedModel | Teacher | None:
+    """Load the teacher; None where the student is made to be it. fill: compute what a
+    cache lacks.
 
-    Raises UserError: a checkpoint with another tokenizer, or that is the student already; a cache that does not fit.
+    Raises UserError: a checkpoint with another tokenizer, or that is the student
+    already; a cache that does not fit.
     """
     plan = source.settings
     _check_is_original(source)
@@ -156,11 +198,17 @@ def load_teacher(source: TeacherSource, *, fill: bool = False) -> PreTrainedMode
 
 
 def _own_or_other(source: TeacherSource) -> PreTrainedModel:
-    """Load the model of the `teacher` section; the student's original is of a family that can be converted."""
-    return load_for_launch(source.model, source.launch, any_family=source.settings.path is not None)
+    """Load the model of the `teacher` section; the student's original is of a family
+    that can be converted.
+    """
+    return load_for_launch(
+        source.model, source.launch, any_family=source.settings.path is not None
+    )
 
 
-def _cached_teacher(source: TeacherSource, settings: CachedTeacherConfig) -> CachedTeacher:
+def _cached_teacher(
+    source: TeacherSource, settings: CachedTeacherConfig
+) -> CachedTeacher:
     rows, launch, num_checked = source.rows, source.launch, settings.spot_check_rows
     facts = unloaded(source.model)
     weights = launch.ranks.from_first(lambda: source.model.weights)
@@ -181,7 +229,9 @@ def _cached_teacher(source: TeacherSource, settings: CachedTeacherConfig) -> Cac
 
 
 def _some(rows: Any, number: int, seed: int) -> list[Any]:
-    chosen = np.random.default_rng(seed).choice(len(rows), min(number, len(rows)), replace=False)
+    chosen = np.random.default_rng(seed).choice(
+        len(rows), min(number, len(rows)), replace=False
+    )
     return [rows[int(i)] for i in chosen]
 
 
@@ -192,13 +242,15 @@ def _model_teacher(source: TeacherSource) -> Teacher:
         return cast(Teacher, place_teacher(loaded, source.launch))
     except torch.OutOfMemoryError:
         raise UserError(
-            f"the teacher {source.model.config.path} does not fit on one device; launch with weights that are sharded"
-            " over several (configs/fsdp2_8.yaml), or, to train on a cache without loading it, set"
-            " teacher.spot_check_rows: 0"
+            f"the teacher {source.model.config.path} does not fit on one device; launch"
+            " with weights that are sharded over several (configs/fsdp2_8.yaml), or,"
+            " to train on a cache without loading it, set teacher.spot_check_rows: 0"
         ) from None
 
 
-def fill_teacher_cache(source: TeacherSource, folder: Path, *, verify: bool = False) -> None:
+def fill_teacher_cache(
+    source: TeacherSource, folder: Path, *, verify: bool = False
+) -> None:
     """Run the teacher over the training rows and keep what it gives in `folder`."""
     _check_is_original(source)
     _check_tokenizer(source)
@@ -219,17 +271,24 @@ def fill_teacher_cache(source: TeacherSource, folder: Path, *, verify: bool = Fa
 
 
 def _check_is_original(source: TeacherSource) -> None:
-    """Raise UserError when the student would be compared with itself: its checkpoint is rewired or trained already."""
+    """Raise UserError when the student would be compared with itself: its checkpoint is
+    rewired or trained already.
+    """
     folder = source.model.folder
     if source.settings.path is not None:
         return
     config, _, connectivity = read_config(folder, any_family=True)
     how = changed_by(config)
     if connectivity is not None or how is not None:
-        what = "is a FarSkip checkpoint" if connectivity is not None else f"was {how} as a FarSkip checkpoint"
+        what = (
+            "is a FarSkip checkpoint"
+            if connectivity is not None
+            else f"was {how} as a FarSkip checkpoint"
+        )
         raise UserError(
-            f"{folder}: {what}, and as its own teacher it would teach nothing; set teacher.path to"
-            " the original (backend sharded or cache), or model.path to the original"
+            f"{folder}: {what}, and as its own teacher it would teach nothing; set"
+            " teacher.path to the original (backend sharded or cache), or model.path"
+            " to the original"
         )
 
 
@@ -238,15 +297,20 @@ def _check_tokenizer(source: TeacherSource) -> None:
     if source.settings.path is None:
         return
     model = source.model
-    theirs = load_tokenizer(model.folder, trust_remote_code=model.config.trust_remote_code).get_vocab()
+    theirs = load_tokenizer(
+        model.folder, trust_remote_code=model.config.trust_remote_code
+    ).get_vocab()
     ours = source.tokenizer.get_vocab()
-    differ = [token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)]
+    differ = [
+        token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)
+    ]
     if not differ:
         return
     token = min(differ, key=lambda token: ours.get(token, 1 << 40))
     raise UserError(
-        f"teacher.path {source.settings.path}: its tokenizer is not the student's: {len(differ)} tokens have other ids"
-        f" or are missing, the first is {token!r} ({ours.get(token, 'none')} in the student's,"
-        f" {theirs.get(token, 'none')} in the teacher's);"
-        " distributions over different vocabularies cannot be compared, use a teacher with the same tokenizer"
+        f"teacher.path {source.settings.path}: its tokenizer is not the student's:"
+        f" {len(differ)} tokens have other ids or are missing, the first is {token!r}"
+        f" ({ours.get(token, 'none')} in the student's, {theirs.get(token, 'none')} in"
+        " the teacher's); distributions over different vocabularies cannot be"
+        " compared, use a teacher with the same tokenizer"
     )

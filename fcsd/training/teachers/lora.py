@@ -1,9 +1,12 @@
-"""LoRA students, and the teacher that needs no second model: the same weights, adapters and connectivity off.
+"""LoRA students, and the teacher that needs no second model: the same weights, adapters
+and connectivity off.
 
-peft puts its adapters into the rewired model in place, so that the student stays the `FarSkip<Family>ForCausalLM` that
-it was: the loss head, generation and the Trainer see the class that they know.
+peft puts its adapters into the rewired model in place, so that the student stays the
+`FarSkip<Family>ForCausalLM` that it was: the loss head, generation and the Trainer see
+the class that they know.
 
-Not covered: adapters on the head or the embeddings (the head computes the loss), other methods of peft than LoRA.
+Not covered: adapters on the head or the embeddings (the head computes the loss), other
+methods of peft than LoRA.
 """
 
 import contextlib
@@ -25,20 +28,24 @@ from fcsd.training.losses.head import body_hidden
 from fcsd.training.teachers.base import LiveTeacher
 
 
-def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: torch.dtype) -> Any:
-    """Freeze `model` and put fresh adapters of `dtype` into it, in place; they change nothing until they are trained.
+def add_adapters(
+    model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: torch.dtype
+) -> Any:
+    """Freeze `model` and put fresh adapters of `dtype` into it, in place; they change
+    nothing until they are trained.
 
     Returns: the `PeftModel` around it, for `leave_adapters`.
 
     Raises:
-        UserError: peft is not installed; names that match nothing, or that peft cannot adapt; the head or the
-            embeddings are among them.
+        UserError: peft is not installed; names that match nothing, or that peft cannot
+            adapt; the head or the embeddings are among them.
     """
     try:
         import peft
     except ImportError:
         raise UserError(
-            "lora: peft is not installed; pip install 'fcsd[lora]', or leave the section out"
+            "lora: peft is not installed; pip install 'fcsd[lora]', or leave the"
+            " section out"
         ) from None
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -46,10 +53,15 @@ def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: 
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings():
-            # peft looks for experts that a family has not fused by patterns that then match nothing.
-            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
+            # peft looks for experts that a family has not fused by patterns that then
+            # match nothing.
+            warnings.filterwarnings(
+                "ignore", "The following (rank|alpha)_pattern keys did not match"
+            )
             # peft 0.21 asks for the old name of transformers' activation checkpointing.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+            warnings.filterwarnings(
+                "ignore", "`is_gradient_checkpointing` is deprecated"
+            )
             adapted: Any = peft.get_peft_model(model, config)
     except (ValueError, AttributeError, TypeError) as error:
         raise UserError(
@@ -62,8 +74,8 @@ def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: 
     ):
         if isinstance(module, BaseTunerLayer):
             raise UserError(
-                f"lora.target_modules: names the {what} of the model, which stay as they are (the head computes the"
-                " loss); leave them out"
+                f"lora.target_modules: names the {what} of the model, which stay as"
+                " they are (the head computes the loss); leave them out"
             )
     # An original would be adapted silently where the rewired model is meant.
     adapted.peft_config["default"].base_model_name_or_path = None
@@ -84,23 +96,27 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def leave_adapters(adapted: Any, folder: Path) -> None:
-    """Write the adapters to `folder` in peft's format, and merge them into the model, in place (in bfloat16 a weight is
-    rounded once).
+    """Write the adapters to `folder` in peft's format, and merge them into the model,
+    in place (in bfloat16 a weight is rounded once).
     """
     adapted.save_pretrained(folder)
     adapted.merge_and_unload()
 
 
 class AdapterOffTeacher(LiveTeacher):
-    """The original model inside its LoRA student: a pass with adapters, connectivity and dropout off.
+    """The original model inside its LoRA student: a pass with adapters, connectivity
+    and dropout off.
 
-    Bitwise what the original gives: a layer without its plan and an adapter that is off both run the family's own
-    code on the same weights. The student's head may be its loss head.
+    Bitwise what the original gives: a layer without its plan and an adapter that is off
+    both run the family's own code on the same weights. The student's head may be its
+    loss head.
     """
 
     def __init__(self, student: PreTrainedModel):
         if not has_adapters(student):
-            raise ValueError("the student has no adapters: its trained weights are not the teacher's")
+            raise ValueError(
+                "the student has no adapters: its trained weights are not the teacher's"
+            )
         self.model = student
         self.head = output_head(student)
 
@@ -110,25 +126,32 @@ class AdapterOffTeacher(LiveTeacher):
     def hidden(self, batch: Batch) -> Tensor:
         """Compute it past the model's own forward, which the Trainer has wrapped."""
         keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
-        return body_hidden(self.model, batch["input_ids"], batch["position_ids"], None, keep)
+        return body_hidden(
+            self.model, batch["input_ids"], batch["position_ids"], None, keep
+        )
 
 
 @contextlib.contextmanager
 def as_original(student: nn.Module) -> Iterator[None]:
-    """Make a LoRA student the original model in evaluation mode within the block; then all is as it was.
+    """Make a LoRA student the original model in evaluation mode within the block; then
+    all is as it was.
 
-    The training flag of every module is restored, not set: a module may have been in evaluation mode on purpose.
+    The training flag of every module is restored, not set: a module may have been in
+    evaluation mode on purpose.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     modules = list(student.modules())
     training = [module for module in modules if module.training]
-    adapters: list[Any] = [module for module in modules if isinstance(module, BaseTunerLayer)]
+    adapters: list[Any] = [
+        module for module in modules if isinstance(module, BaseTunerLayer)
+    ]
     try:
         for module in training:
             module.training = False
         for adapter in adapters:
-            # `enable_adapters` would also switch requires_grad, and with it what DDP and the optimiser rely on.
+            # `enable_adapters` would also switch requires_grad, and with it what DDP
+            # and the optimiser rely on.
             adapter._disable_adapters = True
         with regular(student):
             yield

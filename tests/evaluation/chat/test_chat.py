@@ -1,4 +1,6 @@
-"""`fcsd chat`: replies are those of `generate`, conversations are remembered, one reply can be ended."""
+"""`fcsd chat`: replies are those of `generate`, conversations are remembered, one reply
+can be ended.
+"""
 
 import io
 import json
@@ -19,7 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fcsd.cli.main import main
 from fcsd.evaluation.chat.chat import Reply, Speaker, chat, load_speaker
-from fcsd.evaluation.chat.terminal import cells, ending, first_row, printable, side_by_side
+from fcsd.evaluation.chat.terminal import (
+    cells,
+    ending,
+    first_row,
+    printable,
+    side_by_side,
+)
 from fcsd.model.connectivity import Connectivity, convert_checkpoint
 from tests.support import ROOT
 
@@ -32,12 +40,16 @@ def converted(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def said(speakers: list[Speaker], *lines: str, **options: object) -> list[str]:
-    """Return what a chat without a terminal answers: without the turns, which it repeats, and notes of the limit."""
+    """Return what a chat without a terminal answers: without the turns, which it
+    repeats, and notes of the limit.
+    """
     text = "\n" + transcript(speakers, *lines, **options)
     for line in lines[: lines.index("/exit") + 1 if "/exit" in lines else None]:
         assert not line or f"\n> {line}\n" in text
         text = text.replace(f"\n> {line}\n", "", 1)
-    return re.sub(r"\((\S+: )?cut after \d+ tokens; --max-new-tokens allows more\)\n", "", text).splitlines()
+    return re.sub(
+        r"\((\S+: )?cut after \d+ tokens; --max-new-tokens allows more\)\n", "", text
+    ).splitlines()
 
 
 def transcript(speakers: list[Speaker], *lines: str, **options: object) -> str:
@@ -51,7 +63,9 @@ def by_hand(folder: Path, messages: list[dict[str, str]], new_tokens: int) -> st
     """Return the reply of transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt"
+    )
     ids = prompt["input_ids"] if not isinstance(prompt, torch.Tensor) else prompt
     with torch.no_grad():
         reply = model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
@@ -62,22 +76,38 @@ def plain(text: str) -> str:
     return printable(text).rstrip("\n")
 
 
-def test_a_second_turn_knows_the_first_and_reset_forgets_it(base_checkpoint: Path) -> None:
+def test_a_second_turn_knows_the_first_and_reset_forgets_it(
+    base_checkpoint: Path,
+) -> None:
     speaker = load_speaker(str(base_checkpoint))
     text = "\n".join(
-        said([speaker], "hello", "and now", "/reset", "hello", system="be brief", max_new_tokens=6)
+        said(
+            [speaker],
+            "hello",
+            "and now",
+            "/reset",
+            "hello",
+            system="be brief",
+            max_new_tokens=6,
+        )
     )
     system = {"role": "system", "content": "be brief"}
     hello, more = ({"role": "user", "content": words} for words in ("hello", "and now"))
     first = by_hand(base_checkpoint, [system, hello], 6)
-    second = by_hand(base_checkpoint, [system, hello, {"role": "assistant", "content": first}, more], 6)
+    second = by_hand(
+        base_checkpoint,
+        [system, hello, {"role": "assistant", "content": first}, more],
+        6,
+    )
     assert first != second
     begins = "The conversation begins anew."
     assert text == "\n".join([plain(first), plain(second), begins, plain(first)])
     assert speaker.messages == [system, hello, {"role": "assistant", "content": first}]
 
 
-def test_the_models_own_generation_settings_hold(base_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_models_own_generation_settings_hold(
+    base_checkpoint: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(base_checkpoint, tmp_path / "model"))
     (folder / "generation_config.json").write_text(
         '{"max_new_tokens": 3, "eos_token_id": 2, "pad_token_id": 0}'
@@ -89,10 +119,13 @@ def test_the_models_own_generation_settings_hold(base_checkpoint: Path, tmp_path
     )
 
 
-def test_greedy_overrules_settings_that_sample(base_checkpoint: Path, tmp_path: Path) -> None:
+def test_greedy_overrules_settings_that_sample(
+    base_checkpoint: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(base_checkpoint, tmp_path / "model"))
     (folder / "generation_config.json").write_text(
-        '{"do_sample": true, "temperature": 5.0, "top_p": 0.9, "eos_token_id": 2, "pad_token_id": 0}'
+        '{"do_sample": true, "temperature": 5.0, "top_p": 0.9, "eos_token_id": 2,'
+        ' "pad_token_id": 0}'
     )
     speaker = load_speaker(str(folder))
     assert speaker.settings(False) == "temperature 5, top_p 0.9; float32 on cpu"
@@ -112,7 +145,9 @@ def test_a_reply_that_the_limit_ended_says_so_and_one_that_the_model_ended_does_
     text = transcript([speaker], "hello", "x" * 60, max_new_tokens=20)
     assert text.splitlines()[0] == "> hello" and "\n\n> xxx" in text
     assert text.count("(cut after 20 tokens; --max-new-tokens allows more)\n") == 1
-    assert text.endswith("(cut: the model's 128 positions are full; /reset begins anew)\n")
+    assert text.endswith(
+        "(cut: the model's 128 positions are full; /reset begins anew)\n"
+    )
     first = by_hand(base_checkpoint, [{"role": "user", "content": "hello"}], 1)
     (token,) = speaker.tokenizer.encode(first, add_special_tokens=False)
     monkeypatch.setattr(speaker.model.generation_config, "eos_token_id", token)
@@ -127,13 +162,20 @@ def test_a_message_can_be_answered_again_and_a_hybrid_asked_not_to_think(
     (folder / "chat_template.jinja").write_text(
         template + "{% if enable_thinking is false %}quick{% endif %}"
     )
-    speaker, quick = load_speaker(str(folder)), load_speaker(str(folder), thinking=False)
+    speaker, quick = (
+        load_speaker(str(folder)),
+        load_speaker(str(folder), thinking=False),
+    )
     once = said([quick], "hello", max_new_tokens=6)
     assert said([quick], "hello", "/again", max_new_tokens=6) == [*once, *once]
-    assert len(quick.messages) == 2 and said([quick], "/again") == ["There is no message yet."]
+    assert len(quick.messages) == 2 and said([quick], "/again") == [
+        "There is no message yet."
+    ]
     quick.messages = speaker.messages = [{"role": "user", "content": "hello"}]
     prompt = quick.tokenizer.decode(quick.prompt()["input_ids"][0])
-    assert prompt == speaker.tokenizer.decode(speaker.prompt()["input_ids"][0]) + "quick"
+    assert (
+        prompt == speaker.tokenizer.decode(speaker.prompt()["input_ids"][0]) + "quick"
+    )
 
 
 def test_side_by_side_each_model_answers_its_own_conversation(
@@ -146,9 +188,12 @@ def test_side_by_side_each_model_answers_its_own_conversation(
     for speaker, folder in zip(speakers, (converted, base_checkpoint), strict=True):
         first = by_hand(folder, [hello], 8)
         assert speaker.messages[1] == {"role": "assistant", "content": first}
-    assert speakers[0].messages[1] != speakers[1].messages[1], "or this test shows nothing"
+    assert speakers[0].messages[1] != speakers[1].messages[1], (
+        "or this test shows nothing"
+    )
     name = rows[0].split(" │ ")[0].strip()
-    assert name and str(converted).endswith(name.removeprefix("…"))  # cut to the column's width
+    # cut to the column's width
+    assert name and str(converted).endswith(name.removeprefix("…"))
     assert all(" │" in row for row in rows)
 
 
@@ -160,19 +205,23 @@ def test_without_room_for_columns_the_replies_stand_one_below_the_other(
     rows = said(speakers, "hello", max_new_tokens=4)
     replies = [plain(speaker.messages[-1]["content"]) for speaker in speakers]
     heads = [f"── {speaker.name}" for speaker in speakers]
-    assert rows == "\n".join(f"{head}\n{reply}" for head, reply in zip(heads, replies, strict=True)).split(
-        "\n"
-    )
+    assert rows == "\n".join(
+        f"{head}\n{reply}" for head, reply in zip(heads, replies, strict=True)
+    ).split("\n")
 
 
-def test_commands_that_do_not_exist_and_empty_lines_are_no_turns(base_checkpoint: Path) -> None:
+def test_commands_that_do_not_exist_and_empty_lines_are_no_turns(
+    base_checkpoint: Path,
+) -> None:
     speaker = load_speaker(str(base_checkpoint))
     rows = said([speaker], "", "/sing loudly", "/help", "/exit", "never read")
     assert rows[0].startswith("/sing: no such command") and "/reset" in "\n".join(rows)
     assert speaker.messages == []
 
 
-def test_a_conversation_that_is_too_long_is_refused_and_goes_on_after_reset(base_checkpoint: Path) -> None:
+def test_a_conversation_that_is_too_long_is_refused_and_goes_on_after_reset(
+    base_checkpoint: Path,
+) -> None:
     speaker = load_speaker(str(base_checkpoint))
     rows = said([speaker], "x" * 200, "/reset", "hi", max_new_tokens=2)
     assert "the model 128 positions; /reset begins anew" in rows[0]
@@ -183,7 +232,9 @@ def test_a_reply_ends_where_the_positions_end(base_checkpoint: Path) -> None:
     speaker = load_speaker(str(base_checkpoint))
     speaker.messages = [{"role": "user", "content": "x" * 110}]
     length = len(speaker.prompt()["input_ids"][0])
-    assert length > 110 and Reply(speaker, None)._options["max_new_tokens"] == 128 - length
+    assert (
+        length > 110 and Reply(speaker, None)._options["max_new_tokens"] == 128 - length
+    )
 
 
 def test_a_model_that_fails_ends_its_reply_and_not_the_chat(
@@ -196,8 +247,12 @@ def test_a_model_that_fails_ends_its_reply_and_not_the_chat(
 
     monkeypatch.setattr(speaker.model, "generate", fail)
     rows = said([speaker], "hello", "/help")
-    assert rows[1] == "error: RuntimeError: out of memory" and "/reset" in "\n".join(rows[2:])
-    assert speaker.messages == [], "what was not answered is not part of the conversation"
+    assert rows[1] == "error: RuntimeError: out of memory" and "/reset" in "\n".join(
+        rows[2:]
+    )
+    assert speaker.messages == [], (
+        "what was not answered is not part of the conversation"
+    )
 
 
 def test_ctrl_c_while_the_last_step_ends_is_waited_out(
@@ -228,16 +283,23 @@ def test_what_cannot_be_talked_to_is_one_line(
     (folder / "chat_template.jinja").unlink()
     assert main(["chat", str(folder)]) == 2
     assert "its tokenizer has no chat template" in capsys.readouterr().err
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+    (folder / "chat_template.jinja").write_text(
+        "{{ raise_exception('no system role') }}"
+    )
     speaker = load_speaker(str(folder))
     assert "refuses the conversation: no system role" in said([speaker], "hello")[0]
     assert main(["chat", str(base_checkpoint), "--device-map", "nowhere"]) == 2
-    assert "--device-map nowhere: When passing device_map as a string" in capsys.readouterr().err
+    assert (
+        "--device-map nowhere: When passing device_map as a string"
+        in capsys.readouterr().err
+    )
     assert main(["chat", str(base_checkpoint), "--max-new-tokens", "0"]) == 2
     assert "must be at least 1" in capsys.readouterr().err
 
 
-def test_a_reply_that_is_stopped_ends_long_before_its_limit(base_checkpoint: Path) -> None:
+def test_a_reply_that_is_stopped_ends_long_before_its_limit(
+    base_checkpoint: Path,
+) -> None:
     speaker = load_speaker(str(base_checkpoint))
     speaker.messages = [{"role": "user", "content": "x"}]
     speaker.model.generation_config.eos_token_id = None
@@ -250,14 +312,19 @@ def test_a_reply_that_is_stopped_ends_long_before_its_limit(base_checkpoint: Pat
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_reply_and_the_chat_goes_on(base_checkpoint: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_reply_and_the_chat_goes_on(
+    base_checkpoint: Path, tmp_path: Path
+) -> None:
     """The command on a terminal of its own."""
     folder = Path(shutil.copytree(base_checkpoint, tmp_path / "model"))
     # No end of a reply before all positions, and steps slow enough to be interrupted.
-    (folder / "generation_config.json").write_text('{"eos_token_id": null, "pad_token_id": 0}')
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": null, "pad_token_id": 0}'
+    )
     code = (
         "import signal, time, fcsd.evaluation.chat.chat, fcsd.cli.main\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
+        # a job in the background ignores it
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "once = fcsd.evaluation.chat.chat.Reply._criterion\n"
         "def slow(*a, **k): time.sleep(0.2); return once(*a, **k)\n"
         "fcsd.evaluation.chat.chat.Reply._criterion = slow\n"
@@ -283,10 +350,12 @@ def test_ctrl_c_ends_the_reply_and_the_chat_goes_on(base_checkpoint: Path, tmp_p
         until(r"/exit leaves\.\s+> ")
         os.write(terminal, b"hello\n")
         until(r"hello\r\n")
-        time.sleep(2)  # the reply goes on for 100 steps of 0.2 s; its letters wait for a space
+        # the reply goes on for 100 steps of 0.2 s; its letters wait for a space
+        time.sleep(2)
         child.send_signal(signal.SIGINT)
         until(r"\(interrupted\)\s+> ")
-        time.sleep(1)  # a signal between the prompt and the read would wait for the next line
+        # a signal between the prompt and the read would wait for the next line
+        time.sleep(1)
         child.send_signal(signal.SIGINT)  # at the prompt
         until(r"\(/exit leaves\)\s+> ")
         os.write(terminal, b"/exit\n")
@@ -306,11 +375,17 @@ def test_ctrl_c_without_a_terminal_ends_the_command(
 
     monkeypatch.setattr(Reply, "__iter__", press)
     with pytest.raises(KeyboardInterrupt):
-        transcript([load_speaker(str(base_checkpoint))], "hello", "never asked", max_new_tokens=2)
+        transcript(
+            [load_speaker(str(base_checkpoint))],
+            "hello",
+            "never asked",
+            max_new_tokens=2,
+        )
 
 
 def test_cells_are_those_of_a_terminal() -> None:
-    # wide; a letter with a combining accent; woman + joiner + rocket, whose parts terminals show
+    # wide; a letter with a combining accent; woman + joiner + rocket, whose parts
+    # terminals show
     texts = ("日本", "e\u0301", "\U0001f469\u200d\U0001f680", "a\ufe0f")
     assert list(map(cells, texts)) == [4, 1, 4, 1]
     assert ending("/a/long/path", 8) == "…ng/path" and ending("short", 8) == "short"
@@ -331,7 +406,9 @@ def test_a_model_cannot_move_the_cursor() -> None:
         (" x", 1, [" ", "x"]),
     ],
 )
-def test_rows_break_at_spaces_and_count_wide_characters_twice(text: str, width: int, rows: list[str]) -> None:
+def test_rows_break_at_spaces_and_count_wide_characters_twice(
+    text: str, width: int, rows: list[str]
+) -> None:
     wrapped = []
     while text:
         row, text = first_row(text, width)
@@ -347,17 +424,28 @@ def test_a_row_is_shown_as_soon_as_both_columns_have_it() -> None:
             asked.append(name)
             yield piece
 
-    rows = side_by_side([column("a", "one two three ", "four five"), column("b", "x\n", "y\n", "z")], 10)
+    rows = side_by_side(
+        [column("a", "one two three ", "four five"), column("b", "x\n", "y\n", "z")], 10
+    )
     assert next(rows) == "one two    │ x" and asked == ["a", "b"]
     assert list(rows) == ["three four │ y", "five       │ z"]
 
 
 HARMONY = (
-    "<|channel|>analysis<|message|>User greets.<|end|><|start|>assistant<|channel|>final<|message|>Hello!"
+    "<|channel|>analysis<|message|>User"
+    " greets.<|end|><|start|>assistant<|channel|>final<|message|>Hello!"
 )
 FAMILIES = {  # the marker that stands in the template, special tokens, what is written
-    "gptoss": ("<|channel|>", ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"), HARMONY),
-    "mistral": ("[THINK]", ("[THINK]", "[/THINK]"), "[THINK]User greets.[/THINK]Hello!"),
+    "gptoss": (
+        "<|channel|>",
+        ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"),
+        HARMONY,
+    ),
+    "mistral": (
+        "[THINK]",
+        ("[THINK]", "[/THINK]"),
+        "[THINK]User greets.[/THINK]Hello!",
+    ),
     "seed": ("</seed:think>", (), "<seed:think>User greets.</seed:think>Hello!"),
     "qwen3": ("</think>", (), "<think>\nUser greets.\n</think>\n\nHello!"),
 }
@@ -373,7 +461,9 @@ def test_thoughts_are_neither_shown_nor_kept(
     speaker.tokenizer.chat_template += f"{{# {marker} #}}"
     ids = speaker.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def generate(input_ids: torch.Tensor, streamer: object, max_new_tokens: int, **_: object) -> torch.Tensor:
+    def generate(
+        input_ids: torch.Tensor, streamer: object, max_new_tokens: int, **_: object
+    ) -> torch.Tensor:
         streamer.put(input_ids)  # type: ignore[attr-defined]
         for token in ids[:max_new_tokens]:
             streamer.put(torch.tensor([token]))  # type: ignore[attr-defined]
@@ -381,11 +471,23 @@ def test_thoughts_are_neither_shown_nor_kept(
         return torch.cat([input_ids, torch.tensor([ids[:max_new_tokens]])], dim=1)
 
     monkeypatch.setattr(speaker.model, "generate", generate)
-    assert transcript([speaker], "hello", max_new_tokens=len(ids) + 1) == "> hello\nHello!\n"
+    assert (
+        transcript([speaker], "hello", max_new_tokens=len(ids) + 1)
+        == "> hello\nHello!\n"
+    )
     assert speaker.messages[-1] == {"role": "assistant", "content": "Hello!"}
-    begun = len(speaker.tokenizer(text[: text.index("greets")], add_special_tokens=False)["input_ids"])
-    note = f"no answer, its thoughts had not ended: cut after {begun} tokens; --max-new-tokens allows more"
-    assert transcript([speaker], "hello", max_new_tokens=begun) == f"> hello\n\n({note})\n"
+    begun = len(
+        speaker.tokenizer(text[: text.index("greets")], add_special_tokens=False)[
+            "input_ids"
+        ]
+    )
+    note = (
+        f"no answer, its thoughts had not ended: cut after {begun} tokens;"
+        " --max-new-tokens allows more"
+    )
+    assert (
+        transcript([speaker], "hello", max_new_tokens=begun) == f"> hello\n\n({note})\n"
+    )
 
 
 def test_a_model_whose_config_asks_for_mtp_replies_token_by_token(

@@ -1,4 +1,6 @@
-"""What the tests of the sandbox share: problems that an attack would pass, and configurations of lesser machines."""
+"""What the tests of the sandbox share: problems that an attack would pass, and
+configurations of lesser machines.
+"""
 
 import contextlib
 import json
@@ -14,13 +16,20 @@ from fcsd.evaluation.code.sandbox import codec
 from fcsd.evaluation.code.scorer import CodeScorer, Outcome
 
 PROBLEM = Problem(
-    "p", "add one", "def f(x):\n    return x + 1\n", ("assert f(41) == 42\nassert f(1) == 2\n",)
+    "p",
+    "add one",
+    "def f(x):\n    return x + 1\n",
+    ("assert f(41) == 42\nassert f(1) == 2\n",),
 )
-# f returns True when the attack has succeeded; the test of ATTACKED passes in exactly that case.
-ATTACKED = Problem("a", "attack", "def f():\n    return True\n", ("assert f() is True\n",))
+# f returns True when the attack has succeeded; the test of ATTACKED passes in exactly
+# that case.
+ATTACKED = Problem(
+    "a", "attack", "def f():\n    return True\n", ("assert f() is True\n",)
+)
 
-# Namespaces forbidden (as in most containers) is above the floor. Without seccomp, on a machine that is neither x86_64
-# nor aarch64, programs are run only where the user accepts it, and all but what `shielded` tests holds all the same.
+# Namespaces forbidden (as in most containers) is above the floor. Without seccomp, on a
+# machine that is neither x86_64 nor aarch64, programs are run only where the user
+# accepts it, and all but what `shielded` tests holds all the same.
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "all layers": (),
     "no namespaces": ("namespaces",),
@@ -60,7 +69,9 @@ def raw_server(
     numpy: Path | None = None,
     **options: Any,
 ) -> Iterator[tuple[Callable[[bytes], Any], Callable[[], Any]]]:
-    """A server without its scorer: what writes to it, and what reads its next frame. It must end by itself."""
+    """A server without its scorer: what writes to it, and what reads its next frame. It
+    must end by itself.
+    """
     place = scripts or Path(sandbox.__file__).parent
     config = {
         "folder": str(folder),
@@ -70,7 +81,12 @@ def raw_server(
     }
     command = [python, "-I", "-B", *flags, str(place / "server.py"), json.dumps(config)]
     server = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env={}, **options
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        env={},
+        **options,
     )
     assert server.stdin is not None and server.stdout is not None
     try:

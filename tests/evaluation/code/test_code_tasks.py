@@ -51,7 +51,8 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_problems_are_read_from_a_folder_in_hub_layout(tmp_path: Path) -> None:
     jsonl(tmp_path / "o" / "d" / "test.jsonl", [ROW])
     (tmp_path / "o" / "d" / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path: test.jsonl\n---\n"
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n   "
+        " path: test.jsonl\n---\n"
     )
     (problem,) = load_problems(row(), tmp_path)
     assert problem.task_id == "1" and problem.visible_tests == tuple(ROW["test_list"])
@@ -73,7 +74,9 @@ def test_problems_are_read_from_a_folder_in_hub_layout(tmp_path: Path) -> None:
         ([], "the file is empty"),
     ],
 )
-def test_bad_data_is_refused_with_its_place(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+def test_bad_data_is_refused_with_its_place(
+    tmp_path: Path, rows: list[dict[str, Any]], message: str
+) -> None:
     path = jsonl(tmp_path / "x.jsonl", rows)
     with pytest.raises(UserError, match=message):
         read_problems(path)
@@ -90,10 +93,18 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     ("text", "first", "last"),
     [
         ("def f(): pass\n", "def f(): pass\n", "def f(): pass\n"),
-        ("Sure:\n```python\ndef f(): pass\n```\nand\n```\nx\n```", "def f(): pass\n", "x\n"),
+        (
+            "Sure:\n```python\ndef f(): pass\n```\nand\n```\nx\n```",
+            "def f(): pass\n",
+            "x\n",
+        ),
         ("```\na = 1\n", "a = 1\n", "a = 1\n"),  # never closed
         ("    ```py\n    a\n    ```", "    a\n", "    a\n"),
-        ("It is ```python\na = 1\n``` there.", "It is ```python\na = 1\n``` there.", "a = 1\n"),
+        (
+            "It is ```python\na = 1\n``` there.",
+            "It is ```python\na = 1\n``` there.",
+            "a = 1\n",
+        ),
         ("````py\na = 1\n````\nor\n```py\nb = 2\n", "b = 2\n", "b = 2\n"),
         ("a = '```'\n", "a = '```'\n", "a = '```'\n"),
     ],
@@ -102,13 +113,18 @@ def test_lm_eval_and_livecodebench_take_a_fenced_block_or_all_of_the_text(
     text: str, first: str, last: str
 ) -> None:
     assert program_in(Problem("1", "", "", (), block="first"), text) == first
-    assert program_in(Problem("1", "", "", (), block="last", contest=True), text) == last
+    assert (
+        program_in(Problem("1", "", "", (), block="last", contest=True), text) == last
+    )
 
 
 def test_the_prompt_template_shows_visible_tests_and_leaves_braces_alone() -> None:
-    problem = Problem("1", "Make {test}.", "", ("x",), ("assert f({}) == 1", "assert g()"))
-    assert problem.text("{prompt} {test}|{tests}") == (
-        "Make {test}. assert f({}) == 1|assert f({}) == 1\nassert g()"
+    problem = Problem(
+        "1", "Make {test}.", "", ("x",), ("assert f({}) == 1", "assert g()")
+    )
+    assert (
+        problem.text("{prompt} {test}|{tests}")
+        == "Make {test}. assert f({}) == 1|assert f({}) == 1\nassert g()"
     )
 
 
@@ -116,7 +132,8 @@ def test_a_chat_template_that_is_asked_for_and_missing_is_refused() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(
-        UserError, match="task t: chat_template: true, but the tokenizer has no chat template"
+        UserError,
+        match="task t: chat_template: true, but the tokenizer has no chat template",
     ):
         prompts(tokenizer, [Problem("1", "p", "", ("x",))], row(chat_template=True))
 
@@ -124,26 +141,40 @@ def test_a_chat_template_that_is_asked_for_and_missing_is_refused() -> None:
 PROBLEMS = [Problem(str(n), "a " * n + "b", "", ("x",)) for n in (1, 7, 3, 5, 2)]
 
 
-def complete(model: Any, tokenizer: Any, problems: list[Problem], task: Any, *, batch_size: int) -> Any:
-    return InMemoryBackend(model, tokenizer, batch_size, ALONE, progress=False).complete(problems, task)
+def complete(
+    model: Any, tokenizer: Any, problems: list[Problem], task: Any, *, batch_size: int
+) -> Any:
+    return InMemoryBackend(
+        model, tokenizer, batch_size, ALONE, progress=False
+    ).complete(problems, task)
 
 
 def test_batched_completions_equal_greedy_decoding_one_by_one() -> None:
     """Against a loop over the full forward pass, without cache, padding or `generate`."""
-    tokenizer, model = tiny_tokenizer(), tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer()))
+    tokenizer, model = (
+        tiny_tokenizer(),
+        tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer())),
+    )
     made = complete(model, tokenizer, PROBLEMS, row(), batch_size=3)
     assert list(made) == [problem.task_id for problem in PROBLEMS]
     ends = {tokenizer.eos_token_id, model.generation_config.eos_token_id}
-    for problem, text in zip(PROBLEMS, prompts(tokenizer, PROBLEMS, row()), strict=True):
+    for problem, text in zip(
+        PROBLEMS, prompts(tokenizer, PROBLEMS, row()), strict=True
+    ):
         ids, new = tokenizer(text)["input_ids"], []
         with torch.no_grad():
             while len(new) < 8 and not (new and new[-1] in ends):
                 new.append(int(model(torch.tensor([ids + new])).logits[0, -1].argmax()))
-        assert made[problem.task_id] == [tokenizer.decode(new, skip_special_tokens=True)]
+        assert made[problem.task_id] == [
+            tokenizer.decode(new, skip_special_tokens=True)
+        ]
 
 
 def test_samples_are_drawn_at_the_temperature_and_are_the_same_again() -> None:
-    tokenizer, model = tiny_tokenizer(), tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer()))
+    tokenizer, model = (
+        tiny_tokenizer(),
+        tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer())),
+    )
     model.generation_config.top_k = 1  # the model's own settings must not enter
 
     def draw(**changes: Any) -> dict[str, list[str]]:
@@ -151,28 +182,43 @@ def test_samples_are_drawn_at_the_temperature_and_are_the_same_again() -> None:
         return complete(model, tokenizer, PROBLEMS, task, batch_size=3)
 
     made = draw()
-    assert [len(texts) for texts in made.values()] == [4] * 5 and list(made) == [p.task_id for p in PROBLEMS]
+    assert [len(texts) for texts in made.values()] == [4] * 5 and list(made) == [
+        p.task_id for p in PROBLEMS
+    ]
     assert all(len(set(texts)) > 1 for texts in made.values()) and draw() == made
     greedy = complete(model, tokenizer, PROBLEMS, row(), batch_size=3)
     narrow = draw(top_p=1e-9)
-    assert {name: set(texts) for name, texts in narrow.items()} == {k: set(v) for k, v in greedy.items()}
+    assert {name: set(texts) for name, texts in narrow.items()} == {
+        k: set(v) for k, v in greedy.items()
+    }
 
 
 def test_generation_ends_at_the_stop_string_and_does_not_look_at_the_prompt() -> None:
-    tokenizer, model = tiny_tokenizer(), tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer()))
+    tokenizer, model = (
+        tiny_tokenizer(),
+        tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer())),
+    )
     whole = complete(model, tokenizer, PROBLEMS, row(), batch_size=5)
     (text,) = whole["7"]
     assert len(text) > 3
     stop = text[2:4]
     lengths = []
     model.register_forward_hook(lambda *a: lengths.append(1))
-    cut = complete(model, tokenizer, PROBLEMS[1:2], row(stop=[stop, "a a"]), batch_size=1)
-    assert cut["7"][0] == text[: min(i for i in (text.find(stop), text.find("a a")) if i >= 0)]
+    cut = complete(
+        model, tokenizer, PROBLEMS[1:2], row(stop=[stop, "a a"]), batch_size=1
+    )
+    assert (
+        cut["7"][0]
+        == text[: min(i for i in (text.find(stop), text.find("a a")) if i >= 0)]
+    )
     assert len(lengths) < 8
 
 
 def test_generating_leaves_the_model_and_the_random_state_as_they_were() -> None:
-    tokenizer, model = tiny_tokenizer(), tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer()))
+    tokenizer, model = (
+        tiny_tokenizer(),
+        tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer())),
+    )
     model.train()
     model.model.layers[0].eval()
     model.config.use_cache = False
@@ -184,12 +230,20 @@ def test_generating_leaves_the_model_and_the_random_state_as_they_were() -> None
     complete(model, tokenizer, PROBLEMS, row(), batch_size=2)
     assert (torch.rand(1), numpy.random.rand(), random.random()) == expected
     assert [module.training for module in model.modules()] == modes
-    assert model.config.use_cache is False and (tokenizer.padding_side, tokenizer.pad_token) == (side, pad)
+    assert model.config.use_cache is False and (
+        tokenizer.padding_side,
+        tokenizer.pad_token,
+    ) == (side, pad)
 
 
 def test_a_completion_that_does_not_fit_the_positions_is_refused() -> None:
-    tokenizer, model = tiny_tokenizer(), tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer()))
-    with pytest.raises(UserError, match="do not fit the model's 128 positions; lower max_new_tokens"):
+    tokenizer, model = (
+        tiny_tokenizer(),
+        tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer())),
+    )
+    with pytest.raises(
+        UserError, match="do not fit the model's 128 positions; lower max_new_tokens"
+    ):
         complete(model, tokenizer, PROBLEMS, row(max_new_tokens=128), batch_size=1)
 
 
@@ -209,7 +263,9 @@ def test_outcomes_tell_wrong_from_error_and_keep_the_order() -> None:
     with CodeScorer(num_workers=2, timeout_s=1.0) as scorer:
         scorer.self_check(problems)
         outcomes = scorer.score(problems, programs)
-        with pytest.raises(UserError, match=r"no completion for problem error \(1 missing, 0 unknown\)"):
+        with pytest.raises(
+            UserError, match=r"no completion for problem error \(1 missing, 0 unknown\)"
+        ):
             scorer.score(problems, {k: v for k, v in programs.items() if k != "error"})
         with pytest.raises(UserError, match="zzz is not a problem"):
             scorer.score(problems, programs | {"zzz": ""})
@@ -218,10 +274,13 @@ def test_outcomes_tell_wrong_from_error_and_keep_the_order() -> None:
 
 def test_an_assertion_of_the_program_itself_is_an_error_not_a_wrong_answer() -> None:
     with CodeScorer(num_workers=1) as scorer:
-        (outcome,) = scorer.score([good()], {"1": "def f(x):\n    assert False, 'no'\n"})
+        (outcome,) = scorer.score(
+            [good()], {"1": "def f(x):\n    assert False, 'no'\n"}
+        )
         assert (outcome.outcome, outcome.message) == ("error", "AssertionError: no")
         expects = good(
-            "def f(x): raise ValueError('x')", "try:\n    f(1)\nexcept ValueError: pass\nelse: assert False"
+            "def f(x): raise ValueError('x')",
+            "try:\n    f(1)\nexcept ValueError: pass\nelse: assert False",
         )
         scorer.self_check([expects])
 
@@ -230,7 +289,11 @@ def test_a_failing_canonical_solution_is_a_scorer_error() -> None:
     with (
         CodeScorer(num_workers=1) as scorer,
         pytest.raises(
-            ScorerError, match=r"1 of 2 canonical solutions do not pass their own tests .*no score is given"
+            ScorerError,
+            match=(
+                r"1 of 2 canonical solutions do not pass their own tests .*no score is"
+                r" given"
+            ),
         ),
     ):
         scorer.self_check([good(), good("def f(x): return x")])
@@ -255,14 +318,22 @@ def test_a_canonical_solution_is_run_once_in_a_process_until_it_or_the_sandbox_c
         ran.clear()
         with CodeScorer(num_workers=1, **options) as scorer:
             assert all(outcome.passed for outcome in scorer.self_check(problems))
-            assert len(scorer._canonical_s) == len(problems), "limits follow from what they took"
+            assert len(scorer._canonical_s) == len(problems), (
+                "limits follow from what they took"
+            )
         return sorted(ran)
 
     assert checked(problems) == ["a", "b", "c"]
     assert checked(problems) == ["a"]
-    assert checked([*problems[:2], replace(problems[2], tests=("assert f(2) == 3",))]) == ["a", "c"]
+    assert checked(
+        [*problems[:2], replace(problems[2], tests=("assert f(2) == 3",))]
+    ) == ["a", "c"]
     assert checked(problems, memory_bytes=1 << 30) == ["a", "b", "c"]
-    assert checked(problems, disable=["landlock"], allow_weak_sandbox=True) == ["a", "b", "c"]
+    assert checked(problems, disable=["landlock"], allow_weak_sandbox=True) == [
+        "a",
+        "b",
+        "c",
+    ]
     wrong = [problems[0], replace(problems[1], canonical="def f(x): return x")]
     for _ in range(2):
         with pytest.raises(ScorerError, match="1 of 2 canonical solutions do not pass"):
@@ -271,4 +342,6 @@ def test_a_canonical_solution_is_run_once_in_a_process_until_it_or_the_sandbox_c
 
 
 def test_a_scorer_error_is_no_user_error_and_no_score() -> None:
-    assert issubclass(ScorerError, RuntimeError) and not issubclass(ScorerError, UserError)
+    assert issubclass(ScorerError, RuntimeError) and not issubclass(
+        ScorerError, UserError
+    )

@@ -1,5 +1,6 @@
-"""Our verdicts against the real package evalplus 0.3.1, where it is installed: `make test-extras` does that, beside the
-environment. On problems of our own in the form of its data sets, and on real ones where these are."""
+"""Our verdicts against the real package evalplus 0.3.1, where it is installed: `make
+test-extras` does that, beside the environment. On problems of our own in the form of
+its data sets, and on real ones where these are."""
 
 import json
 import textwrap
@@ -24,8 +25,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
 
-# Special oracles (2 set, 558, 581, 794 not none), numbers, tuples in lists, floats, a tuple, a list of floats.
-PROBLEMS = ("2", "14", "63", "558", "581", "794", "HumanEval/2", "HumanEval/8", "HumanEval/21")
+# Special oracles (2 set, 558, 581, 794 not none), numbers, tuples in lists, floats, a
+# tuple, a list of floats.
+PROBLEMS = (
+    "2",
+    "14",
+    "63",
+    "558",
+    "581",
+    "794",
+    "HumanEval/2",
+    "HumanEval/8",
+    "HumanEval/21",
+)
 ENDLESS = (
     "while True: pass",
     "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
@@ -45,7 +57,11 @@ def rows(shared_hub: Path) -> dict[str, tuple[Problem, dict[str, Any]]]:
         )
         by_id = {str(row["task_id"]): row for row in table}
         by_task.update(
-            {p.task_id: (p, by_id[p.task_id]) for p in read_problems(folder) if p.task_id in PROBLEMS}
+            {
+                p.task_id: (p, by_id[p.task_id])
+                for p in read_problems(folder)
+                if p.task_id in PROBLEMS
+            }
         )
     assert set(by_task) == set(PROBLEMS)
     return by_task
@@ -62,7 +78,11 @@ def theirs(problem: Problem, row: dict[str, Any], code: str) -> tuple[bool, bool
     kind = "humaneval" if "entry_point" in row else "mbpp"
     text = row["test"]
     if kind == "humaneval":
-        text = textwrap.dedent(text[text.index("def check(candidate):\n") + len("def check(candidate):\n") :])
+        text = textwrap.dedent(
+            text[
+                text.index("def check(candidate):\n") + len("def check(candidate):\n") :
+            ]
+        )
     setup, _, loop = text.rpartition("\nfor i, ")
     namespace: dict[str, Any] = {}
     exec(setup, namespace)
@@ -74,19 +94,31 @@ def theirs(problem: Problem, row: dict[str, Any], code: str) -> tuple[bool, bool
     for part in (slice(0, split), slice(split, None)):
         some = inputs[part]
         status, _ = evaluation.untrusted_check(
-            kind, code, some, name, right[part], atol, [0.3] * len(some), fast_check=True
+            kind,
+            code,
+            some,
+            name,
+            right[part],
+            atol,
+            [0.3] * len(some),
+            fast_check=True,
         )
         passed.append(status == evaluation.PASS)
     return passed[0], all(passed)
 
 
-def ours(scorer: CodeScorer, problem: Problem, codes: list[str]) -> list[tuple[bool, bool]]:
-    ((*outcomes,),) = scorer.score_samples([problem], {problem.task_id: codes}, whole_programs=True)
+def ours(
+    scorer: CodeScorer, problem: Problem, codes: list[str]
+) -> list[tuple[bool, bool]]:
+    ((*outcomes,),) = scorer.score_samples(
+        [problem], {problem.task_id: codes}, whole_programs=True
+    )
     return [(outcome.base == "passed", outcome.passed) for outcome in outcomes]
 
 
-# Floats, tuples in lists, a number, and two of EvalPlus's special oracles, which go by the function's name (a set; not
-# None): name -> program, inputs, right outputs. The first three inputs are the base.
+# Floats, tuples in lists, a number, and two of EvalPlus's special oracles, which go by
+# the function's name (a set; not None): name -> program, inputs, right outputs. The
+# first three inputs are the base.
 OWN: dict[str, tuple[str, list[Any], list[Any]]] = {
     "halves": (
         "def halves(xs):\n    return [x / 2 for x in xs]\n",
@@ -96,9 +128,19 @@ OWN: dict[str, tuple[str, list[Any], list[Any]]] = {
     "pairs": (
         "def pairs(n):\n    return [(i, i + 1) for i in range(n)]\n",
         [[1], [2], [0], [3], [4]],
-        [[(0, 1)], [(0, 1), (1, 2)], [], [(0, 1), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 3), (3, 4)]],
+        [
+            [(0, 1)],
+            [(0, 1), (1, 2)],
+            [],
+            [(0, 1), (1, 2), (2, 3)],
+            [(0, 1), (1, 2), (2, 3), (3, 4)],
+        ],
     ),
-    "area": ("def area(a, b):\n    return a * b\n", [[2, 3], [1.5, 2], [0, 4], [7, 7]], [6, 3.0, 0, 49]),
+    "area": (
+        "def area(a, b):\n    return a * b\n",
+        [[2, 3], [1.5, 2], [0, 4], [7, 7]],
+        [6, 3.0, 0, 49],
+    ),
     "find_dissimilar": (
         "def find_dissimilar(a, b):\n    return tuple(set(a) ^ set(b))\n",
         [[(1, 2), (2, 3)], [(1,), (1,)], [(4, 5), ()], [(1, 2, 3), (3, 4)]],
@@ -113,13 +155,19 @@ OWN: dict[str, tuple[str, list[Any], list[Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Problem, dict[str, Any]]]:
+def own(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Problem, dict[str, Any]]]:
     problems = {}
     for number, (name, (code, inputs, right)) in enumerate(OWN.items(), start=5000):
-        row = mbpp_row(0) | {"task_id": number, "code": code, "test_list": ["assert True"] * 3}
+        row = mbpp_row(0) | {
+            "task_id": number,
+            "code": code,
+            "test_list": ["assert True"] * 3,
+        }
         row["test"] = (
-            f"{ASSERTION}\ninputs = {inputs}\nresults = {right}\n"
-            f"for i, (inp, exp) in enumerate(zip(inputs, results)):\n    assertion({name}(*inp), exp, 0)\n"
+            f"{ASSERTION}\ninputs = {inputs}\nresults = {right}\nfor i, (inp, exp) in"
+            f" enumerate(zip(inputs, results)):\n    assertion({name}(*inp), exp, 0)\n"
         )
         file = tmp_path_factory.mktemp(name) / "rows.jsonl"
         file.write_text(json.dumps(row) + "\n")
@@ -167,24 +215,38 @@ def test_programs_that_do_not_end_are_judged_alike(
     scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]]
 ) -> None:
     problem, row = rows["HumanEval/2"]
-    codes = [f"def truncate_number(x):\n{textwrap.indent(body, '    ')}\n" for body in ENDLESS]
+    codes = [
+        f"def truncate_number(x):\n{textwrap.indent(body, '    ')}\n"
+        for body in ENDLESS
+    ]
     assert (
-        [theirs(problem, row, code) for code in codes] == ours(scorer, problem, codes) == [(False, False)] * 2
+        [theirs(problem, row, code) for code in codes]
+        == ours(scorer, problem, codes)
+        == [(False, False)] * 2
     )
 
 
 @pytest.mark.slow
 @pytest.mark.real_data
-def test_where_the_two_differ(scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]]) -> None:
-    """What the documentation says, so that a later version of the package that changes it is noticed."""
+def test_where_the_two_differ(
+    scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]]
+) -> None:
+    """What the documentation says, so that a later version of the package that changes
+    it is noticed.
+    """
     problem, row = rows["14"]  # the volume of a prism
-    everything = "class E:\n    def __eq__(self, other): return True\ndef find_Volume(*a): return E()\n"
-    assert theirs(problem, row, everything) == (True, True) and ours(scorer, problem, [everything]) == [
-        (False, False)
-    ]
+    everything = (
+        "class E:\n    def __eq__(self, other): return True\ndef find_Volume(*a):"
+        " return E()\n"
+    )
+    assert theirs(problem, row, everything) == (True, True) and ours(
+        scorer, problem, [everything]
+    ) == [(False, False)]
 
 
-def test_the_package_itself_grades_a_file_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_itself_grades_a_file_of_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # its cache of right outputs
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = write_root(tmp_path / "root")
@@ -195,7 +257,10 @@ def test_the_package_itself_grades_a_file_of_samples(tmp_path: Path, monkeypatch
     ]  # fmt: skip
     data, samples = tmp_path / "data.jsonl", tmp_path / "samples.jsonl"
     data.write_text(
-        "".join(json.dumps(line | {"prompt": '"""' + line["prompt"] + '"""\n'}) + "\n" for line in lines)
+        "".join(
+            json.dumps(line | {"prompt": '"""' + line["prompt"] + '"""\n'}) + "\n"
+            for line in lines
+        )
     )
     programs = [
         mbpp_row(0)["code"],
@@ -203,17 +268,23 @@ def test_the_package_itself_grades_a_file_of_samples(tmp_path: Path, monkeypatch
         "def mul2(a, b): return None\n",
     ]
     samples.write_text(
-        "".join(json.dumps({"task_id": 1000 + i, "solution": p}) + "\n" for i, p in enumerate(programs))
+        "".join(
+            json.dumps({"task_id": 1000 + i, "solution": p}) + "\n"
+            for i, p in enumerate(programs)
+        )
     )
     results = [
-        score_file(Scoring(samples=samples, dataset="mbpp_plus", data_root=root, **options))["tasks"][
-            "mbpp_plus"
-        ]
+        score_file(
+            Scoring(samples=samples, dataset="mbpp_plus", data_root=root, **options)
+        )["tasks"]["mbpp_plus"]
         for options in (
             {},
             {"scorer": "evalplus", "evalplus_data": data, "allow_weak_sandbox": True},
         )
     ]
     for task in results:
-        assert (task["value"], task["base"]["value"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+        assert (task["value"], task["base"]["value"]) == (
+            pytest.approx(1 / 3),
+            pytest.approx(2 / 3),
+        )
         assert task["outcomes"] == {"passed": 1, "wrong": 2}

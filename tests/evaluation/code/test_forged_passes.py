@@ -1,4 +1,6 @@
-"""Programs that try to be judged right without being right: the examiner is what they attack, not the machine."""
+"""Programs that try to be judged right without being right: the examiner is what they
+attack, not the machine.
+"""
 
 import itertools
 import json
@@ -17,7 +19,14 @@ from fcsd.evaluation.code.oracle import fcsd_grade
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.sandbox.codec import Codec
 from fcsd.evaluation.code.scorer import CodeScorer
-from tests.evaluation.code.attacks import ATTACKED, PROBLEM, attack, job_bytes, raw_server, run
+from tests.evaluation.code.attacks import (
+    ATTACKED,
+    PROBLEM,
+    attack,
+    job_bytes,
+    raw_server,
+    run,
+)
 
 ORACLE = Path(oracle.__file__).read_text(encoding="utf-8")
 
@@ -28,7 +37,13 @@ def scorer() -> Iterator[CodeScorer]:
         yield s
 
 
-def grade(answer: Any, right: Any, tolerance: float = 0, rule: str = "equal", inputs: Any = (1,)) -> None:
+def grade(
+    answer: Any,
+    right: Any,
+    tolerance: float = 0,
+    rule: str = "equal",
+    inputs: Any = (1,),
+) -> None:
     """Judge `answer` after it has crossed from the program as it does in the sandbox."""
     crossed = Codec().decode(json.loads(json.dumps(Codec().encode(answer))))
     fcsd_grade(lambda *_: crossed, [inputs], [right], 0, None, tolerance, rule)
@@ -62,9 +77,13 @@ ANSWERS: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: repr(answer).partition(" at 0x")[0])
+@pytest.mark.parametrize(
+    "answer", ANSWERS, ids=lambda answer: repr(answer).partition(" at 0x")[0]
+)
 def test_no_answer_equals_what_it_is_not(answer: Any) -> None:
-    """numpy finds no difference between an empty array and anything, and stretches a number to any length."""
+    """numpy finds no difference between an empty array and anything, and stretches a
+    number to any length.
+    """
     rights = (7, 7.5, [], [7], [7.5], [7, 8], [7.5, 8.5], (7.5,), "x", None, {}, {7: 8})
     for right, tolerance in itertools.product(rights, (0, 1e-4)):
         with pytest.raises((AssertionError, ValueError, TypeError)):
@@ -76,7 +95,9 @@ def test_no_answer_equals_what_it_is_not(answer: Any) -> None:
     [("set", [8], (1,)), ("not_none", False, (1,)), ("root", 0, ([1.0, 1.0],)), ("pyramid", 33, (3, 4)),
      ("digit_distance", 8, (1, 9))],
 )  # fmt: skip
-def test_no_answer_passes_a_special_oracle_without_being_right(rule: str, right: Any, inputs: Any) -> None:
+def test_no_answer_passes_a_special_oracle_without_being_right(
+    rule: str, right: Any, inputs: Any
+) -> None:
     for answer in ANSWERS:
         with pytest.raises((AssertionError, ValueError, TypeError, OverflowError)):
             grade(answer, right, 1e-4, rule, inputs)
@@ -87,13 +108,23 @@ def test_an_empty_array_is_wrong_in_the_sandbox_too(scorer: CodeScorer) -> None:
     tests = (setup, ORACLE, "fcsd_grade(f, inputs, results, 0, None, 0, 'equal')\n")
     problem = Problem("g", "", "", tests, names=("f",))
     assert run(scorer, "def f(x): return 7\n", problem).passed
-    assert run(scorer, "import numpy\ndef f(x): return numpy.empty(0)\n", problem).outcome == "wrong"
+    assert (
+        run(scorer, "import numpy\ndef f(x): return numpy.empty(0)\n", problem).outcome
+        == "wrong"
+    )
 
 
-@pytest.mark.parametrize("error", ["StopIteration", "StopAsyncIteration", "GeneratorExit", "AssertionError"])
-def test_the_end_of_an_iteration_does_not_end_the_loop_of_a_test(scorer: CodeScorer, error: str) -> None:
+@pytest.mark.parametrize(
+    "error", ["StopIteration", "StopAsyncIteration", "GeneratorExit", "AssertionError"]
+)
+def test_the_end_of_an_iteration_does_not_end_the_loop_of_a_test(
+    scorer: CodeScorer, error: str
+) -> None:
     test = "for one, right in zip(map(f, [1, 2]), [2, 3]):\n    assert one == right\n"
-    assert run(scorer, f"def f(x): raise {error}\n", Problem("m", "", "", (test,))).outcome == "error"
+    assert (
+        run(scorer, f"def f(x): raise {error}\n", Problem("m", "", "", (test,))).outcome
+        == "error"
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,10 +133,15 @@ def test_the_end_of_an_iteration_does_not_end_the_loop_of_a_test(scorer: CodeSco
      [["f"]], ["f"] * 10000],
     ids=lambda names: str(names)[:30],
 )  # fmt: skip
-def test_a_forged_list_of_names_replaces_nothing_that_the_tests_use(scorer: CodeScorer, names: Any) -> None:
+def test_a_forged_list_of_names_replaces_nothing_that_the_tests_use(
+    scorer: CodeScorer, names: Any
+) -> None:
     code = raw(json.dumps({"value": names})) + "def f(x): return None\n"
     test = "assert [f(x) for x, right in zip([1], [2]) if f(x) == right] == [2]\n"
-    assert run(scorer, code, Problem("n", "", "", (test,))).outcome in ("wrong", "error")
+    assert run(scorer, code, Problem("n", "", "", (test,))).outcome in (
+        "wrong",
+        "error",
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +155,9 @@ def test_a_forged_list_of_names_replaces_nothing_that_the_tests_use(scorer: Code
      '{"value": {"t": "Decimal", "v": "sNaN"}}', '{"value": {"t": "dict", "v": [[[1], 1]]}}', "\x00"],
     ids=lambda frame: frame[:30],
 )  # fmt: skip
-def test_answers_given_before_they_are_asked_for_are_only_wrong(scorer: CodeScorer, frame: str) -> None:
+def test_answers_given_before_they_are_asked_for_are_only_wrong(
+    scorer: CodeScorer, frame: str
+) -> None:
     for first in (json.dumps({"value": ["f"]}), frame):
         outcome = run(scorer, raw(first, frame, frame) + "def f(x): return None\n")
         assert outcome.outcome in ("wrong", "error"), outcome
@@ -156,7 +194,9 @@ def test_the_examiner_is_not_in_reach(scorer: CodeScorer, body: str) -> None:
     attack(scorer, f"import os, ctypes\nl = ctypes.CDLL(None)\n{body}")
 
 
-def test_threads_that_go_on_after_the_answer_do_not_reach_the_next_program(scorer: CodeScorer) -> None:
+def test_threads_that_go_on_after_the_answer_do_not_reach_the_next_program(
+    scorer: CodeScorer,
+) -> None:
     code = """
 import os, threading, time
 def flood():
@@ -177,7 +217,8 @@ def f(x):
 
 def test_an_exit_while_the_examiner_waits_is_no_pass(scorer: CodeScorer) -> None:
     late = (
-        "import os, threading, time\nthreading.Timer(0.05, os._exit, [0]).start()\ndef f(x): time.sleep(9)\n"
+        "import os, threading, time\nthreading.Timer(0.05, os._exit, [0]).start()\ndef"
+        " f(x): time.sleep(9)\n"
     )
     assert run(scorer, late).outcome == "error"
     closed = "import os\ndef f(x):\n    os.closerange(0, 64)\n    return x + 1\n"
@@ -190,21 +231,37 @@ for name in ("numpy", "math", "unusual_module"):
     open(name + ".py", "w").write("def isclose(*a): return True\\n")
 def f(x): return None
 """
-    test = "import math\ntry:\n    import unusual_module\nexcept ImportError:\n    assert math.isclose(f(1) or 0, 2)\n"
+    test = (
+        "import math\ntry:\n    import unusual_module\nexcept ImportError:\n    assert"
+        " math.isclose(f(1) or 0, 2)\n"
+    )
     assert run(scorer, code, Problem("i", "", "", (test,))).outcome == "wrong"
 
 
 def test_deep_recursion_ends_where_python_ends_it_and_may_be_allowed_by_the_program(
     scorer: CodeScorer,
 ) -> None:
-    deep = "def g(n): return 0 if n == 0 else 1 + g(n - 1)\ndef f(): return g({n}) == {n}\n"
+    deep = (
+        "def g(n): return 0 if n == 0 else 1 + g(n - 1)\ndef f(): return g({n}) =="
+        " {n}\n"
+    )
     assert run(scorer, deep.format(n=900), ATTACKED).passed
-    assert run(scorer, deep.format(n=1100), ATTACKED).message.startswith("RecursionError")
-    assert run(scorer, "import sys\nsys.setrecursionlimit(9999)\n" + deep.format(n=2000), ATTACKED).passed
+    assert run(scorer, deep.format(n=1100), ATTACKED).message.startswith(
+        "RecursionError"
+    )
+    assert run(
+        scorer,
+        "import sys\nsys.setrecursionlimit(9999)\n" + deep.format(n=2000),
+        ATTACKED,
+    ).passed
 
 
-def test_the_time_of_a_program_begins_when_its_job_has_been_read(tmp_path: Path) -> None:
-    """A job that is cut off would leave its rest in the pipe, where the server would take it for the next job."""
+def test_the_time_of_a_program_begins_when_its_job_has_been_read(
+    tmp_path: Path,
+) -> None:
+    """A job that is cut off would leave its rest in the pipe, where the server would
+    take it for the next job.
+    """
     with raw_server(tmp_path) as (send, receive):
         assert receive()["layers"]["seccomp"]
         for number, wait_s in enumerate((1.2, 0)):
@@ -216,8 +273,12 @@ def test_the_time_of_a_program_begins_when_its_job_has_been_read(tmp_path: Path)
             assert receive() == {"job": number, "clean": True}
 
 
-def test_a_program_that_waits_for_a_processor_is_not_ended_at_once(tmp_path: Path) -> None:
-    """The limit is processor time, so a busy machine fails no program; one that only waits ends at three times it."""
+def test_a_program_that_waits_for_a_processor_is_not_ended_at_once(
+    tmp_path: Path,
+) -> None:
+    """The limit is processor time, so a busy machine fails no program; one that only
+    waits ends at three times it.
+    """
     jobs = [
         ("time.sleep(0.8)", "passed", 0.8),
         ("time.sleep(60)", "timeout", 1.5),
@@ -233,8 +294,12 @@ def test_a_program_that_waits_for_a_processor_is_not_ended_at_once(tmp_path: Pat
             assert at_least <= reply["seconds"] < 60
 
 
-def test_a_program_that_is_ended_for_time_did_not_run_out_of_memory(tmp_path: Path) -> None:
-    """The examiner may see the program die before it is ended itself, as on a busy machine it does now and then."""
+def test_a_program_that_is_ended_for_time_did_not_run_out_of_memory(
+    tmp_path: Path,
+) -> None:
+    """The examiner may see the program die before it is ended itself, as on a busy
+    machine it does now and then.
+    """
     scripts = shutil.copytree(Path(sandbox.__file__).parent, tmp_path / "scripts")
     slow = (scripts / "server.py").read_text()
     kill = "end(target, signal.SIGKILL)"
@@ -243,17 +308,26 @@ def test_a_program_that_is_ended_for_time_did_not_run_out_of_memory(tmp_path: Pa
     (tmp_path / "work").mkdir()
     with raw_server(tmp_path / "work", scripts=scripts) as (send, receive):
         receive()
-        send(job_bytes(0, "def f(x):\n    while 1: pass\n", ["assert f(1) == 2\n"], 300))
+        send(
+            job_bytes(0, "def f(x):\n    while 1: pass\n", ["assert f(1) == 2\n"], 300)
+        )
         reply = receive()
         assert (reply["outcome"], reply["message"]) == ("timeout", "time limit")
         assert receive() == {"job": 0, "clean": True}
 
 
-def test_numpy_can_be_imported_from_where_the_interpreter_alone_does_not_look(tmp_path: Path) -> None:
+def test_numpy_can_be_imported_from_where_the_interpreter_alone_does_not_look(
+    tmp_path: Path,
+) -> None:
     """Installed for the user alone, or by PYTHONPATH: an isolated interpreter reads neither."""
     code = "import numpy\ndef f(): return numpy.float64(1)\n"
-    job = job_bytes(0, code, ["import numpy\nassert type(f()) is numpy.float64\n"], 20000)
-    for place, outcome in ((None, "error"), (Path(numpy.__file__).parents[1], "passed")):
+    job = job_bytes(
+        0, code, ["import numpy\nassert type(f()) is numpy.float64\n"], 20000
+    )
+    for place, outcome in (
+        (None, "error"),
+        (Path(numpy.__file__).parents[1], "passed"),
+    ):
         folder = tmp_path / outcome
         folder.mkdir()
         with raw_server(folder, flags=["-S"], numpy=place) as (send, receive):

@@ -48,7 +48,9 @@ def shielded(request: pytest.FixtureRequest) -> Iterator[CodeScorer]:
 
 
 def children() -> set[int]:
-    """Return all processes of the machine that descend from this one or were adopted by the first."""
+    """Return all processes of the machine that descend from this one or were adopted by
+    the first.
+    """
     return {int(entry) for entry in os.listdir("/proc") if entry.isdigit()}
 
 
@@ -57,7 +59,10 @@ def command_lines() -> list[str]:
     for pid in children():
         try:
             lines.append(
-                Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                Path(f"/proc/{pid}/cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
             )
         except OSError:
             continue
@@ -101,16 +106,24 @@ def test_an_abstract_unix_socket_cannot_be_reached(scorer: CodeScorer) -> None:
         name = f"\0fcsd-test-{os.getpid()}"
         server.bind(name)
         server.listen()
-        attack(scorer, f"import socket\nsocket.socket(socket.AF_UNIX).connect({name!r})")
+        attack(
+            scorer, f"import socket\nsocket.socket(socket.AF_UNIX).connect({name!r})"
+        )
 
 
-def test_a_unix_socket_with_a_path_cannot_be_reached(shielded: CodeScorer, tmp_path: Path) -> None:
-    """A network namespace does not forbid it: without seccomp a container engine's socket would be in reach."""
+def test_a_unix_socket_with_a_path_cannot_be_reached(
+    shielded: CodeScorer, tmp_path: Path
+) -> None:
+    """A network namespace does not forbid it: without seccomp a container engine's
+    socket would be in reach.
+    """
     with socket.socket(socket.AF_UNIX) as server:
         path = str(tmp_path / "s")
         server.bind(path)
         server.listen()
-        attack(shielded, f"import socket\nsocket.socket(socket.AF_UNIX).connect({path!r})")
+        attack(
+            shielded, f"import socket\nsocket.socket(socket.AF_UNIX).connect({path!r})"
+        )
 
 
 def test_secrets_outside_cannot_be_read(scorer: CodeScorer, tmp_path: Path) -> None:
@@ -128,7 +141,9 @@ def test_secrets_outside_cannot_be_read(scorer: CodeScorer, tmp_path: Path) -> N
 )  # fmt: skip
 def test_the_machine_s_own_files_cannot_be_read(scorer: CodeScorer, path: str) -> None:
     path = path.format(caller=os.getpid())
-    attack(scorer, f"import os\np = os.path.expanduser({path!r})\nopen(p, 'rb').read(1)")
+    attack(
+        scorer, f"import os\np = os.path.expanduser({path!r})\nopen(p, 'rb').read(1)"
+    )
 
 
 def test_the_environment_of_the_parent_is_not_there(
@@ -136,7 +151,10 @@ def test_the_environment_of_the_parent_is_not_there(
 ) -> None:
     monkeypatch.setenv("FCSD_TEST_SECRET", "key")
     with CodeScorer(
-        num_workers=1, timeout_s=2.0, disable=scorer.disable, allow_weak_sandbox=scorer.allow_weak_sandbox
+        num_workers=1,
+        timeout_s=2.0,
+        disable=scorer.disable,
+        allow_weak_sandbox=scorer.allow_weak_sandbox,
     ) as fresh:
         attack(fresh, "import os\nassert 'FCSD_TEST_SECRET' in os.environ")
 
@@ -154,7 +172,9 @@ def test_the_environment_of_the_parent_is_not_there(
         "import os\nos.symlink({kept!r}, 'here')\nopen('here', 'w').write('x')",
     ],
 )
-def test_nothing_outside_the_job_s_folder_is_written(scorer: CodeScorer, tmp_path: Path, body: str) -> None:
+def test_nothing_outside_the_job_s_folder_is_written(
+    scorer: CodeScorer, tmp_path: Path, body: str
+) -> None:
     kept, path = tmp_path / "kept", tmp_path / "new"
     kept.write_text("as it was")
     attack(scorer, body.format(path=str(path), kept=str(kept)))
@@ -168,20 +188,30 @@ def test_modes_and_times_of_files_outside_are_not_changed(tmp_path: Path) -> Non
     with CodeScorer(num_workers=1, timeout_s=2.0) as scorer:
         attack(scorer, f"import os\nos.chmod({str(kept)!r}, 0o777)")
         attack(scorer, f"import os\nos.utime({str(kept)!r}, (1, 1))")
-    assert (kept.stat().st_mode, kept.stat().st_mtime) == (before.st_mode, before.st_mtime)
+    assert (kept.stat().st_mode, kept.stat().st_mtime) == (
+        before.st_mode,
+        before.st_mtime,
+    )
 
 
 @pytest.mark.parametrize(
     "body",
     [
         "import subprocess\nsubprocess.run(['/bin/sleep', '{mark}'])",
-        "import os\nos.posix_spawn('/bin/sleep', ['sleep', '{mark}'], {{}})\nimport time; time.sleep(1)",
+        (
+            "import os\nos.posix_spawn('/bin/sleep', ['sleep', '{mark}'], {{}})\nimport"
+            " time; time.sleep(1)"
+        ),
         "import os\nos.execv('/bin/sleep', ['sleep', '{mark}'])",
         "import os\nassert os.system('sleep {mark} &') == 0",
     ],
 )
 def test_no_other_program_is_started(scorer: CodeScorer, body: str) -> None:
-    outcome = run(scorer, "def f():\n    " + body.format(mark=MARK).replace("\n", "\n    "), ATTACKED)
+    outcome = run(
+        scorer,
+        "def f():\n    " + body.format(mark=MARK).replace("\n", "\n    "),
+        ATTACKED,
+    )
     assert not outcome.passed
     assert not [line for line in command_lines() if f"sleep {MARK}" in line]
 
@@ -209,13 +239,19 @@ def f():
 
 
 def server_processes(scorer: CodeScorer) -> list[int]:
-    """Return the supervisor and the server of the only worker, and whatever else runs the same command."""
+    """Return the supervisor and the server of the only worker, and whatever else runs
+    the same command.
+    """
     folder = scorer._servers[0].folder
     return [
         pid
         for pid in children()
         if folder
-        in (Path(f"/proc/{pid}/cmdline").read_text(errors="replace") if Path(f"/proc/{pid}").exists() else "")
+        in (
+            Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+            if Path(f"/proc/{pid}").exists()
+            else ""
+        )
     ]
 
 
@@ -241,7 +277,10 @@ def f():
 
 def test_a_memory_bomb_is_a_memory_outcome(scorer: CodeScorer) -> None:
     assert attack(scorer, "x = bytearray(8 << 30)").outcome == "memory"
-    assert attack(scorer, "x = []\nwhile True: x.append(bytes(64 << 20))").outcome == "memory"
+    assert (
+        attack(scorer, "x = []\nwhile True: x.append(bytes(64 << 20))").outcome
+        == "memory"
+    )
     assert attack(scorer, "return [0] * 10**8 + [[]]").outcome in ("memory", "timeout")
 
 
@@ -257,7 +296,9 @@ for n in range(100):
     attack(scorer, "for n in range(10000): open(f'g{n}', 'w').close()")
 
 
-def test_a_folder_that_resists_removal_does_not_reach_the_next_job(scorer: CodeScorer) -> None:
+def test_a_folder_that_resists_removal_does_not_reach_the_next_job(
+    scorer: CodeScorer,
+) -> None:
     run(
         scorer,
         """
@@ -273,27 +314,41 @@ def f():
 """,
         ATTACKED,
     )
-    assert run(scorer, "import os\ndef f():\n    return os.listdir('.') == []\n", ATTACKED).passed or (
-        scorer.layers["scratch"] != "tmpfs"
-    )
+    assert run(
+        scorer, "import os\ndef f():\n    return os.listdir('.') == []\n", ATTACKED
+    ).passed or (scorer.layers["scratch"] != "tmpfs")
 
 
-@pytest.mark.parametrize("target", ["os.getppid()", "1", "-1", "0", "os.getpid() - 1", "os.getpid() + 1"])
+@pytest.mark.parametrize(
+    "target", ["os.getppid()", "1", "-1", "0", "os.getpid() - 1", "os.getpid() + 1"]
+)
 def test_other_processes_cannot_be_killed(scorer: CodeScorer, target: str) -> None:
     if target == "0":
-        body = "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nos.kill(0, 15)\nraise ValueError"
+        body = (
+            "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nos.kill(0,"
+            " 15)\nraise ValueError"
+        )
     else:
         body = f"import os\nos.kill({target}, 9)\nraise ValueError"
     attack(scorer, body)
 
 
 def test_the_process_that_asked_survives_a_kill_by_ctypes(scorer: CodeScorer) -> None:
-    attack(scorer, f"import ctypes\nctypes.CDLL(None).kill({os.getpid()}, 9)\nraise ValueError")
+    attack(
+        scorer,
+        f"import ctypes\nctypes.CDLL(None).kill({os.getpid()}, 9)\nraise ValueError",
+    )
 
 
-@pytest.mark.parametrize("target", ["os.getppid() or 1", "os.getpid() + 1", "os.getpid()", "{outside}"])
-def test_the_kernel_kills_no_process_for_a_program(shielded: CodeScorer, target: str) -> None:
-    """A descriptor's owner gets the signal of the program's choice when it is ready: kill() by another way."""
+@pytest.mark.parametrize(
+    "target", ["os.getppid() or 1", "os.getpid() + 1", "os.getpid()", "{outside}"]
+)
+def test_the_kernel_kills_no_process_for_a_program(
+    shielded: CodeScorer, target: str
+) -> None:
+    """A descriptor's owner gets the signal of the program's choice when it is ready:
+    kill() by another way.
+    """
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         attack(
@@ -320,10 +375,14 @@ time.sleep(0.2)
      "os.sched_setaffinity(os.getppid() or 1, {0})",
      "resource.prlimit(os.getppid() or 1, resource.RLIMIT_NOFILE, (0, 0))"],
 )  # fmt: skip
-def test_other_processes_are_not_slowed_or_limited(shielded: CodeScorer, call: str) -> None:
+def test_other_processes_are_not_slowed_or_limited(
+    shielded: CodeScorer, call: str
+) -> None:
     attack(shielded, f"import os, resource\n{call}")
     assert run(
-        shielded, "import os\ndef f():\n    os.sched_setaffinity(0, {0})\n    return True\n", ATTACKED
+        shielded,
+        "import os\ndef f():\n    os.sched_setaffinity(0, {0})\n    return True\n",
+        ATTACKED,
     ).passed
 
 
@@ -344,14 +403,19 @@ def test_system_calls_that_no_program_needs_are_refused(
 ) -> None:
     if machine and platform.machine() != machine:
         pytest.skip(f"a number of {machine}")
-    body = f"import ctypes, os\nl = ctypes.CDLL(None, use_errno=True)\nif {call} == -1: return ctypes.get_errno()"
+    body = (
+        f"import ctypes, os\nl = ctypes.CDLL(None, use_errno=True)\nif {call} == -1:"
+        " return ctypes.get_errno()"
+    )
     code = "def f():\n" + "".join(f"    {line}\n" for line in body.splitlines())
     refused = Problem("e", "", "", ("assert f() in (1, 38)\n",))  # EPERM, ENOSYS
     assert run(shielded, code, refused).passed
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the 32-bit calls of x86_64")
-def test_the_calls_of_another_architecture_end_the_program(shielded: CodeScorer) -> None:
+def test_the_calls_of_another_architecture_end_the_program(
+    shielded: CodeScorer,
+) -> None:
     """int 0x80 has other numbers: 20 is getpid there and writev here."""
     body = """
 import ctypes, mmap
@@ -378,8 +442,12 @@ def test_ending_early_is_an_error_and_no_success(scorer: CodeScorer, code: str) 
     assert run(scorer, code).outcome == "error"
 
 
-@pytest.mark.parametrize("base", ["object", "int", "str", "list", "dict", "tuple", "set", "float"])
-def test_an_object_that_equals_everything_is_wrong(scorer: CodeScorer, base: str) -> None:
+@pytest.mark.parametrize(
+    "base", ["object", "int", "str", "list", "dict", "tuple", "set", "float"]
+)
+def test_an_object_that_equals_everything_is_wrong(
+    scorer: CodeScorer, base: str
+) -> None:
     code = f"""
 class Everything({base}):
     def __eq__(self, other): return True
@@ -423,12 +491,15 @@ def f():
 
 
 def test_expected_outputs_are_not_in_reach_of_the_program(scorer: CodeScorer) -> None:
-    """A search through frames, code and garbage collector finds the expected output here, but not in the sandbox."""
+    """A search through frames, code and garbage collector finds the expected output
+    here, but not in the sandbox.
+    """
     secret = "S" + f"ECRET-{uuid.uuid4().hex}"
     holder = {"test": f"assert f() == {secret!r}"}
     namespace: dict[str, Any] = {}
     exec(SEARCH, namespace)
-    assert namespace["f"]() == secret and holder  # the search works where there is something to find
+    # the search works where there is something to find
+    assert namespace["f"]() == secret and holder
     problem = Problem("s", "", "", (f"assert f() == {secret!r}\n",))
     for _ in range(2):  # nor does anything remain from an earlier job
         assert run(scorer, SEARCH, problem).outcome == "wrong"
@@ -450,8 +521,13 @@ def f(x):
 def test_a_program_that_defines_what_the_tests_use_does_not_change_them(
     scorer: CodeScorer, names: tuple[str, ...] | None
 ) -> None:
-    """Its own `zip` would leave the tests nothing to compare, its own `set` would make everything equal."""
-    test = "for one, right in zip([1, 2], [2, 3]):\n    assert set([f(one)]) == set([right])\n"
+    """Its own `zip` would leave the tests nothing to compare, its own `set` would make
+    everything equal.
+    """
+    test = (
+        "for one, right in zip([1, 2], [2, 3]):\n    assert set([f(one)]) =="
+        " set([right])\n"
+    )
     problem = Problem("z", "", "", (test,), names=names)
     code = "def zip(*a): return []\ndef set(x): return 0\ndef f(x): return None\n"
     assert run(scorer, code, problem).outcome == "wrong"
@@ -499,10 +575,14 @@ def f(x):
 
 
 def test_infinite_output_is_a_timeout(scorer: CodeScorer) -> None:
-    assert run(scorer, "def f(x):\n    while True: print('x' * 1000)").outcome == "timeout"
+    assert (
+        run(scorer, "def f(x):\n    while True: print('x' * 1000)").outcome == "timeout"
+    )
 
 
-def test_a_loop_that_swallows_signals_and_exceptions_is_a_timeout(scorer: CodeScorer) -> None:
+def test_a_loop_that_swallows_signals_and_exceptions_is_a_timeout(
+    scorer: CodeScorer,
+) -> None:
     code = """
 import signal
 for number in range(1, 32):
@@ -522,8 +602,14 @@ def f(x):
     assert outcome.seconds < 10
 
 
-def test_limits_cannot_be_raised_and_pipes_of_the_server_are_closed(scorer: CodeScorer) -> None:
-    attack(scorer, "import resource as r\nr.setrlimit(r.RLIMIT_AS, (r.RLIM_INFINITY, r.RLIM_INFINITY))")
+def test_limits_cannot_be_raised_and_pipes_of_the_server_are_closed(
+    scorer: CodeScorer,
+) -> None:
+    attack(
+        scorer,
+        "import resource as r\nr.setrlimit(r.RLIMIT_AS, (r.RLIM_INFINITY,"
+        " r.RLIM_INFINITY))",
+    )
     attack(
         scorer,
         "import os\nfds = [n for n in range(64) if _open(n)]\nassert len(fds) > 5".replace(
@@ -534,7 +620,11 @@ def test_limits_cannot_be_raised_and_pipes_of_the_server_are_closed(scorer: Code
 
 def test_the_layers_that_are_active_are_reported(scorer: CodeScorer) -> None:
     assert scorer.layers["writes_restricted"] and scorer.layers["no_capabilities"]
-    assert scorer.layers["seccomp"] == scorer.layers["network_off"] == ("seccomp" not in scorer.disable)
+    assert (
+        scorer.layers["seccomp"]
+        == scorer.layers["network_off"]
+        == ("seccomp" not in scorer.disable)
+    )
     assert bool(scorer.layers["namespaces"]) == ("namespaces" not in scorer.disable)
 
 
@@ -562,29 +652,39 @@ def test_a_sandbox_below_the_floor_is_refused_unless_accepted() -> None:
             CodeScorer(num_workers=1, disable=disable),
         ):
             pass
-        with CodeScorer(num_workers=1, disable=disable, allow_weak_sandbox=True) as scorer:
-            assert not (scorer.layers["network_off"] and scorer.layers["writes_restricted"])
+        with CodeScorer(
+            num_workers=1, disable=disable, allow_weak_sandbox=True
+        ) as scorer:
+            assert not (
+                scorer.layers["network_off"] and scorer.layers["writes_restricted"]
+            )
             assert scorer.self_check([PROBLEM])[0].passed
             assert run(scorer, "import os\nos._exit(0)").outcome == "error"
-            # The program has the examiner's user and may see its number, and still is not let into its memory.
+            # The program has the examiner's user and may see its number, and still is
+            # not let into its memory.
             assert run(scorer, NEIGHBOURS + PROBLEM.canonical).passed
 
 
-def test_killing_the_server_is_a_scorer_error_and_the_next_call_starts_it_anew() -> None:
+def test_killing_the_server_is_a_scorer_error_and_the_next_call_starts_it_anew() -> (
+    None
+):
     with CodeScorer(num_workers=1, timeout_s=20.0) as scorer:
         pids = server_processes(scorer)
         assert len(pids) == 2
         killer = threading.Timer(0.5, lambda: os.kill(max(pids), signal.SIGKILL))
         killer.start()
         with pytest.raises(
-            ScorerError, match=r"sandbox server has ended.*nothing is known about the programs"
+            ScorerError,
+            match=r"sandbox server has ended.*nothing is known about the programs",
         ):
             scorer.score([PROBLEM], {"p": "import time\ntime.sleep(15)"})
         killer.join()
         assert scorer.score([PROBLEM], {"p": PROBLEM.canonical})[0].passed
 
 
-def test_everything_ends_and_is_removed_when_the_scoring_process_is_killed(tmp_path: Path) -> None:
+def test_everything_ends_and_is_removed_when_the_scoring_process_is_killed(
+    tmp_path: Path,
+) -> None:
     script = """
 import os, sys
 from fcsd.evaluation.code.scorer import CodeScorer
@@ -593,9 +693,16 @@ scorer = CodeScorer(num_workers=1, timeout_s=60.0).__enter__()
 print(scorer._servers[0].folder, flush=True)
 scorer.score([Problem("p", "", "", ("f(1)",))], {"p": "import time\\ndef f(x): time.sleep(50)"})
 """
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        "TMPDIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     assert process.stdout is not None
     folder = process.stdout.readline().strip()
@@ -618,4 +725,6 @@ def test_closing_leaves_no_process_and_no_folder() -> None:
         folders = [server.folder for server in scorer._servers]
         assert scorer.self_check([PROBLEM] * 4)[0].passed
     assert not any(Path(folder).exists() for folder in folders)
-    assert not [line for line in command_lines() if any(folder in line for folder in folders)]
+    assert not [
+        line for line in command_lines() if any(folder in line for folder in folders)
+    ]

@@ -21,7 +21,8 @@ NOBODY = 65534
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="fcsd-test-"))  # pytest's folders are closed to other users
+    # pytest's folders are closed to other users
+    folder = Path(tempfile.mkdtemp(prefix="fcsd-test-"))
     folder.chmod(0o755)
     for file in Path(sandbox.__file__).parent.glob("*.py"):
         shutil.copy(file, folder)
@@ -38,8 +39,13 @@ def interpreter() -> str:
     """Return a Python that an ordinary user can run; skip the test where there is none."""
     python = shutil.which("python3", path="/usr/bin:/bin")
     check = "import sys; assert sys.version_info >= (3, 11)"
-    if python is None or subprocess.run([python, "-c", check], stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("no python3 of 3.11 or newer in /usr/bin or /bin, where an ordinary user can run it")
+    if (
+        python is None
+        or subprocess.run([python, "-c", check], stderr=subprocess.DEVNULL).returncode
+    ):
+        pytest.skip(
+            "no python3 of 3.11 or newer in /usr/bin or /bin, where an ordinary user can run it"
+        )
     return python
 
 
@@ -86,37 +92,63 @@ ATTACKS = {
     [(), pytest.param(("namespaces",), marks=pytest.mark.breadth)],
     ids=["all layers", "no namespaces"],
 )
-def test_hostile_programs_fail_for_an_ordinary_user_too(home: Path, disable: tuple[str, ...]) -> None:
+def test_hostile_programs_fail_for_an_ordinary_user_too(
+    home: Path, disable: tuple[str, ...]
+) -> None:
     python, user = interpreter(), {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     victim = subprocess.Popen(["/bin/sleep", "60"], **user)
     outcomes = {}
     try:
-        with raw_server(home / "scratch", python, home, disable, **user) as (send, receive):
+        with raw_server(home / "scratch", python, home, disable, **user) as (
+            send,
+            receive,
+        ):
             layers = receive()["layers"]
             for number, (name, body) in enumerate(
                 [("none", "pass"), *ATTACKS.items(), ("none again", "pass")]
             ):
-                lines = body.replace("OWN", str(home / "own")).replace("VICTIM", str(victim.pid))
+                lines = body.replace("OWN", str(home / "own")).replace(
+                    "VICTIM", str(victim.pid)
+                )
                 lines = lines.replace("\n", "\n    ")
                 code = f"def f():\n    {lines}\n    return True\n"
-                send(job_bytes(number, code, ["assert f() is True\n"], 2000 if name == "loop" else 20000))
+                send(
+                    job_bytes(
+                        number,
+                        code,
+                        ["assert f() is True\n"],
+                        2000 if name == "loop" else 20000,
+                    )
+                )
                 outcomes[name] = receive()["outcome"]
                 assert receive()["clean"], name
         assert victim.poll() is None
-        commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _readable(path)]
+        commands = [
+            path.read_bytes()
+            for path in Path("/proc").glob("[0-9]*/cmdline")
+            if _readable(path)
+        ]
         assert not [line for line in commands if os.fsencode(home) in line]
     finally:
         victim.kill()
         victim.wait()
-    assert layers["network_off"] and layers["writes_restricted"] and layers["no_capabilities"], layers
+    assert (
+        layers["network_off"]
+        and layers["writes_restricted"]
+        and layers["no_capabilities"]
+    ), layers
     assert outcomes.pop("none") == outcomes.pop("none again") == "passed"
     assert outcomes.pop("memory") == "memory" and outcomes.pop("loop") == "timeout"
     assert set(outcomes.values()) == {"error"}, outcomes
-    assert (home / "own" / "file").read_text() == "as it was" and not (home / "own" / "new").exists()
+    assert (home / "own" / "file").read_text() == "as it was" and not (
+        home / "own" / "new"
+    ).exists()
     assert not list((home / "scratch").iterdir())
 
 
-@pytest.mark.parametrize("disable", [(), ("namespaces",)], ids=["all layers", "no namespaces"])
+@pytest.mark.parametrize(
+    "disable", [(), ("namespaces",)], ids=["all layers", "no namespaces"]
+)
 def test_threads_that_the_user_has_elsewhere_take_none_from_a_program(
     home: Path, disable: tuple[str, ...]
 ) -> None:
@@ -141,7 +173,10 @@ def f():
     busy = subprocess.Popen([python, "-c", others], stdout=subprocess.PIPE, **user)
     try:
         assert busy.stdout is not None and busy.stdout.readline()
-        with raw_server(home / "scratch", python, home, disable, **user) as (send, receive):
+        with raw_server(home / "scratch", python, home, disable, **user) as (
+            send,
+            receive,
+        ):
             receive()
             send(job_bytes(0, code, ["assert f() is True\n"], 20000))
             assert receive()["outcome"] == "passed"

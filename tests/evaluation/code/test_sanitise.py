@@ -1,4 +1,6 @@
-"""Programs in answers of chat models, in the forms in which they give them, written by hand after EvalPlus's rules."""
+"""Programs in answers of chat models, in the forms in which they give them, written by
+hand after EvalPlus's rules.
+"""
 
 import json
 from pathlib import Path
@@ -24,7 +26,8 @@ def mean(xs):
 KEPT = MEAN.replace("\n\n", "\n").rstrip()  # its statements one below the other
 WRONG = "def mean(xs):\n    return 0\n"
 DOCUMENTED = (
-    'def mean(xs):\n    """\n    ```python\n    mean([1, 3])\n    ```\n    """\n    return sum(xs) / len(xs)'
+    'def mean(xs):\n    """\n    ```python\n    mean([1, 3])\n    ```\n    """\n   '
+    " return sum(xs) / len(xs)"
 )
 
 # Each has a right program, which EvalPlus takes, too.
@@ -62,9 +65,13 @@ def mean_of(program: str) -> Any:
 
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_right_program_is_taken_from_every_form_of_answer(form: str, thinking: bool) -> None:
+def test_a_right_program_is_taken_from_every_form_of_answer(
+    form: str, thinking: bool
+) -> None:
     text = (
-        f"<think>\nPerhaps\n```python\n{WRONG * 9}```\n</think>\n\n{FORMS[form]}" if thinking else FORMS[form]
+        f"<think>\nPerhaps\n```python\n{WRONG * 9}```\n</think>\n\n{FORMS[form]}"
+        if thinking
+        else FORMS[form]
     )
     answer = answer_in(text) if thinking else text
     problem = Problem("1", "Average.", "", (), entry_point="mean")
@@ -88,7 +95,8 @@ def test_a_function_in_one_line_between_fences_is_taken() -> None:
     [
         (f"{WRONG}\n{MEAN}", f"import math\n{WRONG}"),  # the first definition counts
         (f"def mean(xs):\n    pass\n\n{MEAN}", KEPT),  # of those that return something
-        ("@cache\ndef total(xs):\n    return sum(xs)\n" + WRONG, WRONG),  # decorated ones never
+        # decorated ones never
+        ("@cache\ndef total(xs):\n    return sum(xs)\n" + WRONG, WRONG),
         ("from __future__ import annotations\nimport os\n" + WRONG, "import os\n" + WRONG),
         ("try:\n    import numpy\nexcept ImportError:\n    pass\n" + WRONG, WRONG),
         ("a = b = 3\nc, d = e\ng: int = 4\nh += 1\ndef mean(a, b, c, d, e, g, h): return 0\n",
@@ -100,14 +108,24 @@ def test_a_function_in_one_line_between_fences_is_taken() -> None:
         ("def mean(xs):\n    yield 1\n\nprint(mean)", "def mean(xs):\n    yield 1\n\nprint(mean)"),
     ],
 )  # fmt: skip
-def test_imports_and_what_the_function_needs_remain_of_a_block(block: str, kept: str) -> None:
+def test_imports_and_what_the_function_needs_remain_of_a_block(
+    block: str, kept: str
+) -> None:
     assert sanitised(f"So:\n```python\n{block}\n```", "mean") == kept.strip()
 
 
-def test_the_block_with_most_lines_that_are_not_blank_is_taken_and_of_equal_ones_the_first() -> None:
-    assert longest_block("a = 1\nb = 2\n\n\n\nno code\nc = 1\nd = 2\ne = 3") == "c = 1\nd = 2\ne = 3"
+def test_the_block_with_most_lines_that_are_not_blank_is_taken_and_of_equal_ones_the_first() -> (
+    None
+):
+    assert (
+        longest_block("a = 1\nb = 2\n\n\n\nno code\nc = 1\nd = 2\ne = 3")
+        == "c = 1\nd = 2\ne = 3"
+    )
     assert longest_block("a = 1\nb = 2\nno code\nc = 1\nd = 2") == "a = 1\nb = 2"
-    assert longest_block("x = '''\nno code\ny = (\n'''\nz = 1\n)") == "x = '''\nno code\ny = (\n'''\nz = 1"
+    assert (
+        longest_block("x = '''\nno code\ny = (\n'''\nz = 1\n)")
+        == "x = '''\nno code\ny = (\n'''\nz = 1"
+    )
     assert longest_block("if a:\n    b\nelse:\nc") == "if a:\n    b"
     assert longest_block("no code\nnone here") == "no code" and longest_block("") == ""
 
@@ -126,7 +144,9 @@ def test_the_block_with_most_lines_that_are_not_blank_is_taken_and_of_equal_ones
     ],
 )
 def test_no_answer_breaks_or_stalls_the_search_for_its_program(text: str) -> None:
-    """What Python can parse not at all, or only after long: a program in front of it is found all the same."""
+    """What Python can parse not at all, or only after long: a program in front of it is
+    found all the same.
+    """
     assert sanitised(MEAN + "\n" + text * 401, "mean") == KEPT
     assert sanitised("don't: say so\n" * 2000 + MEAN, "mean") == KEPT
 
@@ -137,8 +157,12 @@ def test_an_escape_that_python_warns_of_is_no_error() -> None:
     assert sanitised(f"```python\n{program}\n```", "mean") == program
 
 
-def test_a_base_models_completion_goes_on_from_the_head_of_the_function(tmp_path: Path) -> None:
-    row = humaneval_row(0) | {"prompt": 'import math\n\n\ndef add0(a, b):\n    """Add."""\n'}
+def test_a_base_models_completion_goes_on_from_the_head_of_the_function(
+    tmp_path: Path,
+) -> None:
+    row = humaneval_row(0) | {
+        "prompt": 'import math\n\n\ndef add0(a, b):\n    """Add."""\n'
+    }
     write_repository(tmp_path, {"default": {"test": [row]}})
     (problem,) = read_problems(tmp_path)
     head = row["prompt"].replace("\n\n\n", "\n")
@@ -153,7 +177,9 @@ def test_a_base_models_completion_goes_on_from_the_head_of_the_function(tmp_path
 
 
 def test_rows_of_another_test_keep_their_whole_block(tmp_path: Path) -> None:
-    """No rule says which of the names of such a row is asked for; lm-eval's task keeps lm-eval's rule."""
+    """No rule says which of the names of such a row is asked for; lm-eval's task keeps
+    lm-eval's rule.
+    """
     row = mbpp_row(0)
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row | {"test": "assert mul0(2, 3) == 6"}) + "\n")

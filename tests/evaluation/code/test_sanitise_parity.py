@@ -1,5 +1,6 @@
-"""Programs taken out of 1,000 answers, against the sanitiser of the package evalplus 0.3.1 itself, where it is
-installed: `make test-extras` does that, beside the environment."""
+"""Programs taken out of 1,000 answers, against the sanitiser of the package evalplus
+0.3.1 itself, where it is installed: `make test-extras` does that, beside the
+environment."""
 
 import ast
 import itertools
@@ -16,7 +17,8 @@ from fcsd.evaluation.code.problems import Problem
 from tests.evaluation.code.test_sanitise import DOCUMENTED, FORMS
 
 sanitizer = pytest.importorskip(
-    "evalplus.sanitize", reason="evalplus is not installed; `make test-extras` installs it"
+    "evalplus.sanitize",
+    reason="evalplus is not installed; `make test-extras` installs it",
 )
 pytestmark = pytest.mark.extras
 
@@ -69,70 +71,142 @@ def fenced(code: str, mark: str = "```", language: str = "python") -> str:
 
 GENERATED: dict[str, Form] = {
     "alone": lambda name, right, wrong, test: right,
-    "fence": lambda name, right, wrong, test: f"Sure!\n{fenced(right)}\nIt is `{name}`.",
+    "fence": lambda name, right, wrong, test: (
+        f"Sure!\n{fenced(right)}\nIt is `{name}`."
+    ),
     "no language": lambda name, right, wrong, test: fenced(right, language=""),
     "never closed": lambda name, right, wrong, test: f"Here:\n```python\n{right}",
     "cut off": lambda name, right, wrong, test: f"```python\n{right}\n\ndef other(a, b",
-    "cut off inside": lambda name, right, wrong, test: f"```python\n{right[: -len(right) // 4]}",
+    "cut off inside": lambda name, right, wrong, test: (
+        f"```python\n{right[: -len(right) // 4]}"
+    ),
     "example first": lambda name, right, wrong, test: (
         f"{fenced(f'print({name}([1]))')}\ngives it, with\n{fenced(right)}"
     ),
-    "transcript": lambda name, right, wrong, test: f">>> {name}(1)\n2\n\n{fenced(right)}",
-    "second version": lambda name, right, wrong, test: f"{fenced(wrong)}\nWait, wrong. So:\n{fenced(right)}",
-    "first version": lambda name, right, wrong, test: f"{fenced(right)}\nor wrong\n{fenced(wrong)}",
-    "both in one": lambda name, right, wrong, test: fenced(f"{wrong}\n\n# better\n{right}"),
+    "transcript": lambda name, right, wrong, test: (
+        f">>> {name}(1)\n2\n\n{fenced(right)}"
+    ),
+    "second version": lambda name, right, wrong, test: (
+        f"{fenced(wrong)}\nWait, wrong. So:\n{fenced(right)}"
+    ),
+    "first version": lambda name, right, wrong, test: (
+        f"{fenced(right)}\nor wrong\n{fenced(wrong)}"
+    ),
+    "both in one": lambda name, right, wrong, test: fenced(
+        f"{wrong}\n\n# better\n{right}"
+    ),
     "right and wrong": lambda name, right, wrong, test: fenced(f"{right}\n\n{wrong}"),
-    "pip": lambda name, right, wrong, test: f"```bash\npip install numpy\n```\n{fenced(right)}",
-    "prose": lambda name, right, wrong, test: f"I'd write it so.\n\n{right}\n\nThat's all there is.",
+    "pip": lambda name, right, wrong, test: (
+        f"```bash\npip install numpy\n```\n{fenced(right)}"
+    ),
+    "prose": lambda name, right, wrong, test: (
+        f"I'd write it so.\n\n{right}\n\nThat's all there is."
+    ),
     "prose close by": lambda name, right, wrong, test: f"This is it:\n{right}\nDone",
     "tildes": lambda name, right, wrong, test: fenced(right, "~~~"),
     "four": lambda name, right, wrong, test: fenced(right, "````"),
-    "behind text": lambda name, right, wrong, test: f"The code: {fenced(right)} as asked",
+    "behind text": lambda name, right, wrong, test: (
+        f"The code: {fenced(right)} as asked"
+    ),
     "tags": lambda name, right, wrong, test: f"<answer>\n{right}\n</answer>",
-    "list": lambda name, right, wrong, test: f"1. Look.\n2. Go:\n{fenced(right)}\n- O(1)",
-    "indented": lambda name, right, wrong, test: f"1. So:\n{textwrap.indent(fenced(right), '   ')}",
-    "tests": lambda name, right, wrong, test: fenced(f"{right}\n\n{test}\nprint({name})"),
-    "main": lambda name, right, wrong, test: fenced(f"{right}\n\nif __name__ == '__main__':\n    main()"),
-    "tests apart": lambda name, right, wrong, test: f"{fenced(right)}\nTest:\n{fenced(test)}",
-    "output": lambda name, right, wrong, test: f"{fenced(right)}\nOutput:\n```\n1\n2\n3\n```",
-    "future": lambda name, right, wrong, test: fenced(f"from __future__ import annotations\n{right}"),
+    "list": lambda name, right, wrong, test: (
+        f"1. Look.\n2. Go:\n{fenced(right)}\n- O(1)"
+    ),
+    "indented": lambda name, right, wrong, test: (
+        f"1. So:\n{textwrap.indent(fenced(right), '   ')}"
+    ),
+    "tests": lambda name, right, wrong, test: fenced(
+        f"{right}\n\n{test}\nprint({name})"
+    ),
+    "main": lambda name, right, wrong, test: fenced(
+        f"{right}\n\nif __name__ == '__main__':\n    main()"
+    ),
+    "tests apart": lambda name, right, wrong, test: (
+        f"{fenced(right)}\nTest:\n{fenced(test)}"
+    ),
+    "output": lambda name, right, wrong, test: (
+        f"{fenced(right)}\nOutput:\n```\n1\n2\n3\n```"
+    ),
+    "future": lambda name, right, wrong, test: fenced(
+        f"from __future__ import annotations\n{right}"
+    ),
     "cached": lambda name, right, wrong, test: fenced(
-        "import functools\n" + right.replace(f"def {name}", f"@functools.cache\ndef {name}")
+        "import functools\n"
+        + right.replace(f"def {name}", f"@functools.cache\ndef {name}")
     ),
     "tried import": lambda name, right, wrong, test: fenced(
         f"try:\n    import numpy\nexcept ImportError:\n    numpy = None\n\n{right}"
     ),
-    "windows": lambda name, right, wrong, test: f"So:\n{fenced(right)}\n".replace("\n", "\r\n"),
+    "windows": lambda name, right, wrong, test: f"So:\n{fenced(right)}\n".replace(
+        "\n", "\r\n"
+    ),
     "tabs": lambda name, right, wrong, test: fenced(right.replace("    ", "\t")),
-    "input": lambda name, right, wrong, test: fenced(f"{right}\n\nx = input()\nprint({name}(x))"),
-    "diff": lambda name, right, wrong, test: fenced(textwrap.indent(right, "+"), language="diff"),
+    "input": lambda name, right, wrong, test: fenced(
+        f"{right}\n\nx = input()\nprint({name}(x))"
+    ),
+    "diff": lambda name, right, wrong, test: fenced(
+        textwrap.indent(right, "+"), language="diff"
+    ),
     "refused": lambda name, right, wrong, test: f"I cannot write {name}.",
     "wrong": lambda name, right, wrong, test: f"Sure:\n{fenced(wrong)}",
     "nothing": lambda name, right, wrong, test: "",
 }
 # Where the two differ: EvalPlus's blocks have two lines or more.
 ONE_LINE = "a function in one line, alone between fences"
-BEFORE = ("", "Let me think. ", "Okay\n\n", "The user's question is simple:\n", "# Answer\n\n", "x\n\n")
-BEHIND = ("", "\n", "\nHope that helps!", "\n\nLet me know", "\n\n**Note**: it's O(n).", "\n<|im_end|>")
+BEFORE = (
+    "",
+    "Let me think. ",
+    "Okay\n\n",
+    "The user's question is simple:\n",
+    "# Answer\n\n",
+    "x\n\n",
+)
+BEHIND = (
+    "",
+    "\n",
+    "\nHope that helps!",
+    "\n\nLet me know",
+    "\n\n**Note**: it's O(n).",
+    "\n<|im_end|>",
+)
 
 
 def answers() -> list[tuple[str, str, str]]:
-    """Return 1,000 answers: what each is called, its program's name, and its text; half of them behind thoughts."""
+    """Return 1,000 answers: what each is called, its program's name, and its text; half
+    of them behind thoughts.
+    """
     draw = random.Random(7)
     made = []
     for number, (form, name) in zip(
-        range(999), itertools.cycle(itertools.product(GENERATED, PROGRAMS)), strict=False
+        range(999),
+        itertools.cycle(itertools.product(GENERATED, PROGRAMS)),
+        strict=False,
     ):
-        text = draw.choice(BEFORE) + GENERATED[form](name, *PROGRAMS[name]) + draw.choice(BEHIND)
+        text = (
+            draw.choice(BEFORE)
+            + GENERATED[form](name, *PROGRAMS[name])
+            + draw.choice(BEHIND)
+        )
         if draw.random() < 0.5:
             text = f"<think>\nFirst\n{fenced(PROGRAMS[name][1])}\n</think>\n\n{text}"
         made.append((f"{number} {form} of {name}", name, text))
-    return [*made, (ONE_LINE, "mean", f"Sure:\n{fenced('def mean(xs): return sum(xs) / len(xs)')}")]
+    return [
+        *made,
+        (
+            ONE_LINE,
+            "mean",
+            f"Sure:\n{fenced('def mean(xs): return sum(xs) / len(xs)')}",
+        ),
+    ]
 
 
 def passes(program: str, test: str) -> bool:
     """Tell whether a program, all of whose forms stand above, passes its test in this process."""
-    namespace: dict[str, Any] = {"input": lambda: 1, "print": lambda *a: None, "main": lambda: None}
+    namespace: dict[str, Any] = {
+        "input": lambda: 1,
+        "print": lambda *a: None,
+        "main": lambda: None,
+    }
     try:
         exec(program, namespace)
         exec(test, namespace)
@@ -149,7 +223,9 @@ def same(one: str, other: str) -> bool:
         return one == other
 
 
-def test_a_thousand_answers_have_the_programs_and_verdicts_that_evalplus_gives_them() -> None:
+def test_a_thousand_answers_have_the_programs_and_verdicts_that_evalplus_gives_them() -> (
+    None
+):
     verdicts, programs, passed = [], [], 0
     for label, name, text in answers():
         problem = Problem("1", "", "", (), entry_point=name)
@@ -168,5 +244,11 @@ def test_a_thousand_answers_have_the_programs_and_verdicts_that_evalplus_gives_t
 def test_evalplus_takes_the_programs_that_we_say_it_takes() -> None:
     for form, text in FORMS.items():
         problem = Problem("1", "", "", (), entry_point="mean")
-        assert same(sanitizer.sanitize(text, entrypoint="mean"), program_in(problem, text, chat=True)), form
-    assert sanitizer.sanitize(f"```python\n{DOCUMENTED}\n```", entrypoint="mean") == DOCUMENTED
+        assert same(
+            sanitizer.sanitize(text, entrypoint="mean"),
+            program_in(problem, text, chat=True),
+        ), form
+    assert (
+        sanitizer.sanitize(f"```python\n{DOCUMENTED}\n```", entrypoint="mean")
+        == DOCUMENTED
+    )

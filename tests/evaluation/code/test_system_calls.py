@@ -1,4 +1,6 @@
-"""The numbers in the sandbox's filter, against the kernel's own tables, and what the filter says to each call."""
+"""The numbers in the sandbox's filter, against the kernel's own tables, and what the
+filter says to each call.
+"""
 
 import re
 import struct
@@ -14,9 +16,16 @@ COLUMNS = {"x86_64": 0, "aarch64": 1}
 
 
 def kernel_table() -> dict[str, tuple[int | None, int | None]]:
-    lines = (Path(__file__).parent / "system_calls.txt").read_text(encoding="ascii").splitlines()
+    lines = (
+        (Path(__file__).parent / "system_calls.txt")
+        .read_text(encoding="ascii")
+        .splitlines()
+    )
     rows = [line.split() for line in lines if not line.startswith("#")]
-    return {name: (*(None if n == "-" else int(n) for n in numbers),) for name, *numbers in rows}  # type: ignore[misc]
+    return {
+        name: (*(None if n == "-" else int(n) for n in numbers),)
+        for name, *numbers in rows
+    }  # type: ignore[misc]
 
 
 def test_every_number_is_that_of_linux_7_2_on_both_architectures() -> None:
@@ -31,26 +40,41 @@ def test_every_number_is_that_of_linux_7_2_on_both_architectures() -> None:
      (1, ("/usr/include/asm-generic/unistd.h",))],
     ids=COLUMNS,
 )  # fmt: skip
-def test_the_table_is_that_of_this_machine_s_headers(column: int, headers: tuple[str, ...]) -> None:
+def test_the_table_is_that_of_this_machine_s_headers(
+    column: int, headers: tuple[str, ...]
+) -> None:
     header = next((Path(name) for name in headers if Path(name).is_file()), None)
     if header is None:
-        pytest.skip(f"no kernel headers at {headers[0]} (Debian: apt-get install linux-libc-dev)")
-    definitions = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\b", header.read_text(encoding="utf-8"))
+        pytest.skip(
+            f"no kernel headers at {headers[0]} (Debian: apt-get install linux-libc-dev)"
+        )
+    definitions = re.findall(
+        r"#define __NR(?:3264)?_(\w+)\s+(\d+)\b", header.read_text(encoding="utf-8")
+    )
     table = kernel_table()
     # The generic header also has calls that aarch64 left out.
     known = {
-        name: int(number) for name, number in definitions if table.get(name, (None, None))[column] is not None
+        name: int(number)
+        for name, number in definitions
+        if table.get(name, (None, None))[column] is not None
     }
     assert len(known) > 250 and {name: table[name][column] for name in known} == known
 
 
 def test_what_is_newer_than_the_table_is_refused() -> None:
-    assert max(n for numbers in kernel_table().values() for n in numbers if n is not None) == layers._NEWEST
+    assert (
+        max(n for numbers in kernel_table().values() for n in numbers if n is not None)
+        == layers._NEWEST
+    )
 
 
-def test_a_python_in_the_root_folder_does_not_open_all_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_in_the_root_folder_does_not_open_all_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(layers.sys, "prefix", "/")
-    assert "/" not in layers.readable_paths(None) and "/usr" in layers.readable_paths(None)
+    assert "/" not in layers.readable_paths(None) and "/usr" in layers.readable_paths(
+        None
+    )
 
 
 # ---- the filter itself, interpreted: what it says to a call, on either architecture
@@ -59,10 +83,19 @@ ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 OWN = 4321
 
 
-def verdict(program: bytes, machine: str, number: int, *arguments: int, audit: int | None = None) -> int:
-    """The return value of a classic BPF program for a system call: linux/filter.h, the instructions that it uses."""
+def verdict(
+    program: bytes, machine: str, number: int, *arguments: int, audit: int | None = None
+) -> int:
+    """The return value of a classic BPF program for a system call: linux/filter.h, the
+    instructions that it uses.
+    """
     data = struct.pack(
-        "=iIQ6Q", number, audit or layers._ARCH[machine][1], 0, *arguments, *[0] * (6 - len(arguments))
+        "=iIQ6Q",
+        number,
+        audit or layers._ARCH[machine][1],
+        0,
+        *arguments,
+        *[0] * (6 - len(arguments)),
     )
     code = list(struct.iter_unpack("=HBBI", program))
     place = accumulator = 0
@@ -74,7 +107,11 @@ def verdict(program: bytes, machine: str, number: int, *arguments: int, audit: i
         elif operation == 0x06:
             return k
         else:
-            test = {0x15: accumulator == k, 0x35: accumulator >= k, 0x45: bool(accumulator & k)}[operation]
+            test = {
+                0x15: accumulator == k,
+                0x35: accumulator >= k,
+                0x45: bool(accumulator & k),
+            }[operation]
             place += true if test else false
 
 
@@ -86,16 +123,25 @@ def filters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     programs = [layers.filter_program(machine, job=job) for job in (False, True)]
 
     def ask(name: str | int, *arguments: int, audit: int | None = None) -> int:
-        number = kernel_table()[name][COLUMNS[machine]] if isinstance(name, str) else name
+        number = (
+            kernel_table()[name][COLUMNS[machine]] if isinstance(name, str) else name
+        )
         if number is None:
             pytest.skip(f"{machine} has no {name}")
-        verdicts = [verdict(program, machine, number, *arguments, audit=audit) for program in programs]
-        return min(verdicts, key=lambda value: (ALLOW, EPERM, ENOSYS, KILL)[::-1].index(value))
+        verdicts = [
+            verdict(program, machine, number, *arguments, audit=audit)
+            for program in programs
+        ]
+        return min(
+            verdicts, key=lambda value: (ALLOW, EPERM, ENOSYS, KILL)[::-1].index(value)
+        )
 
     return ask
 
 
-def test_the_filter_refuses_every_listed_call_and_lets_ordinary_ones_through(filters: Any) -> None:
+def test_the_filter_refuses_every_listed_call_and_lets_ordinary_ones_through(
+    filters: Any,
+) -> None:
     for name, numbers in {**layers._SYSTEM, **layers._JOB}.items():
         if all(number is not None for number in numbers):
             assert filters(name) == EPERM, name
@@ -121,11 +167,21 @@ def test_the_filter_looks_at_arguments(filters: Any) -> None:
     assert filters("clone3") == ENOSYS
     for name in ("kill", "tgkill"):
         assert filters(name, OWN, 9) == ALLOW
-        assert {filters(name, other, 9) for other in (0, 1, OWN + 1, 2**32 - 1)} == {EPERM}
-        assert filters(name, OWN + 2**32, 9) == ALLOW  # a pid has 32 bits: this is the own one
+        assert {filters(name, other, 9) for other in (0, 1, OWN + 1, 2**32 - 1)} == {
+            EPERM
+        }
+        # a pid has 32 bits: this is the own one
+        assert filters(name, OWN + 2**32, 9) == ALLOW
     assert filters("prlimit64", 0) == ALLOW and filters("prlimit64", OWN + 1) == EPERM
     assert filters("sched_setaffinity", 0) == filters("sched_setaffinity", OWN) == ALLOW
     assert filters("sched_setaffinity", 1) == EPERM
-    assert filters("prctl", 1, 0) == filters("prctl", 4, 1) == EPERM and filters("prctl", 15) == ALLOW
-    assert {filters("fcntl", 3, command) for command in (8, 10, 15, 1024, 1026, 1031)} == {EPERM}
-    assert {filters("fcntl", 3, command) for command in (0, 1, 2, 3, 4, 6, 1030, 1032)} == {ALLOW}
+    assert (
+        filters("prctl", 1, 0) == filters("prctl", 4, 1) == EPERM
+        and filters("prctl", 15) == ALLOW
+    )
+    assert {
+        filters("fcntl", 3, command) for command in (8, 10, 15, 1024, 1026, 1031)
+    } == {EPERM}
+    assert {
+        filters("fcntl", 3, command) for command in (0, 1, 2, 3, 4, 6, 1030, 1032)
+    } == {ALLOW}

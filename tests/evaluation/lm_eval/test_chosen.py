@@ -1,4 +1,6 @@
-"""Tasks that are named on the command line: which rows they become, and that they run without a suite file."""
+"""Tasks that are named on the command line: which rows they become, and that they run
+without a suite file.
+"""
 
 import json
 import random
@@ -33,19 +35,27 @@ MINE = {
 
 def test_a_named_task_is_the_suites_row_or_has_lm_evals_own_settings() -> None:
     suite = load_suite("paper11")
-    made = chosen_suite(["mmlu", "ifeval", "gpqa_diamond_cot_zeroshot", "mmlu_pro", "humaneval_plus"], suite)
+    made = chosen_suite(
+        ["mmlu", "ifeval", "gpqa_diamond_cot_zeroshot", "mmlu_pro", "humaneval_plus"],
+        suite,
+    )
     (paper,) = [row for row in suite.tasks if row.task == "mmlu"]
     assert made.tasks[0] == paper and made.tasks[4].kind == "code"
-    settings: list[Any] = [(row.kind, row.metric, row.dataset) for row in made.tasks[1:4]]
+    settings: list[Any] = [
+        (row.kind, row.metric, row.dataset) for row in made.tasks[1:4]
+    ]
     assert settings == [
         ("generation", "prompt_level_strict_acc,none", "google/IFEval"),
         ("generation", "exact_match,flexible-extract", "Idavidrein/gpqa"),
         ("generation", "exact_match,custom-extract", "TIGER-Lab/MMLU-Pro"),
     ]
     assert [row.num_fewshot for row in made.tasks[1:4]] == [0, 0, 5]  # type: ignore[union-attr]
-    alone = chosen_suite(["mbpp_plus_lmeval"], suite).tasks  # which does not count in its suite
+    # which does not count in its suite
+    alone = chosen_suite(["mbpp_plus_lmeval"], suite).tasks
     assert [(row.task, row.headline) for row in alone] == [("mbpp_plus_lmeval", True)]
-    with pytest.raises(UserError, match=r"^task humaneval_64: runs generated code inside lm-eval"):
+    with pytest.raises(
+        UserError, match=r"^task humaneval_64: runs generated code inside lm-eval"
+    ):
         chosen_suite(["humaneval_64"], suite)
 
 
@@ -57,15 +67,20 @@ def test_a_task_that_nobody_knows_is_answered_in_one_short_line(
     if tasks == "a hundred":
         for name in ("hellaswag", "mmlu"):
             shutil.copytree(tasks_folder() / name, tmp_path / name)
-        monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(tmp_path / "manager.py"))
-        monkeypatch.setattr(chosen, "_every", chosen._every.__wrapped__)  # which is kept for the next test
+        monkeypatch.setattr(
+            "lm_eval.tasks.manager.__file__", str(tmp_path / "manager.py")
+        )
+        # which is kept for the next test
+        monkeypatch.setattr(chosen, "_every", chosen._every.__wrapped__)
     with pytest.raises(
-        UserError, match=r"^task xyzzy!: lm-eval has no such task; `lm-eval ls tasks` lists them"
+        UserError,
+        match=r"^task xyzzy!: lm-eval has no such task; `lm-eval ls tasks` lists them",
     ) as error:
         chosen_suite(["xyzzy!"], load_suite("paper11"))
     assert len(str(error.value)) < 200
     with pytest.raises(
-        UserError, match=r"^task helaswag: lm-eval has no such task; did you mean 'hellaswag'"
+        UserError,
+        match=r"^task helaswag: lm-eval has no such task; did you mean 'hellaswag'",
     ):
         chosen_suite(["helaswag"], load_suite("pretrain9"))
 
@@ -80,7 +95,10 @@ def test_ones_own_task_runs_beside_one_of_lm_eval(
     place = given.index("--suite")
     del given[place : place + 2]
     turns = ["--apply-chat-template", "--system-prompt", "Be brief."]
-    assert main([*given, "--tasks", "mine, piqa", "--include-path", str(folder), *turns]) == 0
+    assert (
+        main([*given, "--tasks", "mine, piqa", "--include-path", str(folder), *turns])
+        == 0
+    )
     result = read_json(root.parent / "out" / "results.json")
     assert {task: (row["num_fewshot"], row["num_items"]) for task, row in result["tasks"].items()} == {
         "mine": (1, 1), "piqa": (0, 1),
@@ -88,17 +106,24 @@ def test_ones_own_task_runs_beside_one_of_lm_eval(
     assert "| mine " in capsys.readouterr().out
     samples = (root.parent / "out" / "samples_piqa.jsonl").read_text()
     assert "Be brief." in json.loads(samples.splitlines()[0])["prompt"]
-    assert "has no meaning without --tasks" in error_of([*given, "--include-path", str(folder)], capsys)
+    assert "has no meaning without --tasks" in error_of(
+        [*given, "--include-path", str(folder)], capsys
+    )
 
 
-def test_a_task_that_shuffles_when_it_is_loaded_asks_every_model_the_same(root: Path) -> None:
+def test_a_task_that_shuffles_when_it_is_loaded_asks_every_model_the_same(
+    root: Path,
+) -> None:
     """As GPQA's does with its choices, by Python's generator, which stays as it was."""
     folder = root.parent / "definitions"
     folder.mkdir()
     (folder / "utils.py").write_text(
-        "import random\ndef drawn(rows):\n    return rows.map(lambda row: {**row, 'goal': str(random.random())})\n"
+        "import random\ndef drawn(rows):\n    return rows.map(lambda row: {**row,"
+        " 'goal': str(random.random())})\n"
     )
-    (folder / "mine.yaml").write_text(yaml.safe_dump(MINE) + "process_docs: !function utils.drawn\n")
+    (folder / "mine.yaml").write_text(
+        yaml.safe_dump(MINE) + "process_docs: !function utils.drawn\n"
+    )
     suite = chosen_suite(["mine"], load_suite("tiny"), folder)
     asked = []
     for seed in (3, 4):
@@ -114,8 +139,12 @@ def test_a_system_prompt_and_thinking_are_for_tasks_with_a_chat_template() -> No
     suite = load_suite("paper11")
     with pytest.raises(UserError, match="system_prompt needs chat_template: true"):
         changed_suite(suite, system_prompt="Be brief.")
-    made = changed_suite(suite, chat_template=True, system_prompt="Be brief.", thinking=True)
-    assert all(row.system_prompt == "Be brief." and row.chat_template for row in made.tasks)
+    made = changed_suite(
+        suite, chat_template=True, system_prompt="Be brief.", thinking=True
+    )
+    assert all(
+        row.system_prompt == "Be brief." and row.chat_template for row in made.tasks
+    )
     assert {row.kind: row.thinking for row in made.tasks} == {
         "likelihood": None,
         "generation": True,
@@ -137,8 +166,17 @@ def test_a_program_is_asked_for_with_the_system_prompt_and_with_or_without_thoug
             asked.append((turns, options["enable_thinking"]))
             return "text"
 
-    code = {"task": "x", "kind": "code", "dataset": "a/b", "chat_template": True, "thinking": thinking}
+    code = {
+        "task": "x",
+        "kind": "code",
+        "dataset": "a/b",
+        "chat_template": True,
+        "thinking": thinking,
+    }
     row = validate(CodeTaskConfig, code | {"system_prompt": "Be brief."}, "row")
     assert prompts(Tokenizer(), [Problem("1", "Write f.", "", ())], row) == ["text"]  # type: ignore[arg-type]
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Write f."}]
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Write f."},
+    ]
     assert asked == [(turns, bool(thinking))]

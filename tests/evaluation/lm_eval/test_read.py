@@ -1,5 +1,5 @@
-"""What plain lm-eval saves, against what `fcsd evaluate` saves of the same model: compared item by item without a
-difference, and in lm-eval's own files the same."""
+"""What plain lm-eval saves, against what `fcsd evaluate` saves of the same model:
+compared item by item without a difference, and in lm-eval's own files the same."""
 
 import copy
 import json
@@ -33,20 +33,30 @@ GROUP = {"task": "t_uneven", "dataset": "o/uneven", "metric": "acc,none"}
 
 
 @pytest.fixture(scope="module")
-def folders(model: Any, place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Where lm-eval left its results, and the same model's of fcsd: two tasks, and a group of 12 and 5 items."""
+def folders(
+    model: Any, place: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """Where lm-eval left its results, and the same model's of fcsd: two tasks, and a
+    group of 12 and 5 items.
+    """
     import lm_eval
     from lm_eval.loggers import EvaluationTracker
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     folder = tmp_path_factory.mktemp("both")
-    rows = [json.loads(line) for line in (place / "data/o/choice/test.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (place / "data/o/choice/test.jsonl").read_text().splitlines()
+    ]
     write_rows(place / "data/o/uneven", rows, "test", "train")
     short = place / "data/o/uneven/train.jsonl"
     short.write_text("".join(short.read_text().splitlines(keepends=True)[:5]))
     here = CHOICE | {"dataset_path": str(place / "data/o/uneven")}
-    parts = [here | {"task": "t_long"}, here | {"task": "t_short", "test_split": "train"}]
+    parts = [
+        here | {"task": "t_long"},
+        here | {"task": "t_short", "test_split": "train"},
+    ]
     for part in parts:
         (place / "mine" / f"{part['task']}.yaml").write_text(yaml.safe_dump(part))
     group = {
@@ -56,7 +66,9 @@ def folders(model: Any, place: Path, tmp_path_factory: pytest.TempPathFactory) -
     (place / "mine" / "t_uneven.yaml").write_text(yaml.safe_dump(group))
 
     row = likelihood(metric="acc_norm,none", num_fewshot=2)
-    made, samples = judge(model, place, row, GENERATION, likelihood(**GROUP), name="mine")
+    made, samples = judge(
+        model, place, row, GENERATION, likelihood(**GROUP), name="mine"
+    )
     write_result(made, samples, folder / "mine")
     write_lm_eval(made, samples, folder / "mine" / "lm_eval")
 
@@ -67,14 +79,22 @@ def folders(model: Any, place: Path, tmp_path_factory: pytest.TempPathFactory) -
         for name, items in by_task.items():
             tracker.save_results_samples(name, items)
 
-    for task, shots, data in (("t_choice", 2, "o/choice"), ("t_answers", 0, "o/answers")):
+    for task, shots, data in (
+        ("t_choice", 2, "o/choice"),
+        ("t_answers", 0, "o/answers"),
+    ):
         tracker = EvaluationTracker(output_path=str(folder / "theirs"))
-        keep(plain_lm_eval(model, place, task, shots, data, evaluation_tracker=tracker), tracker)
+        keep(
+            plain_lm_eval(model, place, task, shots, data, evaluation_tracker=tracker),
+            tracker,
+        )
     tracker = EvaluationTracker(output_path=str(folder / "theirs"))
     lm = HFLM(pretrained=copy.deepcopy(model), tokenizer=tiny_tokenizer(), batch_size=1)
     manager = TaskManager(include_path=[str(place / "mine")], include_defaults=False)
     keep(
-        lm_eval.simple_evaluate(lm, tasks=["t_uneven"], task_manager=manager, evaluation_tracker=tracker),
+        lm_eval.simple_evaluate(
+            lm, tasks=["t_uneven"], task_manager=manager, evaluation_tracker=tracker
+        ),
         tracker,
     )
     return folder / "theirs", folder / "mine"
@@ -87,13 +107,20 @@ def test_results_of_lm_eval_and_of_fcsd_are_compared_item_by_item(
     evaluated = read_evaluated(theirs, [mine])
     (comparison,) = compare_all(evaluated).values()
     rows = comparison["tasks"]
-    assert {task: (row["metric"], row["num_fewshot"], row["num_items"]) for task, row in rows.items()} == {
+    assert {
+        task: (row["metric"], row["num_fewshot"], row["num_items"])
+        for task, row in rows.items()
+    } == {
         "t_choice": ("acc_norm,none", 2, 12),
         "t_answers": ("exact_match,none", 0, 6),
         "t_uneven": ("acc,none", 0, 17),
     }
-    assert [(row["delta"], row["gained"], row["lost"]) for row in rows.values()] == [(0, 0, 0)] * 3
-    assert {name: row["num_items"] for name, row in rows["t_uneven"]["members"].items()} == {
+    assert [(row["delta"], row["gained"], row["lost"]) for row in rows.values()] == [
+        (0, 0, 0)
+    ] * 3
+    assert {
+        name: row["num_items"] for name, row in rows["t_uneven"]["members"].items()
+    } == {
         "t_long": 12,
         "t_short": 5,
     }
@@ -104,8 +131,12 @@ def test_results_of_lm_eval_and_of_fcsd_are_compared_item_by_item(
     assert main(words) == 0
 
 
-def test_lm_evals_files_of_fcsd_say_what_those_of_lm_eval_say(folders: tuple[Path, Path]) -> None:
-    """Scores, standard errors (of the group too), counts, and the hashes over all items of a task."""
+def test_lm_evals_files_of_fcsd_say_what_those_of_lm_eval_say(
+    folders: tuple[Path, Path],
+) -> None:
+    """Scores, standard errors (of the group too), counts, and the hashes over all items
+    of a task.
+    """
     theirs, mine = folders
     (file,) = mine.glob("lm_eval/mine/results_*.json")
     ours = json.loads(file.read_text())
@@ -118,32 +149,52 @@ def test_lm_evals_files_of_fcsd_say_what_those_of_lm_eval_say(folders: tuple[Pat
             own = ours["results"][task]
             shared = (own.keys() & row.keys()) - {"sample_count"}
             assert {"name", "alias", "sample_len"} < shared and len(shared) == 5, shared
-            assert {key: own[key] for key in shared} == pytest.approx({key: row[key] for key in shared})
+            assert {key: own[key] for key in shared} == pytest.approx(
+                {key: row[key] for key in shared}
+            )
         for part in ("task_hashes", "n-shot", "n-samples"):
             said = {task: value for task, value in whole[part].items() if task != "g"}
             assert {task: ours[part][task] for task in said} == said, part
         for task in whole.get("groups", {}):
             assert ours["groups"][task]["sample_count"]["acc,none"] == 17
-            assert set(ours["group_subtasks"][task]) == set(whole["group_subtasks"][task])
+            assert set(ours["group_subtasks"][task]) == set(
+                whole["group_subtasks"][task]
+            )
         assert set(whole["config"]) - set(ours["config"]) <= {
             "model_num_parameters", "model_revision", "model_sha", "use_cache", "random_seed", "numpy_seed",
             "torch_seed",
         }  # fmt: skip
-    assert seen == set(ours["results"]) and set(ours["configs"]) == seen - {"t_uneven"}, (
-        "samples for every one"
-    )
+    assert seen == set(ours["results"]) and set(ours["configs"]) == seen - {
+        "t_uneven"
+    }, "samples for every one"
 
 
-def test_a_sample_in_lm_evals_files_has_lm_evals_fields_and_values(folders: tuple[Path, Path]) -> None:
+def test_a_sample_in_lm_evals_files_has_lm_evals_fields_and_values(
+    folders: tuple[Path, Path],
+) -> None:
     theirs, mine = folders
-    for task, metric in (("t_choice", "acc_norm"), ("t_answers", "exact_match"), ("t_short", "acc")):
+    for task, metric in (
+        ("t_choice", "acc_norm"),
+        ("t_answers", "exact_match"),
+        ("t_short", "acc"),
+    ):
         ours, other = (
-            [json.loads(line) for line in next(place.glob(f"samples_{task}_*")).read_text().splitlines()]
+            [
+                json.loads(line)
+                for line in (
+                    next(place.glob(f"samples_{task}_*")).read_text().splitlines()
+                )
+            ]
             for place in (mine / "lm_eval" / "mine", theirs / "x")
         )
         assert len(ours) == len(other)
-        for own, row in zip(ours, sorted(other, key=lambda row: row["doc_id"]), strict=True):
-            assert row.keys() - own.keys() <= {"acc", "acc_norm"} and own.keys() <= row.keys()
+        for own, row in zip(
+            ours, sorted(other, key=lambda row: row["doc_id"]), strict=True
+        ):
+            assert (
+                row.keys() - own.keys() <= {"acc", "acc_norm"}
+                and own.keys() <= row.keys()
+            )
             # `doc` we have not; whether a choice is the greedy one we do not keep
             same = {
                 "doc_id",
@@ -157,7 +208,10 @@ def test_a_sample_in_lm_evals_files_has_lm_evals_fields_and_values(folders: tupl
             }
             if task == "t_answers":
                 same = (same - {"arguments"}) | {"resps", "filtered_resps"}
-                assert own["arguments"]["gen_args_0"]["arg_0"] == row["arguments"]["gen_args_0"]["arg_0"]
+                assert (
+                    own["arguments"]["gen_args_0"]["arg_0"]
+                    == row["arguments"]["gen_args_0"]["arg_0"]
+                )
             else:
                 values = [
                     [float(each[0]) for each in rows]
@@ -167,7 +221,9 @@ def test_a_sample_in_lm_evals_files_has_lm_evals_fields_and_values(folders: tupl
             assert {key: own[key] for key in same} == {key: row[key] for key in same}
 
 
-def test_every_key_of_a_result_and_of_its_samples_is_documented(folders: tuple[Path, Path]) -> None:
+def test_every_key_of_a_result_and_of_its_samples_is_documented(
+    folders: tuple[Path, Path],
+) -> None:
     whole = json.loads((folders[1] / "results.json").read_text())
     used = {*whole, *whole["settings"]}.union(*whole["tasks"].values())
     for file in folders[1].glob("samples_*.jsonl"):

@@ -46,13 +46,25 @@ def field(layers, attention="partial", mlp="outdated"):
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("cohere2_moe", {"shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid"}),
+        (
+            "cohere2_moe",
+            {
+                "shared_expert_combination_strategy": "sum",
+                "expert_selection_fn": "sigmoid",
+            },
+        ),
         ("cohere2_moe", {"num_shared_experts": 0, "rms_norm_eps": 1e-5}),
         ("cohere2_moe", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared", "shared", "shared"]}),
         ("glm_moe_dsa", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
         ("beam", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
-        ("inkling_text", {"mlp_layer_types": ["sparse", "sparse", "dense", "sparse"], "n_shared_experts": 1}),
+        (
+            "inkling_text",
+            {
+                "mlp_layer_types": ["sparse", "sparse", "dense", "sparse"],
+                "n_shared_experts": 1,
+            },
+        ),
         ("axk1", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
         ("afmoe", {"num_dense_layers": 2, "mup_enabled": False}),
         ("kolibri1", {"norm_topk_prob": False}),
@@ -72,18 +84,24 @@ def test_members_of_a_family_with_other_settings_compute_the_equations(name, ove
 
 
 def in_flight(model, name, module=rewire):
-    """(o_k, o_k without what is in flight) of every layer that has something in flight, by index."""
+    """(o_k, o_k without what is in flight) of every layer that has something in flight,
+    by index.
+    """
     pairs = {}
 
     def keep(index):
         def hook(_, args, out):
-            if isinstance(out, tuple) and (FAMILIES[name].side_output is None or len(out) == 3):
+            if isinstance(out, tuple) and (
+                FAMILIES[name].side_output is None or len(out) == 3
+            ):
                 pairs[index] = out[:2]
 
         return hook
 
     stack = module.decoder_layers(model, FAMILIES[name])
-    hooks = [layer.register_forward_hook(keep(index)) for index, layer in enumerate(stack)]
+    hooks = [
+        layer.register_forward_hook(keep(index)) for index, layer in enumerate(stack)
+    ]
     try:
         logits(model)
     finally:
@@ -93,7 +111,8 @@ def in_flight(model, name, module=rewire):
 
 
 def largest_error(module, name, layers=(0, 1, 2, 3)):
-    """Return the error of the logits and of what the layers hand on; infinite where the rewired model does not run.
+    """Return the error of the logits and of what the layers hand on; infinite where the
+    rewired model does not run.
 
     What is handed on is compared itself, because a norm that reads it hides a factor.
     """
@@ -128,14 +147,26 @@ MUTANTS = {
         "carry and has_shared",
         ("afmoe", "kolibri1", "axk1", "inkling_text"),
     ),
-    "the average of shared and routed is forgotten": (" * self.plan.shared_scale", "", ("cohere2_moe",)),
+    "the average of shared and routed is forgotten": (
+        " * self.plan.shared_scale",
+        "",
+        ("cohere2_moe",),
+    ),
     "what the residual connection keeps is forgotten": (
         "rest = self.kept(1, rest)",
         "rest = self.after_attention",
         ("beam", "minimax", "gemma4_text"),
     ),
-    "a depth is taken for a factor": ('if rule == "depth" else value', "if False else value", ("beam",)),
-    "a factor is taken for a depth": ('if rule == "depth" else value', "if True else value", ("minimax",)),
+    "a depth is taken for a factor": (
+        'if rule == "depth" else value',
+        "if False else value",
+        ("beam",),
+    ),
+    "a factor is taken for a depth": (
+        'if rule == "depth" else value',
+        "if True else value",
+        ("minimax",),
+    ),
     "parallel: the MLP reads what attention reads": (
         "x = self.normed_stream(self.o)",
         "x = self.norm(family.in_norm, self.a)",
@@ -173,7 +204,10 @@ MUTANTS = {
     ),
     "several readers: only the first reads the outdated stream": (
         "family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,)",
-        "family.mlp_norm[:1] if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,)",
+        (
+            "family.mlp_norm[:1] if isinstance(family.mlp_norm, tuple) else"
+            " (family.mlp_norm,)"
+        ),
         ("gemma4_text",),
     ),
     "norms inside a module: the module is called as it is": (
@@ -192,7 +226,9 @@ MUTANTS = {
         ("glm_moe_dsa",),
     ),
 }
-"""What is wrong -> (text of the rewiring, what a mutant has in its place, families in which it must show)."""
+"""What is wrong -> (text of the rewiring, what a mutant has in its place, families in
+which it must show).
+"""
 
 
 def mutated(old, new, monkeypatch):
@@ -243,7 +279,9 @@ WRAPPER_MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", WRAPPER_MUTANTS)
-def test_mutants_of_the_rewiring_of_wrappers_differ_from_the_reference(mutant, monkeypatch):
+def test_mutants_of_the_rewiring_of_wrappers_differ_from_the_reference(
+    mutant, monkeypatch
+):
     old, new, name = WRAPPER_MUTANTS[mutant]
     inputs = image_inputs(name)
     for module, wrong in ((rewire, False), (mutated(old, new, monkeypatch), True)):
@@ -259,7 +297,9 @@ def test_mutants_of_the_rewiring_of_wrappers_differ_from_the_reference(mutant, m
 
 
 def test_layers_that_share_keys_and_values_compute_the_equations():
-    """Mistral Large 4: layer 1 reads the keys and values that layer 0 computed from what it read itself."""
+    """Mistral Large 4: layer 1 reads the keys and values that layer 0 computed from
+    what it read itself.
+    """
     model = tiny_model("mistral_large4", kv_source_layers=[0, 0, 2, 3])
     assert model.model.language_model.layers[1].self_attn.is_kv_shared_layer
     for layers in (range(4), [0, 1], [1, 2]):
@@ -286,7 +326,9 @@ def test_copies_and_pickles_compute_the_same(name):
     convert_model(model, Connectivity("all"))
     expected = logits(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert list(rewire.rewired_layers(rewire.decoder_layers(other, FAMILIES[name]))) == [0, 1, 2, 3]
+        assert list(
+            rewire.rewired_layers(rewire.decoder_layers(other, FAMILIES[name]))
+        ) == [0, 1, 2, 3]
         assert torch.equal(logits(other), expected)
 
 
@@ -296,7 +338,8 @@ def test_a_side_that_changes_nothing_is_refused(tmp_path):
     nothing = Connectivity("all", attention="full")
     before = logits(model)
     message = (
-        "attention: full changes nothing here, because attention and MLP of a layer read the same stream"
+        "attention: full changes nothing here, because attention and MLP of a layer"
+        " read the same stream"
     )
     with pytest.raises(UserError, match=message):
         convert_model(model, nothing)

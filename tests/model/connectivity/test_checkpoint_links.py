@@ -1,4 +1,6 @@
-"""What lies in a checkpoint's folder and is no file of it: links that lead out of it, pipes, devices, others' code."""
+"""What lies in a checkpoint's folder and is no file of it: links that lead out of it,
+pipes, devices, others' code.
+"""
 
 import json
 import os
@@ -39,7 +41,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model("deepseek_v2").save_pretrained(folder / "base")
     tiny_tokenizer(99).save_pretrained(folder / "base")
     (folder / "base" / "additional_chat_templates").mkdir()
-    (folder / "base" / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    (folder / "base" / "additional_chat_templates" / "tools.jinja").write_text(
+        "{{ messages }}"
+    )
     convert_checkpoint(folder / "base", folder / "far", ALL)
     return folder
 
@@ -78,7 +82,14 @@ READERS: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(
-    "name", ["LICENSE", "tokenizer_x.json", "tokenizer.json", "config.json", "additional_chat_templates"]
+    "name",
+    [
+        "LICENSE",
+        "tokenizer_x.json",
+        "tokenizer.json",
+        "config.json",
+        "additional_chat_templates",
+    ],
 )
 def test_a_link_out_of_a_checkpoint_is_refused_by_name_and_nothing_is_written(
     made: Path, tmp_path: Path, reader: str, name: str
@@ -90,16 +101,21 @@ def test_a_link_out_of_a_checkpoint_is_refused_by_name_and_nothing_is_written(
         secret.mkdir()
         (secret / "x.jinja").write_text("a secret")
     else:
-        secret.write_text((folder / name).read_text() if (folder / name).is_file() else "a secret")
+        secret.write_text(
+            (folder / name).read_text() if (folder / name).is_file() else "a secret"
+        )
     replace_by_link(folder / name, secret)
     with pytest.raises(
-        UserError, match=rf"checkpoint/{name}.*: is a link to .*elsewhere.*, which is no file"
+        UserError,
+        match=rf"checkpoint/{name}.*: is a link to .*elsewhere.*, which is no file",
     ):
         read(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["NOTICE", "report.json", "loss.png", "README.md", "modeling_farskip.py"])
+@pytest.mark.parametrize(
+    "name", ["NOTICE", "report.json", "loss.png", "README.md", "modeling_farskip.py"]
+)
 def test_what_a_push_sends_beside_a_checkpoint_is_no_link_either(
     far: Path, tmp_path: Path, name: str
 ) -> None:
@@ -110,21 +126,33 @@ def test_what_a_push_sends_beside_a_checkpoint_is_no_link_either(
     assert not (tmp_path / "dry").exists()
 
 
-def test_weights_and_sizes_are_not_read_through_a_link_either(base: Path, tmp_path: Path) -> None:
+def test_weights_and_sizes_are_not_read_through_a_link_either(
+    base: Path, tmp_path: Path
+) -> None:
     (base / "model.safetensors").rename(tmp_path / "weights")
     (base / "model.safetensors").symlink_to("../weights")
-    for read in (find_source, load_model, lambda folder: convert_checkpoint(folder, tmp_path / "out", ALL)):
-        with pytest.raises(UserError, match=r"model\.safetensors: is a link to .*weights"):
+    for read in (
+        find_source,
+        load_model,
+        lambda folder: convert_checkpoint(folder, tmp_path / "out", ALL),
+    ):
+        with pytest.raises(
+            UserError, match=r"model\.safetensors: is a link to .*weights"
+        ):
             read(base)
 
 
 def test_a_link_to_nothing_is_refused(base: Path, tmp_path: Path) -> None:
     (base / "LICENSE").symlink_to("TERMS")
-    with pytest.raises(UserError, match=r"LICENSE: is a link to .*TERMS, which does not exist"):
+    with pytest.raises(
+        UserError, match=r"LICENSE: is a link to .*TERMS, which does not exist"
+    ):
         convert_checkpoint(base, tmp_path / "out", ALL)
 
 
-def test_links_inside_a_checkpoint_and_to_the_folder_itself_are_followed(base: Path, tmp_path: Path) -> None:
+def test_links_inside_a_checkpoint_and_to_the_folder_itself_are_followed(
+    base: Path, tmp_path: Path
+) -> None:
     (base / "texts").mkdir()
     (base / "texts" / "terms").write_text("Apache-2.0")
     (base / "LICENSE").symlink_to("texts/terms")
@@ -135,10 +163,14 @@ def test_links_inside_a_checkpoint_and_to_the_folder_itself_are_followed(base: P
 
 
 def as_snapshot(folder: Path, repository: Path) -> Path:
-    """Lay a checkpoint out as the Hub's cache does: huggingface_hub 1.x, `snapshots/COMMIT/NAME -> …/blobs/HASH`."""
+    """Lay a checkpoint out as the Hub's cache does: huggingface_hub 1.x,
+    `snapshots/COMMIT/NAME -> …/blobs/HASH`.
+    """
     snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
     blobs.mkdir(parents=True)
-    for number, file in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
+    for number, file in enumerate(
+        sorted(path for path in folder.rglob("*") if path.is_file())
+    ):
         place = snapshot / file.relative_to(folder)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, blobs / f"{number:040x}")
@@ -146,15 +178,24 @@ def as_snapshot(folder: Path, repository: Path) -> Path:
     return snapshot
 
 
-def test_a_snapshot_of_the_hubs_cache_is_read_through_its_own_links_alone(base: Path, tmp_path: Path) -> None:
+def test_a_snapshot_of_the_hubs_cache_is_read_through_its_own_links_alone(
+    base: Path, tmp_path: Path
+) -> None:
     snapshot = as_snapshot(base, tmp_path / "models--me--x")
     convert_checkpoint(snapshot, tmp_path / "out", ALL)
-    assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ messages }}"
+    assert (
+        tmp_path / "out" / "additional_chat_templates" / "tools.jinja"
+    ).read_text() == "{{ messages }}"
     assert len(load_tokenizer(snapshot)) == len(load_tokenizer(base))
     (tmp_path / "secret").write_text("a secret")
-    # A blob that is a link itself, another repository's blob, and a file beside the blobs.
+    # A blob that is a link itself, another repository's blob, and a file beside the
+    # blobs.
     other = as_snapshot(base, tmp_path / "models--me--y")
-    for target in (tmp_path / "secret", os.path.realpath(other / "config.json"), snapshot.parent / "refs"):
+    for target in (
+        tmp_path / "secret",
+        os.path.realpath(other / "config.json"),
+        snapshot.parent / "refs",
+    ):
         replace_by_link(snapshot.parent.parent / "blobs" / "link", target)
         replace_by_link(snapshot / "LICENSE", "../../blobs/link")
         with pytest.raises(UserError, match="LICENSE: is a link to"):
@@ -175,8 +216,12 @@ def make_socket(file: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "LICENSE"])
-@pytest.mark.parametrize(("make", "said"), [(make_pipe, "a named pipe"), (make_socket, "a socket")])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "LICENSE"]
+)
+@pytest.mark.parametrize(
+    ("make", "said"), [(make_pipe, "a named pipe"), (make_socket, "a socket")]
+)
 def test_a_pipe_or_a_socket_is_refused_and_never_waited_for(
     base: Path, tmp_path: Path, name: str, make: Callable[[Path], None], said: str
 ) -> None:
@@ -189,7 +234,9 @@ def test_a_pipe_or_a_socket_is_refused_and_never_waited_for(
     readers += [load_tokenizer] if name in ("config.json", "tokenizer.json") else []
     readers += [find_source] if name in ("config.json", "model.safetensors") else []
     for read in readers:
-        with pytest.raises(UserError, match=rf"{re.escape(name)}: is {said}, a regular file is needed"):
+        with pytest.raises(
+            UserError, match=rf"{re.escape(name)}: is {said}, a regular file is needed"
+        ):
             read(base)
 
 
@@ -202,16 +249,24 @@ def test_a_recipe_that_never_ends_is_refused(
     assert "x.yaml: is a device, a regular file is needed" in capsys.readouterr().err
 
 
-def test_code_of_a_tokenizer_is_taken_from_its_folder_alone(base: Path, tmp_path: Path) -> None:
+def test_code_of_a_tokenizer_is_taken_from_its_folder_alone(
+    base: Path, tmp_path: Path
+) -> None:
     (tmp_path / "secret.py").write_text("SECRET = 1\n")
     config = json.loads((base / "tokenizer_config.json").read_text())
     config["auto_map"] = {"AutoTokenizer": [None, "words.Words"]}
     (base / "tokenizer_config.json").write_text(json.dumps(config))
     wrong = {
-        f"from .{tmp_path}/secret import x\n": r"words\.py: imports \./.*, and only files beside it are carried",
-        "from .missing import x\n": r"missing\.py: no such file, which the code of .*words\.py needs",
+        f"from .{tmp_path}/secret import x\n": (
+            r"words\.py: imports \./.*, and only files beside it are carried"
+        ),
+        "from .missing import x\n": (
+            r"missing\.py: no such file, which the code of .*words\.py needs"
+        ),
         "from .link import x\n": r"link\.py: is a link to .*secret\.py",
-        "from .modeling_farskip import x\n": "modeling_farskip.py: is the connectivity's code, which fcsd writes",
+        "from .modeling_farskip import x\n": (
+            "modeling_farskip.py: is the connectivity's code, which fcsd writes"
+        ),
     }
     (base / "link.py").symlink_to("../secret.py")
     for text, message in wrong.items():
@@ -233,14 +288,18 @@ def test_changed_code_is_not_published_but_what_fcsd_writes(
     assert "is not what this fcsd writes" not in capsys.readouterr().err
     (far / "modeling_farskip.py").write_text(right + "\nimport os\n")
     push(far, "me/x", dry_run=tmp_path / "second")
-    assert "modeling_farskip.py: is not what this fcsd writes for deepseek_v2" in capsys.readouterr().err
+    assert (
+        "modeling_farskip.py: is not what this fcsd writes for deepseek_v2"
+        in capsys.readouterr().err
+    )
     assert (tmp_path / "second" / "modeling_farskip.py").read_text() == right
     config = json.loads((far / "config.json").read_text())
     config["auto_map"]["AutoModelForCausalLM"] = "evil.Model"
     (far / "config.json").write_text(json.dumps(config))
     (far / "evil.py").write_text("class Model: pass\n")
     with pytest.raises(
-        UserError, match=r"auto_map names evil\.py, modeling_farskip\.py; of a FarSkip checkpoint"
+        UserError,
+        match=r"auto_map names evil\.py, modeling_farskip\.py; of a FarSkip checkpoint",
     ):
         push(far, "me/x", dry_run=tmp_path / "third")
     convert_checkpoint(far, tmp_path / "other", Connectivity("none"))

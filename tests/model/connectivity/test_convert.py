@@ -1,4 +1,6 @@
-"""Conversion of a model in memory: what it leaves alone, what it refuses, and what survives copying."""
+"""Conversion of a model in memory: what it leaves alone, what it refuses, and what
+survives copying.
+"""
 
 import copy
 import pickle
@@ -24,8 +26,12 @@ from tests.reference.tiny import tiny_config, tiny_model
 from tests.support import few
 
 # PEFT 0.21 asks for the old name of transformers' activation checkpointing.
-PEFT_WARNING = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
+PEFT_WARNING = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)
+FAMILY_NAMES = sorted(
+    name for name, family in FAMILIES.items() if not family.multimodal
+)
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -38,22 +44,36 @@ def logits(model):
 def test_conversion_keeps_parameters_names_and_class_names(family):
     model = tiny_model(family)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    modules = {name: type(module).__name__ for name, module in model.named_modules() if name}
+    modules = {
+        name: type(module).__name__ for name, module in model.named_modules() if name
+    }
     parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
     convert_model(model, Connectivity("all"))
     assert type(model).__name__ == f"FarSkip{FAMILIES[family].causal_lm}"
-    assert {name: type(module).__name__ for name, module in model.named_modules() if name} == modules
-    assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
+    assert {
+        name: type(module).__name__ for name, module in model.named_modules() if name
+    } == modules
+    assert {
+        name: id(parameter) for name, parameter in model.named_parameters()
+    } == parameters
     assert state.keys() == model.state_dict().keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items()
+    )
 
 
 def test_converting_again_replaces_the_first_conversion():
     model, twice = tiny_model("deepseek_v3"), tiny_model("deepseek_v3")
-    assert convert_model(model, Connectivity("last:2")) == [2, 3] == farskip_layers(model)
+    assert (
+        convert_model(model, Connectivity("last:2")) == [2, 3] == farskip_layers(model)
+    )
     convert_model(twice, Connectivity("all", mlp="full"))
     for _ in range(2):
-        assert convert_model(twice, Connectivity("last:2")) == [2, 3] == farskip_layers(twice)
+        assert (
+            convert_model(twice, Connectivity("last:2"))
+            == [2, 3]
+            == farskip_layers(twice)
+        )
         assert torch.equal(logits(model), logits(twice))
     assert twice.config.farskip == {
         "version": 1,
@@ -122,7 +142,9 @@ def test_a_pickled_model_opens_in_a_fresh_process(tmp_path):
         "model, x, expected = pickle.load(open(sys.argv[1], 'rb'))\n"
         "assert torch.equal(model(x, use_cache=False).logits, expected)\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pickle")], check=True)
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model.pickle")], check=True
+    )
 
 
 def test_layers_with_their_own_forward_are_refused():
@@ -130,7 +152,10 @@ def test_layers_with_their_own_forward_are_refused():
 
     model = tiny_model("qwen3_moe")
     add_hook_to_module(model.model.layers[1], AlignDevicesHook())
-    with pytest.raises(UserError, match=r"layer 1 has its own `forward` .* convert the model before them"):
+    with pytest.raises(
+        UserError,
+        match=r"layer 1 has its own `forward` .* convert the model before them",
+    ):
         convert_model(model, Connectivity("all"))
     assert farskip_layers(model) == []
     assert type(model).__name__ == "Qwen3MoeForCausalLM"
@@ -143,13 +168,23 @@ def test_wrapped_headless_and_foreign_models_are_refused():
 
     with pytest.raises(UserError, match="only Qwen3MoeForCausalLM"):
         convert_model(tiny_model("qwen3_moe").model, Connectivity("all"))
-    wrapped = peft.get_peft_model(tiny_model("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(UserError, match=r"convert before wrapping the model \(PEFT, FSDP, DDP\)"):
+    wrapped = peft.get_peft_model(
+        tiny_model("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    with pytest.raises(
+        UserError, match=r"convert before wrapping the model \(PEFT, FSDP, DDP\)"
+    ):
         convert_model(wrapped, Connectivity("all"))
     with pytest.raises(UserError, match="not a transformers model"):
         convert_model(torch.nn.Linear(2, 2), Connectivity("all"))
     dense = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("llama", hidden_size=32, intermediate_size=16, num_hidden_layers=1, vocab_size=9)
+        AutoConfig.for_model(
+            "llama",
+            hidden_size=32,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            vocab_size=9,
+        )
     )
     with pytest.raises(UserError, match="model type 'llama' is a dense model"):
         convert_model(dense, Connectivity("all"))
@@ -163,7 +198,8 @@ def test_lora_adapters_merge_into_a_converted_model():
     convert_model(model, Connectivity("all"))
     expected = logits(model)
     lora = peft.get_peft_model(
-        model, peft.LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+        model,
+        peft.LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False),
     )
     assert (logits(lora) - expected).abs().max() > 1e-3
     merged = lora.merge_and_unload()
@@ -174,12 +210,15 @@ def test_lora_adapters_merge_into_a_converted_model():
 @pytest.mark.parametrize(
     ("family", "connectivity"),
     [
-        ("qwen3_moe", Connectivity([0, 2], mlp="full")),  # nothing is in flight before a regular layer
+        # nothing is in flight before a regular layer
+        ("qwen3_moe", Connectivity([0, 2], mlp="full")),
         ("deepseek_v3", Connectivity([0, 1], mlp="full")),  # layer 0 is dense
         ("cohere2_moe", Connectivity([3])),  # its MLP reads the outdated stream anyhow
     ],
 )
-def test_a_connectivity_that_changes_nothing_is_refused_on_every_way(family, connectivity, tmp_path):
+def test_a_connectivity_that_changes_nothing_is_refused_on_every_way(
+    family, connectivity, tmp_path
+):
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "base")
     before = logits(model)
@@ -190,7 +229,8 @@ def test_a_connectivity_that_changes_nothing_is_refused_on_every_way(family, con
     )
     for way in ways:
         with pytest.raises(
-            UserError, match=r"connectivity: layers \[.*\], .* change nothing: .* select such"
+            UserError,
+            match=r"connectivity: layers \[.*\], .* change nothing: .* select such",
         ):
             way()
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
@@ -202,7 +242,9 @@ def test_a_selection_that_the_model_does_not_have_changes_nothing():
     model = tiny_model("mixtral")
     convert_model(model, Connectivity([1]))
     before = logits(model)
-    with pytest.raises(UserError, match="index 4 is out of range: the model has 4 decoder layers"):
+    with pytest.raises(
+        UserError, match="index 4 is out of range: the model has 4 decoder layers"
+    ):
         convert_model(model, Connectivity([4]))
     assert farskip_layers(model) == [1]
     assert torch.equal(logits(model), before)

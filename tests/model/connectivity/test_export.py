@@ -1,4 +1,6 @@
-"""FarSkip checkpoints: folder to folder, saved by a trainer, and loaded where fcsd does not exist."""
+"""FarSkip checkpoints: folder to folder, saved by a trainer, and loaded where fcsd does
+not exist.
+"""
 
 import errno
 import json
@@ -32,10 +34,13 @@ from tests.float64 import logits_in_float64
 from tests.reference.tiny import tiny_model
 from tests.support import ROOT, UNLIKE, assert_same_model, few, few_and_others
 
-FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
+FAMILY_NAMES = sorted(
+    name for name, family in FAMILIES.items() if not family.multimodal
+)
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
-# A process that has transformers but no fcsd: the import fails, whatever the path holds.
+# A process that has transformers but no fcsd: the import fails, whatever the path
+# holds.
 WITHOUT_FCSD = """
 import sys
 
@@ -89,12 +94,18 @@ def run_without_fcsd(code, tmp_path, *arguments, path=""):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("families", few_and_others(FAMILY_NAMES, kinds=UNLIKE))
-def test_an_export_loads_without_fcsd_for_every_family_and_never_silently(families, tmp_path):
+def test_an_export_loads_without_fcsd_for_every_family_and_never_silently(
+    families, tmp_path
+):
     expected = {}
     for family in families:
         model = tiny_model(family)
         model.save_pretrained(tmp_path / "base" / family)
-        convert_checkpoint(tmp_path / "base" / family, tmp_path / "far" / family, Connectivity("last:75%"))
+        convert_checkpoint(
+            tmp_path / "base" / family,
+            tmp_path / "far" / family,
+            Connectivity("last:75%"),
+        )
         convert_model(model, Connectivity("last:75%"))
         expected[family] = logits_in_float64(model, {"input_ids": X})
     torch.save((X, expected), tmp_path / "expected.pt")
@@ -129,30 +140,45 @@ print("DONE", len(expected))
     assert f"DONE {len(families)}" in done.stdout
     for family in families:
         far, again = tmp_path / "far" / family, tmp_path / "far" / f"{family}_again"
-        first, second = (json.loads((folder / "config.json").read_text()) for folder in (far, again))
+        first, second = (
+            json.loads((folder / "config.json").read_text()) for folder in (far, again)
+        )
         for key in ("model_type", "architectures", "farskip", "auto_map"):
             assert first[key] == second[key], (family, key)
-        assert (far / "modeling_farskip.py").read_text() == (again / "modeling_farskip.py").read_text()
+        assert (far / "modeling_farskip.py").read_text() == (
+            again / "modeling_farskip.py"
+        ).read_text()
 
 
 @pytest.mark.parametrize("family", few(FAMILY_NAMES))
-def test_saving_a_converted_model_writes_a_complete_farskip_checkpoint(family, tmp_path):
+def test_saving_a_converted_model_writes_a_complete_farskip_checkpoint(
+    family, tmp_path
+):
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "base")
     convert_model(model, Connectivity("moe"))
     model.save_pretrained(tmp_path / "far")
     convert_checkpoint(tmp_path / "base", tmp_path / "converted", Connectivity("moe"))
     saved, converted = (
-        json.loads((tmp_path / name / "config.json").read_text()) for name in ("far", "converted")
+        json.loads((tmp_path / name / "config.json").read_text())
+        for name in ("far", "converted")
     )
     assert saved["model_type"] == f"farskip_{family}"
     assert saved["architectures"] == [f"FarSkip{FAMILIES[family].causal_lm}"]
     assert saved["farskip"]["layers"] == farskip_layers(model)
-    autos = {"AutoConfig", "AutoModel", "AutoModelForCausalLM", FAMILIES[family].auto_model}
+    autos = {
+        "AutoConfig",
+        "AutoModel",
+        "AutoModelForCausalLM",
+        FAMILIES[family].auto_model,
+    }
     assert set(saved["auto_map"]) == autos
     for key in ("model_type", "architectures", "farskip", "auto_map"):
         assert saved[key] == converted[key]
-    sources = [(tmp_path / name / "modeling_farskip.py").read_text() for name in ("far", "converted")]
+    sources = [
+        (tmp_path / name / "modeling_farskip.py").read_text()
+        for name in ("far", "converted")
+    ]
     assert sources[0] == sources[1]
     assert not re.search(r"^\s*(from|import) fcsd", sources[0], re.MULTILINE)
     assert tensor_names(tmp_path / "far") == tensor_names(tmp_path / "base")
@@ -160,7 +186,9 @@ def test_saving_a_converted_model_writes_a_complete_farskip_checkpoint(family, t
         assert_same_model(load_model(tmp_path / name), model, {"input_ids": X})
 
 
-def test_a_trained_conversion_saved_by_the_trainer_loads_and_leaves_the_source_intact(tmp_path):
+def test_a_trained_conversion_saved_by_the_trainer_loads_and_leaves_the_source_intact(
+    tmp_path,
+):
     from torch.utils.data import Dataset
     from transformers import Trainer, TrainingArguments
 
@@ -194,14 +222,21 @@ def test_a_trained_conversion_saved_by_the_trainer_loads_and_leaves_the_source_i
         stored = load_model(folder)
         assert farskip_layers(stored) == [0, 1, 2, 3]
         assert torch.equal(logits(stored), trained)
-    assert (trained - logits(load_model(tmp_path / "base", connectivity=Connectivity("all")))).abs().max() > 0
+    assert (
+        trained
+        - logits(load_model(tmp_path / "base", connectivity=Connectivity("all")))
+    ).abs().max() > 0
 
 
-def test_a_conversion_carries_tokenizer_and_generation_config_but_no_code_or_pickles(tmp_path):
+def test_a_conversion_carries_tokenizer_and_generation_config_but_no_code_or_pickles(
+    tmp_path,
+):
     base = tmp_path / "base"
     tiny_model("deepseek_v2").save_pretrained(base, max_shard_size="30KB")
     tiny_tokenizer(99).save_pretrained(base)
-    config = json.loads((base / "config.json").read_text()) | {"auto_map": {"AutoConfig": "old.Old"}}
+    config = json.loads((base / "config.json").read_text()) | {
+        "auto_map": {"AutoConfig": "old.Old"}
+    }
     (base / "config.json").write_text(json.dumps(config))
     tokenizer_config = json.loads((base / "tokenizer_config.json").read_text())
     tokenizer_config.pop("tokenizer_class")
@@ -209,15 +244,24 @@ def test_a_conversion_carries_tokenizer_and_generation_config_but_no_code_or_pic
     for name in ("old.py", "pytorch_model.bin", "optimizer.pt", "README.md"):
         (base / name).write_text("x")
     (base / "LICENSE").write_text("Apache-2.0")
-    assert convert_checkpoint(base, tmp_path / "deep" / "far", Connectivity("moe")) == [1, 2, 3]
+    assert convert_checkpoint(base, tmp_path / "deep" / "far", Connectivity("moe")) == [
+        1,
+        2,
+        3,
+    ]
     far = tmp_path / "deep" / "far"
     names = {file.name for file in far.iterdir()}
     assert not names & {"old.py", "pytorch_model.bin", "optimizer.pt", "README.md"}
-    carried = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE"}
+    carried = {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "LICENSE",
+    }
     assert carried | {"modeling_farskip.py", "model.safetensors.index.json"} <= names
-    assert json.loads((far / "config.json").read_text())["auto_map"]["AutoConfig"].startswith(
-        "modeling_farskip."
-    )
+    assert json.loads((far / "config.json").read_text())["auto_map"][
+        "AutoConfig"
+    ].startswith("modeling_farskip.")
     from transformers import AutoTokenizer
 
     from fcsd.model.connectivity import register
@@ -226,24 +270,36 @@ def test_a_conversion_carries_tokenizer_and_generation_config_but_no_code_or_pic
     tokenizer = AutoTokenizer.from_pretrained(far)
     messages = [{"role": "user", "content": "add 1"}]
     same = tiny_tokenizer(99)
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == same.apply_chat_template(
+    assert tokenizer.apply_chat_template(
         messages, tokenize=False
-    )
+    ) == same.apply_chat_template(messages, tokenize=False)
     assert tokenizer("add 1")["input_ids"] == same("add 1")["input_ids"]
 
 
-DECLARED = ("LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "GPT2TokenizerFast", None)
+DECLARED = (
+    "LlamaTokenizerFast",
+    "PreTrainedTokenizerFast",
+    "Qwen2Tokenizer",
+    "GPT2TokenizerFast",
+    None,
+)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "phimoe", "dbrx"])
-def test_the_tokenizers_files_stay_and_it_is_the_one_that_transformers_makes_of_the_base(family, tmp_path):
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen3_moe", "deepseek_v3", "phimoe", "dbrx"]
+)
+def test_the_tokenizers_files_stay_and_it_is_the_one_that_transformers_makes_of_the_base(
+    family, tmp_path
+):
     base = tmp_path / "base"
     tiny_model(family).save_pretrained(base)
     tiny_tokenizer(99).save_pretrained(base)
     values = json.loads((base / "tokenizer_config.json").read_text())
     for number, declared in enumerate(DECLARED):
         named = {"tokenizer_class": declared} if declared else {}
-        values = {key: value for key, value in values.items() if key != "tokenizer_class"} | named
+        values = {
+            key: value for key, value in values.items() if key != "tokenizer_class"
+        } | named
         (base / "tokenizer_config.json").write_text(json.dumps(values))
         far, back = tmp_path / f"far{number}", tmp_path / f"back{number}"
         convert_checkpoint(base, far, Connectivity("all"))
@@ -264,7 +320,10 @@ def test_a_transformers_that_is_too_old_is_named_with_what_is_needed(monkeypatch
         r" 4\.57\.6 is installed: pip install -U 'transformers>=5\.5,<6'"
     )
     with pytest.raises(ImportError, match=needed):
-        exec(compile(source, "modeling_farskip.py", "exec"), {"__name__": "modeling_farskip"})
+        exec(
+            compile(source, "modeling_farskip.py", "exec"),
+            {"__name__": "modeling_farskip"},
+        )
 
 
 def test_unconverting_a_checkpoint_gives_the_base_checkpoint_back(tmp_path):
@@ -272,7 +331,10 @@ def test_unconverting_a_checkpoint_gives_the_base_checkpoint_back(tmp_path):
     model.save_pretrained(tmp_path / "base")
     convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
     unconvert_checkpoint(tmp_path / "far", tmp_path / "back")
-    base, back = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("base", "back"))
+    base, back = (
+        json.loads((tmp_path / name / "config.json").read_text())
+        for name in ("base", "back")
+    )
     assert base == back
     assert {file.name for file in (tmp_path / "base").iterdir()} == {
         file.name for file in (tmp_path / "back").iterdir()
@@ -282,11 +344,15 @@ def test_unconverting_a_checkpoint_gives_the_base_checkpoint_back(tmp_path):
         unconvert_checkpoint(tmp_path / "back", tmp_path / "more")
 
 
-def test_a_converted_checkpoint_can_be_converted_otherwise_but_not_the_same_way_twice(tmp_path):
+def test_a_converted_checkpoint_can_be_converted_otherwise_but_not_the_same_way_twice(
+    tmp_path,
+):
     model = tiny_model("olmoe")
     model.save_pretrained(tmp_path / "base")
     convert_checkpoint(tmp_path / "base", tmp_path / "all", Connectivity("all"))
-    assert convert_checkpoint(tmp_path / "all", tmp_path / "last", Connectivity("last:1")) == [3]
+    assert convert_checkpoint(
+        tmp_path / "all", tmp_path / "last", Connectivity("last:1")
+    ) == [3]
     convert_model(model, Connectivity("last:1"))
     assert torch.equal(logits(load_model(tmp_path / "last")), logits(model))
     with pytest.raises(UserError, match="is already converted with this connectivity"):
@@ -298,19 +364,25 @@ def test_a_destination_that_is_in_use_is_refused_and_an_empty_folder_is_not(tmp_
     tiny_model("mixtral").save_pretrained(tmp_path / "base")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="used: exists and is not empty; choose another destination"):
+    with pytest.raises(
+        UserError, match="used: exists and is not empty; choose another destination"
+    ):
         convert_checkpoint(tmp_path / "base", tmp_path / "used", Connectivity("all"))
     with pytest.raises(UserError, match="is not empty"):
         convert_checkpoint(tmp_path / "base", tmp_path / "base", Connectivity("all"))
     with pytest.raises(UserError, match="exists and is not a folder"):
-        convert_checkpoint(tmp_path / "base", tmp_path / "used" / "notes.txt", Connectivity("all"))
+        convert_checkpoint(
+            tmp_path / "base", tmp_path / "used" / "notes.txt", Connectivity("all")
+        )
     assert (tmp_path / "used" / "notes.txt").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     convert_checkpoint(tmp_path / "base", tmp_path / "empty", Connectivity("all"))
     assert farskip_layers(load_model(tmp_path / "empty")) == [0, 1, 2, 3]
 
 
-def test_of_two_conversions_into_one_new_folder_one_loses_with_a_message(tmp_path, monkeypatch):
+def test_of_two_conversions_into_one_new_folder_one_loses_with_a_message(
+    tmp_path, monkeypatch
+):
     tiny_model("mixtral").save_pretrained(tmp_path / "base")
     write, inner = export._write, []
 
@@ -318,10 +390,14 @@ def test_of_two_conversions_into_one_new_folder_one_loses_with_a_message(tmp_pat
         write(*arguments)
         if not inner:  # all is written and not renamed yet
             inner.append([])
-            inner[0] = convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity([3]))
+            inner[0] = convert_checkpoint(
+                tmp_path / "base", tmp_path / "far", Connectivity([3])
+            )
 
     monkeypatch.setattr(export, "_write", second_meanwhile)
-    with pytest.raises(UserError, match="far: another process has made it in the meantime, which stays"):
+    with pytest.raises(
+        UserError, match="far: another process has made it in the meantime, which stays"
+    ):
         convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
     assert inner == [[3]] and farskip_layers(load_model(tmp_path / "far")) == [3]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "far"]
@@ -331,7 +407,10 @@ def test_a_path_that_is_not_utf8_is_not_called_a_damaged_file(tmp_path):
     tiny_model("mixtral").save_pretrained(tmp_path / "base")
     latin = tmp_path / os.fsdecode(b"caf\xe9")
     (tmp_path / "base").rename(latin)
-    with pytest.raises(UserError, match=r"the path is not UTF-8, and safetensors takes no other; rename"):
+    with pytest.raises(
+        UserError,
+        match=r"the path is not UTF-8, and safetensors takes no other; rename",
+    ):
         convert_checkpoint(latin, tmp_path / "far", Connectivity("all"))
     latin.rename(tmp_path / "base")
     with pytest.raises(UserError, match=r"the path is not UTF-8"):
@@ -347,51 +426,91 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.link", full)
     monkeypatch.setattr("shutil.copyfile", full)
-    with pytest.raises(UserError, match=r"far: could not be written \(No space left on device\)"):
+    with pytest.raises(
+        UserError, match=r"far: could not be written \(No space left on device\)"
+    ):
         convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
     assert [file.name for file in tmp_path.iterdir()] == ["base"]
 
 
 def test_a_quantised_checkpoint_is_converted_without_knowing_its_tensors(tmp_path):
-    """As gpt-oss is published: MXFP4 blocks and scales under names that the unquantised model does not have."""
+    """As gpt-oss is published: MXFP4 blocks and scales under names that the unquantised
+    model does not have.
+    """
     base = tmp_path / "base"
     tiny_model("gpt_oss").save_pretrained(base)
     tensors = load_file(base / "model.safetensors")
-    packed = {name: tensors.pop(name) for name in list(tensors) if name.endswith("experts.down_proj")}
+    packed = {
+        name: tensors.pop(name)
+        for name in list(tensors)
+        if name.endswith("experts.down_proj")
+    }
     tensors |= {f"{name}_blocks": torch.zeros(4, dtype=torch.uint8) for name in packed}
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     quantisation = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    config = json.loads((base / "config.json").read_text()) | {"quantization_config": quantisation}
+    config = json.loads((base / "config.json").read_text()) | {
+        "quantization_config": quantisation
+    }
     (base / "config.json").write_text(json.dumps(config))
-    assert convert_checkpoint(base, tmp_path / "far", Connectivity("all")) == [0, 1, 2, 3]
-    assert json.loads((tmp_path / "far" / "config.json").read_text())["quantization_config"] == quantisation
+    assert convert_checkpoint(base, tmp_path / "far", Connectivity("all")) == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert (
+        json.loads((tmp_path / "far" / "config.json").read_text())[
+            "quantization_config"
+        ]
+        == quantisation
+    )
     assert tensor_names(tmp_path / "far") == tensor_names(base)
 
 
-@pytest.mark.skipif("lara_mini" not in FAMILIES, reason="this transformers is older than the family")
+@pytest.mark.skipif(
+    "lara_mini" not in FAMILIES, reason="this transformers is older than the family"
+)
 def test_a_projection_that_is_published_fused_stays_so_there_and_back(tmp_path):
-    """Lara Mini's in_proj, rows of query, key, value, z, b and a, and its out_norm, are named otherwise in memory."""
-    base, far, trained, back = (tmp_path / name for name in ("base", "far", "trained", "back"))
+    """Lara Mini's in_proj, rows of query, key, value, z, b and a, and its out_norm, are
+    named otherwise in memory.
+    """
+    base, far, trained, back = (
+        tmp_path / name for name in ("base", "far", "trained", "back")
+    )
     model = tiny_model("lara_mini")
     model.save_pretrained(base)
     tensors = load_file(base / "model.safetensors")
     for k in (0, 2):
-        own, published = model.model.layers[k].linear_attn, f"model.layers.{k}.linear_attn"
+        own, published = (
+            model.model.layers[k].linear_attn,
+            f"model.layers.{k}.linear_attn",
+        )
         parts = (own.in_proj_qkv, own.in_proj_z, own.in_proj_b, own.in_proj_a)
         rows = [row for part in parts for row in part.weight.tolist()]
         assert tensors[f"{published}.in_proj.weight"].tolist() == rows
-        assert tensors[f"{published}.out_norm.weight"].tolist() == own.norm.weight.tolist()
+        assert (
+            tensors[f"{published}.out_norm.weight"].tolist() == own.norm.weight.tolist()
+        )
     assert not any("in_proj_" in name or "linear_attn.norm" in name for name in tensors)
     convert_checkpoint(base, far, Connectivity("all"))
     loaded = load_model(far)
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+    assert all(
+        torch.equal(value, model.state_dict()[name])
+        for name, value in loaded.state_dict().items()
+    )
     loaded.save_pretrained(trained)
     unconvert_checkpoint(trained, back)
-    models = Layerwise(read_checkpoint(far), Connectivity("all"), torch.device("cpu"))  # of a calibration
+    # of a calibration
+    models = Layerwise(read_checkpoint(far), Connectivity("all"), torch.device("cpu"))
     with models.layer(2):
         layer = models.layer_tensors(2)
-    assert layer.keys() == {name for name in tensors if name.startswith("model.layers.2.")}
-    for copy in (load_file(far / "model.safetensors"), load_file(back / "model.safetensors")):
+    assert layer.keys() == {
+        name for name in tensors if name.startswith("model.layers.2.")
+    }
+    for copy in (
+        load_file(far / "model.safetensors"),
+        load_file(back / "model.safetensors"),
+    ):
         assert copy.keys() == tensors.keys()
         assert all(torch.equal(copy[name], tensors[name]) for name in tensors)
     assert all(torch.equal(value, tensors[name]) for name, value in layer.items())
@@ -422,7 +541,11 @@ def reshape_a_tensor(base):
     file = sorted(base.glob("*.safetensors"))[1]
     tensors = load_file(file)
     name = min(tensors)
-    save_file(tensors | {name: tensors[name].flatten()[:-1].clone()}, file, metadata={"format": "pt"})
+    save_file(
+        tensors | {name: tensors[name].flatten()[:-1].clone()},
+        file,
+        metadata={"format": "pt"},
+    )
 
 
 def empty_a_shard(base):
@@ -443,8 +566,13 @@ def name_a_shard(name):
     def change(base):
         index = json.loads((base / "model.safetensors.index.json").read_text())
         first = min(index["weight_map"].values())
-        renamed = {key: name if file == first else file for key, file in index["weight_map"].items()}
-        (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": renamed}))
+        renamed = {
+            key: name if file == first else file
+            for key, file in index["weight_map"].items()
+        }
+        (base / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": renamed})
+        )
 
     return change
 
@@ -465,18 +593,36 @@ OWN = {"AutoModelForCausalLM": "modeling_own.Own"}
             remove_a_shard,
             r"-00002-of-\d+.safetensors: no such file, but model.safetensors.index.json names it",
         ),
-        (reshape_a_tensor, r"tensor '.*' has shape \[\d+\], but config.json says \[.*\]; weights and config"),
-        (empty_a_shard, r"tensor '.*' is not in this file, but model.safetensors.index.json says so"),
+        (
+            reshape_a_tensor,
+            r"tensor '.*' has shape \[\d+\], but config.json says \[.*\]; weights and config",
+        ),
+        (
+            empty_a_shard,
+            r"tensor '.*' is not in this file, but model.safetensors.index.json says so",
+        ),
         (
             config(architectures=["OlmoeForCausalLM"]),
             "architectures names OlmoeForCausalLM, but model_type is",
         ),
-        (config(model_type="olmoe"), "architectures names MixtralForCausalLM, but model_type is 'olmoe'"),
-        (config(model_type="deepseek_v4"), "'deepseek_v4' cannot be converted: its layers mix several"),
-        (config(model_type="own", auto_map=OWN), "trust_remote_code=True .* loads it as it is, it cannot be"),
+        (
+            config(model_type="olmoe"),
+            "architectures names MixtralForCausalLM, but model_type is 'olmoe'",
+        ),
+        (
+            config(model_type="deepseek_v4"),
+            "'deepseek_v4' cannot be converted: its layers mix several",
+        ),
+        (
+            config(model_type="own", auto_map=OWN),
+            "trust_remote_code=True .* loads it as it is, it cannot be",
+        ),
         (config(hidden_size=48), "but config.json says"),
         (config(farskip={"version": 1}), "contradicts the field farskip"),
-        (config(num_hidden_layers=3), r"19 tensors belong to no parameter, the first is 'model\.layers\.3\."),
+        (
+            config(num_hidden_layers=3),
+            r"19 tensors belong to no parameter, the first is 'model\.layers\.3\.",
+        ),
         (config(architectures=3), "architectures must be a list of class names, got 3"),
         (config(num_attention_heads=0), "no MixtralForCausalLM can be built from it"),
         (name_a_shard("../outside.safetensors"), NAMES),
@@ -508,9 +654,15 @@ def test_a_bad_source_is_refused_and_leaves_nothing_behind(damage, message, tmp_
 def test_names_that_are_too_long_for_a_folder_are_one_line(tmp_path):
     tiny_model("mixtral").save_pretrained(tmp_path / "base")
     long = tmp_path / ("x" * 300)
-    for name in ("x" * 300, "é" * 120):  # of which the temporary name beside it is too long
-        with pytest.raises(UserError, match=r"^the name .*… has (300|240) bytes; up to 200 are possible"):
+    # of which the temporary name beside it is too long
+    for name in ("x" * 300, "é" * 120):
+        with pytest.raises(
+            UserError,
+            match=r"^the name .*… has (300|240) bytes; up to 200 are possible",
+        ):
             convert_checkpoint(tmp_path / "base", tmp_path / name, Connectivity("all"))
     for source in (long, str(long)):
-        with pytest.raises(UserError, match="xxx: cannot be a folder: File name too long"):
+        with pytest.raises(
+            UserError, match="xxx: cannot be a folder: File name too long"
+        ):
             convert_checkpoint(source, tmp_path / "far", Connectivity("all"))

@@ -1,4 +1,6 @@
-"""Layers for multi-token prediction (MTP): no model loads them, every checkpoint that is made from another has them."""
+"""Layers for multi-token prediction (MTP): no model loads them, every checkpoint that
+is made from another has them.
+"""
 
 import json
 import shutil
@@ -11,13 +13,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model, unconvert_checkpoint
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    load_model,
+    unconvert_checkpoint,
+)
 from fcsd.model.connectivity.export import export_checkpoint
 from fcsd.parallel.launch import join_launch
 from fcsd.training.export import write_model
 from tests.reference.tiny import tiny_model
 
-# Where released checkpoints have them (transformers' patterns), and behind the last of the four decoder layers.
+# Where released checkpoints have them (transformers' patterns), and behind the last of
+# the four decoder layers.
 PLACES = {
     "deepseek_v3": ["model.layers.61.", "model.layers.4."],
     "glm4_moe": ["model.layers.92.", "model.layers.46.", "model.layers.4."],
@@ -49,10 +57,18 @@ CASES = [
 ]
 
 
-def with_mtp(folder: Path, family: str, prefix: str, **config: Any) -> dict[str, torch.Tensor]:
-    """Write a tiny model with an MTP layer of its own dtypes into `folder`, and return that layer's tensors."""
+def with_mtp(
+    folder: Path, family: str, prefix: str, **config: Any
+) -> dict[str, torch.Tensor]:
+    """Write a tiny model with an MTP layer of its own dtypes into `folder`, and return
+    that layer's tensors.
+    """
     tiny_model(family).save_pretrained(folder)
-    values = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1} | config
+    values = (
+        json.loads((folder / "config.json").read_text())
+        | {"num_nextn_predict_layers": 1}
+        | config
+    )
     (folder / "config.json").write_text(json.dumps(values))
     layer = {
         prefix + name: value
@@ -85,13 +101,17 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def write(model: Any, folder: Path) -> Path:
     model.config.use_cache = False  # as in every training
-    write_model(model, folder, tokenizer=None, dtype=torch.float32, launch=join_launch())
+    write_model(
+        model, folder, tokenizer=None, dtype=torch.float32, launch=join_launch()
+    )
     return folder
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     same = one.dtype == other.dtype and one.shape == other.shape
-    return same and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return same and torch.equal(
+        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize(("family", "prefix"), CASES)
@@ -100,23 +120,36 @@ def test_a_model_written_from_memory_has_every_tensor_of_its_checkpoint(
 ) -> None:
     layer = with_mtp(tmp_path / "original", family, prefix)
     model = load_model(tmp_path / "original", connectivity=Connectivity("last:1"))
-    before, after = tensors_of(tmp_path / "original"), tensors_of(write(model, tmp_path / "written"))
-    assert before.keys() == after.keys() and all(same_bytes(after[name], before[name]) for name in before)
+    before, after = (
+        tensors_of(tmp_path / "original"),
+        tensors_of(write(model, tmp_path / "written")),
+    )
+    assert before.keys() == after.keys() and all(
+        same_bytes(after[name], before[name]) for name in before
+    )
     assert layer.keys() <= after.keys()
     promised = "num_nextn_predict_layers"
-    assert config_of(tmp_path / "written")[promised] == config_of(tmp_path / "original")[promised] == 1
+    assert (
+        config_of(tmp_path / "written")[promised]
+        == config_of(tmp_path / "original")[promised]
+        == 1
+    )
     again = write(load_model(tmp_path / "written"), tmp_path / "again")
     assert tensors_of(again).keys() == before.keys()
 
 
-def test_the_written_folder_is_read_by_transformers_and_counts_all_tensors(tmp_path: Path) -> None:
+def test_the_written_folder_is_read_by_transformers_and_counts_all_tensors(
+    tmp_path: Path,
+) -> None:
     layer = with_mtp(tmp_path / "original", "deepseek_v3", "model.layers.61.")
     model = load_model(tmp_path / "original", connectivity=Connectivity("all"))
     folder = write(model, tmp_path / "written")
     loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
-    metadata = json.loads((folder / "model.safetensors.index.json").read_text())["metadata"]
+    metadata = json.loads((folder / "model.safetensors.index.json").read_text())[
+        "metadata"
+    ]
     tensors = tensors_of(folder).values()
     assert metadata["total_size"] == sum(tensor.nbytes for tensor in tensors)
     assert metadata["total_parameters"] == sum(tensor.numel() for tensor in tensors)
@@ -132,7 +165,10 @@ def test_shards_of_several_files_keep_their_tensors(tmp_path: Path) -> None:
     names, weight_map = sorted(tensors), {}
     for number in range(3):
         file = f"model-{number + 1:05}-of-00003.safetensors"
-        save_file({name: tensors[name] for name in names[number::3]}, tmp_path / "original" / file)
+        save_file(
+            {name: tensors[name] for name in names[number::3]},
+            tmp_path / "original" / file,
+        )
         weight_map |= dict.fromkeys(names[number::3], file)
     (tmp_path / "original" / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map})
@@ -149,28 +185,45 @@ def test_a_model_may_be_written_over_its_own_checkpoint(tmp_path: Path) -> None:
     for _ in range(2):
         write(model, tmp_path)
         assert tensors_of(tmp_path).keys() == names
-    assert all(same_bytes(tensors_of(tmp_path)[name], value) for name, value in layer.items())
+    assert all(
+        same_bytes(tensors_of(tmp_path)[name], value) for name, value in layer.items()
+    )
 
 
-@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"])
+@pytest.mark.parametrize(
+    "key", ["num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"]
+)
 def test_without_its_checkpoint_a_written_model_promises_no_mtp_layers_and_says_so(
     key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with_mtp(tmp_path / "original", "deepseek_v3", "model.layers.61.", **{key: 1, "use_mtp": True})
-    (tmp_path / "original/generation_config.json").unlink()  # its settings are then those of config.json
+    with_mtp(
+        tmp_path / "original",
+        "deepseek_v3",
+        "model.layers.61.",
+        **{key: 1, "use_mtp": True},
+    )
+    # its settings are then those of config.json
+    (tmp_path / "original/generation_config.json").unlink()
     model = load_model(tmp_path / "original")
     shutil.rmtree(tmp_path / "original")
     folder = write(model, tmp_path / "written")
     assert config_of(folder)[key] == 0 and config_of(folder)["use_mtp"] is False
     generation = json.loads((folder / "generation_config.json").read_text())
-    assert not generation.get("use_mtp")  # or transformers' generate would look for them
+    # or transformers' generate would look for them
+    assert not generation.get("use_mtp")
     assert not [name for name in tensors_of(folder) if ".61." in name]
     said = [line for line in capsys.readouterr().err.splitlines() if "MTP" in line]
-    assert len(said) == 1 and f"{key}: 0" in said[0] and str(tmp_path / "original") in said[0]
+    assert (
+        len(said) == 1
+        and f"{key}: 0" in said[0]
+        and str(tmp_path / "original") in said[0]
+    )
     load_model(folder)
 
 
-def test_layers_of_another_model_are_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_of_another_model_are_not_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The folder may hold another model by now, or the model in memory fewer layers."""
     with_mtp(tmp_path / "original", "deepseek_v3", "model.layers.61.")
     model = load_model(tmp_path / "original")
@@ -181,7 +234,9 @@ def test_layers_of_another_model_are_not_taken(tmp_path: Path, capsys: pytest.Ca
     assert "of another model by now (model_type differs)" in capsys.readouterr().err
 
 
-def test_a_model_of_fewer_files_leaves_no_index_of_an_earlier_one(tmp_path: Path) -> None:
+def test_a_model_of_fewer_files_leaves_no_index_of_an_earlier_one(
+    tmp_path: Path,
+) -> None:
     with_mtp(tmp_path / "original", "deepseek_v3", "model.layers.61.")
     model = load_model(tmp_path / "original")
     write(model, tmp_path / "written")
@@ -201,21 +256,33 @@ def test_an_mtp_layer_that_the_config_does_not_promise_is_refused_with_both_numb
     prefix: str, promised: int, said: str, tmp_path: Path
 ) -> None:
     with_mtp(tmp_path, "deepseek_v3", prefix, num_nextn_predict_layers=promised)
-    with pytest.raises(UserError, match=f"eh_proj.weight' belongs to an MTP layer with {said}"):
+    with pytest.raises(
+        UserError, match=f"eh_proj.weight' belongs to an MTP layer with {said}"
+    ):
         load_model(tmp_path)
 
 
-def test_layers_that_are_no_mtp_layers_still_belong_to_another_model(tmp_path: Path) -> None:
+def test_layers_that_are_no_mtp_layers_still_belong_to_another_model(
+    tmp_path: Path,
+) -> None:
     tiny_model("deepseek_v3").save_pretrained(tmp_path)
-    config = config_of(tmp_path) | {"num_hidden_layers": 3, "num_nextn_predict_layers": 1}
+    config = config_of(tmp_path) | {
+        "num_hidden_layers": 3,
+        "num_nextn_predict_layers": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"tensors belong to no parameter, the first is 'model\.layers\.3"):
+    with pytest.raises(
+        UserError,
+        match=r"tensors belong to no parameter, the first is 'model\.layers\.3",
+    ):
         load_model(tmp_path)
 
 
 def test_the_export_to_amds_keys_promises_what_the_files_hold(tmp_path: Path) -> None:
     layer = with_mtp(tmp_path / "original", "deepseek_v3", "model.layers.61.")
-    convert_checkpoint(tmp_path / "original", tmp_path / "converted", Connectivity("all"))
+    convert_checkpoint(
+        tmp_path / "original", tmp_path / "converted", Connectivity("all")
+    )
     export_checkpoint(tmp_path / "converted", tmp_path / "amd")
     assert layer.keys() <= tensors_of(tmp_path / "amd").keys()
     assert config_of(tmp_path / "amd")["num_nextn_predict_layers"] == 1

@@ -1,4 +1,6 @@
-"""What is fetched of a Hub repository: what transformers loads and tokenizer code, nothing else that is large."""
+"""What is fetched of a Hub repository: what transformers loads and tokenizer code,
+nothing else that is large.
+"""
 
 import json
 import os
@@ -34,7 +36,9 @@ class CodeTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository as of gpt-oss (`original/`) and Mistral (`consolidated`), with a tokenizer as Moonlight's."""
+    """A repository as of gpt-oss (`original/`) and Mistral (`consolidated`), with a
+    tokenizer as Moonlight's.
+    """
     folder = tmp_path_factory.mktemp("published")
     tiny_model("qwen3_moe").save_pretrained(folder, max_shard_size="30KB")
     tiny_tokenizer(99).save_pretrained(folder)
@@ -52,23 +56,39 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(shard, folder / name)
-    for name in ("consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "pytorch_model.bin"):
+    for name in (
+        "consolidated.safetensors",
+        "consolidated-00001-of-00002.safetensors",
+        "pytorch_model.bin",
+    ):
         shutil.copyfile(shard, folder / name)
     return folder
 
 
 @pytest.fixture
-def hub(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str | None]]:
-    """Serve a copy of the repository, with files changed by `change`; gives the revisions that are asked for."""
+def hub(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[str | None]]:
+    """Serve a copy of the repository, with files changed by `change`; gives the
+    revisions that are asked for.
+    """
 
-    def serve(change: Callable[[Path], object] = lambda folder: None) -> list[str | None]:
+    def serve(
+        change: Callable[[Path], object] = lambda folder: None,
+    ) -> list[str | None]:
         repository = Path(shutil.copytree(published, tmp_path / "repository"))
         change(repository)
         asked: list[str | None] = []
         snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / COMMIT
-        names = [str(file.relative_to(repository)) for file in repository.rglob("*") if file.is_file()]
+        names = [
+            str(file.relative_to(repository))
+            for file in repository.rglob("*")
+            if file.is_file()
+        ]
 
-        def snapshot_download(name: str, revision: str | None = None, **patterns: Any) -> str:
+        def snapshot_download(
+            name: str, revision: str | None = None, **patterns: Any
+        ) -> str:
             assert name == "owner/name"
             asked.append(revision)
             for file in filter_repo_objects(names, **patterns):
@@ -81,7 +101,11 @@ def hub(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 
         def model_info(self: Any, name: str, **options: Any) -> Any:
             sizes = {file: (repository / file).stat().st_size for file in names}
-            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=f, size=s) for f, s in sizes.items()])
+            return SimpleNamespace(
+                siblings=[
+                    SimpleNamespace(rfilename=f, size=s) for f, s in sizes.items()
+                ]
+            )
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
@@ -117,7 +141,9 @@ def test_of_a_single_file_beside_a_stale_index_only_the_file_is_fetched(
     hub: Callable[..., list[str | None]], published: Path
 ) -> None:
     def add(folder: Path) -> None:
-        shutil.copyfile(folder / "consolidated.safetensors", folder / "model.safetensors")
+        shutil.copyfile(
+            folder / "consolidated.safetensors", folder / "model.safetensors"
+        )
 
     hub(add)
     assert weight_names(find_folder("owner/name")) == {"model.safetensors"}
@@ -138,8 +164,14 @@ def test_inspect_counts_the_files_that_the_index_names(
     )  # fmt: skip
 
 
-def test_an_index_that_is_damaged_on_the_hub_is_one_line(hub: Callable[..., list[str | None]]) -> None:
-    hub(lambda folder: (folder / INDEX).write_text('{"weight_map": {"x": "../x.safetensors"}}'))
+def test_an_index_that_is_damaged_on_the_hub_is_one_line(
+    hub: Callable[..., list[str | None]],
+) -> None:
+    hub(
+        lambda folder: (folder / INDEX).write_text(
+            '{"weight_map": {"x": "../x.safetensors"}}'
+        )
+    )
     with pytest.raises(UserError, match=r"weight_map names '\.\./x\.safetensors'"):
         find_folder("owner/name")
 

@@ -1,4 +1,5 @@
-"""AMD's Instella keys mean what AMD's modeling file does, written down here as equations on the regular model.
+"""AMD's Instella keys mean what AMD's modeling file does, written down here as
+equations on the regular model.
 
 The attention gate is in `tests/model/connectivity/test_instella_published.py`.
 """
@@ -31,17 +32,21 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def amd_forward(model, keys):
-    """Return the logits as `modeling_instella_moe.py` computes them, from a regular deepseek_v3.
+    """Return the logits as `modeling_instella_moe.py` computes them, from a regular
+    deepseek_v3.
 
-    Two streams: `full`, and `no_routed`, which every MoE layer leaves, regular or FarSkip, and no dense layer.
-    A FarSkip layer is one with start <= k <= end; its attention reads `no_routed` if there is one, its MLP
-    reads `full` before attention is added.
+    Two streams: `full`, and `no_routed`, which every MoE layer leaves, regular or
+    FarSkip, and no dense layer. A FarSkip layer is one with start <= k <= end; its
+    attention reads `no_routed` if there is one, its MLP reads `full` before attention
+    is added.
     """
     start, end = keys.get("farskip_start_idx", 0), keys.get("farskip_end_idx", 1e4)
     full, arguments = layer_arguments(model, X)
     no_routed = None
     for k, layer in enumerate(model.model.layers):
-        farskip = keys.get("farskip", False) and start <= k <= min(end, model.config.num_hidden_layers - 1)
+        farskip = keys.get("farskip", False) and start <= k <= min(
+            end, model.config.num_hidden_layers - 1
+        )
         attention_reads, mlp_reads = full, None
         if farskip:
             attention_reads = full if no_routed is None else no_routed
@@ -50,8 +55,13 @@ def amd_forward(model, keys):
                 mlp_reads = None
             if keys.get("mlp_only_farskip"):
                 attention_reads = full
-        attended = full + layer.self_attn(layer.input_layernorm(attention_reads), **arguments[k])[0]
-        normed = layer.post_attention_layernorm(attended if mlp_reads is None else mlp_reads)
+        attended = (
+            full
+            + layer.self_attn(layer.input_layernorm(attention_reads), **arguments[k])[0]
+        )
+        normed = layer.post_attention_layernorm(
+            attended if mlp_reads is None else mlp_reads
+        )
         if hasattr(layer.mlp, "experts"):
             shared = layer.mlp.shared_experts(normed)
             routed = layer.mlp(normed) - shared
@@ -94,8 +104,18 @@ CASES = {  # keys -> our layers and sides; layer 0 is dense
         "partial",
         "outdated",
     ),
-    "the end is inclusive": ({"farskip_end_idx": 3}, [0, 1, 2, 3], "partial", "outdated"),
-    "starts after the dense layer": ({"farskip_start_idx": 1}, [1, 2, 3, 4], "partial", "outdated"),
+    "the end is inclusive": (
+        {"farskip_end_idx": 3},
+        [0, 1, 2, 3],
+        "partial",
+        "outdated",
+    ),
+    "starts after the dense layer": (
+        {"farskip_start_idx": 1},
+        [1, 2, 3, 4],
+        "partial",
+        "outdated",
+    ),
     "attention only": ({"attn_only_farskip": True}, [0, 1, 2, 3, 4], "partial", "full"),
     "attention only, in the middle": (
         {"attn_only_farskip": True, "farskip_start_idx": 3, "farskip_end_idx": 3},
@@ -114,15 +134,26 @@ CASES = {  # keys -> our layers and sides; layer 0 is dense
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_with_instellas_keys_computes_amds_equations(base, checkpoint, case):
+def test_a_checkpoint_with_instellas_keys_computes_amds_equations(
+    base, checkpoint, case
+):
     more, layers, attention, mlp = CASES[case]
     keys = {"farskip": True, **more}
     model = load_model(checkpoint(**keys))
     assert type(model).__name__ == "FarSkipDeepseekV3ForCausalLM"
-    assert model.config.farskip == {"version": 1, "layers": layers, "attention": attention, "mlp": mlp}
+    assert model.config.farskip == {
+        "version": 1,
+        "layers": layers,
+        "attention": attention,
+        "mlp": mlp,
+    }
     assert not hasattr(model.config, "farskip_start_idx")
     with torch.no_grad():
-        actual, expected, regular = model(X).logits, amd_forward(base, keys), base(X).logits
+        actual, expected, regular = (
+            model(X).logits,
+            amd_forward(base, keys),
+            base(X).logits,
+        )
         by_our_equations, _ = reference_forward(base, X, layers, attention, mlp)
     assert (actual - expected).abs().max() < BOUND
     assert (actual - by_our_equations).abs().max() < BOUND
@@ -132,23 +163,35 @@ def test_a_checkpoint_with_instellas_keys_computes_amds_equations(base, checkpoi
 
 
 @pytest.mark.parametrize("case", [*CASES, "nothing"])
-def test_an_export_has_amds_keys_for_what_the_model_computes(base, tmp_path, case, capsys):
+def test_an_export_has_amds_keys_for_what_the_model_computes(
+    base, tmp_path, case, capsys
+):
     """Read back by AMD's equations, and by fcsd."""
     _, layers, attention, mlp = CASES.get(case, ({}, [], "partial", "outdated"))
     base.save_pretrained(tmp_path / "base")
     source = tmp_path / "base"
     if layers:
-        convert_checkpoint(source, tmp_path / "ours", Connectivity(layers, attention, mlp))
+        convert_checkpoint(
+            source, tmp_path / "ours", Connectivity(layers, attention, mlp)
+        )
         source = tmp_path / "ours"
     assert main(["export", str(source), str(tmp_path / "amd"), "--format", "amd"]) == 0
     capsys.readouterr()
     config = json.loads((tmp_path / "amd" / "config.json").read_text())
-    assert (config["model_type"], config["architectures"]) == ("deepseek_v3", ["InstellaMoEForCausalLM"])
+    assert (config["model_type"], config["architectures"]) == (
+        "deepseek_v3",
+        ["InstellaMoEForCausalLM"],
+    )
     assert config["farskip"] is bool(layers) and config["gated_attention"] is False
     assert (
-        config["torch_dtype"] == "float64" and config["rope_theta"] == 10000.0 and not config["rope_scaling"]
+        config["torch_dtype"] == "float64"
+        and config["rope_theta"] == 10000.0
+        and not config["rope_scaling"]
     )
-    assert "rope_parameters" not in config and not (tmp_path / "amd" / "modeling_farskip.py").exists()
+    assert (
+        "rope_parameters" not in config
+        and not (tmp_path / "amd" / "modeling_farskip.py").exists()
+    )
     keys = {name: config[name] for name in INSTELLA_KEYS if name in config}
     model, source_model = load_model(tmp_path / "amd"), load_model(source)
     with torch.no_grad():
@@ -166,7 +209,9 @@ def test_an_export_has_amds_keys_for_what_the_model_computes(base, tmp_path, cas
         ("qwen3_moe", Connectivity("all"), "DeepSeek-V2, DeepSeek-V3 and Instella-MoE only, not for 'qwen3_moe'"),
     ],
 )  # fmt: skip
-def test_what_amds_keys_cannot_say_is_refused_with_the_reason(family, connectivity, message, tmp_path):
+def test_what_amds_keys_cannot_say_is_refused_with_the_reason(
+    family, connectivity, message, tmp_path
+):
     tiny_model(family, num_hidden_layers=LAYERS).save_pretrained(tmp_path / "base")
     convert_checkpoint(tmp_path / "base", tmp_path / "ours", connectivity)
     with pytest.raises(UserError) as caught:
@@ -181,7 +226,10 @@ def test_a_deepseek_v2_with_all_layers_is_exported_for_amds_sglang(tmp_path):
     convert_checkpoint(tmp_path / "base", tmp_path / "ours", Connectivity("all"))
     export_checkpoint(tmp_path / "ours", tmp_path / "amd")
     config = json.loads((tmp_path / "amd" / "config.json").read_text())
-    assert config["architectures"] == ["DeepseekV2ForCausalLM"] and "auto_map" not in config
+    assert (
+        config["architectures"] == ["DeepseekV2ForCausalLM"]
+        and "auto_map" not in config
+    )
     assert (config["model_type"], config["farskip"]) == ("deepseek_v2", True)
     with torch.no_grad():
         expected = reference_forward(model, X, [0, 1, 2, 3])[0]
@@ -237,20 +285,30 @@ def test_the_range_may_begin_at_the_first_moe_layer_and_not_later(num_dense):
                 from_instella(keys, mask)
 
 
-def test_a_conversion_writes_our_format_with_what_the_keys_say(base, checkpoint, tmp_path, capsys):
+def test_a_conversion_writes_our_format_with_what_the_keys_say(
+    base, checkpoint, tmp_path, capsys
+):
     keys = {"farskip": True, "mlp_only_farskip": True, "farskip_end_idx": 2}
     folder = checkpoint(**keys)
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 0
     capsys.readouterr()
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert config["model_type"] == "farskip_deepseek_v3"
-    assert config["farskip"] == {"version": 1, "layers": [0, 1, 2], "attention": "full", "mlp": "outdated"}
+    assert config["farskip"] == {
+        "version": 1,
+        "layers": [0, 1, 2],
+        "attention": "full",
+        "mlp": "outdated",
+    }
     assert not {"farskip_end_idx", "mlp_only_farskip"} & config.keys()
     with torch.no_grad():
         expected = amd_forward(base, keys)
         assert (load_model(tmp_path / "ours")(X).logits - expected).abs().max() < BOUND
 
-    assert convert_checkpoint(folder, tmp_path / "other", Connectivity([1, 2])) == [1, 2]
+    assert convert_checkpoint(folder, tmp_path / "other", Connectivity([1, 2])) == [
+        1,
+        2,
+    ]
     assert farskip_layers(load_model(tmp_path / "other")) == [1, 2]
     unconvert_checkpoint(folder, tmp_path / "regular")
     with torch.no_grad():
@@ -276,16 +334,26 @@ def test_a_conversion_writes_our_format_with_what_the_keys_say(base, checkpoint,
         ({"farskip": True, "first_k_dense_replace": None}, "the fields num_hidden_layers, first_k_dense_replace"),
     ],
 )  # fmt: skip
-def test_keys_that_cannot_be_read_are_refused_before_weights_are(checkpoint, keys, message):
+def test_keys_that_cannot_be_read_are_refused_before_weights_are(
+    checkpoint, keys, message
+):
     with pytest.raises(UserError) as caught:
         load_model(checkpoint(**keys))
     assert message in str(caught.value)
-    assert "config.json: " in str(caught.value) or "tensors" in message or "qk_layernorm" in message
+    assert (
+        "config.json: " in str(caught.value)
+        or "tensors" in message
+        or "qk_layernorm" in message
+    )
 
 
-def test_amds_code_is_not_run_where_remote_code_is_allowed_because_transformers_5_cannot(base, checkpoint):
+def test_amds_code_is_not_run_where_remote_code_is_allowed_because_transformers_5_cannot(
+    base, checkpoint
+):
     folder = checkpoint(farskip=True, auto_map={"AutoConfig": "configuration_x.X"})
     model = load_model(folder, trust_remote_code=True)
     assert type(model).__name__ == "FarSkipDeepseekV3ForCausalLM"
     with torch.no_grad():
-        assert (model(X).logits - amd_forward(base, {"farskip": True})).abs().max() < BOUND
+        assert (
+            model(X).logits - amd_forward(base, {"farskip": True})
+        ).abs().max() < BOUND

@@ -1,4 +1,6 @@
-"""Checkpoints as AMD publishes Instella-MoE: their keys, their 5,344 names, invented weights of a toy's sizes."""
+"""Checkpoints as AMD publishes Instella-MoE: their keys, their 5,344 names, invented
+weights of a toy's sizes.
+"""
 
 import io
 import json
@@ -49,9 +51,15 @@ def logits(folder, **options):
 
 
 def test_the_names_and_sizes_are_those_of_the_published_index():
-    shapes = published_shapes(json.loads((CONFIGS / "Instella-MoE-16B-A3B-Think.json").read_text()))
+    shapes = published_shapes(
+        json.loads((CONFIGS / "Instella-MoE-16B-A3B-Think.json").read_text())
+    )
     numbers = [torch.Size(shape).numel() for shape in shapes.values()]
-    biases = sum(count for name, count in zip(shapes, numbers, strict=True) if name.endswith("bias"))
+    biases = sum(
+        count
+        for name, count in zip(shapes, numbers, strict=True)
+        if name.endswith("bias")
+    )
     assert len(shapes) == 5344
     assert (
         sum(numbers) * 2 + biases * 2 == 31_725_581_824
@@ -60,8 +68,14 @@ def test_the_names_and_sizes_are_those_of_the_published_index():
 
 KEYS = {  # keys -> layers that are FarSkip
     "as published": ({}, range(LAYERS)),
-    "an MTP layer that the files do not hold": ({"num_nextn_predict_layers": 1}, range(LAYERS)),
-    "the range written out": ({"farskip_start_idx": 0, "farskip_end_idx": 1e4}, range(LAYERS)),
+    "an MTP layer that the files do not hold": (
+        {"num_nextn_predict_layers": 1},
+        range(LAYERS),
+    ),
+    "the range written out": (
+        {"farskip_start_idx": 0, "farskip_end_idx": 1e4},
+        range(LAYERS),
+    ),
     "an end": ({"farskip_end_idx": 2}, range(3)),
     "a regular model": ({"farskip": False}, range(0)),
     "none of the keys": ({"farskip": None, "auto_map": None}, range(0)),
@@ -70,13 +84,17 @@ KEYS = {  # keys -> layers that are FarSkip
 
 @float64
 @pytest.mark.parametrize("case", KEYS)
-def test_a_published_checkpoint_computes_amds_equations_and_uses_every_tensor(case, tmp_path):
+def test_a_published_checkpoint_computes_amds_equations_and_uses_every_tensor(
+    case, tmp_path
+):
     keys, layers = KEYS[case]
     folder = write_published(tmp_path, **keys)
     expected = logits_of(folder, X, layers)
     model = load_model(folder, dtype="float64")
     assert farskip_layers(model) == list(layers)
-    assert type(model).__name__ == ("FarSkip" if layers else "") + "InstellaMoEForCausalLM"
+    assert (
+        type(model).__name__ == ("FarSkip" if layers else "") + "InstellaMoEForCausalLM"
+    )
     with torch.no_grad():
         computed = model(X, use_cache=False).logits
     assert error(computed, expected) < BOUND
@@ -86,7 +104,9 @@ def test_a_published_checkpoint_computes_amds_equations_and_uses_every_tensor(ca
     again = load_file(tmp_path / "again" / "model.safetensors")
     tensors = load_file(folder / "model.safetensors")
     assert again.keys() == tensors.keys()
-    assert all(torch.equal(again[name].double(), tensors[name].double()) for name in tensors)
+    assert all(
+        torch.equal(again[name].double(), tensors[name].double()) for name in tensors
+    )
     assert error(logits(tmp_path / "again"), expected) < BOUND
 
 
@@ -129,50 +149,83 @@ def test_gates_in_the_files_of_a_config_without_the_key_are_refused(tmp_path):
         {"gated_attention": None, "farskip": None},
     ):
         with pytest.raises(
-            UserError, match=r"5 tensors belong to no parameter, the first is 'model\.layers\.0\.self_attn"
+            UserError,
+            match=(
+                r"5 tensors belong to no parameter, the first is"
+                r" 'model\.layers\.0\.self_attn"
+            ),
         ):
             load_model(write_published(tmp_path, tensors, **keys))
 
 
 @float64
-def test_a_conversion_writes_our_format_which_can_be_undone_without_losing_the_gate(tmp_path):
+def test_a_conversion_writes_our_format_which_can_be_undone_without_losing_the_gate(
+    tmp_path,
+):
     folder = write_published(tmp_path / "amd", num_nextn_predict_layers=1)
     regular = logits_of(folder, X, False)
     assert convert_checkpoint(folder, tmp_path / "ours") == list(range(LAYERS))
     ours = json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert (ours["model_type"], ours["num_nextn_predict_layers"]) == ("farskip_instella_moe", 0)
+    assert (ours["model_type"], ours["num_nextn_predict_layers"]) == (
+        "farskip_instella_moe",
+        0,
+    )
     assert error(logits(tmp_path / "ours"), logits_of(folder, X)) < BOUND
     convert_checkpoint(folder, tmp_path / "two", Connectivity([1, 2]))
     assert farskip_layers(load_model(tmp_path / "two")) == [1, 2]
 
     for source in ("amd", "ours"):
         unconvert_checkpoint(tmp_path / source, tmp_path / f"{source}-regular")
-        config = json.loads((tmp_path / f"{source}-regular" / "config.json").read_text())
-        assert (config["model_type"], config["gated_attention"]) == ("instella_moe", True)
-        assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_farskip.InstellaMoEForCausalLM"
+        config = json.loads(
+            (tmp_path / f"{source}-regular" / "config.json").read_text()
+        )
+        assert (config["model_type"], config["gated_attention"]) == (
+            "instella_moe",
+            True,
+        )
+        assert (
+            config["auto_map"]["AutoModelForCausalLM"]
+            == "modeling_farskip.InstellaMoEForCausalLM"
+        )
         assert error(logits(tmp_path / f"{source}-regular"), regular) < BOUND
-        with safe_open(tmp_path / f"{source}-regular" / "model.safetensors", "pt") as tensors:
-            assert sum("self_attn.gate_proj" in name for name in tensors.keys()) == LAYERS  # noqa: SIM118
-    assert convert_checkpoint(tmp_path / "ours-regular", tmp_path / "back") == list(range(LAYERS))
+        with safe_open(
+            tmp_path / f"{source}-regular" / "model.safetensors", "pt"
+        ) as tensors:
+            assert (
+                sum("self_attn.gate_proj" in name for name in tensors.keys()) == LAYERS  # noqa: SIM118
+            )
+    assert convert_checkpoint(tmp_path / "ours-regular", tmp_path / "back") == list(
+        range(LAYERS)
+    )
     assert error(logits(tmp_path / "back"), logits_of(folder, X)) < BOUND
 
 
 @float64
 def test_an_export_is_what_amd_publishes(tmp_path):
-    """Back from fcsd's format to the values, names and bytes of the checkpoint that it came from."""
+    """Back from fcsd's format to the values, names and bytes of the checkpoint that it
+    came from.
+    """
     folder = write_published(tmp_path / "amd", farskip_end_idx=2)
     convert_checkpoint(folder, tmp_path / "ours")
     model = load_model(tmp_path / "ours")
-    model.save_pretrained(tmp_path / "saved")  # its config in the fields of transformers 5
+    # its config in the fields of transformers 5
+    model.save_pretrained(tmp_path / "saved")
     before = json.loads((folder / "config.json").read_text())
     for source in ("amd", "ours", "saved"):
         export_checkpoint(tmp_path / source, tmp_path / f"{source}-amd")
         after = json.loads((tmp_path / f"{source}-amd" / "config.json").read_text())
-        assert after["auto_map"]["AutoConfig"].endswith("--configuration_instella_moe.InstellaMoEConfig")
+        assert after["auto_map"]["AutoConfig"].endswith(
+            "--configuration_instella_moe.InstellaMoEConfig"
+        )
         for key in before.keys() - {"auto_map"}:
             assert after[key] == before[key], (source, key)
-        assert error(logits(tmp_path / f"{source}-amd"), logits_of(folder, X, range(3))) < BOUND
-        with safe_open(tmp_path / f"{source}-amd" / "model.safetensors", "pt") as tensors:
+        assert (
+            error(logits(tmp_path / f"{source}-amd"), logits_of(folder, X, range(3)))
+            < BOUND
+        )
+        with safe_open(
+            tmp_path / f"{source}-amd" / "model.safetensors", "pt"
+        ) as tensors:
             assert published_shapes(after).keys() == set(tensors.keys())
 
 
@@ -206,18 +259,31 @@ def test_both_wirings_load_without_fcsd_and_stock_transformers_refuses_both(tmp_
     assert done.returncode == 0 and "DONE" in done.stdout, done.stderr[-3000:]
 
 
-def test_a_recipe_can_train_the_family_from_scratch_and_rehearses_it_for_a_published_model(tmp_path):
+def test_a_recipe_can_train_the_family_from_scratch_and_rehearses_it_for_a_published_model(
+    tmp_path,
+):
     fields = tiny_config("instella_moe").to_diff_dict()
-    model = new_model({name: value for name, value in fields.items() if name != "dtype"}, Connectivity("all"))
-    assert type(model).__name__ == "FarSkipInstellaMoEForCausalLM" and model.config.gated_attention
+    model = new_model(
+        {name: value for name, value in fields.items() if name != "dtype"},
+        Connectivity("all"),
+    )
+    assert (
+        type(model).__name__ == "FarSkipInstellaMoEForCausalLM"
+        and model.config.gated_attention
+    )
     for keys in ({}, {"farskip": None}):
         folder = write_published(tmp_path / "amd", **keys)
-        assert type(rehearse._config(ModelConfig(path=str(folder)))).__name__ == "InstellaMoEConfig"
+        assert (
+            type(rehearse._config(ModelConfig(path=str(folder)))).__name__
+            == "InstellaMoEConfig"
+        )
 
 
 @pytest.fixture
 def published_bench(tmp_path):
-    """A bench whose base is a checkpoint as AMD publishes it, and beside it another of other weights."""
+    """A bench whose base is a checkpoint as AMD publishes it, and beside it another of
+    other weights.
+    """
     ids = {
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -249,16 +315,30 @@ def test_a_published_checkpoint_is_tuned_and_routed_and_talked_to(
             "farskip_instella_moe",
             list(range(LAYERS)),
         )
-        before, after = load_model(bench.base, dtype="float32"), load_model(model, dtype="float32")
+        before, after = (
+            load_model(bench.base, dtype="float32"),
+            load_model(model, dtype="float32"),
+        )
         for one, other in zip(before.model.layers, after.model.layers, strict=True):
-            assert not torch.equal(one.self_attn.gate_proj.weight, other.self_attn.gate_proj.weight)
+            assert not torch.equal(
+                one.self_attn.gate_proj.weight, other.self_attn.gate_proj.weight
+            )
     assert main(["distill", str(alone)]) == 2
-    assert "as its own teacher it would teach nothing; set teacher.path" in capsys.readouterr().err
+    assert (
+        "as its own teacher it would teach nothing; set teacher.path"
+        in capsys.readouterr().err
+    )
     words = ["--text", str(bench.rows), "--max-length", "64"]
-    assert main(["routing", str(bench.base), "--output", str(tmp_path / "routing"), *words]) == 0
+    assert (
+        main(
+            ["routing", str(bench.base), "--output", str(tmp_path / "routing"), *words]
+        )
+        == 0
+    )
     monkeypatch.setattr("sys.stdin", io.StringIO("1 + 1\n"))
     assert main(["chat", str(bench.base), "--max-new-tokens", "2", "--greedy"]) == 0
-    # What needs an original with regular connectivity takes the regular one of the same weights.
+    # What needs an original with regular connectivity takes the regular one of the same
+    # weights.
     for command in (
         ["layers", str(bench.base), "--output", str(tmp_path / "layers")],
         ["calibrate", str(bench.base), "x"],
@@ -266,19 +346,43 @@ def test_a_published_checkpoint_is_tuned_and_routed_and_talked_to(
         assert main([*command, *words]) == 2
     assert capsys.readouterr().err.count("is already converted; the study needs") == 1
     assert main(["unconvert", str(bench.base), str(tmp_path / "regular")]) == 0
-    command = ["calibrate", str(tmp_path / "regular"), str(tmp_path / "calibrated"), "--tokens", "2000"]
+    command = [
+        "calibrate",
+        str(tmp_path / "regular"),
+        str(tmp_path / "calibrated"),
+        "--tokens",
+        "2000",
+    ]
     assert main([*command, *words]) == 0
-    assert type(load_model(tmp_path / "calibrated")).__name__ == "FarSkipInstellaMoEForCausalLM"
+    assert (
+        type(load_model(tmp_path / "calibrated")).__name__
+        == "FarSkipInstellaMoEForCausalLM"
+    )
 
 
 @pytest.mark.slow
-def test_a_published_checkpoint_is_evaluated_as_what_it_is_converted_to(published_bench, tmp_path):
-    write_tiny_data(tmp_path / "tiny", num_train=8, num_distill=8, num_heldout=2, num_test=3)
-    options = ["--suite", "tiny", "--data-root", str(tmp_path / "tiny" / "data"), "--batch-size", "3"]
-    assert main(["convert", str(published_bench.base), str(tmp_path / "converted")]) == 0
+def test_a_published_checkpoint_is_evaluated_as_what_it_is_converted_to(
+    published_bench, tmp_path
+):
+    write_tiny_data(
+        tmp_path / "tiny", num_train=8, num_distill=8, num_heldout=2, num_test=3
+    )
+    options = [
+        "--suite",
+        "tiny",
+        "--data-root",
+        str(tmp_path / "tiny" / "data"),
+        "--batch-size",
+        "3",
+    ]
+    assert (
+        main(["convert", str(published_bench.base), str(tmp_path / "converted")]) == 0
+    )
     samples = []
     for model in (published_bench.base, tmp_path / "converted"):
         output = tmp_path / f"scores-{model.name}"
         assert main(["evaluate", str(model), *options, "--output", str(output)]) == 0
-        samples.append({path.name: path.read_text() for path in output.glob("samples_*.jsonl")})
+        samples.append(
+            {path.name: path.read_text() for path in output.glob("samples_*.jsonl")}
+        )
     assert len(samples[0]) == 3 and samples[0] == samples[1]

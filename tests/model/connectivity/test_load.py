@@ -1,4 +1,6 @@
-"""Loading checkpoints: what each combination gives, and every mistake as one line before weights are read."""
+"""Loading checkpoints: what each combination gives, and every mistake as one line
+before weights are read.
+"""
 
 import errno
 import json
@@ -11,7 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity import Connectivity, convert_checkpoint, farskip_layers, load_model
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    farskip_layers,
+    load_model,
+)
 from fcsd.model.connectivity import load as load_module
 from fcsd.model.families import FAMILIES
 from fcsd.model.inspect import inspect_model
@@ -19,7 +26,9 @@ from fcsd.model.load import load_tokenizer
 from tests.reference.tiny import tiny_config, tiny_model
 from tests.support import assert_same_model, few
 
-FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
+FAMILY_NAMES = sorted(
+    name for name, family in FAMILIES.items() if not family.multimodal
+)
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -52,13 +61,17 @@ def no_weights_read(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.from_pretrained", refuse)
+    monkeypatch.setattr(
+        "transformers.modeling_utils.PreTrainedModel.from_pretrained", refuse
+    )
 
 
 def edit_config(folder, **changes):
     file = folder / "config.json"
     config = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    file.write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
 
 
 @pytest.mark.parametrize("family", few(FAMILY_NAMES))
@@ -91,8 +104,13 @@ def test_every_combination_of_checkpoint_and_connectivity(family, tmp_path):
 
 
 @pytest.mark.parametrize("spelled", ["last:2", [2, 3]])
-def test_a_connectivity_that_says_what_the_checkpoint_has_changes_nothing(saved, spelled):
-    stored, named = (load_model(saved / "far", connectivity=each) for each in (None, Connectivity(spelled)))
+def test_a_connectivity_that_says_what_the_checkpoint_has_changes_nothing(
+    saved, spelled
+):
+    stored, named = (
+        load_model(saved / "far", connectivity=each)
+        for each in (None, Connectivity(spelled))
+    )
     assert type(named) is type(stored) and farskip_layers(named) == [2, 3]
     assert_same_model(named, stored, {"input_ids": X})
 
@@ -127,12 +145,15 @@ def test_options_reach_the_model(saved):
 
 def test_a_sharded_checkpoint_loads(saved):
     assert len(list((saved / "sharded").glob("*.safetensors"))) > 2
-    assert torch.equal(logits(load_model(saved / "sharded")), logits(load_model(saved / "base")))
+    assert torch.equal(
+        logits(load_model(saved / "sharded")), logits(load_model(saved / "base"))
+    )
 
 
 def test_another_connectivity_than_the_checkpoints_is_refused(saved, no_weights_read):
     with pytest.raises(
-        UserError, match=r"already converted with layers \[2, 3\].* but layers \[0, 1, 2, 3\]"
+        UserError,
+        match=r"already converted with layers \[2, 3\].* but layers \[0, 1, 2, 3\]",
     ):
         load_model(saved / "far", connectivity=Connectivity("all"))
     with pytest.raises(UserError, match="attention full"):
@@ -142,20 +163,28 @@ def test_another_connectivity_than_the_checkpoints_is_refused(saved, no_weights_
 
 
 def test_missing_and_wrong_paths(tmp_path, saved, no_weights_read):
-    for path in (tmp_path / "nowhere", str(tmp_path / "nowhere"), "./runs/nowhere", "nowhere"):
+    for path in (
+        tmp_path / "nowhere",
+        str(tmp_path / "nowhere"),
+        "./runs/nowhere",
+        "nowhere",
+    ):
         with pytest.raises(UserError, match="nowhere: no such folder"):
             load_model(path)
     with pytest.raises(UserError, match="is a file; a checkpoint is a folder"):
         load_model(saved / "base" / "config.json")
     with pytest.raises(
-        UserError, match=r"config\.json: no such file; is this folder a Hugging Face checkpoint"
+        UserError,
+        match=r"config\.json: no such file; is this folder a Hugging Face checkpoint",
     ):
         load_model(tmp_path)
     with pytest.raises(UserError, match="revision 'main' applies to a Hub repository"):
         load_model(saved / "base", revision="main")
 
 
-def test_the_state_of_a_training_is_no_model_and_the_error_says_how_to_get_one(tmp_path):
+def test_the_state_of_a_training_is_no_model_and_the_error_says_how_to_get_one(
+    tmp_path,
+):
     state = tmp_path / "out" / "checkpoint-4"
     state.mkdir(parents=True)
     (state / "trainer_state.json").write_text("{}")
@@ -166,22 +195,28 @@ def test_the_state_of_a_training_is_no_model_and_the_error_says_how_to_get_one(t
         inspect_model,
     ):
         with pytest.raises(
-            UserError, match=r"checkpoint-4: is the state of a training, .* save_model, or the end of"
+            UserError,
+            match=r"checkpoint-4: is the state of a training, .* save_model, or the end of",
         ):
             load(state)
         with pytest.raises(
-            UserError, match=r"out: holds states of a training \(checkpoint-4\), to continue from"
+            UserError,
+            match=r"out: holds states of a training \(checkpoint-4\), to continue from",
         ):
             load(state.parent)
     (tmp_path / "out" / "model").mkdir()
     (tmp_path / "out" / "model" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"out: is no checkpoint, but holds one; give \S*out/model$"):
+    with pytest.raises(
+        UserError, match=r"out: is no checkpoint, but holds one; give \S*out/model$"
+    ):
         load_model(state.parent)
 
 
 def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch, no_weights_read):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"^owner/name: no such folder, and the Hub did not give") as caught:
+    with pytest.raises(
+        UserError, match=r"^owner/name: no such folder, and the Hub did not give"
+    ) as caught:
         load_model("owner/name")
     assert "\n" not in str(caught.value)
 
@@ -190,30 +225,69 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch, no_weights_r
     ("changes", "message"),
     [
         ({"model_type": None}, "model_type is missing"),
-        ({"model_type": "bloomz"}, "model type 'bloomz' is not supported; `fcsd families` lists the "),
-        ({"model_type": "llama", "num_experts": None, "num_local_experts": None}, "is a dense model"),
+        (
+            {"model_type": "bloomz"},
+            "model type 'bloomz' is not supported; `fcsd families` lists the ",
+        ),
+        (
+            {"model_type": "llama", "num_experts": None, "num_local_experts": None},
+            "is a dense model",
+        ),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "none of its 4 layers is an MoE layer"),
-        ({"farskip": {"version": 1}}, "contradicts the field farskip, which is present"),
-        ({"model_type": "farskip_qwen3_moe"}, "contradicts the field farskip, which is absent"),
+        (
+            {"farskip": {"version": 1}},
+            "contradicts the field farskip, which is present",
+        ),
+        (
+            {"model_type": "farskip_qwen3_moe"},
+            "contradicts the field farskip, which is absent",
+        ),
         ({"hidden_size": 48}, "but config.json says"),
-        ({"num_hidden_layers": 5}, "tensors are missing, the first is 'model.layers.4."),
+        (
+            {"num_hidden_layers": 5},
+            "tensors are missing, the first is 'model.layers.4.",
+        ),
         ({"hidden_size": "wide"}, "transformers refuses it"),
-        ({"architectures": ["MixtralForCausalLM"]}, "architectures names MixtralForCausalLM, but model_type"),
-        ({"model_type": "mixtral"}, "names Qwen3MoeForCausalLM, but model_type is 'mixtral'"),
-        ({"architectures": ["FarSkipQwen3MoeForCausalLM"]}, "names FarSkipQwen3MoeForCausalLM, but"),
-        ({"model_type": ["qwen3_moe"]}, "model_type must be a text such as 'qwen3_moe', got ['qwen3_moe']"),
+        (
+            {"architectures": ["MixtralForCausalLM"]},
+            "architectures names MixtralForCausalLM, but model_type",
+        ),
+        (
+            {"model_type": "mixtral"},
+            "names Qwen3MoeForCausalLM, but model_type is 'mixtral'",
+        ),
+        (
+            {"architectures": ["FarSkipQwen3MoeForCausalLM"]},
+            "names FarSkipQwen3MoeForCausalLM, but",
+        ),
+        (
+            {"model_type": ["qwen3_moe"]},
+            "model_type must be a text such as 'qwen3_moe', got ['qwen3_moe']",
+        ),
         ({"model_type": {"a": 1}}, "model_type must be a text"),
         ({"text_config": {"model_type": [1]}}, "text_config.model_type must be a text"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN, a number is needed"),
         ({"rope_parameters": {"a": [1, float("nan")]}}, "rope_parameters.a.1 is NaN"),
         ({"vocab_size": int("9" * 400)}, "config.json"),
-        ({"quantization_config": {"quant_method": "mine"}}, "quant_method 'mine' is none that the installed"),
-        ({"quantization_config": {"quant_method": ["fp8"]}}, "quant_method \"['fp8']\" is none"),
+        (
+            {"quantization_config": {"quant_method": "mine"}},
+            "quant_method 'mine' is none that the installed",
+        ),
+        (
+            {"quantization_config": {"quant_method": ["fp8"]}},
+            "quant_method \"['fp8']\" is none",
+        ),
         ({"quantization_config": {"bits": 4}}, "quant_method 'None' is none"),
         ({"quantization_config": "fp8"}, "config.json: transformers refuses it"),
-        ({"model_type": "deepseek_v4"}, "cannot be converted: its layers mix several residual streams"),
         (
-            {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
+            {"model_type": "deepseek_v4"},
+            "cannot be converted: its layers mix several residual streams",
+        ),
+        (
+            {
+                "model_type": "own",
+                "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"},
+            },
             "brings code of its own: trust_remote_code=True",
         ),
     ],
@@ -239,7 +313,9 @@ def test_a_damaged_config_is_refused(base, no_weights_read):
         with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
             load_model(base)
     (base / "config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"config\.json: a JSON object is needed, got list"):
+    with pytest.raises(
+        UserError, match=r"config\.json: a JSON object is needed, got list"
+    ):
         load_model(base)
 
 
@@ -248,7 +324,9 @@ def test_a_truncated_weight_file_is_refused(base, kept, no_weights_read):
     file = base / "model.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:kept])
-    with pytest.raises(UserError, match=r"model\.safetensors: damaged or incomplete safetensors file"):
+    with pytest.raises(
+        UserError, match=r"model\.safetensors: damaged or incomplete safetensors file"
+    ):
         load_model(base, connectivity=Connectivity("all"))
 
 
@@ -261,7 +339,9 @@ def test_a_corrupt_weight_file_is_refused(base, no_weights_read):
         load_model(base)
 
 
-def test_a_weight_file_that_may_not_be_read_is_not_called_damaged(base, monkeypatch, no_weights_read):
+def test_a_weight_file_that_may_not_be_read_is_not_called_damaged(
+    base, monkeypatch, no_weights_read
+):
     opened = Path.open
 
     def refuse(path, *arguments, **options):
@@ -270,7 +350,9 @@ def test_a_weight_file_that_may_not_be_read_is_not_called_damaged(base, monkeypa
         return opened(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read: Permission denied"):
+    with pytest.raises(
+        UserError, match=r"model\.safetensors: cannot be read: Permission denied"
+    ):
         load_model(base)
 
 
@@ -279,23 +361,33 @@ def test_missing_weights_and_pickles_are_refused(base, no_weights_read):
     with pytest.raises(UserError, match=r"no weights: neither model\.safetensors nor"):
         load_model(base)
     (base / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin is a pickle, convert it to safetensors first"):
+    with pytest.raises(
+        UserError,
+        match=r"pytorch_model\.bin is a pickle, convert it to safetensors first",
+    ):
         load_model(base)
 
 
-def test_a_missing_shard_or_a_tensor_that_is_not_in_its_shard_is_refused(saved, tmp_path, no_weights_read):
+def test_a_missing_shard_or_a_tensor_that_is_not_in_its_shard_is_refused(
+    saved, tmp_path, no_weights_read
+):
     folder = shutil.copytree(saved / "sharded", tmp_path / "sharded")
     shards = sorted(folder.glob("*.safetensors"))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     moved = dict(index["weight_map"])
     name = next(key for key, file in moved.items() if file == shards[0].name)
     moved[name] = shards[1].name
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index | {"weight_map": moved}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index | {"weight_map": moved})
+    )
     with pytest.raises(UserError, match=f"tensor '{name}' is not in this file"):
         load_model(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     shards[1].unlink()
-    with pytest.raises(UserError, match=rf"{shards[1].name}: no such file, .* \(1 of {len(shards)} shards"):
+    with pytest.raises(
+        UserError,
+        match=rf"{shards[1].name}: no such file, .* \(1 of {len(shards)} shards",
+    ):
         load_model(folder)
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(UserError, match="weight_map is missing or empty"):
@@ -310,33 +402,52 @@ def change_tensors(folder, change):
 
 def test_missing_unexpected_and_misshapen_tensors_are_refused(saved, tmp_path):
     def damaged(change):
-        folder = shutil.copytree(saved / "base", tmp_path / f"damaged{len(list(tmp_path.iterdir()))}")
+        folder = shutil.copytree(
+            saved / "base", tmp_path / f"damaged{len(list(tmp_path.iterdir()))}"
+        )
         change_tensors(folder, change)
         return folder
 
     expert = "model.layers.2.mlp.experts.3.up_proj.weight"
     norm = "model.layers.1.input_layernorm.weight"
     for name in (expert, norm, "lm_head.weight"):
-        with pytest.raises(UserError, match=rf"1 tensors are missing, the first is '{name}'"):
+        with pytest.raises(
+            UserError, match=rf"1 tensors are missing, the first is '{name}'"
+        ):
             load_model(damaged(lambda tensors: tensors.pop(name)))  # noqa: B023
-    with pytest.raises(UserError, match=rf"tensor '{norm}' has shape \[16\], but config\.json says \[32\]"):
+    with pytest.raises(
+        UserError,
+        match=rf"tensor '{norm}' has shape \[16\], but config\.json says \[32\]",
+    ):
         load_model(damaged(lambda tensors: tensors.update({norm: torch.ones(16)})))
     with pytest.raises(UserError, match=rf"tensor '{expert}' has shape \[24, 16\]"):
-        load_model(damaged(lambda tensors: tensors.update({expert: torch.ones(24, 16)})))
+        load_model(
+            damaged(lambda tensors: tensors.update({expert: torch.ones(24, 16)}))
+        )
     extra = {"model.layers.1.self_attn.extra.weight": torch.ones(3)}
     with pytest.raises(
-        UserError, match=r"belong to no parameter, the first is 'model\.layers\.1\.self_attn\.extra"
+        UserError,
+        match=r"belong to no parameter, the first is 'model\.layers\.1\.self_attn\.extra",
     ):
-        load_model(damaged(lambda tensors: tensors.update(extra)), connectivity=Connectivity("all"))
+        load_model(
+            damaged(lambda tensors: tensors.update(extra)),
+            connectivity=Connectivity("all"),
+        )
 
 
-def test_what_transformers_reports_as_missing_is_an_error_even_if_the_headers_look_right(saved, monkeypatch):
-    """The second line of defence: weights that transformers could not place never stay at random values."""
+def test_what_transformers_reports_as_missing_is_an_error_even_if_the_headers_look_right(
+    saved, monkeypatch
+):
+    """The second line of defence: weights that transformers could not place never stay
+    at random values.
+    """
     monkeypatch.setattr(load_module, "check_tensors", lambda *args: None)
     folder = saved.parent / "defence"
     shutil.copytree(saved / "base", folder)
     change_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
-    with pytest.raises(UserError, match=r"1 tensors are missing, the first is 'model\.norm\.weight'"):
+    with pytest.raises(
+        UserError, match=r"1 tensors are missing, the first is 'model\.norm\.weight'"
+    ):
         load_model(folder)
 
 
@@ -376,11 +487,17 @@ def test_an_unknown_family_loads_as_it_is_only_when_remote_code_is_allowed(tmp_p
         load_model(tmp_path)
     with pytest.raises(UserError, match="dense model"):
         load_model(tmp_path, connectivity=Connectivity("all"), trust_remote_code=True)
-    assert torch.equal(logits(load_model(tmp_path, trust_remote_code=True)), logits(model))
+    assert torch.equal(
+        logits(load_model(tmp_path, trust_remote_code=True)), logits(model)
+    )
 
 
 def test_a_checkpoint_without_moe_layers_cannot_be_made(tmp_path):
     assert tiny_config("deepseek_v2").first_k_dense_replace == 1
-    tiny_model("deepseek_v2", first_k_dense_replace=4).save_pretrained(tmp_path / "dense")
-    with pytest.raises(UserError, match=r"none of its 4 layers is an MoE layer .*first_k_dense_replace"):
+    tiny_model("deepseek_v2", first_k_dense_replace=4).save_pretrained(
+        tmp_path / "dense"
+    )
+    with pytest.raises(
+        UserError, match=r"none of its 4 layers is an MoE layer .*first_k_dense_replace"
+    ):
         load_model(tmp_path / "dense", connectivity=Connectivity("all"))

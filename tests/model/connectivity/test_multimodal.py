@@ -1,5 +1,5 @@
-"""The contract of multimodal wrappers: their text stack is rewired, images go on working, the rest is left
-alone."""
+"""The contract of multimodal wrappers: their text stack is rewired, images go on
+working, the rest is left alone."""
 
 import copy
 import importlib
@@ -29,7 +29,12 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.float64 import BOUND, error, logits_in_float64
 from tests.model.connectivity.test_export import run_without_fcsd
 from tests.reference.images import IMAGES, image_inputs
-from tests.reference.multimodal import ADAPTED, MULTIMODAL_MOE, multimodal_reference_forward, text_stack
+from tests.reference.multimodal import (
+    ADAPTED,
+    MULTIMODAL_MOE,
+    multimodal_reference_forward,
+    text_stack,
+)
 from tests.reference.parts import arguments_computed_once
 from tests.reference.tiny import tiny_config, tiny_model
 from tests.reference.tiny.multimodal import IMAGE
@@ -51,16 +56,26 @@ def reference(model, layers, inputs, *sides):
 
 
 def text_only(seed=1):
-    return {"input_ids": torch.randint(3, IMAGE, (2, 11), generator=torch.Generator().manual_seed(seed))}
+    return {
+        "input_ids": torch.randint(
+            3, IMAGE, (2, 11), generator=torch.Generator().manual_seed(seed)
+        )
+    }
 
 
 def left_padded(inputs, padding=3):
-    """Return the first row as it is behind `padding` pads, the second with its first tokens masked."""
+    """Return the first row as it is behind `padding` pads, the second with its first
+    tokens masked.
+    """
     rows = inputs["input_ids"].shape[0]
     pads = torch.zeros(rows, padding, dtype=torch.long)
     mask = torch.ones(rows, padding + inputs["input_ids"].shape[1], dtype=torch.long)
     mask[:, :padding] = 0
-    padded = {**inputs, "input_ids": torch.cat([pads, inputs["input_ids"]], dim=1), "attention_mask": mask}
+    padded = {
+        **inputs,
+        "input_ids": torch.cat([pads, inputs["input_ids"]], dim=1),
+        "attention_mask": mask,
+    }
     for name in {"mm_token_type_ids", "moe_mm_token_type_ids"} & inputs.keys():
         padded[name] = torch.cat([pads.int(), inputs[name]], dim=1)
     return padded
@@ -68,7 +83,10 @@ def left_padded(inputs, padding=3):
 
 def tensor_shapes(folder):
     with safe_open(folder / "model.safetensors", "pt") as tensors:
-        return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        return {
+            name: tuple(tensors.get_slice(name).get_shape())
+            for name in tensors.keys()  # noqa: SIM118
+        }
 
 
 def test_every_wrapper_has_a_reference_and_images():
@@ -81,18 +99,27 @@ def test_every_name_exists_upstream_and_on_the_layers(name):
     upstream = importlib.import_module(
         f"transformers.{family.upstream.removesuffix('.py').replace('/', '.')}"
     )
-    for one in (family.causal_lm, family.base_model, family.decoder_layer, family.moe_block):
+    for one in (
+        family.causal_lm,
+        family.base_model,
+        family.decoder_layer,
+        family.moe_block,
+    ):
         assert hasattr(upstream, one)
     assert type(model).__name__ == family.causal_lm
     assert type(model.config).__name__ == family.config
     layers = text_stack(model)[0].layers
     assert {type(layer).__name__ for layer in layers} == {family.decoder_layer}
     blocks = [getattr(layer, family.moe) for layer in layers]
-    assert [type(block).__name__ == family.moe_block for block in blocks] == moe_mask(model.config, family)
+    assert [type(block).__name__ == family.moe_block for block in blocks] == moe_mask(
+        model.config, family
+    )
     for block in blocks:
         if type(block).__name__ == family.moe_block:
             shared = [child for child, _ in block.named_children() if "shared" in child]
-            assert sorted(shared) == sorted(filter(None, (family.block_shared, family.block_gate)))
+            assert sorted(shared) == sorted(
+                filter(None, (family.block_shared, family.block_gate))
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,12 +128,16 @@ def test_a_wrapper_is_recognised_from_config_objects_and_raw_json_of_both_kinds(
     assert family_of(config) is FAMILIES[name]
     assert family_of(json.loads(config.to_json_string())) is FAMILIES[name]
     register(name)
-    farskip = AutoConfig.for_model(f"farskip_{name}", text_config=config.get_text_config().to_dict())
+    farskip = AutoConfig.for_model(
+        f"farskip_{name}", text_config=config.get_text_config().to_dict()
+    )
     assert family_of(farskip) is FAMILIES[name]
 
 
 def test_a_wrapper_whose_text_stack_is_dense_is_refused():
-    with pytest.raises(UserError, match="'glm4v_moe': this model is dense, none of its 4 layers"):
+    with pytest.raises(
+        UserError, match="'glm4v_moe': this model is dense, none of its 4 layers"
+    ):
         family_of(tiny_config("glm4v_moe", first_k_dense_replace=4))
 
 
@@ -115,7 +146,10 @@ def test_a_wrapper_whose_text_stack_is_dense_is_refused():
 def test_a_rewired_wrapper_computes_the_equations_with_and_without_images(name):
     model = tiny_model(name)
     mask = moe_mask(model.config, FAMILIES[name])
-    cases = [(selection, *SIDES[0]) for selection in ("all", "moe", {"first": 2}, [0, 2], [2, 3])]
+    cases = [
+        (selection, *SIDES[0])
+        for selection in ("all", "moe", {"first": 2}, [0, 2], [2, 3])
+    ]
     cases += [("all", *sides) for sides in SIDES[1:]]
     for inputs in (image_inputs(name), text_only()):
         with arguments_computed_once():
@@ -125,7 +159,10 @@ def test_a_rewired_wrapper_computes_the_equations_with_and_without_images(name):
             ]
         for (selection, *sides), expected in zip(cases, references, strict=True):
             layers = resolve_layers(selection, mask)
-            assert convert_model(model, Connectivity(selection, *sides), regular_ok=True) == layers
+            assert (
+                convert_model(model, Connectivity(selection, *sides), regular_ok=True)
+                == layers
+            )
             assert error(logits(model, inputs), expected) < BOUND, (selection, sides)
             unconvert_model(model)
 
@@ -160,7 +197,8 @@ def test_another_image_gives_other_logits(name):
     other = inputs | {"pixel_values": image_inputs(name, seed=1)["pixel_values"]}
     difference = (logits(model, inputs) - logits(model, other)).abs().amax(-1)
     before = inputs["input_ids"].eq(IMAGE).cumsum(1) == 0
-    assert difference[before].max() < BOUND  # causal: tokens before the image do not see it
+    # causal: tokens before the image do not see it
+    assert difference[before].max() < BOUND
     assert difference[:, -1].min() > 0.1
 
 
@@ -173,11 +211,17 @@ def test_only_the_text_stack_is_rewired(name):
     assert type(model).__name__ == f"FarSkip{FAMILIES[name].causal_lm}"
     stack = text_stack(model)[0]
     path_of = {module: path for path, module in model.named_modules()}
-    swapped = {path for path, module in model.named_modules() if path and type(module) is not classes[path]}
+    swapped = {
+        path
+        for path, module in model.named_modules()
+        if path and type(module) is not classes[path]
+    }
     layers = {path_of[layer] for layer in stack.layers}
     blocks = {path_of[getattr(layer, FAMILIES[name].moe)] for layer in stack.layers}
     assert layers <= swapped <= layers | blocks | {path_of[stack]}
-    assert {path: id(parameter) for path, parameter in model.named_parameters()} == parameters
+    assert {
+        path: id(parameter) for path, parameter in model.named_parameters()
+    } == parameters
 
 
 @FLOAT64
@@ -187,29 +231,49 @@ def test_recorded_hidden_states_are_the_full_streams(name):
     _, streams = reference(model, range(4), inputs)
     convert_model(model, Connectivity("all"))
     with torch.no_grad():
-        recorded = model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
+        recorded = model(
+            **inputs, output_hidden_states=True, use_cache=False
+        ).hidden_states
     assert len(recorded) == len(streams) == 5
     # The last recorded state is after the final norm, in the regular model too.
-    for k, (actual, expected) in enumerate(zip(recorded[:-1], streams[:-1], strict=True)):
+    for k, (actual, expected) in enumerate(
+        zip(recorded[:-1], streams[:-1], strict=True)
+    ):
         assert error(actual, expected) < BOUND, k
 
 
 @FLOAT64
 @pytest.mark.parametrize("name", few(NAMES))
 def test_generating_with_the_cache_gives_what_full_passes_give(name):
-    # The original of MiniMax M3, too, chooses other groups of keys with the cache when there are pads.
-    model, inputs = tiny_model(name), left_padded(image_inputs(name), 0 if name == "minimax_m3_vl" else 3)
+    # The original of MiniMax M3, too, chooses other groups of keys with the cache when
+    # there are pads.
+    model, inputs = (
+        tiny_model(name),
+        left_padded(image_inputs(name), 0 if name == "minimax_m3_vl" else 3),
+    )
     convert_model(model, Connectivity("all"))
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     settings |= {"output_logits": True, "return_dict_in_generate": True}
-    settings |= {"suppress_tokens": list(range(IMAGE, 106))}  # a piece of an image must not be generated
+    # a piece of an image must not be generated
+    settings |= {"suppress_tokens": list(range(IMAGE, 106))}
     made = model.generate(**inputs, use_cache=True, **settings)
     full = inputs | {"input_ids": made.sequences}
     added = made.sequences.shape[1] - inputs["input_ids"].shape[1]
-    for key, value in (("attention_mask", 1), ("mm_token_type_ids", 0), ("moe_mm_token_type_ids", 0)):
+    for key, value in (
+        ("attention_mask", 1),
+        ("mm_token_type_ids", 0),
+        ("moe_mm_token_type_ids", 0),
+    ):
         if key in inputs:
             full[key] = torch.nn.functional.pad(inputs[key], (0, added), value=value)
-    if "mrope_section" not in getattr(model.config.get_text_config(), "rope_parameters", {}):
+    if "mrope_section" not in getattr(
+        model.config.get_text_config(), "rope_parameters", {}
+    ):
         # As `generate` counts them; without, pads count, too.
         full["position_ids"] = (full["attention_mask"].cumsum(1) - 1).clamp(min=0)
     actual = torch.stack(made.logits, dim=1)
@@ -220,17 +284,27 @@ def test_generating_with_the_cache_gives_what_full_passes_give(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_those_of_the_equations_also_in_the_vision_tower(name):
     model, inputs = tiny_model(name), image_inputs(name)
-    trained = {path: parameter for path, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {
+        path: parameter
+        for path, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
     def gradients(output):
         text = inputs["input_ids"][:, 1:] != IMAGE
-        loss = torch.nn.functional.cross_entropy(output[:, :-1][text], inputs["input_ids"][:, 1:][text])
+        loss = torch.nn.functional.cross_entropy(
+            output[:, :-1][text], inputs["input_ids"][:, 1:][text]
+        )
         return torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
 
     expected = gradients(multimodal_reference_forward(model, range(4), **inputs)[0])
     convert_model(model, Connectivity("all"))
     actual = gradients(model(**inputs, use_cache=False).logits)
-    reached = {path for path, gradient in zip(trained, actual, strict=True) if gradient is not None}
+    reached = {
+        path
+        for path, gradient in zip(trained, actual, strict=True)
+        if gradient is not None
+    }
     assert any(re.search(r"(vision|visual|sam)", path) for path in reached)
     for path, a, e in zip(trained, actual, expected, strict=True):
         assert (a is None) == (e is None), path
@@ -250,29 +324,40 @@ def test_gradient_checkpointing_does_not_change_gradients(name):
     def gradients():
         model.zero_grad()
         model(**inputs, labels=labels, use_cache=False).loss.backward()
-        return {path: p.grad.clone() for path, p in model.named_parameters() if p.grad is not None}
+        return {
+            path: p.grad.clone()
+            for path, p in model.named_parameters()
+            if p.grad is not None
+        }
 
     plain = gradients()
     stack = text_stack(model)[0]
     in_stack = {id(parameter) for parameter in stack.layers.parameters()}
-    text = {path for path, parameter in model.named_parameters() if id(parameter) in in_stack}
+    text = {
+        path
+        for path, parameter in model.named_parameters()
+        if id(parameter) in in_stack
+    }
     # Re-entrant checkpointing changes the gradients of Mistral Large 4's original, too.
     for reentrant in (False,) if name == "mistral_large4" else (False, True):
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
         if reentrant:
             model.enable_input_require_grads()
         runs = []
-        hook = stack.layers[3].input_layernorm.register_forward_hook(lambda *_: runs.append(1))  # noqa: B023
+        hook = stack.layers[3].input_layernorm.register_forward_hook(
+            lambda *_: runs.append(1)  # noqa: B023
+        )
         checkpointed = gradients()
         hook.remove()
         model.activation_checkpointing_disable()
         assert len(runs) == 2, "the layer was not recomputed: checkpointing was off"
-        # Re-entrant checkpointing cuts Llama 4's vision tower off in the regular model, too.
+        # Re-entrant checkpointing cuts Llama 4's vision tower off in the regular model,
+        # too.
         for path in text & plain.keys() if reentrant else plain:
             gradient, tolerance = plain[path], BOUND if reentrant else 0
-            assert (checkpointed[path] - gradient).abs().max() <= tolerance * max(1, gradient.abs().max()), (
-                path
-            )
+            assert (checkpointed[path] - gradient).abs().max() <= tolerance * max(
+                1, gradient.abs().max()
+            ), path
 
 
 @pytest.mark.parametrize("name", few(NAMES))
@@ -297,19 +382,25 @@ def test_every_combination_of_checkpoint_and_connectivity(name, tmp_path):
     assert_same_model(undone, model, inputs)
 
     unconvert_checkpoint(tmp_path / "far", tmp_path / "back")
-    base, back = (json.loads((tmp_path / part / "config.json").read_text()) for part in ("base", "back"))
+    base, back = (
+        json.loads((tmp_path / part / "config.json").read_text())
+        for part in ("base", "back")
+    )
     assert base == back
 
 
 @pytest.mark.parametrize("name", few(NAMES))
-def test_saving_a_converted_wrapper_writes_a_complete_farskip_checkpoint(name, tmp_path):
+def test_saving_a_converted_wrapper_writes_a_complete_farskip_checkpoint(
+    name, tmp_path
+):
     model, inputs = tiny_model(name), image_inputs(name)
     model.save_pretrained(tmp_path / "base")
     convert_model(model, Connectivity("moe"))
     model.save_pretrained(tmp_path / "far")
     convert_checkpoint(tmp_path / "base", tmp_path / "converted", Connectivity("moe"))
     saved, converted = (
-        json.loads((tmp_path / part / "config.json").read_text()) for part in ("far", "converted")
+        json.loads((tmp_path / part / "config.json").read_text())
+        for part in ("far", "converted")
     )
     assert saved["model_type"] == f"farskip_{name}"
     assert saved["architectures"] == [f"FarSkip{FAMILIES[name].causal_lm}"]
@@ -320,7 +411,10 @@ def test_saving_a_converted_wrapper_writes_a_complete_farskip_checkpoint(name, t
     assert saved["text_config"]["model_type"] == model.config.text_config.model_type
     for key in ("model_type", "architectures", "farskip", "auto_map"):
         assert saved[key] == converted[key]
-    sources = [(tmp_path / part / "modeling_farskip.py").read_text() for part in ("far", "converted")]
+    sources = [
+        (tmp_path / part / "modeling_farskip.py").read_text()
+        for part in ("far", "converted")
+    ]
     assert sources[0] == sources[1]
     assert not re.search(r"^\s*(from|import) fcsd", sources[0], re.MULTILINE)
     assert tensor_shapes(tmp_path / "far") == tensor_shapes(tmp_path / "base")
@@ -332,7 +426,8 @@ def test_saving_a_converted_wrapper_writes_a_complete_farskip_checkpoint(name, t
 def test_copies_and_pickles_of_a_converted_wrapper_are_converted(name):
     model, inputs = tiny_model(name), image_inputs(name)
     convert_model(model, Connectivity("all"))
-    # Before the first call: transformers installs hooks then, and those of AriaModel cannot be pickled.
+    # Before the first call: transformers installs hooks then, and those of AriaModel
+    # cannot be pickled.
     copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     for other in copies:
         assert farskip_layers(other) == [0, 1, 2, 3]
@@ -355,7 +450,11 @@ def test_configs_are_shared_inside_a_wrapper_and_with_no_other_model(name):
     expected = logits(student, inputs)
     student.set_attn_implementation("eager")
     text = student.config.get_text_config()
-    assert text is text_stack(student)[0].config is text_stack(student)[0].layers[1].self_attn.config
+    assert (
+        text
+        is text_stack(student)[0].config
+        is text_stack(student)[0].layers[1].self_attn.config
+    )
     assert text._attn_implementation == "eager"
     assert error(logits(student, inputs), expected) < BOUND
     assert config.get_text_config()._attn_implementation != "eager"
@@ -386,7 +485,9 @@ def test_an_export_loads_without_fcsd_and_never_silently(names, tmp_path):
     for name in names:
         model, inputs = tiny_model(name), image_inputs(name)
         model.save_pretrained(tmp_path / "base" / name)
-        convert_checkpoint(tmp_path / "base" / name, tmp_path / "far" / name, Connectivity("last:75%"))
+        convert_checkpoint(
+            tmp_path / "base" / name, tmp_path / "far" / name, Connectivity("last:75%")
+        )
         convert_model(model, Connectivity("last:75%"))
         expected[name] = inputs, logits_in_float64(model, inputs)
     torch.save(expected, tmp_path / "expected.pt")
@@ -423,10 +524,14 @@ print("DONE", len(expected))
     assert f"DONE {len(names)}" in done.stdout
     for name in names:
         far, again = tmp_path / "far" / name, tmp_path / "far" / f"{name}_again"
-        first, second = (json.loads((folder / "config.json").read_text()) for folder in (far, again))
+        first, second = (
+            json.loads((folder / "config.json").read_text()) for folder in (far, again)
+        )
         for key in ("model_type", "architectures", "farskip", "auto_map"):
             assert first[key] == second[key], (name, key)
-        assert (far / "modeling_farskip.py").read_text() == (again / "modeling_farskip.py").read_text()
+        assert (far / "modeling_farskip.py").read_text() == (
+            again / "modeling_farskip.py"
+        ).read_text()
         assert tensor_shapes(tmp_path / "base" / name) == tensor_shapes(again)
 
 
@@ -444,18 +549,31 @@ def aria_with_processor(tmp_path):
         pad_token="<pad>",
         extra_special_tokens={"image_token": "<unused0>"},
     )
-    AriaProcessor(image_processor=AriaImageProcessorPil(), tokenizer=tokenizer).save_pretrained(base)
-    pixels = torch.randint(0, 256, (40, 60, 3), generator=torch.Generator().manual_seed(0))
+    AriaProcessor(
+        image_processor=AriaImageProcessorPil(), tokenizer=tokenizer
+    ).save_pretrained(base)
+    pixels = torch.randint(
+        0, 256, (40, 60, 3), generator=torch.Generator().manual_seed(0)
+    )
     Image.fromarray(pixels.byte().numpy()).save(tmp_path / "image.png")
     return base
 
 
-def test_the_files_of_a_processor_stay_byte_for_byte_through_conversion_and_back(tmp_path):
-    """As published, as older checkpoints have them (no class named), and in a form that no program here would write."""
+def test_the_files_of_a_processor_stay_byte_for_byte_through_conversion_and_back(
+    tmp_path,
+):
+    """As published, as older checkpoints have them (no class named), and in a form that
+    no program here would write.
+    """
     tiny_model("llama4").save_pretrained(tmp_path / "base")
     files = {
-        "preprocessor_config.json": b'{ "image_processor_type": "Llama4ImageProcessor",\n\t"size": {"height":336}}',
-        "processor_config.json": b'{"patch_size": 14, "fake_image_token": "<|image|>"}\r\n',
+        "preprocessor_config.json": (
+            b'{ "image_processor_type": "Llama4ImageProcessor",\n\t"size":'
+            b' {"height":336}}'
+        ),
+        "processor_config.json": (
+            b'{"patch_size": 14, "fake_image_token": "<|image|>"}\r\n'
+        ),
         "video_preprocessor_config.json": b'{"fps": 2.0}',
         "chat_template.json": '{"chat_template": "{{ \'\u00e9\' }}"}'.encode(),
     }
@@ -464,11 +582,15 @@ def test_the_files_of_a_processor_stay_byte_for_byte_through_conversion_and_back
     convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
     unconvert_checkpoint(tmp_path / "far", tmp_path / "back")
     for folder in ("far", "back"):
-        assert {name: (tmp_path / folder / name).read_bytes() for name in files} == files, folder
+        assert {
+            name: (tmp_path / folder / name).read_bytes() for name in files
+        } == files, folder
 
 
 @pytest.mark.slow
-def test_tokenizer_and_processor_of_an_export_load_without_fcsd_and_never_wait(aria_with_processor, tmp_path):
+def test_tokenizer_and_processor_of_an_export_load_without_fcsd_and_never_wait(
+    aria_with_processor, tmp_path
+):
     base, far = aria_with_processor, tmp_path / "far"
     # As in older checkpoints: only the model type says which classes.
     for name, key in (
@@ -507,12 +629,19 @@ print("DONE", expected[0])
     assert "DONE AriaProcessor" in done.stdout
 
 
-def test_the_code_that_a_tokenizer_names_as_its_own_is_carried_and_other_code_is_not(tmp_path):
+def test_the_code_that_a_tokenizer_names_as_its_own_is_carried_and_other_code_is_not(
+    tmp_path,
+):
     base = tmp_path / "base"
     tiny_model("aria").save_pretrained(base)
-    own = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}, "tokenizer_class": "Own"}
+    own = {
+        "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]},
+        "tokenizer_class": "Own",
+    }
     (base / "tokenizer_config.json").write_text(json.dumps(own))
-    (base / "tokenization_own.py").write_text("from .helper_own import help\n\nclass Own:\n    pass\n")
+    (base / "tokenization_own.py").write_text(
+        "from .helper_own import help\n\nclass Own:\n    pass\n"
+    )
     (base / "helper_own.py").write_text("def help():\n    pass\n")
     (base / "modeling_other.py").write_text("raise SystemExit\n")
     convert_checkpoint(base, tmp_path / "far", Connectivity("all"))
@@ -527,7 +656,11 @@ def test_code_of_a_hub_repository_is_named_there(tmp_path, monkeypatch):
     tiny_model("aria").save_pretrained(snapshot)
     names = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
     (snapshot / "tokenizer_config.json").write_text(json.dumps(names))
-    monkeypatch.setattr("fcsd.model.connectivity.export.find_folder", lambda *_: snapshot)
+    monkeypatch.setattr(
+        "fcsd.model.connectivity.export.find_folder", lambda *_: snapshot
+    )
     convert_checkpoint("owner/name", tmp_path / "far", Connectivity("all"))
     carried = json.loads((tmp_path / "far" / "tokenizer_config.json").read_text())
-    assert carried == {"auto_map": {"AutoTokenizer": ["owner/name--tokenization_own.Own", None]}}
+    assert carried == {
+        "auto_map": {"AutoTokenizer": ["owner/name--tokenization_own.Own", None]}
+    }

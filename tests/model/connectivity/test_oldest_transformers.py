@@ -1,4 +1,6 @@
-"""Checkpoints in the oldest transformers that they say they load in: `make test-transformers` installs it."""
+"""Checkpoints in the oldest transformers that they say they load in: `make
+test-transformers` installs it.
+"""
 
 from pathlib import Path
 
@@ -39,7 +41,10 @@ print("DONE", len(expected), len(refused))
 """
 
 
-@pytest.mark.skipif(not OLDEST.is_dir(), reason="make test-transformers installs the oldest transformers")
+@pytest.mark.skipif(
+    not OLDEST.is_dir(),
+    reason="make test-transformers installs the oldest transformers",
+)
 def test_a_checkpoint_computes_the_same_in_the_oldest_transformers_that_it_names_or_is_refused(
     tmp_path: Path,
 ) -> None:
@@ -50,7 +55,9 @@ def test_a_checkpoint_computes_the_same_in_the_oldest_transformers_that_it_names
         model = tiny_model(name)
         model.save_pretrained(tmp_path / "base")
         tiny_tokenizer(99).save_pretrained(tmp_path / "base")
-        convert_checkpoint(tmp_path / "base", tmp_path / "far" / name, Connectivity("last:75%"))
+        convert_checkpoint(
+            tmp_path / "base", tmp_path / "far" / name, Connectivity("last:75%")
+        )
         if family.since == "5.5":
             convert_model(model, Connectivity("last:75%"))
             with torch.no_grad():
@@ -58,6 +65,8 @@ def test_a_checkpoint_computes_the_same_in_the_oldest_transformers_that_it_names
         else:
             refused[name] = supported_transformers(family)
     torch.save((X, expected, refused), tmp_path / "expected.pt")
-    done = run_without_fcsd(CODE, tmp_path, tmp_path / "expected.pt", tmp_path / "far", path=OLDEST)
+    done = run_without_fcsd(
+        CODE, tmp_path, tmp_path / "expected.pt", tmp_path / "far", path=OLDEST
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"DONE {len(expected)} {len(refused)}" in done.stdout and len(expected) > 20

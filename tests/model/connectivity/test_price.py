@@ -1,4 +1,6 @@
-"""What a rewired model computes beyond its original: the sums that the connectivity needs, and little Python."""
+"""What a rewired model computes beyond its original: the sums that the connectivity
+needs, and little Python.
+"""
 
 import copy
 import sys
@@ -18,7 +20,8 @@ EXTRA: dict[str, dict[str, int]] = {
     "qwen2_moe": {"add": 1},
     "llama4_text": {"add": 1},
     "granitemoeshared": {"mul": 1, "add": 1},  # h + c·shared
-    "cohere2_moe": {**NORM, "add": 3, "mul": 3},  # o + attn, + shared/2, and the norm of the partial stream
+    # o + attn, + shared/2, and the norm of the partial stream
+    "cohere2_moe": {**NORM, "add": 3, "mul": 3},
 }
 """Family -> operators that write memory, for a layer whose routed output stays in flight."""
 
@@ -37,7 +40,9 @@ class Operators(TorchDispatchMode):
 
 
 def pair(family):
-    """Return the original and the rewired model, which route alike, because no branch gives anything."""
+    """Return the original and the rewired model, which route alike, because no branch
+    gives anything.
+    """
     original = tiny_model(family)
     for name, parameter in original.named_parameters():
         if any(part in name for part in ("o_proj", "down_proj", "output_linear")):
@@ -74,7 +79,9 @@ def test_a_rewired_layer_costs_at_most_nine_calls_of_python():
         model(IDS, use_cache=False)
         events = Counter()
         before = sys.getprofile()
-        sys.setprofile(lambda frame, event, argument, events=events: events.update([event]))
+        sys.setprofile(
+            lambda frame, event, argument, events=events: events.update([event])
+        )
         try:
             model(IDS, use_cache=False)
         finally:
@@ -83,7 +90,9 @@ def test_a_rewired_layer_costs_at_most_nine_calls_of_python():
     assert 0 < calls[1] - calls[0] <= 9 * 4
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "llama4_text", "cohere2_moe", "minimax"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_moe", "llama4_text", "cohere2_moe", "minimax"]
+)
 def test_what_is_shared_without_gradients_changes_no_bit(family):
     """With gradients every reader makes its own, as the equations are written."""
     model = tiny_model(family)

@@ -1,6 +1,8 @@
-"""Published models at their real sizes: parameters counted on the meta device, conversion, a traced forward.
+"""Published models at their real sizes: parameters counted on the meta device,
+conversion, a traced forward.
 
-The configurations and the published numbers are in `tests/files/configs`, with their sources in SOURCES.md.
+The configurations and the published numbers are in `tests/files/configs`, with their
+sources in SOURCES.md.
 """
 
 import tempfile
@@ -11,7 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers, resolve_layers
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_model,
+    farskip_layers,
+    resolve_layers,
+)
 from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.families import moe_mask, text_config
 from tests.real_configs import real_config
@@ -57,7 +64,9 @@ LAST_75_PERCENT = {
 
 
 def _glm_mtp(model):
-    """Return an MTP layer of GLM-4.5: a decoder layer, its projection, three norms, its own embeddings and head."""
+    """Return an MTP layer of GLM-4.5: a decoder layer, its projection, three norms, its
+    own embeddings and head.
+    """
     width, vocabulary = model.config.hidden_size, model.config.vocab_size
     layer = sum(parameter.numel() for parameter in model.model.layers[-1].parameters())
     return layer + 2 * width**2 + 3 * width + 2 * width * vocabulary
@@ -69,52 +78,77 @@ def real_model(name):
     with tempfile.TemporaryDirectory() as folder:
         family, config = real_config(name, Path(folder))
     with torch.device("meta"):
-        return family, base_model_class(family)._from_config(config, dtype=torch.bfloat16).eval()
+        return family, base_model_class(family)._from_config(
+            config, dtype=torch.bfloat16
+        ).eval()
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_a_real_model_has_the_published_number_of_parameters(name):
     _, model = real_model(name)
     published, beside = EXACT[name]
-    assert sum(parameter.numel() for parameter in model.parameters()) + beside(model) == published
+    assert (
+        sum(parameter.numel() for parameter in model.parameters()) + beside(model)
+        == published
+    )
 
 
 def _cases():
     for number, name in enumerate(EXACT):
-        yield pytest.param(name, "all", marks=[pytest.mark.breadth] if number > 1 else [])
+        yield pytest.param(
+            name, "all", marks=[pytest.mark.breadth] if number > 1 else []
+        )
         if MOE_LAYERS[name][0] > 0:  # else moe is all
             yield pytest.param(name, "moe", marks=pytest.mark.breadth)
         yield pytest.param(name, "last:75%", marks=pytest.mark.breadth)
 
 
 @pytest.mark.parametrize(("name", "selection"), list(_cases()))
-def test_a_real_model_converts_in_a_moment_and_runs_with_cache_and_hidden_states(name, selection):
+def test_a_real_model_converts_in_a_moment_and_runs_with_cache_and_hidden_states(
+    name, selection
+):
     family, model = real_model(name)
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     mask = moe_mask(model.config, family)
-    assert [index for index, is_moe in enumerate(mask) if is_moe] == list(MOE_LAYERS[name])
+    assert [index for index, is_moe in enumerate(mask) if is_moe] == list(
+        MOE_LAYERS[name]
+    )
 
     began = time.process_time()
     layers = convert_model(model, Connectivity(selection))
     assert time.process_time() - began < 1.0  # measured: 3 to 20 ms
-    expected = {"all": range(len(mask)), "moe": MOE_LAYERS[name], "last:75%": LAST_75_PERCENT[name]}
-    assert layers == farskip_layers(model) == list(expected[selection]) == resolve_layers(selection, mask)
+    expected = {
+        "all": range(len(mask)),
+        "moe": MOE_LAYERS[name],
+        "last:75%": LAST_75_PERCENT[name],
+    }
+    assert (
+        layers
+        == farskip_layers(model)
+        == list(expected[selection])
+        == resolve_layers(selection, mask)
+    )
     assert {key: tensor.shape for key, tensor in model.state_dict().items()} == shapes
 
     first, second = traced_forward(model, num_tokens=3)
     width, vocabulary = (
-        getattr(text_config(model.config, family), key) for key in ("hidden_size", "vocab_size")
+        getattr(text_config(model.config, family), key)
+        for key in ("hidden_size", "vocab_size")
     )
     for output, tokens in ((first, 3), (second, 1)):
         assert output.logits.shape == (1, tokens, vocabulary)
-        assert [state.shape for state in output.hidden_states] == [(1, tokens, width)] * (len(mask) + 1)
+        assert [state.shape for state in output.hidden_states] == [
+            (1, tokens, width)
+        ] * (len(mask) + 1)
         assert all(state.is_meta for state in output.hidden_states)
     (read,) = cache_of(second).values()
     assert read.get_seq_length(len(mask) - 1) == 4
 
 
 def traced_forward(model, num_tokens):
-    """Outputs for a prompt and for one token after it, on tensors that have shapes and no storage."""
+    """Outputs for a prompt and for one token after it, on tensors that have shapes and
+    no storage.
+    """
     tokens = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
     options = {"use_cache": True, "output_hidden_states": True}
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""A rewired model is the original for the length of a context, in every kind of layer, and then rewired as before."""
+"""A rewired model is the original for the length of a context, in every kind of layer,
+and then rewired as before.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""The contract of every family: a rewired model against forward passes written from the equations."""
+"""The contract of every family: a rewired model against forward passes written from the
+equations.
+"""
 
 import itertools
 import sys
@@ -7,7 +9,13 @@ import types
 import pytest
 import torch
 
-from fcsd.model.connectivity import Connectivity, convert_model, resolve_layers, rewire, unconvert_model
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_model,
+    resolve_layers,
+    rewire,
+    unconvert_model,
+)
 from fcsd.model.connectivity.modeling import rewiring_source
 from fcsd.model.families import FAMILIES, NEWER, moe_mask
 from tests.float64 import BOUND, error
@@ -19,13 +27,22 @@ from tests.reference.surgery import surgery_forward
 from tests.reference.tiny import TINY, tiny_model
 from tests.support import KINDS, cache_of, few
 
-FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
+FAMILY_NAMES = sorted(
+    name for name, family in FAMILIES.items() if not family.multimodal
+)
 SELECTIONS = ("all", "moe", {"first": 2}, {"last": "75%"}, [0, 2])
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
 
 SINKS = ("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash")
 RECURRENT = (
-    *("bailing_hybrid", "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lara_mini"),
+    *(
+        "bailing_hybrid",
+        "granitemoehybrid",
+        "inkling_text",
+        "jamba",
+        "kimi_linear",
+        "lara_mini",
+    ),
     *("lfm2_moe", "minimax", "qwen3_5_moe_text", "qwen3_next"),
 )
 
@@ -37,15 +54,23 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("packed", "afmoe"): "masks are built without position ids",
     ("checkpointing", "jetmoe"): "it does not support activation checkpointing",
     ("packed", "minimax_m3_vl_text"): "blocks of keys are chosen over the whole row",
-    **{("packed", name): "the recurrent state runs on from one sequence into the next" for name in RECURRENT},
-    ("cache of several tokens", "jamba"): "Mamba's state is read only when a single token is added",
+    **{
+        ("packed", name): "the recurrent state runs on from one sequence into the next"
+        for name in RECURRENT
+    },
+    (
+        "cache of several tokens",
+        "jamba",
+    ): "Mamba's state is read only when a single token is added",
 }
-"""(contract, family) -> what the original of transformers 5.23 does not do either. The tests show it on the
-original, so that an exception that is no longer needed fails."""
+"""(contract, family) -> what the original of transformers 5.23 does not do either. The
+tests show it on the original, so that an exception that is no longer needed fails."""
 
 
 def tokens(rows: int = 2, length: int = 11, seed: int = 3) -> torch.Tensor:
-    return torch.randint(3, 99, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, 99, (rows, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def left_padding(rows: int, length: int, padding: int = 4) -> torch.Tensor:
@@ -65,24 +90,32 @@ def reference(model, *args, **inputs):
 
 
 def resolved(model, selection):
-    return resolve_layers(selection, moe_mask(model.config, FAMILIES[model.config.model_type]))
+    return resolve_layers(
+        selection, moe_mask(model.config, FAMILIES[model.config.model_type])
+    )
 
 
 def stack_of(model):
-    return rewire.decoder_layers(model, FAMILIES[model.config.model_type.removeprefix("farskip_")])
+    return rewire.decoder_layers(
+        model, FAMILIES[model.config.model_type.removeprefix("farskip_")]
+    )
 
 
 def excepted(contract, family, original_fails):
     """True where the family is an exception, after showing that the original fails, too."""
     if (contract, family) not in EXCEPTIONS:
         return False
-    assert original_fails(), f"{family}, {contract}: the original can do it now; delete the exception"
+    assert original_fails(), (
+        f"{family}, {contract}: the original can do it now; delete the exception"
+    )
     return True
 
 
 def test_every_supported_family_has_a_tiny_model_and_a_reference():
     assert FAMILIES.keys() == TINY.keys()
-    written = {name for name, family in FAMILIES.items() if family.reference == "written"}
+    written = {
+        name for name, family in FAMILIES.items() if family.reference == "written"
+    }
     assert written == (MOE.keys() | IMAGES.keys() | LAYERS.keys()) - NEWER.keys()
     assert len(written) >= 14
 
@@ -114,25 +147,39 @@ def test_a_converted_model_computes_the_equations(family, implementation, padded
     mask = left_padding(*x.shape) if padded else None
     kept = slice(None) if mask is None else mask.bool()
     model = tiny_model(family, attn_implementation=implementation)
-    # Where attention and MLP read the same stream, an outdated MLP alone changes nothing and is refused.
+    # Where attention and MLP read the same stream, an outdated MLP alone changes
+    # nothing and is refused.
     sides = SIDES[:2] if FAMILIES[family].layout == "parallel" else SIDES
-    # Padding and the attention's implementation know of no selection: every pair of selection and sides once.
-    every_pair = not padded and implementation == ("eager" if family in SINKS else "sdpa")
+    # Padding and the attention's implementation know of no selection: every pair of
+    # selection and sides once.
+    every_pair = not padded and implementation == (
+        "eager" if family in SINKS else "sdpa"
+    )
     if FAMILIES[family].reference == "written" and every_pair:
         cases = [*itertools.product(SELECTIONS, sides)]
     else:
         selections = SELECTIONS[1:] if every_pair else SELECTIONS[-1:]
-        cases = [*itertools.product(["all"], sides), *itertools.product(selections, sides[:1])]
+        cases = [
+            *itertools.product(["all"], sides),
+            *itertools.product(selections, sides[:1]),
+        ]
     selected = {str(selection): resolved(model, selection) for selection, _ in cases}
     with arguments_computed_once():
         references = [
-            reference(model, x, selected[str(selection)], *sides, attention_mask=mask)[0]
+            reference(model, x, selected[str(selection)], *sides, attention_mask=mask)[
+                0
+            ]
             for selection, sides in cases
         ]
     for (selection, (attention, mlp)), expected in zip(cases, references, strict=True):
         unconvert_model(model)
         layers = selected[str(selection)]
-        assert convert_model(model, Connectivity(selection, attention, mlp), regular_ok=True) == layers
+        assert (
+            convert_model(
+                model, Connectivity(selection, attention, mlp), regular_ok=True
+            )
+            == layers
+        )
         actual = logits(model, x, attention_mask=mask)
         worst = error(actual[kept], expected[kept])
         assert worst < BOUND, f"{selection} {attention} {mlp}: {worst:.1e}"
@@ -160,7 +207,9 @@ def test_the_regular_model_computes_the_reference_without_farskip_layers(family)
     ],
 )
 @pytest.mark.parametrize("sides", SIDES)
-def test_dense_layers_read_what_is_in_flight_and_leave_nothing_in_flight(family, overrides, sides):
+def test_dense_layers_read_what_is_in_flight_and_leave_nothing_in_flight(
+    family, overrides, sides
+):
     model, x = tiny_model(family, **overrides), tokens()
     for selection in ("all", "moe", {"first": 3}, [1, 2]):
         unconvert_model(model)
@@ -191,7 +240,9 @@ def test_recorded_hidden_states_are_the_full_streams(family):
         recorded = model(x, output_hidden_states=True, use_cache=False).hidden_states
     assert len(recorded) == len(streams) == 5
     # The last recorded state is after the final norm, in the regular model too.
-    for k, (actual, expected) in enumerate(zip(recorded[:-1], streams[:-1], strict=True)):
+    for k, (actual, expected) in enumerate(
+        zip(recorded[:-1], streams[:-1], strict=True)
+    ):
         assert error(actual, expected) < BOUND, k
 
 
@@ -199,7 +250,12 @@ def test_recorded_hidden_states_are_the_full_streams(family):
 def test_generating_with_the_cache_gives_what_full_passes_give(family):
     model, x = tiny_model(family), tokens(length=9)
     mask = left_padding(*x.shape)
-    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
 
     @torch.no_grad()
     def difference(*cuts):
@@ -230,7 +286,9 @@ def test_gradient_checkpointing_does_not_change_gradients(family):
     model = tiny_model(family).train()
 
     def original_refuses():
-        with pytest.raises(ValueError, match="does not support activation checkpointing"):
+        with pytest.raises(
+            ValueError, match="does not support activation checkpointing"
+        ):
             model.activation_checkpointing_enable()
         return True
 
@@ -242,7 +300,11 @@ def test_gradient_checkpointing_does_not_change_gradients(family):
         torch.manual_seed(0)  # routers that sample in training
         loss = model(x, labels=x, use_cache=False).loss
         loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return {
+            name: p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
 
     original = gradients()
     convert_model(model, Connectivity("all"))
@@ -262,7 +324,9 @@ def test_gradient_checkpointing_does_not_change_gradients(family):
         assert checkpointed.keys() == plain.keys()
         for name, gradient in plain.items():
             # Re-entrant checkpoints may add gradients up in another order.
-            assert (checkpointed[name] - gradient).abs().max() <= (BOUND if reentrant else 0), name
+            assert (checkpointed[name] - gradient).abs().max() <= (
+                BOUND if reentrant else 0
+            ), name
 
 
 @pytest.mark.parametrize("family", few(FAMILY_NAMES))
@@ -285,10 +349,14 @@ def test_packed_sequences_with_position_ids_give_what_they_give_alone(family):
 @pytest.mark.parametrize("family", few(FAMILY_NAMES))
 def test_gradients_are_those_of_the_equations(family):
     model, x = tiny_model(family), tokens(2, 6)
-    weights = {name: p for name, p in stack_of(model).named_parameters() if p.requires_grad}
+    weights = {
+        name: p for name, p in stack_of(model).named_parameters() if p.requires_grad
+    }
 
     def gradients(output):
-        loss = torch.nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            output[:, :-1].flatten(0, 1), x[:, 1:].flatten()
+        )
         return torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
 
     expected = gradients(reference_forward(model, x, range(4))[0])
@@ -309,13 +377,16 @@ def test_gradients_are_those_of_the_equations(family):
         ("phimoe", {"input_jitter_noise": 0.2}),
     ],
 )
-def test_noise_that_a_block_puts_into_its_input_in_training_stays_in_the_block(family, jitter):
+def test_noise_that_a_block_puts_into_its_input_in_training_stays_in_the_block(
+    family, jitter
+):
     model, x = tiny_model(family, **jitter).train(), tokens()
     torch.manual_seed(1)
     with torch.no_grad():
         expected, _ = surgery_forward(model, x, range(4))
     torch.manual_seed(1)
-    logits(model, x)  # the reference begins with a pass of the model, which draws as many numbers
+    # the reference begins with a pass of the model, which draws as many numbers
+    logits(model, x)
     convert_model(model, Connectivity("all"))
     assert error(logits(model, x), expected) < BOUND
 
@@ -340,7 +411,14 @@ MUTANTS = {
     "the shared experts stay in flight": (
         "return rest + shared_output",
         "return rest",
-        ("qwen2_moe", "deepseek_v2", "granitemoeshared", "granitemoehybrid", "qwen3_next", "hunyuan_v1_moe"),
+        (
+            "qwen2_moe",
+            "deepseek_v2",
+            "granitemoeshared",
+            "granitemoehybrid",
+            "qwen3_next",
+            "hunyuan_v1_moe",
+        ),
     ),
     "the residual multiplier is forgotten": (
         "shared_output * getattr(self.layer, self.family.residual_multiplier)",
@@ -368,7 +446,9 @@ MUTANTS = {
         ("qwen3_moe", "deepseek_v2", *HYBRIDS),
     ),
 }
-"""What is wrong -> (text of the rewiring, what a mutant has in its place, families in which it must show)."""
+"""What is wrong -> (text of the rewiring, what a mutant has in its place, families in
+which it must show).
+"""
 
 
 def mutated(old, new, monkeypatch):
@@ -381,12 +461,19 @@ def mutated(old, new, monkeypatch):
 
 
 def largest_error(module, family):
-    """Return the largest error of the logits, over two selections; infinite where the mutant does not run."""
+    """Return the largest error of the logits, over two selections; infinite where the
+    mutant does not run.
+    """
     x, worst = tokens(), 0.0
     for layers in ([0, 1, 2, 3], [0, 1, 2]):
         model = tiny_model(family)
         expected, _ = reference(model, x, layers)
-        field = {"version": 1, "layers": layers, "attention": "partial", "mlp": "outdated"}
+        field = {
+            "version": 1,
+            "layers": layers,
+            "attention": "partial",
+            "mlp": "outdated",
+        }
         module.rewire(model, FAMILIES[family], field)
         try:
             worst = max(worst, error(logits(model, x), expected))
@@ -397,7 +484,9 @@ def largest_error(module, family):
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_of_the_rewiring_differ_from_the_reference(mutant, monkeypatch):
-    """What the comparisons above could miss: each mutation must show in each family that it concerns."""
+    """What the comparisons above could miss: each mutation must show in each family
+    that it concerns.
+    """
     old, new, families = MUTANTS[mutant]
     module, same = mutated(old, new, monkeypatch), mutated(old, old, monkeypatch)
     for family in families:
@@ -408,7 +497,13 @@ def test_mutants_of_the_rewiring_differ_from_the_reference(mutant, monkeypatch):
 def test_rewiring_is_refused_for_an_unknown_version_or_side_and_indices_out_of_range():
     model, family = tiny_model("qwen3_moe"), FAMILIES["qwen3_moe"]
     good = {"version": 1, "layers": [0], "attention": "partial", "mlp": "outdated"}
-    for change in ({"version": 2}, {"attention": "half"}, {"mlp": "late"}, {"layers": [4]}, {"layers": [-1]}):
+    for change in (
+        {"version": 2},
+        {"attention": "half"},
+        {"mlp": "late"},
+        {"layers": [4]},
+        {"layers": [-1]},
+    ):
         with pytest.raises(ValueError, match=r"config\.farskip"):
             rewire.rewire(model, family, good | change)
     with pytest.raises(ValueError, match=r"config\.farskip"):

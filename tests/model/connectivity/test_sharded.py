@@ -34,7 +34,9 @@ def gradients(model):
 def one_step(rank, family, strategy, checkpointing):
     model = converted(family)
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        model.activation_checkpointing_enable(
+            {"use_reentrant": checkpointing == "reentrant"}
+        )
         if checkpointing == "reentrant":
             model.enable_input_require_grads()
     if strategy == "fsdp2":
@@ -54,7 +56,8 @@ def one_step(rank, family, strategy, checkpointing):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "llama4_text"])
 @pytest.mark.parametrize(
-    ("strategy", "checkpointing"), [("fsdp2", None), ("fsdp2", "plain"), ("ddp", None), ("ddp", "reentrant")]
+    ("strategy", "checkpointing"),
+    [("fsdp2", None), ("fsdp2", "plain"), ("ddp", None), ("ddp", "reentrant")],
 )
 def test_two_ranks_have_the_gradients_of_one_process(family, strategy, checkpointing):
     model = converted(family)
@@ -63,4 +66,6 @@ def test_two_ranks_have_the_gradients_of_one_process(family, strategy, checkpoin
     actual, _ = run_ranks(one_step, 2, family, strategy, checkpointing)
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert (actual[name] - gradient).abs().max() < BOUND * max(1.0, float(gradient.abs().max())), name
+        assert (actual[name] - gradient).abs().max() < BOUND * max(
+            1.0, float(gradient.abs().max())
+        ), name

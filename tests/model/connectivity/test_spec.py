@@ -38,9 +38,12 @@ def test_a_selection_has_a_normal_form_and_names_layers(given, normal, layers):
 
 
 @pytest.mark.parametrize(
-    ("percent", "layers", "expected"), [("50%", 7, 4), ("50%", 5, 3), ("10%", 26, 3), ("75%", 26, 20)]
+    ("percent", "layers", "expected"),
+    [("50%", 7, 4), ("50%", 5, 3), ("10%", 26, 3), ("75%", 26, 20)],
 )
-def test_a_percentage_rounds_to_the_nearest_layer_and_halves_up(percent, layers, expected):
+def test_a_percentage_rounds_to_the_nearest_layer_and_halves_up(
+    percent, layers, expected
+):
     assert len(resolve_layers({"first": percent}, [True] * layers)) == expected
 
 
@@ -95,9 +98,13 @@ def test_a_selection_beyond_the_model_is_refused(given, message):
 
 
 def test_the_sides_are_checked_and_the_regular_connectivity_is_not_a_conversion():
-    with pytest.raises(UserError, match=r"^attention: must be 'partial' or 'full', got 'Partial'"):
+    with pytest.raises(
+        UserError, match=r"^attention: must be 'partial' or 'full', got 'Partial'"
+    ):
         Connectivity("all", attention="Partial")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"^mlp: must be 'outdated' or 'full', got 'none'"):
+    with pytest.raises(
+        UserError, match=r"^mlp: must be 'outdated' or 'full', got 'none'"
+    ):
         Connectivity("all", mlp="none")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="is the regular connectivity"):
         Connectivity("all", "full", "full")
@@ -105,7 +112,11 @@ def test_the_sides_are_checked_and_the_regular_connectivity_is_not_a_conversion(
 
 
 def test_a_connectivity_survives_its_config_field():
-    for connectivity in (Connectivity("moe"), Connectivity("none"), Connectivity({"last": 2}, mlp="full")):
+    for connectivity in (
+        Connectivity("moe"),
+        Connectivity("none"),
+        Connectivity({"last": 2}, mlp="full"),
+    ):
         field = connectivity.field(MASK)
         read = Connectivity.from_field(field)
         assert read.field(MASK) == field
@@ -115,11 +126,20 @@ def test_a_connectivity_survives_its_config_field():
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ({"version": 2, "layers": [], "attention": "partial", "mlp": "outdated"}, "reads version 1, got 2"),
+        (
+            {"version": 2, "layers": [], "attention": "partial", "mlp": "outdated"},
+            "reads version 1, got 2",
+        ),
         (None, "reads version 1, got None"),
         ({"version": 1, "layers": [0]}, "needs exactly the keys version, layers"),
-        ({"version": 1, "layers": "all", "attention": "partial", "mlp": "outdated"}, "layers (a list)"),
-        ({"version": 1, "layers": [-1], "attention": "partial", "mlp": "outdated"}, "index -1 is negative"),
+        (
+            {"version": 1, "layers": "all", "attention": "partial", "mlp": "outdated"},
+            "layers (a list)",
+        ),
+        (
+            {"version": 1, "layers": [-1], "attention": "partial", "mlp": "outdated"},
+            "index -1 is negative",
+        ),
     ],
 )
 def test_a_malformed_config_field_is_refused(field, message):

@@ -1,4 +1,6 @@
-"""Two gloo ranks: what transformers puts together from several tensors while it shards, against a whole load."""
+"""Two gloo ranks: what transformers puts together from several tensors while it shards,
+against a whole load.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,23 +18,34 @@ from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.tiny import tiny_model
 from tests.support import UNLIKE, few_and_others
 
-FAMILY_NAMES = [name for name, family in FAMILIES.items() if not family.multimodal or family.fuses_rows]
+FAMILY_NAMES = [
+    name
+    for name, family in FAMILIES.items()
+    if not family.multimodal or family.fuses_rows
+]
 WRONG = sorted(name for name, family in FAMILIES.items() if family.fuses_rows)
 
 
-def spread_on_rank(rank: int, folder: Path, states: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+def spread_on_rank(
+    rank: int, folder: Path, states: dict[str, dict[str, Any]]
+) -> dict[str, list[str]]:
     """Family -> tensors that differ from those that were saved."""
     from transformers.distributed import DistributedConfig
 
     wrong = {}
     for name, state in in_turn(states.items()):
         try:
-            spread = load_model(folder / name, distributed_config=DistributedConfig(fsdp_size=2))
-        except RuntimeError:  # a rank's rows of a tensor cannot be split as the whole is
+            spread = load_model(
+                folder / name, distributed_config=DistributedConfig(fsdp_size=2)
+            )
+        # a rank's rows of a tensor cannot be split as the whole is
+        except RuntimeError:
             wrong[name] = [str(FAMILIES[name].fuses_rows)]
             continue
         whole = {key: full(tensor) for key, tensor in spread.state_dict().items()}
-        wrong[name] = [key for key, tensor in whole.items() if not torch.equal(tensor, state[key])]
+        wrong[name] = [
+            key for key, tensor in whole.items() if not torch.equal(tensor, state[key])
+        ]
     return wrong
 
 
@@ -57,7 +70,9 @@ def test_every_tensor_of_every_family_is_whole_after_a_spread_load_or_the_family
         sorted(name for name, keys in differences.items() if keys) == wrong
     )  # a new transformers may mend them
     for name in wrong:
-        assert all(key.endswith(str(FAMILIES[name].fuses_rows)) for key in differences[name])
+        assert all(
+            key.endswith(str(FAMILIES[name].fuses_rows)) for key in differences[name]
+        )
 
 
 def own_on_rank(rank: int, folder: Path, state: dict[str, Any]) -> list[str]:
@@ -65,11 +80,17 @@ def own_on_rank(rank: int, folder: Path, state: dict[str, Any]) -> list[str]:
     model = load_model(folder, weights=launch.loads_weights)
     shard_teacher(model, launch)
     assert any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-    return [key for key, tensor in model.state_dict().items() if not torch.equal(full(tensor), state[key])]
+    return [
+        key
+        for key, tensor in model.state_dict().items()
+        if not torch.equal(full(tensor), state[key])
+    ]
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_fcsds_own_fsdp2_spreads_such_a_family_rightly(name: str, tmp_path: Path) -> None:
+def test_fcsds_own_fsdp2_spreads_such_a_family_rightly(
+    name: str, tmp_path: Path
+) -> None:
     """It loads the weights whole on the first rank."""
     model = tiny_model(name)
     model.save_pretrained(tmp_path)
@@ -83,6 +104,7 @@ def test_a_family_that_is_put_together_wrongly_is_refused_before_weights_are_rea
     tiny_model(name).save_pretrained(tmp_path)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
     with pytest.raises(
-        UserError, match=rf"transformers loads {FAMILIES[name].fuses_rows} of {name} wrongly when it shards"
+        UserError,
+        match=rf"transformers loads {FAMILIES[name].fuses_rows} of {name} wrongly when it shards",
     ):
         load_model(tmp_path, distributed_config=object())

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fcsd.model.connectivity import Connectivity, convert_checkpoint, unconvert_checkpoint
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    unconvert_checkpoint,
+)
 from tests.reference.tiny import tiny_config, tiny_model
 from tests.support import start
 
@@ -18,7 +22,9 @@ TOTAL_BYTES = 1_900 * MIB
 
 
 def synthetic_checkpoint(folder, num_layers=LAYERS, shard_bytes=SHARD_BYTES):
-    """Return a qwen3_moe in bfloat16 whose shards have the right headers and sizes, and holes where the numbers are."""
+    """Return a qwen3_moe in bfloat16 whose shards have the right headers and sizes, and
+    holes where the numbers are.
+    """
     config = tiny_config(
         "qwen3_moe",
         num_hidden_layers=num_layers,
@@ -38,7 +44,11 @@ def synthetic_checkpoint(folder, num_layers=LAYERS, shard_bytes=SHARD_BYTES):
         if used + size > shard_bytes:
             shards.append({})
             used = 0
-        shards[-1][name] = {"dtype": "BF16", "shape": shape, "data_offsets": [used, used + size]}
+        shards[-1][name] = {
+            "dtype": "BF16",
+            "shape": shape,
+            "data_offsets": [used, used + size],
+        }
         used += size
     weight_map = {}
     for number, tensors in enumerate(shards, 1):
@@ -47,9 +57,15 @@ def synthetic_checkpoint(folder, num_layers=LAYERS, shard_bytes=SHARD_BYTES):
         header += b" " * (-len(header) % 8)
         with file.open("wb") as stream:
             stream.write(struct.pack("<Q", len(header)) + header)
-            stream.truncate(8 + len(header) + max(row["data_offsets"][1] for row in tensors.values()))
+            stream.truncate(
+                8
+                + len(header)
+                + max(row["data_offsets"][1] for row in tensors.values())
+            )
         weight_map |= dict.fromkeys(tensors, file.name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -126,7 +142,8 @@ def test_a_conversion_needs_a_fraction_of_one_shard_of_memory(measured):
     shards = sorted((folder / "large").glob("*.safetensors"))
     assert sum(file.stat().st_size for file in shards) > TOTAL_BYTES
     assert max(file.stat().st_size for file in shards) <= SHARD_BYTES + MIB
-    assert growth["reading one shard"] > 0.9 * shards[0].stat().st_size  # the measure sees a shard
+    # the measure sees a shard
+    assert growth["reading one shard"] > 0.9 * shards[0].stat().st_size
     assert growth["linked"] < SHARD_BYTES / 4
     assert growth["undone"] < SHARD_BYTES / 4
 
@@ -135,7 +152,9 @@ def test_a_conversion_links_the_weights_and_copies_no_byte_of_them(measured):
     folder, _ = measured
     for shard in sorted((folder / "large").glob("*.safetensors")):
         for name in ("linked", "undone"):
-            assert (folder / "out" / name / shard.name).stat().st_ino == shard.stat().st_ino
+            assert (
+                folder / "out" / name / shard.name
+            ).stat().st_ino == shard.stat().st_ino
         assert shard.stat().st_nlink == 3
     config = json.loads((folder / "out" / "linked" / "config.json").read_text())
     assert config["farskip"]["layers"] == [1, 2, 3, 4, 5]
@@ -153,7 +172,9 @@ def test_where_weights_cannot_be_linked_they_are_streamed(measured):
 
 
 def test_weights_that_are_links_into_a_cache_are_linked_themselves(tmp_path):
-    """A snapshot of the Hub's cache holds symbolic links to blobs; a link to the link would break with it."""
+    """A snapshot of the Hub's cache holds symbolic links to blobs; a link to the link
+    would break with it.
+    """
     tiny_model("qwen3_moe").save_pretrained(tmp_path / "blobs", max_shard_size="40KB")
     snapshot = tmp_path / "snapshots" / "0123abc"
     snapshot.mkdir(parents=True)

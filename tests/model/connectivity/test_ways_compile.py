@@ -7,7 +7,14 @@ from fcsd.model.connectivity import Connectivity, convert_model
 from tests.reference.tiny import tiny_model
 from tests.support import few
 
-FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "instella_moe", "gpt_oss", "llama4_text")
+FAMILY_NAMES = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "deepseek_v2",
+    "instella_moe",
+    "gpt_oss",
+    "llama4_text",
+)
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
 TOLERANCE = 5e-5
 
@@ -34,10 +41,14 @@ def test_inference_compiles_to_one_graph(family):
     expected = logits(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert (logits(compiled) - expected).abs().max() < TOLERANCE
-    assert (logits(compiled) - logits(tiny_model(family, num_hidden_layers=3))).abs().max() > 1
+    assert (
+        logits(compiled) - logits(tiny_model(family, num_hidden_layers=3))
+    ).abs().max() > 1
 
 
-@pytest.mark.parametrize(("family", "checkpointing"), few([("deepseek_v2", False), ("qwen3_moe", True)], 1))
+@pytest.mark.parametrize(
+    ("family", "checkpointing"), few([("deepseek_v2", False), ("qwen3_moe", True)], 1)
+)
 def test_training_compiles_to_one_graph_with_the_same_gradients(family, checkpointing):
     model = converted(family).train()
     if checkpointing:
@@ -46,13 +57,19 @@ def test_training_compiles_to_one_graph_with_the_same_gradients(family, checkpoi
     def gradients(called):
         model.zero_grad()
         called(X, labels=X, use_cache=False).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return {
+            name: p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
 
     plain = gradients(model)
     compiled = gradients(torch.compile(model, backend="aot_eager", fullgraph=True))
     assert compiled.keys() == plain.keys()
     for name, gradient in plain.items():
-        assert (compiled[name] - gradient).abs().max() < 1e-5 * max(1.0, float(gradient.abs().max())), name
+        assert (compiled[name] - gradient).abs().max() < 1e-5 * max(
+            1.0, float(gradient.abs().max())
+        ), name
 
 
 def exported(model, length):
@@ -71,10 +88,14 @@ def test_an_exported_program_takes_rows_of_other_lengths(family, tmp_path):
         length, x = None, X  # as in the original, a program for one length
     torch.export.save(exported(model, length), tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2").module()
-    assert (loaded(x, use_cache=False).logits - logits(model, x)).abs().max() < TOLERANCE
+    assert (
+        loaded(x, use_cache=False).logits - logits(model, x)
+    ).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "region"), few([("deepseek_v2", "layers"), ("qwen2_moe", "model")], 1))
+@pytest.mark.parametrize(
+    ("family", "region"), few([("deepseek_v2", "layers"), ("qwen2_moe", "model")], 1)
+)
 def test_compiled_code_notices_that_the_connectivity_changes(family, region):
     model = tiny_model(family, num_hidden_layers=3)
     if region == "model":

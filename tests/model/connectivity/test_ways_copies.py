@@ -7,7 +7,13 @@ import pickle
 import pytest
 import torch
 
-from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers, load_model, unconvert_model
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_model,
+    farskip_layers,
+    load_model,
+    unconvert_model,
+)
 from tests.reference.tiny import tiny_model
 
 FAMILY_NAMES = (
@@ -50,7 +56,9 @@ def test_a_copy_is_rewired_and_independent(family, copied):
     model = converted(family)
     expected = logits(model)
     other = copied(model)
-    assert type(other) is type(model) and farskip_layers(other) == farskip_layers(model) == [0, 1, 2, 3]
+    assert type(other) is type(model) and farskip_layers(other) == farskip_layers(
+        model
+    ) == [0, 1, 2, 3]
     assert torch.equal(logits(other), expected)
     unconvert_model(model)
     regular = logits(model)

@@ -15,11 +15,19 @@ from tests.float64 import ROUNDINGS, in_float64
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
 from tests.reference.tiny import tiny_model
 
-FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "instella_moe", "gpt_oss", "llama4_text")
+FAMILY_NAMES = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "deepseek_v3",
+    "instella_moe",
+    "gpt_oss",
+    "llama4_text",
+)
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install 'fcsd[deepspeed]'"
+    importlib.util.find_spec("deepspeed") is None,
+    reason="needs DeepSpeed: pip install 'fcsd[deepspeed]'",
 )
 
 
@@ -30,25 +38,34 @@ def converted(family):
 
 
 def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
 def largest(actual, expected):
     """Return the largest difference of gradients."""
     assert actual.keys() == expected.keys()
-    return max(float((actual[name] - gradient).abs().max()) for name, gradient in expected.items())
+    return max(
+        float((actual[name] - gradient).abs().max())
+        for name, gradient in expected.items()
+    )
 
 
 def zero3(rank, cases):
-    """(family, checkpointing, leaf) -> (loss error, gradient error), in units of float32's spacing there and of the
-    distance of one process' gradients from float64; DeepSpeed has no float64.
+    """(family, checkpointing, leaf) -> (loss error, gradient error), in units of
+    float32's spacing there and of the distance of one process' gradients from float64;
+    DeepSpeed has no float64.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
         from deepspeed.utils import safe_get_full_grad, set_z3_leaf_modules
 
-        # Otherwise a C++ extension for reductions in shared memory is compiled, which takes a minute.
+        # Otherwise a C++ extension for reductions in shared memory is compiled, which
+        # takes a minute.
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
         deepspeed.init_distributed("gloo")
         results = {}
@@ -67,19 +84,26 @@ def zero3(rank, cases):
                 model.activation_checkpointing_enable({"use_reentrant": False})
             if leaf:
                 stack = rewire.decoder_layers(model, FAMILIES[family])
-                set_z3_leaf_modules(model, [type(getattr(stack[-1], FAMILIES[family].moe))])
+                set_z3_leaf_modules(
+                    model, [type(getattr(stack[-1], FAMILIES[family].moe))]
+                )
             engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
                 config={
                     "train_micro_batch_size_per_gpu": 2,
-                    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+                    "zero_optimization": {
+                        "stage": 3,
+                        "stage3_param_persistence_threshold": 0,
+                    },
                     "zero_allow_untested_optimizer": True,
                     "zero_force_ds_cpu_optimizer": False,
                 },
             )
             assert farskip_layers(engine.module) == [0, 1, 2, 3]
-            with pytest.raises(UserError, match="DeepSpeedEngine: not a transformers model"):
+            with pytest.raises(
+                UserError, match="DeepSpeedEngine: not a transformers model"
+            ):
                 convert_model(engine, Connectivity("all"))
             rows = X.chunk(2)[rank]
             loss = engine(rows, labels=rows, use_cache=False).loss
@@ -88,19 +112,35 @@ def zero3(rank, cases):
             dist.all_reduce(mean)
             parameters = dict(engine.module.named_parameters())
             actual = {name: safe_get_full_grad(parameters[name]) for name in expected}
-            error = float((mean / 2 - expected_loss).abs() / expected_loss) / torch.finfo(mean.dtype).eps
-            results[family, checkpointing, leaf] = (error, largest(actual, expected) / rounding)
+            error = (
+                float((mean / 2 - expected_loss).abs() / expected_loss)
+                / torch.finfo(mean.dtype).eps
+            )
+            results[family, checkpointing, leaf] = (
+                error,
+                largest(actual, expected) / rounding,
+            )
             engine.destroy()
     return results
 
 
-CASES = [("qwen2_moe", False, False), ("gpt_oss", False, False), ("deepseek_v3", True, True)]
-OTHERS = [(family, False, False) for family in FAMILY_NAMES if family not in ("qwen2_moe", "gpt_oss")]
+CASES = [
+    ("qwen2_moe", False, False),
+    ("gpt_oss", False, False),
+    ("deepseek_v3", True, True),
+]
+OTHERS = [
+    (family, False, False)
+    for family in FAMILY_NAMES
+    if family not in ("qwen2_moe", "gpt_oss")
+]
 OTHERS += [("qwen3_moe", True, False)]
 
 
 @pytest.mark.parametrize(
-    "cases", [CASES, pytest.param(OTHERS, marks=pytest.mark.breadth)], ids=["few", "others"]
+    "cases",
+    [CASES, pytest.param(OTHERS, marks=pytest.mark.breadth)],
+    ids=["few", "others"],
 )
 def test_zero3_has_the_loss_and_gradients_of_one_process(cases, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

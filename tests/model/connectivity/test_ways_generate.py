@@ -1,5 +1,5 @@
-"""`generate` with rewired models: caches, beams, drafts, padding. Greedy and beam scores are compared with the
-equations, not with another run of the model."""
+"""`generate` with rewired models: caches, beams, drafts, padding. Greedy and beam
+scores are compared with the equations, not with another run of the model."""
 
 import copy
 
@@ -48,28 +48,46 @@ def reference_logits(family, sequences):
 
 
 @pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
-def test_greedy_generation_with_a_dynamic_and_a_static_cache_follows_the_equations(family):
+def test_greedy_generation_with_a_dynamic_and_a_static_cache_follows_the_equations(
+    family,
+):
     model = converted(family)
     dynamic = model.generate(X, **SETTINGS)
     expected = reference_logits(family, dynamic).argmax(-1)[:, X.shape[1] - 1 : -1]
     assert torch.equal(dynamic[:, X.shape[1] :], expected)
     assert len(set(dynamic[0, X.shape[1] :].tolist())) > 3
-    static = model.generate(X, cache_implementation="static", return_dict_in_generate=True, **SETTINGS)
-    assert [type(cache).__name__ for cache in cache_of(static).values()] == ["StaticCache"]
+    static = model.generate(
+        X, cache_implementation="static", return_dict_in_generate=True, **SETTINGS
+    )
+    assert [type(cache).__name__ for cache in cache_of(static).values()] == [
+        "StaticCache"
+    ]
     assert torch.equal(static.sequences, dynamic)
 
 
 @pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
 def test_beam_search_gives_sequences_with_the_scores_of_the_equations(family):
     model = converted(family)
-    beams = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 1.0} | SETTINGS
+    beams = {
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "length_penalty": 1.0,
+    } | SETTINGS
     cached, plain = (
-        model.generate(X, use_cache=cache, output_scores=True, return_dict_in_generate=True, **beams)
+        model.generate(
+            X,
+            use_cache=cache,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **beams,
+        )
         for cache in (True, False)
     )
     assert torch.equal(cached.sequences, plain.sequences)
     start = X.shape[1]
-    log_probs = reference_logits(family, cached.sequences).log_softmax(-1)[:, start - 1 : -1]
+    log_probs = reference_logits(family, cached.sequences).log_softmax(-1)[
+        :, start - 1 : -1
+    ]
     chosen = log_probs.gather(2, cached.sequences[:, start:, None])[..., 0]
     assert (cached.sequences_scores - chosen.mean(1)).abs().max() < BOUND
     greedy = model.generate(X, **SETTINGS)
@@ -97,9 +115,12 @@ def test_assisted_generation_gives_the_greedy_tokens(family, draft):
     model = converted(family)
     x, settings = X[:1], SETTINGS | {"attention_mask": torch.ones_like(X[:1])}
     greedy = model.generate(x, **settings)
-    # A random draft is refused token by token, which cuts the cache back; the model itself never is.
+    # A random draft is refused token by token, which cuts the cache back; the model
+    # itself never is.
     assistant = (
-        tiny_model("qwen3_moe", seed=1, num_hidden_layers=1) if draft == "small" else copy.deepcopy(model)
+        tiny_model("qwen3_moe", seed=1, num_hidden_layers=1)
+        if draft == "small"
+        else copy.deepcopy(model)
     )
     passes = []
     hook = model.register_forward_hook(lambda *_: passes.append(1))
@@ -112,12 +133,17 @@ def test_assisted_generation_gives_the_greedy_tokens(family, draft):
 @pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
 def test_hidden_states_recorded_while_generating_are_the_full_streams(family):
     model = converted(family)
-    out = model.generate(X, output_hidden_states=True, return_dict_in_generate=True, **SETTINGS)
+    out = model.generate(
+        X, output_hidden_states=True, return_dict_in_generate=True, **SETTINGS
+    )
     assert torch.equal(out.sequences, model.generate(X, **SETTINGS))
     with torch.no_grad():
-        streams = reference_forward(tiny_model(family), out.sequences[:, :-1], range(4))[1]
+        streams = reference_forward(
+            tiny_model(family), out.sequences[:, :-1], range(4)
+        )[1]
     assert len(out.hidden_states) == 9
-    for k in range(4):  # the last recorded state is after the final norm, in the regular model too
+    # the last recorded state is after the final norm, in the regular model too
+    for k in range(4):
         recorded = torch.cat([step[k] for step in out.hidden_states], dim=1)
         scale = max(1.0, float(streams[k].abs().max()) / 5)
         assert (recorded - streams[k]).abs().max() < BOUND * scale, k

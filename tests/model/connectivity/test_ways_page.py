@@ -13,7 +13,13 @@ from tests.reference.tiny import tiny_model
 from tests.support import ROOT, few
 
 TEXT = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
-CODE = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## )[^\n]*\n)*?```python\n(.*?)```", TEXT, flags=re.M | re.S))
+CODE = dict(
+    re.findall(
+        r"^## ([^\n]+)\n(?:(?!^## )[^\n]*\n)*?```python\n(.*?)```",
+        TEXT,
+        flags=re.M | re.S,
+    )
+)
 SLOW = ("Compile and export",)
 """Sections of which every step is a test of `test_ways_compile`."""
 RANKS = ("FSDP2", "Tensor and expert parallelism", "DeepSpeed ZeRO-3", "Pipelines")
@@ -26,14 +32,19 @@ def run(rank, code, path):
         if "deepspeed" in code:
             import deepspeed
 
-            # An import statement would give torch itself, which deepspeed.comm has under this name.
+            # An import statement would give torch itself, which deepspeed.comm has
+            # under this name.
             importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
             deepspeed.init_distributed("gloo")
-        input_ids = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(rank))
+        input_ids = torch.randint(
+            3, 99, (2, 9), generator=torch.Generator().manual_seed(rank)
+        )
         exec(code, {"path": path, "input_ids": input_ids})
 
 
-@pytest.mark.parametrize("section", few(sorted(CODE, key=SLOW.__contains__), len(CODE) - len(SLOW)))
+@pytest.mark.parametrize(
+    "section", few(sorted(CODE, key=SLOW.__contains__), len(CODE) - len(SLOW))
+)
 def test_a_section_runs(section, tmp_path, monkeypatch):
     if (package := NEEDS.get(section)) and importlib.util.find_spec(package) is None:
         pytest.skip(f"needs {package}")

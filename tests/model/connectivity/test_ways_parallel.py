@@ -5,7 +5,12 @@ import torch
 import torch.distributed as dist
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers, load_model
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_model,
+    farskip_layers,
+    load_model,
+)
 from tests.float64 import BOUND, ROUNDINGS, in_float64, logits_in_float64
 from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.tiny import tiny_model
@@ -28,7 +33,10 @@ FEW = ("qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text")
 """A shared expert; a dense layer and latent attention; experts with biases; chunked attention."""
 PARTS = [
     FEW,
-    pytest.param(tuple(name for name in FAMILY_NAMES if name not in FEW), marks=pytest.mark.breadth),
+    pytest.param(
+        tuple(name for name in FAMILY_NAMES if name not in FEW),
+        marks=pytest.mark.breadth,
+    ),
 ]
 
 
@@ -41,11 +49,15 @@ def step(model, x):
     model.train()
     loss = model(x, labels=x, use_cache=False).loss
     loss.backward()
-    return loss.detach(), {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def worst(actual, expected):
-    """Return the largest difference of gradients, in units of the largest gradient of the tensor, at least 1."""
+    """Return the largest difference of gradients, in units of the largest gradient of
+    the tensor, at least 1.
+    """
     assert actual.keys() == expected.keys()
     return max(
         float((actual[n] - gradient).abs().max() / gradient.abs().max().clamp(min=1))
@@ -75,7 +87,9 @@ def fsdp2(rank, families):
             fully_shard(model)
             assert farskip_layers(model) == [0, 1, 2, 3]
             if checkpointing:
-                model.activation_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+                model.activation_checkpointing_enable(
+                    {"use_reentrant": checkpointing == "reentrant"}
+                )
                 if checkpointing == "reentrant":
                     model.enable_input_require_grads()
             loss, gradients = step(model, X.chunk(2)[rank])
@@ -94,7 +108,9 @@ def test_fsdp2_has_the_loss_and_gradients_of_one_process(families):
 
 
 def gradients_behind_a_pass_without(rank, way):
-    """(name -> gradient of one step alone, name -> of the same step behind a pass without gradients)"""
+    """(name -> gradient of one step alone, name -> of the same step behind a pass
+    without gradients)
+    """
     from torch.distributed.fsdp import fully_shard
 
     model = tiny_model("qwen3_moe")  # the original: it is torch's, not the rewiring's
@@ -112,14 +128,24 @@ def gradients_behind_a_pass_without(rank, way):
 
 
 @pytest.mark.parametrize("way", ["optimizer", "reshard", "model"])
-def test_zero_grad_of_an_fsdp2_model_behind_a_pass_without_gradients_leaves_those_outside_the_layers(way):
-    """As docs/scale.md says: torch 2.13 keeps the root's parameters gathered; the shards have the gradients."""
+def test_zero_grad_of_an_fsdp2_model_behind_a_pass_without_gradients_leaves_those_outside_the_layers(
+    way,
+):
+    """As docs/scale.md says: torch 2.13 keeps the root's parameters gathered; the
+    shards have the gradients.
+    """
     for alone, behind in run_ranks(gradients_behind_a_pass_without, 2, way):
         outside = {n for n in alone if not n.startswith("model.layers.")}
-        assert outside == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+        assert outside == {
+            "model.embed_tokens.weight",
+            "model.norm.weight",
+            "lm_head.weight",
+        }
         for name, gradient in alone.items():
             doubled = way == "model" and name in outside
-            torch.testing.assert_close(behind[name], gradient * (2 if doubled else 1), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                behind[name], gradient * (2 if doubled else 1), rtol=1e-4, atol=1e-6
+            )
 
 
 @torch.no_grad()
@@ -137,7 +163,8 @@ def fsdp2_first(rank):
     error = float((model(X, use_cache=False).logits - expected).abs().max())
     fully_shard(model)
     with pytest.raises(
-        UserError, match=r"FSDPFarSkipQwen2MoeForCausalLM: .* convert before wrapping the model"
+        UserError,
+        match=r"FSDPFarSkipQwen2MoeForCausalLM: .* convert before wrapping the model",
     ):
         convert_model(model, Connectivity("none"))
     return error
@@ -149,21 +176,26 @@ def test_converting_after_fsdp2_is_right_for_sharded_layers_and_refused_for_a_sh
 
 
 def plans(rank, folder, families, ways):
-    """(family, way, rewired) -> (logits error, gradient error, number of sharded tensors), of the original the last
-    alone, or what was raised.
+    """(family, way, rewired) -> (logits error, gradient error, number of sharded
+    tensors), of the original the last alone, or what was raised.
 
-    In float32: the mode of float64 and the collectives of "ep all_to_all" do not go together. Errors are in units of
-    the rounding of one process, its distance from float64.
+    In float32: the mode of float64 and the collectives of "ep all_to_all" do not go
+    together. Errors are in units of the rounding of one process, its distance from
+    float64.
     """
     from transformers.distributed import DistributedConfig
 
     options = {
         "tp": lambda: {"distributed_config": DistributedConfig(tp_size=2)},
         "ep all_reduce": lambda: {
-            "distributed_config": DistributedConfig(tp_size=2, ep_size=2, ep_implementation="all_reduce")
+            "distributed_config": DistributedConfig(
+                tp_size=2, ep_size=2, ep_implementation="all_reduce"
+            )
         },
         "ep all_to_all": lambda: {
-            "distributed_config": DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="all_to_all")
+            "distributed_config": DistributedConfig(
+                fsdp_size=2, ep_size=2, ep_implementation="all_to_all"
+            )
         },
     }
 
@@ -174,9 +206,16 @@ def plans(rank, folder, families, ways):
         rows = X.chunk(2)[rank] if way == "ep all_to_all" else X
         assert farskip_layers(model) == ([0, 1, 2, 3] if rewired else [])
         if way != "ep all_to_all":
-            settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            settings = {
+                "max_new_tokens": 3,
+                "do_sample": False,
+                "eos_token_id": None,
+                "pad_token_id": 0,
+            }
             mask = torch.ones_like(X)
-            made = [m.generate(X, attention_mask=mask, **settings) for m in (model, one)]
+            made = [
+                m.generate(X, attention_mask=mask, **settings) for m in (model, one)
+            ]
             assert torch.equal(*made)
         sharded = sum(hasattr(p, "full_tensor") for p in model.parameters())
         if not rewired:  # that it runs is all that is asked of it
@@ -224,9 +263,18 @@ def test_tensor_and_expert_parallel_plans_give_the_logits_and_gradients_of_one_p
         for family in families:
             original, rewired = (results[family, way, r] for r in (False, True))
             if (family, way) in UPSTREAM:
-                assert UPSTREAM[family, way] in original, f"{family}: the original can do it now"
+                assert UPSTREAM[family, way] in original, (
+                    f"{family}: the original can do it now"
+                )
                 assert UPSTREAM[family, way] in rewired
                 continue
-            assert not isinstance(original, str) and not isinstance(rewired, str), (family, original, rewired)
+            assert not isinstance(original, str) and not isinstance(rewired, str), (
+                family,
+                original,
+                rewired,
+            )
             assert rewired[0] < ROUNDINGS and rewired[1] < ROUNDINGS, (family, rewired)
-            assert rewired[2] == original > 0, (family, "another number of sharded tensors")
+            assert rewired[2] == original > 0, (
+                family,
+                "another number of sharded tensors",
+            )

@@ -5,7 +5,12 @@ import pytest
 import torch
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers, load_model
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_model,
+    farskip_layers,
+    load_model,
+)
 from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error
 from tests.reference.tiny import tiny_model
@@ -20,13 +25,20 @@ FAMILY_NAMES = (
     "gpt_oss",
     "llama4_text",
 )
-EXPERTS = {family: f"{FAMILIES[family].moe}.experts.down_proj" for family in FAMILY_NAMES}
+EXPERTS = {
+    family: f"{FAMILIES[family].moe}.experts.down_proj" for family in FAMILY_NAMES
+}
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    # PEFT targets experts that a family has not fused by a pattern that then matches nothing.
-    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+    ),
+    # PEFT targets experts that a family has not fused by a pattern that then matches
+    # nothing.
+    pytest.mark.filterwarnings(
+        "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"
+    ),
 ]
 
 
@@ -48,7 +60,8 @@ def lora(family, *, experts=True):
 
 
 def with_adapters(model, config, seed=0):
-    torch.manual_seed(seed)  # both adapter matrices are drawn, so that adapters change the outputs
+    # both adapter matrices are drawn, so that adapters change the outputs
+    torch.manual_seed(seed)
     return peft.get_peft_model(model, config).eval()
 
 
@@ -72,7 +85,9 @@ def test_adapters_attached_before_and_after_the_conversion_are_the_same(family):
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_a_wrapped_model_is_refused_and_the_message_names_the_way(family):
     model = with_adapters(tiny_model(family), lora(family))
-    with pytest.raises(UserError, match=r"convert before wrapping .*`get_base_model\(\)`"):
+    with pytest.raises(
+        UserError, match=r"convert before wrapping .*`get_base_model\(\)`"
+    ):
         convert_model(model, Connectivity("all"))
     assert farskip_layers(model.get_base_model()) == []
 
@@ -99,30 +114,41 @@ def test_only_adapters_have_gradients_and_checkpointing_does_not_change_them(fam
     def gradients():
         model.zero_grad()
         model(input_ids=X, labels=X, use_cache=False).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return {
+            name: p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
 
     plain = gradients()
-    assert plain.keys() == {name for name, _ in model.named_parameters() if "lora_" in name}
+    assert plain.keys() == {
+        name for name, _ in model.named_parameters() if "lora_" in name
+    }
     assert all(gradient.abs().max() > 0 for gradient in plain.values())
     base = model.get_base_model()
     base.activation_checkpointing_enable({"use_reentrant": False})
     base.enable_input_require_grads()
     checkpointed = gradients()
-    assert all(torch.equal(checkpointed[name], gradient) for name, gradient in plain.items())
+    assert all(
+        torch.equal(checkpointed[name], gradient) for name, gradient in plain.items()
+    )
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_saved_adapters_are_loaded_onto_a_rewired_model(family, tmp_path):
     model = with_adapters(converted(family), lora(family))
     model.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(converted(family), tmp_path)  # warns of adapters that are missing
+    # warns of adapters that are missing
+    loaded = peft.PeftModel.from_pretrained(converted(family), tmp_path)
     assert torch.equal(logits(loaded), logits(model))
     with loaded.disable_adapter():
         assert torch.equal(logits(loaded), logits(converted(family)))
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize("targets", ["all-linear", ["o_proj", "gate_proj", "up_proj", "down_proj"]])
+@pytest.mark.parametrize(
+    "targets", ["all-linear", ["o_proj", "gate_proj", "up_proj", "down_proj"]]
+)
 def test_names_of_modules_mean_the_same_adapters_as_in_the_original(family, targets):
     """PEFT translates names of experts that transformers has fused, by model type."""
 
@@ -133,9 +159,13 @@ def test_names_of_modules_mean_the_same_adapters_as_in_the_original(family, targ
             logits(adapters)
         except (ValueError, AttributeError) as error:
             return str(error).split(":")[0]
-        return {name: p.shape for name, p in adapters.named_parameters() if "lora_" in name}
+        return {
+            name: p.shape for name, p in adapters.named_parameters() if "lora_" in name
+        }
 
     original = adapted(tiny_model(family))
     assert adapted(converted(family)) == original
     if family == "llama4_text" and targets == "all-linear":
-        assert "tuple" in original, "PEFT can adapt Llama 4's router now; delete this exception"
+        assert "tuple" in original, (
+            "PEFT can adapt Llama 4's router now; delete this exception"
+        )

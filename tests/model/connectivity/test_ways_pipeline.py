@@ -1,4 +1,6 @@
-"""Pipelines of two ranks: transformers', which hands on one tensor, and torch's, whose stages are cut by hand."""
+"""Pipelines of two ranks: transformers', which hands on one tensor, and torch's, whose
+stages are cut by hand.
+"""
 
 import pytest
 import torch
@@ -33,18 +35,23 @@ X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
         ("qwen3_moe", Connectivity([0, 1, 3]), [2, 3]),
         ("qwen3_moe", Connectivity({"last": 2}), [1, 2]),
         ("qwen3_moe", Connectivity("all", attention="full"), [1, 2, 3]),
-        ("deepseek_v2", Connectivity("all"), [1]),  # a dense layer leaves nothing in flight
+        # a dense layer leaves nothing in flight
+        ("deepseek_v2", Connectivity("all"), [1]),
         ("llama4_text", Connectivity([1, 2]), [1, 3]),
     ],
 )
-def test_a_pipeline_may_be_cut_where_a_layer_hands_on_one_tensor(family, connectivity, cuts):
+def test_a_pipeline_may_be_cut_where_a_layer_hands_on_one_tensor(
+    family, connectivity, cuts
+):
     model = tiny_model(family)
     convert_model(model, connectivity)
     assert pipeline_cuts(model) == cuts
     single = []
     for k, layer in enumerate(model.model.layers):
         layer.register_forward_hook(
-            lambda _, __, out, k=k: single.append(k + 1) if torch.is_tensor(out) else None
+            lambda _, __, out, k=k: (
+                single.append(k + 1) if torch.is_tensor(out) else None
+            )
         )
     model(X, use_cache=False)
     assert single == [*cuts, 4]
@@ -56,11 +63,15 @@ def test_the_cuts_that_are_checked_are_those_of_transformers(num_layers, num_sta
     from transformers.distributed.pipeline_parallel import PipelineStage
 
     stage = object.__new__(PipelineStage)
-    stage.pp_size = num_stages  # 5.24 gives what is left over to the first stages, 5.23 to the last one
-    starts = {stage.layer_range_for_rank(rank, num_layers)[0] for rank in range(1, num_stages)} - {0}
+    # 5.24 gives what is left over to the first stages, 5.23 to the last one
+    stage.pp_size = num_stages
+    starts = {
+        stage.layer_range_for_rank(rank, num_layers)[0] for rank in range(1, num_stages)
+    } - {0}
     model = tiny_model("qwen3_moe", num_hidden_layers=num_layers)
     for k in range(1, num_layers):
-        convert_model(model, Connectivity([k - 1, k]))  # something is in flight before layer k only
+        # something is in flight before layer k only
+        convert_model(model, Connectivity([k - 1, k]))
         if k in starts:
             with pytest.raises(rewire.StageError, match=f"one begins at layer {k},"):
                 rewire.check_stages(model.model.layers, num_stages)
@@ -72,25 +83,47 @@ def transformers_pipeline(rank, folder, families):
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(pp_size=2)
-    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     results = {}
     for family in families:
-        for name, connectivity in (("original", None), ("rewired", Connectivity([0, 1, 3]))):
+        for name, connectivity in (
+            ("original", None),
+            ("rewired", Connectivity([0, 1, 3])),
+        ):
             try:
-                model = load_model(folder / family, connectivity=connectivity, distributed_config=config)
+                model = load_model(
+                    folder / family,
+                    connectivity=connectivity,
+                    distributed_config=config,
+                )
             except AttributeError as error:
                 results[family, name] = str(error)
                 continue
             one = load_model(folder / family, connectivity=connectivity)
             with torch.no_grad():
-                error = (model(X, use_cache=False).logits - one(X, use_cache=False).logits).abs().max()
+                error = (
+                    (model(X, use_cache=False).logits - one(X, use_cache=False).logits)
+                    .abs()
+                    .max()
+                )
             mask = torch.ones_like(X)
-            made = [m.generate(X, attention_mask=mask, **settings) for m in (model, one)]
+            made = [
+                m.generate(X, attention_mask=mask, **settings) for m in (model, one)
+            ]
             results[family, name] = (float(error), torch.equal(*made))
         with pytest.raises(
             UserError, match=r"one begins at layer 2, where .* of layer 1 is in flight"
         ) as caught:
-            load_model(folder / family, connectivity=Connectivity("all"), distributed_config=config)
+            load_model(
+                folder / family,
+                connectivity=Connectivity("all"),
+                distributed_config=config,
+            )
         assert "leave layer 2 regular" in str(caught.value)
         convert_checkpoint(folder / family, folder / f"{family}-{rank}")
         with pytest.raises(UserError, match="one begins at layer 2"):
@@ -100,14 +133,18 @@ def transformers_pipeline(rank, folder, families):
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("families", PARTS, ids=["few", "others"])
-def test_transformers_pipelines_are_cut_before_a_regular_layer_and_refused_elsewhere(families, tmp_path):
+def test_transformers_pipelines_are_cut_before_a_regular_layer_and_refused_elsewhere(
+    families, tmp_path
+):
     for family in families:
         tiny_model(family).save_pretrained(tmp_path / family)
     for results in run_ranks(transformers_pipeline, 2, tmp_path, families):
         for family in families:
             original, rewired = results[family, "original"], results[family, "rewired"]
             if family == "llama4_text":
-                assert "has no attribute 'language_model'" in original, "the original can do it now"
+                assert "has no attribute 'language_model'" in original, (
+                    "the original can do it now"
+                )
                 assert "has no attribute 'language_model'" in rewired
                 continue
             assert original[0] < BOUND and original[1], (family, original)
@@ -131,7 +168,12 @@ class Stage(nn.Module):
         mask = torch.full((size, 1, length, length), -torch.inf).triu(1)
         rotary = decoder.rotary_emb(torch.zeros(size, length, 1), positions)
         for k in self.indices:
-            h = decoder.layers[k](h, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+            h = decoder.layers[k](
+                h,
+                attention_mask=mask,
+                position_ids=positions,
+                position_embeddings=rotary,
+            )
         return self.model.lm_head(decoder.norm(h)) if 3 in self.indices else h
 
 
@@ -144,12 +186,16 @@ def torch_pipeline(rank, families):
 
     results = {}
     for family in families:
-        model = tiny_model(family, **({"sliding_window": 64} if family == "gpt_oss" else {}))
+        model = tiny_model(
+            family, **({"sliding_window": 64} if family == "gpt_oss" else {})
+        )
         convert_model(model, Connectivity("all"))
         assert 2 not in pipeline_cuts(model)
         expected = model(X, use_cache=False).logits
         loss_of(expected, X).backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {
+            name: p.grad for name, p in model.named_parameters() if p.grad is not None
+        }
         model.zero_grad()
 
         layers = range(2) if rank == 0 else range(2, 4)
@@ -157,8 +203,13 @@ def torch_pipeline(rank, families):
         schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_of)
         logits = schedule.step(X) if rank == 0 else schedule.step(target=X)
         error = 0.0 if rank == 0 else float((logits - expected).detach().abs().max())
-        own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        worst = max(float((gradient - gradients[name]).abs().max()) for name, gradient in own.items())
+        own = {
+            name: p.grad for name, p in model.named_parameters() if p.grad is not None
+        }
+        worst = max(
+            float((gradient - gradients[name]).abs().max())
+            for name, gradient in own.items()
+        )
         results[family] = (error, worst, set(own), set(gradients))
         dist.barrier()
     return results
@@ -175,17 +226,23 @@ def test_a_stage_cut_by_hand_hands_on_the_pair(families):
 
 
 @pytest.mark.parametrize("rewired", few([True, False], 1))
-def test_the_tracing_front_end_of_torch_hands_on_the_pair_since_transformers_5_24(rewired):
+def test_the_tracing_front_end_of_torch_hands_on_the_pair_since_transformers_5_24(
+    rewired,
+):
     from torch.distributed.pipelining import SplitPoint, pipeline
 
     model = tiny_model("qwen3_moe")
     if rewired:
         convert_model(model, Connectivity("all"))
     inputs = {"input_ids": X, "use_cache": False}
-    pipe = pipeline(model, (), inputs, split_spec={"model.layers.2": SplitPoint.BEGINNING})
+    pipe = pipeline(
+        model, (), inputs, split_spec={"model.layers.2": SplitPoint.BEGINNING}
+    )
     assert pipe.num_stages == 2
     if Version(transformers.__version__) < Version("5.24"):
-        with pytest.raises(RuntimeError, match="Expected positional argument for parameter unsqueeze"):
+        with pytest.raises(
+            RuntimeError, match="Expected positional argument for parameter unsqueeze"
+        ):
             pipe(**inputs)
         return
     others = {"input_ids": X.flip(1), "use_cache": False}

@@ -1,4 +1,6 @@
-"""torchao's int8 weights, on a CPU: quantised while loading, saved, loaded again, converted before and after."""
+"""torchao's int8 weights, on a CPU: quantised while loading, saved, loaded again,
+converted before and after.
+"""
 
 import importlib.util
 
@@ -29,7 +31,8 @@ X = torch.randint(3, 99, (8, 32), generator=torch.Generator().manual_seed(3))
 FAR = Connectivity("all")
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="needs torchao: pip install 'fcsd[torchao]'"
+    importlib.util.find_spec("torchao") is None,
+    reason="needs torchao: pip install 'fcsd[torchao]'",
 )
 
 
@@ -54,7 +57,9 @@ def quantised_modules(model):
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_a_model_quantised_while_loading_is_rewired_and_as_exact_as_the_original(family, tmp_path):
+def test_a_model_quantised_while_loading_is_rewired_and_as_exact_as_the_original(
+    family, tmp_path
+):
     tiny_model(family).save_pretrained(tmp_path)
     model = load_model(tmp_path, connectivity=FAR, quantization_config=int8())
     assert farskip_layers(model) == [0, 1, 2, 3]
@@ -63,7 +68,14 @@ def test_a_model_quantised_while_loading_is_rewired_and_as_exact_as_the_original
     assert quantised_modules(model) == names
     assert len([name for name in names if name.endswith("o_proj")]) == 4
     errors = [
-        float((logits(quantised) - logits(load_model(tmp_path, connectivity=connectivity))).abs().mean())
+        float(
+            (
+                logits(quantised)
+                - logits(load_model(tmp_path, connectivity=connectivity))
+            )
+            .abs()
+            .mean()
+        )
         for quantised, connectivity in ((original, None), (model, FAR))
     ]
     assert 0 < errors[1] < 1.5 * errors[0]
@@ -71,7 +83,9 @@ def test_a_model_quantised_while_loading_is_rewired_and_as_exact_as_the_original
     plain = load_model(tmp_path, connectivity=FAR)
     with torch.no_grad():
         for name in names:
-            plain.get_submodule(name).weight.copy_(model.get_submodule(name).weight.dequantize())
+            plain.get_submodule(name).weight.copy_(
+                model.get_submodule(name).weight.dequantize()
+            )
     written = logits(plain)
     rounding = (written - logits_in_float64(plain, {"input_ids": X})).abs().max()
     assert (logits(model) - written).abs().max() < ROUNDINGS * rounding
@@ -82,9 +96,13 @@ def test_a_model_quantised_while_loading_is_rewired_and_as_exact_as_the_original
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_a_quantised_checkpoint_is_converted_saved_and_loaded(family, tmp_path):
     tiny_model(family).save_pretrained(tmp_path / "float")
-    load_model(tmp_path / "float", quantization_config=int8()).save_pretrained(tmp_path / "int8")
+    load_model(tmp_path / "float", quantization_config=int8()).save_pretrained(
+        tmp_path / "int8"
+    )
     convert_checkpoint(tmp_path / "int8", tmp_path / "far", FAR)
-    expected = load_model(tmp_path / "float", connectivity=FAR, quantization_config=int8())
+    expected = load_model(
+        tmp_path / "float", connectivity=FAR, quantization_config=int8()
+    )
     expected.save_pretrained(tmp_path / "saved")
     for folder in ("far", "saved"):
         model = load_model(tmp_path / folder)

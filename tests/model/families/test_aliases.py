@@ -33,7 +33,10 @@ def logits(folder: Path, **options: object) -> torch.Tensor:
 def rename(folder: Path, name: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     # As published: names of code in the repository, which nobody runs.
-    config |= {"model_type": name, "auto_map": {"AutoConfig": "configuration_x.XConfig"}}
+    config |= {
+        "model_type": name,
+        "auto_map": {"AutoConfig": "configuration_x.XConfig"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -49,15 +52,26 @@ def test_a_checkpoint_with_another_name_of_its_family_is_the_same_to_the_bit(
     with caplog.at_level(logging.WARNING, "transformers"):
         assert convert_checkpoint(tmp_path / "alias", tmp_path / "far", FAR) == layers
         assert torch.equal(logits(tmp_path / "alias"), logits(tmp_path / "known"))
-    assert "to instantiate a model of type" not in caplog.text  # transformers' doubt, which is none
+    # transformers' doubt, which is none
+    assert "to instantiate a model of type" not in caplog.text
     assert torch.equal(logits(tmp_path / "far"), logits(tmp_path / "far-known"))
-    assert torch.equal(logits(tmp_path / "alias", connectivity=FAR), logits(tmp_path / "far"))
-    assert torch.equal(logits(tmp_path / "far", original=True), logits(tmp_path / "known"))
+    assert torch.equal(
+        logits(tmp_path / "alias", connectivity=FAR), logits(tmp_path / "far")
+    )
+    assert torch.equal(
+        logits(tmp_path / "far", original=True), logits(tmp_path / "known")
+    )
     config = json.loads((tmp_path / "far" / "config.json").read_text())
     assert config["model_type"] == f"farskip_{family}"
     unconvert_checkpoint(tmp_path / "far", tmp_path / "back")
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == family
-    tensors = (load_file(tmp_path / folder / "model.safetensors") for folder in ("back", "alias"))
+    assert (
+        json.loads((tmp_path / "back" / "config.json").read_text())["model_type"]
+        == family
+    )
+    tensors = (
+        load_file(tmp_path / folder / "model.safetensors")
+        for folder in ("back", "alias")
+    )
     assert len({tuple(sorted(files)) for files in tensors}) == 1
     saved = load_model(tmp_path / "alias", connectivity=FAR)
     saved.save_pretrained(tmp_path / "saved")
@@ -77,10 +91,15 @@ def test_an_alias_is_described_and_known_in_every_place_that_takes_a_config(
     assert f"{family} (written as {name})" in report_table(facts)
     assert find_source(tmp_path).own_config["model_type"] == family
     assert family_of({"model_type": name}).model_type == family
-    assert model_config({**tiny_config(family).to_dict(), "model_type": name}).model_type == family
+    assert (
+        model_config({**tiny_config(family).to_dict(), "model_type": name}).model_type
+        == family
+    )
 
 
-def test_kimi_k2_at_its_real_size_has_the_parameters_of_a_count_by_hand(tmp_path: Path) -> None:
+def test_kimi_k2_at_its_real_size_has_the_parameters_of_a_count_by_hand(
+    tmp_path: Path,
+) -> None:
     """Shapes of Kimi-K2-Instruct; its card says 1T, 32B active."""
     config = {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "num_hidden_layers": 61,
@@ -100,9 +119,23 @@ def test_kimi_k2_at_its_real_size_has_the_parameters_of_a_count_by_hand(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = inspect_model(tmp_path)
     assert facts["can_be_converted"]
-    attention = 7168 * 1536 + 1536 + 1536 * 64 * 192 + 7168 * 576 + 512 + 512 * 64 * 256 + 64 * 128 * 7168
+    attention = (
+        7168 * 1536
+        + 1536
+        + 1536 * 64 * 192
+        + 7168 * 576
+        + 512
+        + 512 * 64 * 256
+        + 64 * 128 * 7168
+    )
     expert, router = 3 * 7168 * 2048, 384 * 7168
-    outside = 2 * 163840 * 7168 + 7168 + 61 * (attention + 2 * 7168) + 3 * 7168 * 18432 + 60 * router
+    outside = (
+        2 * 163840 * 7168
+        + 7168
+        + 61 * (attention + 2 * 7168)
+        + 3 * 7168 * 18432
+        + 60 * router
+    )
     assert facts["parameters"]["total"] == outside + 60 * 385 * expert  # 1.03e12
     assert facts["parameters"]["active"] == outside + 60 * 9 * expert  # 32.9e9
     assert facts["layers"]["dense"] == [0]

@@ -67,11 +67,15 @@ def test_every_name_exists_upstream_and_on_the_layers(name):
         if not is_moe:
             continue
         shared = [child for child, _ in block.named_children() if "shared" in child]
-        assert sorted(shared) == sorted(filter(None, (family.block_shared, family.block_gate)))
+        assert sorted(shared) == sorted(
+            filter(None, (family.block_shared, family.block_gate))
+        )
         assert [child for child, _ in layer.named_children() if "shared" in child] == (
             [family.layer_shared] if family.layer_shared else []
         )
-        assert hasattr(layer, "residual_multiplier") == (family.residual_multiplier is not None)
+        assert hasattr(layer, "residual_multiplier") == (
+            family.residual_multiplier is not None
+        )
 
 
 @pytest.mark.parametrize(
@@ -88,10 +92,18 @@ def test_every_name_exists_upstream_and_on_the_layers(name):
         ("llama4_text", {"moe_layers": [0]}, [1, 0, 0, 0]),
         ("mixtral", {}, [1, 1, 1, 1]),
         ("gpt_oss", {}, [1, 1, 1, 1]),
-        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}, [1, 0, 1, 0]),
+        (
+            "kimi_linear",
+            {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]},
+            [1, 0, 1, 0],
+        ),
         ("exaone_moe", {"first_k_dense_replace": 2}, [0, 0, 1, 1]),
         ("ernie4_5_moe", {"moe_layer_interval": 2}, [0, 1, 0, 1]),
-        ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": 2}, [1, 1, 1, 0]),
+        (
+            "ernie4_5_moe",
+            {"moe_layer_start_index": 0, "moe_layer_end_index": 2},
+            [1, 1, 1, 0],
+        ),
         ("jamba", {"expert_layer_period": 3, "expert_layer_offset": 0}, [1, 0, 0, 1]),
         ("jamba", {"num_experts": 1}, [0, 0, 0, 0]),
         ("lfm2_moe", {"num_dense_layers": 2}, [0, 0, 1, 1]),
@@ -102,27 +114,40 @@ def test_every_name_exists_upstream_and_on_the_layers(name):
 def test_the_moe_layers_are_those_of_the_built_model(name, overrides, expected):
     family, model = FAMILIES[name], tiny_model(name, **overrides)
     assert moe_mask(model.config, family) == [bool(value) for value in expected]
-    built = [type(getattr(layer, family.moe)).__name__ == family.moe_block for layer in model.model.layers]
+    built = [
+        type(getattr(layer, family.moe)).__name__ == family.moe_block
+        for layer in model.model.layers
+    ]
     assert built == moe_mask(model.config, family)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_family_is_recognised_from_a_config_object_raw_json_and_a_farskip_config(name):
+def test_a_family_is_recognised_from_a_config_object_raw_json_and_a_farskip_config(
+    name,
+):
     config = tiny_config(name)
     assert family_of(config) is FAMILIES[name]
     assert family_of(json.loads(config.to_json_string())) is FAMILIES[name]
     register(name)
-    farskip = AutoConfig.for_model(f"farskip_{name}", **{"num_hidden_layers": 4, **TINY[name]})
+    farskip = AutoConfig.for_model(
+        f"farskip_{name}", **{"num_hidden_layers": 4, **TINY[name]}
+    )
     assert family_of(farskip) is FAMILIES[name]
     assert base_model_type(farskip.model_type) == name
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_a_config_counts_its_experts_by_one_number_and_scales_its_logits_by_one_field(name):
+def test_a_config_counts_its_experts_by_one_number_and_scales_its_logits_by_one_field(
+    name,
+):
     family = FAMILIES[name]
     config = text_config(tiny_config(name), family)
     for fields in (EXPERTS, EXPERTS_PER_TOKEN):
-        counts = {value for field in fields if isinstance(value := read_field(config, field), int)}
+        counts = {
+            value
+            for field in fields
+            if isinstance(value := read_field(config, field), int)
+        }
         assert len(counts) == 1, "names that a config has besides its own mean the same"
     assert len([field for field in LOGIT_SCALES if hasattr(config, field)]) <= 1
 
@@ -138,14 +163,22 @@ def test_experts_are_counted_from_the_fields_of_the_config(name, expected):
 
 def test_an_unknown_family_a_dense_model_and_a_dense_member_of_a_family_have_errors_of_their_own():
     with pytest.raises(
-        UserError, match=r"'jamba9' is not supported; the nearest that are: jamba; `fcsd families`"
+        UserError,
+        match=(
+            r"'jamba9' is not supported; the nearest that are: jamba; `fcsd families`"
+        ),
     ):
         family_of({"model_type": "jamba9", "num_experts": 16})
-    with pytest.raises(UserError, match="'llama' is a dense model: it has no MoE layer"):
+    with pytest.raises(
+        UserError, match="'llama' is a dense model: it has no MoE layer"
+    ):
         family_of(AutoConfig.for_model("llama"))
     with pytest.raises(UserError, match="'qwen3' is a dense model"):
         family_of({"model_type": "qwen3"})
-    with pytest.raises(UserError, match=r"this model is dense, none of its 4 layers .*first_k_dense_replace"):
+    with pytest.raises(
+        UserError,
+        match=r"this model is dense, none of its 4 layers .*first_k_dense_replace",
+    ):
         family_of(tiny_config("deepseek_v3", first_k_dense_replace=4))
     with pytest.raises(UserError, match="model_type is missing"):
         family_of({})
@@ -175,9 +208,19 @@ for name, keys in (("lara_mini", {}), ("farskip_lara_mini", {"farskip": {}})):
 
 
 def test_a_family_that_a_newer_transformers_has_is_refused_with_its_version(tmp_path):
-    done = subprocess.run([sys.executable, "-c", OLDER, tmp_path], capture_output=True, text=True, check=True)
-    needs = "needs transformers 5.24 or newer; installed is 5.23.1: pip install -U transformers"
+    done = subprocess.run(
+        [sys.executable, "-c", OLDER, tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    needs = (
+        "needs transformers 5.24 or newer; installed is 5.23.1: pip install -U"
+        " transformers"
+    )
     assert done.stdout.splitlines() == [
-        f"model type '{name}' {needs}" for name in ("lara_mini", "farskip_lara_mini") for _ in range(2)
+        f"model type '{name}' {needs}"
+        for name in ("lara_mini", "farskip_lara_mini")
+        for _ in range(2)
     ]
     assert not NEWER or Version(transformers.__version__) < Version("5.24")

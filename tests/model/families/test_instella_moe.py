@@ -16,7 +16,8 @@ from tests.reference.tiny import tiny_config, tiny_model
 
 X = torch.randint(3, 99, (2, 11), generator=torch.Generator().manual_seed(5))
 LAYERS = 5
-# Rotations over more of the trained length than the published ones, so that all three parts of the ramp are there.
+# Rotations over more of the trained length than the published ones, so that all three
+# parts of the ramp are there.
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
     "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
@@ -25,8 +26,9 @@ YARN = {
 
 @pytest.fixture(scope="module")
 def regular(tmp_path_factory):
-    """(regular model, tensors and config of its checkpoint), float64: a dense first layer, no q_lora, keys wider than
-    values, two shared experts, YaRN with mscale_all_dim, a router with biases that weigh."""
+    """(regular model, tensors and config of its checkpoint), float64: a dense first
+    layer, no q_lora, keys wider than values, two shared experts, YaRN with
+    mscale_all_dim, a router with biases that weigh."""
     with in_float64():
         model = tiny_model(
             "instella_moe", num_hidden_layers=LAYERS, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=8,
@@ -34,7 +36,11 @@ def regular(tmp_path_factory):
         )  # fmt: skip
     folder = tmp_path_factory.mktemp("instella")
     model.save_pretrained(folder)
-    return model, load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    return (
+        model,
+        load_file(folder / "model.safetensors"),
+        json.loads((folder / "config.json").read_text()),
+    )
 
 
 @torch.no_grad()
@@ -56,7 +62,10 @@ def test_the_family_computes_its_equations_with_and_without_farskip(regular, rew
     model, tensors, config = regular
     assert error(rewired, instella_logits(tensors, config, X)) < BOUND
     convert_model(model, Connectivity("moe"))
-    assert error(logits(model), instella_logits(tensors, config, X, range(1, LAYERS))) < BOUND
+    assert (
+        error(logits(model), instella_logits(tensors, config, X, range(1, LAYERS)))
+        < BOUND
+    )
     unconvert_model(model)
     plain = logits(model)
     assert error(plain, instella_logits(tensors, config, X, False)) < BOUND
@@ -74,15 +83,22 @@ def test_the_scale_of_the_published_models_has_yarns_factor_squared():
     rope = raw["rope_scaling"] | {"rope_theta": raw["rope_theta"]}
     assert sigma(raw | {"rope_parameters": rope}) == pytest.approx(0.16562688, abs=1e-8)
     config = tiny_config(
-        "instella_moe", qk_nope_head_dim=96, qk_rope_head_dim=32, rope_parameters=YARN | {"rope_theta": 8e6}
+        "instella_moe",
+        qk_nope_head_dim=96,
+        qk_rope_head_dim=32,
+        rope_parameters=YARN | {"rope_theta": 8e6},
     )
     model = base_model_class(FAMILIES["instella_moe"])(config)
-    assert model.model.layers[0].self_attn.scaling == pytest.approx(0.16562688, abs=1e-8)
+    assert model.model.layers[0].self_attn.scaling == pytest.approx(
+        0.16562688, abs=1e-8
+    )
     assert math.isclose(model.model.rotary_emb.attention_scaling, 1.0)
 
 
 def test_the_gate_is_trained_and_starts_like_other_weights():
-    model = base_model_class(FAMILIES["instella_moe"])(tiny_config("instella_moe", initializer_range=0.5))
+    model = base_model_class(FAMILIES["instella_moe"])(
+        tiny_config("instella_moe", initializer_range=0.5)
+    )
     gates = [layer.self_attn.gate_proj.weight for layer in model.model.layers]
     assert all(0.4 < float(gate.detach().std()) < 0.6 for gate in gates)
     model(X, labels=X).loss.backward()

@@ -25,7 +25,9 @@ def skip_where_it_is_missing(name):
 def test_a_refused_family_is_named_with_its_reason(name):
     with pytest.raises(UserError) as error:
         family_of({"model_type": name})
-    assert str(error.value).startswith(f"model type '{name}' cannot be converted: {REFUSED[name]}")
+    assert str(error.value).startswith(
+        f"model type '{name}' cannot be converted: {REFUSED[name]}"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -57,20 +59,27 @@ def test_a_refused_family_exists_upstream_and_is_not_supported(name):
 def test_the_reason_can_be_seen_in_the_upstream_source(module, words):
     """An upstream rewrite that makes a family fit shows here."""
     skip_where_it_is_missing(module)
-    path = importlib.import_module(f"transformers.models.{module}.modeling_{module}").__file__
+    path = importlib.import_module(
+        f"transformers.models.{module}.modeling_{module}"
+    ).__file__
     with open(path, encoding="utf-8") as file:
         source = file.read()
     assert [word for word in words if word not in source] == []
 
 
 def test_converting_and_registering_a_refused_family_say_why(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4", "n_routed_experts": 8}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "deepseek_v4", "n_routed_experts": 8}'
+    )
     with pytest.raises(
-        UserError, match=r"'deepseek_v4' cannot be converted: its layers mix several residual"
+        UserError,
+        match=r"'deepseek_v4' cannot be converted: its layers mix several residual",
     ):
         convert_checkpoint(tmp_path, tmp_path / "out", Connectivity("all"))
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match="'farskip_zaya' cannot be converted: each router reads"):
+    with pytest.raises(
+        UserError, match="'farskip_zaya' cannot be converted: each router reads"
+    ):
         register("farskip_zaya")
 
 
@@ -81,7 +90,11 @@ def test_converting_and_registering_a_refused_family_say_why(tmp_path):
         ("num_kv_shared_layers", 2, "layers that reuse keys and values"),
     ],
 )
-def test_a_member_of_a_family_that_the_equations_do_not_fit_is_refused(field, value, reason):
+def test_a_member_of_a_family_that_the_equations_do_not_fit_is_refused(
+    field, value, reason
+):
     config = tiny_config("gemma4_text", **{field: value})
-    with pytest.raises(UserError, match=rf"gemma4_text.*{field}: {value} is not supported.*0.*{reason}"):
+    with pytest.raises(
+        UserError, match=rf"gemma4_text.*{field}: {value} is not supported.*0.*{reason}"
+    ):
         family_of(config)

@@ -18,8 +18,13 @@ def test_json_has_every_family_and_every_refusal():
         "dense_layers": ["num_experts", "decoder_sparse_step", "mlp_only_layers"],
         "reference": "written",
     }
-    assert rows["granitemoe_swa"]["shared_experts"] and rows["granitemoe_swa"]["dense_layers"] == []
-    assert rows["llama4"]["multimodal"] and rows["llama4"]["model_class"].endswith("ConditionalGeneration")
+    assert (
+        rows["granitemoe_swa"]["shared_experts"]
+        and rows["granitemoe_swa"]["dense_layers"] == []
+    )
+    assert rows["llama4"]["multimodal"] and rows["llama4"]["model_class"].endswith(
+        "ConditionalGeneration"
+    )
     assert not rows["afmoe"]["additive"] and not rows["mellum"]["shared_experts"]
     assert rows["laguna"]["reference"] == "generic"
 
@@ -29,7 +34,9 @@ def test_text_is_two_markdown_tables_with_a_line_each():
     assert len(families.splitlines()) == 2 + len(FAMILIES)
     assert len(refused.splitlines()) == 2 + len(REFUSED)
     assert all(line.count("|") == 6 for line in families.splitlines())
-    (deepseek,) = (line for line in families.splitlines() if line.startswith("| deepseek_v3 "))
+    (deepseek,) = (
+        line for line in families.splitlines() if line.startswith("| deepseek_v3 ")
+    )
     cells = [cell.strip() for cell in deepseek.strip("|").split("|")]
     assert cells == [
         "deepseek_v3",

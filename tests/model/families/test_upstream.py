@@ -21,7 +21,9 @@ from tests.reference.upstream import (
 from tests.support import ROOT
 
 WRITE = "`python -m tests.reference.upstream`"
-AS_NEW = pytest.mark.skipif(older_than_snapshot(), reason="this transformers is older than the snapshot's")
+AS_NEW = pytest.mark.skipif(
+    older_than_snapshot(), reason="this transformers is older than the snapshot's"
+)
 
 
 def saved():
@@ -31,23 +33,31 @@ def saved():
 @AS_NEW
 def test_the_page_of_families_has_the_tables_of_the_registry():
     text = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert text == with_families(text), f"{PAGE}: its tables are not those of the registry; {WRITE}"
+    assert text == with_families(text), (
+        f"{PAGE}: its tables are not those of the registry; {WRITE}"
+    )
     assert all(f"`{name}`" in text for name in (*FAMILIES, *REFUSED))
 
 
 @AS_NEW
 def test_the_readme_says_how_many_families_there_are_and_links_to_their_page():
     text = (ROOT / README).read_text(encoding="utf-8")
-    assert text == with_count(text), f"{README}: its number of families is not that of the registry; {WRITE}"
+    assert text == with_count(text), (
+        f"{README}: its number of families is not that of the registry; {WRITE}"
+    )
     assert f"{len(FAMILIES)} model families" in text and f"]({PAGE})" in text
 
 
 def test_every_moe_model_type_of_transformers_is_supported_or_refused_with_a_reason():
-    undecided = [name for name in moe_model_types() if name not in FAMILIES and name not in REFUSED]
+    undecided = [
+        name
+        for name in moe_model_types()
+        if name not in FAMILIES and name not in REFUSED
+    ]
     assert not undecided, (
-        f"transformers {transformers.__version__} has MoE model types that fcsd neither supports nor refuses:"
-        f" {', '.join(undecided)}. See docs/families.md, or give the reason in"
-        " fcsd/model/families/refused.py"
+        f"transformers {transformers.__version__} has MoE model types that fcsd neither"
+        f" supports nor refuses: {', '.join(undecided)}. See docs/families.md, or give"
+        " the reason in fcsd/model/families/refused.py"
     )
     assert not FAMILIES.keys() & REFUSED.keys()
     assert all(len(reason) > 20 for reason in REFUSED.values())
@@ -57,27 +67,43 @@ def test_every_moe_model_type_of_transformers_is_supported_or_refused_with_a_rea
 def test_the_moe_model_types_of_transformers_are_those_of_the_snapshot():
     now, then = set(moe_model_types()), set(saved()["model_types"])
     assert now == then, (
-        f"transformers {transformers.__version__} has {sorted(now - then)} that {saved()['transformers']} had"
-        f" not, and no longer {sorted(then - now)}. Decide on each, run tests/model/connectivity, then {WRITE}"
+        f"transformers {transformers.__version__} has {sorted(now - then)} that"
+        f" {saved()['transformers']} had not, and no longer {sorted(then - now)}."
+        f" Decide on each, run tests/model/connectivity, then {WRITE}"
     )
 
 
 @AS_NEW
 def test_no_supported_family_has_changed_upstream():
-    now, then = {name: fingerprint(family) for name, family in FAMILIES.items()}, saved()["families"]
-    changed = sorted(name for name in now.keys() & then.keys() if now[name] != then[name])
-    assert not changed, (
-        f"transformers {transformers.__version__}: the decoder layer, the MoE block or the loop over layers is"
-        f" not that of {saved()['transformers']} in {', '.join(changed)}. Read what changed, run the contract"
-        f" tests (pytest tests/model/connectivity tests/model/families), then {WRITE}"
+    now, then = (
+        {name: fingerprint(family) for name, family in FAMILIES.items()},
+        saved()["families"],
     )
-    assert now.keys() == then.keys(), f"{sorted(now.keys() ^ then.keys())}: added or removed here; {WRITE}"
+    changed = sorted(
+        name for name in now.keys() & then.keys() if now[name] != then[name]
+    )
+    assert not changed, (
+        f"transformers {transformers.__version__}: the decoder layer, the MoE block or"
+        f" the loop over layers is not that of {saved()['transformers']} in"
+        f" {', '.join(changed)}. Read what changed, run the contract tests (pytest"
+        f" tests/model/connectivity tests/model/families), then {WRITE}"
+    )
+    assert now.keys() == then.keys(), (
+        f"{sorted(now.keys() ^ then.keys())}: added or removed here; {WRITE}"
+    )
 
 
 @AS_NEW
-def test_a_changed_layer_or_loop_and_nothing_else_changes_the_fingerprint(tmp_path, monkeypatch):
-    """The same text with other comments, docstrings and annotations is the same; other code is not."""
-    family, source = FAMILIES["qwen3_moe"], Path(transformers.__file__).parent / "models/qwen3_moe"
+def test_a_changed_layer_or_loop_and_nothing_else_changes_the_fingerprint(
+    tmp_path, monkeypatch
+):
+    """The same text with other comments, docstrings and annotations is the same; other
+    code is not.
+    """
+    family, source = (
+        FAMILIES["qwen3_moe"],
+        Path(transformers.__file__).parent / "models/qwen3_moe",
+    )
     folder = tmp_path / "models" / "qwen3_moe"
     folder.mkdir(parents=True)
     text = (source / "modeling_qwen3_moe.py").read_text(encoding="utf-8")
@@ -94,14 +120,30 @@ def test_a_changed_layer_or_loop_and_nothing_else_changes_the_fingerprint(tmp_pa
     same = saved()["families"]["qwen3_moe"]
     layer = "class Qwen3MoeDecoderLayer(GradientCheckpointingLayer):\n"
     assert hashed(text) == same
-    assert hashed(replaced(layer, f'{layer}    """A layer."""\n    # with a comment\n')) == same
-    assert hashed(replaced("hidden_states: torch.Tensor,", "hidden_states: 'torch.Tensor | None',")) == same
-    assert hashed(replaced("residual + hidden_states", "residual - hidden_states")) != same
+    assert (
+        hashed(replaced(layer, f'{layer}    """A layer."""\n    # with a comment\n'))
+        == same
+    )
+    assert (
+        hashed(
+            replaced(
+                "hidden_states: torch.Tensor,", "hidden_states: 'torch.Tensor | None',"
+            )
+        )
+        == same
+    )
+    assert (
+        hashed(replaced("residual + hidden_states", "residual - hidden_states")) != same
+    )
     assert hashed(replaced("self.layers[", "self.layers[1:][")) != same
 
 
 @pytest.mark.parametrize(
-    "text", ["class LlamaSparseMoeBlock(nn.Module): ...", "class LlamaMLP:\n    def f(self): self.experts(x)"]
+    "text",
+    [
+        "class LlamaSparseMoeBlock(nn.Module): ...",
+        "class LlamaMLP:\n    def f(self): self.experts(x)",
+    ],
 )
 def test_a_model_type_that_gets_experts_is_listed(tmp_path, monkeypatch, text):
     monkeypatch.setattr("tests.reference.upstream._MODELS", tmp_path)

@@ -1,4 +1,6 @@
-"""`fcsd inspect`: numbers by hand, published numbers, and what is said of models that cannot be converted."""
+"""`fcsd inspect`: numbers by hand, published numbers, and what is said of models that
+cannot be converted.
+"""
 
 import json
 import shutil
@@ -43,7 +45,10 @@ HAND = {  # model type -> part -> parameters, written out from the tiny configur
         "embeddings": V * D,
         "lm_head": V * D,
         # q_a, its norm, q_b, kv_a, its norm, kv_b, o
-        "attention": L * (16 * D + 16 + 4 * 16 * 16 + (16 + 8) * D + 16 + 4 * 16 * 16 + D * 4 * 8),
+        "attention": (
+            L
+            * (16 * D + 16 + 4 * 16 * 16 + (16 + 8) * D + 16 + 4 * 16 * 16 + D * 4 * 8)
+        ),
         "dense_mlp": 1 * 3 * 48 * D,
         "shared_experts": 3 * 3 * 24 * D,
         "routed_experts": 3 * 8 * 3 * 24 * D,
@@ -68,7 +73,12 @@ HAND = {  # model type -> part -> parameters, written out from the tiny configur
         "norms": L * 2 * D + D,
     },
 }
-EXPERTS = {"qwen2_moe": (8, 2), "deepseek_v3": (8, 2), "granitemoeshared": (4, 2), "gpt_oss": (4, 2)}
+EXPERTS = {
+    "qwen2_moe": (8, 2),
+    "deepseek_v3": (8, 2),
+    "granitemoeshared": (4, 2),
+    "gpt_oss": (4, 2),
+}
 
 
 @pytest.mark.parametrize("model_type", HAND)
@@ -80,7 +90,9 @@ def test_parameters_are_those_of_a_count_by_hand(model_type, tmp_path):
     experts, chosen = EXPERTS[model_type]
     unused = HAND[model_type]["routed_experts"] * (experts - chosen) // experts
     assert facts["parameters"]["active"] == facts["parameters"]["total"] - unused
-    assert parts["routed_experts"]["active"] == parts["routed_experts"]["total"] - unused
+    assert (
+        parts["routed_experts"]["active"] == parts["routed_experts"]["total"] - unused
+    )
     assert facts["experts"] == {
         "routed": experts,
         "per_token": chosen,
@@ -89,8 +101,12 @@ def test_parameters_are_those_of_a_count_by_hand(model_type, tmp_path):
 
 
 def test_a_tied_head_is_counted_once(tmp_path):
-    tied = inspect_model(config_only(tmp_path / "a", "mixtral", tie_word_embeddings=True))["parameters"]
-    apart = inspect_model(config_only(tmp_path / "b", "mixtral", tie_word_embeddings=False))["parameters"]
+    tied = inspect_model(
+        config_only(tmp_path / "a", "mixtral", tie_word_embeddings=True)
+    )["parameters"]
+    apart = inspect_model(
+        config_only(tmp_path / "b", "mixtral", tie_word_embeddings=False)
+    )["parameters"]
     assert apart["total"] - tied["total"] == V * D
     assert "lm_head" not in tied["parts"]
     model = tiny_model("mixtral", tie_word_embeddings=True)
@@ -102,16 +118,25 @@ def test_every_family_is_described_to_the_last_parameter(model_type, tmp_path):
     facts = inspect_model(config_only(tmp_path, model_type))
     parameters, parts = facts["parameters"], facts["parameters"]["parts"]
     model = tiny_model(model_type)
-    assert parameters["total"] == sum(parameter.numel() for parameter in model.parameters())
+    assert parameters["total"] == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
     for key in ("total", "active"):
         assert sum(row[key] for row in parts.values()) == parameters[key]
     experts, chosen = facts["experts"]["routed"], facts["experts"]["per_token"]
-    assert parts["routed_experts"]["active"] * experts == parts["routed_experts"]["total"] * chosen
-    assert facts["can_be_converted"] and facts["memory"]["serve"]["cache"]["first_bytes"] > 0
+    assert (
+        parts["routed_experts"]["active"] * experts
+        == parts["routed_experts"]["total"] * chosen
+    )
+    assert (
+        facts["can_be_converted"]
+        and facts["memory"]["serve"]["cache"]["first_bytes"] > 0
+    )
     assert "other" not in parts or FAMILIES[model_type].multimodal
 
 
-PUBLISHED = {  # total and active in billions as published, and the parts that its publisher leaves out
+# total and active in billions as published, and the parts that its publisher leaves out
+PUBLISHED = {
     "DeepSeek-V2-Lite": ("15.7", (), "2.4", ("embeddings",)),
     "DeepSeek-V3": ("671", (), "37", ("embeddings",)),
     "Qwen3-30B-A3B": ("30.5", (), "3.3", ()),
@@ -121,32 +146,61 @@ PUBLISHED = {  # total and active in billions as published, and the parts that i
     "OLMoE-1B-7B-0924": ("6.9", (), "1.3", ()),
     "gpt-oss-20b": ("20.91", (), "3.61", ("embeddings",)),
     "GLM-4.5-Air": ("106", ("embeddings", "lm_head"), "12", ("embeddings", "lm_head")),
-    "Moonlight-16B-A3B": ("15.29", ("embeddings", "lm_head"), "2.24", ("embeddings", "lm_head")),
+    "Moonlight-16B-A3B": (
+        "15.29",
+        ("embeddings", "lm_head"),
+        "2.24",
+        ("embeddings", "lm_head"),
+    ),
     "Instella-MoE-16B-A3B-Think": ("16", (), "2.8", ()),
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_have_their_published_total_and_active_parameters(name, tmp_path):
+def test_published_models_have_their_published_total_and_active_parameters(
+    name, tmp_path
+):
     parameters = inspect_model(real_folder(name, tmp_path))["parameters"]
     total, total_without, active, active_without = PUBLISHED[name]
-    for key, text, without in (("total", total, total_without), ("active", active, active_without)):
-        number = parameters[key] - sum(parameters["parts"][part][key] for part in without)
+    for key, text, without in (
+        ("total", total, total_without),
+        ("active", active, active_without),
+    ):
+        number = parameters[key] - sum(
+            parameters["parts"][part][key] for part in without
+        )
         digits = 10 ** len(text.partition(".")[2])
         # Most publishers round; Qwen and DeepSeek-V2 cut off (3.353 is 3.3).
-        assert float(text) in (round(number * digits / 1e9) / digits, number * digits // 10**9 / digits), key
-    assert sum(row["total"] for row in parameters["parts"].values()) == parameters["total"]
-    assert sum(row["active"] for row in parameters["parts"].values()) == parameters["active"]
+        assert float(text) in (
+            round(number * digits / 1e9) / digits,
+            number * digits // 10**9 / digits,
+        ), key
+    assert (
+        sum(row["total"] for row in parameters["parts"].values()) == parameters["total"]
+    )
+    assert (
+        sum(row["active"] for row in parameters["parts"].values())
+        == parameters["active"]
+    )
 
 
 def test_a_real_model_is_described(tmp_path):
     facts = inspect_model(real_folder("DeepSeek-V3", tmp_path))
-    assert facts["can_be_converted"] and facts["reason"] is None and facts["connectivity"] is None
+    assert (
+        facts["can_be_converted"]
+        and facts["reason"] is None
+        and facts["connectivity"] is None
+    )
     assert facts["quantization"] == "fp8"
-    assert facts["layers"] == {"total": 61, "moe": list(range(3, 61)), "dense": [0, 1, 2]}
+    assert facts["layers"] == {
+        "total": 61,
+        "moe": list(range(3, 61)),
+        "dense": [0, 1, 2],
+    }
     assert facts["experts"] == {"routed": 256, "per_token": 8, "shared": True}
     chosen = {
-        name: (row["layers"][:1], len(row["layers"]), row["moe"]) for name, row in facts["selections"].items()
+        name: (row["layers"][:1], len(row["layers"]), row["moe"])
+        for name, row in facts["selections"].items()
     }
     assert chosen == {
         "all": ([0], 61, 58),
@@ -161,7 +215,8 @@ def test_a_real_model_is_described(tmp_path):
     number = 671_026_404_352
     assert facts["memory"]["serve"]["weights_bytes"] == 2 * number
     cache = facts["memory"]["serve"]["cache"]
-    assert cache["latent"] and cache["first_bytes"] == 2 * 61 * (512 + 64) * 1024  # 68.6 MiB
+    # 68.6 MiB
+    assert cache["latent"] and cache["first_bytes"] == 2 * 61 * (512 + 64) * 1024
     text = report_table(facts)
     assert "what a training needs tells `fcsd estimate RECIPE`" in text
     assert "layers        61: 58 MoE (3-60), 3 dense (0-2)" in text
@@ -169,12 +224,16 @@ def test_a_real_model_is_described(tmp_path):
     assert "quantised     fp8" in text
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"]
+)
 def test_cache_bytes_are_those_that_transformers_holds(model_type):
     model = tiny_model(model_type)
     tokens = 6  # below every window
     with torch.no_grad():
-        (cache,) = cache_of(model(torch.zeros(1, tokens, dtype=torch.long), use_cache=True)).values()
+        (cache,) = cache_of(
+            model(torch.zeros(1, tokens, dtype=torch.long), use_cache=True)
+        ).values()
     numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     assert cache_bytes(model.config, tokens) == 2 * numbers
 
@@ -188,7 +247,12 @@ def test_a_window_bounds_the_cache_and_a_layer_without_keys_has_none():
         hidden_size=32,
         sliding_window=100,
         attention_chunk_size=200,
-        layer_types=["full_attention", "sliding_attention", "chunked_attention", "linear_attention"],
+        layer_types=[
+            "full_attention",
+            "sliding_attention",
+            "chunked_attention",
+            "linear_attention",
+        ],
     )
     assert cache_bytes(config, 50) == 2 * 32 * 3 * 50
     assert cache_bytes(config, 1000) == 2 * 32 * (1000 + 100 + 200)
@@ -207,30 +271,47 @@ def test_a_converted_checkpoint_shows_its_connectivity_and_files(tmp_path):
     assert len(files) > 2
     assert base["memory"]["convert"]["at_most_bytes"] == base["files"]["largest_bytes"]
 
-    convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("last:2", mlp="full"))
+    convert_checkpoint(
+        tmp_path / "base", tmp_path / "far", Connectivity("last:2", mlp="full")
+    )
     far = inspect_model(tmp_path / "far")
-    assert far["connectivity"] == {"version": 1, "layers": [2, 3], "attention": "partial", "mlp": "full"}
+    assert far["connectivity"] == {
+        "version": 1,
+        "layers": [2, 3],
+        "attention": "partial",
+        "mlp": "full",
+    }
     assert (far["model_type"], far["family"]) == ("farskip_deepseek_v3", "deepseek_v3")
     for key in ("layers", "experts", "selections", "parameters", "memory"):
         assert far[key] == base[key]
     text = report_table(far)
     assert "FarSkip in 2 of 4 layers (2-3), attention partial, mlp full" in text
     assert "is FarSkip already; `fcsd convert` can choose other layers" in text
-    assert f"vllm serve {tmp_path / 'far'}   (vLLM with fcsd-serving: {plugin_install()})" in text
-    assert far["serve_command"] == f"vllm serve {tmp_path / 'far'}" and base["serve_command"] is None
+    assert (
+        f"vllm serve {tmp_path / 'far'}   (vLLM with fcsd-serving: {plugin_install()})"
+        in text
+    )
+    assert (
+        far["serve_command"] == f"vllm serve {tmp_path / 'far'}"
+        and base["serve_command"] is None
+    )
 
     files[1].unlink()
     broken = inspect_model(tmp_path / "base")
     assert not broken["can_be_converted"]
     assert (
-        f"1 weight files that the index names are missing, the first is {files[1].name}" in broken["reason"]
+        f"1 weight files that the index names are missing, the first is {files[1].name}"
+        in broken["reason"]
     )
 
 
 def test_instellas_keys_are_shown_as_our_connectivity(tmp_path):
     facts = inspect_model(real_folder("Instella-MoE-16B-A3B-Think", tmp_path))
     assert facts["connectivity"]["layers"] == list(range(27))
-    assert (facts["connectivity"]["attention"], facts["connectivity"]["mlp"]) == ("partial", "outdated")
+    assert (facts["connectivity"]["attention"], facts["connectivity"]["mlp"]) == (
+        "partial",
+        "outdated",
+    )
     assert facts["can_be_converted"] and (facts["family"], facts["model_type"]) == (
         "instella_moe",
         "deepseek_v3",
@@ -241,26 +322,47 @@ def test_instellas_keys_are_shown_as_our_connectivity(tmp_path):
     text = report_table(facts)
     for line in (
         "family        instella_moe (written as deepseek_v3), InstellaMoEForCausalLM",
-        "connectivity  FarSkip in 27 of 27 layers (0-26), attention partial, mlp outdated",
-        "to run it     fcsd, as it is; without it what `fcsd convert` writes, transformers >=5.23,<6 and"
-        " trust_remote_code=True; transformers alone drops the gate",
+        (
+            "connectivity  FarSkip in 27 of 27 layers (0-26), attention partial, mlp"
+            " outdated"
+        ),
+        (
+            "to run it     fcsd, as it is; without it what `fcsd convert` writes,"
+            " transformers >=5.23,<6 and trust_remote_code=True; transformers alone"
+            " drops the gate"
+        ),
     ):
         assert line in text.splitlines()
 
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
-        json.dumps(config | {"gated_attention": False, "mlp_only_farskip": True, "farskip_end_idx": 3})
+        json.dumps(
+            config
+            | {
+                "gated_attention": False,
+                "mlp_only_farskip": True,
+                "farskip_end_idx": 3,
+            }
+        )
     )
     plain = inspect_model(tmp_path)
     assert plain["can_be_converted"]
-    assert plain["connectivity"]["layers"] == [0, 1, 2, 3] and plain["connectivity"]["attention"] == "full"
+    assert (
+        plain["connectivity"]["layers"] == [0, 1, 2, 3]
+        and plain["connectivity"]["attention"] == "full"
+    )
     assert plain["connectivity_keys"] == facts["connectivity_keys"] == "instella"
-    assert "is FarSkip already, in AMD's keys" in report_table(plain) and plain["needs"] is None
+    assert (
+        "is FarSkip already, in AMD's keys" in report_table(plain)
+        and plain["needs"] is None
+    )
     late = {"farskip_start_idx": 9}
     (tmp_path / "config.json").write_text(json.dumps(config | late))
     unreadable = inspect_model(tmp_path)
     assert not unreadable["can_be_converted"] and unreadable["connectivity"] is None
-    assert "farskip_start_idx: 9 follows the regular MoE layer 8" in report_table(unreadable)
+    assert "farskip_start_idx: 9 follows the regular MoE layer 8" in report_table(
+        unreadable
+    )
     (tmp_path / "config.json").write_text(json.dumps(config | {"gate_rank": 9}))
     assert "gate_rank: unknown key" in report_table(inspect_model(tmp_path))
 
@@ -287,7 +389,9 @@ def test_instellas_keys_are_shown_as_our_connectivity(tmp_path):
         ),
     ],
 )  # fmt: skip
-def test_a_model_that_cannot_be_converted_is_still_described(config, reason, known, tmp_path):
+def test_a_model_that_cannot_be_converted_is_still_described(
+    config, reason, known, tmp_path
+):
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = inspect_model(tmp_path)
     assert not facts["can_be_converted"] and facts["selections"] == {}
@@ -311,7 +415,9 @@ def test_a_refused_family_is_described_with_the_reason(model_type, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     facts = inspect_model(tmp_path)
     assert not facts["can_be_converted"] and facts["family"] is None
-    assert facts["reason"].startswith(f"model type '{model_type}' cannot be converted: {REFUSED[model_type]}")
+    assert facts["reason"].startswith(
+        f"model type '{model_type}' cannot be converted: {REFUSED[model_type]}"
+    )
     assert facts["reason"].endswith("(`fcsd families` lists what can)")
     assert REFUSED[model_type] in report_table(facts)
 
@@ -321,13 +427,18 @@ def test_a_dense_model_of_a_supported_family_is_described(tmp_path):
     assert not facts["can_be_converted"]
     assert "none of its 4 layers is an MoE layer" in facts["reason"]
     assert facts["layers"] == {"total": 4, "moe": [], "dense": [0, 1, 2, 3]}
-    assert facts["selections"] == {} and "routed_experts" not in facts["parameters"]["parts"]
+    assert (
+        facts["selections"] == {}
+        and "routed_experts" not in facts["parameters"]["parts"]
+    )
 
 
 def test_code_in_a_checkpoint_does_not_run(tmp_path):
     config_only(tmp_path, "qwen3_moe")
     config = json.loads((tmp_path / "config.json").read_text())
-    own = {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    own = {
+        "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    }
     (tmp_path / "config.json").write_text(json.dumps(config | own))
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
     assert inspect_model(tmp_path)["can_be_converted"]
@@ -337,10 +448,18 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path):
     ("prepare", "message"),
     [
         (lambda folder: None, "config.json: no such file"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json: not valid JSON"),
-        (lambda folder: (folder / "config.json").write_text("{}"), "config.json: model_type is missing"),
         (
-            lambda folder: (folder / "config.json").write_text('{"model_type": "farskip_mixtral"}'),
+            lambda folder: (folder / "config.json").write_text("{"),
+            "config.json: not valid JSON",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text("{}"),
+            "config.json: model_type is missing",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text(
+                '{"model_type": "farskip_mixtral"}'
+            ),
             "model_type 'farskip_mixtral' without the field farskip",
         ),
         (
@@ -383,16 +502,29 @@ def test_of_a_hub_id_only_the_config_is_fetched(tmp_path, monkeypatch):
 
     def model_info(self, name, revision=None, files_metadata=False):
         assert files_metadata
-        sizes = {"model-1.safetensors": 7, "model-2.safetensors": 9, "config.json": 3, "a/b.safetensors": 5}
+        sizes = {
+            "model-1.safetensors": 7,
+            "model-2.safetensors": 9,
+            "config.json": 3,
+            "a/b.safetensors": 5,
+        }
         return SimpleNamespace(
-            siblings=[SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
+            siblings=[
+                SimpleNamespace(rfilename=name, size=size)
+                for name, size in sizes.items()
+            ]
         )
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     facts = inspect_model("allenai/OLMoE-1B-7B-0924", "6d84c48")
     assert asked == [("allenai/OLMoE-1B-7B-0924", "config.json", "6d84c48")]
-    assert facts["files"] == {"count": 2, "missing": [], "total_bytes": 16, "largest_bytes": 9}
+    assert facts["files"] == {
+        "count": 2,
+        "missing": [],
+        "total_bytes": 16,
+        "largest_bytes": 9,
+    }
     assert "allenai/OLMoE-1B-7B-0924 @ 6d84c48" in report_table(facts)
 
     def offline(*args, **options):
@@ -402,7 +534,11 @@ def test_of_a_hub_id_only_the_config_is_fetched(tmp_path, monkeypatch):
     assert inspect_model("allenai/OLMoE-1B-7B-0924")["files"] is None
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     with pytest.raises(
-        UserError, match=r"the Hub did not give config\.json of a repository of this name: no network"
+        UserError,
+        match=(
+            r"the Hub did not give config\.json of a repository of this name: no"
+            r" network"
+        ),
     ):
         inspect_model("allenai/OLMoE-1B-7B-0924")
 

@@ -1,7 +1,8 @@
-"""A quantised checkpoint is written again in bfloat16, to the values that the published formulas give.
+"""A quantised checkpoint is written again in bfloat16, to the values that the published
+formulas give.
 
-Each layout is made by a script of the test's own, from numbers of a tiny model; its values are computed one by one,
-in float64, from the bits.
+Each layout is made by a script of the test's own, from numbers of a tiny model; its
+values are computed one by one, in float64, from the bits.
 """
 
 import itertools
@@ -32,7 +33,9 @@ Made = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    return torch.randint(0, 2**31 - 1, shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randint(
+        0, 2**31 - 1, shape, generator=torch.Generator().manual_seed(sum(shape))
+    )
 
 
 def fp4(code: int) -> float:
@@ -54,14 +57,24 @@ def fp8_bytes(*shape: int) -> torch.Tensor:
 
 
 def table(rows: int, columns: int, value: Callable[[int, int], float]) -> torch.Tensor:
-    return torch.tensor([[value(r, c) for c in range(columns)] for r in range(rows)], dtype=torch.float64)
+    return torch.tensor(
+        [[value(r, c) for c in range(columns)] for r in range(rows)],
+        dtype=torch.float64,
+    )
 
 
 def block_fp8(rows: int, columns: int, block: tuple[int, int] = (16, 16)) -> Made:
-    codes, scales = fp8_bytes(rows, columns), 2.0 ** -(4 + numbers(9, 9) % 5).float() * 1.25
-    grid = scales[: math.ceil(rows / block[0]), : math.ceil(columns / block[1])].contiguous()
+    codes, scales = (
+        fp8_bytes(rows, columns),
+        2.0 ** -(4 + numbers(9, 9) % 5).float() * 1.25,
+    )
+    grid = scales[
+        : math.ceil(rows / block[0]), : math.ceil(columns / block[1])
+    ].contiguous()
     values = table(
-        rows, columns, lambda r, c: fp8(int(codes[r, c])) * float(grid[r // block[0], c // block[1]])
+        rows,
+        columns,
+        lambda r, c: fp8(int(codes[r, c])) * float(grid[r // block[0], c // block[1]]),
     )
     return {"": codes.view(torch.float8_e4m3fn), "_scale_inv": grid}, values
 
@@ -73,20 +86,34 @@ def tensor_fp8(rows: int, columns: int) -> Made:
 
 
 def row_fp8(rows: int, columns: int) -> Made:
-    codes, scale = fp8_bytes(rows, columns), (0.01 + numbers(rows, 1) % 7 * 0.003).float()
-    values = table(rows, columns, lambda r, c: fp8(int(codes[r, c])) * float(scale[r, 0]))
+    codes, scale = (
+        fp8_bytes(rows, columns),
+        (0.01 + numbers(rows, 1) % 7 * 0.003).float(),
+    )
+    values = table(
+        rows, columns, lambda r, c: fp8(int(codes[r, c])) * float(scale[r, 0])
+    )
     return {"": codes.view(torch.float8_e4m3fn), "_scale": scale}, values
 
 
 def int8(rows: int, columns: int) -> Made:
     codes = (numbers(rows, columns) % 255 - 127).to(torch.int8)
-    scale, point = (0.002 + numbers(rows, 1) % 5 * 0.001).float(), (numbers(rows, 1) % 9 - 4).to(torch.int8)
-    values = table(rows, columns, lambda r, c: (int(codes[r, c]) - int(point[r, 0])) * float(scale[r, 0]))
+    scale, point = (
+        (0.002 + numbers(rows, 1) % 5 * 0.001).float(),
+        (numbers(rows, 1) % 9 - 4).to(torch.int8),
+    )
+    values = table(
+        rows,
+        columns,
+        lambda r, c: (int(codes[r, c]) - int(point[r, 0])) * float(scale[r, 0]),
+    )
     return {"": codes, "_scale": scale, "_zero_point": point}, values
 
 
 def int4(rows: int, columns: int) -> Made:
-    """Groups of 16 columns, a zero point for each; eight values in an int32, along the rows for the zero points."""
+    """Groups of 16 columns, a zero point for each; eight values in an int32, along the
+    rows for the zero points.
+    """
     codes, groups = numbers(rows, columns) % 16, columns // 16
     scale = (0.01 + numbers(rows, groups) % 5 * 0.0078125).bfloat16()
     points = numbers(rows, groups) % 16
@@ -96,12 +123,19 @@ def int4(rows: int, columns: int) -> Made:
         word = sum(int(code) << 4 * place for place, code in enumerate(eight))
         return int(struct.unpack("<i", struct.pack("<I", word))[0])
 
-    words = [[packed(codes[r, c : c + 8]) for c in range(0, columns, 8)] for r in range(rows)]
-    point_words = [[packed(padded[r : r + 8, g]) for g in range(groups)] for r in range(0, len(padded), 8)]
+    words = [
+        [packed(codes[r, c : c + 8]) for c in range(0, columns, 8)] for r in range(rows)
+    ]
+    point_words = [
+        [packed(padded[r : r + 8, g]) for g in range(groups)]
+        for r in range(0, len(padded), 8)
+    ]
     values = table(
         rows,
         columns,
-        lambda r, c: (int(codes[r, c]) - int(points[r, c // 16])) * float(scale[r, c // 16]),
+        lambda r, c: (
+            (int(codes[r, c]) - int(points[r, c // 16])) * float(scale[r, c // 16])
+        ),
     )
     return {
         "_packed": torch.tensor(words, dtype=torch.int32),
@@ -117,19 +151,33 @@ def _fp4_parts(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def modelopt_nvfp4(rows: int, columns: int) -> Made:
-    (codes, packed), scale = _fp4_parts(rows, columns), fp8_bytes(rows, columns // 16) & 127
+    (codes, packed), scale = (
+        _fp4_parts(rows, columns),
+        fp8_bytes(rows, columns // 16) & 127,
+    )
     last = torch.tensor(0.0004)
     values = table(
-        rows, columns, lambda r, c: fp4(int(codes[r, c])) * fp8(int(scale[r, c // 16])) * float(last)
+        rows,
+        columns,
+        lambda r, c: fp4(int(codes[r, c])) * fp8(int(scale[r, c // 16])) * float(last),
     )
-    return {"": packed, "_scale": scale.view(torch.float8_e4m3fn), "_scale_2": last}, values
+    return {
+        "": packed,
+        "_scale": scale.view(torch.float8_e4m3fn),
+        "_scale_2": last,
+    }, values
 
 
 def compressed_nvfp4(rows: int, columns: int) -> Made:
-    (codes, packed), scale = _fp4_parts(rows, columns), fp8_bytes(rows, columns // 16) & 127
+    (codes, packed), scale = (
+        _fp4_parts(rows, columns),
+        fp8_bytes(rows, columns // 16) & 127,
+    )
     last = torch.tensor([2048.0])
     values = table(
-        rows, columns, lambda r, c: fp4(int(codes[r, c])) * fp8(int(scale[r, c // 16])) / float(last)
+        rows,
+        columns,
+        lambda r, c: fp4(int(codes[r, c])) * fp8(int(scale[r, c // 16])) / float(last),
     )
     return {
         "_packed": packed,
@@ -143,29 +191,51 @@ def compressed_mxfp4(rows: int, columns: int) -> Made:
         _fp4_parts(rows, columns),
         (118 + numbers(rows, columns // 32) % 6).to(torch.uint8),
     )
-    values = table(rows, columns, lambda r, c: fp4(int(codes[r, c])) * 2.0 ** (int(scale[r, c // 32]) - 127))
+    values = table(
+        rows,
+        columns,
+        lambda r, c: fp4(int(codes[r, c])) * 2.0 ** (int(scale[r, c // 32]) - 127),
+    )
     return {"_packed": packed, "_scale": scale}, values
 
 
 def mxfp8(rows: int, columns: int) -> Made:
     """The scale of 32 columns is a byte, too, and is an exponent."""
-    codes, scale = fp8_bytes(rows, columns), (115 + numbers(rows, columns // 32) % 6).to(torch.uint8)
-    values = table(rows, columns, lambda r, c: fp8(int(codes[r, c])) * 2.0 ** (int(scale[r, c // 32]) - 127))
+    codes, scale = (
+        fp8_bytes(rows, columns),
+        (115 + numbers(rows, columns // 32) % 6).to(torch.uint8),
+    )
+    values = table(
+        rows,
+        columns,
+        lambda r, c: fp8(int(codes[r, c])) * 2.0 ** (int(scale[r, c // 32]) - 127),
+    )
     return {"": codes.view(torch.float8_e4m3fn), "_scale": scale}, values
 
 
 def integers_of_two_sizes(rows: int, columns: int) -> Made:
-    """INT4 where there are 32 rows, else INT8: a checkpoint may have both, and its config one list for all."""
+    """INT4 where there are 32 rows, else INT8: a checkpoint may have both, and its
+    config one list for all.
+    """
     if rows == 32:
         return int4(rows, columns)
     codes = numbers(rows, columns) % 256
     scale = (0.001 + numbers(rows, 1) % 5 * 0.001).float()
     words = codes.to(torch.uint8).contiguous().view(torch.int32)
-    values = table(rows, columns, lambda r, c: (int(codes[r, c]) - 128) * float(scale[r, 0]))
-    return {"_packed": words, "_scale": scale, "_shape": torch.tensor([rows, columns])}, values
+    values = table(
+        rows, columns, lambda r, c: (int(codes[r, c]) - 128) * float(scale[r, 0])
+    )
+    return {
+        "_packed": words,
+        "_scale": scale,
+        "_shape": torch.tensor([rows, columns]),
+    }, values
 
 
-COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {"num_bits": 4}}}}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"0": {"weights": {"num_bits": 4}}},
+}
 LAYOUTS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "block fp8": (block_fp8, {"quant_method": "fp8", "weight_block_size": [16, 16]}),
     "block fp8 with a last block that is partial": (
@@ -178,18 +248,31 @@ LAYOUTS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "packed int4": (int4, COMPRESSED),
     "packed int4 and int8": (integers_of_two_sizes, COMPRESSED),
     "mxfp8": (mxfp8, COMPRESSED),
-    "nvfp4 of modelopt": (modelopt_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "nvfp4 of modelopt": (
+        modelopt_nvfp4,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    ),
     "nvfp4 of compressed-tensors": (compressed_nvfp4, COMPRESSED),
     "mxfp4 of compressed-tensors": (compressed_mxfp4, COMPRESSED),
 }
 
 
 def write(
-    folder: Path, make: Callable[..., Made], settings: dict[str, Any], *, shards: int = 1
+    folder: Path,
+    make: Callable[..., Made],
+    settings: dict[str, Any],
+    *,
+    shards: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Write a tiny model whose experts and attention are quantised; returns the values that it has."""
+    """Write a tiny model whose experts and attention are quantised; returns the values
+    that it has.
+    """
     model = tiny_model(
-        "qwen3_moe", vocab_size=64, num_hidden_layers=1, hidden_size=64, moe_intermediate_size=32
+        "qwen3_moe",
+        vocab_size=64,
+        num_hidden_layers=1,
+        hidden_size=64,
+        moe_intermediate_size=32,
     )
     model.bfloat16().save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -204,26 +287,39 @@ def write(
     tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(1.0)
     names = sorted(tensors)
     (folder / "model.safetensors").unlink()
-    files = {f"model-{k:05}-of-{shards:05}.safetensors": names[k::shards] for k in range(shards)}
+    files = {
+        f"model-{k:05}-of-{shards:05}.safetensors": names[k::shards]
+        for k in range(shards)
+    }
     for file, own in files.items():
         save_file({name: tensors[name] for name in own}, folder / file)
     weight_map = {name: file for file, own in files.items() for name in own}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": settings})
+    )
     return expected
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
     return dict(
-        itertools.chain.from_iterable(load_file(file).items() for file in folder.glob("*.safetensors"))
+        itertools.chain.from_iterable(
+            load_file(file).items() for file in folder.glob("*.safetensors")
+        )
     )
 
 
-def assert_same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same(
+    tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
     assert tensors.keys() == expected.keys()
     for name, value in expected.items():
-        assert tensors[name].dtype == value.dtype and torch.equal(tensors[name], value), name
+        assert tensors[name].dtype == value.dtype and torch.equal(
+            tensors[name], value
+        ), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -231,10 +327,13 @@ def test_each_layout_has_the_values_of_its_formula(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = write(tmp_path / "quantised", *LAYOUTS[layout])
-    monkeypatch.setattr(copy, "_CHUNK_VALUES", 1000)  # several chunks, which begin in the middle of a block
+    # several chunks, which begin in the middle of a block
+    monkeypatch.setattr(copy, "_CHUNK_VALUES", 1000)
     assert main(["dequantize", str(tmp_path / "quantised"), str(tmp_path / "out")]) == 0
     assert_same(read(tmp_path / "out"), expected)
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in json.loads(
+        (tmp_path / "out" / "config.json").read_text()
+    )
     assert not (tmp_path / "out.partial").exists()
     assert load_model(tmp_path / "out").dtype == torch.bfloat16
 
@@ -242,12 +341,23 @@ def test_each_layout_has_the_values_of_its_formula(
 def test_gpt_oss_experts_are_those_that_transformers_unpacks(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    model = tiny_model("gpt_oss", vocab_size=64, num_hidden_layers=1, hidden_size=64, intermediate_size=32)
+    model = tiny_model(
+        "gpt_oss",
+        vocab_size=64,
+        num_hidden_layers=1,
+        hidden_size=64,
+        intermediate_size=32,
+    )
     model.bfloat16().save_pretrained(tmp_path / "q")
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     expected = dict(tensors)
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        number, rows, columns = tensors.pop(name).shape  # as they are in memory: in, out
+    for name in [
+        name
+        for name in tensors
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
+        # as they are in memory: in, out
+        number, rows, columns = tensors.pop(name).shape
         blocks = (numbers(number, columns, rows // 32, 16) % 256).to(torch.uint8)
         scales = (120 + numbers(number, columns, rows // 32) % 9).to(torch.uint8)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
@@ -277,16 +387,25 @@ def test_a_copy_that_is_killed_at_any_place_continues_to_the_same_bytes(
         return {file.name: file.read_bytes() for file in (folder / "out").iterdir()}
 
     output, record = tmp_path / "output", tmp_path / "moments"
-    assert in_a_fork(lambda: run(tmp_path / "whole", record=record), output) == 0, output.read_text()
+    assert in_a_fork(lambda: run(tmp_path / "whole", record=record), output) == 0, (
+        output.read_text()
+    )
     whole, moments = contents(tmp_path / "whole"), record.read_text().splitlines()
     assert sum(name.endswith(".safetensors") for name in whole) > 3
-    assert len(moments) > 2 * len([name for name in whole if name.endswith(".safetensors")])
+    assert len(moments) > 2 * len(
+        [name for name in whole if name.endswith(".safetensors")]
+    )
     for number, moment in enumerate(moments):
         folder = tmp_path / str(number)
-        status = in_a_fork(lambda folder=folder, moment=moment: run(folder, kill=moment), output)
+        status = in_a_fork(
+            lambda folder=folder, moment=moment: run(folder, kill=moment), output
+        )
         assert status == -signal.SIGKILL, (moment, output.read_text())
         if not (folder / "out").exists():
-            assert in_a_fork(lambda folder=folder: run(folder), output) == 0, (moment, output.read_text())
+            assert in_a_fork(lambda folder=folder: run(folder), output) == 0, (
+                moment,
+                output.read_text(),
+            )
         assert contents(folder) == whole, moment
 
 
@@ -298,10 +417,14 @@ def test_a_begun_copy_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "auto-round", "quark", "bitsandbytes"])
+@pytest.mark.parametrize(
+    "method", ["gptq", "awq", "auto-round", "quark", "bitsandbytes"]
+)
 def test_methods_that_are_not_taken_back_are_named(method: str, tmp_path: Path) -> None:
     write(tmp_path / "q", block_fp8, {"quant_method": method})
-    with pytest.raises(UserError, match=rf"'{method}'.*fp8, mxfp4, compressed-tensors, modelopt"):
+    with pytest.raises(
+        UserError, match=rf"'{method}'.*fp8, mxfp4, compressed-tensors, modelopt"
+    ):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
 
@@ -311,23 +434,36 @@ def test_scales_of_other_blocks_are_refused_by_the_tensors_name(tmp_path: Path) 
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [128, 5]
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"tensor 'model\..*scales of shape .*blocks of 128 x 5"):
+    with pytest.raises(
+        UserError, match=r"tensor 'model\..*scales of shape .*blocks of 128 x 5"
+    ):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
 
 
-@pytest.mark.parametrize(("parts", "message"), [("mxfp6", "do not fit"), ("int3", "none of 2, 4, 8 bits")])
+@pytest.mark.parametrize(
+    ("parts", "message"), [("mxfp6", "do not fit"), ("int3", "none of 2, 4, 8 bits")]
+)
 def test_forms_that_look_like_known_ones_are_refused_before_anything_is_written(
     parts: str, message: str, tmp_path: Path
 ) -> None:
-    """MXFP6 has the names of MXFP4; integers of 3 bits lie across two int32 in some versions only."""
+    """MXFP6 has the names of MXFP4; integers of 3 bits lie across two int32 in some
+    versions only.
+    """
 
     def made(rows: int, columns: int) -> Made:
         if parts == "mxfp6":
             packed = torch.zeros(rows, columns * 6 // 8, dtype=torch.uint8)
-            return {"_packed": packed, "_scale": packed[:, : columns // 32]}, torch.zeros(rows, columns)
+            return {
+                "_packed": packed,
+                "_scale": packed[:, : columns // 32],
+            }, torch.zeros(rows, columns)
         packed = torch.zeros(rows, columns * 3 // 32, dtype=torch.int32)
         shape = torch.tensor([rows, columns])
-        return {"_packed": packed, "_scale": torch.ones(rows, 1), "_shape": shape}, torch.zeros(rows, columns)
+        return {
+            "_packed": packed,
+            "_scale": torch.ones(rows, 1),
+            "_shape": shape,
+        }, torch.zeros(rows, columns)
 
     write(tmp_path / "q", made, COMPRESSED)
     with pytest.raises(UserError, match=message):
@@ -339,16 +475,26 @@ def test_an_expert_that_is_missing_is_seen(tmp_path: Path) -> None:
     write(tmp_path / "q", *LAYOUTS["fp8 of modelopt"])
     file = next((tmp_path / "q").glob("*.safetensors"))
     tensors = load_file(file)
-    name = next(name for name in tensors if "experts.1" in name or "experts.gate" in name)
-    save_file({key: value for key, value in tensors.items() if not key.startswith(name)}, file)
-    weight_map = dict.fromkeys((key for key in tensors if not key.startswith(name)), file.name)
-    (tmp_path / "q" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    name = next(
+        name for name in tensors if "experts.1" in name or "experts.gate" in name
+    )
+    save_file(
+        {key: value for key, value in tensors.items() if not key.startswith(name)}, file
+    )
+    weight_map = dict.fromkeys(
+        (key for key in tensors if not key.startswith(name)), file.name
+    )
+    (tmp_path / "q" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
     with pytest.raises(UserError, match="missing"):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_that_is_not_quantised_is_refused(tmp_path: Path) -> None:
-    tiny_model("qwen3_moe", vocab_size=64, num_hidden_layers=1).save_pretrained(tmp_path / "plain")
+    tiny_model("qwen3_moe", vocab_size=64, num_hidden_layers=1).save_pretrained(
+        tmp_path / "plain"
+    )
     with pytest.raises(UserError, match="is not quantised"):
         dequantize_checkpoint(tmp_path / "plain", tmp_path / "out")

@@ -15,7 +15,11 @@ quantization = pytest.importorskip(
 )
 ROWS, COLUMNS = 40, 96
 PLAIN = {"weight": "weight", "scale": "weight_scale", "zero_point": "weight_zero_point"}
-PACKED = PLAIN | {"weight": "weight_packed", "shape": "weight_shape", "global_scale": "weight_global_scale"}
+PACKED = PLAIN | {
+    "weight": "weight_packed",
+    "shape": "weight_shape",
+    "global_scale": "weight_global_scale",
+}
 
 
 class Rows:
@@ -32,7 +36,9 @@ class Rows:
 
 
 def weight() -> torch.Tensor:
-    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return torch.randn(
+        ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)
+    ).bfloat16()
 
 
 def largest(group: int) -> torch.Tensor:
@@ -44,7 +50,13 @@ def integers(bits: int, symmetric: bool) -> dict[str, torch.Tensor]:
     if symmetric:
         return {"weight_scale": scale}
     draw = torch.Generator().manual_seed(bits)
-    points = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), scale.shape, generator=draw, dtype=torch.int8)
+    points = torch.randint(
+        -(2 ** (bits - 1)),
+        2 ** (bits - 1),
+        scale.shape,
+        generator=draw,
+        dtype=torch.int8,
+    )
     return {"weight_scale": scale, "weight_zero_point": points}
 
 
@@ -58,7 +70,13 @@ POWERS = 2.0 ** torch.floor(torch.log2(largest(32) / 6))
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], Any, Any]] = {
     f"int{bits} {'symmetric' if symmetric else 'with zero points'}": (
         "PackedQuantizationCompressor",
-        {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32, "symmetric": symmetric},
+        {
+            "num_bits": bits,
+            "type": "int",
+            "strategy": "group",
+            "group_size": 32,
+            "symmetric": symmetric,
+        },
         integers(bits, symmetric),
         formats.packed_integers,
         None,
@@ -82,7 +100,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], Any, Any]] 
     ),
     "mxfp8": (
         "MXFP8QuantizationCompressor",
-        {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8},
+        {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "group",
+            "group_size": 32,
+            "scale_dtype": torch.uint8,
+        },
         {"weight_scale": POWERS},
         formats.scaled,
         None,
@@ -103,7 +127,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], Any, Any]] 
     ),
     "fp8 of blocks, the last of them partial": (
         "FloatQuantizationCompressor",
-        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 64]},
+        {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "block",
+            "block_structure": [16, 64],
+        },
         {"weight_scale": torch.linspace(0.005, 0.02, 6).view(3, 2)},
         formats.scaled,
         (16, 64),
@@ -127,9 +156,13 @@ def test_a_form_is_decoded_as_its_library_does(case: str) -> None:
     scheme = quantization.QuantizationScheme(
         targets=["Linear"], weights=quantization.QuantizationArgs(**arguments)
     )
-    stored: Mapping[str, torch.Tensor] = compressor.compress({"weight": weight(), **scales}, scheme)
+    stored: Mapping[str, torch.Tensor] = compressor.compress(
+        {"weight": weight(), **scales}, scheme
+    )
     expected = compressor.decompress(dict(stored), scheme)["weight"].to(torch.bfloat16)
     names = PACKED if "weight_packed" in stored else PLAIN
     parts = {part: Rows(stored[key]) for part, key in names.items() if key in stored}
-    pieces = [decode(parts, begin, min(begin + 7, ROWS), block) for begin in range(0, ROWS, 7)]
+    pieces = [
+        decode(parts, begin, min(begin + 7, ROWS), block) for begin in range(0, ROWS, 7)
+    ]
     assert torch.equal(torch.cat(pieces).to(torch.bfloat16), expected)

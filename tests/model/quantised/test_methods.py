@@ -1,4 +1,6 @@
-"""What is said of quantised checkpoints is what happens to them: inspect, convert and load agree."""
+"""What is said of quantised checkpoints is what happens to them: inspect, convert and
+load agree.
+"""
 
 import importlib.util
 import json
@@ -25,8 +27,15 @@ from tests.support import few
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 ALL = Connectivity("all")
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+FP8 = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+}
+MODELOPT = {
+    "producer": {"name": "modelopt"},
+    "quantization": {"quant_algo": "NVFP4", "group_size": 16},
+}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -57,7 +66,11 @@ def to_nvfp4(name: str, weight: torch.Tensor) -> Tensors:
 def to_packed_nvfp4(name: str, weight: torch.Tensor) -> Tensors:
     """As compressed-tensors packs it."""
     packed, scale, whole = to_nvfp4(name, weight).values()
-    return {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_global_scale": whole}
+    return {
+        f"{name}_packed": packed,
+        f"{name}_scale": scale,
+        f"{name}_global_scale": whole,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +82,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quantised(plain: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Make a copy with quantised weights, and write what says so into config.json, or ModelOpt's file."""
+    """Make a copy with quantised weights, and write what says so into config.json, or
+    ModelOpt's file.
+    """
 
     def make(
         pack: Callable[[str, torch.Tensor], Tensors] | None,
@@ -79,7 +94,11 @@ def quantised(plain: Path, tmp_path: Path) -> Callable[..., Path]:
         folder = Path(shutil.copytree(plain, tmp_path / "quantised"))
         tensors: Tensors = {}
         for name, weight in load_file(folder / "model.safetensors").items():
-            tensors |= pack(name, weight) if pack is not None and is_quantised(name) else {name: weight}
+            tensors |= (
+                pack(name, weight)
+                if pack is not None and is_quantised(name)
+                else {name: weight}
+            )
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         if config is not None:
             edit_config(folder, quantization_config=config)
@@ -102,11 +121,16 @@ def change_tensors(folder: Path, change: Callable[[Tensors], Any]) -> None:
 
 
 def assert_refused(folder: Path, sentence: str) -> None:
-    """Inspect says that it cannot be converted, converting and loading refuse it, and with the same words."""
+    """Inspect says that it cannot be converted, converting and loading refuse it, and
+    with the same words.
+    """
     facts = inspect_model(folder)
     assert not facts["can_be_converted"] and sentence in facts["reason"]
     assert f"not possible: {facts['reason']}" in report_table(facts)
-    for act in (lambda: convert_checkpoint(folder, folder.parent / "far", ALL), lambda: load_model(folder)):
+    for act in (
+        lambda: convert_checkpoint(folder, folder.parent / "far", ALL),
+        lambda: load_model(folder),
+    ):
         with pytest.raises(UserError) as refused:
             act()
         assert str(refused.value) == facts["reason"]
@@ -129,7 +153,9 @@ def test_nvfp4_that_transformers_cannot_load_is_refused_everywhere_in_one_senten
 ) -> None:
     folder = quantised(to_nvfp4, config, modelopt)
     assert_refused(folder, f"{said} that the installed transformers can load")
-    assert "NVFP4" in report_table(inspect_model(folder)) or "nvfp4" in report_table(inspect_model(folder))
+    assert "NVFP4" in report_table(inspect_model(folder)) or "nvfp4" in report_table(
+        inspect_model(folder)
+    )
 
 
 def test_weights_that_a_missing_package_would_load_are_converted_and_inspect_names_the_package(
@@ -137,7 +163,11 @@ def test_weights_that_a_missing_package_would_load_are_converted_and_inspect_nam
 ) -> None:
     if importlib.util.find_spec("compressed_tensors") is not None:
         pytest.skip("compressed-tensors is installed")
-    settings = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {},
+    }
     folder = quantised(to_packed_nvfp4, settings)
     facts = inspect_model(folder)
     assert facts["can_be_converted"]
@@ -146,11 +176,16 @@ def test_weights_that_a_missing_package_would_load_are_converted_and_inspect_nam
     assert "not on this machine: " in report_table(facts)
     convert_checkpoint(folder, tmp_path / "far", ALL)
     for place in (folder, tmp_path / "far"):
-        with pytest.raises(UserError, match=r"quantised by compressed-tensors .*, cannot be loaded here: "):
+        with pytest.raises(
+            UserError,
+            match=r"quantised by compressed-tensors .*, cannot be loaded here: ",
+        ):
             load_model(place)
 
 
-@pytest.mark.parametrize("lost", [EXPERT, f"{EXPERT}_scale_inv", "model.layers.1.mlp.gate.weight"])
+@pytest.mark.parametrize(
+    "lost", [EXPERT, f"{EXPERT}_scale_inv", "model.layers.1.mlp.gate.weight"]
+)
 def test_a_tensor_that_is_missing_of_quantised_weights_is_noticed(
     quantised: Callable[..., Path], lost: str, tmp_path: Path
 ) -> None:
@@ -168,7 +203,9 @@ def test_a_missing_tensor_of_fused_experts_is_noticed(tmp_path: Path) -> None:
     experts = "model.layers.2.mlp.experts.down_proj"
 
     def pack(tensors: Tensors) -> None:
-        for name in [name for name in tensors if name.endswith(("down_proj", "gate_up_proj"))]:
+        for name in [
+            name for name in tensors if name.endswith(("down_proj", "gate_up_proj"))
+        ]:
             del tensors[name]
             tensors |= {f"{name}_blocks": torch.zeros(4, dtype=torch.uint8)}
             tensors |= {f"{name}_scales": torch.zeros(1, dtype=torch.uint8)}
@@ -177,7 +214,9 @@ def test_a_missing_tensor_of_fused_experts_is_noticed(tmp_path: Path) -> None:
     edit_config(base, quantization_config={"quant_method": "mxfp4"})
     convert_checkpoint(base, tmp_path / "whole", ALL)
     change_tensors(base, lambda tensors: tensors.pop(f"{experts}_blocks"))
-    with pytest.raises(UserError, match=f"1 tensors are missing, the first is '{experts}'"):
+    with pytest.raises(
+        UserError, match=f"1 tensors are missing, the first is '{experts}'"
+    ):
         convert_checkpoint(base, tmp_path / "far", ALL)
 
 
@@ -185,12 +224,17 @@ def test_a_plain_tensor_of_quantised_weights_has_the_shape_that_the_config_says(
     quantised: Callable[..., Path],
 ) -> None:
     folder = quantised(to_fp8, FP8)
-    change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
-    assert_refused(folder, "tensor 'model.norm.weight' has shape [7], but config.json says")
+    change_tensors(
+        folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)})
+    )
+    assert_refused(
+        folder, "tensor 'model.norm.weight' has shape [7], but config.json says"
+    )
 
 
 @pytest.mark.parametrize(
-    "method", ["fp8", "compressed-tensors", "modelopt", "nvfp4", "gptq", "only modelopt"]
+    "method",
+    ["fp8", "compressed-tensors", "modelopt", "nvfp4", "gptq", "only modelopt"],
 )
 def test_fields_left_over_beside_plain_weights_are_said_and_left_out(
     quantised: Callable[..., Path],
@@ -200,33 +244,56 @@ def test_fields_left_over_beside_plain_weights_are_said_and_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     only = method == "only modelopt"
-    folder = quantised(None, None if only else {"quant_method": method}, MODELOPT if only else None)
+    folder = quantised(
+        None, None if only else {"quant_method": method}, MODELOPT if only else None
+    )
     assert torch.equal(logits(folder), logits(plain))
     place = "hf_quant_config.json" if only else "quantization_config"
-    assert f"{folder}: {place} says" in (said := capsys.readouterr().err) and "is left over" in said
+    assert (
+        f"{folder}: {place} says" in (said := capsys.readouterr().err)
+        and "is left over" in said
+    )
     facts = inspect_model(folder)
     assert facts["can_be_converted"] and facts["quantization"] is None
     assert "are left over, and `fcsd convert` leaves them out" in report_table(facts)
     convert_checkpoint(folder, tmp_path / "far", ALL)
-    assert "quantization_config" not in json.loads((tmp_path / "far" / "config.json").read_text())
+    assert "quantization_config" not in json.loads(
+        (tmp_path / "far" / "config.json").read_text()
+    )
     assert not (tmp_path / "far" / "hf_quant_config.json").exists()
     assert torch.equal(logits(tmp_path / "far"), logits(plain, connectivity=ALL))
 
 
-def test_quantisation_inside_the_text_config_counts_as_that_beside_it(tmp_path: Path) -> None:
+def test_quantisation_inside_the_text_config_counts_as_that_beside_it(
+    tmp_path: Path,
+) -> None:
     tiny_model("glm4v_moe").save_pretrained(tmp_path / "base")
     text = json.loads((tmp_path / "base" / "config.json").read_text())["text_config"]
     edit_config(tmp_path / "base", text_config=text | {"quantization_config": FP8})
     checkpoint = read_checkpoint(tmp_path / "base")
-    assert checkpoint.leftover and "quantization_config" not in checkpoint.config["text_config"]
+    assert (
+        checkpoint.leftover
+        and "quantization_config" not in checkpoint.config["text_config"]
+    )
     load_model(tmp_path / "base")
-    edit_config(tmp_path / "base", text_config=text | {"quantization_config": {"quant_method": "mine"}})
-    assert_refused(tmp_path / "base", "text_config.quantization_config.quant_method 'mine' is none")
+    edit_config(
+        tmp_path / "base",
+        text_config=text | {"quantization_config": {"quant_method": "mine"}},
+    )
+    assert_refused(
+        tmp_path / "base", "text_config.quantization_config.quant_method 'mine' is none"
+    )
 
 
-def test_fields_left_over_do_not_count_in_a_model_that_fcsd_does_not_know(tmp_path: Path) -> None:
+def test_fields_left_over_do_not_count_in_a_model_that_fcsd_does_not_know(
+    tmp_path: Path,
+) -> None:
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=99
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=99,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
     expected = logits(tmp_path / "dense", any_family=True)
@@ -236,9 +303,19 @@ def test_fields_left_over_do_not_count_in_a_model_that_fcsd_does_not_know(tmp_pa
 
 def test_the_quantisation_of_kimi_k25_is_shown(tmp_path: Path) -> None:
     """Its text config has it, as published; the wrapper is no family that can be converted."""
-    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
-    text = {"model_type": "kimi_k2", "n_routed_experts": 384, "quantization_config": settings}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {},
+    }
+    text = {
+        "model_type": "kimi_k2",
+        "n_routed_experts": 384,
+        "quantization_config": settings,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "kimi_k25", "text_config": text})
+    )
     facts = inspect_model(tmp_path)
     assert facts["quantization"] == "compressed-tensors (pack-quantized)"
     assert not facts["can_be_converted"] and "kimi_k25" in facts["reason"]
@@ -248,7 +325,8 @@ def test_quantised_weights_of_which_no_file_says_how_are_not_called_another_mode
     quantised: Callable[..., Path],
 ) -> None:
     assert_refused(
-        quantised(to_fp8), "is of quantised weights, but neither quantization_config in config.json"
+        quantised(to_fp8),
+        "is of quantised weights, but neither quantization_config in config.json",
     )
 
 
@@ -262,16 +340,24 @@ def test_no_name_of_a_plain_model_is_taken_for_one_of_a_quantised_and_packed_one
     packed = {
         key: "I32"
         for name in state
-        for key in ([f"{name}_packed", f"{name}_scale"] if is_quantised(name) else [name])
+        for key in (
+            [f"{name}_packed", f"{name}_scale"] if is_quantised(name) else [name]
+        )
     }
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     assert missing_tensors(shapes, packed, ()) == []
 
 
-def test_experts_that_are_modules_stand_for_one_tensor_of_all_when_none_is_missing() -> None:
+def test_experts_that_are_modules_stand_for_one_tensor_of_all_when_none_is_missing() -> (
+    None
+):
     """As llm-compressor writes Llama 4, whose family has fused experts."""
     expected = {"m.experts.gate_up_proj": (2, 8, 4), "m.experts.down_proj": (2, 4, 8)}
-    names = [f"m.experts.{k}.{part}_proj.weight" for k in range(2) for part in ("gate", "up", "down")]
+    names = [
+        f"m.experts.{k}.{part}_proj.weight"
+        for k in range(2)
+        for part in ("gate", "up", "down")
+    ]
     packed = {f"{name}_{kind}": "I32" for name in names for kind in ("packed", "scale")}
     assert missing_tensors(expected, packed, ()) == []
     del packed["m.experts.1.up_proj.weight_packed"]

@@ -1,4 +1,6 @@
-"""What the tests of overlapped expert parallelism share: models spread over ranks, steps, and comparisons of both."""
+"""What the tests of overlapped expert parallelism share: models spread over ranks,
+steps, and comparisons of both.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,12 @@ CHECKPOINTING = {"use_reentrant": False}
 Gradients = dict[str, torch.Tensor]
 
 
-def spread(folder: Path, connectivity: Connectivity | None, size: int, **options: Any) -> Any:
-    """Return the model with its experts over groups of `size` ranks, all else sharded by FSDP2 over all ranks."""
+def spread(
+    folder: Path, connectivity: Connectivity | None, size: int, **options: Any
+) -> Any:
+    """Return the model with its experts over groups of `size` ranks, all else sharded
+    by FSDP2 over all ranks.
+    """
     from transformers.distributed import DistributedConfig
 
     world = torch.distributed.get_world_size()
@@ -27,18 +33,26 @@ def spread(folder: Path, connectivity: Connectivity | None, size: int, **options
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    full: torch.Tensor = (
+        tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    )
     return full
 
 
 def step(model: Any, *batches: torch.Tensor) -> Gradients:
-    """Return name -> gradient, this rank's part of it, summed over the batches; "loss", the last one's."""
+    """Return name -> gradient, this rank's part of it, summed over the batches; "loss",
+    the last one's.
+    """
     model.train()
     model.zero_grad(set_to_none=True)
     for x in batches:
         loss = model(x, labels=x, use_cache=False).loss
         loss.backward()
-    gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        n: p.grad.detach().clone()
+        for n, p in model.named_parameters()
+        if p.grad is not None
+    }
     return {"loss": loss.detach()} | gradients
 
 
@@ -49,7 +63,9 @@ def local(tensor: Any) -> torch.Tensor:
 
 def same(one: Gradients, other: Gradients) -> bool:
     """Return whether all gradients are equal to the last bit, on all ranks."""
-    equal = one.keys() == other.keys() and all(torch.equal(local(one[n]), local(other[n])) for n in one)
+    equal = one.keys() == other.keys() and all(
+        torch.equal(local(one[n]), local(other[n])) for n in one
+    )
     if not torch.distributed.is_initialized():
         return equal
     everywhere = torch.tensor(int(equal))
@@ -58,7 +74,8 @@ def same(one: Gradients, other: Gradients) -> bool:
 
 
 def worst(actual: Gradients, expected: Gradients | None) -> float:
-    """Return the largest error of a gradient, relative to the largest of its tensor; 0 on a rank that expects nothing.
+    """Return the largest error of a gradient, relative to the largest of its tensor; 0
+    on a rank that expects nothing.
 
     All ranks call this, which gathers the gradients.
     """

@@ -1,4 +1,6 @@
-"""Overlapped expert parallelism where something is out of the ordinary: precision, layers, tokens, hooks, caches."""
+"""Overlapped expert parallelism where something is out of the ordinary: precision,
+layers, tokens, hooks, caches.
+"""
 
 import gc
 import itertools
@@ -14,13 +16,24 @@ from fcsd.model.connectivity import Connectivity, load_model
 from fcsd.model.connectivity.rewire import regular
 from fcsd.parallel.overlap import detach
 from fcsd.parallel.overlap.schedule import LayerFacts, schedule
-from tests.parallel.overlap.ranks import CHECKPOINTING, X, attached, same, spread, step, whole, worst
+from tests.parallel.overlap.ranks import (
+    CHECKPOINTING,
+    X,
+    attached,
+    same,
+    spread,
+    step,
+    whole,
+    worst,
+)
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 from tests.support import few
 
 FAMILIES = ("qwen2_moe", "deepseek_v3", "axk1", "granitemoeshared")
-"""A gated shared expert; a dense layer and latent attention; a norm behind the experts; a shared expert beside them."""
+"""A gated shared expert; a dense layer and latent attention; a norm behind the experts;
+a shared expert beside them.
+"""
 ODD = FAMILIES[:2]
 """Families with which everything else that is out of the ordinary is looked at, too."""
 CONNECTIVITIES = {
@@ -33,9 +46,13 @@ CONNECTIVITIES = {
 
 
 def outcome(
-    model: Any, one: Any, *batches: torch.Tensor, reference: tuple[torch.Tensor, ...] = (X,)
+    model: Any,
+    one: Any,
+    *batches: torch.Tensor,
+    reference: tuple[torch.Tensor, ...] = (X,),
 ) -> tuple[bool, bool, float, list[Any]]:
-    """Return (bits of blocking and full, bits of full with checkpointing, error against one process, steps of full).
+    """Return (bits of blocking and full, bits of full with checkpointing, error against
+    one process, steps of full).
 
     one: the model of one process, on the rank whose turn it is to compute with it.
     """
@@ -47,7 +64,12 @@ def outcome(
     order = list(steps)
     model.activation_checkpointing_enable(CHECKPOINTING)
     checkpointed = same(step(model, *batches), blocking)
-    return overlapped, checkpointed, worst(blocking, one and step(one, *reference)), order
+    return (
+        overlapped,
+        checkpointed,
+        worst(blocking, one and step(one, *reference)),
+        order,
+    )
 
 
 @contextmanager
@@ -57,7 +79,11 @@ def starved(*models: Any) -> Iterator[None]:
     for model in filter(None, models):
         for layer in model.model.layers:
             if hasattr(layer.mlp, "gate"):
-                handles.append(layer.mlp.gate.register_forward_hook(lambda _m, _a, o: (o[0], o[1], o[2] % 2)))
+                handles.append(
+                    layer.mlp.gate.register_forward_hook(
+                        lambda _m, _a, o: (o[0], o[1], o[2] % 2)
+                    )
+                )
     yield
     for handle in handles:
         handle.remove()
@@ -65,7 +91,11 @@ def starved(*models: Any) -> Iterator[None]:
 
 def freeze(model: Any) -> None:
     for name, parameter in model.named_parameters():
-        if "gate.weight" in name or "embed" in name or ("layers.0." in name and ".experts." not in name):
+        if (
+            "gate.weight" in name
+            or "embed" in name
+            or ("layers.0." in name and ".experts." not in name)
+        ):
             parameter.requires_grad_(False)
 
 
@@ -74,13 +104,20 @@ def cases(rank: int, folder: Path, family: str) -> dict[str, Any]:
     turn = itertools.cycle([0, 1])
     outcomes: dict[str, Any] = {}
     for name, connectivity in CONNECTIVITIES.items():
-        one = load_model(folder, connectivity=connectivity) if next(turn) == rank else None
+        one = (
+            load_model(folder, connectivity=connectivity)
+            if next(turn) == rank
+            else None
+        )
         outcomes[name] = outcome(spread(folder, connectivity, 2), one, x)
     if family not in ODD:
         return outcomes
     model = spread(folder, everything, 2, fsdp_mixed_precision=True)
     outcomes["bf16"] = outcome(model, None, x)
-    model, one = spread(folder, everything, 2), load_model(folder, connectivity=everything)
+    model, one = (
+        spread(folder, everything, 2),
+        load_model(folder, connectivity=everything),
+    )
     mine = one if next(turn) == rank else None
     with starved(model, mine):
         outcomes["no token for a rank"] = outcome(model, mine, x)
@@ -100,7 +137,9 @@ READ = ("streams", "hook", "block", "while it is read", "regular")
 
 @torch.no_grad()
 def read(model: Any, one: Any, x: torch.Tensor) -> dict[str, Any]:
-    """Return what a reader of layers sees, the original in the same model, and generation with a cache."""
+    """Return what a reader of layers sees, the original in the same model, and
+    generation with a cache.
+    """
     model.eval(), one.eval()
     attached(model, "full")
     before = model(x, use_cache=False).logits
@@ -123,25 +162,38 @@ def read(model: Any, one: Any, x: torch.Tensor) -> dict[str, Any]:
         hook.remove()
     with regular(model), regular(one):
         original = [each(x, use_cache=False).logits for each in (model, one)]
-    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     mask = torch.ones_like(x)
     made = [each.generate(x, attention_mask=mask, **settings) for each in (model, one)]
-    order = [f"{event} {r.kind} {r.layer}" for event, r in records if r.kind != "counts"]
+    order = [
+        f"{event} {r.kind} {r.layer}" for event, r in records if r.kind != "counts"
+    ]
     return {
-        "streams": max(float((a - b).abs().max()) for a, b in zip(streams, expected, strict=True)),
+        "streams": max(
+            float((a - b).abs().max()) for a, b in zip(streams, expected, strict=True)
+        ),
         "hook": float((seen[0] - expected[2]).abs().max()),
         "block": float((blocks[0][0] - blocks[1][0]).abs().max()),
         "while it is read": float((whole(after) - again).abs().max()),
         "regular": float((whole(original[0]) - original[1]).abs().max()),
         "is another model": bool((original[1] - again).abs().max() > 0.01),
         "same afterwards": torch.equal(whole(before), whole(after)),
-        "overlaps again": order.index("start dispatch 2") > order.index("wait combine 1") > 0,
+        "overlaps again": order.index("start dispatch 2")
+        > order.index("wait combine 1")
+        > 0,
         "tokens": torch.equal(*made),
     }
 
 
 @pytest.fixture(scope="module", params=few(FAMILIES, 1))
-def by_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def by_case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Return what became of each case, and the family under its name."""
     folder = tmp_path_factory.mktemp("model")
     tiny_model(request.param).save_pretrained(folder)
@@ -157,7 +209,9 @@ def only(families: tuple[str, ...], by_case: dict[str, Any]) -> None:
         pytest.skip(f"is looked at with {', '.join(families)}")
 
 
-def test_every_connectivity_has_the_bits_of_blocking_and_the_gradients_of_one_process(by_case: Any) -> None:
+def test_every_connectivity_has_the_bits_of_blocking_and_the_gradients_of_one_process(
+    by_case: Any,
+) -> None:
     for name in CONNECTIVITIES:
         overlapped, checkpointed, error, _ = by_case[name]
         assert overlapped and checkpointed and error < 5e-6, (name, by_case[name])
@@ -170,10 +224,17 @@ def test_layers_run_in_the_order_of_their_schedule_with_one_side_alone_and_insid
     only(("qwen2_moe", "axk1"), by_case)
 
     def steps(facts: list[LayerFacts]) -> list[tuple[int, str]]:
-        return [(k, each.name) for k, layer in enumerate(facts) if layer for each in schedule(layer)]
+        return [
+            (k, each.name)
+            for k, layer in enumerate(facts)
+            if layer
+            for each in schedule(layer)
+        ]
 
     layers = range(4)
-    attention = [LayerFacts(incoming=k > 0, outgoing=k < 3, outdated=False) for k in layers]
+    attention = [
+        LayerFacts(incoming=k > 0, outgoing=k < 3, outdated=False) for k in layers
+    ]
     if by_case["family"] == "qwen2_moe":
         assert by_case["attention alone"][3] == steps(attention)
         assert by_case["MLP alone"][3] == steps([LayerFacts() for _ in layers])
@@ -191,7 +252,9 @@ def test_layers_run_in_the_order_of_their_schedule_with_one_side_alone_and_insid
     assert by_case["the last half"][3] == [(k, name) for k in (2, 3) for name in own]
 
 
-@pytest.mark.parametrize("case", ["bf16", "no token for a rank", "frozen", "accumulated"])
+@pytest.mark.parametrize(
+    "case", ["bf16", "no token for a rank", "frozen", "accumulated"]
+)
 def test_what_is_out_of_the_ordinary_changes_no_bit(by_case: Any, case: str) -> None:
     only(ODD, by_case)
     overlapped, checkpointed, error, _ = by_case[case]
@@ -216,8 +279,13 @@ def held(model: Any, x: torch.Tensor) -> int:
 
     def tensors() -> dict[int, int]:
         gc.collect()
-        plain = (torch.Tensor, torch.nn.Parameter)  # asking for more of an object may warn
-        seen = [t.untyped_storage() for t in gc.get_objects() if type(t) in plain and t.is_floating_point()]
+        # asking for more of an object may warn
+        plain = (torch.Tensor, torch.nn.Parameter)
+        seen = [
+            t.untyped_storage()
+            for t in gc.get_objects()
+            if type(t) in plain and t.is_floating_point()
+        ]
         return {storage.data_ptr(): storage.nbytes() for storage in seen}
 
     model.train()
@@ -243,7 +311,11 @@ def memory(rank: int, folder: Path) -> float:
     return kept[1] / kept[0]
 
 
-def test_a_checkpointed_forward_pass_keeps_what_blocking_exchanges_keep(tmp_path: Path) -> None:
+def test_a_checkpointed_forward_pass_keeps_what_blocking_exchanges_keep(
+    tmp_path: Path,
+) -> None:
     """No combined rows: those would be several times as much, one for each token and expert."""
-    tiny_model("deepseek_v3", hidden_size=256, num_hidden_layers=6).save_pretrained(tmp_path)
+    tiny_model("deepseek_v3", hidden_size=256, num_hidden_layers=6).save_pretrained(
+        tmp_path
+    )
     assert max(run_ranks(memory, 2, tmp_path)) < 1.1

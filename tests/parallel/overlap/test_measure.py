@@ -7,7 +7,9 @@ from fcsd.parallel.overlap.measure import from_records, from_trace
 
 
 def test_of_records_what_the_host_waits_for_is_exposed() -> None:
-    """Launched at 0, waited for from 6 to 8, arrived at 8; launched at 10, arrived at 14, waited for at 15."""
+    """Launched at 0, waited for from 6 to 8, arrived at 8; launched at 10, arrived at
+    14, waited for at 15.
+    """
     records = [
         Record("dispatch", 0, False, 1, started=0, waiting=6, waited=8, done=8),
         Record("combine", 0, True, 1, started=10, waiting=15, waited=15, done=14),
@@ -20,17 +22,36 @@ def test_of_records_what_the_host_waits_for_is_exposed() -> None:
     assert measured["all"].overlap == pytest.approx(1 - 2 / 13)
 
 
-def event(name: str, ts: int, dur: int, cat: str, correlation: int | None = None, tid: int = 1) -> dict:
+def event(
+    name: str, ts: int, dur: int, cat: str, correlation: int | None = None, tid: int = 1
+) -> dict:
     args = {} if correlation is None else {"correlation": correlation}
-    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "tid": tid, "args": args}
+    return {
+        "ph": "X",
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "cat": cat,
+        "tid": tid,
+        "args": args,
+    }
 
 
 def test_of_a_gpus_trace_link_kernels_count_as_hidden_where_others_run() -> None:
-    """Dispatch busy 100-200, computed 120-180; combine of the backward pass busy 300-340, computed 300-400."""
+    """Dispatch busy 100-200, computed 120-180; combine of the backward pass busy
+    300-340, computed 300-400.
+    """
     events = [
         event("farskip::start dispatch forward 0", 10, 5, "user_annotation"),
         event("cudaLaunchKernelExC", 12, 1, "cuda_runtime", 7),
-        event("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 100, 100, "kernel", 7, tid=20),
+        event(
+            "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+            100,
+            100,
+            "kernel",
+            7,
+            tid=20,
+        ),
         event("sm90_xmma_gemm_bf16", 120, 60, "kernel", 8, tid=7),
         event("farskip::start combine backward 0", 20, 5, "user_annotation", tid=2),
         event("cudaLaunchKernel", 21, 1, "cuda_runtime", 9, tid=2),

@@ -1,4 +1,6 @@
-"""Overlapped expert parallelism on two gloo ranks: the bits of the blocking exchanges, one process's gradients."""
+"""Overlapped expert parallelism on two gloo ranks: the bits of the blocking exchanges,
+one process's gradients.
+"""
 
 import warnings
 from pathlib import Path
@@ -16,7 +18,15 @@ from fcsd.parallel.overlap import OverlappedEP, attach
 from fcsd.parallel.overlap.exchange import Port
 from fcsd.parallel.overlap.layer import runtimes
 from fcsd.parallel.overlap.schedule import LayerFacts, schedule
-from tests.parallel.overlap.ranks import CHECKPOINTING, X, attached, same, spread, step, worst
+from tests.parallel.overlap.ranks import (
+    CHECKPOINTING,
+    X,
+    attached,
+    same,
+    spread,
+    step,
+    worst,
+)
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 
@@ -24,15 +34,16 @@ FAMILIES = ("qwen2_moe", "qwen3_moe")
 
 
 class Late:
-    """A transport that exchanges when it is waited for, no earlier; what is read before is NaN, and so is what is
-    read of its own input afterwards."""
+    """A transport that exchanges when it is waited for, no earlier; what is read before
+    is NaN, and so is what is read of its own input afterwards."""
 
     def __init__(self, group: Any):
         self.group = group
 
     def start(self, received: Any, sent: Any, receive: Any, send: Any) -> Any:
         received.fill_(float("nan"))
-        own, group = not sent.requires_grad, self.group  # the experts' output is read by others, too
+        # the experts' output is read by others, too
+        own, group = not sent.requires_grad, self.group
 
         class Work:
             def wait(self) -> None:
@@ -44,7 +55,11 @@ class Late:
 
 
 def events(records: list[Any]) -> list[tuple[str, str, int, bool]]:
-    return [(event, r.kind, r.layer, r.backward) for event, r in records if r.kind != "counts"]
+    return [
+        (event, r.kind, r.layer, r.backward)
+        for event, r in records
+        if r.kind != "counts"
+    ]
 
 
 def counted(records: list[Any]) -> tuple[int, int]:
@@ -70,11 +85,16 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
         facts["forward"] = same(step(model, x), blocking)
         records, steps = attached(model, "full")
         facts["full"] = same(step(model, x), blocking)
-        facts |= {"events": events(records), "steps": list(steps), "counts": counted(records)}
+        facts |= {
+            "events": events(records),
+            "steps": list(steps),
+            "counts": counted(records),
+        }
         facts["tags"] = tagged(model, x, records)
         for split in ("start", "end"):
             attached(model, "blocking", split=split)
-            expected = step(model, x)  # sums of gradients have another order than with `core`
+            # sums of gradients have another order than with `core`
+            expected = step(model, x)
             attached(model, "full", split=split)
             facts[split] = same(step(model, x), expected)
         attached(model, "full", transport=Late)
@@ -87,7 +107,9 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
         if family == "qwen2_moe":
             facts["compiled"] = compiled(model, x, blocking)
         model.activation_checkpointing_enable({"use_reentrant": True})
-        with pytest.raises(UserError, match=r"re-entrant activation checkpointing .* --overlap off"):
+        with pytest.raises(
+            UserError, match=r"re-entrant activation checkpointing .* --overlap off"
+        ):
             step(model, x)
         with pytest.raises(UserError, match="attached already; detach it first"):
             attach(model)
@@ -95,14 +117,17 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
 
 
 def compiled(model: Any, x: torch.Tensor, expected: Any) -> bool:
-    """Take a step with attention and shared expert of a layer compiled; by dynamo alone, whose graphs run eagerly."""
+    """Take a step with attention and shared expert of a layer compiled; by dynamo
+    alone, whose graphs run eagerly.
+    """
     model.activation_checkpointing_disable()
     layer = model.model.layers[2]
     parts = (layer.self_attn, layer.mlp.shared_expert)
     for part in parts:
         part.compile(backend="eager")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dynamo's, which looks at the gradient of all that it traces
+        # dynamo's, which looks at the gradient of all that it traces
+        warnings.simplefilter("ignore")
         equal = same(step(model, x), expected)
     for part in parts:
         part._compiled_call_impl = None
@@ -125,12 +150,17 @@ class Tag(torch.autograd.Function):
 
 
 def tagged(model: Any, x: torch.Tensor, records: list[Any]) -> str:
-    """Return the backward pass in order: a, b (parts of attention), s (shared expert), g (router) with the layer's
-    number; l, w (launch, wait) with D, C (dispatch, combine)."""
+    """Return the backward pass in order: a, b (parts of attention), s (shared expert),
+    g (router) with the layer's number; l, w (launch, wait) with D, C (dispatch,
+    combine)."""
     log: list[str] = []
     handles = []
     for k, layer in enumerate(model.model.layers):
-        tags = {"a": layer.self_attn.q_proj, "b": layer.self_attn.o_proj, "g": layer.mlp.gate}
+        tags = {
+            "a": layer.self_attn.q_proj,
+            "b": layer.self_attn.o_proj,
+            "g": layer.mlp.gate,
+        }
         if hasattr(layer.mlp, "shared_expert"):
             tags["s"] = layer.mlp.shared_expert
         for tag, module in tags.items():
@@ -144,7 +174,11 @@ def tagged(model: Any, x: torch.Tensor, records: list[Any]) -> str:
         def append(self, entry: Any) -> None:
             event, record = entry
             if record.backward:
-                log.append({"start": "l", "wait": "w"}[event] + record.kind[0].upper() + str(record.layer))
+                log.append(
+                    {"start": "l", "wait": "w"}[event]
+                    + record.kind[0].upper()
+                    + str(record.layer)
+                )
 
     for runtime in runtimes(model):
         assert runtime.ep is not None
@@ -167,7 +201,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return by_family
 
 
-def test_overlapped_exchanges_change_no_bit_and_one_process_has_the_gradients(two_ranks: Any) -> None:
+def test_overlapped_exchanges_change_no_bit_and_one_process_has_the_gradients(
+    two_ranks: Any,
+) -> None:
     for family in FAMILIES:
         facts = two_ranks[family]
         assert facts["error"] < 5e-6
@@ -175,23 +211,31 @@ def test_overlapped_exchanges_change_no_bit_and_one_process_has_the_gradients(tw
         assert facts["start"] and facts["end"], family
 
 
-def test_compiled_attention_is_cut_in_the_middle_and_changes_no_bit(two_ranks: Any) -> None:
+def test_compiled_attention_is_cut_in_the_middle_and_changes_no_bit(
+    two_ranks: Any,
+) -> None:
     assert two_ranks["qwen2_moe"]["compiled"]
 
 
-def test_nothing_reads_rows_before_they_are_waited_for_or_keeps_what_was_sent(two_ranks: Any) -> None:
+def test_nothing_reads_rows_before_they_are_waited_for_or_keeps_what_was_sent(
+    two_ranks: Any,
+) -> None:
     for family in FAMILIES:
         assert two_ranks[family]["late"] and two_ranks[family]["late, checkpointing"]
 
 
-def test_a_recomputation_sends_its_dispatch_again_and_nothing_else(two_ranks: Any) -> None:
+def test_a_recomputation_sends_its_dispatch_again_and_nothing_else(
+    two_ranks: Any,
+) -> None:
     """4 layers, there and back: 16 exchanges; and the dispatch of each once more."""
     for family in FAMILIES:
         assert two_ranks[family]["counts"] == (16, 4)
         assert two_ranks[family]["counts, checkpointing"] == (20, 4)
 
 
-def test_launches_and_waits_come_in_the_schedules_order_and_mirrored(two_ranks: Any) -> None:
+def test_launches_and_waits_come_in_the_schedules_order_and_mirrored(
+    two_ranks: Any,
+) -> None:
     facts = [LayerFacts(incoming=k > 0, outgoing=k < 3) for k in range(4)]
     steps = [(k, step) for k, layer in enumerate(facts) for step in schedule(layer)]
     forward = []
@@ -201,7 +245,10 @@ def test_launches_and_waits_come_in_the_schedules_order_and_mirrored(two_ranks: 
         if each.waits:
             before = each.waits == "before"
             forward.append(("wait", "combine" if before else each.waits, k - before))
-    mirrored = [({"start": "wait", "wait": "start"}[e], kind, k) for e, kind, k in reversed(forward)]
+    mirrored = [
+        ({"start": "wait", "wait": "start"}[e], kind, k)
+        for e, kind, k in reversed(forward)
+    ]
     for family in FAMILIES:
         seen = two_ranks[family]["events"]
         assert [event[:3] for event in seen if not event[3]] == forward
@@ -212,12 +259,18 @@ def test_launches_and_waits_come_in_the_schedules_order_and_mirrored(two_ranks: 
 @pytest.mark.parametrize(
     ("facts", "steps"),
     [
-        ({"incoming": True, "outgoing": True}, "a wC- router sD b wD experts sC shared"),
+        (
+            {"incoming": True, "outgoing": True},
+            "a wC- router sD b wD experts sC shared",
+        ),
         ({"outgoing": True}, "router sD a b wD experts sC shared"),
         ({"incoming": True}, "a wC- router sD b wD experts sC shared wC"),
         ({}, "router sD a wD experts sC b shared wC"),
         ({"split": "end"}, "router sD a b wD experts sC shared wC"),
-        ({"incoming": True, "split": "start"}, "wC- router sD a b wD experts sC shared wC"),
+        (
+            {"incoming": True, "split": "start"},
+            "wC- router sD a b wD experts sC shared wC",
+        ),
         (
             {"incoming": True, "outgoing": True, "split": "end"},
             "a b wC- router sD shared wD experts sC",
@@ -229,26 +282,39 @@ def test_launches_and_waits_come_in_the_schedules_order_and_mirrored(two_ranks: 
         ({"moe": False, "incoming": True}, "a b wC- mlp"),
     ],
 )
-def test_the_steps_of_a_layer_follow_from_what_is_in_flight(facts: dict[str, Any], steps: str) -> None:
-    """By hand; s, w: starts and waits for D (dispatch), C (combine), C- (that of the layer before)."""
+def test_the_steps_of_a_layer_follow_from_what_is_in_flight(
+    facts: dict[str, Any], steps: str
+) -> None:
+    """By hand; s, w: starts and waits for D (dispatch), C (combine), C- (that of the
+    layer before).
+    """
     signs = {"dispatch": "D", "combine": "C", "before": "C-"}
     words = []
     for each in schedule(LayerFacts(**facts)):
         name = each.name.removeprefix("attention ").removesuffix(" expert")
         words.append(
-            f"s{signs[each.starts]}" if each.starts else f"w{signs[each.waits]}" if each.waits else name
+            f"s{signs[each.starts]}"
+            if each.starts
+            else f"w{signs[each.waits]}"
+            if each.waits
+            else name
         )
     assert " ".join(words) == steps
 
 
 def test_the_backward_pass_computes_while_gradients_travel(two_ranks: Any) -> None:
-    """By hand: combine beside attention's part a and the shared expert, dispatch beside its part b."""
-    assert two_ranks["qwen2_moe"]["tags"] == (
-        "lC3 s3 wC3 lD3 b3 wD3 g3 lC2 a3 s2 wC2 lD2 b2 wD2 g2"
+    """By hand: combine beside attention's part a and the shared expert, dispatch beside
+    its part b.
+    """
+    assert (
+        two_ranks["qwen2_moe"]["tags"]
+        == "lC3 s3 wC3 lD3 b3 wD3 g3 lC2 a3 s2 wC2 lD2 b2 wD2 g2"
         " lC1 a2 s1 wC1 lD1 b1 wD1 g1 lC0 a1 s0 wC0 lD0 b0 a0 wD0 g0"
     )
-    assert two_ranks["qwen3_moe"]["tags"] == (
-        "lC3 wC3 lD3 b3 wD3 g3 lC2 a3 wC2 lD2 b2 wD2 g2 lC1 a2 wC1 lD1 b1 wD1 g1 lC0 a1 wC0 lD0 b0 a0 wD0 g0"
+    assert (
+        two_ranks["qwen3_moe"]["tags"]
+        == "lC3 wC3 lD3 b3 wD3 g3 lC2 a3 wC2 lD2 b2 wD2 g2 lC1 a2 wC1 lD1 b1 wD1 g1 lC0"
+        " a1 wC0 lD0 b0 a0 wD0 g0"
     )
 
 
@@ -267,15 +333,22 @@ def test_counts_are_on_their_way_while_the_rows_are_gathered() -> None:
             return SimpleNamespace(wait=lambda: log.append(f"wait {self.what}"))
 
     class Gathers(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if any(each is rows for each in args):
                 log.append("gather rows")
             return func(*args, **(kwargs or {}))
 
     ep: Any = object.__new__(OverlappedEP)
-    ep.__dict__.update(ep_mesh=SimpleNamespace(size=lambda: 1), num_here=4, scaled=False)
+    ep.__dict__.update(
+        ep_mesh=SimpleNamespace(size=lambda: 1), num_here=4, scaled=False
+    )
     ep.__dict__.update(port=Port(Logged("rows")), _counts=Logged("counts"))
-    experts, weights = torch.tensor([[0, 3], [1, 2], [3, 0], [3, 1], [2, 0]]), torch.rand(5, 2)
+    experts, weights = (
+        torch.tensor([[0, 3], [1, 2], [3, 0], [3, 1], [2, 0]]),
+        torch.rand(5, 2),
+    )
     with Gathers():
         dispatch = ep.start_dispatch(rows, experts, weights, None)
         again = [*log]
@@ -286,5 +359,7 @@ def test_counts_are_on_their_way_while_the_rows_are_gathered() -> None:
     assert torch.equal(received, rows.repeat_interleave(2, 0)) and torch.equal(
         pairs.weights, weights.view(-1)
     )
-    assert pairs.ids.tolist() == experts.view(-1).tolist() and dispatch.exchange.send == [5 + 7]
+    assert pairs.ids.tolist() == experts.view(
+        -1
+    ).tolist() and dispatch.exchange.send == [5 + 7]
     assert log[-1] == "wait rows"

@@ -22,13 +22,20 @@ def dropped(rank: int, folder: Path, drop: Any) -> dict[str, Any]:
     if rank == 0:
         one = load_model(folder, connectivity=everything)
         with dropping(one, 1.0, drop) as counts:
-            expected = {name: gradient / 2 for name, gradient in step(one, *parts).items()}
+            expected = {
+                name: gradient / 2 for name, gradient in step(one, *parts).items()
+            }
             by_way["one process"] = int(counts.take()[0])  # type: ignore[index]
         without = step(one, *parts)
-        by_way["changes"] = max(float((without[n] / 2 - g).abs().max()) for n, g in expected.items())
+        by_way["changes"] = max(
+            float((without[n] / 2 - g).abs().max()) for n, g in expected.items()
+        )
     for way in WAYS:
         model = spread(
-            folder, everything, 2, **({"ep_implementation": "all_to_all"} if way == "plain" else {})
+            folder,
+            everything,
+            2,
+            **({"ep_implementation": "all_to_all"} if way == "plain" else {}),
         )
         if way != "plain":
             attached(model, way.split(",")[0])
@@ -41,8 +48,12 @@ def dropped(rank: int, folder: Path, drop: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "drop"), few([("deepseek_v3", "weight"), ("qwen2_moe", "order")], 1))
-def test_two_ranks_drop_and_learn_what_one_process_does(tmp_path: Path, family: str, drop: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "drop"), few([("deepseek_v3", "weight"), ("qwen2_moe", "order")], 1)
+)
+def test_two_ranks_drop_and_learn_what_one_process_does(
+    tmp_path: Path, family: str, drop: str
+) -> None:
     tiny_model(family).save_pretrained(tmp_path)
     first, second = run_ranks(dropped, 2, tmp_path, drop)
     assert first["changes"] > 1e-3 and first["one process"] > 0

@@ -1,4 +1,6 @@
-"""A rank that fails, dies, hangs or sends other rows with rows in flight ends all, and its error is what is printed."""
+"""A rank that fails, dies, hangs or sends other rows with rows in flight ends all, and
+its error is what is printed.
+"""
 
 import os
 import signal
@@ -19,11 +21,15 @@ from fcsd.parallel.overlap import OverlappedEP
 from fcsd.parallel.overlap.exchange import Port
 from tests.support import Bench, in_forked_ranks
 
-FIFTH = 5  # a call in the second layer of the student's first step: rows of the first are on their way
+# a call in the second layer of the student's first step: rows of the first are on their
+# way
+FIFTH = 5
 
 
 def impatient() -> None:
-    """Let this rank wait for seconds instead of hours or minutes: in a collective, and for ranks that are gone."""
+    """Let this rank wait for seconds instead of hours or minutes: in a collective, and
+    for ranks that are gone.
+    """
     patience = timedelta(seconds=6)
     distributed_c10d._get_default_timeout = lambda _: patience
     distributed_c10d._set_pg_timeout(patience)
@@ -31,12 +37,18 @@ def impatient() -> None:
 
 
 def replace(name: str, instead: Callable[..., Any]) -> None:
-    """From the fifth call on, `instead` is called with the original and the arguments. In a fork: nothing to undo."""
+    """From the fifth call on, `instead` is called with the original and the arguments.
+    In a fork: nothing to undo.
+    """
     original, calls = getattr(OverlappedEP, name), [0]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        return original(*args, **kwargs) if calls[0] < FIFTH else instead(original, *args, **kwargs)
+        return (
+            original(*args, **kwargs)
+            if calls[0] < FIFTH
+            else instead(original, *args, **kwargs)
+        )
 
     setattr(OverlappedEP, name, run)
 
@@ -67,7 +79,11 @@ def sends_other_rows() -> None:
     ("fault", "message"),
     [
         (fails, "ValueError: bad rows"),
-        pytest.param(killed, "error: rank 1 of 2 ended without an error: killed", marks=pytest.mark.breadth),
+        pytest.param(
+            killed,
+            "error: rank 1 of 2 ended without an error: killed",
+            marks=pytest.mark.breadth,
+        ),
         pytest.param(hangs, "Timed out waiting", marks=pytest.mark.slow),
         (sends_other_rows, "their models or precisions differ"),
     ],
@@ -80,11 +96,23 @@ def test_a_rank_that_goes_wrong_between_dispatch_and_combine_ends_the_other(
         impatient()
         if rank == 1:
             fault()
-        return main(["distill", str(bench.recipe("r")), "--expert-parallel", "2", "--overlap", "full"])
+        return main(
+            [
+                "distill",
+                str(bench.recipe("r")),
+                "--expert-parallel",
+                "2",
+                "--overlap",
+                "full",
+            ]
+        )
 
     outcomes = in_forked_ranks(one, 2, tmp_path)
     output = "".join(text for _, text in outcomes)
-    assert [code for code, _ in outcomes] == [1, -signal.SIGKILL if fault is killed else 1], output
+    assert [code for code, _ in outcomes] == [
+        1,
+        -signal.SIGKILL if fault is killed else 1,
+    ], output
     assert output.count(message) == 1, output
 
 
@@ -104,7 +132,16 @@ def test_a_rank_that_hangs_while_others_gather_weights_ends_all_long_before_the_
             return unshard(group, *args, **kwargs)
 
         FSDPParamGroup.unshard = hangs  # type: ignore[method-assign]
-        return main(["distill", str(bench.recipe("r")), "--expert-parallel", "2", "--overlap", "full"])
+        return main(
+            [
+                "distill",
+                str(bench.recipe("r")),
+                "--expert-parallel",
+                "2",
+                "--overlap",
+                "full",
+            ]
+        )
 
     outcomes = in_forked_ranks(one, 2, tmp_path)
     output = "".join(text for _, text in outcomes)
@@ -125,4 +162,6 @@ def test_the_exchange_that_breaks_is_named() -> None:
     flight = Port(Broken(), 7).launch("combine", True, rows, rows, [2], [2])
     with pytest.raises(RuntimeError, match="closed by peer") as error:
         flight.wait()
-    assert error.value.__notes__ == ["while this rank waited for the combine of layer 7, backward pass"]
+    assert error.value.__notes__ == [
+        "while this rank waited for the combine of layer 7, backward pass"
+    ]

@@ -1,4 +1,6 @@
-"""Every family that overlaps has the bits of blocking exchanges on two ranks, in float32 and bfloat16; their page."""
+"""Every family that overlaps has the bits of blocking exchanges on two ranks, in
+float32 and bfloat16; their page.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,15 @@ import torch
 from fcsd.model.connectivity import Connectivity, load_model
 from fcsd.model.families import FAMILIES
 from fcsd.parallel.overlap.support import refusal
-from tests.parallel.overlap.ranks import CHECKPOINTING, X, attached, same, spread, step, worst
+from tests.parallel.overlap.ranks import (
+    CHECKPOINTING,
+    X,
+    attached,
+    same,
+    spread,
+    step,
+    worst,
+)
 from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.tiny import tiny_model
 from tests.reference.upstream import families_lists, older_than_snapshot
@@ -21,14 +31,18 @@ TIGHT = [
     "instella_moe", "llama4_text", "qwen3_next",
 ]  # fmt: skip
 NOT_IN_BF16 = {"minimax"}
-"""Whose own attention multiplies float32 by bfloat16 under FSDP's mixed precision; fails in transformers alone, too."""
+"""Whose own attention multiplies float32 by bfloat16 under FSDP's mixed precision;
+fails in transformers alone, too.
+"""
 WIDER: dict[str, dict[str, int]] = {"muse_spark": {"moe_hidden_size": 32}}
 """A grouped matmul in bfloat16 takes rows of a multiple of 16 bytes."""
 
 
-def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool, bool, bool, float]]:
-    """Return family -> whether full, full with checkpointing, and that with bfloat16 mixed precision have the bits of
-    blocking; its error against one process.
+def compared(
+    rank: int, folder: Path, names: list[str]
+) -> dict[str, tuple[bool, bool, bool, float]]:
+    """Return family -> whether full, full with checkpointing, and that with bfloat16
+    mixed precision have the bits of blocking; its error against one process.
 
     The ranks compute the references of one process by turns.
     """
@@ -45,13 +59,19 @@ def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool,
         one = None
         if number % 2 == rank:
             one = step(load_model(folder / name, connectivity=Connectivity("all")), X)
-        bits = same(steps[1], steps[0]), same(steps[2], steps[0]), in_bf16(rank, folder / name)
+        bits = (
+            same(steps[1], steps[0]),
+            same(steps[2], steps[0]),
+            in_bf16(rank, folder / name),
+        )
         by_family[name] = *bits, worst(steps[0], one)
     return by_family
 
 
 def in_bf16(rank: int, folder: Path) -> bool:
-    """Return whether full with checkpointing has the bits of blocking without, the weights gathered in bfloat16."""
+    """Return whether full with checkpointing has the bits of blocking without, the
+    weights gathered in bfloat16.
+    """
     if folder.name in NOT_IN_BF16:
         return True
     model = spread(folder, Connectivity("all"), 2, fsdp_mixed_precision=True)
@@ -72,15 +92,21 @@ def outcomes(folder: Path, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of heads that upstream's forward views
+# of heads that upstream's forward views
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("names", few_and_others(NAMES, 2, UNLIKE))
 def test_a_family_that_overlaps_has_the_bits_of_blocking_and_one_processs_gradients(
     names: list[str], tmp_path: Path
 ) -> None:
-    """Larger errors: sums of tiny gradients, in another order (qwen3_5_moe 1.3e-5, granitemoehybrid 6.4e-6)."""
+    """Larger errors: sums of tiny gradients, in another order (qwen3_5_moe 1.3e-5,
+    granitemoehybrid 6.4e-6).
+    """
     for name, (full, checkpointed, bf16, error) in outcomes(tmp_path, names).items():
         assert full and checkpointed and bf16, name
-        assert name == "phimoe" or error < (5e-6 if name in TIGHT else 5e-5), (name, error)
+        assert name == "phimoe" or error < (5e-6 if name in TIGHT else 5e-5), (
+            name,
+            error,
+        )
 
 
 def four(rank: int, folder: Path) -> dict[Any, Any]:
@@ -94,7 +120,10 @@ def four(rank: int, folder: Path) -> dict[Any, Any]:
             attached(model, "blocking")
             blocking = step(model, X[rank : rank + 1])
             attached(model, "full")
-            by_size[name, size] = same(step(model, X[rank : rank + 1]), blocking), worst(blocking, one)
+            by_size[name, size] = (
+                same(step(model, X[rank : rank + 1]), blocking),
+                worst(blocking, one),
+            )
     return by_size
 
 
@@ -107,11 +136,15 @@ def test_four_ranks_share_the_experts_in_pairs_or_all_of_them(tmp_path: Path) ->
         assert same_bits and error < 5e-6, (case, error)
 
 
-@pytest.mark.skipif(older_than_snapshot(), reason="this transformers is older than the snapshot's")
+@pytest.mark.skipif(
+    older_than_snapshot(), reason="this transformers is older than the snapshot's"
+)
 def test_the_page_lists_every_family_and_how_far_it_overlaps() -> None:
     page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
     assert f"<!-- families -->\n\n{families_lists()}\n\n<!-- /families -->" in page, (
         "python -m tests.reference.upstream writes it"
     )
-    refused = page.partition("\nNo overlap, because\n")[2].partition("\nNo shared experts")[0]
+    refused = page.partition("\nNo overlap, because\n")[2].partition(
+        "\nNo shared experts"
+    )[0]
     assert refused.count("`") == 2 * (len(FAMILIES) - len(NAMES))

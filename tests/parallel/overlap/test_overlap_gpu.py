@@ -1,4 +1,6 @@
-"""Overlap on real streams: one GPU with an emulated link whose rows are NaN until they arrive, or two with NCCL."""
+"""Overlap on real streams: one GPU with an emulated link whose rows are NaN until they
+arrive, or two with NCCL.
+"""
 
 import os
 from pathlib import Path
@@ -31,14 +33,20 @@ def late_link(group: Any) -> Any:
 
 
 def errors(rank: int, world: int, store: str, transport: Any) -> list[float]:
-    """Return the errors of blocking exchanges, overlapped ones, and those with checkpointing, against the first."""
+    """Return the errors of blocking exchanges, overlapped ones, and those with
+    checkpointing, against the first.
+    """
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    dist.init_process_group(
+        "nccl", store=dist.FileStore(store, world), rank=rank, world_size=world
+    )
     try:
         model = tiny_model("qwen2_moe").cuda()
         convert_model(model, Connectivity("all"))
         spread_experts(model)
-        x = torch.randint(3, 99, (2, 64), generator=torch.Generator().manual_seed(rank)).cuda()
+        x = torch.randint(
+            3, 99, (2, 64), generator=torch.Generator().manual_seed(rank)
+        ).cuda()
         attached(model, "blocking")
         expected = {name: whole(gradient) for name, gradient in step(model, x).items()}
         attached(model, "full", transport=transport)
@@ -51,7 +59,9 @@ def errors(rank: int, world: int, store: str, transport: Any) -> list[float]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICES < 1, reason="needs a GPU")
-def test_nothing_reads_rows_on_a_gpu_before_their_stream_has_brought_them(tmp_path: Path) -> None:
+def test_nothing_reads_rows_on_a_gpu_before_their_stream_has_brought_them(
+    tmp_path: Path,
+) -> None:
     assert max(errors(0, 1, str(tmp_path / "store"), late_link)) < 1e-4
 
 
@@ -61,6 +71,8 @@ def on_rank(rank: int, store: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICES < 2, reason="needs two GPUs: NCCL does not let two ranks share one")
+@pytest.mark.skipif(
+    DEVICES < 2, reason="needs two GPUs: NCCL does not let two ranks share one"
+)
 def test_two_gpus_have_the_gradients_of_blocking_exchanges(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(on_rank, (str(tmp_path / "store"),), nprocs=2)

@@ -29,10 +29,16 @@ def test_overlap_without_expert_parallelism_is_refused_and_off_is_transformers_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(
-        UserError, match=r"^--overlap full: is for the exchanges of --expert-parallel N, which is"
+        UserError,
+        match=r"^--overlap full: is for the exchanges of --expert-parallel N, which is",
     ):
         requested_engine(8, CPU, 1, "full")
-    names = {None: "farskip", "full": "farskip", "forward": "farskip_forward", "off": "all_to_all"}
+    names = {
+        None: "farskip",
+        "full": "farskip",
+        "forward": "farskip_forward",
+        "off": "all_to_all",
+    }
     for overlap, name in names.items():
         engine = requested_engine(8, CPU, 4, overlap)
         assert engine == Engine("ep", expert_parallel=4, overlap=overlap)
@@ -40,14 +46,22 @@ def test_overlap_without_expert_parallelism_is_refused_and_off_is_transformers_o
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     for asked in (None, "full", "forward"):
         with pytest.raises(
-            UserError, match=r"dynamo_backend inductor compiles whole layers.*set dynamo_backend: 'no'"
+            UserError,
+            match=r"dynamo_backend inductor compiles whole layers.*set dynamo_backend: 'no'",
         ):
             requested_engine(8, CPU, 4, asked)  # type: ignore[arg-type]
-    assert requested_engine(8, CPU, 4, "off").overlap == "off" and requested_engine(8, CPU).name == "ddp"
+    assert (
+        requested_engine(8, CPU, 4, "off").overlap == "off"
+        and requested_engine(8, CPU).name == "ddp"
+    )
 
 
 def checked(
-    recipe: Path, overlap: Any, capsys: pytest.CaptureFixture[str], size: int = 2, device: torch.device = CPU
+    recipe: Path,
+    overlap: Any,
+    capsys: pytest.CaptureFixture[str],
+    size: int = 2,
+    device: torch.device = CPU,
 ) -> str:
     from fcsd.recipe.load_recipe import load_recipe
 
@@ -61,24 +75,33 @@ def test_a_recipe_that_cannot_overlap_is_refused_or_where_overlap_is_left_open_w
 ) -> None:
     none = bench.recipe("none", connectivity={"layers": "none"})
     with pytest.raises(
-        UserError, match=r"--overlap full: .* cannot: connectivity.layers rewires no MoE layer"
+        UserError,
+        match=r"--overlap full: .* cannot: connectivity.layers rewires no MoE layer",
     ):
         checked(none, "full", capsys)
-    assert checked(none, None, capsys) == "overlap: off: connectivity.layers rewires no MoE layer\n"
+    assert (
+        checked(none, None, capsys)
+        == "overlap: off: connectivity.layers rewires no MoE layer\n"
+    )
     assert checked(none, "off", capsys) == ""
-    with pytest.raises(UserError, match=r"--expert-parallel 3: does not divide the \d+ experts of "):
+    with pytest.raises(
+        UserError, match=r"--expert-parallel 3: does not divide the \d+ experts of "
+    ):
         checked(none, None, capsys, size=3)
     tiny_model("mixtral", router_jitter_noise=0.1).save_pretrained(tmp_path / "jitter")
     jitter = bench.recipe("jitter", model={"path": str(tmp_path / "jitter")})
     with pytest.raises(
-        UserError, match=r"router_jitter_noise 0.1: a block that is entered twice would draw twice"
+        UserError,
+        match=r"router_jitter_noise 0.1: a block that is entered twice would draw twice",
     ):
         checked(jitter, "forward", capsys)
     plain = bench.recipe("plain")
     capsys.readouterr()  # the progress of saving
     assert checked(plain, "full", capsys) == ""
     l2 = bench.recipe("l2", objective={"name": "kl+l2", "l2_coefficient": 0.1})
-    assert "streams objective l2 compares wait for their own combine" in checked(l2, None, capsys)
+    assert "streams objective l2 compares wait for their own combine" in checked(
+        l2, None, capsys
+    )
 
 
 def test_a_transformers_or_a_machine_that_cannot_overlap_is_refused_before_anything_is_loaded(
@@ -86,48 +109,63 @@ def test_a_transformers_or_a_machine_that_cannot_overlap_is_refused_before_anyth
 ) -> None:
     plain, gpu = bench.recipe("plain"), torch.device("cuda")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert checked(plain, None, capsys) == checked(plain, "off", capsys, device=gpu) == ""
+    assert (
+        checked(plain, None, capsys) == checked(plain, "off", capsys, device=gpu) == ""
+    )
     with pytest.raises(UserError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1: .*; unset it"):
         checked(plain, None, capsys, device=gpu)
     monkeypatch.setattr(EPImplementation, "__call__", lambda self, hidden_states: None)
     assert checked(plain, "off", capsys) == ""
     for overlap in (None, "full"):
         with pytest.raises(
-            UserError, match=r"transformers 5\S+: .* is not the one that overlap was written for"
+            UserError,
+            match=r"transformers 5\S+: .* is not the one that overlap was written for",
         ):
             checked(plain, overlap, capsys)
 
 
-def test_what_a_model_without_weights_tells_is_refused_before_they_are_loaded(tmp_path: Path) -> None:
+def test_what_a_model_without_weights_tells_is_refused_before_they_are_loaded(
+    tmp_path: Path,
+) -> None:
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
     options: dict[str, Any] = {"connectivity": Connectivity("all"), "weights": False}
     model = load_model(tmp_path, attn_implementation="eager", **options)
     assert all(parameter.is_meta for parameter in model.parameters())
     check(model)
     with pytest.raises(
-        UserError, match=r"split core: attention of layer 0 asks no attention registry .* use end"
+        UserError,
+        match=r"split core: attention of layer 0 asks no attention registry .* use end",
     ):
         check(model, "core")
     check(load_model(tmp_path, **options), "core")
     model.activation_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(
-        UserError, match=r"re-entrant activation checkpointing is not supported; use .* False"
+        UserError,
+        match=r"re-entrant activation checkpointing is not supported; use .* False",
     ):
         check(model)
     model.activation_checkpointing_enable({"use_reentrant": False})
     check(model)
     model.model.layers[2].compile(backend="eager")
-    with pytest.raises(UserError, match=r"^layer 2 is compiled as a whole; compile attention and MLPs"):
+    with pytest.raises(
+        UserError, match=r"^layer 2 is compiled as a whole; compile attention and MLPs"
+    ):
         check(model)
 
 
-def test_a_checkpoint_that_cannot_overlap_is_not_evaluated_with_overlap(bench: Bench, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_overlap_is_not_evaluated_with_overlap(
+    bench: Bench, tmp_path: Path
+) -> None:
     launch = Launch(CPU, Engine("ep", expert_parallel=2, overlap="full"))
     evaluation = Evaluation(
-        "model", ModelConfig(path=str(bench.base)), load_suite("tiny"), EvaluationConfig(limit=1)
+        "model",
+        ModelConfig(path=str(bench.base)),
+        load_suite("tiny"),
+        EvaluationConfig(limit=1),
     )
     with pytest.raises(
-        UserError, match=r"--overlap full: .* cannot: none of its layers is rewired; leave --overlap"
+        UserError,
+        match=r"--overlap full: .* cannot: none of its layers is rewired; leave --overlap",
     ):
         run_evaluation(evaluation, tmp_path, launch)
 
@@ -135,17 +173,21 @@ def test_a_checkpoint_that_cannot_overlap_is_not_evaluated_with_overlap(bench: B
 def test_models_that_cannot_overlap_are_refused_when_it_is_attached() -> None:
     model = tiny_model("qwen3_moe", attn_implementation="eager")
     with pytest.raises(
-        UserError, match=r"no MoE layer of it is rewired and spread by ep_implementation 'farskip'"
+        UserError,
+        match=r"no MoE layer of it is rewired and spread by ep_implementation 'farskip'",
     ):
         attach(model)
     convert_model(model, Connectivity("all"))
     with pytest.raises(
-        UserError, match=r"split core: attention of layer 0 asks no attention registry .* use end"
+        UserError,
+        match=r"split core: attention of layer 0 asks no attention registry .* use end",
     ):
         attach(model, split="core")
     layer = model.model.layers[0]
     layer._compiled_call_impl = layer.forward  # what `compile` sets
-    with pytest.raises(UserError, match=r"^layer 0 is compiled as a whole; compile attention and MLPs"):
+    with pytest.raises(
+        UserError, match=r"^layer 0 is compiled as a whole; compile attention and MLPs"
+    ):
         attach(model)
 
 
@@ -155,4 +197,7 @@ def test_a_family_is_refused_for_what_its_row_or_its_configuration_says() -> Non
     assert refusal(replace(mixtral, spread_refused="no plan")) == "no plan"
     assert "conv1d.weight wrongly" in str(refusal(FAMILIES["kimi_linear"]))
     assert "two sets of experts" in str(refusal(FAMILIES["ernie4_5_vl_moe"]))
-    assert refusal(FAMILIES["phimoe"], tiny_config("phimoe", router_jitter_noise=0.1)) is None
+    assert (
+        refusal(FAMILIES["phimoe"], tiny_config("phimoe", router_jitter_noise=0.1))
+        is None
+    )

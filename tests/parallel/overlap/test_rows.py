@@ -1,4 +1,6 @@
-"""A row travels once to each rank: what is packed, what is counted on the wire, sums and gradients by hand."""
+"""A row travels once to each rank: what is packed, what is counted on the wire, sums
+and gradients by hand.
+"""
 
 import itertools
 import math
@@ -48,21 +50,32 @@ class Counting(AllToAll):
 
 
 def routed(rank: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens, their experts, weights, the gradient of their sum, and all experts' vectors.
+    """Return tokens, their experts, weights, the gradient of their sum, and all
+    experts' vectors.
 
-    Every set of experts is chosen as often, so that what travels is what is expected to, beside the pairs' words.
+    Every set of experts is chosen as often, so that what travels is what is expected
+    to, beside the pairs' words.
     """
     made = torch.Generator().manual_seed(10 * top_k + rank)
-    rows, gradient = (torch.randn(TOKENS, WIDTH, generator=made, dtype=torch.float64) for _ in range(2))
+    rows, gradient = (
+        torch.randn(TOKENS, WIDTH, generator=made, dtype=torch.float64)
+        for _ in range(2)
+    )
     sets = torch.tensor(list(itertools.combinations(range(EXPERTS), top_k)))
-    experts = sets.repeat(TOKENS // len(sets), 1)[torch.randperm(TOKENS, generator=made)]
+    experts = sets.repeat(TOKENS // len(sets), 1)[
+        torch.randperm(TOKENS, generator=made)
+    ]
     weights = torch.rand(TOKENS, top_k, generator=made, dtype=torch.float64)
-    scales = torch.randn(EXPERTS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    scales = torch.randn(
+        EXPERTS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     return rows, experts, weights, gradient, scales
 
 
 def exchanged(rank: int, top_k: int, world: int) -> tuple[float, list[float]]:
-    """Return (bytes over those of a row for each expert, errors of output and gradients against sums by hand)."""
+    """Return (bytes over those of a row for each expert, errors of output and gradients
+    against sums by hand).
+    """
     rows, experts, weights, gradient, scales = routed(rank, top_k)
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("ep", "tp"))
     module = Scales(scales.chunk(world)[rank])
@@ -84,7 +97,10 @@ def exchanged(rank: int, top_k: int, world: int) -> tuple[float, list[float]]:
         (w.grad, ((gradient * rows).unsqueeze(1) * chosen).sum(-1)),
         (module.scales.grad, own_gradient(rank, top_k, world)),
     )
-    errors = [float(((one - other).abs().max() / other.abs().max()).detach()) for one, other in expected]
+    errors = [
+        float(((one - other).abs().max() / other.abs().max()).detach())
+        for one, other in expected
+    ]
     return num_bytes[1] / num_bytes[0], errors
 
 
@@ -98,24 +114,34 @@ def own_gradient(rank: int, top_k: int, world: int) -> Tensor:
     for other in range(world):
         rows, experts, weights, gradient, _ = routed(other, top_k)
         for choice in range(top_k):
-            total.index_add_(0, experts[:, choice], weights[:, choice, None] * rows * gradient)
+            total.index_add_(
+                0, experts[:, choice], weights[:, choice, None] * rows * gradient
+            )
     return total.chunk(world)[rank]
 
 
 @pytest.mark.parametrize("world", few([2, pytest.param(4, marks=pytest.mark.slow)], 1))
-def test_bytes_fall_by_the_predicted_share_and_sums_are_those_by_hand(world: int) -> None:
+def test_bytes_fall_by_the_predicted_share_and_sums_are_those_by_hand(
+    world: int,
+) -> None:
     for each in run_ranks(each_exchanged, world, world):
         for top_k, (share, errors) in zip(TOP_K, each, strict=True):
-            assert share == pytest.approx(rows_per_token(EXPERTS, top_k, world) / top_k, rel=0.01)
+            assert share == pytest.approx(
+                rows_per_token(EXPERTS, top_k, world) / top_k, rel=0.01
+            )
             assert max(errors) < 1e-13, errors
 
 
 def counted(num_experts: int, top_k: int, ranks: int, groups: tuple[int, int]) -> float:
-    """Return ranks of the experts of each set that the groups allow, each as likely, by counting."""
+    """Return ranks of the experts of each set that the groups allow, each as likely, by
+    counting.
+    """
     rows = sets = 0
     own = num_experts // groups[0]
     for kept in itertools.combinations(range(groups[0]), groups[1]):
-        allowed = [expert for group in kept for expert in range(group * own, (group + 1) * own)]
+        allowed = [
+            expert for group in kept for expert in range(group * own, (group + 1) * own)
+        ]
         for chosen in itertools.combinations(allowed, top_k):
             sets += 1
             rows += len({expert * ranks // num_experts for expert in chosen})
@@ -143,31 +169,44 @@ def test_the_rows_of_a_token_are_the_ranks_of_its_experts(
     assert rows == pytest.approx(counted(12, top_k, ranks, groups))
 
 
-def test_eight_experts_over_eight_ranks_send_5_25_rows_and_a_busy_rank_at_most_one_of_each_token() -> None:
+def test_eight_experts_over_eight_ranks_send_5_25_rows_and_a_busy_rank_at_most_one_of_each_token() -> (
+    None
+):
     assert rows_per_token(10**6, 8, 8) == pytest.approx(5.25, abs=0.002)
-    missed = math.comb(64 - 12, 6) / math.comb(64, 6)  # by what has 12 instead of 8 experts
+    # by what has 12 instead of 8 experts
+    missed = math.comb(64 - 12, 6) / math.comb(64, 6)
     assert rows_per_token(64, 6, 8, imbalance=1.5) == pytest.approx(8 * (1 - missed))
     assert rows_per_token(64, 6, 8, imbalance=8) == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_what_is_unpacked_is_what_was_packed(dtype: torch.dtype) -> None:
-    """By hand: rows of 4 (bfloat16: 2) words for three ranks, of which the second gets none and the third three pairs
-    for two rows."""
+    """By hand: rows of 4 (bfloat16: 2) words for three ranks, of which the second gets
+    none and the third three pairs for two rows."""
     rows, pairs = [1, 0, 2], [2, 0, 3]
     words = 2 if dtype == torch.bfloat16 else 4
     parcels = Parcels(torch.tensor([rows, pairs]).t(), rows, pairs, words)
     assert parcels.splits == ([1 + 2, 0, 2 + 3] if words == 2 else [1 + 1, 0, 2 + 2])
-    sent, weights, codes = torch.randn(3, 4).to(dtype), torch.rand(5), torch.tensor([0, 3, 1, 4, 2**31 - 1])
+    sent, weights, codes = (
+        torch.randn(3, 4).to(dtype),
+        torch.rand(5),
+        torch.tensor([0, 3, 1, 4, 2**31 - 1]),
+    )
     for numbering in (codes, None):  # forward, and gradients
         packed = parcels.pack(sent, weights, numbering)
         of_rows, unpacked, numbers = parcels.unpack(packed)
         assert of_rows.tolist() == [0, *((3, 4) if words == 2 else (2, 3))]
-        assert torch.equal(packed[of_rows], sent) and torch.equal(unpacked.float(), weights)
-        assert torch.equal(numbers, codes) if numbering is not None else not numbers.any()
+        assert torch.equal(packed[of_rows], sent) and torch.equal(
+            unpacked.float(), weights
+        )
+        assert (
+            torch.equal(numbers, codes) if numbering is not None else not numbers.any()
+        )
 
 
-def test_pairs_know_their_row_and_sums_are_those_of_float32_in_both_directions() -> None:
+def test_pairs_know_their_row_and_sums_are_those_of_float32_in_both_directions() -> (
+    None
+):
     """Two ranks with 2 rows each, 3 experts here."""
     counts = torch.tensor([[2, 3], [2, 2]])
     received = Parcels(counts, [2, 2], [3, 2], 8)
@@ -189,5 +228,7 @@ def refused(rank: int) -> str:
 
 
 def test_tensor_parallelism_beside_it_is_refused() -> None:
-    (message, _) = run_ranks(refused, 2)
-    assert message.endswith("no tensor parallelism beside it, tp_size is 2; set it to 1, or use all_to_all")
+    message, _ = run_ranks(refused, 2)
+    assert message.endswith(
+        "no tensor parallelism beside it, tp_size is 2; set it to 1, or use all_to_all"
+    )

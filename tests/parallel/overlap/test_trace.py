@@ -15,14 +15,25 @@ def test_a_trace_shows_both_models_and_what_the_rewired_one_starts(
 ) -> None:
     recipe, folder = str(bench.recipe()), bench.folder / "traces"
     assert launch("cpu_2_ep", ["trace", recipe, *EP, "--output", str(folder)]) == [0]
-    names = {"farskip.json", "overlap.json", "overlap.png", "regular.json", "times.json"}
+    names = {
+        "farskip.json",
+        "overlap.json",
+        "overlap.png",
+        "regular.json",
+        "times.json",
+    }
     assert {path.name for path in folder.iterdir()} == names
     measured = json.loads((folder / "overlap.json").read_text())
-    assert measured["regular"]["all"]["total"] > 0 and measured["farskip"]["all"]["total"] > 0
+    assert (
+        measured["regular"]["all"]["total"] > 0
+        and measured["farskip"]["all"]["total"] > 0
+    )
     events = {
         name: [
             event.get("name", "")
-            for event in json.loads((folder / f"{name}.json").read_text())["traceEvents"]
+            for event in json.loads((folder / f"{name}.json").read_text())[
+                "traceEvents"
+            ]
         ]
         for name in ("regular", "farskip")
     }
@@ -34,12 +45,23 @@ def test_a_trace_shows_both_models_and_what_the_rewired_one_starts(
     times = read_times(folder / "times.json")
     moe = {each.layer for each in times.exchanges}
     assert len(times.exchanges) == 4 * len(moe) and times.ranks == 2
-    # The rows of a dispatch are needed behind the core of attention, in every layer and both passes.
-    assert all(each.window_s > 0 and each.seconds > 0 for each in times.exchanges if each.kind == "dispatch")
+    # The rows of a dispatch are needed behind the core of attention, in every layer and
+    # both passes.
+    assert all(
+        each.window_s > 0 and each.seconds > 0
+        for each in times.exchanges
+        if each.kind == "dispatch"
+    )
 
 
 def test_a_trace_without_expert_parallelism_is_refused(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["trace", str(bench.recipe()), "--output", str(bench.folder / "traces")]) == 2
-    assert "there is nothing to trace without --expert-parallel N" in capsys.readouterr().err
+    assert (
+        main(["trace", str(bench.recipe()), "--output", str(bench.folder / "traces")])
+        == 2
+    )
+    assert (
+        "there is nothing to trace without --expert-parallel N"
+        in capsys.readouterr().err
+    )

@@ -19,7 +19,8 @@ from fcsd.pipeline.tiny.cut import cut_sizes
 from fcsd.pipeline.tiny.models import small_model, tiny_model
 from tests.support import ROOT, few
 
-# What published checkpoints have and transformers' defaults lack, or leave out the family's own kind of layer.
+# What published checkpoints have and transformers' defaults lack, or leave out the
+# family's own kind of layer.
 _GEMMA4 = {
     "enable_moe_block": True,
     "hidden_size_per_layer_input": 0,
@@ -28,7 +29,11 @@ _GEMMA4 = {
     "moe_intermediate_size": 704,
 }
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"n_routed_experts": 64, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "deepseek_v2": {
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+    },
     "dots1": {
         "n_routed_experts": 128,
         "n_shared_experts": 2,
@@ -66,7 +71,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "step3p7": {
         "text_config": {
             "sliding_window": 512,
-            "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 11 + ["full_attention"],
+            "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 11
+            + ["full_attention"],
         }
     },
     "glm4v_moe": {
@@ -93,7 +99,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def kinds_of_layers(model: Any, family: Family) -> list[frozenset[str]]:
-    """Return for each decoder layer its name in the config, the classes of its modules, and what it calls them."""
+    """Return for each decoder layer its name in the config, the classes of its modules,
+    and what it calls them.
+    """
     names = getattr(text_config(model.config, family), "layer_types", None)
     return [
         frozenset(
@@ -108,7 +116,9 @@ def kinds_of_layers(model: Any, family: Family) -> list[frozenset[str]]:
 
 
 @pytest.mark.parametrize("model_type", few(FAMILIES))
-def test_the_cut_model_of_every_family_has_all_kinds_of_layers_converts_and_runs(model_type: str) -> None:
+def test_the_cut_model_of_every_family_has_all_kinds_of_layers_converts_and_runs(
+    model_type: str,
+) -> None:
     family = FAMILIES[model_type]
     real = base_model_class(family).config_class(**PUBLISHED.get(model_type, {}))
     model = small_model(real, vocab_size=120, max_position_embeddings=64)
@@ -125,18 +135,26 @@ def test_the_cut_model_of_every_family_has_all_kinds_of_layers_converts_and_runs
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "tests" / "files" / "configs").glob("*.json")), ids=lambda path: path.stem
+    "path",
+    sorted((ROOT / "tests" / "files" / "configs").glob("*.json")),
+    ids=lambda path: path.stem,
 )
 def test_the_configs_of_published_checkpoints_are_cut(path: Path) -> None:
     family = family_of(raw := json.loads(path.read_text()))
     raw.pop("quantization_config", None)
-    config = config_object(base_model_class(family).config_class, raw, family.model_type, path.name)
+    config = config_object(
+        base_model_class(family).config_class, raw, family.model_type, path.name
+    )
     model = small_model(config, vocab_size=512, max_position_embeddings=4096)
     assert sum(parameter.numel() for parameter in model.parameters()) < 600_000
     mask, whole = moe_mask(model.config, family), moe_mask(config, family)
     assert len(mask) == 4 and (mask[0], set(mask)) == (whole[0], set(whole))
     with torch.no_grad():
-        assert model(input_ids=torch.arange(3, 15)[None], use_cache=False).logits.isfinite().all()
+        assert (
+            model(input_ids=torch.arange(3, 15)[None], use_cache=False)
+            .logits.isfinite()
+            .all()
+        )
 
 
 def test_what_is_no_size_stays_as_the_configuration_has_it() -> None:
@@ -154,7 +172,8 @@ def test_what_is_no_size_stays_as_the_configuration_has_it() -> None:
     cut = cut_sizes(own, num_hidden_layers=6, vocab_size=300)
     assert (cut.hidden_size, cut.num_hidden_layers, cut.vocab_size) == (64, 6, 300)
     assert cut.num_experts == 4  # small already
-    assert (cut.bos_token_id, cut.eos_token_id, cut.pad_token_id) == (1, 2, 0)  # the small tokenizer's
+    # the small tokenizer's
+    assert (cut.bos_token_id, cut.eos_token_id, cut.pad_token_id) == (1, 2, 0)
     assert cut.norm_topk_prob and cut.attention_bias
     assert cut.rope_parameters["rope_theta"] == 5e6
 
@@ -162,11 +181,20 @@ def test_what_is_no_size_stays_as_the_configuration_has_it() -> None:
 def test_layers_are_chosen_once_for_all_lists_of_a_configuration() -> None:
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 4
     own = AutoConfig.for_model(
-        "flint", num_hidden_layers=12, layer_types=kinds, mlp_only_layers=[0, 1, 2], sliding_window=4096
+        "flint",
+        num_hidden_layers=12,
+        layer_types=kinds,
+        mlp_only_layers=[0, 1, 2],
+        sliding_window=4096,
     )
     cut = cut_sizes(own)
     # Dense with a window, dense without; with experts and a window; the last.
-    assert cut.layer_types == ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    assert cut.layer_types == [
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+    ]
     assert cut.mlp_only_layers == [0, 1] and cut.sliding_window == 8
     heads = cut_sizes(AutoConfig.for_model("deepseek_v3"))
     assert (heads.num_key_value_heads, heads.num_attention_heads) == (4, 4)
@@ -174,7 +202,12 @@ def test_layers_are_chosen_once_for_all_lists_of_a_configuration() -> None:
 
 
 def test_a_model_that_cannot_be_cut_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match="no family has the model type 'llama'; `fcsd families` lists them"):
+    with pytest.raises(
+        UserError,
+        match="no family has the model type 'llama'; `fcsd families` lists them",
+    ):
         tiny_model("llama")
-    with pytest.raises(UserError, match=r"dots1: the sizes of its config cannot be cut: empty\(\)"):
+    with pytest.raises(
+        UserError, match=r"dots1: the sizes of its config cannot be cut: empty\(\)"
+    ):
         tiny_model("dots1")

@@ -45,9 +45,13 @@ def rehearse(recipe: Recipe, folder: Path) -> Recipe:
     return rehearse_in(recipe, folder, join_launch())
 
 
-REAL = sorted(path for path in data_dir("recipes").glob("*/*.yaml") if path.parent.name != "tiny")
+REAL = sorted(
+    path for path in data_dir("recipes").glob("*/*.yaml") if path.parent.name != "tiny"
+)
 DISTILLED = [
-    path for path in REAL if load_recipe(path).pretrain is None and load_recipe(path).train.max_steps
+    path
+    for path in REAL
+    if load_recipe(path).pretrain is None and load_recipe(path).train.max_steps
 ]
 PRETRAINED = [path for path in REAL if load_recipe(path).pretrain is not None]
 
@@ -65,9 +69,16 @@ def differences(one: Any, other: Any, prefix: str = "") -> set[str]:
     """Return dotted keys of the leaves that differ, numbers of list items left out."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = one.keys() | other.keys()
-        return set().union(*(differences(one.get(key), other.get(key), f"{prefix}.{key}") for key in keys))
+        return set().union(
+            *(
+                differences(one.get(key), other.get(key), f"{prefix}.{key}")
+                for key in keys
+            )
+        )
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return set().union(*(differences(a, b, prefix) for a, b in zip(one, other, strict=True)))
+        return set().union(
+            *(differences(a, b, prefix) for a, b in zip(one, other, strict=True))
+        )
     return set() if one == other else {prefix.removeprefix(".")}
 
 
@@ -98,18 +109,27 @@ SWAPPED = {
 
 
 @pytest.mark.parametrize("path", few(REAL, 5), ids=name)
-def test_a_rehearsal_swaps_model_data_and_steps_and_nothing_else(path: Path, tmp_path: Path) -> None:
+def test_a_rehearsal_swaps_model_data_and_steps_and_nothing_else(
+    path: Path, tmp_path: Path
+) -> None:
     recipe = load_recipe(path)
     small = rehearse(recipe, tmp_path / "r")
     swapped = SWAPPED | {f"pretrain.{key}" for key in SWAPPED} | {"pretrain.tokenizer"}
     changes = differences(recipe.dump(), small.dump())
-    assert {key for key in changes if not key.startswith(("pretrain.config", "variants"))} <= swapped
+    assert {
+        key for key in changes if not key.startswith(("pretrain.config", "variants"))
+    } <= swapped
     for variant in recipe.variants:
-        assert differences(recipe.variant(variant).dump(), small.variant(variant).dump()) <= swapped
+        assert (
+            differences(recipe.variant(variant).dump(), small.variant(variant).dump())
+            <= swapped
+        )
     assert load_recipe(tmp_path / "r" / "recipe.yaml") == small
     # A batch divides over ranks and micro-batches as the real one.
     for variant in [None, *recipe.variants]:
-        real, tiny = (each.variant(variant) if variant else each for each in (recipe, small))
+        real, tiny = (
+            each.variant(variant) if variant else each for each in (recipe, small)
+        )
         rows = real.train.batch_size_tokens // real.data.max_length
         assert tiny.train.batch_size_tokens == min(rows, 64) * tiny.data.max_length
 
@@ -122,26 +142,39 @@ def test_the_model_is_of_the_recipes_family_and_the_rows_have_the_columns_of_the
         "deepseek_v2": "deepseek-v2-lite",
         "llama4": "llama-4-scout",
     }.items():
-        small = rehearse(load_recipe(data_dir("recipes") / recipe / "distill.yaml"), tmp_path / recipe)
+        small = rehearse(
+            load_recipe(data_dir("recipes") / recipe / "distill.yaml"),
+            tmp_path / recipe,
+        )
         config = AutoConfig.from_pretrained(small.model.path)
         assert config.model_type == family and config.dtype == torch.bfloat16
     hub = tmp_path / "llama-4-scout" / "hub"
     genqa = datasets.load_dataset(str(hub / "tomg-group-umd/GenQA"), split="dialog")
     assert genqa.column_names == ["text", "prompt", "template", "idx", "category"]
     assert set(genqa[0]["text"][0]) == {"role", "content"}
-    infinity = datasets.load_dataset(str(hub / "BAAI/Infinity-Instruct"), "7M", split="train")
+    infinity = datasets.load_dataset(
+        str(hub / "BAAI/Infinity-Instruct"), "7M", split="train"
+    )
     assert set(infinity[0]["conversations"][0]) == {"from", "value"}
     mbpp = datasets.load_dataset(str(hub / "evalplus/mbppplus"), split="test")
     assert mbpp.column_names[:3] == ["task_id", "code", "prompt"]
 
 
-# The recipes' own micro-batch, a row or two, is that of the distillations; elsewhere it would be most of the time.
+# The recipes' own micro-batch, a row or two, is that of the distillations; elsewhere it
+# would be most of the time.
 FEW_MICRO_BATCHES = ["--set", "train.per_device_train_batch_size=8"]
 
 
 def one_task(folder: Path) -> list[str]:
-    """Options for a suite of one task; eleven benchmarks take ten seconds to read and more to answer."""
-    row = {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"}
+    """Options for a suite of one task; eleven benchmarks take ten seconds to read and
+    more to answer.
+    """
+    row = {
+        "task": "piqa",
+        "kind": "likelihood",
+        "metric": "acc_norm,none",
+        "dataset": "baber/piqa",
+    }
     (folder / "suite.yaml").write_text(json.dumps({"name": "one", "tasks": [row]}))
     return ["--set", f"evaluation.suite={folder / 'suite.yaml'}"]
 
@@ -149,8 +182,25 @@ def one_task(folder: Path) -> list[str]:
 def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
     """Distil a rehearsal; the results in its manifest."""
     # The sweep, which the distillation would wait for, is trained in a test of its own.
-    assert main(["distill", str(path), "--rehearse", str(folder), "--set", "sweep=null", *options]) == 0
-    place = folder / "run" / (f"variants/{options[-1]}" if "--variant" in options else "distill")
+    assert (
+        main(
+            [
+                "distill",
+                str(path),
+                "--rehearse",
+                str(folder),
+                "--set",
+                "sweep=null",
+                *options,
+            ]
+        )
+        == 0
+    )
+    place = (
+        folder
+        / "run"
+        / (f"variants/{options[-1]}" if "--variant" in options else "distill")
+    )
     assert (place / "model" / "model.safetensors").is_file()
     return read_json(place / "manifest.json")["results"]
 
@@ -160,7 +210,11 @@ def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
 def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
     # Reading the items of eleven benchmarks takes ten seconds: once is enough.
     looked_at = name(path) == "qwen3-30b-a3b/distill"
-    results = distilled(path, tmp_path / "r", *([] if looked_at else ["--set", "data.decontaminate=null"]))
+    results = distilled(
+        path,
+        tmp_path / "r",
+        *([] if looked_at else ["--set", "data.decontaminate=null"]),
+    )
     assert results["steps"] == 2
     if looked_at:
         record = results["decontamination"]
@@ -173,28 +227,59 @@ def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.breadth
-@pytest.mark.parametrize("path", [path for path in DISTILLED if load_recipe(path).variants], ids=name)
+@pytest.mark.parametrize(
+    "path", [path for path in DISTILLED if load_recipe(path).variants], ids=name
+)
 def test_every_variant_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
     seen = set()
     for variant, changes in load_recipe(path).variants.items():
-        kind = str({key: value for key, value in changes.items() if key != "objective.l2_coefficient"})
+        kind = str(
+            {
+                key: value
+                for key, value in changes.items()
+                if key != "objective.l2_coefficient"
+            }
+        )
         if kind in seen:
             continue  # another coefficient of the same loss
         seen.add(kind)
-        options = ["--set", "early_stopping=null", "--set", "data.decontaminate=null", "--variant", variant]
-        assert distilled(path, tmp_path / "r", *FEW_MICRO_BATCHES, *options)["steps"] == 2
+        options = [
+            "--set",
+            "early_stopping=null",
+            "--set",
+            "data.decontaminate=null",
+            "--variant",
+            variant,
+        ]
+        assert (
+            distilled(path, tmp_path / "r", *FEW_MICRO_BATCHES, *options)["steps"] == 2
+        )
 
 
 @pytest.mark.slow
-def test_the_sweep_runs_at_tiny_size_and_the_distillation_follows_its_choice(tmp_path: Path) -> None:
-    path, folder = data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml", tmp_path / "r"
-    small = ["--rehearse", str(folder), "--set", "data.decontaminate=null", "--set", "early_stopping=null"]
+def test_the_sweep_runs_at_tiny_size_and_the_distillation_follows_its_choice(
+    tmp_path: Path,
+) -> None:
+    path, folder = (
+        data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml",
+        tmp_path / "r",
+    )
+    small = [
+        "--rehearse",
+        str(folder),
+        "--set",
+        "data.decontaminate=null",
+        "--set",
+        "early_stopping=null",
+    ]
     small += ["--set", "train.per_device_train_batch_size=32"]
     assert main(["sweep", str(path), *small]) == 0
     choice = read_json(folder / "run" / "sweep" / "manifest.json")["results"]
     assert len(choice["candidates"]) == 6
     assert main(["distill", str(path), *small]) == 0
-    settings = read_json(folder / "run" / "distill" / "manifest.json")["settings"]["train"]
+    settings = read_json(folder / "run" / "distill" / "manifest.json")["settings"][
+        "train"
+    ]
     assert settings["batch_size_tokens"] == choice["batch_size_tokens"]
     # As many tokens as two steps of the batch that the recipe names.
     assert settings["max_steps"] * settings["batch_size_tokens"] >= 2 * 32 * 64
@@ -233,42 +318,76 @@ def test_camoes_setting_steers_a_rehearsal_by_its_headers_command(
 ) -> None:
     path = data_dir("recipes") / "qwen3-30b-a3b" / "camoe.yaml"
     (command,) = [words for words in header_commands(path) if "--rehearse" in words]
-    # Prompts of 25 shots in a tokenizer of bytes take minutes: what is asked here is one task of the nine.
+    # Prompts of 25 shots in a tokenizer of bytes take minutes: what is asked here is
+    # one task of the nine.
     row = next(row for row in load_suite("camoe9").tasks if row.task == "piqa")
     suite = tmp_path / "suite.yaml"
-    suite.write_text(json.dumps({"name": "one", "tasks": [row.model_dump(mode="json", exclude_unset=True)]}))
+    suite.write_text(
+        json.dumps(
+            {"name": "one", "tasks": [row.model_dump(mode="json", exclude_unset=True)]}
+        )
+    )
     monkeypatch.chdir(tmp_path)
     fewer = [f"evaluation.suite={suite}", "evaluation.router_bias.tokens=1024"]
     fewer += ["evaluation.router_bias.strengths=[0, 0.05, 0.25]"]
-    assert main([*command[1:], *(word for change in fewer for word in ("--set", change))]) == 0
+    assert (
+        main([*command[1:], *(word for change in fewer for word in ("--set", change))])
+        == 0
+    )
     run = tmp_path / command[-1] / "run"
     report = read_json(run / "report" / "report.json")
     points = report["router_bias"]
-    assert load_recipe(path).evaluation.router_bias.strengths == [0, 0.05, 0.1, 0.15, 0.2, 0.25]
+    assert load_recipe(path).evaluation.router_bias.strengths == [
+        0,
+        0.05,
+        0.1,
+        0.15,
+        0.2,
+        0.25,
+    ]
     assert [point["strength"] for point in points] == [0, 0.05, 0.25]
     assert points[2]["exchange"]["mean_s"] < points[0]["exchange"]["mean_s"]
-    assert {report["models"][name]["layers"] for name in ("original", "converted", "fcsd")} == {"0", "0/4"}
-    assert report["models"]["fcsd"]["result"]["kl_to_original"]["kl"] == pytest.approx(0, abs=1e-6)
+    assert {
+        report["models"][name]["layers"] for name in ("original", "converted", "fcsd")
+    } == {"0", "0/4"}
+    assert report["models"]["fcsd"]["result"]["kl_to_original"]["kl"] == pytest.approx(
+        0, abs=1e-6
+    )
     # A test set has the rows that the shots of its task need.
     rehearse(load_recipe(path), tmp_path / "nine")
     arc = datasets.load_dataset(
-        str(tmp_path / "nine" / "hub" / "allenai" / "ai2_arc"), "ARC-Challenge", split="train"
+        str(tmp_path / "nine" / "hub" / "allenai" / "ai2_arc"),
+        "ARC-Challenge",
+        split="train",
     )
     assert len(arc) == 26
 
 
 @pytest.mark.slow
-def test_a_multimodal_model_comes_from_its_conversion_to_the_folder_for_the_hub(tmp_path: Path) -> None:
-    changes = ["sweep=null", "variants={}", "data.decontaminate=null", "early_stopping=null"]
+def test_a_multimodal_model_comes_from_its_conversion_to_the_folder_for_the_hub(
+    tmp_path: Path,
+) -> None:
+    changes = [
+        "sweep=null",
+        "variants={}",
+        "data.decontaminate=null",
+        "early_stopping=null",
+    ]
     path = data_dir("recipes") / "llama-4-scout" / "distill.yaml"
-    options = [*one_task(tmp_path), *(word for change in changes for word in ("--set", change))]
+    options = [
+        *one_task(tmp_path),
+        *(word for change in changes for word in ("--set", change)),
+    ]
     assert main(["run", str(path), "--rehearse", str(tmp_path / "r"), *options]) == 0
     run = tmp_path / "r" / "run"
     models = read_json(run / "report" / "report.json")["models"]
     assert {name: model["layers"] for name, model in models.items()} == {
         "original": "0", "converted": "4/4", "fcsd": "4/4"
     }  # fmt: skip
-    assert "# llama-4-scout-rehearsal-farskip" in (run / "publish" / "README.md").read_text()
+    assert (
+        "# llama-4-scout-rehearsal-farskip"
+        in (run / "publish" / "README.md").read_text()
+    )
 
 
 MINIMAL = {
@@ -285,17 +404,24 @@ def small_recipe(path: str, **changes: Any) -> Recipe:
 
 @pytest.fixture
 def own_model(tmp_path: Path) -> str:
-    model = tiny_model("granitemoeshared", vocab_size=300, num_hidden_layers=8, residual_multiplier=0.3)
+    model = tiny_model(
+        "granitemoeshared", vocab_size=300, num_hidden_layers=8, residual_multiplier=0.3
+    )
     model.save_pretrained(tmp_path / "own")
     tiny_tokenizer(300).save_pretrained(tmp_path / "own")
     return str(tmp_path / "own")
 
 
-def test_of_any_other_model_the_sizes_of_its_config_are_cut(own_model: str, tmp_path: Path) -> None:
-    small = rehearse(small_recipe(own_model, connectivity={"layers": [0, 5]}), tmp_path / "r")
+def test_of_any_other_model_the_sizes_of_its_config_are_cut(
+    own_model: str, tmp_path: Path
+) -> None:
+    small = rehearse(
+        small_recipe(own_model, connectivity={"layers": [0, 5]}), tmp_path / "r"
+    )
     config = AutoConfig.from_pretrained(small.model.path)
     assert config.model_type == "granitemoeshared"
-    assert config.num_hidden_layers == 6  # so that every layer that the recipe names is there
+    # so that every layer that the recipe names is there
+    assert config.num_hidden_layers == 6
     assert config.residual_multiplier == 0.3 and config.shared_intermediate_size == 32
 
 
@@ -316,12 +442,19 @@ def test_data_under_a_path_is_rehearsed_in_its_own_format_and_columns(
     if not suffix:
         source |= {"split": "train[:50%]+dev"}
     small = rehearse(
-        small_recipe(own_model, data={"train": [source], "max_length": 32}, objective={"vocab_size": 300}),
+        small_recipe(
+            own_model,
+            data={"train": [source], "max_length": 32},
+            objective={"vocab_size": 300},
+        ),
         tmp_path / "r",
     )
     rows = build_dataset(small.data.train, tiny_tokenizer(), max_length=32)
     assert len(rows) >= 4  # one batch
-    assert small.objective.vocab_size == AutoConfig.from_pretrained(small.model.path).vocab_size
+    assert (
+        small.objective.vocab_size
+        == AutoConfig.from_pretrained(small.model.path).vocab_size
+    )
 
 
 def test_another_checkpoint_as_the_teacher_and_a_cache_are_swapped_too(
@@ -329,7 +462,11 @@ def test_another_checkpoint_as_the_teacher_and_a_cache_are_swapped_too(
 ) -> None:
     recipe = small_recipe(
         own_model,
-        teacher={"path": "Qwen/Qwen3-30B-A3B", "backend": "cache", "cache": "/data/cache"},
+        teacher={
+            "path": "Qwen/Qwen3-30B-A3B",
+            "backend": "cache",
+            "cache": "/data/cache",
+        },
         variants={"alone": {"teacher": None}},
     )
     small = rehearse(recipe, tmp_path / "r")
@@ -338,17 +475,26 @@ def test_another_checkpoint_as_the_teacher_and_a_cache_are_swapped_too(
     assert small.teacher.cache == str(tmp_path / "r" / "teacher-cache")
 
 
-def test_a_rehearsal_is_made_once_and_never_over_something_else(own_model: str, tmp_path: Path) -> None:
+def test_a_rehearsal_is_made_once_and_never_over_something_else(
+    own_model: str, tmp_path: Path
+) -> None:
     recipe = small_recipe(own_model)
     first = rehearse(recipe, tmp_path / "r")
     made = (tmp_path / "r" / "model" / "model.safetensors").stat().st_mtime_ns
     assert rehearse(recipe, tmp_path / "r") == first
     assert (tmp_path / "r" / "model" / "model.safetensors").stat().st_mtime_ns == made
-    with pytest.raises(UserError, match="holds the rehearsal of other settings; choose another folder"):
+    with pytest.raises(
+        UserError, match="holds the rehearsal of other settings; choose another folder"
+    ):
         rehearse(small_recipe(own_model, seed=3), tmp_path / "r")
-    with pytest.raises(UserError, match="is something else than a rehearsal; choose a new folder"):
+    with pytest.raises(
+        UserError, match="is something else than a rehearsal; choose a new folder"
+    ):
         rehearse(recipe, Path(own_model))
-    with pytest.raises(UserError, match=r"--rehearse: no/such: no such folder.*to find the model's family"):
+    with pytest.raises(
+        UserError,
+        match=r"--rehearse: no/such: no such folder.*to find the model's family",
+    ):
         rehearse(small_recipe("no/such"), tmp_path / "other")
 
 
@@ -358,18 +504,26 @@ def test_data_that_fcsd_makes_are_advised_with_their_command_and_used_when_they_
     monkeypatch.chdir(tmp_path)
     assert main(["run", "tiny/demo"]) == 2
     command = "`fcsd tiny-data runs/tiny-data` makes it"
-    assert capsys.readouterr().err.endswith(f"runs/tiny-data/train.jsonl: no such file; {command}\n")
+    assert capsys.readouterr().err.endswith(
+        f"runs/tiny-data/train.jsonl: no such file; {command}\n"
+    )
     assert main(["run", "tiny/demo", "--rehearse", "small"]) == 2
     *warnings, line = capsys.readouterr().err.splitlines()
     first = "connectivity.layers: last:3 leaves out layer 0 (docs/convert.md)"
     assert [each.rpartition("; ")[2] for each in warnings] == [*[command] * 3, first]
-    assert line.endswith("in the layout of its hub repository; `fcsd tiny-data OUT` makes it")
+    assert line.endswith(
+        "in the layout of its hub repository; `fcsd tiny-data OUT` makes it"
+    )
     for name in ("code", "choice", "answers"):
-        (tmp_path / "runs" / "tiny-data" / "data" / "fcsd" / f"tiny-{name}").mkdir(parents=True)
+        (tmp_path / "runs" / "tiny-data" / "data" / "fcsd" / f"tiny-{name}").mkdir(
+            parents=True
+        )
     small = rehearse(load_recipe("tiny/demo"), Path("small"))
     assert capsys.readouterr().err == ""
     for row in load_suite(small.evaluation.suite).tasks:
-        assert dataset_location(row, Path("small/hub")).endswith(f"runs/tiny-data/data/{row.dataset}")
+        assert dataset_location(row, Path("small/hub")).endswith(
+            f"runs/tiny-data/data/{row.dataset}"
+        )
 
 
 def test_a_suite_of_ones_own_is_rehearsed_on_its_own_data_or_refused_before_any_training(
@@ -379,19 +533,30 @@ def test_a_suite_of_ones_own_is_rehearsed_on_its_own_data_or_refused_before_any_
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "own", "tasks": [row]}))
     evaluation = {"suite": str(tmp_path / "own.yaml")}
     (tmp_path / "recipe.yaml").write_text(
-        yaml.safe_dump(MINIMAL | {"model": {"path": own_model}, "evaluation": evaluation})
+        yaml.safe_dump(
+            MINIMAL | {"model": {"path": own_model}, "evaluation": evaluation}
+        )
     )
-    assert main(["run", str(tmp_path / "recipe.yaml"), "--rehearse", str(tmp_path / "r")]) == 2
+    assert (
+        main(["run", str(tmp_path / "recipe.yaml"), "--rehearse", str(tmp_path / "r")])
+        == 2
+    )
     said = capsys.readouterr().err
-    assert "--rehearse: task mine of suite own: no rows of the data set me/mine are known" in said
-    assert "task mine: " in said.splitlines()[-1] and not (tmp_path / "r" / "run").exists()
+    assert (
+        "--rehearse: task mine of suite own: no rows of the data set me/mine are known"
+        in said
+    )
+    assert (
+        "task mine: " in said.splitlines()[-1] and not (tmp_path / "r" / "run").exists()
+    )
 
     (tmp_path / "root" / "me" / "mine").mkdir(parents=True)
     (tmp_path / "root" / "me" / "mine" / "test.jsonl").write_text("{}")
     evaluation["data_root"] = str(tmp_path / "root")
     small = rehearse(small_recipe(own_model, evaluation=evaluation), tmp_path / "again")
     place = dataset_location(
-        load_suite(small.evaluation.suite).tasks[0], Path(str(small.evaluation.data_root))
+        load_suite(small.evaluation.suite).tasks[0],
+        Path(str(small.evaluation.data_root)),
     )
     assert (Path(place) / "test.jsonl").read_text() == "{}"
 
@@ -400,30 +565,43 @@ def test_a_suite_of_ones_own_is_rehearsed_on_its_own_data_or_refused_before_any_
 
 
 def header_commands(path: Path) -> list[list[str]]:
-    """Return the indented commands of a recipe's header, in words; a backslash goes on in the next line."""
-    header = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    """Return the indented commands of a recipe's header, in words; a backslash goes on
+    in the next line.
+    """
+    header = itertools.takewhile(
+        lambda line: line.startswith("#"), path.read_text().splitlines()
+    )
     text = "\n".join(line.removeprefix("#") for line in header).replace("\\\n", " ")
     lines = (line for line in text.splitlines() if line.startswith("    "))
     return [
-        shlex.split(line.replace("--machine_rank N", "--machine_rank 0"), comments=True) for line in lines
+        shlex.split(line.replace("--machine_rank N", "--machine_rank 0"), comments=True)
+        for line in lines
     ]
 
 
-def test_every_recipe_of_a_real_model_says_how_to_launch_it_and_accelerate_reads_that() -> None:
+def test_every_recipe_of_a_real_model_says_how_to_launch_it_and_accelerate_reads_that() -> (
+    None
+):
     for path in REAL:
-        launched = [words for words in header_commands(path) if words[0] == "accelerate"]
+        launched = [
+            words for words in header_commands(path) if words[0] == "accelerate"
+        ]
         assert launched or path.stem == "camoe", path
         for words in launched:
             arguments = launch_command_parser().parse_args(words[2:])
             config = data_dir("recipes").parent / arguments.config_file
             assert config.is_file() or (
                 arguments.config_file == "MY.yaml"
-                and re.search(r"MY\.yaml is configs/(fsdp2_2x8|ep_8)\.yaml with", path.read_text())
+                and re.search(
+                    r"MY\.yaml is configs/(fsdp2_2x8|ep_8)\.yaml with", path.read_text()
+                )
             )
 
 
 def up_to_the_first_stage(command: list[str]) -> int:
-    """Run a command until it would read its first rows or write its first model: all that it refuses is refused."""
+    """Run a command until it would read its first rows or write its first model: all
+    that it refuses is refused.
+    """
 
     def checked(*args: Any, **kwargs: Any) -> None:
         raise UserError("has been checked")
@@ -433,7 +611,9 @@ def up_to_the_first_stage(command: list[str]) -> int:
     return main(command)
 
 
-@pytest.mark.parametrize("path", few(sorted(REAL, key=lambda path: path.stem == "distill"), 1), ids=name)
+@pytest.mark.parametrize(
+    "path", few(sorted(REAL, key=lambda path: path.stem == "distill"), 1), ids=name
+)
 def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,13 +623,17 @@ def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
         spread = "--expert-parallel" in command
         if spread:
             command[command.index("--expert-parallel") + 1] = "2"
-        environment = launch_environment(ROOT / "configs" / f"cpu_2_{'ep' if spread else 'fsdp2'}.yaml")
+        environment = launch_environment(
+            ROOT / "configs" / f"cpu_2_{'ep' if spread else 'fsdp2'}.yaml"
+        )
         build_parser().parse_args(command)
         if command[0] == "tiny-data":
             write_tiny_data(Path(command[1]), **SIZES)
         if command[0] in ("tiny-data", "evaluate") or "--rehearse" in command:
             continue
-        rehearsal = functools.partial(up_to_the_first_stage, [*command, "--rehearse", str(number)])
+        rehearsal = functools.partial(
+            up_to_the_first_stage, [*command, "--rehearse", str(number)]
+        )
         if words[0] == "accelerate":
 
             def on_one(
@@ -462,9 +646,17 @@ def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
 
             outcomes = in_forked_ranks(on_one, 2, tmp_path)
         else:
-            outcomes = [(in_a_fork(rehearsal, tmp_path / "output"), (tmp_path / "output").read_text())]
+            outcomes = [
+                (
+                    in_a_fork(rehearsal, tmp_path / "output"),
+                    (tmp_path / "output").read_text(),
+                )
+            ]
         assert [status for status, _ in outcomes] == [2] * len(outcomes), outcomes
-        assert sum("error: has been checked" in text for _, text in outcomes) == 1, (words, outcomes)
+        assert sum("error: has been checked" in text for _, text in outcomes) == 1, (
+            words,
+            outcomes,
+        )
 
 
 @pytest.mark.slow
@@ -474,7 +666,12 @@ def test_a_recipes_header_runs_on_two_ranks_to_its_end(tmp_path: Path) -> None:
     command = [*words[words.index("fcsd") + 1 :], "--rehearse", str(tmp_path / "r")]
     command += ["--set", "pretrain.train.per_device_train_batch_size=8"]
     assert launch("cpu_2_fsdp2", command) == [0]
-    assert read_json(tmp_path / "r" / "run" / "pretrain" / "manifest.json")["results"]["steps"] == 2
+    assert (
+        read_json(tmp_path / "r" / "run" / "pretrain" / "manifest.json")["results"][
+            "steps"
+        ]
+        == 2
+    )
 
 
 @pytest.mark.slow
@@ -482,7 +679,9 @@ def test_a_recipes_header_runs_on_two_ranks_to_its_end(tmp_path: Path) -> None:
 def test_an_economical_run_of_two_ranks_that_was_killed_twice_ends_with_the_same_bytes(
     tmp_path: Path,
 ) -> None:
-    """FSDP2, with the average of weights; killed in the second of two steps, then before the second evaluation."""
+    """FSDP2, with the average of weights; killed in the second of two steps, then
+    before the second evaluation.
+    """
     path = data_dir("recipes") / "qwen3-30b-a3b" / "economical.yaml"
     assert load_recipe(path).train.ema_decay is not None
     variables = launch_environment(ROOT / "configs" / "cpu_2_fsdp2.yaml")
@@ -507,29 +706,48 @@ def test_an_economical_run_of_two_ranks_that_was_killed_twice_ends_with_the_same
 
         texts = []
         for death in (*deaths, ()):
-            outcomes = in_forked_ranks(functools.partial(on_rank, death=death), 2, tmp_path)
-            assert [status for status, _ in outcomes] == [-signal.SIGKILL if death else 0] * 2, outcomes
+            outcomes = in_forked_ranks(
+                functools.partial(on_rank, death=death), 2, tmp_path
+            )
+            assert [status for status, _ in outcomes] == [
+                -signal.SIGKILL if death else 0
+            ] * 2, outcomes
             texts.append("".join(text for _, text in outcomes))
         return texts
 
     run_whole("whole")
-    _, second, third = run_whole("killed", (DistillTrainer, "_get_grad_norm"), (run, "run_evaluation"))
-    assert "continuing from" in second and "checkpoint-1" in second and "distill: finished before" in third
+    _, second, third = run_whole(
+        "killed", (DistillTrainer, "_get_grad_norm"), (run, "run_evaluation")
+    )
+    assert (
+        "continuing from" in second
+        and "checkpoint-1" in second
+        and "distill: finished before" in third
+    )
     whole, killed = (tmp_path / name / "run" for name in ("whole", "killed"))
-    weights = sorted(path.relative_to(whole) for path in whole.rglob("model.safetensors"))
+    weights = sorted(
+        path.relative_to(whole) for path in whole.rglob("model.safetensors")
+    )
     assert len(weights) == 4, weights  # converted, calibrated, trained, published
     for file in weights:
         assert (killed / file).read_bytes() == (whole / file).read_bytes(), file
     for name in ("original", "converted", "calibrated", "fcsd"):
-        one, other = (read_json(place / "evaluate" / name / "results.json") for place in (whole, killed))
+        one, other = (
+            read_json(place / "evaluate" / name / "results.json")
+            for place in (whole, killed)
+        )
         assert one["kl_to_original"] == other["kl_to_original"]
         assert one["tasks"]["piqa"]["value"] == other["tasks"]["piqa"]["value"]
 
 
 @pytest.mark.parametrize("key", ["split", "name"])
-def test_a_rehearsal_writes_nothing_outside_its_folder(own_model: str, tmp_path: Path, key: str) -> None:
+def test_a_rehearsal_writes_nothing_outside_its_folder(
+    own_model: str, tmp_path: Path, key: str
+) -> None:
     source = {"path": "some/data", "columns": {"text": "text"}, key: "../../../../x"}
     recipe = small_recipe(own_model, data={"train": [source]})
-    with pytest.raises(UserError, match=r"'\.\./\.\./\.\./\.\./x.*leads out of the folder"):
+    with pytest.raises(
+        UserError, match=r"'\.\./\.\./\.\./\.\./x.*leads out of the folder"
+    ):
         rehearse(recipe, tmp_path / "rehearsal")
     assert not (tmp_path / "rehearsal").exists() and not (tmp_path / "x").exists()

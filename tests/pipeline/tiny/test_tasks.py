@@ -1,4 +1,6 @@
-"""The generated tasks: deterministic, executable, and split so that no test question was trained on."""
+"""The generated tasks: deterministic, executable, and split so that no test question
+was trained on.
+"""
 
 import hashlib
 import json
@@ -17,7 +19,13 @@ from fcsd.pipeline.tiny.operations import OPERATIONS
 from fcsd.pipeline.tiny.questions import LETTERS, WORDS, split_of
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 
-SIZES = {"num_train": 3000, "num_distill": 1000, "num_heldout": 60, "num_validation": 40, "num_test": 120}
+SIZES = {
+    "num_train": 3000,
+    "num_distill": 1000,
+    "num_heldout": 60,
+    "num_validation": 40,
+    "num_test": 120,
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +54,33 @@ def without_names(question: str) -> str:
 
 def hashes(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in files
+    }
 
 
-def test_same_seed_gives_the_same_bytes_and_another_seed_gives_others(folder: Path, tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_bytes_and_another_seed_gives_others(
+    folder: Path, tmp_path: Path
+) -> None:
     write_tiny_data(tmp_path / "again", **SIZES)
     write_tiny_data(tmp_path / "other", seed=1, **SIZES)
     assert hashes(tmp_path / "again") == hashes(folder)
-    same = [n for n, h in hashes(tmp_path / "other").items() if hashes(folder).get(n) == h]
+    same = [
+        n for n, h in hashes(tmp_path / "other").items() if hashes(folder).get(n) == h
+    ]
     assert not [name for name in same if name.endswith(".jsonl")]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_no_graded_question_occurs_in_training_under_any_function_name(tmp_path: Path, seed: int) -> None:
+def test_no_graded_question_occurs_in_training_under_any_function_name(
+    tmp_path: Path, seed: int
+) -> None:
     write_tiny_data(tmp_path / "d", seed=seed, **SIZES)
     data = tmp_path / "d" / "data" / "fcsd"
     by_split = {
-        "train": questions(tmp_path / "d" / "train.jsonl") + questions(tmp_path / "d" / "distill.jsonl"),
+        "train": questions(tmp_path / "d" / "train.jsonl")
+        + questions(tmp_path / "d" / "distill.jsonl"),
         "heldout": questions(tmp_path / "d" / "heldout.jsonl"),
         "validation": questions(data / "tiny-code" / "validation.jsonl"),
         "test": [
@@ -71,15 +89,22 @@ def test_no_graded_question_occurs_in_training_under_any_function_name(tmp_path:
             for question in questions(data / task / "test.jsonl")
         ],
     }
-    bare = {split: {without_names(question) for question in by_split[split]} for split in by_split}
+    bare = {
+        split: {without_names(question) for question in by_split[split]}
+        for split in by_split
+    }
     assert len(by_split["test"]) == 3 * SIZES["num_test"]
     for one in bare:
         for other in bare:
-            assert one == other or not bare[one] & bare[other], f"{one} and {other} share a question"
+            assert one == other or not bare[one] & bare[other], (
+                f"{one} and {other} share a question"
+            )
 
 
 def test_blanking_names_makes_renamed_questions_equal() -> None:
-    assert without_names("Define get_run(xs). It") == without_names("Define make(xs). It")
+    assert without_names("Define get_run(xs). It") == without_names(
+        "Define make(xs). It"
+    )
 
 
 def test_every_wording_of_every_operation_occurs_in_training(tmp_path: Path) -> None:
@@ -103,7 +128,9 @@ def test_splits_have_their_shares() -> None:
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
-def test_canonical_solutions_pass_their_tests_and_wrong_ones_fail(folder: Path, split: str) -> None:
+def test_canonical_solutions_pass_their_tests_and_wrong_ones_fail(
+    folder: Path, split: str
+) -> None:
     for row in rows(folder / "data" / "fcsd" / "tiny-code" / f"{split}.jsonl"):
         namespace: dict[str, Any] = {}
         exec(row["code"], namespace)
@@ -118,18 +145,29 @@ def test_canonical_solutions_pass_their_tests_and_wrong_ones_fail(folder: Path, 
 def test_code_rows_have_the_columns_of_mbpp_plus(folder: Path) -> None:
     from datasets import load_dataset
 
-    loaded = load_dataset(str(folder / "data" / "fcsd" / "tiny-code"), cache_dir=str(folder / "cache"))
+    loaded = load_dataset(
+        str(folder / "data" / "fcsd" / "tiny-code"), cache_dir=str(folder / "cache")
+    )
     assert set(loaded) == {"validation", "test"}
     assert len(loaded["test"]) == SIZES["num_test"]
     first = loaded["test"][0]
-    assert set(first) == {"task_id", "prompt", "code", "test_imports", "test_list", "test"}
+    assert set(first) == {
+        "task_id",
+        "prompt",
+        "code",
+        "test_imports",
+        "test_list",
+        "test",
+    }
     assert isinstance(first["task_id"], int) and len(first["test_list"]) == 3
 
 
 def test_a_value_question_is_answered_by_python_itself(folder: Path) -> None:
     checked = 0
     for row in rows(folder / "data" / "fcsd" / "tiny-answers" / "test.jsonl"):
-        match = re.fullmatch(r"(?:What is |Evaluate |Give the value of )(.*?)\??", row["question"])
+        match = re.fullmatch(
+            r"(?:What is |Evaluate |Give the value of )(.*?)\??", row["question"]
+        )
         if match:
             assert repr(eval(match.group(1))) == row["answer"], row["question"]
             checked += 1
@@ -145,13 +183,16 @@ def test_careless_share_of_the_distillation_answers_is_wrong_and_no_training_ans
         right = []
         for row in rows(tmp_path / "d" / f"{name}.jsonl"):
             question, answer = (message["content"] for message in row["messages"])
-            match = re.fullmatch(r"(?:What is |Evaluate |Give the value of )(.*?)\??", question)
+            match = re.fullmatch(
+                r"(?:What is |Evaluate |Give the value of )(.*?)\??", question
+            )
             if match:
                 right.append(repr(eval(match.group(1))) == answer)
         assert len(right) > 100
         wrong[name] = 1 - sum(right) / len(right)
     assert wrong["train"] == 0
-    assert 0.25 < wrong["distill"] <= 0.45  # a mistaken expression may have the right value
+    # a mistaken expression may have the right value
+    assert 0.25 < wrong["distill"] <= 0.45
 
 
 def test_choices_differ_and_hold_the_answer_at_every_place(folder: Path) -> None:
@@ -169,15 +210,24 @@ def test_wrong_expressions_behave_differently_from_the_right_one(folder: Path) -
         "s": ["".join(rng.choices(LETTERS, k=8)) for _ in range(2000)],
     }
     for row in rows(folder / "data" / "fcsd" / "tiny-choice" / "test.jsonl"):
-        if not row["question"].startswith(("Which expression", "What do you type", "Pick the code")):
+        if not row["question"].startswith(
+            ("Which expression", "What do you type", "Pick the code")
+        ):
             continue
         right = row["choices"].pop(row["answer"])
-        name = next(name for name in ("xs", "x", "s") if re.search(rf"\b{name}\b", right))
-        results = [[eval(code, {name: v}) for v in values[name]] for code in (right, *row["choices"])]
+        name = next(
+            name for name in ("xs", "x", "s") if re.search(rf"\b{name}\b", right)
+        )
+        results = [
+            [eval(code, {name: v}) for v in values[name]]
+            for code in (right, *row["choices"])
+        ]
         assert all(other != results[0] for other in results[1:]), row
 
 
-def test_chat_template_masks_exactly_the_answer_with_its_end_token(folder: Path) -> None:
+def test_chat_template_masks_exactly_the_answer_with_its_end_token(
+    folder: Path,
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -188,24 +238,42 @@ def test_chat_template_masks_exactly_the_answer_with_its_end_token(folder: Path)
     )
     for row in rows(folder / "heldout.jsonl"):
         encoded = tokenizer.apply_chat_template(
-            row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            row["messages"],
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
-        kept = [i for i, m in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if m]
+        kept = [
+            i
+            for i, m in zip(
+                encoded["input_ids"], encoded["assistant_masks"], strict=True
+            )
+            if m
+        ]
         assert tokenizer.decode(kept) == row["messages"][1]["content"] + "<|eos|>"
-        prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, tokenize=True)
+        prompt = tokenizer.apply_chat_template(
+            row["messages"][:1], add_generation_prompt=True, tokenize=True
+        )
         assert prompt["input_ids"] == encoded["input_ids"][: -len(kept)]
         assert len(encoded["input_ids"]) <= 256
 
 
-def test_tokenizer_keeps_digits_and_capitals_apart_and_loses_no_text(folder: Path) -> None:
+def test_tokenizer_keeps_digits_and_capitals_apart_and_loses_no_text(
+    folder: Path,
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     assert len(tokenizer) <= 512
     assert tokenizer.tokenize("1234") == list("1234")
-    assert tokenizer.tokenize("'XYZ'")[1:4] == list("XYZ") or tokenizer.tokenize("XYZ") == list("XYZ")
+    assert tokenizer.tokenize("'XYZ'")[1:4] == list("XYZ") or tokenizer.tokenize(
+        "XYZ"
+    ) == list("XYZ")
     for text in ("def f(x):\n    return x + 10", "naïve £ 漢字 🙂"):
-        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+        assert (
+            tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
+            == text
+        )
 
 
 def test_finished_folder_is_reused_and_other_settings_are_refused(folder: Path) -> None:
@@ -216,7 +284,9 @@ def test_finished_folder_is_reused_and_other_settings_are_refused(folder: Path) 
         write_tiny_data(folder, seed=5, **SIZES)
 
 
-def test_a_failed_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> None:
         raise OSError("disk full")
 
@@ -229,7 +299,10 @@ def test_a_failed_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
 def test_suite_and_task_files_name_the_data_that_is_written(folder: Path) -> None:
     suite = load_suite("tiny")
     for row in suite.tasks:
-        assert row.dataset is not None and (folder / "data" / row.dataset / f"{row.split}.jsonl").is_file()
+        assert (
+            row.dataset is not None
+            and (folder / "data" / row.dataset / f"{row.split}.jsonl").is_file()
+        )
         if isinstance(row, LMEvalTaskConfig) and row.lm_eval_include is not None:
             path = data_dir("eval") / "tasks" / row.lm_eval_include / f"{row.task}.yaml"
             task = yaml.safe_load(path.read_text())

@@ -13,7 +13,9 @@ EIGHT: dict[str, Any] = {"gpu": "mi325x", "unfused_attention": True}
 
 
 def lite(tmp_path: Path) -> str:
-    """Return a folder with the config of the first four layers of DeepSeek-V2-Lite, of which one is dense."""
+    """Return a folder with the config of the first four layers of DeepSeek-V2-Lite, of
+    which one is dense.
+    """
     (tmp_path / "lite").mkdir()
     write_json(
         tmp_path / "lite" / "config.json",

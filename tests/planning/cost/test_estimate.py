@@ -1,4 +1,6 @@
-"""`fcsd estimate`: bytes against a real training's, operations against torch's counter and by hand, published sizes."""
+"""`fcsd estimate`: bytes against a real training's, operations against torch's counter
+and by hand, published sizes.
+"""
 
 import json
 import re
@@ -54,13 +56,17 @@ MEASURED = {
     "kl": PLAIN,
     "kl, checkpointing": replace(PLAIN, checkpointing=True, num_rows=6),
     "kl, one micro-batch": replace(PLAIN, accumulates=False),
-    "jsd, frozen ends": replace(PLAIN, objective=objective_of("jsd"), freeze_embeddings_and_head=True),
+    "jsd, frozen ends": replace(
+        PLAIN, objective=objective_of("jsd"), freeze_embeddings_and_head=True
+    ),
     "sft": replace(PLAIN, objective=objective_of("sft"), num_rows=6),
     "kl+l2, checkpointing": replace(
         PLAIN, objective=objective_of("kl+l2", l2_coefficient=1.0), checkpointing=True
     ),
     "kl, cached teacher": replace(PLAIN, teacher="cache", num_rows=6),
-    "kl, lora, adapters off": replace(PLAIN, teacher="adapter_off", adapters=True, num_rows=6),
+    "kl, lora, adapters off": replace(
+        PLAIN, teacher="adapter_off", adapters=True, num_rows=6
+    ),
     "kl, lora, cached, checkpointing": replace(
         PLAIN, teacher="cache", adapters=True, checkpointing=True, num_rows=6
     ),
@@ -73,10 +79,14 @@ SHARDED = {"fsdp2, kl, checkpointing": replace(PLAIN, checkpointing=True)}
 def traced(setting: Setting, layers: Any = "all", **overrides: Any) -> Trace:
     return trace_step(
         lambda: small_model(**overrides),
-        lambda model: convert_model(model, Connectivity(layers)) if layers != "none" else None,
+        lambda model: (
+            convert_model(model, Connectivity(layers)) if layers != "none" else None
+        ),
         lambda model: decoder_layers(model, FAMILIES["qwen3_moe"]),
         setting,
-        adapt=lambda model: add_adapters(model, AdapterConfig(), seed=0, dtype=torch.float32),
+        adapt=lambda model: add_adapters(
+            model, AdapterConfig(), seed=0, dtype=torch.float32
+        ),
     )
 
 
@@ -109,11 +119,17 @@ def test_memory_is_that_of_a_real_training(name: str, measured: dict[str, int]) 
 @pytest.mark.breadth
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
-def test_memory_of_a_rank_is_that_of_a_real_training_in_shards(name: str, measured: dict[str, int]) -> None:
+def test_memory_of_a_rank_is_that_of_a_real_training_in_shards(
+    name: str, measured: dict[str, int]
+) -> None:
     setting = replace(SHARDED[name], sharded=True)
     layout = Layout("fsdp2", 2, step_tokens=4 * setting.num_rows * setting.num_tokens)
     parts = memory_parts(traced(setting), setting, layout)
-    total = sum(number for part, number in parts.items() if part not in ("fragmentation", "GPU context"))
+    total = sum(
+        number
+        for part, number in parts.items()
+        if part not in ("fragmentation", "GPU context")
+    )
     assert total == pytest.approx(measured[name], rel=0.15)
 
 
@@ -121,8 +137,11 @@ def test_persistent_bytes_are_those_of_a_count_by_hand() -> None:
     trace = traced(PLAIN)
     number = sum(parameter.numel() for parameter in small_model().parameters())
     assert trace.num_parameters == trace.num_trainable == number
-    assert trace.peak["student"] == pytest.approx(4 * number, rel=1e-4)  # and the buffers of the rotation
-    assert trace.peak["optimizer"] == 8 * number and trace.peak["gradients"] == 4 * number
+    # and the buffers of the rotation
+    assert trace.peak["student"] == pytest.approx(4 * number, rel=1e-4)
+    assert (
+        trace.peak["optimizer"] == 8 * number and trace.peak["gradients"] == 4 * number
+    )
     frozen = traced(replace(PLAIN, freeze_embeddings_and_head=True))
     assert number - frozen.num_trainable == trace.embeddings_and_head == 2 * 4096 * 256
     assert frozen.peak["optimizer"] == 8 * frozen.num_trainable
@@ -133,7 +152,8 @@ def test_checkpointing_keeps_layer_inputs_and_farskip_keeps_them_twice() -> None
     setting = replace(PLAIN, num_rows=rows, checkpointing=True)
     regular, farskip = traced(setting, "none"), traced(setting)
     assert (regular.num_pairs, farskip.num_pairs) == (0, layers - 1)
-    # At the end of the forward pass, in the loss, only inputs are kept: one of each layer, two after a FarSkip layer.
+    # At the end of the forward pass, in the loss, only inputs are kept: one of each
+    # layer, two after a FarSkip layer.
     more = farskip.transient["activations"] - regular.transient["activations"]
     assert more == pytest.approx((layers - 1) * rows * length * width * 4, rel=0.02)
     kept = traced(replace(setting, checkpointing=False))
@@ -142,7 +162,9 @@ def test_checkpointing_keeps_layer_inputs_and_farskip_keeps_them_twice() -> None
 
 def test_no_bytes_grow_with_vocabulary_times_tokens() -> None:
     setting = replace(PLAIN, num_rows=16)
-    few, many = (traced(setting, vocab_size=size).transient["loss"] for size in (4096, 16384))
+    few, many = (
+        traced(setting, vocab_size=size).transient["loss"] for size in (4096, 16384)
+    )
     head = (16384 - 4096) * 256 * 4
     assert many - few < 1.1 * head + (
         32 << 20
@@ -153,7 +175,12 @@ def test_no_bytes_grow_with_vocabulary_times_tokens() -> None:
 
 
 def test_operations_are_those_that_torch_counts_in_a_real_step() -> None:
-    overrides = {"vocab_size": 512, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3}
+    overrides = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+    }
     experts = {
         "experts_implementation": "batched_mm"
     }  # matmuls that torch counts; each token's experts, as grouped
@@ -185,7 +212,8 @@ def test_operations_are_those_that_torch_counts_in_a_real_step() -> None:
     assert flops["loss"] == 8 * 64 * 64 * 512
     assert counted["teacher forward"] == flops["teacher forward"]
     assert counted["forward and loss"] == flops["activations"] + flops["loss"] * 3 // 4
-    # A fused attention computes its scores once more in the backward pass: 2 B T T heads head_dim a layer.
+    # A fused attention computes its scores once more in the backward pass: 2 B T T
+    # heads head_dim a layer.
     again = 3 * 2 * 2 * 32 * 32 * 4 * 64
     assert counted["backward"] == flops["backward"] - again
 
@@ -197,13 +225,16 @@ def test_only_the_chosen_experts_count() -> None:
     )
     tokens, expert, passes = 4 * 128, 3 * 256 * 256 * 5, 1 + 3
     assert two - one == 2 * tokens * expert * passes
-    assert more - two == 2 * tokens * 8 * 256 * 5 * passes  # eight more rows of each router
+    # eight more rows of each router
+    assert more - two == 2 * tokens * 8 * 256 * 5 * passes
 
 
 def test_recomputation_runs_the_layers_once_more() -> None:
     plain, checkpointed = traced(PLAIN), traced(replace(PLAIN, checkpointing=True))
     forward = sum(plain.flops["activations"].values())
-    extra = sum(checkpointed.flops["backward"].values()) - sum(plain.flops["backward"].values())
+    extra = sum(checkpointed.flops["backward"].values()) - sum(
+        plain.flops["backward"].values()
+    )
     assert extra == forward
 
 
@@ -227,33 +258,47 @@ def recipe(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def own_setting_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trace the run's own setting: with checkpointing and without, for the table, would take as long again."""
+    """Trace the run's own setting: with checkpointing and without, for the table, would
+    take as long again.
+    """
     monkeypatch.setattr("fcsd.planning.cost.estimate.activation_bytes", lambda *_: None)
 
 
 def few_layers(recipe: Path, number: int = 4) -> Path:
-    """Return the same recipe with a config of a few layers, to be quick where the size does not matter."""
+    """Return the same recipe with a config of a few layers, to be quick where the size
+    does not matter.
+    """
     folder = Path(yaml.safe_load(recipe.read_text())["model"]["path"])
-    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": number}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "num_hidden_layers": number
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return recipe
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_setting_only")
-def test_qwen3_30b_needs_what_the_research_notes_say(recipe: Callable[..., Path]) -> None:
+def test_qwen3_30b_needs_what_the_research_notes_say(
+    recipe: Callable[..., Path],
+) -> None:
     path = recipe(train={"bf16": True, "gradient_checkpointing": True})
-    facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2"))
+    facts = estimate(
+        load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2")
+    )
     parts = facts["memory"]["parts"]
-    # 8 GPUs: 16 bytes a parameter of the student are 61 GB on each, the teacher's 2 bytes 7.6 GB.
+    # 8 GPUs: 16 bytes a parameter of the student are 61 GB on each, the teacher's 2
+    # bytes 7.6 GB.
     student = parts["student weights"] + parts["gradients"] + parts["optimizer states"]
     assert student / 1e9 == pytest.approx(61, rel=0.01)
     assert parts["teacher weights"] / 1e9 == pytest.approx(7.6, rel=0.01)
     per_token = facts["flops"]["per_token"]
     assert per_token["loss"] / 1e9 == pytest.approx(2.49, rel=0.01)
-    # Without attention's scores, the full distillation with recomputation is 1.63 of 6 N, N = 3.04e9 active weights.
+    # Without attention's scores, the full distillation with recomputation is 1.63 of 6
+    # N, N = 3.04e9 active weights.
     scores = 4 * 1024 * 32 * 128 * 48
-    assert (sum(per_token.values()) - scores * (1 + 1 + 3.5)) / (6 * 3.04e9) == pytest.approx(1.63, abs=0.02)
+    assert (sum(per_token.values()) - scores * (1 + 1 + 3.5)) / (
+        6 * 3.04e9
+    ) == pytest.approx(1.63, abs=0.02)
     assert facts["hardware"]["supported"]
 
 
@@ -262,7 +307,9 @@ def test_a_parameter_takes_sixteen_bytes_with_fsdp2_and_eighteen_with_zero3(
 ) -> None:
     path = few_layers(recipe(train={"bf16": True}))
     for sharding, each in (("fsdp2", 16), ("zero3", 2 + 4 + 4 + 8)):
-        facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding=sharding))
+        facts = estimate(
+            load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding=sharding)
+        )
         parts = facts["memory"]["parts"]
         names = ("student weights", "master weights", "gradients", "optimizer states")
         held = sum(parts.get(name, 0) for name in names)
@@ -275,7 +322,8 @@ def test_the_teachers_hidden_states_are_those_of_every_micro_batch_that_holds_th
     recipe: Callable[..., Path],
 ) -> None:
     two = {"batch_size_tokens": 2 * 2 * 1024, "per_device_train_batch_size": 2}
-    # Qwen3-30B-A3B's width, in bfloat16; the objective, and how many of a step's two micro-batches are held at once.
+    # Qwen3-30B-A3B's width, in bfloat16; the objective, and how many of a step's two
+    # micro-batches are held at once.
     each = 2 * 1024 * 2048 * 2
     router = {"name": "kl", "router_kl_coefficient": 1.0}
     blocks = {"name": "kl+l2", "l2_coefficient": 1.0}
@@ -283,28 +331,50 @@ def test_the_teachers_hidden_states_are_those_of_every_micro_batch_that_holds_th
         ({"name": "kl"}, 2), (router, 1), (blocks, 1), (blocks | {"l2_until": 0.5}, 2),
     ):  # fmt: skip
         facts = estimate(
-            load_recipe(few_layers(recipe(train=two, objective=objective), 2)), Hardware(gpu="h100")
+            load_recipe(few_layers(recipe(train=two, objective=objective), 2)),
+            Hardware(gpu="h100"),
         )
         assert facts["memory"]["parts"]["teacher hidden states"] == number * each
 
 
-def test_an_average_of_the_weights_takes_four_bytes_a_parameter(recipe: Callable[..., Path]) -> None:
+def test_an_average_of_the_weights_takes_four_bytes_a_parameter(
+    recipe: Callable[..., Path],
+) -> None:
     path = few_layers(recipe(train={"ema_decay": 0.99}))
-    facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=1, sharding="none"))
-    assert facts["memory"]["parts"]["averaged weights"] == 4 * facts["parameters"]["total"]
-    facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2"))
-    assert facts["memory"]["parts"]["averaged weights"] == 4 * facts["parameters"]["total"] // 8
+    facts = estimate(
+        load_recipe(path), Hardware(gpu="h100", num_gpus=1, sharding="none")
+    )
+    assert (
+        facts["memory"]["parts"]["averaged weights"] == 4 * facts["parameters"]["total"]
+    )
+    facts = estimate(
+        load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2")
+    )
+    assert (
+        facts["memory"]["parts"]["averaged weights"]
+        == 4 * facts["parameters"]["total"] // 8
+    )
 
 
-def test_the_disk_holds_twelve_bytes_a_parameter_and_checkpoint(recipe: Callable[..., Path]) -> None:
-    path = few_layers(recipe(train={"bf16": True, "max_steps": 3000, "save_total_limit": 2}))
-    facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2"))
+def test_the_disk_holds_twelve_bytes_a_parameter_and_checkpoint(
+    recipe: Callable[..., Path],
+) -> None:
+    path = few_layers(
+        recipe(train={"bf16": True, "max_steps": 3000, "save_total_limit": 2})
+    )
+    facts = estimate(
+        load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2")
+    )
     number, disk = facts["parameters"]["total"], facts["disk"]
     assert disk["total_bytes"] == 3 * 12 * number + 2 * number
     assert "3 checkpoints of " in estimate_table(facts)
-    assert disk["host_copy_bytes"] == 12 * number and "host memory   " in estimate_table(facts)
+    assert disk[
+        "host_copy_bytes"
+    ] == 12 * number and "host memory   " in estimate_table(facts)
     for sharding, machines in (("fsdp2", 2), ("hsdp", 1)):
-        facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=16, sharding=sharding))
+        facts = estimate(
+            load_recipe(path), Hardware(gpu="h100", num_gpus=16, sharding=sharding)
+        )
         assert facts["disk"]["host_copy_bytes"] == 12 * number // machines
 
 
@@ -314,20 +384,29 @@ def test_a_score_that_generates_gathers_the_weights_once_where_they_fit_beside_w
 ) -> None:
     stopping = {"task": {"kind": "code", "task": "mine", "dataset": "me/mine"}}
     path = few_layers(recipe(train={"bf16": True}, early_stopping=stopping))
-    facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2"))
+    facts = estimate(
+        load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2")
+    )
     number, scoring = facts["parameters"]["total"], facts["scoring"]
     parts = facts["memory"]["parts"]
     head, context = parts["teacher head"], parts["GPU context"]
-    # A rank has 4 bytes of a parameter, 8 of moments, and 2 of the teacher, but its head.
+    # A rank has 4 bytes of a parameter, 8 of moments, and 2 of the teacher, but its
+    # head.
     held = 12 * number // 8 + (2 * number - head) // 8 + head + context
     assert scoring["gathered_bytes"] == 2 * number and scoring["once"]
     assert scoring["free_bytes"] == pytest.approx(141e9 - held, abs=64)  # buffers
     # As a ring with what a GPU has inside a node: 7 of 8 parts come from others.
     assert scoring["seconds"] > 2 * number * 7 / 8 / 900e9
     assert "of weights once for a score" in estimate_table(facts)
-    facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="zero3"))
-    assert not facts["scoring"]["once"] and "of weights for every token" in estimate_table(facts)
-    facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="none"))
+    facts = estimate(
+        load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="zero3")
+    )
+    assert not facts["scoring"][
+        "once"
+    ] and "of weights for every token" in estimate_table(facts)
+    facts = estimate(
+        load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="none")
+    )
     assert facts["scoring"] is None
 
 
@@ -336,16 +415,27 @@ def test_attention_of_two_widths_runs_in_the_dtype_of_the_model_and_keeps_no_sco
 ) -> None:
     """By hand, DeepSeek-V2-Lite: 16 heads of 192 for queries and keys, of 128 for values."""
     path = few_layers(recipe("DeepSeek-V2-Lite", train={"bf16": True}), 2)
-    facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2"))
+    facts = estimate(
+        load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2")
+    )
     assert facts["flops"]["float32_share"] < 0.01  # the routers
     longer = yaml.safe_load(path.read_text())
     longer["data"]["max_length"] = 2048
     longer["train"]["batch_size_tokens"] = 131072
     path.write_text(yaml.safe_dump(longer))
-    twice = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2"))
-    more = twice["flops"]["per_token"]["student forward"] - facts["flops"]["per_token"]["student forward"]
-    assert more == 2 * 2 * 16 * 1024 * (192 + 128)  # two layers, a token's scores and their sums
-    without = [each["memory"]["activations"]["without_checkpointing_bytes"] for each in (facts, twice)]
+    twice = estimate(
+        load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2")
+    )
+    more = (
+        twice["flops"]["per_token"]["student forward"]
+        - facts["flops"]["per_token"]["student forward"]
+    )
+    # two layers, a token's scores and their sums
+    assert more == 2 * 2 * 16 * 1024 * (192 + 128)
+    without = [
+        each["memory"]["activations"]["without_checkpointing_bytes"]
+        for each in (facts, twice)
+    ]
     assert without[1] < 2.05 * without[0]  # scores would make it four times as much
 
 
@@ -353,7 +443,13 @@ def test_a_copy_a_node_needs_the_memory_of_eight_shards_and_sends_its_gradients_
     recipe: Callable[..., Path],
 ) -> None:
     path = few_layers(
-        recipe(train={"bf16": True, "gradient_checkpointing": True, "batch_size_tokens": 131072})
+        recipe(
+            train={
+                "bf16": True,
+                "gradient_checkpointing": True,
+                "batch_size_tokens": 131072,
+            }
+        )
     )
     plan = load_recipe(path)
     eight, sixteen, copies = (
@@ -362,38 +458,56 @@ def test_a_copy_a_node_needs_the_memory_of_eight_shards_and_sends_its_gradients_
     )
     parts = [each["memory"]["parts"] for each in (eight, sixteen, copies)]
     for name in ("student weights", "gradients", "optimizer states", "teacher weights"):
-        assert parts[2][name] == parts[0][name] == pytest.approx(2 * parts[1][name], rel=1e-6)
-    # Gathers stay inside the node: half the micro-batches of eight ranks, and the gradients' shards over the network.
+        assert (
+            parts[2][name]
+            == parts[0][name]
+            == pytest.approx(2 * parts[1][name], rel=1e-6)
+        )
+    # Gathers stay inside the node: half the micro-batches of eight ranks, and the
+    # gradients' shards over the network.
     shard = 4 * eight["parameters"]["trained"] / 8
     slow = estimate(
         plan, Hardware(gpu="h100", num_gpus=16, sharding="hsdp", network_gb_s=0.001)
     )  # next to nothing of it is hidden
     sent = slow["settings"]["micro_batches"] * 2 * (1 / 2) * shard
     assert slow["time"]["sharding_s"] == pytest.approx(sent / (0.001e9 * 0.8), rel=2e-3)
-    # All interfaces of a node serve a ring: a second node makes a step faster, not slower.
+    # All interfaces of a node serve a ring: a second node makes a step faster, not
+    # slower.
     assert sixteen["time"]["step_s"][0] < eight["time"]["step_s"][0]
     with pytest.raises(UserError, match=r"--sharding hsdp: .* a multiple of 8, not 12"):
         estimate(plan, Hardware(gpu="h100", num_gpus=12, sharding="hsdp"))
 
 
 @pytest.mark.usefixtures("own_setting_only")
-def test_gradients_are_sent_in_the_dtype_in_which_they_are_summed(recipe: Callable[..., Path]) -> None:
+def test_gradients_are_sent_in_the_dtype_in_which_they_are_summed(
+    recipe: Callable[..., Path],
+) -> None:
     """On a network so slow that next to nothing of it is hidden."""
     path = few_layers(recipe(train={"bf16": True}))
     facts = estimate(
-        load_recipe(path), Hardware(gpu="h100", num_gpus=16, sharding="fsdp2", network_gb_s=0.001)
+        load_recipe(path),
+        Hardware(gpu="h100", num_gpus=16, sharding="fsdp2", network_gb_s=0.001),
     )
     number, steps = facts["parameters"]["total"], facts["settings"]["micro_batches"]
-    # The student is gathered twice in bfloat16, again without its head, the teacher once; gradients are float32.
+    # The student is gathered twice in bfloat16, again without its head, the teacher
+    # once; gradients are float32.
     head = 151936 * 2048
-    sent = 15 / 16 * steps * (2 * number + 2 * (number - head) + 2 * number + 4 * number)
-    assert facts["time"]["sharding_s"] == pytest.approx(sent / (8 * 0.001e9 * 0.8), rel=2e-3)
+    sent = (
+        15 / 16 * steps * (2 * number + 2 * (number - head) + 2 * number + 4 * number)
+    )
+    assert facts["time"]["sharding_s"] == pytest.approx(
+        sent / (8 * 0.001e9 * 0.8), rel=2e-3
+    )
 
 
 @pytest.mark.usefixtures("own_setting_only")
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_a_step_takes_as_long_as_fcsd_plan_says(recipe: Callable[..., Path], ranks: int) -> None:
-    """Check a pre-training: no teacher, no checkpointing, everything sharded by FSDP2; exchanges that block."""
+def test_a_step_takes_as_long_as_fcsd_plan_says(
+    recipe: Callable[..., Path], ranks: int
+) -> None:
+    """Check a pre-training: no teacher, no checkpointing, everything sharded by FSDP2;
+    exchanges that block.
+    """
     train = {
         "bf16": True, "gradient_checkpointing": False, "per_device_train_batch_size": 2, "max_steps": 10,
         "batch_size_tokens": 2 * 2 * 8 * 1024, "learning_rate": 1e-4, "warmup_steps": 1,
@@ -408,11 +522,18 @@ def test_a_step_takes_as_long_as_fcsd_plan_says(recipe: Callable[..., Path], ran
     text = yaml.safe_load(path.read_text())
     del text["model"]["path"]
     path.write_text(yaml.safe_dump(text))
-    hardware = Hardware(gpu="mi300x", num_gpus=8, sharding="fsdp2", expert_parallel=ranks)
+    hardware = Hardware(
+        gpu="mi300x", num_gpus=8, sharding="fsdp2", expert_parallel=ranks
+    )
     facts = estimate(load_recipe(path), hardware, pretrain=True)
     planned = prepare(
         PlanSettings(
-            model=str(folder), gpu="mi300x", expert_parallel=ranks, batch=2, global_batch=32, length=1024
+            model=str(folder),
+            gpu="mi300x",
+            expert_parallel=ranks,
+            batch=2,
+            global_batch=32,
+            length=1024,
         )
     )
     times = plan_times(planned)
@@ -444,10 +565,14 @@ def test_the_figures_in_the_shipped_recipes_are_those_of_the_estimate_without_ne
     spread = 8 if "--expert-parallel 8" in path.read_text() else 1
     facts = estimate(
         load_recipe(path),
-        Hardware(gpu="h200", num_gpus=SHIPPED[name], sharding="fsdp2", expert_parallel=spread),
+        Hardware(
+            gpu="h200", num_gpus=SHIPPED[name], sharding="fsdp2", expert_parallel=spread
+        ),
     )
     said = " ".join(
-        line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")
+        line.removeprefix("#").strip()
+        for line in path.read_text().splitlines()
+        if line.startswith("#")
     )
     assert f"{facts['memory']['total_bytes'] / 2**30:.0f} GiB a rank" in said
     low, high = facts["time"]["step_s"]
@@ -457,31 +582,50 @@ def test_the_figures_in_the_shipped_recipes_are_those_of_the_estimate_without_ne
             assert row["hours"][1] < 1 and "the calibration minutes" in said
             continue
         assert f"{row['hours'][0]:.0f} to {row['hours'][1]:.0f} hours" in said, row
-    assert " of disk" not in said or f"{size(facts['disk']['total_bytes'])} of disk" in said
+    assert (
+        " of disk" not in said
+        or f"{size(facts['disk']['total_bytes'])} of disk" in said
+    )
 
 
-def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(recipe: Callable[..., Path]) -> None:
+def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(
+    recipe: Callable[..., Path],
+) -> None:
     tiny = load_recipe("tiny/demo", ["pretrain.config.vocab_size=512"])
     whole = estimate(tiny, Hardware(gpu="h100", num_gpus=1))
-    assert [row["stage"] for row in whole["totals"]][:3] == ["pretrain", "calibration", "distill"]
+    assert [row["stage"] for row in whole["totals"]][:3] == [
+        "pretrain",
+        "calibration",
+        "distill",
+    ]
     rewired = whole["flops"]["per_token"]["student forward"]
-    # 16,384 tokens at 30 to 70 % of 66.9 TFLOP/s: forward passes, sums of 4 layers of width 128 with two experts a
-    # token; 4 layers' maps and two for each of 8 experts solved; 0.9M weights folded.
+    # 16,384 tokens at 30 to 70 % of 66.9 TFLOP/s: forward passes, sums of 4 layers of
+    # width 128 with two experts a token; 4 layers' maps and two for each of 8 experts
+    # solved; 0.9M weights folded.
     gram = 2 * 128**2  # one Gram matrix of 128 inputs, a token
     sums = (
         2 * 2 * gram + 2 * 256**2 + 2 * 256 * 128 + 2 * 2 * 2 * gram
     )  # two sides, both at once, two experts
-    # Each is solved twice, the second time without rows, on which two more residuals are taken.
-    one, both = (2 * (n**3 / 3 + 6 * n**2 * 128) + 2 * 2 * n**2 * 128 for n in (128, 256))
+    # Each is solved twice, the second time without rows, on which two more residuals
+    # are taken.
+    one, both = (
+        2 * (n**3 / 3 + 6 * n**2 * 128) + 2 * 2 * n**2 * 128 for n in (128, 256)
+    )
     solved = 2 * one + both + 8 * 2 * one
     flops = 16_384 * (6 * rewired + 4 * sums) + 4 * solved + 2 * 128 * 0.9e6
     by_hand = flops / 66.9e12 / 3600
-    assert whole["totals"][1]["hours"] == pytest.approx([by_hand / 0.7, by_hand / 0.3], rel=0.01)
-    study = yaml.safe_load((ROOT / "recipes" / "studies" / "pretrain-farskip.yaml").read_text())
+    assert whole["totals"][1]["hours"] == pytest.approx(
+        [by_hand / 0.7, by_hand / 0.3], rel=0.01
+    )
+    study = yaml.safe_load(
+        (ROOT / "recipes" / "studies" / "pretrain-farskip.yaml").read_text()
+    )
     study["pretrain"]["config"]["num_hidden_layers"] = 2
     path = recipe()
     path.write_text(yaml.safe_dump(study))
-    facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=64, sharding="fsdp2"))
+    facts = estimate(
+        load_recipe(path), Hardware(gpu="h200", num_gpus=64, sharding="fsdp2")
+    )
     assert facts["run"] == "pretrain" and facts["settings"]["teacher"] is None
     assert [row["stage"] for row in facts["totals"]] == ["pretrain"]
 
@@ -489,8 +633,20 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(recipe: Ca
 @pytest.mark.parametrize(
     ("rows", "batch", "max_length", "ranks", "ways"),
     [
-        (1, 131072, 4096, 64, "a batch of 262144, or data.max_length 2048, or 32 processes"),
-        (1, 65536, 4096, 32, "a batch of 131072, or data.max_length 2048, or 16 processes"),
+        (
+            1,
+            131072,
+            4096,
+            64,
+            "a batch of 262144, or data.max_length 2048, or 32 processes",
+        ),
+        (
+            1,
+            65536,
+            4096,
+            32,
+            "a batch of 131072, or data.max_length 2048, or 16 processes",
+        ),
         (4, 49152, 1024, 8, "per_device_train_batch_size 3"),
         (1, 1000, 64, 3, "a batch of 1152"),
     ],
@@ -507,20 +663,33 @@ def test_a_batch_that_cannot_be_cut_comes_with_what_fits(
         assert micro_batches(train, max_length, int(match[1]))[0] == rows
 
 
-def test_other_trainings_of_a_run_whose_batch_cannot_be_cut_are_named(recipe: Callable[..., Path]) -> None:
+def test_other_trainings_of_a_run_whose_batch_cannot_be_cut_are_named(
+    recipe: Callable[..., Path],
+) -> None:
     sweep = {"batch_size_tokens": [1024, 4096], "learning_rate": [1e-3], "steps": 2}
     variants = {"short": {"train.batch_size_tokens": 5120}, "same": {"seed": 1}}
     train = {"batch_size_tokens": 2048, "max_steps": 4, "warmup_steps": 1}
     path = few_layers(recipe(train=train, sweep=sweep, variants=variants))
     facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=2))
     first, second = facts["refused"]
-    assert first.startswith("sweep: train.batch_size_tokens: 1024 is not a multiple of 2048")
-    assert second.startswith("variants.short: train.batch_size_tokens: 5120 is not a multiple of 2048")
+    assert first.startswith(
+        "sweep: train.batch_size_tokens: 1024 is not a multiple of 2048"
+    )
+    assert second.startswith(
+        "variants.short: train.batch_size_tokens: 5120 is not a multiple of 2048"
+    )
     assert second in estimate_table(facts)
 
 
-def test_what_does_not_fit_comes_with_changes_until_it_does(recipe: Callable[..., Path]) -> None:
-    path = few_layers(recipe(train={"gradient_checkpointing": False, "per_device_train_batch_size": 4}), 8)
+def test_what_does_not_fit_comes_with_changes_until_it_does(
+    recipe: Callable[..., Path],
+) -> None:
+    path = few_layers(
+        recipe(
+            train={"gradient_checkpointing": False, "per_device_train_batch_size": 4}
+        ),
+        8,
+    )
     facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=1))
     assert not facts["memory"]["fits"]
     changes = facts["changes"]
@@ -534,58 +703,94 @@ def test_what_does_not_fit_comes_with_changes_until_it_does(recipe: Callable[...
     assert "DOES NOT FIT" in text and "supported" in text
 
 
-def test_a_small_run_fits_and_whole_copies_on_two_ranks_add_buckets(recipe: Callable[..., Path]) -> None:
+def test_a_small_run_fits_and_whole_copies_on_two_ranks_add_buckets(
+    recipe: Callable[..., Path],
+) -> None:
     path = few_layers(recipe(), 2)
-    one, two = (estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=number)) for number in (1, 2))
-    assert one["memory"]["fits"] and one["changes"] == [] and one["hardware"]["supported"]
+    one, two = (
+        estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=number))
+        for number in (1, 2)
+    )
+    assert (
+        one["memory"]["fits"] and one["changes"] == [] and one["hardware"]["supported"]
+    )
     buckets = two["memory"]["parts"].pop("DDP buckets")
-    assert buckets == 4 * one["parameters"]["trained"] and "DDP buckets" not in one["memory"]["parts"]
-    assert one["settings"]["micro_batches"] == 2 * two["settings"]["micro_batches"] == 128
+    assert (
+        buckets == 4 * one["parameters"]["trained"]
+        and "DDP buckets" not in one["memory"]["parts"]
+    )
+    assert (
+        one["settings"]["micro_batches"] == 2 * two["settings"]["micro_batches"] == 128
+    )
     low, high = one["time"]["step_s"]
     assert low < high
-    # The teacher is bfloat16 in its forward pass and in one of the four matmuls of the loss.
+    # The teacher is bfloat16 in its forward pass and in one of the four matmuls of the
+    # loss.
     per_token = one["flops"]["per_token"]
     bf16 = per_token["teacher forward"] + per_token["loss"] / 4
-    assert one["flops"]["float32_share"] == pytest.approx(1 - bf16 / sum(per_token.values()))
-    assert one["time"]["tokens_per_second"] == pytest.approx([131072 / high, 131072 / low])
-    assert one["totals"][0]["hours"] == pytest.approx([2000 * low / 3600, 2000 * high / 3600])
+    assert one["flops"]["float32_share"] == pytest.approx(
+        1 - bf16 / sum(per_token.values())
+    )
+    assert one["time"]["tokens_per_second"] == pytest.approx(
+        [131072 / high, 131072 / low]
+    )
+    assert one["totals"][0]["hours"] == pytest.approx(
+        [2000 * low / 3600, 2000 * high / 3600]
+    )
 
 
 @pytest.mark.usefixtures("own_setting_only")
-def test_experts_that_run_without_being_chosen_are_an_assumption(recipe: Callable[..., Path]) -> None:
+def test_experts_that_run_without_being_chosen_are_an_assumption(
+    recipe: Callable[..., Path],
+) -> None:
     path = recipe("Llama-4-Scout-17B-16E")
     file = Path(yaml.safe_load(path.read_text())["model"]["path"]) / "config.json"
     config = json.loads(file.read_text())
     config["text_config"] |= {"num_hidden_layers": 2, "no_rope_layers": [1, 0]}
     config["text_config"].pop("moe_layers", None)
     file.write_text(json.dumps(config))
-    assert any("that did not choose them" in text for text in estimate(load_recipe(path))["assumptions"])
+    assert any(
+        "that did not choose them" in text
+        for text in estimate(load_recipe(path))["assumptions"]
+    )
     chosen = estimate(load_recipe(few_layers(recipe(), 2)))
     assert not any("that did not choose them" in text for text in chosen["assumptions"])
 
 
-def test_tokens_take_disk_and_time_once_for_all_trainings(recipe: Callable[..., Path]) -> None:
-    """By hand from docs/decisions.md: 53,374,976 tokens in 70 s are 762,500 a second, eight workers do 6.1 million."""
+def test_tokens_take_disk_and_time_once_for_all_trainings(
+    recipe: Callable[..., Path],
+) -> None:
+    """By hand from docs/decisions.md: 53,374,976 tokens in 70 s are 762,500 a second,
+    eight workers do 6.1 million.
+    """
     data = {"train": [{"path": "nowhere.jsonl"}], "max_length": 1024}
     path = few_layers(recipe(data=data, variants={"long": {"train.max_steps": 5000}}))
     plan = load_recipe(path)
     number = 5000 * plan.train.batch_size_tokens
     facts = estimate(plan, Hardware(gpu="h200"))
-    assert facts["tokens"]["num_tokens"] == number and facts["tokens"]["bytes"] == 5 * number
-    assert facts["tokens"]["seconds"] == pytest.approx([number / 6.1e6, number / 762_500], rel=1e-4)
+    assert (
+        facts["tokens"]["num_tokens"] == number
+        and facts["tokens"]["bytes"] == 5 * number
+    )
+    assert facts["tokens"]["seconds"] == pytest.approx(
+        [number / 6.1e6, number / 762_500], rel=1e-4
+    )
     few, one = (f"{seconds / 60:,.2g}" for seconds in facts["tokens"]["seconds"])
     assert (
         f"tokens        {number:,} once for all trainings: {size(5 * number)} on disk,"
-        f" {few} min with 8 processes, {one} with one"
-    ) in estimate_table(facts)
+        f" {few} min with 8 processes, {one} with one" in estimate_table(facts)
+    )
 
 
-def test_half_the_utilisation_takes_the_matmuls_twice_the_time(recipe: Callable[..., Path]) -> None:
+def test_half_the_utilisation_takes_the_matmuls_twice_the_time(
+    recipe: Callable[..., Path],
+) -> None:
     """What moves bytes takes as long as before; a mask leaves out half of attention's pairs."""
     train = {"dtype": "bfloat16", "per_device_train_batch_size": 8}
     loaded = load_recipe(few_layers(recipe(train=train), 2))
     slow, fast = (
-        estimate(loaded, Hardware(gpu="h200", mfu=mfu))["time"] for mfu in ((0.025, 0.05), (0.1, 0.1))
+        estimate(loaded, Hardware(gpu="h200", mfu=mfu))["time"]
+        for mfu in ((0.025, 0.05), (0.1, 0.1))
     )
     low, high = slow["step_s"]
     assert high - low == pytest.approx(2 * (low - fast["expected_s"]))
@@ -594,15 +799,24 @@ def test_half_the_utilisation_takes_the_matmuls_twice_the_time(recipe: Callable[
     half = (
         131072 * 4 * 1024 * 32 * 128 * 2 * (1 + 1 + 2.5) / 2
     )  # of the scores of two layers: teacher, forward, backward
-    assert high - low == pytest.approx((flops - half) * (1 / 0.025 - 1 / 0.05) / 989.4e12, rel=0.03)
+    assert high - low == pytest.approx(
+        (flops - half) * (1 / 0.025 - 1 / 0.05) / 989.4e12, rel=0.03
+    )
 
 
-@pytest.mark.parametrize("train", [{"bf16": True, "gradient_checkpointing": False}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "train", [{"bf16": True, "gradient_checkpointing": False}, {"dtype": "bfloat16"}]
+)
 def test_no_matmul_of_a_bfloat16_run_is_in_float32(
     recipe: Callable[..., Path], train: dict[str, Any]
 ) -> None:
     """Not the experts' under autocast either."""
-    assert estimate(load_recipe(few_layers(recipe(train=train), 2)))["flops"]["float32_share"] == 0
+    assert (
+        estimate(load_recipe(few_layers(recipe(train=train), 2)))["flops"][
+            "float32_share"
+        ]
+        == 0
+    )
 
 
 def test_published_figures_are_plausible() -> None:
@@ -620,16 +834,35 @@ def test_the_command_prints_a_table_or_json(
     path = few_layers(recipe(sweep={}, variants={"sft": {"objective.name": "sft"}}), 2)
     assert main(["estimate", str(path), "--gpus", "2", "--gpu", "mi300x"]) == 0
     text = capsys.readouterr().out
-    for part in ("MI300X", "student weights", "DDP buckets", "tokens/s", "sweep, at most", "assumed:"):
+    for part in (
+        "MI300X",
+        "student weights",
+        "DDP buckets",
+        "tokens/s",
+        "sweep, at most",
+        "assumed:",
+    ):
         assert part in text
-    assert main(["estimate", str(path), "--variant", "sft", "--json", "--mfu", "0.2"]) == 0
+    assert (
+        main(["estimate", str(path), "--variant", "sft", "--json", "--mfu", "0.2"]) == 0
+    )
     facts = json.loads(capsys.readouterr().out)
     assert facts["run"] == "distill, variant sft" and facts["time"]["mfu"] == [0.2, 0.2]
-    assert "teacher weights" not in facts["memory"]["parts"] and len(facts["totals"]) == 1
+    assert (
+        "teacher weights" not in facts["memory"]["parts"] and len(facts["totals"]) == 1
+    )
 
 
-def test_the_demo_is_estimated_before_anything_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["estimate", str(ROOT / "recipes" / "tiny" / "demo.yaml"), "--gpu", "l40s", "--json"]
+def test_the_demo_is_estimated_before_anything_is_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = [
+        "estimate",
+        str(ROOT / "recipes" / "tiny" / "demo.yaml"),
+        "--gpu",
+        "l40s",
+        "--json",
+    ]
     command += ["--set", "pretrain.config.vocab_size=512"]
     assert main([*command, "--pretrain"]) == 0
     pretrain = json.loads(capsys.readouterr().out)
@@ -647,23 +880,41 @@ def test_the_demo_is_estimated_before_anything_is_there(capsys: pytest.CaptureFi
         (["--gpus", "0"], r"--gpus: Input should be greater than or equal to 1, got 0"),
         (
             ["--gpus", "3"],
-            r"train.batch_size_tokens: 131072 is not a multiple of 3072 .*; what fits: a batch of 132096, or 2 proc",
+            (
+                r"train.batch_size_tokens: 131072 is not a multiple of 3072 .*; what"
+                r" fits: a batch of 132096, or 2 proc"
+            ),
         ),
-        (["--mfu", "fast"], r"--mfu: a range such as 0.1-0.25, or one number, got 'fast'"),
-        (["--mfu", "0.5-0.1"], r"--mfu: 0.5-0.1: a range such as 0.1-0.25, within 0 and 1"),
-        (["--expert-parallel", "3"], r"--expert-parallel 3: does not divide the 1 GPUs"),
+        (
+            ["--mfu", "fast"],
+            r"--mfu: a range such as 0.1-0.25, or one number, got 'fast'",
+        ),
+        (
+            ["--mfu", "0.5-0.1"],
+            r"--mfu: 0.5-0.1: a range such as 0.1-0.25, within 0 and 1",
+        ),
+        (
+            ["--expert-parallel", "3"],
+            r"--expert-parallel 3: does not divide the 1 GPUs",
+        ),
         (
             ["--gpus", "2", "--expert-parallel", "2"],
             r"--expert-parallel 2: shards all other .* add --sharding fsdp2",
         ),
-        (["--network-gb-s", "0"], r"--network-gb-s: Input should be greater than 0, got 0"),
+        (
+            ["--network-gb-s", "0"],
+            r"--network-gb-s: Input should be greater than 0, got 0",
+        ),
         (["--variant", "sft"], r"has no variant 'sft'; allowed: none"),
         (["--pretrain"], r"has no `pretrain` section"),
         (["--set", "model.path=nowhere/at/all"], r"nowhere/at/all: no such folder"),
     ],
 )
 def test_mistakes_are_one_line(
-    command: list[str], message: str, recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    message: str,
+    recipe: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = few_layers(recipe(), 2)
     assert main(["estimate", str(path), *command]) == 2
@@ -672,27 +923,39 @@ def test_mistakes_are_one_line(
     assert re.search(message, error), error
 
 
-def test_a_model_whose_config_transformers_refuses_is_an_error(recipe: Callable[..., Path]) -> None:
+def test_a_model_whose_config_transformers_refuses_is_an_error(
+    recipe: Callable[..., Path],
+) -> None:
     path = few_layers(recipe(), "four")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"config.json: transformers refuses it: .*num_hidden_layers"):
+    with pytest.raises(
+        UserError, match=r"config.json: transformers refuses it: .*num_hidden_layers"
+    ):
         estimate(load_recipe(path))
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("0.1-0.25", (0.1, 0.25)), ("0.2", (0.2, 0.2)), ("1", (1.0, 1.0))]
+    ("text", "value"),
+    [("0.1-0.25", (0.1, 0.25)), ("0.2", (0.2, 0.2)), ("1", (1.0, 1.0))],
 )
-def test_a_range_or_a_number_is_a_utilisation(text: str, value: tuple[float, float]) -> None:
+def test_a_range_or_a_number_is_a_utilisation(
+    text: str, value: tuple[float, float]
+) -> None:
     assert Hardware.from_options({"mfu": text}).mfu == value
 
 
-NEEDS_DATA = {"dbrx", "jetmoe", "step3p7"}  # their experts loop over those that the data chose
+# their experts loop over those that the data chose
+NEEDS_DATA = {"dbrx", "jetmoe", "step3p7"}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_setting_only")
 @pytest.mark.parametrize("model_type", few(sorted(TINY)))
-def test_the_step_of_every_family_is_followed_without_data(model_type: str, tmp_path: Path) -> None:
-    tiny_config(model_type, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
+def test_the_step_of_every_family_is_followed_without_data(
+    model_type: str, tmp_path: Path
+) -> None:
+    tiny_config(model_type, tie_word_embeddings=False).save_pretrained(
+        tmp_path / "model"
+    )
     path = tmp_path / "recipe.yaml"
     path.write_text(
         yaml.safe_dump(
@@ -704,28 +967,40 @@ def test_the_step_of_every_family_is_followed_without_data(model_type: str, tmp_
         )
     )  # fmt: skip
     if model_type in NEEDS_DATA:
-        with pytest.raises(UserError, match=f"training step of {model_type} cannot be followed without data"):
+        with pytest.raises(
+            UserError,
+            match=f"training step of {model_type} cannot be followed without data",
+        ):
             estimate(load_recipe(path))
         return
     facts = estimate(load_recipe(path))
     number = sum(
-        parameter.numel() for parameter in tiny_model(model_type, tie_word_embeddings=False).parameters()
+        parameter.numel()
+        for parameter in tiny_model(model_type, tie_word_embeddings=False).parameters()
     )
     assert facts["parameters"]["total"] == number and facts["memory"]["fits"]
     per_token = facts["flops"]["per_token"]
     assert per_token["teacher forward"] == per_token["student forward"] > 0
 
 
-def test_settings_that_need_data_name_the_model(recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_settings_that_need_data_name_the_model(
+    recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     path = recipe()
     tiny_config("dbrx").save_pretrained(tmp_path / "Qwen3-30B-A3B")
-    with pytest.raises(UserError, match="training step of dbrx cannot be followed without data"):
+    with pytest.raises(
+        UserError, match="training step of dbrx cannot be followed without data"
+    ):
         estimate(load_recipe(path))
 
 
 def test_counting_leaves_the_process_as_it_was_for_everybody_else() -> None:
     """While a step is traced, another thread's attention and grouped matmuls are torch's own."""
-    before = (functional.scaled_dot_product_attention, moe._can_use_grouped_mm, moe._grouped_mm)
+    before = (
+        functional.scaled_dot_product_attention,
+        moe._can_use_grouped_mm,
+        moe._grouped_mm,
+    )
     seen = []
 
     def elsewhere(*_: Any) -> None:
@@ -734,7 +1009,9 @@ def test_counting_leaves_the_process_as_it_was_for_everybody_else() -> None:
 
     def attend() -> tuple[Any, ...]:
         query = torch.ones(1, 1, 2, 4)
-        out = functional.scaled_dot_product_attention(query, query, torch.ones(1, 1, 2, 2))
+        out = functional.scaled_dot_product_attention(
+            query, query, torch.ones(1, 1, 2, 2)
+        )
         return (
             float(out.sum()),
             functional.scaled_dot_product_attention,

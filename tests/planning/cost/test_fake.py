@@ -21,7 +21,9 @@ def form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def operations(x: Tensor, y: Tensor) -> list[Tensor]:
-    """Return views, in-place operations, several outputs, promotion by a number's type, outputs given."""
+    """Return views, in-place operations, several outputs, promotion by a number's type,
+    outputs given.
+    """
     parts = x.split(2, dim=-1)
     normed = nn.functional.layer_norm(x, (x.shape[-1],))
     out = torch.empty_like(x)
@@ -35,7 +37,9 @@ def operations(x: Tensor, y: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_what_comes_again_has_the_form_and_the_storage_that_torchs_own_mode_gives(same: bool) -> None:
+def test_what_comes_again_has_the_form_and_the_storage_that_torchs_own_mode_gives(
+    same: bool,
+) -> None:
     def made(mode: Any) -> list[list[Tensor]]:
         with mode:
             runs = []
@@ -46,7 +50,9 @@ def test_what_comes_again_has_the_form_and_the_storage_that_torchs_own_mode_give
 
     calls: list[Any] = []
     for own, torchs in zip(
-        made(FakeTensors(lambda *call: calls.append(call[0]))), made(FakeTensorMode()), strict=True
+        made(FakeTensors(lambda *call: calls.append(call[0]))),
+        made(FakeTensorMode()),
+        strict=True,
     ):
         assert [form(tensor) for tensor in own] == [form(tensor) for tensor in torchs]
         for several in (own, torchs):
@@ -57,7 +63,8 @@ def test_what_comes_again_has_the_form_and_the_storage_that_torchs_own_mode_give
             for a in run
         ]
         assert shared[: len(own)] == shared[len(own) :]
-    assert calls.count(torch.ops.aten.mm.default) == 5  # each is passed on, run or remembered
+    # each is passed on, run or remembered
+    assert calls.count(torch.ops.aten.mm.default) == 5
 
 
 def test_a_gradient_comes_back_and_what_needs_data_is_refused_each_time() -> None:

@@ -25,7 +25,9 @@ SMALL = "--layers 2 --exchange-ms 90"
 
 
 def options() -> argparse.Namespace:
-    return complete(parser().parse_args([*SMALL.split(), "--modes", "blocking", "full"]))
+    return complete(
+        parser().parse_args([*SMALL.split(), "--modes", "blocking", "full"])
+    )
 
 
 def steps(rank: int) -> dict[str, list[dict[str, Any]]]:
@@ -43,16 +45,24 @@ def steps(rank: int) -> dict[str, list[dict[str, Any]]]:
 def test_times_of_blocking_steps_predict_the_overlapped_ones_on_two_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """8 exchanges of some 90 ms: forward windows of 80, 55, 50 and 25 ms; backward ones hold all but the first (50)."""
+    """8 exchanges of some 90 ms: forward windows of 80, 55, 50 and 25 ms; backward ones
+    hold all but the first (50).
+    """
     by_mode = run_ranks(steps, 2)[0]
     chosen = options()
     chosen.times = tmp_path
     write_blocking_times(chosen, by_mode["blocking"])
     words = ["--gpus-per-node", "2", "--batch", "2", "--length", "64", "--json"]
-    assert main(["plan", str(tmp_path), "--measured", str(tmp_path / "times.json"), *words]) == 0
+    assert (
+        main(
+            ["plan", str(tmp_path), "--measured", str(tmp_path / "times.json"), *words]
+        )
+        == 0
+    )
     facts = json.loads(capsys.readouterr().out)
     measured = statistics.median(
-        one["step"] / other["step"] for one, other in zip(by_mode["blocking"], by_mode["full"], strict=True)
+        one["step"] / other["step"]
+        for one, other in zip(by_mode["blocking"], by_mode["full"], strict=True)
     )
     assert facts["times"]["speed_up"] == pytest.approx(measured, rel=0.1)
     assert 1.2 < measured < 1.75  # all hidden would be about 1.8
@@ -62,22 +72,37 @@ def test_times_of_blocking_steps_predict_the_overlapped_ones_on_two_ranks(
     assert facts["times"]["exchange_s"]["combine"] == pytest.approx(0.09, rel=0.5)
 
 
-def test_a_window_begins_when_the_rows_are_there_and_ends_where_they_are_needed() -> None:
+def test_a_window_begins_when_the_rows_are_there_and_ends_where_they_are_needed() -> (
+    None
+):
     def step(seconds: float, window: float) -> list[dict[str, Any]]:
         sent = Record(
-            "dispatch", 3, True, 100, 10.0, waiting=10.0, waited=10 + seconds, needed=10 + seconds + window
+            "dispatch",
+            3,
+            True,
+            100,
+            10.0,
+            waiting=10.0,
+            waited=10 + seconds,
+            needed=10 + seconds + window,
         )
         counts = Record("counts", 3, False, 8, 9.0, waiting=9.0, waited=9.5)
         return exchange_times([counts, sent])
 
     (exchange,) = median_times([step(1, 5), step(2, 4), step(9, 6)])
-    assert (exchange["layer"], exchange["kind"], exchange["backward"]) == (3, "dispatch", True)
+    assert (exchange["layer"], exchange["kind"], exchange["backward"]) == (
+        3,
+        "dispatch",
+        True,
+    )
     assert (exchange["seconds"], exchange["window_s"]) == pytest.approx((2, 5))
 
 
 def times(**changes: Any) -> Times:
     def exchange(layer: int, kind: Any, backward: bool, window: float) -> ExchangeTime:
-        return ExchangeTime(layer=layer, kind=kind, backward=backward, seconds=0.1, window_s=window)
+        return ExchangeTime(
+            layer=layer, kind=kind, backward=backward, seconds=0.1, window_s=window
+        )
 
     exchanges = [
         exchange(layer, kind, backward, window * (2 if backward else 1))
@@ -100,16 +125,20 @@ def times(**changes: Any) -> Times:
 def test_a_step_loses_of_each_exchange_what_its_window_holds() -> None:
     one = planned("DeepSeek-V3", V3, {"length": 64})
     all_of_it = measured_times(times(slowdown=0.0), one)
-    assert all_of_it["overlapped_s"] == pytest.approx(5 - 6 * (0.04 + 0.08 + 0.08 + 0.1))
+    assert all_of_it["overlapped_s"] == pytest.approx(
+        5 - 6 * (0.04 + 0.08 + 0.08 + 0.1)
+    )
     assert all_of_it["overlap"] == pytest.approx({"forward": 0.6, "backward": 0.9})
     assert all_of_it["communication_share"] == pytest.approx(2.4 / 5)
     slowed = measured_times(times(), one)  # assumed: 0.15 of what is hidden
     assert slowed["overlapped_s"] == pytest.approx(5 - 0.85 * 1.8)
     assert slowed["speed_up"] == pytest.approx(5 / (5 - 0.85 * 1.8))
-    # Layers 4 and 5: two dispatches, and both combines, of which the last keeps its own window.
+    # Layers 4 and 5: two dispatches, and both combines, of which the last keeps its own
+    # window.
     last = measured_times(times(slowdown=0.0), one, [4, 5])
     assert last["overlapped_s"] == pytest.approx(5 - 2 * 0.3)
-    # Layer 1 alone: no layer waits for its combine, which runs beside its own attention, as its dispatch does.
+    # Layer 1 alone: no layer waits for its combine, which runs beside its own
+    # attention, as its dispatch does.
     single = measured_times(times(slowdown=0.0), one, [1])
     assert single["overlapped_s"] == pytest.approx(5 - 0.3)
     assert single["windows"][1:3] == [
@@ -120,8 +149,16 @@ def test_a_step_loses_of_each_exchange_what_its_window_holds() -> None:
 
 
 def test_of_a_server_the_gain_follows_from_its_exposed_share() -> None:
-    one = planned("DeepSeek-V3", V3, {"length": 64, "phase": "prefill", "gpu": "mi300x"})
-    served = {"phase": "prefill", "exchanges": [], "step_s": 1.0, "communication_s": 0.16, "overlap": 0.976}
+    one = planned(
+        "DeepSeek-V3", V3, {"length": 64, "phase": "prefill", "gpu": "mi300x"}
+    )
+    served = {
+        "phase": "prefill",
+        "exchanges": [],
+        "step_s": 1.0,
+        "communication_s": 0.16,
+        "overlap": 0.976,
+    }
     known = measured_times(times(**served), one)
     assert known["speed_up"] == pytest.approx(1 / (1 - 0.16 * 0.976))
     assert known["overlapped_s"] == pytest.approx(1 - 0.16 * 0.976)
@@ -149,12 +186,19 @@ def test_of_a_server_the_gain_follows_from_its_exposed_share() -> None:
         ),
         ({"step_s": 2.4000001}, "the 1e-07 s that are left cannot hide 1.8"),
         (
-            {"phase": "prefill", "exchanges": [], "communication_s": 4.9999988, "overlap": 1.0},
+            {
+                "phase": "prefill",
+                "exchanges": [],
+                "communication_s": 4.9999988,
+                "overlap": 1.0,
+            },
             "left cannot hide 2.5",
         ),
     ],
 )
-def test_times_that_cannot_be_are_one_line(tmp_path: Path, change: Any, message: str) -> None:
+def test_times_that_cannot_be_are_one_line(
+    tmp_path: Path, change: Any, message: str
+) -> None:
     path = tmp_path / "times.json"
     path.write_text(json.dumps(times().model_dump(mode="json") | change))
     with pytest.raises(UserError, match=r"^[^\n]*$") as refused:
@@ -166,14 +210,19 @@ def test_times_of_something_else_are_refused() -> None:
     one = planned("DeepSeek-V3", V3, {"length": 64})
     for name in ("model_type", "num_layers", "ranks", "batch"):
         other: Any = "qwen3_moe" if name == "model_type" else 3
-        with pytest.raises(UserError, match=f"--measured: {name} is {other} in the file"):
+        with pytest.raises(
+            UserError, match=f"--measured: {name} is {other} in the file"
+        ):
             measured_times(replace_field(times(), name, other), one)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--attention", "full"], "attention is partial in the file and full in the plan"),
+        (
+            ["--attention", "full"],
+            "attention is partial in the file and full in the plan",
+        ),
         (["--mlp", "full"], "mlp is outdated in the file and full in the plan"),
     ],
 )
@@ -184,12 +233,24 @@ def test_times_of_another_connectivity_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     path = tmp_path / "times.json"
     path.write_text(json.dumps(times().model_dump(mode="json")))
-    plan = ["plan", str(tmp_path), "--gpu", "mi325x", "--length", "64", "--measured", str(path)]
-    assert main(plan) == 0 and "1.441" in capsys.readouterr().out  # 5 / (5 - 0.85 x 1.8)
+    plan = [
+        "plan",
+        str(tmp_path),
+        "--gpu",
+        "mi325x",
+        "--length",
+        "64",
+        "--measured",
+        str(path),
+    ]
+    # 5 / (5 - 0.85 x 1.8)
+    assert main(plan) == 0 and "1.441" in capsys.readouterr().out
     assert main([*plan, *words]) == 2
     assert f"--measured: {message}; measure what is planned" in capsys.readouterr().err
     without = {
-        name: value for name, value in times().model_dump(mode="json").items() if name != "connectivity"
+        name: value
+        for name, value in times().model_dump(mode="json").items()
+        if name != "connectivity"
     }
     path.write_text(json.dumps(without))
     assert main(plan) == 2
@@ -200,14 +261,26 @@ def test_layers_of_which_nothing_was_measured_are_refused() -> None:
     one = planned("DeepSeek-V3", V3, {"length": 64})
     some = times(exchanges=[each for each in times().exchanges if each.layer > 2])
     assert measured_times(some, one, [3, 4, 5])["speed_up"] > 1
-    with pytest.raises(UserError, match="rewires layer 0, and the file has no exchange of it"):
+    with pytest.raises(
+        UserError, match="rewires layer 0, and the file has no exchange of it"
+    ):
         measured_times(some, one)
     dense = planned("DeepSeek-V3", V3 | {"first_k_dense_replace": 1}, {"length": 64})
     with pytest.raises(UserError, match="exchanges of layer 0, which is no MoE layer"):
         measured_times(times(), dense)
-    served = {"phase": "prefill", "exchanges": [], "step_s": 1.0, "communication_s": 0.16, "overlap": 0.9}
-    server = planned("DeepSeek-V3", V3, {"length": 64, "phase": "prefill", "gpu": "mi300x"})
-    with pytest.raises(UserError, match="overlap was measured with other layers rewired"):
+    served = {
+        "phase": "prefill",
+        "exchanges": [],
+        "step_s": 1.0,
+        "communication_s": 0.16,
+        "overlap": 0.9,
+    }
+    server = planned(
+        "DeepSeek-V3", V3, {"length": 64, "phase": "prefill", "gpu": "mi300x"}
+    )
+    with pytest.raises(
+        UserError, match="overlap was measured with other layers rewired"
+    ):
         measured_times(times(**served), server, [4, 5])
 
 

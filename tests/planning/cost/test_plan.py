@@ -1,4 +1,6 @@
-"""`fcsd plan`: operations by hand, the paper's measured speed-ups, memory, files, and what is refused."""
+"""`fcsd plan`: operations by hand, the paper's measured speed-ups, memory, files, and
+what is refused.
+"""
 
 import json
 import math
@@ -34,8 +36,12 @@ def v3() -> Planned:
 # ---- operations
 
 
-def test_the_operations_of_a_layer_are_those_of_its_published_sizes(v3: Planned) -> None:
-    """arXiv 2412.19437, 4.2: hidden 7168, 128 heads of 128 + 64, latents 1536 and 512, 8 of 256 experts of 2048."""
+def test_the_operations_of_a_layer_are_those_of_its_published_sizes(
+    v3: Planned,
+) -> None:
+    """arXiv 2412.19437, 4.2: hidden 7168, 128 heads of 128 + 64, latents 1536 and 512,
+    8 of 256 experts of 2048.
+    """
     tokens, layer = 4096, v3.work.layers[3]
     per_token = {
         "attention a" + WHOLE: 7168 * 1536 + 7168 * (512 + 64),
@@ -52,24 +58,37 @@ def test_the_operations_of_a_layer_are_those_of_its_published_sizes(v3: Planned)
     assert layer.scores == 128 * tokens**2
     assert layer.steps["experts"].weights == 256 * 3 * 7168 * 2048
     assert layer.steps["attention b"].weights == per_token["attention b"]
-    assert v3.work.num_parameters == pytest.approx(71e9, rel=0.005)  # as the paper calls it
+    # as the paper calls it
+    assert v3.work.num_parameters == pytest.approx(71e9, rel=0.005)
 
 
 def test_every_query_head_has_scores_whoever_shares_its_keys() -> None:
     """Qwen3-30B-A3B: 32 heads of 128 on 4 of keys and values."""
-    layer = published("Qwen3-30B-A3B", {"num_hidden_layers": 1}, {"length": 64, "batch": 2}).work.layers[0]
-    assert layer.scores == 2 * 32 * 64**2 and layer.core == 2.0 * 2 * 32 * 64**2 * (128 + 128)
+    layer = published(
+        "Qwen3-30B-A3B", {"num_hidden_layers": 1}, {"length": 64, "batch": 2}
+    ).work.layers[0]
+    assert layer.scores == 2 * 32 * 64**2 and layer.core == 2.0 * 2 * 32 * 64**2 * (
+        128 + 128
+    )
     assert layer.work("attention a").flops == 2.0 * 2 * 64 * 2048 * (32 + 4 + 4) * 128
 
 
 def test_experts_that_run_on_all_tokens_count_as_often_as_tokens_choose_them() -> None:
-    scout = published("Llama-4-Scout-17B-16E", {}, {"batch": 1, "length": 64, "phase": "prefill"})
+    scout = published(
+        "Llama-4-Scout-17B-16E", {}, {"batch": 1, "length": 64, "phase": "prefill"}
+    )
     assert scout.work.layers[0].work("experts").flops == 2.0 * 64 * 3 * 5120 * 8192
-    assert scout.work.layers[0].work("shared expert").flops == 2.0 * 64 * 3 * 5120 * 8192
+    assert (
+        scout.work.layers[0].work("shared expert").flops == 2.0 * 64 * 3 * 5120 * 8192
+    )
 
 
 def test_only_moe_layers_have_exchanges_and_dense_ones_an_mlp(tmp_path: Path) -> None:
-    lite = prepare(PlanSettings(model=str(real_folder("DeepSeek-V2-Lite", tmp_path / "m")), length=256))
+    lite = prepare(
+        PlanSettings(
+            model=str(real_folder("DeepSeek-V2-Lite", tmp_path / "m")), length=256
+        )
+    )
     assert lite.work.moe == [False] + [True] * 26
     assert lite.work.layers[0].work("mlp").flops == 2.0 * 256 * 3 * 2048 * 10944
     assert [row["layer"] for row in plan_times(lite)["windows"]] == list(range(1, 27))
@@ -79,7 +98,9 @@ def test_only_moe_layers_have_exchanges_and_dense_ones_an_mlp(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("row", TRAINING[:3], ids=[row[0] for row in TRAINING[:3]])
-def test_assumptions_that_were_not_fitted_give_the_papers_speed_ups_and_overlap(row: Any) -> None:
+def test_assumptions_that_were_not_fitted_give_the_papers_speed_ups_and_overlap(
+    row: Any,
+) -> None:
     _, name, changes, settings, speed_up, overlap = row
     times = at(published(name, changes, settings), "assumed")
     assert times["speed_up"] == pytest.approx(speed_up, abs=0.035)
@@ -104,21 +125,40 @@ def test_the_assumed_values_are_those_that_were_chosen_before_the_comparison() -
 def test_the_roofline_over_predicts_the_time_to_the_first_token_and_says_that_it_is_a_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings: dict[str, Any] = {"gpu": "mi300x", "phase": "prefill", "batch": 16, "fp8": True, "length": 1024}
+    settings: dict[str, Any] = {
+        "gpu": "mi300x",
+        "phase": "prefill",
+        "batch": 16,
+        "fp8": True,
+        "length": 1024,
+    }
     gain = plan_times(published("DeepSeek-V2-Lite", V2, settings))["speed_up"] - 1
     assert gain > 3 * 0.125  # the paper: 8.2 to 16.8 %
     gains = {
-        length: plan_times(published("DeepSeek-V2-Lite", V2, settings | {"length": length}))["speed_up"] - 1
+        length: (
+            plan_times(
+                published("DeepSeek-V2-Lite", V2, settings | {"length": length})
+            )["speed_up"]
+            - 1
+        )
         for length in (512, 2048)
     }
     over = [gains[512] / 0.082, gains[2048] / 0.168]
-    assert max(over) == pytest.approx(OVER_PREDICTION[1], abs=0.1) and min(over) > OVER_PREDICTION[0]
+    assert (
+        max(over) == pytest.approx(OVER_PREDICTION[1], abs=0.1)
+        and min(over) > OVER_PREDICTION[0]
+    )
     folder = lite(tmp_path)
     assert main(["plan", folder, "--phase", "prefill", "--json"]) == 0
     gain = 100 * (json.loads(capsys.readouterr().out)["times"]["speed_up"] - 1)
     assert main(["plan", folder, "--phase", "prefill"]) == 0
-    bound = f"were 1.3 to 5.2 times smaller, which makes {gain:.1f}% {gain / 5.2:.1f}% to {gain / 1.3:.1f}%"
-    assert bound in next(line for line in capsys.readouterr().out.splitlines() if "UPPER BOUND" in line)
+    bound = (
+        f"were 1.3 to 5.2 times smaller, which makes {gain:.1f}% {gain / 5.2:.1f}% to"
+        f" {gain / 1.3:.1f}%"
+    )
+    assert bound in next(
+        line for line in capsys.readouterr().out.splitlines() if "UPPER BOUND" in line
+    )
     assert main(["plan", folder, "--gpu", "mi325x", "--length", "512"]) == 0
     assert "UPPER BOUND" not in capsys.readouterr().out
 
@@ -127,35 +167,55 @@ def test_the_roofline_over_predicts_the_time_to_the_first_token_and_says_that_it
 
 
 def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
-    served = published("DeepSeek-V2-Lite", {}, {"phase": "prefill", "batch": 2, "length": 100})
+    served = published(
+        "DeepSeek-V2-Lite", {}, {"phase": "prefill", "batch": 2, "length": 100}
+    )
     parts = memory(served)["parts"]
     assert memory(served)["gpu_bytes"] == 141_000_000_000
     assert parts["activations"] == 2 * 100 * 2048 * 2 * 4
-    short = published("DeepSeek-V2-Lite", {}, {"phase": "prefill", "batch": 2, "length": 100, "fp8": True})
+    short = published(
+        "DeepSeek-V2-Lite",
+        {},
+        {"phase": "prefill", "batch": 2, "length": 100, "fp8": True},
+    )
     assert memory(short)["parts"]["weights"] == 15_706_484_224 // 8
     assert parts["weights"] == 15_706_484_224 * 2 // 8
     assert parts["keys and values"] == 27 * (512 + 64) * 2 * 100 * 2
     wide = published(
-        "DeepSeek-V2-Lite", {}, {"phase": "decode", "batch": 16, "length": 100, "data_parallel": 8}
+        "DeepSeek-V2-Lite",
+        {},
+        {"phase": "decode", "batch": 16, "length": 100, "data_parallel": 8},
     )
-    experts = 26 * 64 * 3 * 2048 * 1408  # of which a rank has an eighth, and all of the rest
+    # of which a rank has an eighth, and all of the rest
+    experts = 26 * 64 * 3 * 2048 * 1408
     assert memory(wide)["parts"]["weights"] == 2 * (15_706_484_224 - experts * 7 // 8)
     assert memory(wide)["parts"]["keys and values"] == 27 * (512 + 64) * 2 * 100 * 2
     short = published("DeepSeek-V2-Lite", {"num_hidden_layers": 3}, {"length": 128})
     parts = memory(short)["parts"]
     assert parts["student weights"] == short.work.num_parameters * 4 // 8
     assert parts["optimizer states"] == 2 * parts["gradients"]
-    # A rank has an eighth of the experts of a layer that is gathered: two layers in bfloat16, and of one the gradient.
-    whole = published("DeepSeek-V2-Lite", {"num_hidden_layers": 3}, {"length": 128, "expert_parallel": 1})
+    # A rank has an eighth of the experts of a layer that is gathered: two layers in
+    # bfloat16, and of one the gradient.
+    whole = published(
+        "DeepSeek-V2-Lite",
+        {"num_hidden_layers": 3},
+        {"length": 128, "expert_parallel": 1},
+    )
     head, attention = 102400 * 2048, 2048 * (3072 + 576 + 2048) + 512 * 4096
     experts = 64 * 3 * 2048 * 1408
     layer = experts + 3 * 2048 * 2816 + attention + 64 * 2048
     more = memory(whole)["parts"]["gathered weights"] - parts["gathered weights"]
-    assert more == pytest.approx(2 * 2 * 7 / 8 * experts + (2 + 4) * (layer - head), rel=0.001)
+    assert more == pytest.approx(
+        2 * 2 * 7 / 8 * experts + (2 + 4) * (layer - head), rel=0.001
+    )
 
 
-def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token_chose() -> None:
-    """Llama 4's own code runs all 16 on every token; ranks that share them run the one that a token chose."""
+def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token_chose() -> (
+    None
+):
+    """Llama 4's own code runs all 16 on every token; ranks that share them run the one
+    that a token chose.
+    """
     config = read_json(CONFIGS / "Llama-4-Scout-17B-16E.json")
     text = config["text_config"] | {"num_hidden_layers": 2}
     kept = []
@@ -163,8 +223,9 @@ def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token
         settings = {"length": length, "expert_parallel": 8}
         one = published("Llama-4-Scout-17B-16E", {"text_config": text}, settings)
         kept.append(memory(one)["parts"]["activations"])
-    # By token, layer and expert, the routed and the shared one: gate, up, activation and product, in bfloat16. Beside
-    # it what attention keeps; 16 routed experts would be 1.1 MB.
+    # By token, layer and expert, the routed and the shared one: gate, up, activation
+    # and product, in bfloat16. Beside it what attention keeps; 16 routed experts would
+    # be 1.1 MB.
     experts = 2 * 4 * 8192 * 2
     assert experts < (kept[1] - kept[0]) / (512 * 2) < 3 * experts
 
@@ -174,14 +235,21 @@ def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token
 
 def test_the_windows_are_written_by_layer(tmp_path: Path) -> None:
     path = tmp_path / "windows.json"
-    assert main(["plan", lite(tmp_path), "--length", "512", "--windows", str(path)]) == 0
+    assert (
+        main(["plan", lite(tmp_path), "--length", "512", "--windows", str(path)]) == 0
+    )
     windows = json.loads(path.read_text())
-    rows = plan_times(prepare(PlanSettings(model=str(tmp_path / "lite"), length=512)))["windows"]
+    rows = plan_times(prepare(PlanSettings(model=str(tmp_path / "lite"), length=512)))[
+        "windows"
+    ]
     for name in ("dispatch_s", "combine_s"):
         assert windows[name] == [row[name] for row in rows]
     assert windows["layers"] == [1, 2, 3] and windows["expert_parallel"] == 8
     assert len(windows["dispatch_s"]) == len(windows["combine_s"]) == 3
-    assert min(windows["dispatch_s"]) > 0 and windows["combine_s"][-1] < windows["combine_s"][0]
+    assert (
+        min(windows["dispatch_s"]) > 0
+        and windows["combine_s"][-1] < windows["combine_s"][0]
+    )
 
 
 @pytest.mark.parametrize("option", ["--windows", "--figure"])
@@ -196,7 +264,10 @@ def test_a_file_that_plan_did_not_write_stays_and_its_own_is_replaced(
     before = [path.read_bytes() for path in foreign]
     for path in foreign:
         assert main([*words, option, str(path)]) == 2
-        assert f"{path}: exists and is another kind of file; name another file" in capsys.readouterr().err
+        assert (
+            f"{path}: exists and is another kind of file; name another file"
+            in capsys.readouterr().err
+        )
     assert [path.read_bytes() for path in foreign] == before
     own = tmp_path / "own"
     for length in ("64", "128"):
@@ -209,7 +280,9 @@ def test_a_cluster_file_says_what_the_options_would(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, cluster = lite(tmp_path), tmp_path / "cluster.yaml"
-    cluster.write_text("gpu: mi300x\nnodes: 2\nnetwork_gb_s: 25\nassumptions: {gemm: 0.6}\n")
+    cluster.write_text(
+        "gpu: mi300x\nnodes: 2\nnetwork_gb_s: 25\nassumptions: {gemm: 0.6}\n"
+    )
 
     def planned(*words: str) -> Any:
         assert main(["plan", folder, "--length", "512", "--json", *words]) == 0
@@ -217,7 +290,10 @@ def test_a_cluster_file_says_what_the_options_would(
 
     by_file = planned("--cluster", str(cluster))
     by_options = planned("--gpu", "mi300x", "--nodes", "2", "--network-gb-s", "25")
-    assert by_file["machine"] == by_options["machine"] and by_file["memory"] == by_options["memory"]
+    assert (
+        by_file["machine"] == by_options["machine"]
+        and by_file["memory"] == by_options["memory"]
+    )
     assert by_file["times"]["compute_s"] < by_options["times"]["compute_s"]  # gemm
 
 
@@ -226,7 +302,11 @@ def study(folder: Path, num_layers: int) -> Path:
         {
             "side": side,
             "num_layers": n,
-            "layers": list(range(n)) if side == "first" else list(range(num_layers - n, num_layers)),
+            "layers": (
+                list(range(n))
+                if side == "first"
+                else list(range(num_layers - n, num_layers))
+            ),
             "values": {"kl": {"value": 0.1 * n, "stderr": 0.01, "num_tokens": 9}},
         }
         for side in ("first", "last")
@@ -246,24 +326,44 @@ def test_a_study_stands_beside_what_each_selection_brings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figure = tmp_path / "worth.png"
-    words = ["plan", lite(tmp_path), "--length", "512", "--study", str(study(tmp_path / "s", 4)), "--json"]
+    words = [
+        "plan",
+        lite(tmp_path),
+        "--length",
+        "512",
+        "--study",
+        str(study(tmp_path / "s", 4)),
+        "--json",
+    ]
     assert main([*words, "--figure", str(figure)]) == 0
     facts = json.loads(capsys.readouterr().out)
     rows = {(row["side"], row["num_layers"]): row for row in facts["study"]}
     assert rows["last", 4]["speed_up"] == pytest.approx(facts["times"]["speed_up"])
     # One of the first two layers is dense.
-    assert 1 < rows["first", 2]["speed_up"] < rows["last", 2]["speed_up"] < rows["last", 4]["speed_up"]
+    assert (
+        1
+        < rows["first", 2]["speed_up"]
+        < rows["last", 2]["speed_up"]
+        < rows["last", 4]["speed_up"]
+    )
     assert rows["last", 2]["loss"] == 0.2 and rows["last", 2]["selection"] == "2-3"
     assert figure.stat().st_size > 5000
 
 
 def routed(folder: Path, **changes: Any) -> Path:
-    """Return a routing study of the model of `lite`: in each of three layers the first eighth of 64 experts has most
-    rows."""
+    """Return a routing study of the model of `lite`: in each of three layers the first
+    eighth of 64 experts has most rows."""
     loads = [[[hot] * 8 + [10] * 56 for _ in range(2)] for hot in (10, 30, 50)]
-    facts = {"layers": [1, 2, 3], "num_experts": 64, "top_k": 6, "counts": loads} | changes
+    facts = {
+        "layers": [1, 2, 3],
+        "num_experts": 64,
+        "top_k": 6,
+        "counts": loads,
+    } | changes
     folder.mkdir()
-    (folder / "routing.json").write_text(json.dumps({"schema_version": 1, "models": [facts]}))
+    (folder / "routing.json").write_text(
+        json.dumps({"schema_version": 1, "models": [facts]})
+    )
     return folder
 
 
@@ -283,16 +383,20 @@ def test_the_imbalance_of_a_routing_study_is_planned_with(
     assert facts["imbalance"] == row["value"] == pytest.approx(expected)
     assert row["range"] == [1.0, 5.1] and "DeepSpeed issue 8213" in row["source"]
     assert row["speed_up"][0] != row["speed_up"][1]
-    even = plan_times(prepare(PlanSettings(model=str(tmp_path / "lite"), length=512)))["exchange_s"][
-        "combine"
-    ]
+    even = plan_times(prepare(PlanSettings(model=str(tmp_path / "lite"), length=512)))[
+        "exchange_s"
+    ]["combine"]
     uneven = facts["times"]["exchange_s"]["combine"]
     # 6 of 64 experts, of which the busiest of 8 ranks has 8, or as if it had more.
-    hit = [1 - math.prod(1 - own / (64 - i) for i in range(6)) for own in (8, 8 * expected)]
+    hit = [
+        1 - math.prod(1 - own / (64 - i) for i in range(6)) for own in (8, 8 * expected)
+    ]
     assert uneven - 20e-6 == pytest.approx(hit[1] / hit[0] * (even - 20e-6))
 
 
-def test_people_read_milliseconds_shares_of_their_own_row_and_whether_equation_9_holds(v3: Planned) -> None:
+def test_people_read_milliseconds_shares_of_their_own_row_and_whether_equation_9_holds(
+    v3: Planned,
+) -> None:
     facts = plan(v3)
     times, text = facts["times"], plan_table(facts)
     rows = {
@@ -301,17 +405,33 @@ def test_people_read_milliseconds_shares_of_their_own_row_and_whether_equation_9
         if line.startswith("| ")
     }
     share = f"{times['communication_s'] / times['regular_s']:.1%}"
-    assert rows["regular"] == [f"{1e3 * times['regular_s']:,.0f}", share, share, "1.000"]
+    assert rows["regular"] == [
+        f"{1e3 * times['regular_s']:,.0f}",
+        share,
+        share,
+        "1.000",
+    ]
     overlapped = times["overlapped_s"]
-    shares = [f"{times[name] / overlapped:.1%}" for name in ("communication_s", "exposed_s")]
-    assert rows["overlapped"] == [f"{1e3 * overlapped:,.0f}", *shares, f"{times['speed_up']:.3f}"]
+    shares = [
+        f"{times[name] / overlapped:.1%}" for name in ("communication_s", "exposed_s")
+    ]
+    assert rows["overlapped"] == [
+        f"{1e3 * overlapped:,.0f}",
+        *shares,
+        f"{times['speed_up']:.3f}",
+    ]
     first = times["windows"][0]
     assert rows["0"][:2] == [
         f"{1e3 * times['exchange_s']['dispatch']:.3g}",
         f"{1e3 * first['dispatch_s']:.3g}",
     ]
-    for ratio, words in ((0.99, "holds: necessary, not sufficient"), (1.01, "does not hold")):
-        assert f"= {ratio}, {words}" in plan_table(facts | {"times": times | {"equation_9": ratio}})
+    for ratio, words in (
+        (0.99, "holds: necessary, not sufficient"),
+        (1.01, "does not hold"),
+    ):
+        assert f"= {ratio}, {words}" in plan_table(
+            facts | {"times": times | {"equation_9": ratio}}
+        )
 
 
 # ---- what is refused
@@ -436,7 +556,9 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     }  # fmt: skip
 
 
-def test_what_cannot_be_planned_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cases = refusals(tmp_path)
     for words, expected in cases.values():
         assert main(["plan", *words]) == 2, words
@@ -452,11 +574,22 @@ def test_amds_keys_are_read_with_its_gate_and_without(
     assert main(["plan", str(folder), "--length", "64", "--json"]) == 0
     settings = json.loads(capsys.readouterr().out)["settings"]
     assert settings["layers"] == list(range(27))
-    own = {"gated_attention": False, "mlp_only_farskip": True, "num_hidden_layers": 5, "farskip_end_idx": 3}
-    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | own))
+    own = {
+        "gated_attention": False,
+        "mlp_only_farskip": True,
+        "num_hidden_layers": 5,
+        "farskip_end_idx": 3,
+    }
+    (folder / "config.json").write_text(
+        json.dumps(read_json(folder / "config.json") | own)
+    )
     assert main(["plan", str(folder), "--length", "64", "--json"]) == 0
     settings = json.loads(capsys.readouterr().out)["settings"]
-    assert (settings["layers"], settings["attention"], settings["mlp"]) == ([0, 1, 2, 3], "full", "outdated")
+    assert (settings["layers"], settings["attention"], settings["mlp"]) == (
+        [0, 1, 2, 3],
+        "full",
+        "outdated",
+    )
 
 
 def test_the_gpus_that_are_known_are_listed_once() -> None:

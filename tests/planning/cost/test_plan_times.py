@@ -24,7 +24,8 @@ def v3() -> Planned:
 
 def rows_of_v3(ranks: int) -> float:
     """Return rows that a token sends: 8 experts of 128, which are in 4 of 8 groups of 32."""
-    here = 256 // ranks  # a group of 8 ranks or more is 1, 2, ... ranks, 4 of 8 groups are half of them
+    # a group of 8 ranks or more is 1, 2, ... ranks, 4 of 8 groups are half of them
+    here = 256 // ranks
     return ranks / 2 * (1 - math.comb(128 - here, 8) / math.comb(128, 8))
 
 
@@ -35,9 +36,15 @@ def test_an_exchange_takes_the_slowest_of_peer_links_and_interface(v3: Planned) 
     assert one == pytest.approx(20e-6 + near / 8 / (64e9 * 0.75 * 0.85))
     far = published("DeepSeek-V3", V3, EIGHT | {"nodes": 4})
     apart = sent * rows_of_v3(32) * 24 / 32
-    assert plan_times(far)["exchange_s"]["combine"] == pytest.approx(40e-6 + apart / (50e9 * 0.8))
-    switch = published("DeepSeek-V3", V3, {"gpu": "h200", "nodes": 2, "expert_parallel": 8})
-    assert plan_times(switch)["exchange_s"]["combine"] == pytest.approx(20e-6 + near * 7 / 8 / (450e9 * 0.85))
+    assert plan_times(far)["exchange_s"]["combine"] == pytest.approx(
+        40e-6 + apart / (50e9 * 0.8)
+    )
+    switch = published(
+        "DeepSeek-V3", V3, {"gpu": "h200", "nodes": 2, "expert_parallel": 8}
+    )
+    assert plan_times(switch)["exchange_s"]["combine"] == pytest.approx(
+        20e-6 + near * 7 / 8 / (450e9 * 0.85)
+    )
     # Megatron's all-to-all gives each expert a row of its own.
     megatron = published("DeepSeek-V3", V3, EIGHT | {"rows_once": False})
     assert plan_times(megatron)["exchange_s"]["combine"] == pytest.approx(
@@ -47,7 +54,8 @@ def test_an_exchange_takes_the_slowest_of_peer_links_and_interface(v3: Planned) 
 
 def test_the_step_is_what_it_computes_and_what_stays_exposed(v3: Planned) -> None:
     times = plan_times(with_values(v3, slowdown=0.25))
-    sent = 8 * 6 * 2 * sum(times["exchange_s"].values())  # micro-batches, layers, both passes
+    # micro-batches, layers, both passes
+    sent = 8 * 6 * 2 * sum(times["exchange_s"].values())
     assert times["communication_s"] == pytest.approx(sent)
     gathers = times["sharding_s"]
     assert times["regular_s"] == pytest.approx(times["compute_s"] + sent + gathers[0])
@@ -59,7 +67,8 @@ def test_the_step_is_what_it_computes_and_what_stays_exposed(v3: Planned) -> Non
     exposed_s = {"forward": 0.0, "backward": 0.0}
     for row in times["windows"]:
         for name, factor in (("forward", 1), ("backward", 2)):
-            combine = 0.0 if row["layer"] == 5 else row["combine_s"]  # the paper: the last is not hidden
+            # the paper: the last is not hidden
+            combine = 0.0 if row["layer"] == 5 else row["combine_s"]
             exposed_s[name] += max(0, exchange - factor * row["dispatch_s"]) + max(
                 0, exchange - factor * combine
             )
@@ -67,7 +76,9 @@ def test_the_step_is_what_it_computes_and_what_stays_exposed(v3: Planned) -> Non
         assert times["overlap"][name] == pytest.approx(1 - seconds / (6 * 2 * exchange))
     steps = times["layer_s"]
     assert times["windows"][3]["dispatch_s"] == pytest.approx(steps["attention b"])
-    assert times["windows"][3]["combine_s"] == pytest.approx(steps["shared expert"] + steps["attention a"])
+    assert times["windows"][3]["combine_s"] == pytest.approx(
+        steps["shared expert"] + steps["attention a"]
+    )
 
 
 def test_fewer_rewired_layers_hide_less(v3: Planned) -> None:
@@ -84,22 +95,33 @@ def test_fewer_rewired_layers_hide_less(v3: Planned) -> None:
 def test_a_converted_checkpoint_is_planned_as_it_is() -> None:
     field = {"version": 1, "layers": [4, 5], "attention": "partial", "mlp": "outdated"}
     own = published(
-        "DeepSeek-V3", V3 | {"farskip": field, "model_type": "farskip_deepseek_v3"}, {"length": 64}
+        "DeepSeek-V3",
+        V3 | {"farskip": field, "model_type": "farskip_deepseek_v3"},
+        {"length": 64},
     )
-    regular = published("DeepSeek-V3", V3, {"length": 64, "connectivity": Connectivity([4, 5])})
+    regular = published(
+        "DeepSeek-V3", V3, {"length": 64, "connectivity": Connectivity([4, 5])}
+    )
     assert plan_times(own) == plan_times(regular)
     assert sum(row["dispatch_s"] > 0 for row in plan_times(own)["windows"]) == 2
 
 
 def test_a_token_reads_the_cache_and_the_weights_of_the_experts_that_are_used() -> None:
-    settings: dict[str, Any] = {"gpu": "h200", "phase": "decode", "batch": 4, "length": 1000}
+    settings: dict[str, Any] = {
+        "gpu": "h200",
+        "phase": "decode",
+        "batch": 4,
+        "length": 1000,
+    }
     lite = published("DeepSeek-V2-Lite", {}, settings)
     latent = 27 * (512 + 64) * 2 * 1000 * 4  # bytes, whole on every rank
     assert lite.cached == latent
     steps = plan_times(with_values(lite, row_passes=0))["layer_s"]
     bandwidth = 4800e9 * 0.65
     output = 2048 * 2048 * 2 / 8  # bytes of the output projection on one of 8 ranks
-    assert steps["attention b"] == pytest.approx(latent / 27 / bandwidth + output / bandwidth)
+    assert steps["attention b"] == pytest.approx(
+        latent / 27 / bandwidth + output / bandwidth
+    )
     used = 64 * (1 - (1 - 6 / 64) ** 4)
     assert steps["experts"] == pytest.approx(used * 3 * 2048 * 1408 * 2 / 8 / bandwidth)
     all_reduce = 2 * (20e-6 + 7 / 8 * 4 * 2048 * 2 / (450e9 * 0.85))
@@ -107,12 +129,23 @@ def test_a_token_reads_the_cache_and_the_weights_of_the_experts_that_are_used() 
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_router(fp8: bool) -> None:
-    """DeepSeek-V2-Lite where memory costs nothing: hidden 2048, 16 heads of 128 + 64, latent 512, 6 of 64 experts."""
-    settings: dict[str, Any] = {"gpu": "h200", "phase": "prefill", "batch": 2, "length": 512, "fp8": fp8}
+def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_router(
+    fp8: bool,
+) -> None:
+    """DeepSeek-V2-Lite where memory costs nothing: hidden 2048, 16 heads of 128 + 64,
+    latent 512, 6 of 64 experts.
+    """
+    settings: dict[str, Any] = {
+        "gpu": "h200",
+        "phase": "prefill",
+        "batch": 2,
+        "length": 512,
+        "fp8": fp8,
+    }
     lite = with_values(published("DeepSeek-V2-Lite", {}, settings), hbm=1e9)
     peak, bf16, tokens = (1978.9e12 if fp8 else 989.4e12) * 0.5, 989.4e12, 1024
-    core = 2.0 * 2 * 16 * 512**2 * (128 + 64 + 128) / 2  # a mask leaves out half of the pairs
+    # a mask leaves out half of the pairs
+    core = 2.0 * 2 * 16 * 512**2 * (128 + 64 + 128) / 2
     seconds = plan_times(lite)["layer_s"]
     per_token = {
         "attention a": 2048 * (512 + 64) + (2048 * 16 * 192 + 512 * 16 * 256) / 8,
@@ -123,31 +156,57 @@ def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_route
     }
     for name, weights in per_token.items():
         more = core / (bf16 * 0.25) / 8 if name == "attention b" else 0.0
-        assert seconds[name] == pytest.approx(2 * tokens * weights / peak + more, rel=1e-6), name
-    assert lite.roofline.head(lite.work) == pytest.approx(2 * tokens * 102400 * 2048 / peak / 8)
+        assert seconds[name] == pytest.approx(
+            2 * tokens * weights / peak + more, rel=1e-6
+        ), name
+    assert lite.roofline.head(lite.work) == pytest.approx(
+        2 * tokens * 102400 * 2048 / peak / 8
+    )
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_rank_reads_those_of_its_experts_that_any_ranks_tokens_choose(fp8: bool) -> None:
+def test_a_rank_reads_those_of_its_experts_that_any_ranks_tokens_choose(
+    fp8: bool,
+) -> None:
     settings: dict[str, Any] = {"gpu": "h200", "length": 8, "fp8": fp8}
-    lite = with_values(published("DeepSeek-V2-Lite", {}, settings), row_passes=0, grouped=1e9)
+    lite = with_values(
+        published("DeepSeek-V2-Lite", {}, settings), row_passes=0, grouped=1e9
+    )
     used = 64 / 8 * (1 - (1 - 6 / 64) ** (8 * 8))
     bandwidth, width = 4800e9 * 0.65, 1 if fp8 else 2
-    assert plan_times(lite)["layer_s"]["experts"] == pytest.approx(used * 3 * 2048 * 1408 * width / bandwidth)
+    assert plan_times(lite)["layer_s"]["experts"] == pytest.approx(
+        used * 3 * 2048 * 1408 * width / bandwidth
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_dispatched_rows_are_passed_over_around_both_exchanges(tp: int) -> None:
-    """Eight passes in four equal parts: before the dispatch, before and after the experts, behind the combine."""
-    settings: dict[str, Any] = {"gpu": "h200", "phase": "prefill", "length": 64, "tensor_parallel": tp}
+    """Eight passes in four equal parts: before the dispatch, before and after the
+    experts, behind the combine.
+    """
+    settings: dict[str, Any] = {
+        "gpu": "h200",
+        "phase": "prefill",
+        "length": 64,
+        "tensor_parallel": tp,
+    }
     lite = published("DeepSeek-V2-Lite", {}, settings)
-    some, none = (with_values(lite, row_passes=passes, imbalance=1.5) for passes in (8, 0))
+    some, none = (
+        with_values(lite, row_passes=passes, imbalance=1.5) for passes in (8, 0)
+    )
     part = 2 * 64 * 6 * 2048 * 2 / (4800e9 * 0.65) * 1.5 / tp
     layer = lite.work.layers[5]
     steps, without = (one.roofline.steps(one.work, layer, 1) for one in (some, none))
     more = {name: steps[name] - without[name] for name in steps}
     assert {name: value / part for name, value in more.items()} == pytest.approx(
-        {"attention a": 0, "attention b": 0, "router": 1, "experts": 2, "shared expert": 0, "arrive": 1},
+        {
+            "attention a": 0,
+            "attention b": 0,
+            "router": 1,
+            "experts": 2,
+            "shared expert": 0,
+            "arrive": 1,
+        },
         abs=1e-6,
     )
     # A server sums up nothing that an exchange has brought.
@@ -156,10 +215,17 @@ def test_dispatched_rows_are_passed_over_around_both_exchanges(tp: int) -> None:
 
 
 def test_loss_and_optimizer_are_those_of_the_whole_step_by_hand() -> None:
-    settings: dict[str, Any] = {"gpu": "h200", "length": 64, "batch": 2, "global_batch": 48}
+    settings: dict[str, Any] = {
+        "gpu": "h200",
+        "length": 64,
+        "batch": 2,
+        "global_batch": 48,
+    }
     lite = published("DeepSeek-V2-Lite", {}, settings)
     roofline, bandwidth, parameters = lite.roofline, 4800e9 * 0.65, 15_706_484_224
-    head = max(2 * 128 * 102400 * 2048 / (989.4e12 * 0.5), 102400 * 2048 * 2 / bandwidth)
+    head = max(
+        2 * 128 * 102400 * 2048 / (989.4e12 * 0.5), 102400 * 2048 * 2 / bandwidth
+    )
     loss = 3 * head + 8 * 128 * 102400 * 4 / bandwidth
     assert roofline.loss(lite.work) == pytest.approx(loss)
     experts = 26 * 64 * 3 * 2048 * 1408
@@ -172,16 +238,21 @@ def test_loss_and_optimizer_are_those_of_the_whole_step_by_hand() -> None:
     ]
     assert roofline.sharding(lite.work, 8, 8) == pytest.approx(sent)
     times = plan_times(lite)
-    layers = sum(sum(roofline.steps(lite.work, layer, 8).values()) for layer in lite.work.layers)
-    assert times["compute_s"] == pytest.approx(3 * (3 * layers + loss) + once)  # three micro-batches
+    layers = sum(
+        sum(roofline.steps(lite.work, layer, 8).values()) for layer in lite.work.layers
+    )
+    # three micro-batches
+    assert times["compute_s"] == pytest.approx(3 * (3 * layers + loss) + once)
     assert times["outside_layers_s"] == pytest.approx(3 * loss + once)
 
 
 def test_the_rank_with_most_rows_holds_up_an_exchange(v3: Planned) -> None:
-    """It gets as many rows as if it had half as many experts again, and at most one of each token. Megatron's gets half
-    as many again: each expert has a row of its own."""
+    """It gets as many rows as if it had half as many experts again, and at most one of
+    each token. Megatron's gets half as many again: each expert has a row of its own."""
     even, uneven, all_of_them = (
-        plan_times(with_values(v3, imbalance=share, latency_us=0))["exchange_s"]["combine"]
+        plan_times(with_values(v3, imbalance=share, latency_us=0))["exchange_s"][
+            "combine"
+        ]
         for share in (1.0, 1.5, 5.0)
     )
     busy = 4 * (1 - math.comb(128 - 48, 8) / math.comb(128, 8))
@@ -191,14 +262,21 @@ def test_the_rank_with_most_rows_holds_up_an_exchange(v3: Planned) -> None:
     )  # of which half of the tokens choose no expert
     megatron = replace(v3, settings=v3.settings.model_copy(update={"rows_once": False}))
     even, uneven = (
-        plan_times(with_values(megatron, imbalance=share, latency_us=0))["exchange_s"]["combine"]
+        plan_times(with_values(megatron, imbalance=share, latency_us=0))["exchange_s"][
+            "combine"
+        ]
         for share in (1.0, 1.5)
     )
     assert uneven == pytest.approx(1.5 * even)
 
 
 def test_a_server_takes_two_all_reduces_a_layer_and_its_head() -> None:
-    settings: dict[str, Any] = {"gpu": "h200", "phase": "prefill", "batch": 2, "length": 512}
+    settings: dict[str, Any] = {
+        "gpu": "h200",
+        "phase": "prefill",
+        "batch": 2,
+        "length": 512,
+    }
     lite = published("DeepSeek-V2-Lite", {}, settings)
     times, each = plan_times(lite), lite.roofline.all_reduce(lite.work)
     steps = [lite.roofline.steps(lite.work, layer, 1) for layer in lite.work.layers]
@@ -211,7 +289,8 @@ def test_a_server_takes_two_all_reduces_a_layer_and_its_head() -> None:
     assert times["windows"][0] == pytest.approx(
         {"layer": 1, "attention_s": steps[1]["experts"], "routed_s": beside[2]}
     )
-    # The dense first layer takes one, with nothing beside it, the last routed one has nothing either.
+    # The dense first layer takes one, with nothing beside it, the last routed one has
+    # nothing either.
     exposed_s = 2 * each + sum(
         max(0, each - one["experts"]) + (max(0, each - beside[k]) if k < 27 else 0)
         for k, one in enumerate(steps[1:], 2)
@@ -220,44 +299,76 @@ def test_a_server_takes_two_all_reduces_a_layer_and_its_head() -> None:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_wide_server_exchanges_what_tokens_chose_and_hides_it_as_docs_overlap_says(phase: str) -> None:
-    """Eight ranks with two requests each; DeepSeek-V2-Lite: 27 layers, the first dense, 6 of 64 experts."""
-    settings: dict[str, Any] = {"gpu": "h200", "phase": phase, "batch": 16, "length": 512, "data_parallel": 8}
+def test_a_wide_server_exchanges_what_tokens_chose_and_hides_it_as_docs_overlap_says(
+    phase: str,
+) -> None:
+    """Eight ranks with two requests each; DeepSeek-V2-Lite: 27 layers, the first dense,
+    6 of 64 experts.
+    """
+    settings: dict[str, Any] = {
+        "gpu": "h200",
+        "phase": phase,
+        "batch": 16,
+        "length": 512,
+        "data_parallel": 8,
+    }
     lite = with_values(published("DeepSeek-V2-Lite", {}, settings), slowdown=0.25)
     times = plan_times(lite)
     tokens = 2 * (512 if phase == "prefill" else 1)
-    assert (lite.work.tokens, lite.expert_parallel, lite.tensor_parallel) == (tokens, 8, 1)
+    assert (lite.work.tokens, lite.expert_parallel, lite.tensor_parallel) == (
+        tokens,
+        8,
+        1,
+    )
     each = 20e-6 + tokens * 6 * 2048 * 2 / 8 * 7 / (450e9 * 0.85)
     assert times["exchange_s"] == pytest.approx({"dispatch": each, "combine": each})
     steps = [lite.roofline.steps(lite.work, layer, 8) for layer in lite.work.layers]
     bandwidth = 4800e9 * 0.65
-    if phase == "decode":  # a rank reads those of its experts that any of the 16 tokens chose
+    # a rank reads those of its experts that any of the 16 tokens chose
+    if phase == "decode":
         used = 64 / 8 * (1 - (1 - 6 / 64) ** 16)
         rows = 2 * lite.roofline.passes(2, tokens * 6 * 2048)
-        assert steps[5]["experts"] == pytest.approx(used * 3 * 2048 * 1408 * 2 / bandwidth + rows)
-    # Nothing is in flight when layer 1 begins: its dispatch has all of attention; a combine the shared expert and
-    # the next layer's queries, keys and values, but the last one.
-    dispatch = {k: steps[k]["attention b"] + (steps[k]["attention a"] if k == 1 else 0) for k in range(1, 27)}
+        assert steps[5]["experts"] == pytest.approx(
+            used * 3 * 2048 * 1408 * 2 / bandwidth + rows
+        )
+    # Nothing is in flight when layer 1 begins: its dispatch has all of attention; a
+    # combine the shared expert and the next layer's queries, keys and values, but the
+    # last one.
+    dispatch = {
+        k: steps[k]["attention b"] + (steps[k]["attention a"] if k == 1 else 0)
+        for k in range(1, 27)
+    }
     combine = {
-        k: steps[k]["shared expert"] + (steps[k + 1]["attention a"] if k < 26 else 0) for k in range(1, 27)
+        k: steps[k]["shared expert"] + (steps[k + 1]["attention a"] if k < 26 else 0)
+        for k in range(1, 27)
     }
     for row in times["windows"]:
         k = row["layer"]
-        assert row == pytest.approx({"layer": k, "dispatch_s": dispatch[k], "combine_s": combine[k]})
-    rest = sum(max(0, each - window[k]) for window in (dispatch, combine) for k in range(1, 27))
+        assert row == pytest.approx(
+            {"layer": k, "dispatch_s": dispatch[k], "combine_s": combine[k]}
+        )
+    rest = sum(
+        max(0, each - window[k]) for window in (dispatch, combine) for k in range(1, 27)
+    )
     compute = sum(sum(one.values()) for one in steps) + lite.roofline.head(lite.work)
     assert times["regular_s"] == pytest.approx(compute + 52 * each)
-    assert times["overlapped_s"] == pytest.approx(compute + rest + 0.25 * (52 * each - rest))
+    assert times["overlapped_s"] == pytest.approx(
+        compute + rest + 0.25 * (52 * each - rest)
+    )
     assert 0 < times["overlap"]["forward"] <= 1
 
 
 def test_a_servers_third_all_reduce_is_sent_by_the_rewired_model_alone() -> None:
-    """With `mlp: full` shared experts have one of their own, but in the last layer and in the dense one."""
+    """With `mlp: full` shared experts have one of their own, but in the last layer and
+    in the dense one.
+    """
     settings: dict[str, Any] = {
         "gpu": "mi300x", "phase": "prefill", "batch": 16, "length": 512,
         "connectivity": Connectivity("all", mlp="full"),
     }  # fmt: skip
-    lite = with_values(published("DeepSeek-V2-Lite", {}, settings), slowdown=0.25, link=0.01)
+    lite = with_values(
+        published("DeepSeek-V2-Lite", {}, settings), slowdown=0.25, link=0.01
+    )
     times, each = plan_times(lite), lite.roofline.all_reduce(lite.work)
     sent = (27 * 2 + 25) * each
     assert times["communication_s"] == pytest.approx(27 * 2 * each)
@@ -268,7 +379,9 @@ def test_a_servers_third_all_reduce_is_sent_by_the_rewired_model_alone() -> None
     assert times["overlap"]["forward"] == pytest.approx(1 - times["exposed_s"] / sent)
     assert times["overlap"]["forward"] > 0
     hidden = sent - times["exposed_s"]
-    assert times["overlapped_s"] == pytest.approx(times["compute_s"] + times["exposed_s"] + 0.25 * hidden)
+    assert times["overlapped_s"] == pytest.approx(
+        times["compute_s"] + times["exposed_s"] + 0.25 * hidden
+    )
 
 
 def test_a_token_attends_to_all_before_it_whatever_computes_its_attention() -> None:
@@ -285,7 +398,9 @@ def test_a_token_attends_to_all_before_it_whatever_computes_its_attention() -> N
     slow = with_values(lite, fused_core=1e-6, core=1e-6).roofline
     assert slow.core(layer) == pytest.approx(core / (peak * 1e-6))
     scores = 4 * 16 * 1000 * 2 * 4 / bandwidth  # bytes, passes
-    assert replace(slow, fused=False).core(layer) == pytest.approx(core / (peak * 1e-6) + scores)
+    assert replace(slow, fused=False).core(layer) == pytest.approx(
+        core / (peak * 1e-6) + scores
+    )
     cached = (512 + 64) * 2 * 1000 * 4 / bandwidth
     written_out = replace(lite.roofline, fused=False)
     assert written_out.core(layer) == pytest.approx(cached + scores)
@@ -294,14 +409,18 @@ def test_a_token_attends_to_all_before_it_whatever_computes_its_attention() -> N
 def test_keys_and_values_are_on_as_many_ranks_as_there_are_heads() -> None:
     settings: dict[str, Any] = {"phase": "prefill", "length": 100}
     one, two, sixteen = (
-        published("Qwen3-30B-A3B", {}, settings | {"tensor_parallel": tp, "nodes": 2}).cached
+        published(
+            "Qwen3-30B-A3B", {}, settings | {"tensor_parallel": tp, "nodes": 2}
+        ).cached
         for tp in (1, 2, 16)
     )
     assert one == 48 * 2 * 4 * 128 * 2 * 100 and (one / two, one / sixteen) == (2, 4)
 
 
 def test_a_group_that_lies_across_nodes_sends_over_the_network() -> None:
-    """Two nodes of 6: of 4 ranks in order the second four are two and two; no group of 3 is parted."""
+    """Two nodes of 6: of 4 ranks in order the second four are two and two; no group of
+    3 is parted.
+    """
     settings: dict[str, Any] = {
         "gpu": "h200",
         "nodes": 2,
@@ -312,24 +431,36 @@ def test_a_group_that_lies_across_nodes_sends_over_the_network() -> None:
     sent, out, far = 64 * 2048 * 2, 450e9 * 0.85, 10e9 * 0.8  # a row for each token
     apart, near = (
         plan_times(
-            published("DeepSeek-V2-Lite", {"n_routed_experts": 60}, settings | {"expert_parallel": ep})
+            published(
+                "DeepSeek-V2-Lite",
+                {"n_routed_experts": 60},
+                settings | {"expert_parallel": ep},
+            )
         )
         for ep in (4, 3)
     )
-    hit = {ep: 1 - math.comb(60 - 60 // ep, 6) / math.comb(60, 6) for ep in (4, 3)}  # of a token, each rank
-    assert apart["exchange_s"]["combine"] == pytest.approx(40e-6 + sent * hit[4] * 2 / far)
-    assert near["exchange_s"]["combine"] == pytest.approx(20e-6 + sent * hit[3] * 2 / out)
+    # of a token, each rank
+    hit = {ep: 1 - math.comb(60 - 60 // ep, 6) / math.comb(60, 6) for ep in (4, 3)}
+    assert apart["exchange_s"]["combine"] == pytest.approx(
+        40e-6 + sent * hit[4] * 2 / far
+    )
+    assert near["exchange_s"]["combine"] == pytest.approx(
+        20e-6 + sent * hit[3] * 2 / out
+    )
 
 
 def test_a_ring_is_as_fast_as_the_links_that_its_ranks_have_to_each_other() -> None:
     def ring(ranks: int, apart: int = 1, **settings: Any) -> float:
-        one = published("DeepSeek-V3", V3, {"length": 64, "network_gb_s": 10.0} | settings)
+        one = published(
+            "DeepSeek-V3", V3, {"length": 64, "network_gb_s": 10.0} | settings
+        )
         return one.roofline.ring(1e9, ranks, apart) - 20e-6
 
     two: dict[str, Any] = {"gpu": "mi325x", "nodes": 2}
     peer, nic = 64e9 * 0.75 * 0.85, 10e9 * 0.8
     assert ring(8, **two) == pytest.approx(7 / 8 * 1e9 / (7 * peer))
-    assert ring(4, **two) == pytest.approx(3 / 4 * 1e9 / (3 * peer))  # a mesh: three links of seven
+    # a mesh: three links of seven
+    assert ring(4, **two) == pytest.approx(3 / 4 * 1e9 / (3 * peer))
     assert ring(4, gpu="h200") == pytest.approx(3 / 4 * 1e9 / (450e9 * 0.85))
     assert ring(16, **two) == pytest.approx(15 / 16 * 1e9 / (8 * nic))
     assert ring(2, 8, **two) == pytest.approx(
@@ -351,40 +482,68 @@ def test_experts_on_every_node_are_made_equal_over_the_network() -> None:
     experts = 6 * 256 * 3 * 7168 * 2048
     others = one.work.num_parameters - experts
     gather, again, reduce = one.roofline.sharding(one.work, 16, 8)
-    for seconds, width, kept in ((gather, 2, 0), (again, 2, 129280 * 7168), (reduce, 4, 0)):
+    for seconds, width, kept in (
+        (gather, 2, 0),
+        (again, 2, 129280 * 7168),
+        (reduce, 4, 0),
+    ):
         sent = width * experts / 8 / 2 + 15 / 16 * width * (others - kept) / 8
         assert seconds == pytest.approx(sent / (10e9 * 0.8))
 
 
 def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> None:
-    """Qwen3-30B-A3B, 4 nodes of 8, groups of 8: its 32 micro-batches send for 18.7 s, 0.44 s of which were counted."""
-    settings: dict[str, Any] = {"nodes": 4, "expert_parallel": 8, "global_batch": 1024, "length": 4096}
+    """Qwen3-30B-A3B, 4 nodes of 8, groups of 8: its 32 micro-batches send for 18.7 s,
+    0.44 s of which were counted.
+    """
+    settings: dict[str, Any] = {
+        "nodes": 4,
+        "expert_parallel": 8,
+        "global_batch": 1024,
+        "length": 4096,
+    }
     one = published("Qwen3-30B-A3B", {}, settings)
     experts, head = 48 * 128 * 3 * 2048 * 768, 151936 * 2048
     others = one.work.num_parameters - experts
-    near, far = 8 * 50e9 * 0.8, 50e9 * 0.8  # a ring over all has eight interfaces a node, the experts' one
+    # a ring over all has eight interfaces a node, the experts' one
+    near, far = 8 * 50e9 * 0.8, 50e9 * 0.8
     links = min(450e9 * 0.85, near)
 
     def sent(width: int, kept: int = 0) -> float:
         latency = 2 * 48 * 20e-6
-        return latency + 31 / 32 * width * (others - kept) / links + 3 / 4 * width * experts / 8 / far
+        return (
+            latency
+            + 31 / 32 * width * (others - kept) / links
+            + 3 / 4 * width * experts / 8 / far
+        )
 
     whole = 32 * (sent(2) + sent(2, head) + sent(4))
     assert whole == pytest.approx(18.7, abs=0.05)
     times = plan_times(with_values(one, prefetch=0.0))
     assert times["sharding_s"] == pytest.approx([whole, whole])
-    assert times["regular_s"] == pytest.approx(times["compute_s"] + times["communication_s"] + whole)
+    assert times["regular_s"] == pytest.approx(
+        times["compute_s"] + times["communication_s"] + whole
+    )
     # Half of the computation hides them, of the overlapped step what hides no exchange.
     assumed = plan_times(one)
-    layers = sum(sum(one.roofline.steps(one.work, layer, 8).values()) for layer in one.work.layers)
+    layers = sum(
+        sum(one.roofline.steps(one.work, layer, 8).values())
+        for layer in one.work.layers
+    )
     each = assumed["communication_s"] / 2
     for k, share in enumerate(({"forward": 0.0, "backward": 0.0}, assumed["overlap"])):
-        beside = [32 * layers - share["forward"] * each, 2 * 32 * layers - share["backward"] * each]
+        beside = [
+            32 * layers - share["forward"] * each,
+            2 * 32 * layers - share["backward"] * each,
+        ]
         ways = (32 * sent(2), 32 * (sent(2, head) + sent(4)))
-        rest = sum(max(0.0, way - 0.5 * time) for way, time in zip(ways, beside, strict=True))
+        rest = sum(
+            max(0.0, way - 0.5 * time) for way, time in zip(ways, beside, strict=True)
+        )
         assert assumed["sharding_s"][k] == pytest.approx(rest)
     # Megatron's ranks have their weights whole, and send once a step.
-    once = plan_times(published("Qwen3-30B-A3B", {}, settings | {"sharding": "optimizer"}))
+    once = plan_times(
+        published("Qwen3-30B-A3B", {}, settings | {"sharding": "optimizer"})
+    )
     assert once["sharding_s"] == pytest.approx([sent(2) + sent(4)] * 2)
 
 
@@ -392,7 +551,9 @@ def test_measured_links_replace_the_published_rates(v3: Planned) -> None:
     seconds = plan_times(with_links(v3, even_links(8, 1e-9)))["exchange_s"]
     rows, pairs = 4096 * rows_of_v3(8) / 8, 4096 * 8 / 8
     assert seconds["combine"] == pytest.approx(1e-5 + rows * 7168 * 2 * 1e-9)
-    assert seconds["dispatch"] == pytest.approx(2e-5 + (rows * 7168 * 2 + pairs * 8 + 256 * 8) * 1e-9)
+    assert seconds["dispatch"] == pytest.approx(
+        2e-5 + (rows * 7168 * 2 + pairs * 8 + 256 * 8) * 1e-9
+    )
 
 
 def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:
@@ -402,9 +563,13 @@ def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:
     times = plan_times(with_links(v3, links.model_copy(update={"dispatch": slow})))
     dispatch, combine = (times["exchange_s"][name] for name in ("dispatch", "combine"))
     own = [row["dispatch_s"] for row in times["windows"]]
-    assert max(own) < dispatch and combine < min(row["combine_s"] for row in times["windows"][:-1])
+    assert max(own) < dispatch and combine < min(
+        row["combine_s"] for row in times["windows"][:-1]
+    )
     rest = 6 * dispatch - sum(own) + combine
-    assert times["overlap"]["forward"] == pytest.approx(1 - rest / (6 * (dispatch + combine)))
+    assert times["overlap"]["forward"] == pytest.approx(
+        1 - rest / (6 * (dispatch + combine))
+    )
 
 
 def test_links_are_between_the_ranks_that_share_the_experts(tmp_path: Path) -> None:
@@ -415,7 +580,11 @@ def test_links_are_between_the_ranks_that_share_the_experts(tmp_path: Path) -> N
 def test_no_assumption_is_without_effect(v3: Planned) -> None:
     by_phase = [
         plan(v3),
-        plan(published("DeepSeek-V3", V3, {"gpu": "mi325x", "nodes": 2, "global_batch": 16})),
+        plan(
+            published(
+                "DeepSeek-V3", V3, {"gpu": "mi325x", "nodes": 2, "global_batch": 16}
+            )
+        ),
     ]
     moved = {
         row["name"]

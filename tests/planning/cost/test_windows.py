@@ -1,4 +1,6 @@
-"""Windows of exchanges, by hand from the schedule of docs/scale.md; and of a server's all-reduces."""
+"""Windows of exchanges, by hand from the schedule of docs/scale.md; and of a server's
+all-reduces.
+"""
 
 from typing import Any
 
@@ -14,7 +16,10 @@ STEPS = {
 
 
 def windows(facts: Any, seconds: Any) -> list[tuple[float, float]]:
-    return [(window(each["dispatch"], seconds), window(each["combine"], seconds)) for each in beside(facts)]
+    return [
+        (window(each["dispatch"], seconds), window(each["combine"], seconds))
+        for each in beside(facts)
+    ]
 
 
 def serving_windows(
@@ -26,22 +31,35 @@ def serving_windows(
 
 
 def windows_of(
-    rewired: list[bool], moe: list[bool], attention: str = "partial", mlp: str = "outdated", **changes: Any
+    rewired: list[bool],
+    moe: list[bool],
+    attention: str = "partial",
+    mlp: str = "outdated",
+    **changes: Any,
 ) -> list[tuple[float, float]]:
     splits = changes.pop("splits", ["core"] * len(moe))
     facts = layer_facts(rewired, moe, attention, mlp, splits, **changes)
     return windows(facts, [STEPS] * len(moe))
 
 
-def test_dispatch_has_the_core_and_combine_the_shared_expert_and_the_next_queries() -> None:
-    # The first starts its dispatch before all of attention; behind the last there is only the shared expert.
+def test_dispatch_has_the_core_and_combine_the_shared_expert_and_the_next_queries() -> (
+    None
+):
+    # The first starts its dispatch before all of attention; behind the last there is
+    # only the shared expert.
     assert windows_of([True] * 3, [True] * 3) == [(11, 10001), (10, 10001), (10, 10000)]
 
 
 def test_a_window_has_the_seconds_of_the_layer_that_computes_in_it() -> None:
-    twice = [{name: scale * value for name, value in STEPS.items()} for scale in (1, 2, 4)]
+    twice = [
+        {name: scale * value for name, value in STEPS.items()} for scale in (1, 2, 4)
+    ]
     facts = layer_facts([True] * 3, [True] * 3, "partial", "outdated", ["core"] * 3)
-    assert windows(facts, twice) == [(11, 10000 + 2), (2 * 10, 2 * 10000 + 4), (4 * 10, 4 * 10000)]
+    assert windows(facts, twice) == [
+        (11, 10000 + 2),
+        (2 * 10, 2 * 10000 + 4),
+        (4 * 10, 4 * 10000),
+    ]
     assert serving_windows([True] * 3, [True] * 3, "partial", "outdated", twice) == [
         (1000, 2 * 11),
         (2 * 1000, 4 * 11),
@@ -50,12 +68,21 @@ def test_a_window_has_the_seconds_of_the_layer_that_computes_in_it() -> None:
 
 
 def test_a_layer_that_is_not_rewired_blocks_and_ends_a_run() -> None:
-    assert windows_of([True, True, False, True], [True] * 4) == [(11, 10001), (10, 10000), (0, 0), (1, 10010)]
+    assert windows_of([True, True, False, True], [True] * 4) == [
+        (11, 10001),
+        (10, 10000),
+        (0, 0),
+        (1, 10010),
+    ]
 
 
 def test_behind_a_dense_layer_nothing_is_in_flight() -> None:
     # Its attention reads the stream without the routed output, its MLP all of it.
-    assert windows_of([True] * 3, [True, False, True]) == [(11, 10011), (0, 0), (1, 10010)]
+    assert windows_of([True] * 3, [True, False, True]) == [
+        (11, 10011),
+        (0, 0),
+        (1, 10010),
+    ]
 
 
 def test_each_side_alone_has_the_windows_that_its_schedule_leaves() -> None:
@@ -72,25 +99,43 @@ def test_layers_that_keep_their_combine_hide_both_exchanges_beside_themselves() 
 
 
 def test_equation_9_is_necessary_and_not_sufficient() -> None:
-    # One sum would do: 10 of 10011 seconds; the windows are apart, and the dispatch's holds 10.
+    # One sum would do: 10 of 10011 seconds; the windows are apart, and the dispatch's
+    # holds 10.
     dispatch, combine = 25.0, 5.0
-    assert equation_9(dispatch + combine, STEPS | {"mlp": 0.0}) == pytest.approx(30 / 10011)
+    assert equation_9(dispatch + combine, STEPS | {"mlp": 0.0}) == pytest.approx(
+        30 / 10011
+    )
     assert exposed(dispatch, windows_of([True] * 3, [True] * 3)[1][0]) == 15
     assert exposed(combine, 10001) == 0
 
 
-def test_all_reduces_of_a_server_hide_under_the_routed_experts_and_the_next_attention() -> None:
-    def served(moe: list[bool], attention: str = "partial", mlp: str = "outdated") -> Any:
-        return serving_windows([True] * len(moe), moe, attention, mlp, [STEPS] * len(moe))
+def test_all_reduces_of_a_server_hide_under_the_routed_experts_and_the_next_attention() -> (
+    None
+):
+    def served(
+        moe: list[bool], attention: str = "partial", mlp: str = "outdated"
+    ) -> Any:
+        return serving_windows(
+            [True] * len(moe), moe, attention, mlp, [STEPS] * len(moe)
+        )
 
     assert served([True, True]) == [(1000, 11), (1000, 0)]
-    assert served([False, True]) == [(0,), (1000, 0)]  # a dense layer needs one, and nothing is beside it
-    # A third, of the shared experts, where the next attention does not wait for what they are summed with.
+    # a dense layer needs one, and nothing is beside it
+    assert served([False, True]) == [(0,), (1000, 0)]
+    # A third, of the shared experts, where the next attention does not wait for what
+    # they are summed with.
     assert served([True, True], mlp="full") == [(0, 11, 1000), (0, 0)]
-    without = [{name: value for name, value in STEPS.items() if name != "shared expert"}] * 2
-    assert serving_windows([True] * 2, [True] * 2, "partial", "full", without) == [(0, 11), (0, 0)]
+    without = [
+        {name: value for name, value in STEPS.items() if name != "shared expert"}
+    ] * 2
+    assert serving_windows([True] * 2, [True] * 2, "partial", "full", without) == [
+        (0, 11),
+        (0, 0),
+    ]
     assert served([True, True], attention="full") == [(1000, 0)] * 2
-    assert serving_windows([True, False], [True, True], "partial", "outdated", [STEPS] * 2) == [
+    assert serving_windows(
+        [True, False], [True, True], "partial", "outdated", [STEPS] * 2
+    ) == [
         (1000, 0),
         (0, 0),
     ]

@@ -1,4 +1,6 @@
-"""The layer study measures what its points say, goes on after a kill, and its plan is the sum of what was measured."""
+"""The layer study measures what its points say, goes on after a kill, and its plan is
+the sum of what was measured.
+"""
 
 import json
 import random
@@ -63,7 +65,12 @@ ROWS = {"num_examples": 12, "max_length": 32, "packing": True, "loss_on": "respo
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a random qwen2_moe of four layers, the first of them dense."""
     folder = tmp_path_factory.mktemp("study") / "model"
-    fields = {"num_hidden_layers": NUM_LAYERS, "vocab_size": 300, "num_experts": 4, "mlp_only_layers": [0]}
+    fields = {
+        "num_hidden_layers": NUM_LAYERS,
+        "vocab_size": 300,
+        "num_experts": 4,
+        "mlp_only_layers": [0],
+    }
     tiny_model("qwen2_moe", **fields).save_pretrained(folder)
     tiny_tokenizer(300).save_pretrained(folder)
     return folder
@@ -75,7 +82,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with path.open("w") as file:
         for n in range(20):
             roles = (("user", f"{n} + {n % 7}"), ("assistant", f"{n + n % 7} is it"))
-            row = {"messages": [{"role": role, "content": content} for role, content in roles]}
+            row = {
+                "messages": [
+                    {"role": role, "content": content} for role, content in roles
+                ]
+            }
             file.write(json.dumps(row) + "\n")
     return path
 
@@ -85,7 +96,13 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the data root of the tiny suite."""
     folder = tmp_path_factory.mktemp("tasks") / "data"
     write_tiny_data(
-        folder, num_train=40, num_distill=4, num_heldout=4, num_validation=4, num_test=8, vocab_size=400
+        folder,
+        num_train=40,
+        num_distill=4,
+        num_heldout=4,
+        num_validation=4,
+        num_test=8,
+        vocab_size=400,
     )
     return folder / "data"
 
@@ -98,8 +115,22 @@ def finished(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def command(model: Path, text: Path, folder: Path, *more: str) -> list[str]:
-    sizes = ("--text-examples", str(ROWS["num_examples"]), "--max-length", str(ROWS["max_length"]))
-    return ["layers", str(model), "--text", str(text), *sizes, "--output", str(folder), *more]
+    sizes = (
+        "--text-examples",
+        str(ROWS["num_examples"]),
+        "--max-length",
+        str(ROWS["max_length"]),
+    )
+    return [
+        "layers",
+        str(model),
+        "--text",
+        str(text),
+        *sizes,
+        "--output",
+        str(folder),
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +138,10 @@ def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return what the maps are solved on: none of the rows that the KL is measured on."""
     path = tmp_path_factory.mktemp("other") / "rows.jsonl"
     chooser = random.Random(0)
-    lines = ({"text": "".join(chooser.choices(string.ascii_letters, k=40))} for _ in range(60))
+    lines = (
+        {"text": "".join(chooser.choices(string.ascii_letters, k=40))}
+        for _ in range(60)
+    )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -116,15 +150,26 @@ CALIBRATION_TOKENS = 400
 
 
 @pytest.fixture(scope="module")
-def calibrated(model: Path, text: Path, other_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calibrated(
+    model: Path, text: Path, other_text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("calibrated") / "study"
     assert main(calibrated_command(model, text, other_text, folder)) == 0
     return folder
 
 
-def calibrated_command(model: Path, text: Path, other_text: Path, folder: Path) -> list[str]:
+def calibrated_command(
+    model: Path, text: Path, other_text: Path, folder: Path
+) -> list[str]:
     source = f"{{path: {other_text}, columns: {{text: text}}}}"
-    sizes = ("--calibration-tokens", str(CALIBRATION_TOKENS), "--counts", "2", "--sides", "last,single")
+    sizes = (
+        "--calibration-tokens",
+        str(CALIBRATION_TOKENS),
+        "--counts",
+        "2",
+        "--sides",
+        "last,single",
+    )
     return command(model, text, folder, "--calibrated", source, *sizes)
 
 
@@ -162,7 +207,10 @@ def test_every_point_is_the_kl_of_the_model_loaded_with_its_layers(
         convert_model(wired, Connectivity(point["layers"]))
         direct = mean_kl(read_original(original, rows), wired, rows)
         measured = point["values"]["kl"]
-        assert measured["value"] == pytest.approx(direct["kl"], rel=1e-5) and direct["kl"] > 1e-3
+        assert (
+            measured["value"] == pytest.approx(direct["kl"], rel=1e-5)
+            and direct["kl"] > 1e-3
+        )
         assert measured["stderr"] == pytest.approx(direct["stderr"], rel=1e-4)
         assert measured["num_items"] == direct["num_tokens"]
     assert study["moe_layers"] == [1, 2, 3]
@@ -176,23 +224,42 @@ def test_calibrated_points_are_those_of_a_model_calibrated_by_itself(
     rows = heldout_rows(SourceConfig(path=str(text)), tokenizer, **ROWS)  # type: ignore[arg-type]
     source = SourceConfig(path=str(other_text), columns={"text": "text"})
     solved_on = take_rows(
-        build_dataset([source], tokenizer, max_length=ROWS["max_length"], shuffle=False), CALIBRATION_TOKENS
+        build_dataset(
+            [source], tokenizer, max_length=ROWS["max_length"], shuffle=False
+        ),
+        CALIBRATION_TOKENS,
     )
     assert 400 <= sum(len(row["input_ids"]) for row in solved_on) < 400 + 2 * 32
-    copied = {tuple(point["layers"]): point["values"] for point in read_study(finished)["points"]}
-    assert [point["layers"] for point in study["points"]] == [[2, 3], [0], [1], [2], [3]]
+    copied = {
+        tuple(point["layers"]): point["values"]
+        for point in read_study(finished)["points"]
+    }
+    assert [point["layers"] for point in study["points"]] == [
+        [2, 3],
+        [0],
+        [1],
+        [2],
+        [3],
+    ]
     for point in study["points"]:
         wired = load_model(model, connectivity=Connectivity(point["layers"]))
         calibrate_model(wired, load_model(model), solved_on, progress=False)
         direct = mean_kl(read_original(load_model(model), rows), wired, rows)
-        assert point["calibrated"]["kl"]["value"] == pytest.approx(direct["kl"], rel=1e-4)
+        assert point["calibrated"]["kl"]["value"] == pytest.approx(
+            direct["kl"], rel=1e-4
+        )
         # The weights are the original's again for the next point, to the last bit.
         assert point["values"] == copied[tuple(point["layers"])]
         assert abs(direct["kl"] - point["values"]["kl"]["value"]) > 1e-3
 
 
 def test_a_calibrated_study_that_was_cut_off_ends_with_the_same_bytes(
-    model: Path, text: Path, other_text: Path, calibrated: Path, tmp_path: Path, refused: Refused
+    model: Path,
+    text: Path,
+    other_text: Path,
+    calibrated: Path,
+    tmp_path: Path,
+    refused: Refused,
 ) -> None:
     folder = tmp_path / "study"
     shutil.copytree(calibrated, folder)
@@ -202,7 +269,9 @@ def test_a_calibrated_study_that_was_cut_off_ends_with_the_same_bytes(
     del begun["sha256"]
     (folder / "layers.json").write_text(json.dumps(begun))
     assert main(calibrated_command(model, text, other_text, folder)) == 0
-    assert (folder / "layers.json").read_bytes() == (calibrated / "layers.json").read_bytes()
+    assert (folder / "layers.json").read_bytes() == (
+        calibrated / "layers.json"
+    ).read_bytes()
     other_text_now = tmp_path / "now.jsonl"
     other_text_now.write_text(other_text.read_text() * 2)
     refused(calibrated_command(model, text, other_text_now, folder), r"calibrated: ")
@@ -213,23 +282,42 @@ def test_verify_measures_calibrated_weights(
 ) -> None:
     capsys.readouterr()
     for more, which in (((), "values"), (("--calibrated",), "calibrated")):
-        words = ["plan-layers", str(calibrated), "--budget", "2", "--verify", "--json", *more]
+        words = [
+            "plan-layers",
+            str(calibrated),
+            "--budget",
+            "2",
+            "--verify",
+            "--json",
+            *more,
+        ]
         assert main(words) == 0
         (last,) = (p for p in read_study(calibrated)["points"] if p["side"] == "last")
         selection = json.loads(capsys.readouterr().out)["selections"][1]
         assert selection["layers"] == [2, 3]
-        assert selection["measured"]["value"] == pytest.approx(last[which]["kl"]["value"], rel=1e-4)
+        assert selection["measured"]["value"] == pytest.approx(
+            last[which]["kl"]["value"], rel=1e-4
+        )
 
 
-def test_one_side_of_the_connectivity_is_studied_alone(model: Path, text: Path, tmp_path: Path) -> None:
-    assert main(command(model, text, tmp_path / "s", "--mlp", "full", "--counts", "2,3")) == 0
+def test_one_side_of_the_connectivity_is_studied_alone(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    assert (
+        main(command(model, text, tmp_path / "s", "--mlp", "full", "--counts", "2,3"))
+        == 0
+    )
     rows = heldout_rows(SourceConfig(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
     points = read_study(tmp_path / "s")["points"]
     assert [(point["side"], point["num_layers"]) for point in points] == [
         ("first", 2), ("first", 3), ("last", 2), ("last", 3),
     ]  # fmt: skip
     wired = Connectivity({"last": 2}, mlp="full")
-    direct = mean_kl(read_original(load_model(model), rows), load_model(model, connectivity=wired), rows)
+    direct = mean_kl(
+        read_original(load_model(model), rows),
+        load_model(model, connectivity=wired),
+        rows,
+    )
     assert points[2]["values"]["kl"]["value"] == pytest.approx(direct["kl"], rel=1e-5)
 
 
@@ -238,17 +326,40 @@ def test_task_points_are_what_evaluate_gives(tasks: Path, tmp_path: Path) -> Non
     fields = {"num_hidden_layers": 2, "vocab_size": 400, "max_position_embeddings": 512}
     tiny_model("qwen2_moe", **fields).save_pretrained(folder)
     load_tokenizer(tasks.parent / "tokenizer").save_pretrained(folder)
-    words = ["--task", "tiny_choice", "--data-root", str(tasks), "--sides", "last,single", "--limit", "6"]
+    words = [
+        "--task",
+        "tiny_choice",
+        "--data-root",
+        str(tasks),
+        "--sides",
+        "last,single",
+        "--limit",
+        "6",
+    ]
     assert main(["layers", str(folder), *words, "--output", str(tmp_path / "s")]) == 0
     study = read_study(tmp_path / "s")
     suite = load_suite("tiny")
-    suite = suite.model_copy(update={"tasks": [row for row in suite.tasks if row.task == "tiny_choice"]})
-    sides = [("none", []), ("last", [1]), ("last", [0, 1]), ("single", [0]), ("single", [1])]
+    suite = suite.model_copy(
+        update={"tasks": [row for row in suite.tasks if row.task == "tiny_choice"]}
+    )
+    sides = [
+        ("none", []),
+        ("last", [1]),
+        ("last", [0, 1]),
+        ("single", [0]),
+        ("single", [1]),
+    ]
     assert [(point["side"], point["layers"]) for point in study["points"]] == sides
     for point in study["points"]:
         wired = load_model(folder, connectivity=Connectivity(point["layers"] or "none"))
         result, _ = evaluate(
-            wired, load_tokenizer(folder), suite, data_root=tasks, batch_size=16, limit=6, progress=False
+            wired,
+            load_tokenizer(folder),
+            suite,
+            data_root=tasks,
+            batch_size=16,
+            limit=6,
+            progress=False,
         )
         row = result["tasks"]["tiny_choice"]
         expected = {"value": row["value"], "stderr": row["stderr"], "num_items": 6}
@@ -258,8 +369,12 @@ def test_task_points_are_what_evaluate_gives(tasks: Path, tmp_path: Path) -> Non
 def test_a_task_judged_again_draws_the_same_examples(tasks: Path) -> None:
     suite = load_suite("tiny")
     row = next(row for row in suite.tasks if row.task == "tiny_choice")
-    suite = suite.model_copy(update={"tasks": [row.model_copy(update={"num_fewshot": 2})]})
-    wired = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=400, max_position_embeddings=512)
+    suite = suite.model_copy(
+        update={"tasks": [row.model_copy(update={"num_fewshot": 2})]}
+    )
+    wired = tiny_model(
+        "qwen2_moe", num_hidden_layers=2, vocab_size=400, max_position_embeddings=512
+    )
     tokenizer = load_tokenizer(tasks.parent / "tokenizer")
     plan = EvaluationConfig(data_root=str(tasks), batch_size=8)
     with prepare_evaluation(tokenizer, suite, plan, progress=False) as judge:
@@ -269,7 +384,11 @@ def test_a_task_judged_again_draws_the_same_examples(tasks: Path) -> None:
 
 
 def test_a_killed_study_goes_on_and_ends_with_the_same_bytes(
-    model: Path, text: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    text: Path,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "study"
     measure, calls = study_module.kl_by_row, []
@@ -283,12 +402,17 @@ def test_a_killed_study_goes_on_and_ends_with_the_same_bytes(
     monkeypatch.setattr(study_module, "kl_by_row", killed)
     assert main(command(model, text, folder)) == 130
     assert len(json.loads((folder / "layers.json").read_text())["points"]) == 3
-    with pytest.raises(UserError, match="not finished; run the same `fcsd layers` command again"):
+    with pytest.raises(
+        UserError, match="not finished; run the same `fcsd layers` command again"
+    ):
         plan_layers(folder, "50%")
     assert main(command(model, text, folder)) == 0
-    # 12 points are 9 selections: all layers, the first and the last are each reached from two sides.
+    # 12 points are 9 selections: all layers, the first and the last are each reached
+    # from two sides.
     assert len(calls) == 4 + 9 - 3
-    assert (folder / "layers.json").read_bytes() == (finished / "layers.json").read_bytes()
+    assert (folder / "layers.json").read_bytes() == (
+        finished / "layers.json"
+    ).read_bytes()
     assert main(command(model, text, folder)) == 0
     assert len(calls) == 10
 
@@ -305,7 +429,9 @@ def test_a_changed_study_is_refused_with_the_difference(
     other.write_text(text.read_text() * 2)
     refused(command(model, other, finished), r"data\.heldout: ")
     different = tmp_path / "model"
-    tiny_model("qwen2_moe", seed=5, num_hidden_layers=4, vocab_size=300).save_pretrained(different)
+    tiny_model(
+        "qwen2_moe", seed=5, num_hidden_layers=4, vocab_size=300
+    ).save_pretrained(different)
     tiny_tokenizer(300).save_pretrained(different)
     refused(command(different, text, finished), r"original: .* -> ")
     assert (finished / "layers.json").read_bytes() == before
@@ -314,23 +440,43 @@ def test_a_changed_study_is_refused_with_the_difference(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--task", "tiny_choise"], r"task 'tiny_choise': not in suite tiny; did you mean 'tiny_choice'\?"),
+        (
+            ["--task", "tiny_choise"],
+            r"task 'tiny_choise': not in suite tiny; did you mean 'tiny_choice'\?",
+        ),
         (["--task", "tiny_choice", "--suite", "tyni"], r"suite 'tyni': no such suite"),
-        (["--counts", "2,9"], r"counts: 9: the model has 4 decoder layers; allowed: 1 to 4"),
+        (
+            ["--counts", "2,9"],
+            r"counts: 9: the model has 4 decoder layers; allowed: 1 to 4",
+        ),
         (["--counts", "two"], r"--counts: 'two' is not a number"),
         (["--counts", "2,2"], r"counts: 2 is given twice"),
         (["--every", "0"], r"every: .*greater than 0"),
         (["--sides", "first,middle"], r"sides.*'first', 'last' or 'single'.*'middle'"),
-        (["--mlp", "full", "--sides", "single"], r"'single' with mlp: full would measure nothing"),
+        (
+            ["--mlp", "full", "--sides", "single"],
+            r"'single' with mlp: full would measure nothing",
+        ),
         (["--mlp", "full", "--attention", "full"], r"is the regular model"),
         (["--max-length", "1"], r"--max-length: "),
-        (["--calibrated", "{path: x, colums: {}}"], r"--calibrated: colums: unknown key"),
-        (["--text", "{path: x, colums: {}}"], r"--text: colums: unknown key; did you mean 'columns'"),
+        (
+            ["--calibrated", "{path: x, colums: {}}"],
+            r"--calibrated: colums: unknown key",
+        ),
+        (
+            ["--text", "{path: x, colums: {}}"],
+            r"--text: colums: unknown key; did you mean 'columns'",
+        ),
         (["--text", "/absent/x.jsonl"], r"/absent/x\.jsonl: no such file"),
     ],
 )
 def test_a_study_that_cannot_be_is_refused(
-    model: Path, text: Path, tmp_path: Path, refused: Refused, words: list[str], message: str
+    model: Path,
+    text: Path,
+    tmp_path: Path,
+    refused: Refused,
+    words: list[str],
+    message: str,
 ) -> None:
     refused(command(model, text, tmp_path / "s", *words), message)
     assert not (tmp_path / "s" / "layers.json").exists()
@@ -351,7 +497,9 @@ def test_a_study_of_nothing_or_of_a_converted_model_is_refused(
     assert not (tmp_path / "s").exists()
 
 
-def test_the_kl_of_a_multimodal_wrapper_is_refused(text: Path, tmp_path: Path, refused: Refused) -> None:
+def test_the_kl_of_a_multimodal_wrapper_is_refused(
+    text: Path, tmp_path: Path, refused: Refused
+) -> None:
     tiny_model("llama4", vocab_size=300).save_pretrained(tmp_path / "model")
     tiny_tokenizer(300).save_pretrained(tmp_path / "model")
     refused(
@@ -362,23 +510,34 @@ def test_the_kl_of_a_multimodal_wrapper_is_refused(text: Path, tmp_path: Path, r
 
 def test_counts_are_every_nth_all_but_the_first_layer_and_all() -> None:
     study = validate(
-        Study, {"model": {"path": "x"}, "text": {"path": "y"}, "every": 3, "sides": ["last"]}, "study"
+        Study,
+        {"model": {"path": "x"}, "text": {"path": "y"}, "every": 3, "sides": ["last"]},
+        "study",
     )
     assert [len(layers) for _, layers in selections(study, 8)] == [3, 6, 7, 8]
 
 
 def test_a_paired_difference_has_the_error_of_the_differences() -> None:
-    one = Measured({}, {"kl": [(2.0, 1), (6.0, 2), (7.0, 3)], "t": [1.0, 0.0, 1.0, 1.0]})
-    two = Measured({}, {"kl": [(1.0, 1), (5.0, 2), (3.0, 3)], "t": [1.0, 1.0, 0.0, 1.0]})
+    one = Measured(
+        {}, {"kl": [(2.0, 1), (6.0, 2), (7.0, 3)], "t": [1.0, 0.0, 1.0, 1.0]}
+    )
+    two = Measured(
+        {}, {"kl": [(1.0, 1), (5.0, 2), (3.0, 3)], "t": [1.0, 1.0, 0.0, 1.0]}
+    )
     kl = difference(one, two, "kl")
     assert kl["value"] == pytest.approx(1.0)  # (1 + 1 + 4) / 6
     assert kl["stderr"] == pytest.approx(ratio([1.0, 1.0, 4.0], [1, 2, 3])["stderr"])
     task = difference(one, two, "t")
-    assert (task["value"], task["stderr"]) == (0.0, pytest.approx(standard_error([0.0, -1.0, 1.0, 0.0])))
+    assert (task["value"], task["stderr"]) == (
+        0.0,
+        pytest.approx(standard_error([0.0, -1.0, 1.0, 0.0])),
+    )
 
 
 @pytest.mark.parametrize("sides", [["first"], ["single"], ["first", "last", "single"]])
-def test_the_figure_is_drawn_for_what_was_measured(tmp_path: Path, sides: list[str]) -> None:
+def test_the_figure_is_drawn_for_what_was_measured(
+    tmp_path: Path, sides: list[str]
+) -> None:
     study = hand_made([0.5, 0.1, 0.2], tmp_path, task=True)
     study["points"] = [p for p in study["points"] if p["side"] in ("none", *sides)]
     plot_layers(study, tmp_path / "figure.png")
@@ -392,7 +551,13 @@ def test_the_figure_has_a_second_curve_for_calibrated_weights(
     drawn: dict[str, list[float]] = {}
 
     def errorbar(
-        axis: Axes, x: list[int], y: list[float], error: list[float], *, label: str, **_: Any
+        axis: Axes,
+        x: list[int],
+        y: list[float],
+        error: list[float],
+        *,
+        label: str,
+        **_: Any,
     ) -> None:
         drawn[label] = y
 
@@ -408,39 +573,88 @@ def test_text_that_fits_into_one_row_has_the_standard_error_of_its_examples(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "s"
-    words = ["--max-length", "512", "--text-examples", "6", "--sides", "single,last", "--counts", "1"]
+    words = [
+        "--max-length",
+        "512",
+        "--text-examples",
+        "6",
+        "--sides",
+        "single,last",
+        "--counts",
+        "1",
+    ]
     assert main([*command(model, text, folder), *words]) == 0
     assert "± –" not in capsys.readouterr().out
-    tokenizer, original, wired = load_tokenizer(model), load_model(model), load_model(model)
+    tokenizer, original, wired = (
+        load_tokenizer(model),
+        load_model(model),
+        load_model(model),
+    )
     sums, counts = [], []
     convert_model(wired, Connectivity([2]))
     for line in text.read_text().splitlines()[:6]:
-        (encoded,) = tokenize_examples([json.loads(line)], {"messages": "messages"}, tokenizer)
+        (encoded,) = tokenize_examples(
+            [json.loads(line)], {"messages": "messages"}, tokenizer
+        )
         ids = torch.tensor([encoded["input_ids"]])
         with torch.no_grad():
-            p, q = (one(ids).logits[0, :-1].double().log_softmax(-1) for one in (original, wired))
+            p, q = (
+                one(ids).logits[0, :-1].double().log_softmax(-1)
+                for one in (original, wired)
+            )
         kl = (p.exp() * (p - q)).sum(-1)[torch.tensor(encoded["loss_mask"][1:])]
         sums.append(float(kl.sum()))
         counts.append(len(kl))
     mean = sum(sums) / sum(counts)
-    squares = [(total - mean * count) ** 2 for total, count in zip(sums, counts, strict=True)]
-    (point,) = (p for p in read_study(folder)["points"] if p["side"] == "single" and p["layers"] == [2])
+    squares = [
+        (total - mean * count) ** 2 for total, count in zip(sums, counts, strict=True)
+    ]
+    (point,) = (
+        p
+        for p in read_study(folder)["points"]
+        if p["side"] == "single" and p["layers"] == [2]
+    )
     measured = point["values"]["kl"]
-    assert measured["value"] == pytest.approx(mean, rel=1e-4) and measured["num_items"] == sum(counts)
-    assert measured["stderr"] == pytest.approx((6 / 5 * sum(squares)) ** 0.5 / sum(counts), rel=1e-3)
-    assert main(["plan-layers", str(folder), "--budget", "1", "--verify", "--json"]) == 0
+    assert measured["value"] == pytest.approx(mean, rel=1e-4) and measured[
+        "num_items"
+    ] == sum(counts)
+    assert measured["stderr"] == pytest.approx(
+        (6 / 5 * sum(squares)) ** 0.5 / sum(counts), rel=1e-3
+    )
+    assert (
+        main(["plan-layers", str(folder), "--budget", "1", "--verify", "--json"]) == 0
+    )
     assert json.loads(capsys.readouterr().out)["difference"]["stderr"] is not None
 
 
 def test_a_single_example_has_no_standard_error_and_verify_is_refused(
-    model: Path, text: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    text: Path,
+    tmp_path: Path,
+    refused: Refused,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "s"
-    words = ["--text-examples", "1", "--max-length", "12", "--sides", "single,last", "--counts", "2"]
+    words = [
+        "--text-examples",
+        "1",
+        "--max-length",
+        "12",
+        "--sides",
+        "single,last",
+        "--counts",
+        "2",
+    ]
     assert main([*command(model, text, folder), *words]) == 0
     table, error = capsys.readouterr()
-    assert "--text: 1 example read: 1 cut, 0 without loss, 0 left out\n--text: warning: 1 of 1" in error
-    assert len(re.findall(r"^\|.*\d ± – ", table, flags=re.M)) == 1 + NUM_LAYERS and "± 0" not in table
+    assert (
+        "--text: 1 example read: 1 cut, 0 without loss, 0 left out\n--text: warning: 1"
+        " of 1" in error
+    )
+    assert (
+        len(re.findall(r"^\|.*\d ± – ", table, flags=re.M)) == 1 + NUM_LAYERS
+        and "± 0" not in table
+    )
     assert {p["values"]["kl"]["stderr"] for p in read_study(folder)["points"]} == {None}
     assert main(["plan-layers", str(folder), "--budget", "2"]) == 0
     assert "± –" in (plan := capsys.readouterr().out) and "± 0" not in plan
@@ -448,7 +662,8 @@ def test_a_single_example_has_no_standard_error_and_verify_is_refused(
     assert "± –" in capsys.readouterr().out
     refused(
         ["plan-layers", str(folder), "--budget", "2", "--verify"],
-        r"--verify: the study measured kl on a single example, .*run `fcsd layers` again into another folder with a"
+        r"--verify: the study measured kl on a single example, .*run `fcsd layers`"
+        r" again into another folder with a"
         r" larger --text-examples, or a text with more examples than",
     )
 
@@ -457,11 +672,20 @@ def test_a_single_item_of_a_task_has_no_standard_error_and_verify_is_refused(
     tasks: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
-    tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=400, max_position_embeddings=512).save_pretrained(
-        folder
-    )
+    tiny_model(
+        "qwen2_moe", num_hidden_layers=2, vocab_size=400, max_position_embeddings=512
+    ).save_pretrained(folder)
     load_tokenizer(tasks.parent / "tokenizer").save_pretrained(folder)
-    words = ["--task", "tiny_choice", "--data-root", str(tasks), "--sides", "single", "--limit", "1"]
+    words = [
+        "--task",
+        "tiny_choice",
+        "--data-root",
+        str(tasks),
+        "--sides",
+        "single",
+        "--limit",
+        "1",
+    ]
     assert main(["layers", str(folder), *words, "--output", str(tmp_path / "s")]) == 0
     assert "± 0" not in capsys.readouterr().out
     refused(
@@ -471,13 +695,19 @@ def test_a_single_item_of_a_task_has_no_standard_error_and_verify_is_refused(
 
 
 def test_a_difference_of_single_rows_has_no_standard_error(tmp_path: Path) -> None:
-    one, two = (Measured({}, {"kl": [(value, 2)], "t": [value]}) for value in (3.0, 1.0))
+    one, two = (
+        Measured({}, {"kl": [(value, 2)], "t": [value]}) for value in (3.0, 1.0)
+    )
     assert difference(one, two, "kl") == {"value": 1.0, "stderr": None, "num_items": 2}
     assert difference(one, two, "t") == {"value": 2.0, "stderr": None, "num_items": 1}
-    assert ratio([3.0, 0.0, 0.0], [2, 0, 0])["stderr"] is None  # rows without a token say nothing
+    # rows without a token say nothing
+    assert ratio([3.0, 0.0, 0.0], [2, 0, 0])["stderr"] is None
     hand_made([0.9, 0.1, 0.4], tmp_path)
     plan = plan_layers(tmp_path, "1") | {"difference": difference(one, two, "kl")}
-    assert "cannot be told from the last 1 layers (paired difference +1 ± –)" in plan_text(plan)
+    assert (
+        "cannot be told from the last 1 layers (paired difference +1 ± –)"
+        in plan_text(plan)
+    )
 
 
 # ---- the plan
@@ -491,7 +721,8 @@ def hand_made(
     calibrated: float | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Return a finished study with these KLs; the sums of them stand for the runs from either end. Layer 0 is dense.
+    """Return a finished study with these KLs; the sums of them stand for the runs from
+    either end. Layer 0 is dense.
 
     calibrated: what share of a loss is left with calibrated weights.
     """
@@ -502,23 +733,42 @@ def hand_made(
             kl = share * sum(sensitivities[layer] for layer in layers)
             by_metric = {"kl": {"value": kl, "stderr": 0.01, "num_items": 100}}
             return by_metric | (
-                {"quiz": {"value": 0.9 - kl, "stderr": 0.02, "num_items": 50}} if task else {}
+                {"quiz": {"value": 0.9 - kl, "stderr": 0.02, "num_items": 50}}
+                if task
+                else {}
             )
 
-        facts = {"side": side, "num_layers": len(layers), "layers": layers, "values": values(1)}
-        return facts | ({} if calibrated is None else {"calibrated": values(calibrated)})
+        facts = {
+            "side": side,
+            "num_layers": len(layers),
+            "layers": layers,
+            "values": values(1),
+        }
+        return facts | (
+            {} if calibrated is None else {"calibrated": values(calibrated)}
+        )
 
     study = {
         "schema_version": 1,
-        "study": {"model": {"path": "x"}, "text": {"path": "y"}, "attention": "partial", "mlp": "outdated"},
+        "study": {
+            "model": {"path": "x"},
+            "text": {"path": "y"},
+            "attention": "partial",
+            "mlp": "outdated",
+        },
         "num_hidden_layers": total,
         "moe_layers": list(range(1, total)),
-        "metrics": [{"name": "kl", "unit": "nats per token", "better": "lower"}]
-        + ([{"name": "quiz", "unit": "acc", "better": "higher"}] if task else []),
+        "metrics": (
+            [{"name": "kl", "unit": "nats per token", "better": "lower"}]
+            + ([{"name": "quiz", "unit": "acc", "better": "higher"}] if task else [])
+        ),
         "points": [
             *([point("none", [])] if task else []),
             *[point("first", list(range(count))) for count in range(1, total + 1)],
-            *[point("last", list(range(total - count, total))) for count in range(1, total + 1)],
+            *[
+                point("last", list(range(total - count, total)))
+                for count in range(1, total + 1)
+            ],
             *[point("single", [layer]) for layer in range(total)],
         ],
         **changes,
@@ -532,15 +782,33 @@ def hand_made(
 def test_the_least_sensitive_layers_are_proposed(tmp_path: Path) -> None:
     hand_made([0.9, 0.1, 0.4, 0.2, 0.3], tmp_path)
     plan = plan_layers(tmp_path, "60%")
-    assert (plan["layers"], plan["selection"], plan["num_layers"]) == ([1, 3, 4], "1,3-4", 3)
+    assert (plan["layers"], plan["selection"], plan["num_layers"]) == (
+        [1, 3, 4],
+        "1,3-4",
+        3,
+    )
     proposal, last = plan["selections"]
     assert proposal["sum_of_sensitivities"] == pytest.approx(0.6)
-    assert last["layers"] == [2, 3, 4] and last["sum_of_sensitivities"] == pytest.approx(0.9)
-    assert last["measured"]["value"] == pytest.approx(0.9) and proposal["measured"] is None
-    # With 4 MoE layers: three dispatches each; combines of 1 (alone) and 3 -> 4, and 2 -> 3, 3 -> 4.
-    assert (proposal["overlapped_collectives"], last["overlapped_collectives"]) == (5, 5)
+    assert last["layers"] == [2, 3, 4] and last[
+        "sum_of_sensitivities"
+    ] == pytest.approx(0.9)
+    assert (
+        last["measured"]["value"] == pytest.approx(0.9) and proposal["measured"] is None
+    )
+    # With 4 MoE layers: three dispatches each; combines of 1 (alone) and 3 -> 4, and 2
+    # -> 3, 3 -> 4.
+    assert (proposal["overlapped_collectives"], last["overlapped_collectives"]) == (
+        5,
+        5,
+    )
     assert proposal["collectives"] == 8
-    assert [row["rewired"] for row in plan["sensitivities"]] == [False, True, False, True, True]
+    assert [row["rewired"] for row in plan["sensitivities"]] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
     assert json.loads(json.dumps(plan)) == plan
 
 
@@ -557,20 +825,27 @@ def test_the_printed_plan_can_be_used(tmp_path: Path) -> None:
 def test_a_tasks_sensitivity_is_what_its_score_loses(tmp_path: Path) -> None:
     hand_made([0.5, 0.1, 0.2], tmp_path, task=True)
     plan = plan_layers(tmp_path, "1", metric="quiz")
-    assert [row["value"] for row in plan["sensitivities"]] == pytest.approx([0.5, 0.1, 0.2])
+    assert [row["value"] for row in plan["sensitivities"]] == pytest.approx(
+        [0.5, 0.1, 0.2]
+    )
     assert plan["layers"] == [1]
     assert plan_layers(tmp_path, "1")["metric"]["name"] == "kl"
 
 
 def test_a_plan_goes_by_sensitivities_after_calibration(tmp_path: Path) -> None:
     study = hand_made([0.9, 0.1, 0.4], tmp_path, calibrated=0.5)
-    (point,) = (p for p in study["points"] if p["side"] == "single" and p["layers"] == [0])
-    point["calibrated"]["kl"]["value"] = 0.04  # what is worst of all when copied, is best when calibrated
+    (point,) = (
+        p for p in study["points"] if p["side"] == "single" and p["layers"] == [0]
+    )
+    # what is worst of all when copied, is best when calibrated
+    point["calibrated"]["kl"]["value"] = 0.04
     (tmp_path / "layers.json").write_text(json.dumps(study))
     assert plan_layers(tmp_path, "1")["layers"] == [1]
     plan = plan_layers(tmp_path, "1", calibrated=True)
     assert plan["layers"] == [0]
-    assert [row["value"] for row in plan["sensitivities"]] == pytest.approx([0.04, 0.05, 0.2])
+    assert [row["value"] for row in plan["sensitivities"]] == pytest.approx(
+        [0.04, 0.05, 0.2]
+    )
     assert plan["selections"][1]["measured"]["value"] == pytest.approx(0.2)
     assert "KL, calibrated, measured" in plan_text(plan)
 
@@ -579,7 +854,9 @@ def test_the_number_of_layers_for_a_loss_is_the_largest_that_was_measured_within
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hand_made([0.5, 0.1, 0.2], tmp_path / "a", calibrated=0.25, task=True)
-    assert main(["plan-layers", str(tmp_path / "a"), "--max-loss", "0.31", "--json"]) == 0
+    assert (
+        main(["plan-layers", str(tmp_path / "a"), "--max-loss", "0.31", "--json"]) == 0
+    )
     answer = json.loads(capsys.readouterr().out)
     rows = {(row["side"], row["calibrated"]): row for row in answer["within"]}
     assert {key: row["num_layers"] for key, row in rows.items()} == {
@@ -587,16 +864,30 @@ def test_the_number_of_layers_for_a_loss_is_the_largest_that_was_measured_within
     }  # fmt: skip
     assert rows["last", False]["selection"] == "1-2"
     assert rows["last", False]["loss"]["value"] == pytest.approx(0.3)
-    assert (rows["first", False]["selection"], rows["first", False]["loss"]["value"]) == ("none", 0.0)
+    assert (
+        rows["first", False]["selection"],
+        rows["first", False]["loss"]["value"],
+    ) == ("none", 0.0)
     # A task's loss is what its score loses: 0.5 for the first layer, not 0.9 - 0.5.
-    words = ["plan-layers", str(tmp_path / "a"), "--max-loss", "0.55", "--metric", "quiz"]
+    words = [
+        "plan-layers",
+        str(tmp_path / "a"),
+        "--max-loss",
+        "0.55",
+        "--metric",
+        "quiz",
+    ]
     assert main(words) == 0
     table = capsys.readouterr().out
-    assert re.search(r"copied +\| +first 1 of 3 ", table) and "most with quiz lost <= 0.55" in table
+    assert (
+        re.search(r"copied +\| +first 1 of 3 ", table)
+        and "most with quiz lost <= 0.55" in table
+    )
     hand_made([0.5, 0.1], tmp_path / "b")
     assert main(["plan-layers", str(tmp_path / "b"), "--max-loss", "1"]) == 0
     assert "calibrated" not in capsys.readouterr().out
-    # What is left out of the gain stands beside the loss: all of 2 MoE layers would overlap 3 of 4.
+    # What is left out of the gain stands beside the loss: all of 2 MoE layers would
+    # overlap 3 of 4.
     assert (
         rows["last", False]["overlapped_collectives"] == 3
         and rows["first", False]["overlapped_collectives"] == 0
@@ -617,16 +908,35 @@ SMOLLM2 = [
         (SMOLLM2[1:], [0], 1, "all but the first layer", "last:19"),
         ([*SMOLLM2, 0.7], [0, 1, 21], 2, "all but the first 2 layers", "last:20"),
         ([*SMOLLM2[2:], 0.7], [19], 0, "all but layer 19", "0-18"),
-        ([1.86, 0.02, 0.55, 0.02, 0.01, 0.03, 0.02], [0, 2], 1, "all but the first layer", "last:6"),
-        ([0.03, 0.9, 0.02, 0.8, 0.01, 0.02, 0.02], [1, 3], 0, "all but layers 1,3", "0,2,4-6"),
+        (
+            [1.86, 0.02, 0.55, 0.02, 0.01, 0.03, 0.02],
+            [0, 2],
+            1,
+            "all but the first layer",
+            "last:6",
+        ),
+        (
+            [0.03, 0.9, 0.02, 0.8, 0.01, 0.02, 0.02],
+            [1, 3],
+            0,
+            "all but layers 1,3",
+            "0,2,4-6",
+        ),
         ([0.9, 0.02], [0], 1, "all but the first layer", "last:1"),
-        (SMOLLM2[2:], None, 0, "", ""),  # ten times what others cost is not far more than a typical one
+        # ten times what others cost is not far more than a typical one
+        (SMOLLM2[2:], None, 0, "", ""),
         ([0.4, 0.3, 0.3], None, 0, "", ""),
-        ([0.02, 0.002, 0.001], None, 0, "", ""),  # within twice the standard error, 0.01
+        # within twice the standard error, 0.01
+        ([0.02, 0.002, 0.001], None, 0, "", ""),
     ],
 )
 def test_the_layers_that_cost_far_more_than_a_typical_one_are_counted_and_all_but_them_priced(
-    losses: list[float], layers: list[int] | None, num_first: int, name: str, selection: str, tmp_path: Path
+    losses: list[float],
+    layers: list[int] | None,
+    num_first: int,
+    name: str,
+    selection: str,
+    tmp_path: Path,
 ) -> None:
     """One first layer is special in toys, two in a real network; later ones may be."""
     study = hand_made(losses, tmp_path)
@@ -634,7 +944,10 @@ def test_the_layers_that_cost_far_more_than_a_typical_one_are_counted_and_all_bu
     if layers is None:
         assert special is None and "far more" not in study_table(study)
         return
-    assert special is not None and (special["layers"], special["num_first"]) == (layers, num_first)
+    assert special is not None and (special["layers"], special["num_first"]) == (
+        layers,
+        num_first,
+    )
     assert special["alone"] == [losses[k] for k in layers]
     assert special["typical"] == sorted(losses)[(len(losses) - 1) // 2]
     without = special["without"]
@@ -643,7 +956,10 @@ def test_the_layers_that_cost_far_more_than_a_typical_one_are_counted_and_all_bu
     if selection != "0,2,4-6":  # neither the first nor the last N, which were measured
         rest = sum(loss for k, loss in enumerate(losses) if k not in left)
         assert without["measured"]["copied"]["value"] == pytest.approx(rest)
-    compared = {row["name"]: row["layers"] for row in plan_layers(tmp_path, "100%")["selections"]}
+    compared = {
+        row["name"]: row["layers"]
+        for row in plan_layers(tmp_path, "100%")["selections"]
+    }
     assert compared[name] == [k for k in range(len(losses)) if k not in left]
 
 
@@ -657,7 +973,9 @@ def test_a_study_measures_all_but_the_layers_that_cost_the_most(
     losses = [1.9, 0.6, 0.05, 0.04]
     measured: list[list[int]] = []
 
-    def kl(original: Any, wired: Any, rows: Any, **_: Any) -> tuple[list[float], list[int]]:
+    def kl(
+        original: Any, wired: Any, rows: Any, **_: Any
+    ) -> tuple[list[float], list[int]]:
         layers = wired.config.farskip["layers"]
         measured.append(layers)
         return [sum(losses[k] for k in layers)] * len(rows), [1] * len(rows)
@@ -671,14 +989,19 @@ def test_a_study_measures_all_but_the_layers_that_cost_the_most(
     assert [(point["side"], point["layers"]) for point in points] == [*ends, *singles]
     assert measured[-1] == [2, 3] and len(measured) == 6
     assert "All but the first 2 layers (--layers last:2): KL 0.09000 ± " in said
-    # Continued after a kill before that last point, and behind it: the same bytes, and nothing is measured twice.
+    # Continued after a kill before that last point, and behind it: the same bytes, and
+    # nothing is measured twice.
     whole = (tmp_path / "s" / "layers.json").read_bytes()
     for num_done in (6, 7):
         (tmp_path / "s" / "manifest.json").unlink()
         begun = json.loads(whole)
         del begun["sha256"]
-        begun["points"] = [p for p in begun["points"] if num_done == 7 or p["layers"] != [2, 3]]
-        (tmp_path / "s" / "layers.json").write_text(json.dumps(begun) if num_done == 6 else whole.decode())
+        begun["points"] = [
+            p for p in begun["points"] if num_done == 7 or p["layers"] != [2, 3]
+        ]
+        (tmp_path / "s" / "layers.json").write_text(
+            json.dumps(begun) if num_done == 6 else whole.decode()
+        )
         measured.clear()
         assert main(command(model, text, tmp_path / "s", "--every", "4")) == 0
         assert measured == ([[2, 3]] if num_done == 6 else [])
@@ -687,38 +1010,55 @@ def test_a_study_measures_all_but_the_layers_that_cost_the_most(
     losses[:] = [0.03, 0.9, 0.05, 0.04]
     capsys.readouterr()
     assert main(command(model, text, tmp_path / "t", "--sides", "single")) == 0
-    assert read_study(tmp_path / "t")["points"][-1]["side"] == "without" and measured[-1] == [0, 2, 3]
+    assert read_study(tmp_path / "t")["points"][-1]["side"] == "without" and measured[
+        -1
+    ] == [0, 2, 3]
     said = capsys.readouterr().out
     assert re.search(r"^\| all but 1 +\| +0\.1200 ", said, flags=re.M)
     assert (
-        "1 layer costs far more alone than a typical one (0.04000): layer 1 0.9000. All but layer 1 (--"
-        in said
+        "1 layer costs far more alone than a typical one (0.04000): layer 1 0.9000. All"
+        " but layer 1 (--" in said
     )
     assert main(["plan-layers", str(tmp_path / "t"), "--budget", "4", "--json"]) == 0
-    (row,) = (r for r in json.loads(capsys.readouterr().out)["selections"] if r["name"] == "all but layer 1")
+    (row,) = (
+        r
+        for r in json.loads(capsys.readouterr().out)["selections"]
+        if r["name"] == "all but layer 1"
+    )
     assert row["measured"]["value"] == pytest.approx(0.12)
     # Counts that were asked for are all that is measured of the ends.
     assert main(command(model, text, tmp_path / "u", "--counts", "1")) == 0
     assert len(read_study(tmp_path / "u")["points"]) == 2 + 4
 
 
-def test_a_study_names_the_layer_that_is_most_of_the_loss_and_prices_all_but_it(tmp_path: Path) -> None:
+def test_a_study_names_the_layer_that_is_most_of_the_loss_and_prices_all_but_it(
+    tmp_path: Path,
+) -> None:
     study = hand_made([0.9, 0.02, 0.04], tmp_path, calibrated=0.1, moe_layers=[0, 1, 2])
     plan = plan_layers(tmp_path, "100%")
-    assert plan["special_layers"]["layers"] == [0] and plan["special_layers"]["without"]["layers"] == [1, 2]
+    assert plan["special_layers"]["layers"] == [0] and plan["special_layers"][
+        "without"
+    ]["layers"] == [1, 2]
     rows = {row["name"]: row for row in plan["selections"]}
     without = rows["all but the first layer"]
     assert without["measured"]["value"] == pytest.approx(0.06)
     # With 3 MoE layers: the regular one's two exchanges block, and the last combine.
     assert (without["overlapped_collectives"], without["collectives"]) == (3, 6)
     said = (
-        "1 layer costs far more alone than a typical one (0.04000): layer 0 0.9000, and all layers 0.9600. All but the"
-        " first layer (--layers last:2): KL 0.06000 ± 0.01 copied, 0.006000 ± 0.01 calibrated; 3 of 6 collectives"
-        " overlapped, 5 by all layers."
+        "1 layer costs far more alone than a typical one (0.04000): layer 0 0.9000, and"
+        " all layers 0.9600. All but the first layer (--layers last:2): KL 0.06000 ±"
+        " 0.01 copied, 0.006000 ± 0.01 calibrated; 3 of 6 collectives overlapped, 5 by"
+        " all layers."
     )
-    texts = [plan_text(plan), study_table(study), within_text(layers_within(tmp_path, 1.0))]
+    texts = [
+        plan_text(plan),
+        study_table(study),
+        within_text(layers_within(tmp_path, 1.0)),
+    ]
     assert all(said in text for text in texts)
-    assert "all but the first layer" not in {row["name"] for row in plan_layers(tmp_path, "2")["selections"]}
+    assert "all but the first layer" not in {
+        row["name"] for row in plan_layers(tmp_path, "2")["selections"]
+    }
     hand_made([0.4, 0.3, 0.3], tmp_path / "even")
     even = plan_layers(tmp_path / "even", "100%")
     assert even["special_layers"] is None and "far more alone" not in plan_text(even)
@@ -750,15 +1090,40 @@ def test_convert_says_when_the_first_layer_is_among_those_to_rewire(
 ) -> None:
     tiny_model(model_type).save_pretrained(tmp_path / "model")
     layers = parse_selection(connectivity.layers)
-    text = ",".join(map(str, layers)) if isinstance(layers, list) else "last:3" if layers != "all" else "all"
+    text = (
+        ",".join(map(str, layers))
+        if isinstance(layers, list)
+        else "last:3"
+        if layers != "all"
+        else "all"
+    )
     out = str(tmp_path / "out")
-    assert main(["convert", str(tmp_path / "model"), out, "--layers", text, "--mlp", connectivity.mlp]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "model"),
+                out,
+                "--layers",
+                text,
+                "--mlp",
+                connectivity.mlp,
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().err
     if selection is None:
         assert "layer 0" not in said
     else:
-        assert "layer 0 costs the most; how many first layers to leave as they are is measured by" in said
-        assert f"`fcsd layers {tmp_path / 'model'}`; --layers {selection} leaves out layer 0" in said
+        assert (
+            "layer 0 costs the most; how many first layers to leave as they are is"
+            " measured by" in said
+        )
+        assert (
+            f"`fcsd layers {tmp_path / 'model'}`; --layers {selection} leaves out"
+            " layer 0" in said
+        )
 
 
 def test_of_equal_layers_the_later_is_rewired() -> None:
@@ -768,19 +1133,28 @@ def test_of_equal_layers_the_later_is_rewired() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "text"),
-    [([], "none"), ([3], "3"), ([3, *range(5, 28)], "3,5-27"), ([0, 1, 3, 4, 6], "0-1,3-4,6")],
+    [
+        ([], "none"),
+        ([3], "3"),
+        ([3, *range(5, 28)], "3,5-27"),
+        ([0, 1, 3, 4, 6], "0-1,3-4,6"),
+    ],
 )
 def test_a_selection_is_written_as_it_is_read(layers: list[int], text: str) -> None:
     assert selection_text(layers) == text
     assert (parse_selection(text) if layers else []) == layers
 
 
-@pytest.mark.parametrize(("text", "count"), [("90%", 43), ("100%", 48), ("43", 43), (" 1 ", 1), ("2.1 %", 1)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("90%", 43), ("100%", 48), ("43", 43), (" 1 ", 1), ("2.1 %", 1)]
+)
 def test_budgets(text: str, count: int) -> None:
     assert parse_budget(text, 48) == count
 
 
-@pytest.mark.parametrize("text", ["0", "0%", "49", "101%", "-5%", "half", "", "1%", "0.9"])
+@pytest.mark.parametrize(
+    "text", ["0", "0%", "49", "101%", "-5%", "half", "", "1%", "0.9"]
+)
 def test_a_budget_out_of_range_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"budget .* a number from 1 to 48"):
         parse_budget(text, 48)
@@ -796,17 +1170,23 @@ def test_a_budget_out_of_range_is_refused(text: str) -> None:
         ([0, 1, 2, 3], ("partial", "full"), 2),
     ],
 )
-def test_collectives_that_no_longer_block(layers: list[int], sides: tuple[str, str], overlapped: int) -> None:
+def test_collectives_that_no_longer_block(
+    layers: list[int], sides: tuple[str, str], overlapped: int
+) -> None:
     assert overlapped_collectives(layers, [1, 2, 3], *sides) == (overlapped, 6)
 
 
-def test_layers_that_keep_their_combine_free_both_exchanges_beside_their_own_attention() -> None:
+def test_layers_that_keep_their_combine_free_both_exchanges_beside_their_own_attention() -> (
+    None
+):
     sides = ("partial", "outdated")
     assert overlapped_collectives([1, 2, 3], [1, 2, 3], *sides, "olmoe") == (5, 6)
     assert overlapped_collectives([1, 2, 3], [1, 2, 3], *sides, "flex_olmo") == (6, 6)
 
 
-def test_plans_that_cannot_be_made_are_refused(tmp_path: Path, refused: Refused) -> None:
+def test_plans_that_cannot_be_made_are_refused(
+    tmp_path: Path, refused: Refused
+) -> None:
     study = hand_made([0.5, 0.1, 0.2], tmp_path / "a")
     refused(
         ["plan-layers", str(tmp_path / "a"), "--budget", "120%"],
@@ -817,7 +1197,8 @@ def test_plans_that_cannot_be_made_are_refused(tmp_path: Path, refused: Refused)
         r"metric 'quiz': not in this study",
     )
     refused(
-        ["plan-layers", str(tmp_path / "none"), "--budget", "2"], r"not a folder that `fcsd layers` wrote"
+        ["plan-layers", str(tmp_path / "none"), "--budget", "2"],
+        r"not a folder that `fcsd layers` wrote",
     )
     without = [point for point in study["points"] if point["side"] != "single"]
     hand_made([0.5, 0.1, 0.2], tmp_path / "b", points=without)
@@ -831,7 +1212,10 @@ def test_plans_that_cannot_be_made_are_refused(tmp_path: Path, refused: Refused)
         r"copied weights only; run `fcsd layers` with --calibrated TEXT",
     )
     refused([*here, "--max-loss", "-1"], r"--max-loss -1: needs a number from 0")
-    refused([*here, "--max-loss", "1", "--calibrated"], r"--calibrated and --model belong to --budget")
+    refused(
+        [*here, "--max-loss", "1", "--calibrated"],
+        r"--calibrated and --model belong to --budget",
+    )
     alone = [point for point in study["points"] if point["side"] == "single"]
     hand_made([0.5, 0.1, 0.2], tmp_path / "d", points=alone)
     refused(
@@ -839,14 +1223,20 @@ def test_plans_that_cannot_be_made_are_refused(tmp_path: Path, refused: Refused)
         r"single layers only; run .* --sides first,last",
     )
     hand_made([0.5], tmp_path / "c", schema_version=0)
-    refused(["plan-layers", str(tmp_path / "c"), "--budget", "1"], r"schema_version is 0, this fcsd reads 1")
+    refused(
+        ["plan-layers", str(tmp_path / "c"), "--budget", "1"],
+        r"schema_version is 0, this fcsd reads 1",
+    )
 
 
 def test_verify_measures_both_selections_paired(
     finished: Path, model: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert main(["plan-layers", str(finished), "--budget", "50%", "--verify", "--json"]) == 0
+    assert (
+        main(["plan-layers", str(finished), "--budget", "50%", "--verify", "--json"])
+        == 0
+    )
     plan = json.loads(capsys.readouterr().out)
     rows = heldout_rows(SourceConfig(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
     original, values = load_model(model), []
@@ -863,17 +1253,37 @@ def test_verify_measures_both_selections_paired(
 
 @pytest.mark.parametrize(
     ("value", "stderr", "word"),
-    [(-0.3, 0.1, "is better than"), (0.3, 0.1, "is WORSE than"), (0.1, 0.1, "cannot be told from")],
+    [
+        (-0.3, 0.1, "is better than"),
+        (0.3, 0.1, "is WORSE than"),
+        (0.1, 0.1, "cannot be told from"),
+    ],
 )
-def test_the_verdict_is_honest(tmp_path: Path, value: float, stderr: float, word: str) -> None:
+def test_the_verdict_is_honest(
+    tmp_path: Path, value: float, stderr: float, word: str
+) -> None:
     hand_made([0.9, 0.1, 0.4, 0.2, 0.3], tmp_path)
-    plan = plan_layers(tmp_path, "3") | {"difference": {"value": value, "stderr": stderr, "num_items": 9}}
+    plan = plan_layers(tmp_path, "3") | {
+        "difference": {"value": value, "stderr": stderr, "num_items": 9}
+    }
     assert f"the proposal {word} the last 3 layers" in plan_text(plan)
 
 
-def test_verify_refuses_another_model(finished: Path, text: Path, tmp_path: Path, refused: Refused) -> None:
+def test_verify_refuses_another_model(
+    finished: Path, text: Path, tmp_path: Path, refused: Refused
+) -> None:
     different = tmp_path / "model"
-    tiny_model("qwen2_moe", seed=5, num_hidden_layers=4, vocab_size=300).save_pretrained(different)
+    tiny_model(
+        "qwen2_moe", seed=5, num_hidden_layers=4, vocab_size=300
+    ).save_pretrained(different)
     tiny_tokenizer(300).save_pretrained(different)
-    words = ["plan-layers", str(finished), "--budget", "50%", "--verify", "--model", str(different)]
+    words = [
+        "plan-layers",
+        str(finished),
+        "--budget",
+        "50%",
+        "--verify",
+        "--model",
+        str(different),
+    ]
     refused(words, r"is not the model of the study in .*its weights differ")

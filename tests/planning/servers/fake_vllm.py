@@ -1,9 +1,11 @@
-"""A `vllm` for the tests: answers `serve` and `bench serve` as vLLM 0.32 does, with figures that the tests know.
+"""A `vllm` for the tests: answers `serve` and `bench serve` as vLLM 0.32 does, with
+figures that the tests know.
 
-Called `sglang` it answers `serve` and the words of `python -m sglang.benchmark.serving` as SGLang 0.5.23 does.
+Called `sglang` it answers `serve` and the words of `python -m sglang.benchmark.serving`
+as SGLang 0.5.23 does.
 
-Beside it: `calls.jsonl`, what it was called with; `figures.json`, what a server measures; `fail`, the row and number of
-the measurement at which a server ends.
+Beside it: `calls.jsonl`, what it was called with; `figures.json`, what a server
+measures; `fail`, the row and number of the measurement at which a server ends.
 """
 
 import gzip
@@ -33,25 +35,51 @@ def note(**facts):
 
 def row():
     text = " ".join([*sys.argv, os.environ.get("FCSD_SERVING", "")])
-    for mark, name in (("--enable-dbo", "dbo"), ("min_overlap", "blocking"), ('"blocking"', "blocking")):
+    for mark, name in (
+        ("--enable-dbo", "dbo"),
+        ("min_overlap", "blocking"),
+        ('"blocking"', "blocking"),
+    ):
         if mark in text:
             return name
-    return "overlapped" if "--additional-config" in text or "FCSD_SERVING" in os.environ else "stock"
+    return (
+        "overlapped"
+        if "--additional-config" in text or "FCSD_SERVING" in os.environ
+        else "stock"
+    )
 
 
 def serve():
     name = row()
-    child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # a worker that leaves the group
-    chosen = {key: value for key, value in os.environ.items() if key.startswith(("FCSD_SERVING", "SGLANG_"))}
-    note(serve=sys.argv[2:], row=name, environment=chosen, pids=[os.getpid(), child.pid])
+    # a worker that leaves the group
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    chosen = {
+        key: value
+        for key, value in os.environ.items()
+        if key.startswith(("FCSD_SERVING", "SGLANG_"))
+    }
+    note(
+        serve=sys.argv[2:], row=name, environment=chosen, pids=[os.getpid(), child.pid]
+    )
     if name == "dbo":
-        print(LOG.format("WARNING", "Dual-Batch Overlap is not supported on CPU, disabled."), flush=True)
+        print(
+            LOG.format(
+                "WARNING", "Dual-Batch Overlap is not supported on CPU, disabled."
+            ),
+            flush=True,
+        )
         time.sleep(600)
     if "--headless" in sys.argv or "--node-rank" in sys.argv:
         time.sleep(600)
     (HERE / "server").write_text(json.dumps({"row": name, "pid": os.getpid()}))
     times = os.environ.get("FCSD_SERVING_TIMES")
-    spent = {"schema_version": 1, "collectives": 0, "bytes": 0, "total_s": 0.0, "exposed_s": 0.0}
+    spent = {
+        "schema_version": 1,
+        "collectives": 0,
+        "bytes": 0,
+        "total_s": 0.0,
+        "exposed_s": 0.0,
+    }
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -76,9 +104,17 @@ def serve():
     while not (HERE / "die").exists():
         time.sleep(0.02)
     (HERE / "die").unlink()
-    print(LOG.format("ERROR", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."))
     print(
-        LOG.format("ERROR", "RuntimeError: Engine core initialization failed. See root cause above."),
+        LOG.format(
+            "ERROR",
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        )
+    )
+    print(
+        LOG.format(
+            "ERROR",
+            "RuntimeError: Engine core initialization failed. See root cause above.",
+        ),
         flush=True,
     )
     os._exit(1)
@@ -87,7 +123,15 @@ def serve():
 def write_trace(kernels):
     """Write a trace as torch's profiler writes it; times in microseconds."""
     events = [
-        {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": end - begin, "pid": 0, "tid": 7}
+        {
+            "ph": "X",
+            "cat": "kernel",
+            "name": name,
+            "ts": begin,
+            "dur": end - begin,
+            "pid": 0,
+            "tid": 7,
+        }
         for name, begin, end in kernels
     ]
     folder = Path(json.loads(option("--profiler-config"))["torch_profiler_dir"])
@@ -99,14 +143,20 @@ def bench():
     server = json.loads((HERE / "server").read_text())
     figures = json.loads((HERE / "figures.json").read_text())[server["row"]]
     tokens, requests = int(option("--random-output-len")), int(option("--num-prompts"))
-    seen = [json.loads(line) for line in (HERE / "calls.jsonl").read_text().splitlines()]
+    seen = [
+        json.loads(line) for line in (HERE / "calls.jsonl").read_text().splitlines()
+    ]
     count = sum("bench" in each for each in seen) + 1
-    note(bench=sys.argv[3:], row=server["row"], seed=int(option("--seed")), tokens=tokens)
+    note(
+        bench=sys.argv[3:], row=server["row"], seed=int(option("--seed")), tokens=tokens
+    )
     if (HERE / "fail").exists() and int((HERE / "fail").read_text()) == count:
         (HERE / "fail").unlink()
         (HERE / "die").touch()
         time.sleep(600)
-    urllib.request.urlopen(f"http://127.0.0.1:{option('--port')}/measured/{tokens}").close()
+    urllib.request.urlopen(
+        f"http://127.0.0.1:{option('--port')}/measured/{tokens}"
+    ).close()
     scale = max(1, int(option("--seed")) // 1000)  # the round
     ttft, itl = figures["ttft"] * scale, figures["itl"] * scale
     result = {
@@ -139,7 +189,9 @@ def bench():
         result |= {f"mean_{name}_ms": 9 * value, f"median_{name}_ms": value}
         result |= {f"std_{name}_ms": 1.0, f"p99_{name}_ms": 99 * value}
     if not SGLANG:
-        Path(option("--result-dir"), option("--result-filename")).write_text(json.dumps(result))
+        Path(option("--result-dir"), option("--result-filename")).write_text(
+            json.dumps(result)
+        )
         return
     result["total_throughput"] = result.pop("total_token_throughput")
     del result["failed"]

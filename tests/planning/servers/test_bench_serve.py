@@ -1,4 +1,6 @@
-"""Servers of a fake `vllm` are measured in turns; nothing of them is left, and nothing is measured twice."""
+"""Servers of a fake `vllm` are measured in turns; nothing of them is left, and nothing
+is measured twice.
+"""
 
 import functools
 import json
@@ -44,13 +46,23 @@ class Place:
         self.folder, self.bin, self.out = folder, folder / "env/bin", folder / "out"
         self.engine = "vllm"
         self.bin.mkdir(parents=True)
-        self.program("vllm", f"#!{sys.executable}\n" + Path(__file__).with_name("fake_vllm.py").read_text())
+        self.program(
+            "vllm",
+            f"#!{sys.executable}\n"
+            + Path(__file__).with_name("fake_vllm.py").read_text(),
+        )
         site = folder / "env/site"
         self.program(
-            "python", f'#!/bin/sh\nPYTHONPATH={site}:{ROOT / "serving"} exec {sys.executable} "$@"\n'
+            "python",
+            f"#!/bin/sh\nPYTHONPATH={site}:{ROOT / 'serving'} exec {sys.executable}"
+            ' "$@"\n',
         )
         self.distribution("vllm", "0.32.0+cpu")
-        self.distribution("fcsd_serving", "0.1.0", "[vllm.general_plugins]\nfcsd = fcsd_vllm:register\n")
+        self.distribution(
+            "fcsd_serving",
+            "0.1.0",
+            "[vllm.general_plugins]\nfcsd = fcsd_vllm:register\n",
+        )
         self.gpus(0)
         (self.bin / "figures.json").write_text(json.dumps(FIGURES))
         self.config("original")
@@ -61,12 +73,17 @@ class Place:
         self.engine = "sglang"
         self.program("sglang", (self.bin / "vllm").read_text())
         self.distribution("sglang", "0.5.23")
-        self.distribution("fcsd_serving", "0.1.0", "[sglang.srt.plugins]\nfcsd = fcsd_sglang:register\n")
+        self.distribution(
+            "fcsd_serving",
+            "0.1.0",
+            "[sglang.srt.plugins]\nfcsd = fcsd_sglang:register\n",
+        )
         client = self.folder / "env/site/sglang/benchmark"
         client.mkdir(parents=True)
         (client / "serving.py").write_text(
-            f"import runpy, sys\nsys.argv = ['sglang', 'bench', 'serve', *sys.argv[1:]]\n"
-            f"runpy.run_path({str(self.bin / 'sglang')!r}, run_name='__main__')\n"
+            "import runpy, sys\nsys.argv = ['sglang', 'bench', 'serve',"
+            f" *sys.argv[1:]]\nrunpy.run_path({str(self.bin / 'sglang')!r},"
+            " run_name='__main__')\n"
         )
         return self
 
@@ -77,7 +94,9 @@ class Place:
     def distribution(self, name: str, version: str, entry_points: str = "") -> None:
         info = self.folder / f"env/site/{name}.dist-info"
         info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
         (info / "entry_points.txt").write_text(entry_points)
 
     def gpus(self, count: int) -> None:
@@ -93,12 +112,20 @@ class Place:
     def words(self, *more: str) -> list[str]:
         settings = {"against": self.folder / "original", "output": self.out}
         settings |= {self.engine: self.bin / self.engine}
-        settings |= {"prompt-tokens": 512, "requests": 4, "output-tokens": 8, "tensor-parallel": 2}
+        settings |= {
+            "prompt-tokens": 512,
+            "requests": 4,
+            "output-tokens": 8,
+            "tensor-parallel": 2,
+        }
         options = [f"--{name}={value}" for name, value in settings.items()]
         return ["bench", "serve", str(self.folder / "model"), *options, *more]
 
     def calls(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.bin / "calls.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.bin / "calls.jsonl").read_text().splitlines()
+        ]
 
     def result(self) -> Any:
         return json.loads((self.out / "serving.json").read_text())
@@ -111,10 +138,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def gone(pids: list[int]) -> bool:
-    """Return whether no process of these lives; a zombie of a container without an init does not."""
+    """Return whether no process of these lives; a zombie of a container without an init
+    does not.
+    """
     states = [Path(f"/proc/{pid}/stat") for pid in pids]
     return not any(
-        state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z" for state in states
+        state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+        for state in states
     )
 
 
@@ -137,7 +167,9 @@ def test_rows_take_turns_and_the_table_has_the_medians_over_the_rounds(
         *("blocking", "overlapped", "stock"),
         *("blocking", "overlapped", "stock"),
     ]
-    measured = [(call["row"], call["seed"], call["tokens"]) for call in calls if "bench" in call]
+    measured = [
+        (call["row"], call["seed"], call["tokens"]) for call in calls if "bench" in call
+    ]
     assert len(measured) == 18 and {
         (row, seed, tokens)
         for row in ("stock", "blocking", "overlapped")
@@ -146,39 +178,77 @@ def test_rows_take_turns_and_the_table_has_the_medians_over_the_rounds(
     } == set(measured)
     model, original = str(place.folder / "model"), str(place.folder / "original")
     assert [call["serve"][0] for call in calls[:1]] == [original]
-    overlapped = next(call["serve"] for call in calls if call["row"] == "overlapped" and "serve" in call)
+    overlapped = next(
+        call["serve"]
+        for call in calls
+        if call["row"] == "overlapped" and "serve" in call
+    )
     assert overlapped[:4] == [model, "--no-enable-prefix-caching", "--dtype", "float32"]
-    assert json.loads(overlapped[overlapped.index("--additional-config") + 1]) == {"fcsd": {"comm": "timed"}}
+    assert json.loads(overlapped[overlapped.index("--additional-config") + 1]) == {
+        "fcsd": {"comm": "timed"}
+    }
     blocking = next(call["serve"] for call in calls if call["row"] == "blocking")
     assert (
-        json.loads(blocking[blocking.index("--additional-config") + 1])["fcsd"]["min_overlap_bytes"] > 2**40
+        json.loads(blocking[blocking.index("--additional-config") + 1])["fcsd"][
+            "min_overlap_bytes"
+        ]
+        > 2**40
     )
 
     stock, dbo, blocked, ours = place.result()["rows"]
     (point,) = ours["points"]
-    # Round r takes r times as long: 100, 200, 300 ms; stock 120, 240, 360; tokens/s 1000/8, 1000/16, 1000/24.
-    ttft = {"median": 200.0, "lowest": 100.0, "highest": 300.0, "rounds": [100.0, 200.0, 300.0]}
+    # Round r takes r times as long: 100, 200, 300 ms; stock 120, 240, 360; tokens/s
+    # 1000/8, 1000/16, 1000/24.
+    ttft = {
+        "median": 200.0,
+        "lowest": 100.0,
+        "highest": 300.0,
+        "rounds": [100.0, 200.0, 300.0],
+    }
     assert {name: point["ttft_ms"][name] for name in ttft} == ttft
     assert point["ttft_ms"]["speedup"]["rounds"] == pytest.approx([1.2] * 3)
-    assert point["tbt_ms"]["median"] == 16.0 and point["tbt_ms"]["speedup"]["median"] == pytest.approx(1.5)
+    assert point["tbt_ms"]["median"] == 16.0 and point["tbt_ms"]["speedup"][
+        "median"
+    ] == pytest.approx(1.5)
     assert point["output_tokens_per_s"]["median"] == pytest.approx(62.5)
     assert point["output_tokens_per_s"]["speedup"]["median"] == pytest.approx(1.5)
-    # 0.25 s and 1 s of the 2 s of a measurement are waited for; of the blocking ones all.
+    # 0.25 s and 1 s of the 2 s of a measurement are waited for; of the blocking ones
+    # all.
     assert point["overlap_prefill"]["median"] == pytest.approx(0.875)
     assert point["overlap_decode"]["median"] == pytest.approx(0.5)
     assert blocked["points"][0]["overlap_prefill"]["median"] == pytest.approx(0.0)
     assert stock["points"][0]["overlap_prefill"] is None
-    assert dbo["missing"] == "Dual-Batch Overlap is not supported on CPU, disabled." and dbo["points"] == []
+    assert (
+        dbo["missing"] == "Dual-Batch Overlap is not supported on CPU, disabled."
+        and dbo["points"] == []
+    )
 
     printed = capsys.readouterr().out
     assert printed == (place.out / "serving.md").read_text()
-    line = next(line for line in printed.splitlines() if line.startswith("| FarSkip, overlapped"))
+    line = next(
+        line
+        for line in printed.splitlines()
+        if line.startswith("| FarSkip, overlapped")
+    )
     assert [cell.strip() for cell in line.strip("|").split("|")] == [
-        *("FarSkip, overlapped", "512", "200 (100 to 300)", "1.20", "16 (8 to 24)", "1.50"),
+        *(
+            "FarSkip, overlapped",
+            "512",
+            "200 (100 to 300)",
+            "1.20",
+            "16 (8 to 24)",
+            "1.50",
+        ),
         *("62.5 (41.7 to 125)", "1.50", "87.5 %", "50.0 %"),
     ]
-    assert "- stock, dual batch overlap, DeepEP for prefill: Dual-Batch Overlap is not supported" in printed
-    assert "- FarSkip, overlapped, 512 tokens: TTFT x 1.20 (stock), TBT x 1.50 (stock)" in printed
+    assert (
+        "- stock, dual batch overlap, DeepEP for prefill: Dual-Batch Overlap is not"
+        " supported" in printed
+    )
+    assert (
+        "- FarSkip, overlapped, 512 tokens: TTFT x 1.20 (stock), TBT x 1.50 (stock)"
+        in printed
+    )
     assert (place.out / "serving.png").stat().st_size > 5000
     assert gone(pids(place))
 
@@ -190,21 +260,29 @@ def test_a_benchmark_whose_server_fails_says_why_and_goes_on_where_it_was(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = place.words("--rows=stock,farskip_overlapped", "--rounds=2")
-    (place.bin / "fail").write_text("6")  # in round 2 the second measurement of the first server
+    # in round 2 the second measurement of the first server
+    (place.bin / "fail").write_text("6")
     assert main(words) == 2
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert (
-        "the server of row farskip_overlapped failed: ended while it was measured: torch.OutOfMemoryError"
-        in said
+        "the server of row farskip_overlapped failed: ended while it was measured:"
+        " torch.OutOfMemoryError" in said
     )
     assert "the last lines of" in said and "See root cause above" in said
     assert gone(pids(place))
-    kept = {file.name: file.stat().st_mtime_ns for file in (place.out / "rounds").iterdir()}
+    kept = {
+        file.name: file.stat().st_mtime_ns for file in (place.out / "rounds").iterdir()
+    }
     assert sorted(kept) == ["1-farskip_overlapped.json", "1-stock.json"]
     before = len(place.calls())
     assert main(words) == 0
-    assert [call["row"] for call in place.calls()[before:] if "serve" in call] == ["overlapped", "stock"]
-    assert kept == {name: (place.out / "rounds" / name).stat().st_mtime_ns for name in kept}
+    assert [call["row"] for call in place.calls()[before:] if "serve" in call] == [
+        "overlapped",
+        "stock",
+    ]
+    assert kept == {
+        name: (place.out / "rounds" / name).stat().st_mtime_ns for name in kept
+    }
     assert main(place.words("--rows=stock,farskip_overlapped", "--rounds=3")) == 2
     assert "was made with other settings (rounds: 2 -> 3)" in capsys.readouterr().err
 
@@ -213,7 +291,10 @@ def test_a_trace_tells_what_gpus_overlap_and_shows_one_layer(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = place.words("--rows=farskip_overlapped", "--rounds=1", "--trace")
-    assert main(words) == 2 and "there is none here; --comm timed" in capsys.readouterr().err
+    assert (
+        main(words) == 2
+        and "there is none here; --comm timed" in capsys.readouterr().err
+    )
     place.gpus(2)
     nccl = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgs)"
     kernels = [("gemm", 0, 100), (nccl, 50, 150), ("gemm", 150, 250), (nccl, 200, 260)]
@@ -225,15 +306,22 @@ def test_a_trace_tells_what_gpus_overlap_and_shows_one_layer(
     assert ours["trace"]["overlap"] == pytest.approx(100 / 160)
     assert ours["trace"]["total_s"] == pytest.approx(160e-6)
     # One layer from the first all-reduce on, at 50 us.
-    assert ours["trace"]["layer"]["all-reduce"] == [pytest.approx([0, 0.1]), pytest.approx([0.15, 0.21])]
-    assert ours["trace"]["layer"]["computation"] == [pytest.approx([0, 0.05]), pytest.approx([0.1, 0.2])]
+    assert ours["trace"]["layer"]["all-reduce"] == [
+        pytest.approx([0, 0.1]),
+        pytest.approx([0.15, 0.21]),
+    ]
+    assert ours["trace"]["layer"]["computation"] == [
+        pytest.approx([0, 0.05]),
+        pytest.approx([0.1, 0.2]),
+    ]
     assert "- FarSkip, overlapped: 62.5 % of 0.2 ms" in capsys.readouterr().out
     assert "2 x some GPU" in (place.out / "serving.md").read_text()
     assert (place.out / "layer.png").stat().st_size > 5000 and gone(pids(place))
 
 
 @pytest.mark.parametrize(
-    ("kind", "title", "file"), few([("farskip", "FarSkip", ""), ("wide", "wide, FarSkip", "wide-")], 1)
+    ("kind", "title", "file"),
+    few([("farskip", "FarSkip", ""), ("wide", "wide, FarSkip", "wide-")], 1),
 )
 def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
     kind: str,
@@ -243,9 +331,10 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Four prompts, two at a time: two steps of 100 ms, 20 of them communication, so that first tokens are there after
-    # 100, 100, 200 and 200 ms; then seven steps of 50 ms, 20 of them communication. Overlapped, 15 of 20 ms are hidden
-    # in prefill, 10 of 20 in decoding: steps of 85 and 40 ms. A rank communicates as much in the warm-up.
+    # Four prompts, two at a time: two steps of 100 ms, 20 of them communication, so
+    # that first tokens are there after 100, 100, 200 and 200 ms; then seven steps of 50
+    # ms, 20 of them communication. Overlapped, 15 of 20 ms are hidden in prefill, 10 of
+    # 20 in decoding: steps of 85 and 40 ms. A rank communicates as much in the warm-up.
     figures = {
         "stock": FIGURES["stock"],
         "blocking": {
@@ -267,12 +356,20 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
     tiny = tiny_config("qwen3_moe").to_dict()
     place.config("original", **tiny)
     place.config("model", **(tiny | CONVERTED))
-    words = [f"--rows=stock,{kind}_blocking,{kind}_overlapped", "--rounds=1", "--prompt-tokens=64"]
+    words = [
+        f"--rows=stock,{kind}_blocking,{kind}_overlapped",
+        "--rounds=1",
+        "--prompt-tokens=64",
+    ]
     assert main(place.words('--comm={"comm": "timed", "latency_ms": 1}', *words)) == 0
     printed = capsys.readouterr()
     assert f"times for `fcsd plan --measured`: {place.out}/times-*.json" in printed.err
     page = printed.out.splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page if ".json |" in line]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page
+        if ".json |" in line
+    ]
     assert cells == [
         [
             "prefill",
@@ -290,10 +387,21 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
         [
             "decode",
             "64",
-            *(f"{title}, blocking", "50", "40.0 %", "50.0 %", "1.25", "1.25", f"times-{file}decode-68.json"),
+            *(
+                f"{title}, blocking",
+                "50",
+                "40.0 %",
+                "50.0 %",
+                "1.25",
+                "1.25",
+                f"times-{file}decode-68.json",
+            ),
         ],
     ]
-    assert sorted(file.name for file in place.out.glob("times*")) == [line[-1] for line in cells][::-1]
+    assert (
+        sorted(file.name for file in place.out.glob("times*"))
+        == [line[-1] for line in cells][::-1]
+    )
 
     (command,) = [line for line in page if line.startswith("    fcsd plan ")]
     assert ("--dp 2" in command) == (kind == "wide") == ("--tp 2" not in command)
@@ -303,11 +411,21 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
         assert main([*shlex.split(command)[1:], "--json"]) == 0
         return json.loads(capsys.readouterr().out)["times"]
 
-    changes = {"--phase decode": "--phase prefill", "--length 68": "--length 64", "decode-68": "prefill-64"}
-    others = functools.reduce(lambda text, change: text.replace(*change), changes.items(), command)
+    changes = {
+        "--phase decode": "--phase prefill",
+        "--length 68": "--length 64",
+        "decode-68": "prefill-64",
+    }
+    others = functools.reduce(
+        lambda text, change: text.replace(*change), changes.items(), command
+    )
     decode, prefill = planned(command), planned(others)
-    assert decode["speed_up"] == pytest.approx(50 / 40) and decode["overlapped_s"] == pytest.approx(0.040)
-    assert prefill["speed_up"] == pytest.approx(100 / 85) and prefill["overlapped_s"] == pytest.approx(0.1275)
+    assert decode["speed_up"] == pytest.approx(50 / 40) and decode[
+        "overlapped_s"
+    ] == pytest.approx(0.040)
+    assert prefill["speed_up"] == pytest.approx(100 / 85) and prefill[
+        "overlapped_s"
+    ] == pytest.approx(0.1275)
     assert prefill["exposed_s"] == pytest.approx(0.150 * 0.2 * 0.25)
 
 
@@ -316,21 +434,34 @@ def test_over_an_emulated_network_farskip_is_set_against_its_own_blocking_row() 
     runs = {"stock": 50, "farskip_blocking": 300, "farskip_overlapped": 200}
     runs |= {"wide_stock": 40, "wide_blocking": 100, "wide_overlapped": 80}
     result = summed_up({name: [ttft] for name, ttft in runs.items()}, comm)
-    ratios = [row["points"][0]["ttft_ms"]["speedup"]["median"] for row in result["rows"]]
+    ratios = [
+        row["points"][0]["ttft_ms"]["speedup"]["median"] for row in result["rows"]
+    ]
     assert ratios == [1.0, 1.0, 1.5, 1.0, 1.0, 1.25]
-    assert "Their x is the speed-up over FarSkip, blocking (of wide rows the wide one)." in table(result)
+    assert (
+        "Their x is the speed-up over FarSkip, blocking (of wide rows the wide one)."
+        in table(result)
+    )
     assert "fastest server" not in table(result)
 
 
-def summed_up(times: dict[str, list[float]], comm: Any, limits: Any = None) -> dict[str, Any]:
+def summed_up(
+    times: dict[str, list[float]], comm: Any, limits: Any = None
+) -> dict[str, Any]:
     """Return the result of rows whose first tokens took these milliseconds, a round each."""
 
     def run(ttft: float) -> dict[str, Any]:
-        figures = {"median_ttft_ms": ttft, "median_tpot_ms": 1.0, "output_throughput": 9.0}
-        point = {"prompt_tokens": 512, "prefill": figures, "decode": figures}
-        return {"begin": "2026-11-23 10:00:00 UTC", "end": "2026-11-23 10:01:00 UTC", "load": ttft / 100} | {
-            "points": [point]
+        figures = {
+            "median_ttft_ms": ttft,
+            "median_tpot_ms": 1.0,
+            "output_throughput": 9.0,
         }
+        point = {"prompt_tokens": 512, "prefill": figures, "decode": figures}
+        return {
+            "begin": "2026-11-23 10:00:00 UTC",
+            "end": "2026-11-23 10:01:00 UTC",
+            "load": ttft / 100,
+        } | {"points": [point]}
 
     rows = make_rows("vllm", list(times), {}, (), 2, comm, "allgather_reducescatter")
     runs = {name: [run(ttft) for ttft in each] for name, each in times.items()}
@@ -341,24 +472,39 @@ def summed_up(times: dict[str, list[float]], comm: Any, limits: Any = None) -> d
         "prompt_tokens": [512],
     }  # fmt: skip
     versions = {"vllm": "0.32.0", "fcsd-serving": "0.1.0", "devices": [], "cores": 2}
-    return summarise({"settings": settings, "versions": versions}, rows, runs, {}, {}, limits or {})
+    return summarise(
+        {"settings": settings, "versions": versions}, rows, runs, {}, {}, limits or {}
+    )
 
 
 def test_a_speed_up_beyond_what_can_be_hidden_is_noise_and_no_gain() -> None:
-    times = {"stock": [200.0, 220.0, 210.0], "farskip_overlapped": [100.0, 110.0, 105.0]}
+    times = {
+        "stock": [200.0, 220.0, 210.0],
+        "farskip_overlapped": [100.0, 110.0, 105.0],
+    }
     for limit, cell in ((2.5, "2.00"), (1.4, "noise")):
         result = summed_up(times, {}, {"farskip_overlapped": [{"ttft_ms": limit}]})
         page = table(result)
-        line = next(line for line in page.splitlines() if line.startswith("| FarSkip, overlapped"))
+        line = next(
+            line
+            for line in page.splitlines()
+            if line.startswith("| FarSkip, overlapped")
+        )
         assert [each.strip() for each in line.strip("|").split("|")][3] == cell
-        assert ("TTFT noise, TBT x 1.00 (stock)" in page) == (cell == "noise") == ("2.00" not in page)
+        assert (
+            ("TTFT noise, TBT x 1.00 (stock)" in page)
+            == (cell == "noise")
+            == ("2.00" not in page)
+        )
         assert ("measure again" in page.lower()) == (cell == "noise")
         assert "Fewer than 3 rounds" not in page
     assert result["rows"][1]["points"][0]["ttft_ms"]["limit"] == 1.4
 
 
 def test_few_rounds_and_the_load_beside_them_are_said() -> None:
-    result = summed_up({"stock": [200.0, 220.0], "farskip_overlapped": [100.0, 110.0]}, {})
+    result = summed_up(
+        {"stock": [200.0, 220.0], "farskip_overlapped": [100.0, 110.0]}, {}
+    )
     assert [each["load"] for each in result["rounds"]] == [
         {"lowest": 1.0, "highest": 2.0},
         {"lowest": 1.1, "highest": 2.2},
@@ -366,20 +512,27 @@ def test_few_rounds_and_the_load_beside_them_are_said() -> None:
     page = table(result)
     assert "**Fewer than 3 rounds: a gain cannot be told from noise.**" in page
     assert (
-        "Measured from 2026-11-23 10:00:00 UTC to 2026-11-23 10:01:00 UTC; load of this machine (2 cores)"
-        in page
+        "Measured from 2026-11-23 10:00:00 UTC to 2026-11-23 10:01:00 UTC; load of this"
+        " machine (2 cores)" in page
     )
     assert "before its servers started 1.0 to 2.2." in page
 
 
-def test_wide_rows_have_the_same_back_end_and_are_set_against_wide_stock(place: Place) -> None:
+def test_wide_rows_have_the_same_back_end_and_are_set_against_wide_stock(
+    place: Place,
+) -> None:
     rows = "--rows=stock,wide_stock,wide_blocking,wide_overlapped"
     assert main(place.words(rows, "--rounds=1", "--all2all=deepep_low_latency")) == 0
     serves = [call["serve"] for call in place.calls() if "serve" in call]
     wide = "--tensor-parallel-size 1 --data-parallel-size 2 --enable-expert-parallel"
     wide += " --all2all-backend deepep_low_latency"
     assert [wide in " ".join(words) for words in serves] == [False, True, True, True]
-    assert [words[0].rpartition("/")[2] for words in serves] == ["original", "original", "model", "model"]
+    assert [words[0].rpartition("/")[2] for words in serves] == [
+        "original",
+        "original",
+        "model",
+        "model",
+    ]
     result = place.result()
     assert [row["base"] for row in result["rows"]] == ["stock", *("wide_stock",) * 3]
     (point,) = result["rows"][3]["points"]
@@ -394,7 +547,8 @@ def test_a_round_that_was_cut_off_is_measured_again_as_a_whole(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = place.words("--rows=stock,dbo_prefill,farskip_overlapped", "--rounds=2")
-    (place.bin / "fail").write_text("8")  # the second server of round 2, after the first was measured
+    # the second server of round 2, after the first was measured
+    (place.bin / "fail").write_text("8")
     assert main(words) == 2
     assert sorted(file.name for file in (place.out / "rounds").glob("*.json")) == [
         *("1-farskip_overlapped.json", "1-stock.json", "2-farskip_overlapped.json")
@@ -402,32 +556,53 @@ def test_a_round_that_was_cut_off_is_measured_again_as_a_whole(
     before, kept = len(place.calls()), (place.out / "rounds/1-stock.json").read_text()
     capsys.readouterr()
     assert main(words) == 0
-    assert "fcsd bench: round 2 was cut off and is measured again" in capsys.readouterr().err
-    assert [call["row"] for call in place.calls()[before:] if "serve" in call] == ["overlapped", "stock"]
+    assert (
+        "fcsd bench: round 2 was cut off and is measured again"
+        in capsys.readouterr().err
+    )
+    assert [call["row"] for call in place.calls()[before:] if "serve" in call] == [
+        "overlapped",
+        "stock",
+    ]
     assert (
         place.out / "rounds/1-stock.json"
     ).read_text() == kept  # with what dbo said, which is not asked again
     rounds = place.result()["rounds"]
     assert len(rounds) == 2 and rounds[0]["end"] <= rounds[1]["begin"]
-    assert place.result()["rows"][1]["missing"].startswith("Dual-Batch Overlap is not supported")
+    assert place.result()["rows"][1]["missing"].startswith(
+        "Dual-Batch Overlap is not supported"
+    )
 
 
 def test_a_server_over_two_machines_is_started_on_both_and_ends_on_both(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place.program("ssh", '#!/bin/sh\nwhile [ "$1" != there ]; do shift; done\nexec sh -c "$2"\n')
+    place.program(
+        "ssh", '#!/bin/sh\nwhile [ "$1" != there ]; do shift; done\nexec sh -c "$2"\n'
+    )
     monkeypatch.setenv("PATH", f"{place.bin}:{os.environ['PATH']}")
     rows = "--rows=stock,wide_stock"
-    assert main(place.words(rows, "--rounds=1", "--nodes=here,there", "--tensor-parallel=4")) == 0
+    assert (
+        main(
+            place.words(rows, "--rounds=1", "--nodes=here,there", "--tensor-parallel=4")
+        )
+        == 0
+    )
     serves = [" ".join(call["serve"]) for call in place.calls() if "serve" in call]
     head, second, wide_head, wide_second = sorted(
         serves, key=lambda words: ("data-p" in words, "headless" in words)
     )
     for words in (head, second):
-        assert "--tensor-parallel-size 4" in words and "--nnodes 2 --master-addr here --master-port " in words
+        assert (
+            "--tensor-parallel-size 4" in words
+            and "--nnodes 2 --master-addr here --master-port " in words
+        )
     assert "--headless --node-rank 1" in second and "--host" not in second
     for words in (wide_head, wide_second):
-        assert "--data-parallel-size-local 2 --data-parallel-address here --data-parallel-rpc-port" in words
+        assert (
+            "--data-parallel-size-local 2 --data-parallel-address here"
+            " --data-parallel-rpc-port" in words
+        )
     assert "--headless --data-parallel-start-rank 2" in wide_second
     assert "tensor parallel 4 on 2 machines" in (place.out / "serving.md").read_text()
     assert gone(pids(place))
@@ -439,13 +614,26 @@ def test_servers_of_sglang_are_measured_in_its_own_words(
     words = place.with_sglang().words(TIMED, "--rounds=1", "--serve-args=--device cpu")
     assert main(words) == 0
     serves = [call for call in place.calls() if "serve" in call]
-    assert [call["row"] for call in serves] == ["stock", "blocking", "overlapped"]  # all that SGLang has
+    # all that SGLang has
+    assert [call["row"] for call in serves] == ["stock", "blocking", "overlapped"]
     for call, model in zip(serves, ("original", "model", "model"), strict=True):
-        flags = ["--disable-radix-cache", "--device", "cpu", "--tp-size", "2", "--ep-size", "2"]
+        flags = [
+            "--disable-radix-cache",
+            "--device",
+            "cpu",
+            "--tp-size",
+            "2",
+            "--ep-size",
+            "2",
+        ]
         assert call["serve"][:9] == [str(place.folder / model), *flags, "--host"]
     stock, blocking, overlapped = (call["environment"] for call in serves)
-    assert stock == {"SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang"}  # for its experts' sake, on a CPU
-    assert make_rows("sglang", ["stock"], {}, ("some GPU",) * 2, 2, {}, "")[0].environment == {}
+    # for its experts' sake, on a CPU
+    assert stock == {"SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang"}
+    assert (
+        make_rows("sglang", ["stock"], {}, ("some GPU",) * 2, 2, {}, "")[0].environment
+        == {}
+    )
     assert overlapped["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "fcsd_sglang"
     assert json.loads(overlapped["FCSD_SERVING"]) == {"comm": "timed"}
     assert json.loads(blocking["FCSD_SERVING"])["min_overlap_bytes"] > 2**40
@@ -453,14 +641,22 @@ def test_servers_of_sglang_are_measured_in_its_own_words(
     assert len(benches) == 6
     for words_of, tokens in zip(benches, (1, 8) * 3, strict=True):
         assert (
-            "--backend sglang --dataset-name random-ids --random-range-ratio 1 --warmup-requests 4"
-            in words_of
+            "--backend sglang --dataset-name random-ids --random-range-ratio 1"
+            " --warmup-requests 4" in words_of
         )
-        assert f'"max_new_tokens": {tokens}, "ignore_eos": true' in words_of  # of the warm-up, too
+        # of the warm-up, too
+        assert f'"max_new_tokens": {tokens}, "ignore_eos": true' in words_of
     result = place.result()
-    assert result["settings"]["engine"] == "sglang" and result["versions"]["sglang"] == "0.5.23"
+    assert (
+        result["settings"]["engine"] == "sglang"
+        and result["versions"]["sglang"] == "0.5.23"
+    )
     ours = result["rows"][2]
-    assert ours["environment"] == {name: overlapped[name] for name in ours["environment"]} != {}
+    assert (
+        ours["environment"]
+        == {name: overlapped[name] for name in ours["environment"]}
+        != {}
+    )
     assert ours["points"][0]["ttft_ms"]["speedup"]["median"] == pytest.approx(1.2)
     assert ours["points"][0]["overlap_prefill"]["median"] == pytest.approx(0.875)
     printed = capsys.readouterr().out
@@ -472,19 +668,31 @@ def test_a_server_of_sglang_over_two_machines_gets_the_address_of_the_first(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.with_sglang()
-    place.program("ssh", '#!/bin/sh\nwhile [ "$1" != there ]; do shift; done\nexec sh -c "$2"\n')
+    place.program(
+        "ssh", '#!/bin/sh\nwhile [ "$1" != there ]; do shift; done\nexec sh -c "$2"\n'
+    )
     monkeypatch.setenv("PATH", f"{place.bin}:{os.environ['PATH']}")
-    assert main(place.words("--rows=farskip_overlapped", "--rounds=1", "--nodes=here,there")) == 0
+    assert (
+        main(
+            place.words("--rows=farskip_overlapped", "--rounds=1", "--nodes=here,there")
+        )
+        == 0
+    )
     head, second = sorted(
-        (call for call in place.calls() if "serve" in call), key=lambda call: "--node-rank" in call["serve"]
+        (call for call in place.calls() if "serve" in call),
+        key=lambda call: "--node-rank" in call["serve"],
     )
     for call in (head, second):
         assert call["environment"]["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "fcsd_sglang"
         address, number = (
-            call["serve"][call["serve"].index(flag) + 1] for flag in ("--dist-init-addr", "--nnodes")
+            call["serve"][call["serve"].index(flag) + 1]
+            for flag in ("--dist-init-addr", "--nnodes")
         )
         assert address.startswith("here:") and number == "2"
-    assert second["serve"][-2:] == ["--node-rank", "1"] and "--headless" not in second["serve"]
+    assert (
+        second["serve"][-2:] == ["--node-rank", "1"]
+        and "--headless" not in second["serve"]
+    )
     assert gone(pids(place))
 
 
@@ -494,21 +702,38 @@ def test_a_first_token_without_text_is_no_time_of_zero(
     place.with_sglang()
     (place.bin / "mute").touch()
     assert main(place.words("--rows=stock", "--rounds=1")) == 2
-    assert "4 of 4 answers had no text, so their first token no time" in capsys.readouterr().err
+    assert (
+        "4 of 4 answers had no text, so their first token no time"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_rival_is_started_only_where_it_has_something_to_overlap() -> None:
-    def missing(config: dict[str, Any], devices: tuple[str, ...], ranks: int) -> dict[str, str]:
-        rows = make_rows("vllm", get_args(RowName), config, devices, ranks, {}, "allgather_reducescatter")
+    def missing(
+        config: dict[str, Any], devices: tuple[str, ...], ranks: int
+    ) -> dict[str, str]:
+        rows = make_rows(
+            "vllm",
+            get_args(RowName),
+            config,
+            devices,
+            ranks,
+            {},
+            "allgather_reducescatter",
+        )
         assert [row.name for row in rows] == list(get_args(RowName))
         return {row.name: row.missing for row in rows if row.missing is not None}
 
     gpus, shared = ("some GPU",) * 2, {"text_config": {"n_shared_experts": 1}}
     assert missing(shared, gpus, 2) == {}
     assert missing({}, gpus, 2) == {"shared_stream": "the model has no shared experts"}
-    assert set(missing(shared, (), 2)) == {"shared_stream", "fused_allreduce"}  # DBO: vLLM's own log says so
+    # DBO: vLLM's own log says so
+    assert set(missing(shared, (), 2)) == {"shared_stream", "fused_allreduce"}
     wide = {"wide_stock", "wide_blocking", "wide_overlapped"}
-    assert set(missing(shared, gpus, 1)) == {"dbo_prefill", "dbo_decode", "fused_allreduce"} | wide
+    assert (
+        set(missing(shared, gpus, 1))
+        == {"dbo_prefill", "dbo_decode", "fused_allreduce"} | wide
+    )
 
 
 def test_a_plugin_that_the_environment_leaves_out_is_named(
@@ -523,7 +748,10 @@ def test_a_plugin_that_the_environment_leaves_out_is_named(
 def test_no_process_of_a_server_outlives_the_command(place: Place, number: int) -> None:
     words = [sys.executable, "-m", "fcsd", *place.words("--rows=stock")]
     (place.bin / "fail").write_text("1")  # a measurement that takes long
-    place.program("vllm", (place.bin / "vllm").read_text().replace('(HERE / "die").touch()', "pass"))
+    place.program(
+        "vllm",
+        (place.bin / "vllm").read_text().replace('(HERE / "die").touch()', "pass"),
+    )
     command = subprocess.Popen(
         words,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -531,7 +759,12 @@ def test_no_process_of_a_server_outlives_the_command(place: Place, number: int) 
         # a shell that runs the tests in the background lets its children ignore it
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    wait_for(lambda: (place.bin / "calls.jsonl").exists() and any("bench" in call for call in place.calls()))
+    wait_for(
+        lambda: (
+            (place.bin / "calls.jsonl").exists()
+            and any("bench" in call for call in place.calls())
+        )
+    )
     assert not gone(pids(place))
     command.send_signal(number)
     assert command.wait(20) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
@@ -559,9 +792,11 @@ BAD = {
         other(p, "original", max_position_embeddings=256),
     ],
     "no such program": lambda p: (p.bin / "vllm").unlink(),
-    "vLLM is not installed in the environment": lambda p: shutil.rmtree(p.folder / "env/site/vllm.dist-info"),
-    "the plugin that serves converted models is not installed": lambda p: p.distribution(
-        "fcsd_serving", "0.1.0"
+    "vLLM is not installed in the environment": lambda p: shutil.rmtree(
+        p.folder / "env/site/vllm.dist-info"
+    ),
+    "the plugin that serves converted models is not installed": lambda p: (
+        p.distribution("fcsd_serving", "0.1.0")
     ),
 }
 
@@ -580,7 +815,13 @@ def test_what_cannot_be_measured_is_one_line_before_any_server_starts(
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--comm=nccl", "--comm: additional_config: fcsd.comm: must be one of blocking, stream, c10d, timed"),
+        (
+            "--comm=nccl",
+            (
+                "--comm: additional_config: fcsd.comm: must be one of blocking, stream,"
+                " c10d, timed"
+            ),
+        ),
         ("--serve-args=--port 8000", "--port is set by the benchmark; leave it out"),
         ("--prompt-tokens=512,x", "--prompt-tokens: 'x' is not a number"),
         ("--rows=stock,stok", "rows"),
@@ -602,11 +843,23 @@ def test_an_option_without_a_meaning_is_one_line(
     [
         (
             ["--rows=stock,wide_stock"],
-            "--rows: wide_stock is of other engines; SGLang has stock, farskip_blocking,",
+            (
+                "--rows: wide_stock is of other engines; SGLang has stock,"
+                " farskip_blocking,"
+            ),
         ),
-        (["--all2all=deepep_low_latency"], "--all2all deepep_low_latency: of wide rows, which are of vLLM"),
+        (
+            ["--all2all=deepep_low_latency"],
+            "--all2all deepep_low_latency: of wide rows, which are of vLLM",
+        ),
         (["--trace"], "--trace: traces are read of vLLM's profiler"),
-        (["--comm=stream"], "--comm: FCSD_SERVING.comm: must be one of c10d, blocking, timed with SGLang"),
+        (
+            ["--comm=stream"],
+            (
+                "--comm: FCSD_SERVING.comm: must be one of c10d, blocking, timed with"
+                " SGLang"
+            ),
+        ),
         (["--serve-args=--ep-size 1"], "--ep-size is set by the benchmark"),
         (["--serve-args=--dp-size 2"], "--dp-size is set by the benchmark"),
     ],
@@ -625,7 +878,10 @@ def test_another_sglang_is_refused_and_one_engine_is_measured_at_a_time(
     place.with_sglang().distribution("sglang", "0.5.24")
     assert main(place.words()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "fcsd-serving 0.1.0 refuses SGLang 0.5.24" in line and "install sglang==0.5.23" in line
+    assert (
+        "fcsd-serving 0.1.0 refuses SGLang 0.5.24" in line
+        and "install sglang==0.5.23" in line
+    )
     with pytest.raises(SystemExit):
         main(place.words("--vllm=vllm"))
     assert "not allowed with argument" in capsys.readouterr().err
@@ -637,7 +893,10 @@ def test_a_vllm_that_is_not_verified_is_measured_with_a_warning(
     place.distribution("vllm", "0.99.1")
     assert main(place.words("--rows=stock", "--rounds=1")) == 0
     output = capsys.readouterr()
-    assert "warning: vLLM 0.99.1 is not verified with fcsd-serving 0.1.0 (0.32.0 is)" in output.err
+    assert (
+        "warning: vLLM 0.99.1 is not verified with fcsd-serving 0.1.0 (0.32.0 is)"
+        in output.err
+    )
     assert "vLLM 0.99.1 is not verified" in output.out
 
 
@@ -645,28 +904,36 @@ def test_the_reason_is_the_error_that_the_others_follow_from() -> None:
     # Lines of vLLM 0.32's logs.
     assert (
         reason_of(
-            "(APIServer pid=7) INFO 11-22 14:20:26 [utils.py:1] non-default args: {}\n"
-            "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
-            "  Value error, fcsd-serving: FarSkipQwen3MoeForCausalLM: leave it off [type=value_error, input_value=…]\n"
-            "    For further information visit https://errors.pydantic.dev/2.14/v/value_error\n"
+            "(APIServer pid=7) INFO 11-22 14:20:26 [utils.py:1] non-default args:"
+            " {}\npydantic_core._pydantic_core.ValidationError: 1 validation error for"
+            " VllmConfig\n  Value error, fcsd-serving: FarSkipQwen3MoeForCausalLM:"
+            " leave it off [type=value_error, input_value=…]\n    For further"
+            " information visit https://errors.pydantic.dev/2.14/v/value_error\n"
         )
         == "Value error, fcsd-serving: FarSkipQwen3MoeForCausalLM: leave it off"
     )
     assert (
         reason_of(
-            "(EngineCore_DP0 pid=31) ERROR 11-22 14:20:26 [core.py:871] AssertionError: DeepEP is not installed\n"
-            "(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above.\n"
+            "(EngineCore_DP0 pid=31) ERROR 11-22 14:20:26 [core.py:871] AssertionError:"
+            " DeepEP is not installed\n(APIServer pid=7) RuntimeError: Engine core"
+            " initialization failed. See root cause above.\n"
         )
         == "AssertionError: DeepEP is not installed"
     )
-    assert reason_of("vllm: error: unrecognized arguments: --enable-dbo\n").endswith("--enable-dbo")
+    assert reason_of("vllm: error: unrecognized arguments: --enable-dbo\n").endswith(
+        "--enable-dbo"
+    )
     # And of SGLang 0.5.23's.
     assert (
         reason_of(
-            "[2026-11-23 20:17:51 TP0 EP0] Scheduler hit an exception: Traceback (most recent call last):\n"
-            "RuntimeError: index -1 is out of bounds for dimension 1 with size 8\n\n"
-            "[2026-11-23 20:18:57] kill_process_tree called: parent_pid=4211, include_parent=True, pid=4211\n"
+            "[2026-11-23 20:17:51 TP0 EP0] Scheduler hit an exception: Traceback (most"
+            " recent call last):\nRuntimeError: index -1 is out of bounds for dimension"
+            " 1 with size 8\n\n[2026-11-23 20:18:57] kill_process_tree called:"
+            " parent_pid=4211, include_parent=True, pid=4211\n"
         )
         == "RuntimeError: index -1 is out of bounds for dimension 1 with size 8"
     )
-    assert reason_of("[2026-11-23 20:17:51] ValueError: no such flag\n") == "ValueError: no such flag"
+    assert (
+        reason_of("[2026-11-23 20:17:51] ValueError: no such flag\n")
+        == "ValueError: no such flag"
+    )

@@ -1,4 +1,6 @@
-"""Tiny models of every family with every parameter randomised: a fresh norm is all ones, and hides a wrong one."""
+"""Tiny models of every family with every parameter randomised: a fresh norm is all
+ones, and hides a wrong one.
+"""
 
 from typing import Any
 
@@ -15,10 +17,13 @@ TINY: dict[str, dict[str, Any]] = {
     for name, fields in {**standard.TINY, **adapted.TINY, **multimodal.TINY}.items()
     if name not in NEWER
 }
-"""Model type -> config fields that the tiny configuration of each family adds to the common sizes."""
+"""Model type -> config fields that the tiny configuration of each family adds to the
+common sizes.
+"""
 
 VOCABULARY = 99
-_WRAPPER_VOCABULARY = 106  # the ids of images, videos and sounds are behind those of text
+# the ids of images, videos and sounds are behind those of text
+_WRAPPER_VOCABULARY = 106
 
 
 _COMMON: dict[str, Any] = {
@@ -36,8 +41,8 @@ _COMMON: dict[str, Any] = {
 
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
-    """Build a configuration of 4 layers of width 32; `overrides` are config fields, in a wrapper those of its text
-    config."""
+    """Build a configuration of 4 layers of width 32; `overrides` are config fields, in
+    a wrapper those of its text config."""
     if FAMILIES[model_type].like:
         register(model_type)
     fields = dict(TINY[model_type])
@@ -53,11 +58,11 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
 
 
 def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> Any:
-    """Build a regular CausalLM or multimodal wrapper in eval mode, float32, all parameters and router bias buffers
-    random from `seed`.
+    """Build a regular CausalLM or multimodal wrapper in eval mode, float32, all
+    parameters and router bias buffers random from `seed`.
 
-    `attn_implementation`, `experts_implementation` and `dtype` among the overrides go to the model, the rest
-    to `tiny_config`.
+    `attn_implementation`, `experts_implementation` and `dtype` among the overrides go
+    to the model, the rest to `tiny_config`.
     """
     options = {
         name: overrides.pop(name)
@@ -65,6 +70,8 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> Any:
         if name in overrides
     }
     config = tiny_config(model_type, **overrides)
-    model = getattr(transformers, FAMILIES[model_type].auto_model).from_config(config, **options)
+    model = getattr(transformers, FAMILIES[model_type].auto_model).from_config(
+        config, **options
+    )
     randomise(model, seed)
     return model.eval()

@@ -22,7 +22,8 @@ _DEEPSEEK: dict[str, Any] = {
 INDEXER: dict[str, Any] = {
     "index_topk": 4,
     "index_head_dim": 16,
-    "index_n_heads": 16,  # few make scores tie at 0, and a tie falls one way or the other
+    # few make scores tie at 0, and a tie falls one way or the other
+    "index_n_heads": 16,
     "indexer_types": ["full", "full", "shared", "full"],
 }
 _WINDOWS: dict[str, Any] = {

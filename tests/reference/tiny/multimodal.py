@@ -1,6 +1,7 @@
 """Tiny configurations of `fcsd.model.families.multimodal`.
 
-The entry of a wrapper has `text_config`, to which the common sizes and overrides are added, and tiny towers.
+The entry of a wrapper has `text_config`, to which the common sizes and overrides are
+added, and tiny towers.
 """
 
 from typing import Any
@@ -23,7 +24,11 @@ IMAGE = 99
 _MROPE: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 1, 1],
+    },
 }
 _PATCHES: dict[str, Any] = {
     "depth": 2,
@@ -66,7 +71,12 @@ _START_END_TOKENS = {
 }
 
 _TEXT: dict[str, dict[str, Any]] = {
-    "aria_text": {"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 24},
+    "aria_text": {
+        "moe_num_experts": 8,
+        "moe_topk": 2,
+        "moe_num_shared_experts": 2,
+        "intermediate_size": 24,
+    },
     "qwen3_5_moe_text": {
         **EXPERTS,
         "shared_expert_intermediate_size": 32,
@@ -93,7 +103,12 @@ _TEXT: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "rotary_dim": 4,
         **FIRST_DENSE,
-        "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+        "layer_types": [
+            "full_attention",
+            "minimax_m3_sparse",
+            "full_attention",
+            "minimax_m3_sparse",
+        ],
         "index_n_heads": 2,
         "index_head_dim": 8,
         "index_block_size": 4,
@@ -108,7 +123,12 @@ _TEXT: dict[str, dict[str, Any]] = {
         "shared_experts_intermediate_size": 32,
         "routed_scaling_factor": 1.5,
         "head_dim": 16,
-        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "layer_types": [
+            "full_attention",
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+        ],
         "use_dsa": False,
         "sliding_window": 8,
         "swa_num_attention_heads": 2,
@@ -230,7 +250,11 @@ TINY: dict[str, dict[str, Any]] = {
         "text_config": {
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [3, 3, 2],
+            },
             "moe_num_experts": 8,
             "moe_k": 2,
             "moe_num_shared_experts": 2,
@@ -251,7 +275,12 @@ TINY: dict[str, dict[str, Any]] = {
     "step3p7": {
         "text_config": {
             **FIRST_DENSE,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "layer_types": [
+                "full_attention",
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
             "sliding_window": 8,
             "num_sliding_attention_heads": 2,
             "n_routed_experts": 8,
@@ -312,7 +341,11 @@ TINY: dict[str, dict[str, Any]] = {
             "head_dim": 8,
             "tie_word_embeddings": False,
         },
-        "vision_config": {**_PATCHES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        "vision_config": {
+            **_PATCHES,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
         **_QWEN_TOKENS,
     },
     "qwen3_omni_moe_thinker": {
@@ -321,7 +354,11 @@ TINY: dict[str, dict[str, Any]] = {
             **EXPERTS,
             "head_dim": 8,
         },
-        "vision_config": {**_PATCHES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        "vision_config": {
+            **_PATCHES,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
         "audio_config": {
             "d_model": 16,
             "encoder_layers": 1,

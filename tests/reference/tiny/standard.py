@@ -1,8 +1,14 @@
-"""Tiny configurations of `fcsd.model.families.standard`, and what those of several families have in common."""
+"""Tiny configurations of `fcsd.model.families.standard`, and what those of several
+families have in common.
+"""
 
 from typing import Any
 
-EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 LOCAL_EXPERTS: dict[str, Any] = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
@@ -15,7 +21,9 @@ ROUTED_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
 }
 GROUPS: dict[str, Any] = {"n_group": 2, "topk_group": 1}
-FIRST_DENSE: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+FIRST_DENSE: dict[str, Any] = {
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]
+}
 HYBRID: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"] * 2}
 MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -25,7 +33,12 @@ MLA: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
 }
-TOWER: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
+TOWER: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
 _WINDOWS: dict[str, Any] = {
     "head_dim": 8,
     "sliding_window": 6,
@@ -45,7 +58,8 @@ _INDEXED: dict[str, Any] = {
     **GROUPS,
     "index_topk": 4,
     "index_head_dim": 16,
-    "index_n_heads": 16,  # with few heads many scores are 0 after their ReLU, and ties are broken by chance
+    # with few heads many scores are 0 after their ReLU, and ties are broken by chance
+    "index_n_heads": 16,
 }
 
 TINY: dict[str, dict[str, Any]] = {
@@ -148,7 +162,12 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
         "sliding_window_pattern": 2,
     },
-    "flint": {**EXPERTS, **_WINDOWS, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
+    "flint": {
+        **EXPERTS,
+        **_WINDOWS,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [0],
+    },
     "glm4_moe_lite": {**MLA, **ROUTED_EXPERTS, **GROUPS},
     "granitemoe_swa": {**_GRANITE, "shared_intermediate_size": 32, "sliding_window": 6},
     "granitemoehybrid": {
@@ -192,7 +211,12 @@ TINY: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         "head_dim": 8,
         "sliding_window": 6,
-        "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+        "layer_types": [
+            "linear_attention",
+            "sliding_attention",
+            "linear_attention",
+            "full_attention",
+        ],
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
         "linear_num_key_heads": 2,

@@ -1,8 +1,9 @@
-"""A Hub on this machine: the few endpoints that `huggingface_hub` speaks to create a model repository, to commit to
-it and to download from it.
+"""A Hub on this machine: the few endpoints that `huggingface_hub` speaks to create a
+model repository, to commit to it and to download from it.
 
-Written after the client's own requests (huggingface_hub 2.4). Large files come through LFS, or where the client has
-hf_xet switched on, go into a folder of hf_xet's own format; of those only the sha256 is known here.
+Written after the client's own requests (huggingface_hub 2.4). Large files come through
+LFS, or where the client has hf_xet switched on, go into a folder of hf_xet's own
+format; of those only the sha256 is known here.
 """
 
 import base64
@@ -46,12 +47,14 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
-        self.received: list[str] = []  # sha256 of every object that was sent, again if it was sent again
+        # sha256 of every object that was sent, again if it was sent again
+        self.received: list[str] = []
         self.requests: list[tuple[str, str]] = []
         self.may_write = True
         self.xet: Path | None = None  # where hf_xet is to put what it sends
         self.breaks: Callable[[bytes], bool] = lambda content: False
-        self.metadata_errors: list[str] = []  # what it finds wrong with the metadata of a card
+        # what it finds wrong with the metadata of a card
+        self.metadata_errors: list[str] = []
         self.commit_answer: tuple[int, str] | None = None  # instead of a commit
 
     @property
@@ -123,17 +126,29 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
         self.server.requests.append((self.command, path))
-        owner, name, *rest = [*path.removeprefix("/api/models").strip("/").split("/"), ""]
+        owner, name, *rest = [
+            *path.removeprefix("/api/models").strip("/").split("/"),
+            "",
+        ]
         repo = self.server.repos.get(f"{owner}/{name}")
         if not self._allowed():
             return
         if repo is None:
-            self._answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
+            self._answer(
+                404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound"
+            )
         elif rest[0] == "resolve":
             self._file(repo, "/".join(rest[2:]).rstrip("/"))
         elif rest[0] == "xet-write-token":
             until = int(time.time()) + 3600
-            self._answer(200, {"accessToken": "x", "exp": until, "casUrl": f"local://{self.server.xet}"})
+            self._answer(
+                200,
+                {
+                    "accessToken": "x",
+                    "exp": until,
+                    "casUrl": f"local://{self.server.xet}",
+                },
+            )
         elif rest[0] == "tree":
             self._answer(200, [
                 {"type": "file", "path": path, "size": len(content), "oid": git_blob(content)}
@@ -150,7 +165,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer a download of one file, or its headers; the revision is not looked at."""
         if path not in repo.files:
             return self._answer(
-                404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT
+                404,
+                {"error": "Entry not found"},
+                X_Error_Code="EntryNotFound",
+                X_Repo_Commit=COMMIT,
             )
         content = repo.files[path]
         self.send_response(200)
@@ -197,16 +215,28 @@ class _Handler(BaseHTTPRequestHandler):
         name = f"{wanted['organization']}/{wanted['name']}"
         url = {"url": f"{self.server.url}/{name}"}
         if not self.server.may_write:
-            self._answer(403, {"error": "You don't have the rights to create a model under this namespace"})
+            self._answer(
+                403,
+                {
+                    "error": (
+                        "You don't have the rights to create a model under this"
+                        " namespace"
+                    )
+                },
+            )
         elif name in self.server.repos:
             self._answer(409, url | {"error": "You already created this model repo"})
         else:
-            private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+            private = wanted.get("visibility") == "private" or bool(
+                wanted.get("private")
+            )
             self.server.repos[name] = Repo(private)
             self._answer(200, url)
 
     def _repo(self, path: str) -> Repo:
-        return self.server.repos["/".join(path.removeprefix("/api/models/").split("/")[:2])]
+        return self.server.repos[
+            "/".join(path.removeprefix("/api/models/").split("/")[:2])
+        ]
 
     def _preupload(self, path: str, wanted: dict[str, Any]) -> None:
         files = self._repo(path).files
@@ -214,7 +244,11 @@ class _Handler(BaseHTTPRequestHandler):
         for file in wanted["files"]:
             name = file["path"]
             large = name.endswith((".safetensors", ".png"))
-            row = {"path": name, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+            row = {
+                "path": name,
+                "uploadMode": "lfs" if large else "regular",
+                "shouldIgnore": False,
+            }
             if name in files:
                 row["oid"] = large_oid(files[name]) if large else git_blob(files[name])
             answer.append(row)
@@ -223,10 +257,21 @@ class _Handler(BaseHTTPRequestHandler):
     def _batch(self, wanted: dict[str, Any]) -> None:
         def row(item: dict[str, Any]) -> dict[str, Any]:
             here = item["oid"] in self.server.objects
-            upload = {"actions": {"upload": {"href": f"{self.server.url}/upload/{item['oid']}"}}}
-            return {"oid": item["oid"], "size": item["size"], **({} if here else upload)}
+            upload = {
+                "actions": {
+                    "upload": {"href": f"{self.server.url}/upload/{item['oid']}"}
+                }
+            }
+            return {
+                "oid": item["oid"],
+                "size": item["size"],
+                **({} if here else upload),
+            }
 
-        self._answer(200, {"transfer": "basic", "objects": [row(item) for item in wanted["objects"]]})
+        self._answer(
+            200,
+            {"transfer": "basic", "objects": [row(item) for item in wanted["objects"]]},
+        )
 
     def _commit(self, path: str, lines: list[dict[str, Any]]) -> None:
         if self.server.commit_answer is not None:

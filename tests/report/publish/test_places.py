@@ -26,7 +26,12 @@ def test_of_an_absolute_path_the_last_name_is_left_and_other_texts_stay() -> Non
 
 
 def test_a_report_in_words_keeps_its_addresses_and_figures() -> None:
-    text = "| data | `/data/me/a.jsonl` |\n![loss](loss.png) see https://arxiv.org/abs/2511.1\n  path: /data/me/model\n"
-    assert without_places(text) == (
-        "| data | `a.jsonl` |\n![loss](loss.png) see https://arxiv.org/abs/2511.1\n  path: model\n"
+    text = (
+        "| data | `/data/me/a.jsonl` |\n![loss](loss.png) see"
+        " https://arxiv.org/abs/2511.1\n  path: /data/me/model\n"
+    )
+    assert (
+        without_places(text)
+        == "| data | `a.jsonl` |\n![loss](loss.png) see https://arxiv.org/abs/2511.1\n "
+        " path: model\n"
     )

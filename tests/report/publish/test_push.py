@@ -1,4 +1,6 @@
-"""`fcsd push` with the real client against a Hub on this machine: what arrives, what is refused, what is sent again."""
+"""`fcsd push` with the real client against a Hub on this machine: what arrives, what is
+refused, what is sent again.
+"""
 
 import json
 import re
@@ -38,7 +40,11 @@ def converted(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("converted")
     convert_checkpoint(base_checkpoint, folder / "one", Connectivity("all"))
     model = AutoModelForCausalLM.from_pretrained(folder / "one", trust_remote_code=True)
-    shutil.copytree(folder / "one", folder / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
+    shutil.copytree(
+        folder / "one",
+        folder / "model",
+        ignore=shutil.ignore_patterns("*.safetensors*"),
+    )
     model.save_pretrained(folder / "model", max_shard_size="100KB")
     assert len(list((folder / "model").glob("*.safetensors"))) > 1
     return folder / "model"
@@ -89,19 +95,27 @@ def test_a_pushed_checkpoint_loads_from_what_arrived(
     repo = hub.repos["me/x"]
     assert repo.private
     assert not [name for name in repo.files if "/" in name or name == "optimizer.pt"]
-    assert "left out, no part of a published checkpoint: .git/, checkpoint-500/, optimizer.pt" in printed.err
+    assert (
+        "left out, no part of a published checkpoint: .git/, checkpoint-500/,"
+        " optimizer.pt" in printed.err
+    )
     assert "no results on the card" in printed.err
     there = repo.write(tmp_path / "there")
     loaded, local = (
-        AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True) for place in (there, checkpoint)
+        AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
+        for place in (there, checkpoint)
     )
     assert_same_model(loaded, local, {"input_ids": torch.arange(3, 12)[None]})
     assert AutoTokenizer.from_pretrained(there, trust_remote_code=True).chat_template
     card = ModelCard.load(there / "README.md")
     assert (
-        card.data.license == "apache-2.0" and 'from_pretrained("me/x", trust_remote_code=True)' in card.text
+        card.data.license == "apache-2.0"
+        and 'from_pretrained("me/x", trust_remote_code=True)' in card.text
     )
-    assert "2 of 2 decoder layers are rewired" in card.text and "Rewired layers: 0, 1." in card.text
+    assert (
+        "2 of 2 decoder layers are rewired" in card.text
+        and "Rewired layers: 0, 1." in card.text
+    )
 
 
 def test_the_token_is_written_nowhere(
@@ -115,7 +129,11 @@ def test_the_token_is_written_nowhere(
     assert TOKEN not in printed.out + printed.err
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert files and not [file for file in files if TOKEN.encode() in file.read_bytes()]
-    assert not [name for name, content in hub.repos["me/x"].files.items() if TOKEN.encode() in content]
+    assert not [
+        name
+        for name, content in hub.repos["me/x"].files.items()
+        if TOKEN.encode() in content
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,17 +158,35 @@ def test_a_file_with_a_token_in_it_is_refused(
     assert not hub.requests
 
 
-def test_a_dry_run_writes_exactly_what_a_push_sends(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_dry_run_writes_exactly_what_a_push_sends(
+    hub: Hub, checkpoint: Path, tmp_path: Path
+) -> None:
     (checkpoint / ".eval_results").mkdir()
-    for name in (".eval_results/gsm8k.yaml", "deltas.png", "report.md", "LICENSE", ".env", "items.html"):
+    for name in (
+        ".eval_results/gsm8k.yaml",
+        "deltas.png",
+        "report.md",
+        "LICENSE",
+        ".env",
+        "items.html",
+    ):
         (checkpoint / name).write_text(f"{name}: 1\n")
     assert push(checkpoint, "me/x", "--dry-run", tmp_path / "dry") == 0
     assert not hub.requests
     assert push(checkpoint, "me/x") == 0
     dry = tmp_path / "dry"
-    there = {str(file.relative_to(dry)): file.read_bytes() for file in dry.rglob("*") if file.is_file()}
+    there = {
+        str(file.relative_to(dry)): file.read_bytes()
+        for file in dry.rglob("*")
+        if file.is_file()
+    }
     assert there == hub.repos["me/x"].files
-    assert {".eval_results/gsm8k.yaml", "deltas.png", "report.md", "LICENSE"} < there.keys()
+    assert {
+        ".eval_results/gsm8k.yaml",
+        "deltas.png",
+        "report.md",
+        "LICENSE",
+    } < there.keys()
     assert not {".env", "items.html"} & there.keys()
 
 
@@ -159,15 +195,29 @@ def test_a_dry_run_without_a_name_is_written_beside_the_folder(
 ) -> None:
     assert push(checkpoint, "me/x", "--dry-run") == 0
     assert (checkpoint.parent / "checkpoint-hub" / "config.json").is_file()
-    assert "exists already; choose a new folder" in error_of(capsys, checkpoint, "me/x", "--dry-run")
+    assert "exists already; choose a new folder" in error_of(
+        capsys, checkpoint, "me/x", "--dry-run"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.breadth
-def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(hub: Hub, tmp_path: Path) -> None:
+def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(
+    hub: Hub, tmp_path: Path
+) -> None:
     """As users have it: hf_xet sends blocks of 64 MB, and notes now and then which have arrived."""
-    source, checkpoint, hub.xet = tmp_path / "base", tmp_path / "checkpoint", tmp_path / "xet"
-    model = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=70_000, hidden_size=512, num_experts=2)
+    source, checkpoint, hub.xet = (
+        tmp_path / "base",
+        tmp_path / "checkpoint",
+        tmp_path / "xet",
+    )
+    model = tiny_model(
+        "qwen2_moe",
+        num_hidden_layers=2,
+        vocab_size=70_000,
+        hidden_size=512,
+        num_experts=2,
+    )
     model.save_pretrained(source, max_shard_size="150MB")
     convert_checkpoint(source, checkpoint, Connectivity("all"))
     weights = {file.name: file for file in checkpoint.glob("*.safetensors")}
@@ -175,8 +225,14 @@ def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(hub:
     assert len(weights) > 1 and size > 4 * 64_000_000
 
     def blocks() -> dict[str, tuple[int, int]]:
-        """Return finished blocks: size, and inode, which is another one where a block was sent again."""
-        files = [file for file in (tmp_path / "xet").rglob("default.*") if file.suffix != ".tagset"]
+        """Return finished blocks: size, and inode, which is another one where a block
+        was sent again.
+        """
+        files = [
+            file
+            for file in (tmp_path / "xet").rglob("default.*")
+            if file.suffix != ".tagset"
+        ]
         return {file.name: (file.stat().st_size, file.stat().st_ino) for file in files}
 
     environment = {
@@ -184,12 +240,16 @@ def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(hub:
         "HF_TOKEN": TOKEN,
         "HF_HUB_OFFLINE": "0",
         "HF_HOME": str(tmp_path / "home"),
-        "HF_XET_DATA_SESSION_XORB_METADATA_FLUSH_INTERVAL": "100ms",  # 20 s, in which all this would be sent
+        # 20 s, in which all this would be sent
+        "HF_XET_DATA_SESSION_XORB_METADATA_FLUSH_INTERVAL": "100ms",
     }
     command = ("-m", "fcsd", "push", str(checkpoint), "me/x")
     # In a process of its own: hf_xet starts threads, and other tests fork.
     with start(*command, **environment) as child:
-        while not (noted := list(hub.xet.rglob("xorb_metadata/*.mdb"))) and child.poll() is None:
+        while (
+            not (noted := list(hub.xet.rglob("xorb_metadata/*.mdb")))
+            and child.poll() is None
+        ):
             time.sleep(0.01)
         child.kill()
     arrived = blocks()
@@ -210,7 +270,10 @@ def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(hub:
 
 
 def test_a_broken_upload_goes_on_where_it_stopped(
-    hub: Hub, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    hub: Hub,
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     last = (sorted(checkpoint.glob("*.safetensors"))[-1]).read_bytes()
     hub.breaks = lambda content: content == last
@@ -219,9 +282,16 @@ def test_a_broken_upload_goes_on_where_it_stopped(
     assert hub.repos["me/x"].files == {}, "nobody sees half a checkpoint"
     hub.breaks = lambda content: False
     assert push(checkpoint, "me/x") == 0
-    assert len(hub.received) == len(set(hub.received)) == len(list(checkpoint.glob("*.safetensors")))
+    assert (
+        len(hub.received)
+        == len(set(hub.received))
+        == len(list(checkpoint.glob("*.safetensors")))
+    )
     assert push(checkpoint, "me/x") == 0
-    assert len(hub.received) == len(set(hub.received)) and len(hub.repos["me/x"].commits) == 1
+    assert (
+        len(hub.received) == len(set(hub.received))
+        and len(hub.repos["me/x"].commits) == 1
+    )
 
 
 def test_a_second_push_removes_the_shards_that_are_gone(
@@ -229,19 +299,32 @@ def test_a_second_push_removes_the_shards_that_are_gone(
 ) -> None:
     assert push(checkpoint, "me/x") == push(checkpoint, "me/x") == 0
     assert "replaces the README.md" not in capsys.readouterr().err
-    hub.repos["me/x"].files |= {"notes.txt": b"the owner's own", "README.md": b"edited on the page"}
+    hub.repos["me/x"].files |= {
+        "notes.txt": b"the owner's own",
+        "README.md": b"edited on the page",
+    }
     hub.repos["me/x"].files["report.md"] = b"of an earlier push"
     for file in checkpoint.glob("*.safetensors*"):
         file.unlink()
-    shutil.copyfile(converted.parent / "one" / "model.safetensors", checkpoint / "model.safetensors")
+    shutil.copyfile(
+        converted.parent / "one" / "model.safetensors", checkpoint / "model.safetensors"
+    )
     assert push(checkpoint, "me/x") == 0
     names = hub.repos["me/x"].files
-    assert [name for name in names if "safetensors" in name] == ["model.safetensors"] and "notes.txt" in names
-    assert "report.md" not in names and "replaces the README.md of me/x" in capsys.readouterr().err
+    assert [name for name in names if "safetensors" in name] == [
+        "model.safetensors"
+    ] and "notes.txt" in names
+    assert (
+        "report.md" not in names
+        and "replaces the README.md of me/x" in capsys.readouterr().err
+    )
 
 
 def test_what_the_hub_refuses_is_said_in_one_line(
-    hub: Hub, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    hub: Hub,
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hub.may_write = False
     assert "may not write there" in error_of(capsys, checkpoint, "me/x")
@@ -249,7 +332,9 @@ def test_what_the_hub_refuses_is_said_in_one_line(
     assert push(checkpoint, "me/x") == 0
     assert "exists and is public" in error_of(capsys, checkpoint, "me/x", "--private")
     hub.repos["me/x"].files["config.json"] = b'{"model_type": "llama"}'
-    assert "exists and holds a model of type 'llama'" in error_of(capsys, checkpoint, "me/x")
+    assert "exists and holds a model of type 'llama'" in error_of(
+        capsys, checkpoint, "me/x"
+    )
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "does not accept the access token" in error_of(capsys, checkpoint, "me/x")
     monkeypatch.delenv("HF_TOKEN")
@@ -260,15 +345,28 @@ def test_what_the_hub_refuses_is_said_in_one_line(
 
 
 def test_what_the_hub_says_against_a_card_or_a_commit_is_passed_on_without_the_token(
-    hub: Hub, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    hub: Hub,
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hub.metadata_errors = ['"license" must be one of [apache-2.0, mit]', '"language[0]" must be a code']
+    hub.metadata_errors = [
+        '"license" must be one of [apache-2.0, mit]',
+        '"language[0]" must be a code',
+    ]
     line = error_of(capsys, checkpoint, "me/x", "--license", "mine")
-    assert 'refuses the metadata of README.md: - "license" must be one of' in line and '"language[0]"' in line
+    assert (
+        'refuses the metadata of README.md: - "license" must be one of' in line
+        and '"language[0]"' in line
+    )
     assert "the same command again" not in line and not hub.received
     hub.metadata_errors = []
     for status, text, words in (
-        (403, "Private repository storage limit reached", "(403: Private repository storage limit reached"),
+        (
+            403,
+            "Private repository storage limit reached",
+            "(403: Private repository storage limit reached",
+        ),
         (400, f"no such file, {TOKEN}", "the Hub refuses this (400: "),
         (429, "slow down", "run the same command again later (429: slow down"),
         (412, "A commit has happened since", "run the same command again"),
@@ -280,7 +378,9 @@ def test_what_the_hub_says_against_a_card_or_a_commit_is_passed_on_without_the_t
     assert push(checkpoint, "me/x") == 0 and len(hub.repos["me/x"].commits) == 1
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     capsys.readouterr()
-    assert "the Hub at http://127.0.0.1:1 cannot be reached" in error_of(capsys, checkpoint, "me/x")
+    assert "the Hub at http://127.0.0.1:1 cannot be reached" in error_of(
+        capsys, checkpoint, "me/x"
+    )
 
 
 @pytest.mark.slow
@@ -290,14 +390,19 @@ def test_what_was_pushed_loads_by_its_name_with_the_code_of_its_card(
     assert push(checkpoint, "me/x") == 0
     card = ModelCard(hub.repos["me/x"].files["README.md"].decode())
     (code,) = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
-    assert 'AutoModelForCausalLM.from_pretrained("me/x"' in code and "max_new_tokens=512" in code
+    assert (
+        'AutoModelForCausalLM.from_pretrained("me/x"' in code
+        and "max_new_tokens=512" in code
+    )
     code = (
         "import sys; sys.modules['fcsd'] = None\n"
         + code.replace("max_new_tokens=512", "max_new_tokens=4, do_sample=False")
-        + "pin = AutoModelForCausalLM.from_pretrained('me/x', trust_remote_code=True, revision='"
+        + "pin = AutoModelForCausalLM.from_pretrained('me/x', trust_remote_code=True,"
+        " revision='"
         + COMMIT
-        + "')\nassert type(pin).__name__ == type(model).__name__ == 'FarSkipQwen2MoeForCausalLM'\n"
-        "print('reply', reply[0, inputs['input_ids'].shape[1]:].tolist())\n"
+        + "')\nassert type(pin).__name__ == type(model).__name__ =="
+        " 'FarSkipQwen2MoeForCausalLM'\nprint('reply', reply[0,"
+        " inputs['input_ids'].shape[1]:].tolist())\n"
     )
     environment = {
         "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home"),
@@ -312,7 +417,9 @@ def test_what_was_pushed_loads_by_its_name_with_the_code_of_its_card(
     prompt = tokenizer.apply_chat_template(
         turn, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    mine = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    mine = model.generate(**prompt, max_new_tokens=4, do_sample=False)[
+        0, prompt["input_ids"].shape[1] :
+    ]
     assert out.splitlines()[-1] == f"reply {mine.tolist()}"
 
 
@@ -320,7 +427,10 @@ def test_a_dry_run_shares_the_weights_and_nothing_that_one_may_edit(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dry = tmp_path / "dry"
-    write_json(checkpoint / "report.json", {"output_dir": str(tmp_path), "link": "https://a.b/usr/bin"})
+    write_json(
+        checkpoint / "report.json",
+        {"output_dir": str(tmp_path), "link": "https://a.b/usr/bin"},
+    )
     (checkpoint / "USE_POLICY.md").write_text(f"See {tmp_path} for it.\n")
     assert push(checkpoint, "me/x", "--dry-run", dry) == 0
     said = capsys.readouterr().err
@@ -328,32 +438,50 @@ def test_a_dry_run_shares_the_weights_and_nothing_that_one_may_edit(
         f"USE_POLICY.md: names places of this machine: {tmp_path}\n" in said
         and "report.json: names" not in said
     )
-    assert read_json(dry / "report.json") == {"output_dir": tmp_path.name, "link": "https://a.b/usr/bin"}
+    assert read_json(dry / "report.json") == {
+        "output_dir": tmp_path.name,
+        "link": "https://a.b/usr/bin",
+    }
     for file in dry.iterdir():
         if (checkpoint / file.name).exists():
-            assert file.samefile(checkpoint / file.name) == (file.suffix == ".safetensors"), file.name
+            assert file.samefile(checkpoint / file.name) == (
+                file.suffix == ".safetensors"
+            ), file.name
 
 
 def test_a_converted_model_knows_its_original_and_its_card_says_that_it_was_not_trained(
     base_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base, out = Path(shutil.copytree(base_checkpoint, tmp_path / "base")), tmp_path / "out"
+    base, out = (
+        Path(shutil.copytree(base_checkpoint, tmp_path / "base")),
+        tmp_path / "out",
+    )
     write_text(
         base / "README.md",
-        "---\nlicense: other\nlicense_name: qwen\nlicense_link: TERMS.md\nlanguage: en\n---\n",
+        "---\nlicense: other\nlicense_name: qwen\nlicense_link: TERMS.md\nlanguage:"
+        " en\n---\n",
     )
     assert main(["convert", str(base), str(out), "--layers", "all"]) == 0
     assert push(out, "me/x", "--dry-run", tmp_path / "dry") == 0
     card = ModelCard.load(tmp_path / "dry" / "README.md")
-    assert "> **Rewired, but not trained.**" in card.text and "Not evaluated." in card.text
+    assert (
+        "> **Rewired, but not trained.**" in card.text and "Not evaluated." in card.text
+    )
     assert (card.data.license_name, card.data.language) == ("qwen", ["en"])
     assert card.data.license_link is None, "nothing of this name is in the folder"
     assert "manifest.json" not in {file.name for file in (tmp_path / "dry").iterdir()}
-    assert push(out, "me/x", "--base-model", "some/base", "--dry-run", tmp_path / "dry3") == 0
+    assert (
+        push(out, "me/x", "--base-model", "some/base", "--dry-run", tmp_path / "dry3")
+        == 0
+    )
     card = ModelCard.load(tmp_path / "dry3" / "README.md")
     assert card.data.base_model == "some/base" and card.data.license_name == "qwen"
-    assert card.data.license_link == "https://huggingface.co/some/base/blob/main/TERMS.md"
-    assert "> **Rewired, but not trained.**" in card.text, "the original on this machine has the same weights"
+    assert (
+        card.data.license_link == "https://huggingface.co/some/base/blob/main/TERMS.md"
+    )
+    assert "> **Rewired, but not trained.**" in card.text, (
+        "the original on this machine has the same weights"
+    )
     # Written over by a training: what the record says is no longer known.
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     torch.nn.init.zeros_(model.lm_head.weight)
@@ -367,7 +495,9 @@ def test_adapters_alone_are_refused_with_the_way_to_the_model(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (checkpoint / "config.json").rename(checkpoint / "adapter_config.json")
-    assert "holds adapters, not a model; give the folder of the stage" in error_of(capsys, checkpoint, "me/x")
+    assert "holds adapters, not a model; give the folder of the stage" in error_of(
+        capsys, checkpoint, "me/x"
+    )
 
 
 def drop_shard(folder: Path) -> None:
@@ -393,7 +523,8 @@ def not_farskip(folder: Path) -> None:
     config = read_json(folder / "config.json")
     del config["farskip"]
     write_json(
-        folder / "config.json", config | {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]}
+        folder / "config.json",
+        config | {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]},
     )
 
 
@@ -413,7 +544,11 @@ def not_farskip(folder: Path) -> None:
     ids=["no weights", "a shard gone", "wrong shard", "cut shard", "width", "regular", "code", "config", "card"],
 )  # fmt: skip
 def test_a_folder_that_is_not_whole_is_refused_before_anything_is_sent(
-    hub: Hub, checkpoint: Path, damage: Any, message: str, capsys: pytest.CaptureFixture[str]
+    hub: Hub,
+    checkpoint: Path,
+    damage: Any,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     damage(checkpoint)
     assert message in error_of(capsys, checkpoint, "me/x")
@@ -421,7 +556,16 @@ def test_a_folder_that_is_not_whole_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize(
-    "name", ["x", "me/x/y", "me/", "me/a b", "-me/x", "me/x.git", "https://huggingface.co/me/x"]
+    "name",
+    [
+        "x",
+        "me/x/y",
+        "me/",
+        "me/a b",
+        "-me/x",
+        "me/x.git",
+        "https://huggingface.co/me/x",
+    ],
 )
 def test_a_name_that_is_no_repository_is_refused(
     hub: Hub, checkpoint: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -445,16 +589,28 @@ def evaluated(folder: Path, name: str, weights: Path, limit: int | None = None) 
 
 
 def test_a_card_made_from_results_has_the_table_the_index_and_a_file_a_task(
-    checkpoint: Path, base_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path,
+    base_checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     base = tmp_path / "base"
     base.mkdir()
     write_text(
-        base / "README.md", "---\nlicense: other\nlicense_name: qwen\nlicense_link: LICENSE\n---\n# Base\n"
+        base / "README.md",
+        "---\nlicense: other\nlicense_name: qwen\nlicense_link: LICENSE\n---\n# Base\n",
     )
     original = evaluated(tmp_path / "original", "original", base_checkpoint)
     mine = evaluated(tmp_path / "mine", "fcsd", checkpoint)
-    words = ("--results", original, mine, "--base-model", base, "--dry-run", tmp_path / "dry")
+    words = (
+        "--results",
+        original,
+        mine,
+        "--base-model",
+        base,
+        "--dry-run",
+        tmp_path / "dry",
+    )
     assert push(checkpoint, "me/x", *words) == 0
     card = ModelCard.load(tmp_path / "dry" / "README.md")
     assert (card.data.license, card.data.license_name) == ("other", "qwen")
@@ -462,52 +618,104 @@ def test_a_card_made_from_results_has_the_table_the_index_and_a_file_a_task(
         "a/code": 75.0,
         "a/choice": 50.0,
     }
-    # 3 of 4 both: one gained, one lost; delta 0; the interval 2.4469 * sqrt(2 + 2) / 6, with Student's t of 6
+    # 3 of 4 both: one gained, one lost; delta 0; the interval 2.4469 * sqrt(2 + 2) / 6,
+    # with Student's t of 6
     (line,) = [line for line in card.text.splitlines() if line.startswith("| code")]
     cells = [cell.strip() for cell in line.split("|")[2:-1]]
-    assert cells == ["pass@1, 0-shot", "75.0", "75.0", "0.0 (-81.6 to +81.6)", "within noise"]
+    assert cells == [
+        "pass@1, 0-shot",
+        "75.0",
+        "75.0",
+        "0.0 (-81.6 to +81.6)",
+        "within noise",
+    ]
     assert "code 0-shot; choice 0-shot; float32, decoding greedy" in card.text
     (entry,) = parse_eval_result_entries(
         yaml.safe_load((tmp_path / "dry/.eval_results/code.yaml").read_text())
     )
-    assert (entry.dataset_id, entry.value) == ("a/code", 75.0) and "0-shot" in entry.notes
+    assert (entry.dataset_id, entry.value) == (
+        "a/code",
+        75.0,
+    ) and "0-shot" in entry.notes
     assert str(tmp_path) not in card.content
     other = evaluated(tmp_path / "other", "fcsd", base_checkpoint)
-    line = error_of(capsys, checkpoint, "me/x", "--results", original, other, "--dry-run", tmp_path / "dry2")
+    line = error_of(
+        capsys,
+        checkpoint,
+        "me/x",
+        "--results",
+        original,
+        other,
+        "--dry-run",
+        tmp_path / "dry2",
+    )
     assert "was measured on other weights" in line and not (tmp_path / "dry2").exists()
 
 
-def test_a_quick_look_enters_no_index(checkpoint: Path, base_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_quick_look_enters_no_index(
+    checkpoint: Path, base_checkpoint: Path, tmp_path: Path
+) -> None:
     original = evaluated(tmp_path / "original", "original", base_checkpoint, limit=4)
     mine = evaluated(tmp_path / "mine", "fcsd", checkpoint, limit=4)
-    assert push(checkpoint, "me/x", "--results", original, mine, "--dry-run", tmp_path / "dry") == 0
+    assert (
+        push(
+            checkpoint,
+            "me/x",
+            "--results",
+            original,
+            mine,
+            "--dry-run",
+            tmp_path / "dry",
+        )
+        == 0
+    )
     card = ModelCard.load(tmp_path / "dry" / "README.md")
-    assert card.data.eval_results is None and not (tmp_path / "dry" / ".eval_results").exists()
+    assert (
+        card.data.eval_results is None
+        and not (tmp_path / "dry" / ".eval_results").exists()
+    )
     assert "Only the first 4 items" in card.text
 
 
 def test_a_card_that_is_there_is_kept_and_gets_the_repository_id(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = '# My own words\n\n`from_pretrained("path/to/this/folder")`, `from_pretrained("old/name")`\n'
+    text = (
+        '# My own words\n\n`from_pretrained("path/to/this/folder")`,'
+        ' `from_pretrained("old/name")`\n'
+    )
     (checkpoint / "README.md").write_text(text)
-    write_json(checkpoint / "report.json", {"recipe": {"publication": {"repo_id": "old/name"}}})
+    write_json(
+        checkpoint / "report.json", {"recipe": {"publication": {"repo_id": "old/name"}}}
+    )
     assert push(checkpoint, "me/x", "--dry-run", tmp_path / "dry") == 0
     card = (tmp_path / "dry" / "README.md").read_text()
-    assert card == '# My own words\n\n`from_pretrained("me/x")`, `from_pretrained("me/x")`\n'
+    assert (
+        card
+        == '# My own words\n\n`from_pretrained("me/x")`, `from_pretrained("me/x")`\n'
+    )
     noted = capsys.readouterr().err
-    assert f"no licence on the card: edit {checkpoint / 'README.md'}, or publication in the recipe" in noted
+    assert (
+        f"no licence on the card: edit {checkpoint / 'README.md'}, or publication in"
+        " the recipe" in noted
+    )
     assert "README.md loads" not in noted and "--base-model" not in noted
     assert push(tmp_path / "dry", "me/y", "--dry-run", tmp_path / "dry3") == 0
     assert "README.md loads me/x, not me/y" in capsys.readouterr().err
-    line = error_of(capsys, checkpoint, "me/x", "--license", "mit", "--dry-run", tmp_path / "dry2")
+    line = error_of(
+        capsys, checkpoint, "me/x", "--license", "mit", "--dry-run", tmp_path / "dry2"
+    )
     assert "are for a new card" in line
 
 
 @pytest.mark.parametrize("card", [True, False])
 @pytest.mark.parametrize("what", ["weights", "config", "nothing"])
 def test_a_publication_whose_weights_or_config_are_not_those_of_its_stage_is_not_pushed(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], card: bool, what: str
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    card: bool,
+    what: str,
 ) -> None:
     """A README.md beside the weights does not keep them from being compared."""
     publish = tmp_path / "publish"
@@ -526,10 +734,15 @@ def test_a_publication_whose_weights_or_config_are_not_those_of_its_stage_is_not
         write_json(publish / "config.json", config | {"rms_norm_eps": 0.5})
     if what == "nothing":
         assert push(publish, "me/x", "--dry-run", tmp_path / "dry") == 0
-        assert not (tmp_path / "dry" / "files.json").exists() and "files.json" not in capsys.readouterr().err
+        assert (
+            not (tmp_path / "dry" / "files.json").exists()
+            and "files.json" not in capsys.readouterr().err
+        )
         return
     line = error_of(capsys, publish, "me/x", "--dry-run", tmp_path / "dry")
-    said = "describes other weights" if what == "weights" else "rms_norm_eps: 1e-06 -> 0.5"
+    said = (
+        "describes other weights" if what == "weights" else "rms_norm_eps: 1e-06 -> 0.5"
+    )
     assert said in line and not (tmp_path / "dry").exists()
 
 
@@ -550,18 +763,31 @@ def test_a_run_is_pushed_from_its_publish_folder_and_an_unfinished_one_says_what
     }  # fmt: skip
     write_json(run / "distill" / "manifest.json", manifest)
     write_json(run / "distill" / "stage.json", {})
-    write_json(run / "distill" / "manifest.json", manifest | {"outputs": {"model": "0" * 64}})
+    write_json(
+        run / "distill" / "manifest.json", manifest | {"outputs": {"model": "0" * 64}}
+    )
     line = error_of(capsys, run / "distill", "me/x", "--dry-run", tmp_path / "dry")
     assert "describes other weights (000000000000…) than those in" in line
     fingerprint = weights_fingerprint(run / "distill" / "model")
-    write_json(run / "distill" / "manifest.json", manifest | {"outputs": {"model": fingerprint}})
+    write_json(
+        run / "distill" / "manifest.json",
+        manifest | {"outputs": {"model": fingerprint}},
+    )
     line = error_of(capsys, run, "me/x", "--dry-run", tmp_path / "dry")
-    assert "has not come to its publish folder" in line and f"{run}/distill can be pushed as it is" in line
-    assert push(run / "distill", "me/x", "--license", "mit", "--dry-run", tmp_path / "dry") == 0
+    assert (
+        "has not come to its publish folder" in line
+        and f"{run}/distill can be pushed as it is" in line
+    )
+    assert (
+        push(run / "distill", "me/x", "--license", "mit", "--dry-run", tmp_path / "dry")
+        == 0
+    )
     card = ModelCard.load(tmp_path / "dry" / "README.md")
     assert card.data.base_model == "some/base" and card.data.datasets == ["owner/rows"]
     assert "objective `kl`, 7 steps of 128 tokens, learning rate 0.001" in card.text
     assert "`rows.jsonl`, `owner/rows`" in card.text and "somebody" not in card.content
     shutil.copytree(tmp_path / "dry", run / "publish")
     assert push(run, "me/x", "--dry-run", tmp_path / "dry2") == 0
-    assert json.loads((tmp_path / "dry2" / "config.json").read_text())["farskip"]["layers"] == [0, 1]
+    assert json.loads((tmp_path / "dry2" / "config.json").read_text())["farskip"][
+        "layers"
+    ] == [0, 1]

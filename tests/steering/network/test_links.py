@@ -1,4 +1,6 @@
-"""Links as a file, and from the output of nccl-tests: what is read, and what is refused in one line."""
+"""Links as a file, and from the output of nccl-tests: what is read, and what is refused
+in one line.
+"""
 
 import json
 import re
@@ -16,7 +18,8 @@ from fcsd.steering.network.nccl_tests import read_nccl_tests
 from fcsd.steering.network.simulate import edge_times, exchange_time
 from tests.steering.network.test_simulate import BYTES, links
 
-# As printed, shortened (NVIDIA/nccl-tests, issue 214: two A40), under a line with its command.
+# As printed, shortened (NVIDIA/nccl-tests, issue 214: two A40), under a line with its
+# command.
 SENDRECV = """\
 $ mpirun -n 2 ./build/sendrecv_perf -b 256 -e 1G -f 2 -g 1
 # nThread 1 nGpus 1 minBytes 256 maxBytes 1073741824 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1 validation: 1 graph: 0
@@ -33,7 +36,8 @@ $ mpirun -n 2 ./build/sendrecv_perf -b 256 -e 1G -f 2 -g 1
         1024           256     float     sum      -1    34.24    0.03    0.03      0    31.11    0.03    0.03    N/A
         2048           512     float     sum      -1    31.58    0.06    0.06      0    31.33    0.07    0.07    N/A
 """  # noqa: E501, W291
-# The form of today's alltoall_perf under mpirun; times are 20 us + 1 us for each 10 kB on an edge.
+# The form of today's alltoall_perf under mpirun; times are 20 us + 1 us for each 10 kB
+# on an edge.
 ALLTOALL = """\
 [1,0]<stdout>:# nccl-tests version 2.17.8 nccl-headers=23004 nccl-library=23004
 [1,0]<stdout>:# Collective test starting: alltoall_perf
@@ -60,7 +64,17 @@ def test_an_edge_of_an_all_to_all_carries_one_part_of_its_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "links.json"
-    assert main(["profile-network", str(out), "--nccl-tests", str(written(tmp_path, ALLTOALL))]) == 0
+    assert (
+        main(
+            [
+                "profile-network",
+                str(out),
+                "--nccl-tests",
+                str(written(tmp_path, ALLTOALL)),
+            ]
+        )
+        == 0
+    )
     assert "all have the same latency and rate here" in capsys.readouterr().out
     measured, off = read_links(out), ~np.eye(4, dtype=bool)
     assert measured.endpoints == ["Node1:0", "Node1:1", "Node1:2", "Node1:3"]
@@ -70,7 +84,9 @@ def test_an_edge_of_an_all_to_all_carries_one_part_of_its_size(
         np.testing.assert_allclose(measured.alpha(phase)[off], 20e-6, rtol=1e-3)  # type: ignore[arg-type]
         np.testing.assert_allclose(measured.beta(phase)[off], 1e-10, rtol=1e-3)  # type: ignore[arg-type]
     balanced = np.full((4, 4), 400_000.0)  # 1.6 MB a rank, as the first row has it
-    assert exchange_time(measured, "dispatch", balanced) == pytest.approx(60e-6, rel=1e-3)
+    assert exchange_time(measured, "dispatch", balanced) == pytest.approx(
+        60e-6, rel=1e-3
+    )
 
 
 def test_a_ring_of_sends_carries_its_whole_size_on_an_edge_and_is_read_as_it_was_printed(
@@ -95,7 +111,9 @@ def test_a_ring_of_sends_carries_its_whole_size_on_an_edge_and_is_read_as_it_was
         (lambda text: text.replace("100.00   32.00", "Segfault"), r"line 11: no row of nccl-tests"),
     ],
 )  # fmt: skip
-def test_output_that_is_none_is_refused(change: Callable[[str], str], message: str, tmp_path: Path) -> None:
+def test_output_that_is_none_is_refused(
+    change: Callable[[str], str], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         read_nccl_tests(written(tmp_path, change(ALLTOALL)))
 
@@ -104,24 +122,37 @@ def ports(direction: str, rates: list[float | None]) -> Callable[[Any], None]:
     return lambda value: value["ports"].update({f"{direction}_s_per_byte": rates})
 
 
-def hops(alpha: Any, beta: Any, forwarding: str | None = "store_and_forward") -> Callable[[Any], None]:
+def hops(
+    alpha: Any, beta: Any, forwarding: str | None = "store_and_forward"
+) -> Callable[[Any], None]:
     """A change of a links file: the hops of the dispatch's edge 0 -> 1."""
 
     def change(value: Any) -> None:
-        value["dispatch"]["alpha_s"][0][1], value["dispatch"]["beta_s_per_byte"][0][1] = alpha, beta
+        (
+            value["dispatch"]["alpha_s"][0][1],
+            value["dispatch"]["beta_s_per_byte"][0][1],
+        ) = (
+            alpha,
+            beta,
+        )
         value["dispatch"] |= {} if forwarding is None else {"forwarding": forwarding}
 
     return change
 
 
-@pytest.mark.parametrize(("forwarding", "beta"), [("store_and_forward", 0.011), ("cut_through", 0.008)])
+@pytest.mark.parametrize(
+    ("forwarding", "beta"), [("store_and_forward", 0.011), ("cut_through", 0.008)]
+)
 def test_an_edge_of_three_hops_is_the_one_composed_by_hand(
     forwarding: str, beta: float, tmp_path: Path
 ) -> None:
-    """Equation 7: NVLink, card, card; 3000 bytes take 0.5 s and, by store and forward, 3 + 24 + 6 s."""
+    """Equation 7: NVLink, card, card; 3000 bytes take 0.5 s and, by store and forward,
+    3 + 24 + 6 s.
+    """
     value = json.loads(links().model_dump_json())
     hops([0.1, 0.3, 0.1], [0.001, 0.008, 0.002], forwarding)(value)
-    for name in ("r2", "refined", "repeats"):  # of a measurement, which there was none of
+    # of a measurement, which there was none of
+    for name in ("r2", "refined", "repeats"):
         del value["dispatch"][name]
     (tmp_path / "links.json").write_text(json.dumps(value))
     composed = read_links(tmp_path / "links.json")
@@ -129,13 +160,19 @@ def test_an_edge_of_three_hops_is_the_one_composed_by_hand(
     assert composed.beta("dispatch")[0, 1] == pytest.approx(beta)
     sent = np.zeros((3, 3))
     sent[0, 1] = 3000
-    assert edge_times(composed, "dispatch", sent)[0, 1] == pytest.approx(0.5 + 3000 * beta)
-    assert composed.dispatch.r2[0] == [None] * 3 and not any(map(any, composed.dispatch.refined))
+    assert edge_times(composed, "dispatch", sent)[0, 1] == pytest.approx(
+        0.5 + 3000 * beta
+    )
+    assert composed.dispatch.r2[0] == [None] * 3 and not any(
+        map(any, composed.dispatch.refined)
+    )
     for phase in ("metadata", "combine"):  # and the other edges
         assert getattr(composed, phase) == getattr(links(), phase)
     rest = np.ones((3, 3), dtype=bool)
     rest[0, 1] = False
-    np.testing.assert_array_equal(composed.beta("dispatch")[rest], links().beta("dispatch")[rest])
+    np.testing.assert_array_equal(
+        composed.beta("dispatch")[rest], links().beta("dispatch")[rest]
+    )
     write_links(tmp_path / "again.json", composed)
     assert read_links(tmp_path / "again.json") == composed
 
@@ -214,7 +251,9 @@ def test_links_of_another_world_or_collective_are_refused() -> None:
     links().require(3, "p2p")
     with pytest.raises(UserError, match="between 3 endpoints, 8 are asked for"):
         links().require(8)
-    with pytest.raises(UserError, match="measured with p2p, the exchanges are all_to_all_single"):
+    with pytest.raises(
+        UserError, match="measured with p2p, the exchanges are all_to_all_single"
+    ):
         links().require(collective="all_to_all_single")
     with pytest.raises(UserError, match="between 3 endpoints, 2 are asked for"):
         exchange_time(links(), "dispatch", BYTES[:2, :2])

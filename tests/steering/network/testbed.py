@@ -1,7 +1,9 @@
-"""Links that are not there: exchanges that sleep, or only say, what flows over edges and shared ports would take.
+"""Links that are not there: exchanges that sleep, or only say, what flows over edges
+and shared ports would take.
 
-Independent of `fcsd.steering.network.simulate`: bytes flow, flows of a shared port get equal shares of its rate as far
-as their edges let them (max-min fair), and what is left is shared anew whenever a flow begins or ends.
+Independent of `fcsd.steering.network.simulate`: bytes flow, flows of a shared port get
+equal shares of its rate as far as their edges let them (max-min fair), and what is left
+is shared anew whenever a flow begins or ends.
 """
 
 import time
@@ -15,7 +17,8 @@ from fcsd.steering.network.simulate import ExchangeTimes, Payload, edge_times
 
 
 class Testbed:
-    """N endpoints: latencies and seconds a byte [N, N], seconds a byte of egress and ingress ports [N] (0: not shared).
+    """N endpoints: latencies and seconds a byte [N, N], seconds a byte of egress and
+    ingress ports [N] (0: not shared).
 
     delay: seconds that an exchange takes on top of it.
     """
@@ -33,7 +36,10 @@ class Testbed:
         self.alpha, self.beta, self.delay = alpha, beta, delay
         self.size, self.collective = len(alpha), "p2p"
         none = np.zeros(len(alpha))
-        self.ports = [none if egress is None else egress, none if ingress is None else ingress]
+        self.ports = [
+            none if egress is None else egress,
+            none if ingress is None else ingress,
+        ]
         self.calls = 0
 
     def __call__(self, num_bytes: Array) -> float:
@@ -43,7 +49,12 @@ class Testbed:
     def seconds(self, num_bytes: Array) -> float:
         """When the last byte arrives."""
         size = len(num_bytes)
-        left = {(u, v): float(num_bytes[u, v]) for u in range(size) for v in range(size) if u != v}
+        left = {
+            (u, v): float(num_bytes[u, v])
+            for u in range(size)
+            for v in range(size)
+            if u != v
+        }
         left = {edge: each for edge, each in left.items() if each > 0}
         now = 0.0
         while left:
@@ -59,12 +70,21 @@ class Testbed:
         return now
 
     def _rates(self, flows: list[tuple[int, int]]) -> dict[tuple[int, int], float]:
-        """Raise all rates together; a flow stops at its edge's rate, or when a port of its is full."""
+        """Raise all rates together; a flow stops at its edge's rate, or when a port of
+        its is full.
+        """
         rates: dict[tuple[int, int], float] = {}
-        room = {(end, n): 1 / each for end in (0, 1) for n, each in enumerate(self.ports[end]) if each > 0}
+        room = {
+            (end, n): 1 / each
+            for end in (0, 1)
+            for n, each in enumerate(self.ports[end])
+            if each > 0
+        }
         rising = set(flows)
         while rising:
-            of_port = {port: [f for f in rising if f[port[0]] == port[1]] for port in room}
+            of_port = {
+                port: [f for f in rising if f[port[0]] == port[1]] for port in room
+            }
             limits = {f: 1 / self.beta[f] for f in rising}
             for port, users in of_port.items():
                 for flow in users:
@@ -80,7 +100,9 @@ class Testbed:
 
 
 class Sleeping(Testbed):
-    """The same in real time, by the clock; an exchange that a busy machine has held up is made again."""
+    """The same in real time, by the clock; an exchange that a busy machine has held up
+    is made again.
+    """
 
     def __call__(self, num_bytes: Array) -> float:
         self.calls += 1
@@ -95,33 +117,50 @@ class Sleeping(Testbed):
         raise AssertionError(f"the machine is too busy to sleep {seconds:g} s")
 
 
-def routed_counts(strength: float, alpha: Array, beta: Array, num_layers: int = 4) -> Array:
-    """Counts [L, N, N] of 512 tokens an endpoint, each to 4 of 32 experts with unequal popularity.
+def routed_counts(
+    strength: float, alpha: Array, beta: Array, num_layers: int = 4
+) -> Array:
+    """Counts [L, N, N] of 512 tokens an endpoint, each to 4 of 32 experts with unequal
+    popularity.
 
-    Logits lose `strength` times the z-score of what an edge costs each of its sources (CAMoE, equations 10 to 13).
+    Logits lose `strength` times the z-score of what an edge costs each of its sources
+    (CAMoE, equations 10 to 13).
     """
     size, rng = len(alpha), np.random.default_rng(3)
     home = np.arange(32) // (32 // size)
-    logits = rng.normal(size=(num_layers, size, 512, 32)) + rng.normal(size=(num_layers, 1, 1, 32))
+    logits = rng.normal(size=(num_layers, size, 512, 32)) + rng.normal(
+        size=(num_layers, 1, 1, 32)
+    )
 
     def counts(given: Array) -> Array:
         chosen = home[np.argsort(-given, -1)[..., :4]]
-        return np.stack([(chosen == target).sum((-2, -1)) for target in range(size)], -1).astype(np.float64)
+        return np.stack(
+            [(chosen == target).sum((-2, -1)) for target in range(size)], -1
+        ).astype(np.float64)
 
-    cost = alpha + beta * counts(logits) * 1024 + alpha.T + beta.T * counts(logits) * 1024
+    cost = (
+        alpha + beta * counts(logits) * 1024 + alpha.T + beta.T * counts(logits) * 1024
+    )
     score = (cost - cost.mean(-1, keepdims=True)) / cost.std(-1, keepdims=True)
     return counts(logits - strength * score[:, :, None, home])
 
 
-def exchange_counts(exchange: Callable[[Array], float], counts: Array, payload: Payload) -> ExchangeTimes:
-    """Exchange what the counts [..., N, N] stand for, and measure what `simulate` predicts; every rank calls this.
+def exchange_counts(
+    exchange: Callable[[Array], float], counts: Array, payload: Payload
+) -> ExchangeTimes:
+    """Exchange what the counts [..., N, N] stand for, and measure what `simulate`
+    predicts; every rank calls this.
 
-    Rows go out and come back, and the counts go before, for each layer; the minimum of three repeats.
+    Rows go out and come back, and the counts go before, for each layer; the minimum of
+    three repeats.
     """
     size = counts.shape[-1]
 
     def seconds(num_bytes: Array) -> Array:
-        flat = [min(exchange(each) for _ in range(REPEATS)) for each in num_bytes.reshape(-1, size, size)]
+        flat = [
+            min(exchange(each) for _ in range(REPEATS))
+            for each in num_bytes.reshape(-1, size, size)
+        ]
         return np.array(flat).reshape(counts.shape[:-2])
 
     return ExchangeTimes(
@@ -132,5 +171,7 @@ def exchange_counts(exchange: Callable[[Array], float], counts: Array, payload: 
 
 
 def slowest_edge(links: LinkModel, num_bytes: Array) -> Array:
-    """What a dispatch takes by its slowest edge alone (CAMoE, equation 9), whatever ports are shared."""
+    """What a dispatch takes by its slowest edge alone (CAMoE, equation 9), whatever
+    ports are shared.
+    """
     return np.asarray(edge_times(links, "dispatch", num_bytes).max((-2, -1)))

@@ -1,4 +1,6 @@
-"""The bias on the routers of every family, original and converted, against the family's own forward plus the table."""
+"""The bias on the routers of every family, original and converted, against the family's
+own forward plus the table.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -13,7 +15,12 @@ from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.families import FAMILIES, base_model_type
 from fcsd.model.families.choices import recording
 from fcsd.model.families.routers import find_routers
-from fcsd.steering.routing.bias import BiasTables, read_tables, router_bias, write_tables
+from fcsd.steering.routing.bias import (
+    BiasTables,
+    read_tables,
+    router_bias,
+    write_tables,
+)
 from tests.reference.tiny import tiny_model
 from tests.support import few
 
@@ -21,9 +28,18 @@ IDS = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(3))
 N = 3
 
 SCALED = {
-    "gemma4": "its router puts out probabilities: what is added to the logits, a softmax has seen",
-    "gemma4_text": "its router puts out probabilities: what is added to the logits, a softmax has seen",
-    "muse_spark": "its router multiplies the linear's output, and the bias with it, by output_multiplier",
+    "gemma4": (
+        "its router puts out probabilities: what is added to the logits, a softmax has"
+        " seen"
+    ),
+    "gemma4_text": (
+        "its router puts out probabilities: what is added to the logits, a softmax has"
+        " seen"
+    ),
+    "muse_spark": (
+        "its router multiplies the linear's output, and the bias with it, by"
+        " output_multiplier"
+    ),
 }
 """Families whose recorded "logits" are not the linear's output."""
 
@@ -34,7 +50,9 @@ NO_SELECTION = {
 """Families in which a bias cannot choose experts without changing their weights."""
 
 
-def tables_for(model: Any, values: np.ndarray | float, selection: bool = False) -> BiasTables:
+def tables_for(
+    model: Any, values: np.ndarray | float, selection: bool = False
+) -> BiasTables:
     """Tables of a model: random ones, these everywhere, or these."""
     routers = find_routers(model)
     shape = len(routers), N, routers[0].num_experts
@@ -57,7 +75,9 @@ def random_tables(model: Any, selection: bool = False) -> BiasTables:
 
 
 @torch.no_grad()
-def run(model: Any, tables: BiasTables | None = None, endpoint: int = 1) -> torch.Tensor:
+def run(
+    model: Any, tables: BiasTables | None = None, endpoint: int = 1
+) -> torch.Tensor:
     if tables is None:
         return model(IDS, use_cache=False).logits
     with router_bias(model, tables) as steering:
@@ -66,16 +86,26 @@ def run(model: Any, tables: BiasTables | None = None, endpoint: int = 1) -> torc
 
 
 @torch.no_grad()
-def logits_both(model: Any, tables: BiasTables, endpoint: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each router what it puts out as logits, and what its class does with the same input, without a bias."""
+def logits_both(
+    model: Any, tables: BiasTables, endpoint: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each router what it puts out as logits, and what its class does with the same
+    input, without a bias.
+    """
     pairs, handles = [], []
     for router in find_routers(model):
 
         def compare(
-            module: Any, args: Any, kwargs: Any, output: Any, index: int = router.logits_index
+            module: Any,
+            args: Any,
+            kwargs: Any,
+            output: Any,
+            index: int = router.logits_index,
         ) -> None:
             plain = type(module).forward(module, *args, **kwargs)
-            both = [out[index] if isinstance(out, tuple) else out for out in (output, plain)]
+            both = [
+                out[index] if isinstance(out, tuple) else out for out in (output, plain)
+            ]
             pairs.append((both[0], both[1]))
 
         handles.append(router.module.register_forward_hook(compare, with_kwargs=True))
@@ -86,7 +116,9 @@ def logits_both(model: Any, tables: BiasTables, endpoint: int) -> list[tuple[tor
 
 
 def check_exact(name: str, model: Any) -> None:
-    """The logits of every layer differ by the endpoint's row, to the bit; nothing is left of it afterwards."""
+    """The logits of every layer differ by the endpoint's row, to the bit; nothing is
+    left of it afterwards.
+    """
     plain, tables = run(model), random_tables(model)
     both = logits_both(model, tables, 2)
     assert len(both) == len(tables.layers)
@@ -94,7 +126,8 @@ def check_exact(name: str, model: Any) -> None:
         row = torch.from_numpy(table[2])
         if name.startswith("gemma4"):
             added = biased.double().log() - unbiased.double().log() - row
-            assert (added - added.mean(-1, keepdim=True)).abs().max() < 1e-5  # a softmax takes a constant off
+            # a softmax takes a constant off
+            assert (added - added.mean(-1, keepdim=True)).abs().max() < 1e-5
         elif name == "muse_spark":
             multiplier = model.config.get_text_config().output_multiplier
             assert multiplier != 1
@@ -107,7 +140,9 @@ def check_exact(name: str, model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", few(FAMILIES))
-def test_a_table_is_added_to_the_logits_of_every_layer_and_a_zero_one_changes_nothing(name: str) -> None:
+def test_a_table_is_added_to_the_logits_of_every_layer_and_a_zero_one_changes_nothing(
+    name: str,
+) -> None:
     model = tiny_model(name)
     check_exact(name, model)
     convert_model(model, Connectivity("all"))
@@ -117,9 +152,13 @@ def test_a_table_is_added_to_the_logits_of_every_layer_and_a_zero_one_changes_no
 def test_a_row_is_added_to_bfloat16_logits_in_float32_and_rounded_once() -> None:
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     tables = random_tables(model)
-    for (biased, plain), table in zip(logits_both(model, tables, 1), tables.tables, strict=True):
+    for (biased, plain), table in zip(
+        logits_both(model, tables, 1), tables.tables, strict=True
+    ):
         assert biased.dtype == torch.bfloat16
-        assert torch.equal(biased, (plain.float() + torch.from_numpy(table[1])).bfloat16())
+        assert torch.equal(
+            biased, (plain.float() + torch.from_numpy(table[1])).bfloat16()
+        )
 
 
 def groups_of(config: Any) -> int:
@@ -128,14 +167,17 @@ def groups_of(config: Any) -> int:
 
 @pytest.mark.parametrize("name", few(FAMILIES))
 def test_fifty_forces_an_expert_or_leaves_it_to_its_group(name: str) -> None:
-    """Sigmoid scores saturate at 1: a correction bias decides between such experts, so it is 0 here; and a group is
-    chosen by its two best experts, so that one of them can be left with the rest of its group."""
+    """Sigmoid scores saturate at 1: a correction bias decides between such experts, so
+    it is 0 here; and a group is chosen by its two best experts, so that one of them can
+    be left with the rest of its group."""
     model = tiny_model(name)
     for buffer_name, buffer in (*model.named_buffers(), *model.named_parameters()):
         if "correction_bias" in buffer_name or buffer_name.endswith("expert_bias"):
             buffer.data.zero_()
     expert, groups = 2, groups_of(model.config)
-    tables = tables_for(model, 50.0 * (np.arange(find_routers(model)[0].num_experts) == expert))
+    tables = tables_for(
+        model, 50.0 * (np.arange(find_routers(model)[0].num_experts) == expert)
+    )
     with recording(model) as recorded:
         run(model, tables)
         layers = recorded.take()
@@ -148,7 +190,8 @@ def test_fifty_forces_an_expert_or_leaves_it_to_its_group(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe", "deepseek_v3", "deepseek_v3 of one group", "gpt_oss", "llama4_text"]
+    "name",
+    ["qwen3_moe", "deepseek_v3", "deepseek_v3 of one group", "gpt_oss", "llama4_text"],
 )
 def test_selection_chooses_by_the_bias_and_weighs_without_it(name: str) -> None:
     """In one group the score of the group is a top 2 of all experts, too: it is not the choice."""
@@ -156,7 +199,9 @@ def test_selection_chooses_by_the_bias_and_weighs_without_it(name: str) -> None:
     model = tiny_model(name, **({"n_group": 1, "topk_group": 1} if groups else {}))
     tables, router = random_tables(model, selection=True), find_routers(model)[0]
     seen: list[Any] = []
-    handle = router.module.register_forward_hook(lambda module, args, output: seen.append(output))
+    handle = router.module.register_forward_hook(
+        lambda module, args, output: seen.append(output)
+    )
     run(model)
     run(model, random_tables(model))
     run(model, tables)
@@ -178,7 +223,9 @@ def test_selection_chooses_by_the_bias_and_weighs_without_it(name: str) -> None:
         scores = logits.sigmoid() if name == "deepseek_v3" else logits.softmax(-1)
         weights = scores.gather(1, experts)
         weights = (
-            weights / weights.sum(-1, keepdim=True) * getattr(model.config, "routed_scaling_factor", 1.0)
+            weights
+            / weights.sum(-1, keepdim=True)
+            * getattr(model.config, "routed_scaling_factor", 1.0)
         )
     torch.testing.assert_close(chosen[1], weights)
 
@@ -186,7 +233,10 @@ def test_selection_chooses_by_the_bias_and_weighs_without_it(name: str) -> None:
 def test_selection_is_refused_where_a_router_makes_no_choice_of_its_own() -> None:
     for name in NO_SELECTION:
         model = tiny_model(name)
-        with pytest.raises(UserError, match=r"no top-2 of all experts in its forward.*leave selection off"):
+        with pytest.raises(
+            UserError,
+            match=r"no top-2 of all experts in its forward.*leave selection off",
+        ):
             run(model, random_tables(model, selection=True))
 
 
@@ -194,18 +244,29 @@ def test_tables_survive_a_file(tmp_path: Path) -> None:
     tables = random_tables(tiny_model("qwen3_moe"))
     write_tables(tmp_path / "tables", tables)
     (tmp_path / "other").write_text("{}")
-    assert (tmp_path / "tables").stat().st_mode == (tmp_path / "other").stat().st_mode  # the umask's
+    # the umask's
+    assert (tmp_path / "tables").stat().st_mode == (tmp_path / "other").stat().st_mode
     read = read_tables(tmp_path / "tables")
     np.testing.assert_array_equal(read.tables, tables.tables)
     np.testing.assert_array_equal(read.placement, tables.placement)
-    for name in ("kind", "strength", "selection", "layers", "model_type", "num_hidden_layers"):
+    for name in (
+        "kind",
+        "strength",
+        "selection",
+        "layers",
+        "model_type",
+        "num_hidden_layers",
+    ):
         assert getattr(read, name) == getattr(tables, name)
     whole = (tmp_path / "tables").read_bytes()
     (tmp_path / "half").write_bytes(whole[: len(whole) // 2])
     negative = dataclasses.replace(tables)
     object.__setattr__(negative, "strength", -0.5)
     write_tables(tmp_path / "negative", negative)
-    write_tables(tmp_path / "floats", dataclasses.replace(tables, tables=tables.tables.astype(np.float64)))
+    write_tables(
+        tmp_path / "floats",
+        dataclasses.replace(tables, tables=tables.tables.astype(np.float64)),
+    )
     for name, message in (
         ("other", "no bias tables"),
         ("half", "no bias tables"),
@@ -221,14 +282,26 @@ def test_tables_of_another_model_are_refused() -> None:
     model, tables = tiny_model("qwen3_moe"), random_tables(tiny_model("qwen3_moe"))
     for other, message in (
         (tiny_model("olmoe"), "model type qwen3_moe, but OlmoeForCausalLM has olmoe"),
-        (tiny_model("qwen3_moe", num_hidden_layers=3), "decoder layers 4, but Qwen3MoeForCausalLM has 3"),
-        (tiny_model("qwen3_moe", num_experts=4), "experts 8, but Qwen3MoeForCausalLM has 4"),
-        (tiny_model("qwen3_moe", mlp_only_layers=[1]), r"MoE layers \[0, 1, 2, 3\], but .* has \[0, 2, 3\]"),
+        (
+            tiny_model("qwen3_moe", num_hidden_layers=3),
+            "decoder layers 4, but Qwen3MoeForCausalLM has 3",
+        ),
+        (
+            tiny_model("qwen3_moe", num_experts=4),
+            "experts 8, but Qwen3MoeForCausalLM has 4",
+        ),
+        (
+            tiny_model("qwen3_moe", mlp_only_layers=[1]),
+            r"MoE layers \[0, 1, 2, 3\], but .* has \[0, 2, 3\]",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             run(other, tables)
     with router_bias(model, tables) as steering:
-        with pytest.raises(UserError, match="biased already"), router_bias(model, tables):
+        with (
+            pytest.raises(UserError, match="biased already"),
+            router_bias(model, tables),
+        ):
             pass
         with pytest.raises(UserError, match="endpoint of these tokens was not told"):
             model(IDS)
@@ -241,7 +314,11 @@ def test_a_model_whose_routers_are_not_known_is_refused() -> None:
 
     dense = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=99, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+            vocab_size=99,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
         )
     )
     with (

@@ -1,4 +1,6 @@
-"""Tables of both kinds on simulated routers: CAMoE's by hand, ours against CAMoE's at equal time."""
+"""Tables of both kinds on simulated routers: CAMoE's by hand, ours against CAMoE's at
+equal time.
+"""
 
 import numpy as np
 import pytest
@@ -7,7 +9,14 @@ from fcsd.base.errors import UserError
 from fcsd.steering.network.simulate import Payload, endpoint_counts
 from fcsd.steering.routing.bottleneck import Deployment, bottleneck, fit_windows
 from fcsd.steering.routing.camoe import camoe
-from tests.steering.routing.simulated import EQUAL, UNEQUAL, Routers, at_equal_time, deployment_of, links_of
+from tests.steering.routing.simulated import (
+    EQUAL,
+    UNEQUAL,
+    Routers,
+    at_equal_time,
+    deployment_of,
+    links_of,
+)
 from tests.support import few
 
 
@@ -16,7 +25,9 @@ def test_at_camoes_time_ours_changes_loads_and_routes_far_less(seed: int) -> Non
     theirs, ours = at_equal_time(UNEQUAL, seed, 0.25)
     assert ours["time"] <= theirs["time"] < 0.9
     assert ours["layer_kl"] <= 0.4 * theirs["layer_kl"]
-    assert ours["moved"] <= 0.65 * theirs["moved"] and ours["lost"] <= 0.5 * theirs["lost"]
+    assert (
+        ours["moved"] <= 0.65 * theirs["moved"] and ours["lost"] <= 0.5 * theirs["lost"]
+    )
 
 
 @pytest.mark.parametrize("seed", few(range(3), 1))
@@ -27,7 +38,9 @@ def test_on_equal_links_ours_moves_no_more_routes(seed: int) -> None:
 
 
 def test_camoes_table_is_the_one_computed_by_hand() -> None:
-    """Three endpoints, of which 0 reaches 2 slowly; one expert each, and one without an endpoint."""
+    """Three endpoints, of which 0 reaches 2 slowly; one expert each, and one without an
+    endpoint.
+    """
     alpha, beta = np.full((3, 3), 1.0), np.full((3, 3), 0.1)
     beta[0, 2] = 0.5
     back_alpha, back_beta = np.full((3, 3), 2.0), np.full((3, 3), 0.2)
@@ -36,13 +49,24 @@ def test_camoes_table_is_the_one_computed_by_hand() -> None:
     counts = np.array([[[2, 3, 4, 9], [1, 1, 1, 9], [6, 0, 2, 9]]])
     payload = Payload(row_width=1, num_experts=4, value_bytes=2, weight_bytes=1)
     tables = camoe(counts, links, payload, np.array([0, 1, 2, -1]), 0.3)
-    # dispatch 3 bytes, combine 2. 0 -> 1: 1 + .1*3*3, and back, 1 -> 0, 7 + .2*3*2. 0 -> 2: 1 + .5*4*3, and 2 + .2*4*2.
-    # 1 -> 0 and 1 -> 2: 1 + .1*1*3, and 2 + .2*1*2. 2 -> 0: 1 + .1*6*3, back, 0 -> 2, 2 + .6*6*2. 2 -> 1: latencies
-    costs = np.array([[0, 1.9 + 8.2, 7.0 + 3.6], [1.3 + 2.4, 0, 1.3 + 2.4], [2.8 + 9.2, 1.0 + 2.0, 0]])
-    expected = -0.3 * (costs - costs.mean(1, keepdims=True)) / costs.std(1, keepdims=True)
+    # dispatch 3 bytes, combine 2. 0 -> 1: 1 + .1*3*3, and back, 1 -> 0, 7 + .2*3*2. 0
+    # -> 2: 1 + .5*4*3, and 2 + .2*4*2. 1 -> 0 and 1 -> 2: 1 + .1*1*3, and 2 + .2*1*2. 2
+    # -> 0: 1 + .1*6*3, back, 0 -> 2, 2 + .6*6*2. 2 -> 1: latencies
+    costs = np.array(
+        [
+            [0, 1.9 + 8.2, 7.0 + 3.6],
+            [1.3 + 2.4, 0, 1.3 + 2.4],
+            [2.8 + 9.2, 1.0 + 2.0, 0],
+        ]
+    )
+    expected = (
+        -0.3 * (costs - costs.mean(1, keepdims=True)) / costs.std(1, keepdims=True)
+    )
     np.testing.assert_allclose(tables[0, :, :3], expected, rtol=1e-6)
     assert (tables[0, :, 3] == 0).all()
-    scaled = camoe(counts, links, payload, np.array([0, 1, 2, -1]), 0.3, logit_std=np.array([2.0]))
+    scaled = camoe(
+        counts, links, payload, np.array([0, 1, 2, -1]), 0.3, logit_std=np.array([2.0])
+    )
     np.testing.assert_allclose(scaled, 2 * tables, rtol=1e-6)
     with pytest.raises(UserError, match=r"strength \(lambda\) -0.1 is negative"):
         camoe(counts, links, payload, np.array([0, 1, 2, -1]), -0.1)
@@ -50,13 +74,16 @@ def test_camoes_table_is_the_one_computed_by_hand() -> None:
         camoe(counts, UNEQUAL, payload, np.array([0, 1, 2, -1]), 0.1)
 
 
-def test_where_links_hardly_differ_the_deviation_is_at_least_a_twentieth_of_the_mean() -> None:
+def test_where_links_hardly_differ_the_deviation_is_at_least_a_twentieth_of_the_mean() -> (
+    None
+):
     """Among 1000 equal links the diagonal alone gives a deviation of 3 % of the mean."""
     counts = np.full((1, 1000, 1000), 5)
     links = links_of(np.full((1000, 1000), 1.0), np.zeros((1000, 1000)))
     payload = Payload(8, 1000)
     floored, printed = (
-        camoe(counts, links, payload, np.arange(1000), 1.0, sigma_floor=floor) for floor in (0.05, 0.0)
+        camoe(counts, links, payload, np.arange(1000), 1.0, sigma_floor=floor)
+        for floor in (0.05, 0.0)
     )
     assert printed[0, 0, 0] == pytest.approx(np.sqrt(999), rel=1e-4)
     assert floored[0, 0, 0] == pytest.approx(20, rel=1e-2)
@@ -74,7 +101,11 @@ def test_only_the_slowest_path_is_pushed_and_no_further_than_the_goal() -> None:
     others = push.tables[0].copy()
     others[2, 32:64] = others[1, 64:96] = 0
     assert np.abs(others).max() < 1e-3
-    assert 0.785 * before < deployment.mean_time(routers.respond(push.tables)) <= 0.8 * before
+    assert (
+        0.785 * before
+        < deployment.mean_time(routers.respond(push.tables))
+        <= 0.8 * before
+    )
     nothing = bottleneck(routers.respond, deployment, before)
     assert nothing.steps == 0 and not nothing.tables.any()
     with pytest.raises(UserError, match="out of reach"):
@@ -82,20 +113,32 @@ def test_only_the_slowest_path_is_pushed_and_no_further_than_the_goal() -> None:
 
 
 def test_a_path_is_named_by_its_tokens_source_both_ways() -> None:
-    """Two endpoints of one expert each: 0 sends 5 pairs to 1, and 1 sends 3 to 0; the way back has links of its own."""
-    links = links_of([[0, 1], [2, 0]], [[0, 0.1], [0.2, 0]], combine=([[0, 3], [4, 0]], [[0, 0.3], [0.4, 0]]))
+    """Two endpoints of one expert each: 0 sends 5 pairs to 1, and 1 sends 3 to 0; the
+    way back has links of its own.
+    """
+    links = links_of(
+        [[0, 1], [2, 0]],
+        [[0, 0.1], [0.2, 0]],
+        combine=([[0, 3], [4, 0]], [[0, 0.3], [0.4, 0]]),
+    )
     payload = Payload(row_width=1, num_experts=2, value_bytes=2, weight_bytes=8)
-    paths = Deployment(links, payload, np.array([[0, 1]])).paths(np.array([[[[7, 5], [3, 7]]]]))
+    paths = Deployment(links, payload, np.array([[0, 1]])).paths(
+        np.array([[[[7, 5], [3, 7]]]])
+    )
     # out with 10 bytes a pair, back with 2: what 0 has sent comes back from 1 to 0
     np.testing.assert_allclose(paths[0, 0, 0], [[0, 1 + 0.1 * 50], [2 + 0.2 * 30, 0]])
     np.testing.assert_allclose(paths[0, 0, 1], [[0, 4 + 0.4 * 10], [3 + 0.3 * 6, 0]])
 
 
 def test_where_a_port_is_shared_all_that_leaves_it_is_pushed() -> None:
-    links = links_of(np.zeros((4, 4)), np.full((4, 4), 1e-9), egress=[None, None, None, 4e-9])
+    links = links_of(
+        np.zeros((4, 4)), np.full((4, 4), 1e-9), egress=[None, None, None, 4e-9]
+    )
     routers = Routers(0, num_layers=1)
     deployment = deployment_of(links, routers)
-    push = bottleneck(routers.respond, deployment, 0.9 * deployment.mean_time(routers.respond(0.0)))
+    push = bottleneck(
+        routers.respond, deployment, 0.9 * deployment.mean_time(routers.respond(0.0))
+    )
     away = push.tables[0].reshape(4, 4, 32)[..., 0]
     assert (away[3, :3] < -0.1).all() and away[3, 3] == 0  # what 3 sends
     assert (away[:3, 3] < -0.1).all()  # what it sends back
@@ -138,7 +181,9 @@ def test_only_the_phase_that_is_late_is_pushed(phase: int) -> None:
     assert 0.95 * windows[0, phase] < after[0, phase] <= windows[0, phase]
 
 
-def test_a_step_is_a_part_of_the_logits_deviation_and_the_last_one_is_halved_to_the_goal() -> None:
+def test_a_step_is_a_part_of_the_logits_deviation_and_the_last_one_is_halved_to_the_goal() -> (
+    None
+):
     routers = Routers(0, num_layers=2, num_tokens=64)
     deployment, counts = deployment_of(UNEQUAL, routers), routers.respond(0.0)
 
@@ -147,7 +192,8 @@ def test_a_step_is_a_part_of_the_logits_deviation_and_the_last_one_is_halved_to_
 
     goal = 0.9 * deployment.mean_time(counts)
     usual, scaled = (
-        bottleneck(respond, deployment, goal, logit_std=std) for std in (None, np.array([2.4, 7.2]))
+        bottleneck(respond, deployment, goal, logit_std=std)
+        for std in (None, np.array([2.4, 7.2]))
     )
     assert usual.steps == scaled.steps == 1
     assert np.abs(usual.tables).max() == pytest.approx(0.025 * 2.4 / 16)
@@ -164,6 +210,8 @@ def test_experts_without_an_endpoint_are_not_pushed_and_cost_nothing() -> None:
     placement[0, ::5] = -1
     deployment = Deployment(UNEQUAL, deployment.payload, placement)
     counts = routers.respond(0.0)
-    assert endpoint_counts(counts, placement).sum() == counts[..., placement[0] >= 0].sum()
+    assert (
+        endpoint_counts(counts, placement).sum() == counts[..., placement[0] >= 0].sum()
+    )
     push = bottleneck(routers.respond, deployment, 0.9 * deployment.mean_time(counts))
     assert push.tables.any() and not push.tables[..., ::5].any()

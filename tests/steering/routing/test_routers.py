@@ -1,4 +1,6 @@
-"""Routers and their choices on every family, original and converted, against what the experts are called with."""
+"""Routers and their choices on every family, original and converted, against what the
+experts are called with.
+"""
 
 import pytest
 import torch
@@ -23,26 +25,43 @@ SECOND_LOOK = {
 
 
 def tokens(rows: int = 2, length: int = 11, vocabulary: int = 99) -> torch.Tensor:
-    return torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(3)
+    )
 
 
 def used_experts(model, input_ids) -> dict[int, torch.Tensor]:
-    """(tokens, E) pairs by layer, seen at the experts: their indices, the rows that reach them, or the logits."""
+    """(tokens, E) pairs by layer, seen at the experts: their indices, the rows that
+    reach them, or the logits.
+    """
     by_layer, handles = {}, []
     for router in find_routers(model):
         beside = model.get_submodule(router.name.rpartition(".")[0])
         kind = model.config.model_type.removeprefix("farskip_")
 
-        def at_experts(module, args, layer=router.layer, width=router.num_experts, kind=kind):
+        def at_experts(
+            module, args, layer=router.layer, width=router.num_experts, kind=kind
+        ):
             if kind.startswith("llama4"):
                 used = args[0].abs().sum(-1).view(width, -1).T > 0
             else:
-                used = torch.zeros(len(args[1]), width).scatter_add_(1, args[1], torch.ones(args[1].shape))
+                used = torch.zeros(len(args[1]), width).scatter_add_(
+                    1, args[1], torch.ones(args[1].shape)
+                )
             by_layer[layer] = used.long()
 
-        def at_router(module, args, output, layer=router.layer, width=router.num_experts, top_k=router.top_k):
+        def at_router(
+            module,
+            args,
+            output,
+            layer=router.layer,
+            width=router.num_experts,
+            top_k=router.top_k,
+        ):
             chosen = output[4].topk(top_k).indices
-            by_layer[layer] = torch.zeros(len(chosen), width).scatter_(1, chosen, 1).long()
+            by_layer[layer] = (
+                torch.zeros(len(chosen), width).scatter_(1, chosen, 1).long()
+            )
 
         if kind == "jetmoe":
             handles.append(router.module.register_forward_hook(at_router))
@@ -56,27 +75,43 @@ def used_experts(model, input_ids) -> dict[int, torch.Tensor]:
 
 
 def gives_its_choice(model, router) -> bool:
-    """Whether transformers records this very module, and its output has the experts of each token as a tensor."""
+    """Whether transformers records this very module, and its output has the experts of
+    each token as a tensor.
+    """
     recorded = [
         getattr(entry, "target_class", entry)
         for module in model.modules()
-        for recorder in [(getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])]
+        for recorder in [
+            (getattr(module, "_can_record_outputs", None) or {}).get(
+                "router_logits", []
+            )
+        ]
         for entry in (recorder if isinstance(recorder, list) else [recorder])
     ]
     outputs = []
-    handle = router.module.register_forward_hook(lambda module, args, output: outputs.append(output))
+    handle = router.module.register_forward_hook(
+        lambda module, args, output: outputs.append(output)
+    )
     with torch.no_grad():
         model(tokens(), use_cache=False)
     handle.remove()
-    shapes = [x.shape for x in outputs[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int64]
+    shapes = [
+        x.shape
+        for x in outputs[0]
+        if isinstance(x, torch.Tensor) and x.dtype == torch.int64
+    ]
     return type(router.module) in recorded and shapes == [(22, router.top_k)]
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize("family", few(sorted(FAMILIES)))
-def test_each_moe_layer_has_one_router_and_its_choices_are_those_of_the_experts(family: str) -> None:
+def test_each_moe_layer_has_one_router_and_its_choices_are_those_of_the_experts(
+    family: str,
+) -> None:
     model = tiny_model(family)
-    layers = [k for k, is_moe in enumerate(moe_mask(model.config, FAMILIES[family])) if is_moe]
+    layers = [
+        k for k, is_moe in enumerate(moe_mask(model.config, FAMILIES[family])) if is_moe
+    ]
     input_ids = tokens()
     for kind in ("original", "converted"):
         if kind == "converted":
@@ -101,15 +136,21 @@ def test_counts_are_those_of_each_batch_without_padding() -> None:
     for seed, padding in enumerate((0, 4, 2)):
         mask = torch.ones(2, 11, dtype=torch.long)
         mask[0, 11 - padding :] = 0
-        ids = torch.randint(3, 99, (2, 11), generator=torch.Generator().manual_seed(seed))
+        ids = torch.randint(
+            3, 99, (2, 11), generator=torch.Generator().manual_seed(seed)
+        )
         batches.append({"input_ids": ids, "attention_mask": mask})
     routes = read_routes(model, batches)
     wanted = torch.zeros(3, 4, 8, dtype=torch.long)
     for j, batch in enumerate(batches):
         with torch.no_grad():
-            logits = model(**batch, output_router_logits=True, use_cache=False).router_logits
+            logits = model(
+                **batch, output_router_logits=True, use_cache=False
+            ).router_logits
         for layer in range(4):
-            for token, kept in zip(logits[layer], batch["attention_mask"].flatten(), strict=True):
+            for token, kept in zip(
+                logits[layer], batch["attention_mask"].flatten(), strict=True
+            ):
                 for expert in token.topk(2).indices.tolist() if kept else []:
                     wanted[j, layer, expert] += 1
     assert routes.batch_loads().tolist() == wanted.tolist()
@@ -120,10 +161,16 @@ def test_counts_are_those_of_each_batch_without_padding() -> None:
 def test_a_model_without_routers_is_refused_in_one_line() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+    }
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
     with pytest.raises(
-        UserError, match=r"^LlamaForCausalLM \(model type 'llama'\): no router found; [^\n]*$"
+        UserError,
+        match=r"^LlamaForCausalLM \(model type 'llama'\): no router found; [^\n]*$",
     ):
         find_routers(model)
 
@@ -132,5 +179,7 @@ def test_a_router_that_was_not_called_is_named() -> None:
     model = tiny_model("mixtral", num_hidden_layers=2)
     with recording(model) as recorded:
         model.model.layers[0].mlp(torch.zeros(1, 3, 32))
-        with pytest.raises(UserError, match=r"router model\.layers\.1\.mlp\.gate chose nothing"):
+        with pytest.raises(
+            UserError, match=r"router model\.layers\.1\.mlp\.gate chose nothing"
+        ):
             recorded.take()

@@ -23,7 +23,12 @@ from fcsd.steering.routing.bias import read_tables, router_bias
 from fcsd.steering.routing.bottleneck import Deployment
 from fcsd.steering.routing.camoe import camoe
 from fcsd.steering.routing.placement import contiguous
-from fcsd.steering.routing.tables import Calibration, make_tables, read_windows, windows_by_layer
+from fcsd.steering.routing.tables import (
+    Calibration,
+    make_tables,
+    read_windows,
+    windows_by_layer,
+)
 from tests.parallel.overlap.ranks import spread
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
@@ -32,7 +37,11 @@ from tests.steering.routing.test_bias import random_tables
 from tests.support import few
 
 BATCHES = [
-    {"input_ids": torch.randint(3, 99, (2, 40), generator=torch.Generator().manual_seed(k))}
+    {
+        "input_ids": torch.randint(
+            3, 99, (2, 40), generator=torch.Generator().manual_seed(k)
+        )
+    }
     for k in range(16)
 ]
 
@@ -48,24 +57,31 @@ def deployment(calibration: Calibration) -> Deployment:
     return Deployment(UNEQUAL, Payload(10_000, 8), placement)
 
 
-def test_counts_are_those_of_the_models_own_choices_by_endpoint(calibration: Calibration) -> None:
+def test_counts_are_those_of_the_models_own_choices_by_endpoint(
+    calibration: Calibration,
+) -> None:
     assert calibration.counts.shape == (4, 4, 4, 8)
     with recording(calibration.model) as recorded, torch.no_grad():
         calibration.model(BATCHES[6]["input_ids"])
         routed = recorded.take()[1]
     np.testing.assert_array_equal(
-        calibration.counts[1, 1, 2], torch.bincount(routed.experts.flatten(), minlength=8)
+        calibration.counts[1, 1, 2],
+        torch.bincount(routed.experts.flatten(), minlength=8),
     )
     with recording(calibration.model) as recorded, torch.no_grad():
         spreads = []
         for batch in BATCHES:
             calibration.model(batch["input_ids"])
             spreads.append(recorded.take()[3].logits.std(-1).mean())
-    assert calibration.logit_std[3] == pytest.approx(float(torch.stack(spreads).mean()), rel=1e-5)
+    assert calibration.logit_std[3] == pytest.approx(
+        float(torch.stack(spreads).mean()), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("family", ["muse_spark", "gemma4_text"])
-def test_the_spread_is_that_of_the_logits_that_the_bias_is_added_to(family: str) -> None:
+def test_the_spread_is_that_of_the_logits_that_the_bias_is_added_to(
+    family: str,
+) -> None:
     """One scales them afterwards, the other records what a softmax makes of them."""
     model = tiny_model(family)
     deviations = Calibration(model, BATCHES[:4], 2).logit_std
@@ -86,9 +102,16 @@ def test_the_spread_is_that_of_the_logits_that_the_bias_is_added_to(family: str)
     np.testing.assert_allclose(deviations, expected, rtol=1e-6)
 
 
-def test_a_batch_that_is_all_padding_counts_for_nothing(calibration: Calibration) -> None:
-    masks = [torch.full((2, 40), float(number != 5)).long() for number in range(len(BATCHES))]
-    padded = [{**batch, "attention_mask": mask} for batch, mask in zip(BATCHES, masks, strict=True)]
+def test_a_batch_that_is_all_padding_counts_for_nothing(
+    calibration: Calibration,
+) -> None:
+    masks = [
+        torch.full((2, 40), float(number != 5)).long() for number in range(len(BATCHES))
+    ]
+    padded = [
+        {**batch, "attention_mask": mask}
+        for batch, mask in zip(BATCHES, masks, strict=True)
+    ]
     short = Calibration(calibration.model, padded, 4)
     assert short.counts[1, :, 1].sum() == 0 and short.counts[1, :, 2].sum() > 0
     rest = Calibration(calibration.model, BATCHES[:5] + BATCHES[6:], 4)
@@ -99,9 +122,19 @@ def test_tables_of_each_kind_lower_the_time_of_the_models_own_exchanges(
     calibration: Calibration, deployment: Deployment
 ) -> None:
     tables, facts = make_tables(calibration, deployment, "camoe", 0.3)
-    expected = camoe(calibration.counts.mean(0), UNEQUAL, deployment.payload, deployment.placement, 0.3)
+    expected = camoe(
+        calibration.counts.mean(0),
+        UNEQUAL,
+        deployment.payload,
+        deployment.placement,
+        0.3,
+    )
     np.testing.assert_array_equal(tables.tables, expected)
-    assert facts["after_s"] == deployment.mean_time(calibration.respond(tables)) < facts["before_s"]
+    assert (
+        facts["after_s"]
+        == deployment.mean_time(calibration.respond(tables))
+        < facts["before_s"]
+    )
     assert facts["before_s"] == deployment.mean_time(calibration.counts)
     ours, our_facts = make_tables(calibration, deployment, "bottleneck", 0.3)
     assert our_facts["after_s"] <= facts["after_s"] and ours.kind == "bottleneck"
@@ -109,13 +142,22 @@ def test_tables_of_each_kind_lower_the_time_of_the_models_own_exchanges(
     scaled, _ = make_tables(calibration, deployment, "camoe", 0.3, scaled=True)
     ratio = np.abs(scaled.tables[2]).mean() / np.abs(tables.tables[2]).mean()
     assert ratio == pytest.approx(calibration.logit_std[2], rel=1e-4)
-    windows = deployment.paths(calibration.counts).max((-2, -1)).mean(0) * [[0.93, 1], [1, 1], [1, 1], [1, 1]]
-    hidden, facts = make_tables(calibration, deployment, "windows", windows=windows * 1.02)
+    windows = deployment.paths(calibration.counts).max((-2, -1)).mean(0) * [
+        [0.93, 1],
+        [1, 1],
+        [1, 1],
+        [1, 1],
+    ]
+    hidden, facts = make_tables(
+        calibration, deployment, "windows", windows=windows * 1.02
+    )
     assert hidden.tables[0].any() and facts["left"] == []
 
 
 def ranks(rank: int, folder: Path) -> dict[str, Any]:
-    """Choices and logits of each rank's batch, endpoint = rank: spread, and for rank 0's sake alone."""
+    """Choices and logits of each rank's batch, endpoint = rank: spread, and for rank
+    0's sake alone.
+    """
     by_name = {}
     for name, connectivity, overlap in (
         ("regular", None, None),
@@ -135,11 +177,17 @@ def ranks(rank: int, folder: Path) -> dict[str, Any]:
             ):
                 steering.endpoint = rank + 1
                 logits = each(BATCHES[rank]["input_ids"], use_cache=False).logits
-                by_name[name].append((torch.stack([routed.experts for routed in seen.take()]), logits))
+                by_name[name].append(
+                    (torch.stack([routed.experts for routed in seen.take()]), logits)
+                )
         with torch.no_grad():
-            by_name[name].append(alone(BATCHES[rank]["input_ids"], use_cache=False).logits)
+            by_name[name].append(
+                alone(BATCHES[rank]["input_ids"], use_cache=False).logits
+            )
         if name == "regular":
-            both = Calibration(model, BATCHES[:9], 2, ranks=Ranks(rank, 2, lockstep=True))
+            both = Calibration(
+                model, BATCHES[:9], 2, ranks=Ranks(rank, 2, lockstep=True)
+            )
             one = Calibration(alone, BATCHES[:9], 2)
             assert np.array_equal(both.counts, one.counts)
             tables = random_tables(alone)
@@ -151,7 +199,11 @@ def ranks(rank: int, folder: Path) -> dict[str, Any]:
 def test_ranks_that_share_the_experts_have_biases_of_their_own(tmp_path: Path) -> None:
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
     for by_name in run_ranks(ranks, 2, tmp_path):
-        for name, ((experts, logits), (alone_experts, alone_logits), unbiased) in by_name.items():
+        for name, (
+            (experts, logits),
+            (alone_experts, alone_logits),
+            unbiased,
+        ) in by_name.items():
             assert torch.equal(experts, alone_experts), name
             torch.testing.assert_close(logits, alone_logits, rtol=1e-4, atol=1e-4)
             assert not torch.allclose(logits, unbiased, atol=0.1)
@@ -162,7 +214,10 @@ def test_ranks_that_share_their_tokens_are_refused() -> None:
 
     model = tiny_model("qwen3_moe")
     model.config.distributed_config = DistributedConfig(tp_size=2, ep_size=2)
-    with pytest.raises(UserError, match="no source endpoint"), router_bias(model, random_tables(model)):
+    with (
+        pytest.raises(UserError, match="no source endpoint"),
+        router_bias(model, random_tables(model)),
+    ):
         pass
 
 
@@ -173,17 +228,24 @@ def test_tables_for_experts_in_other_places_are_refused_on_as_many_ranks() -> No
     model.config.distributed_config = DistributedConfig(fsdp_size=2, ep_size=2)
     tables = random_tables(model)
     two = dataclasses.replace(
-        tables, tables=tables.tables[:, :2], placement=np.tile(np.arange(8) // 4, (4, 1))
+        tables,
+        tables=tables.tables[:, :2],
+        placement=np.tile(np.arange(8) // 4, (4, 1)),
     )
     with router_bias(model, two):
         pass
     turns = dataclasses.replace(two, placement=np.tile(np.arange(8) % 2, (4, 1)))
-    with pytest.raises(UserError, match="another placement of the experts"), router_bias(model, turns):
+    with (
+        pytest.raises(UserError, match="another placement of the experts"),
+        router_bias(model, turns),
+    ):
         pass
 
 
 @pytest.mark.parametrize("name", few(["deepseek_v3", "qwen3_moe"], 1))
-def test_a_compiled_model_is_biased_without_a_graph_for_each_endpoint(name: str) -> None:
+def test_a_compiled_model_is_biased_without_a_graph_for_each_endpoint(
+    name: str,
+) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     model = tiny_model(name, num_hidden_layers=2)
@@ -198,7 +260,9 @@ def test_a_compiled_model_is_biased_without_a_graph_for_each_endpoint(name: str)
             for endpoint in range(3):
                 steering.endpoint = endpoint
                 biased = model(ids, use_cache=False).logits
-                torch.testing.assert_close(compiled(ids, use_cache=False).logits, biased)
+                torch.testing.assert_close(
+                    compiled(ids, use_cache=False).logits, biased
+                )
                 assert not torch.allclose(biased, plain)
             assert counter.frame_count == 1
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, plain)
@@ -216,7 +280,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bias(folder: Path, *options: str, model: str = "model", out: Path | None = None) -> int:
+def bias(
+    folder: Path, *options: str, model: str = "model", out: Path | None = None
+) -> int:
     fixed = [
         "--links",
         str(folder / "links.json"),
@@ -225,26 +291,46 @@ def bias(folder: Path, *options: str, model: str = "model", out: Path | None = N
         "--batch-size",
         "2",
     ]
-    return main(["bias", str(folder / model), str(out or folder / "tables"), *fixed, *options])
+    return main(
+        ["bias", str(folder / model), str(out or folder / "tables"), *fixed, *options]
+    )
 
 
 def test_the_command_writes_tables_that_fit_the_model(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bias(folder, "--strength", "0.5", "--selection", "--placement", "balanced") == 0
+    assert (
+        bias(folder, "--strength", "0.5", "--selection", "--placement", "balanced") == 0
+    )
     assert " ms (-" in capsys.readouterr().out
     tables = read_tables(folder / "tables")
-    assert (tables.kind, tables.strength, tables.selection, tables.num_endpoints) == ("camoe", 0.5, True, 4)
-    assert (tables.model_type, tables.layers, tables.num_experts) == ("qwen3_moe", (0, 1, 2, 3), 8)
+    assert (tables.kind, tables.strength, tables.selection, tables.num_endpoints) == (
+        "camoe",
+        0.5,
+        True,
+        4,
+    )
+    assert (tables.model_type, tables.layers, tables.num_experts) == (
+        "qwen3_moe",
+        (0, 1, 2, 3),
+        8,
+    )
     assert not np.array_equal(tables.placement, np.tile(contiguous(8, 4), (4, 1)))
     with router_bias(load_model(folder / "model"), tables):
         pass
 
 
-def test_the_floor_of_the_deviation_reaches_the_tables_of_the_command(folder: Path) -> None:
+def test_the_floor_of_the_deviation_reaches_the_tables_of_the_command(
+    folder: Path,
+) -> None:
     """At ten times the mean it is the deviation of every row: the bias falls as it rises."""
     pushed = []
-    for options in ([], ["--sigma-floor", "0.05"], ["--sigma-floor", "10"], ["--sigma-floor", "20"]):
+    for options in (
+        [],
+        ["--sigma-floor", "0.05"],
+        ["--sigma-floor", "10"],
+        ["--sigma-floor", "20"],
+    ):
         assert bias(folder, "--strength", "0.5", *options) == 0
         pushed.append(read_tables(folder / "tables").tables)
     np.testing.assert_array_equal(pushed[0], pushed[1])
@@ -256,13 +342,23 @@ def test_windows_of_other_ranks_are_refused_before_the_model_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fcsd.steering.routing.tables.load_for_evaluation", None)
-    assert bias(folder, "--kind", "windows", "--windows", windows(folder, expert_parallel=2)) == 2
-    assert "windows of expert-parallel ranks 2, but the links have 4; write them" in capsys.readouterr().err
+    assert (
+        bias(
+            folder, "--kind", "windows", "--windows", windows(folder, expert_parallel=2)
+        )
+        == 2
+    )
+    assert (
+        "windows of expert-parallel ranks 2, but the links have 4; write them"
+        in capsys.readouterr().err
+    )
 
 
 def test_windows_are_read_by_layer_with_the_dispatch_first(folder: Path) -> None:
     path, model = (
-        windows(folder, dispatch_s=[1.0, 2.0, 3.0, 4.0], combine_s=[5.0, 6.0, 7.0, 8.0]),
+        windows(
+            folder, dispatch_s=[1.0, 2.0, 3.0, 4.0], combine_s=[5.0, 6.0, 7.0, 8.0]
+        ),
         tiny_model("qwen3_moe"),
     )
     rows = windows_by_layer(read_windows(path, model.config, 4), model)
@@ -285,26 +381,43 @@ def test_hidden_exchanges_get_no_bias(folder: Path) -> None:
     assert not read_tables(folder / "tables").tables.any()
 
 
-def test_bad_input_of_the_command_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_of_the_command_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong = windows(folder, layers=[0, 1], dispatch_s=[1.0] * 2, combine_s=[1.0] * 2)
     for options, message in (
         ([], "--strength: camoe needs one"),
-        (["--strength", "-0.1"], "--strength: Input should be greater than or equal to 0, got -0.1"),
-        (["--strength", "0.1", "--text-examples", "0"], "--text-examples: Input should be greater than 0"),
+        (
+            ["--strength", "-0.1"],
+            "--strength: Input should be greater than or equal to 0, got -0.1",
+        ),
+        (
+            ["--strength", "0.1", "--text-examples", "0"],
+            "--text-examples: Input should be greater than 0",
+        ),
         (["--kind", "windows"], "--windows FILE and --kind windows go together"),
         (
             ["--kind", "windows", "--windows", wrong],
-            "--windows: of the MoE layers [0, 1], but the model has [0, 1, 2, 3]; write them with `fcsd plan MODEL",
+            (
+                "--windows: of the MoE layers [0, 1], but the model has [0, 1, 2, 3];"
+                " write them with `fcsd plan MODEL"
+            ),
         ),
         (
             ["--kind", "windows", "--windows", wrong, "--sigma-floor", "0.05"],
-            "--sigma-floor: of CAMoE's standardised times, which windows do without; leave it out",
+            (
+                "--sigma-floor: of CAMoE's standardised times, which windows do"
+                " without; leave it out"
+            ),
         ),
         (
             ["--strength", "0.1", "--sigma-floor", "-1"],
             "--sigma-floor: Input should be greater than or equal to 0",
         ),
-        (["--strength", "0.1", "--sigma-floor", "nan"], "--sigma-floor: Input should be a finite number"),
+        (
+            ["--strength", "0.1", "--sigma-floor", "nan"],
+            "--sigma-floor: Input should be a finite number",
+        ),
         (["--strength", "0.1", "--endpoints", "2"], "endpoints"),
         (["--strength", "0.1", "--links", str(folder / "none.json")], "no such file"),
     ):
@@ -316,25 +429,43 @@ def test_bad_input_of_the_command_is_one_line(folder: Path, capsys: pytest.Captu
     for changes, message in (
         (
             {"model_type": "mixtral"},
-            "windows of model type mixtral, but the model has qwen3_moe; write them with `fcsd",
+            (
+                "windows of model type mixtral, but the model has qwen3_moe; write them"
+                " with `fcsd"
+            ),
         ),
         (
             {"num_layers": 5},
-            "windows of decoder layers 5, but the model has 4; write them with `fcsd plan MODEL --ep 4",
+            (
+                "windows of decoder layers 5, but the model has 4; write them with"
+                " `fcsd plan MODEL --ep 4"
+            ),
         ),
         (
             {"expert_parallel": 8},
-            "windows of expert-parallel ranks 8, but the links have 4; write them with `fcsd plan",
+            (
+                "windows of expert-parallel ranks 8, but the links have 4; write them"
+                " with `fcsd plan"
+            ),
         ),
-        ({"dispatch_s": [True, 1.0, 1.0, 1.0]}, r"dispatch_s\.0: a number is needed, got True"),
-        ({"dispatch_s": [1.0] * 3}, "dispatch_s and combine_s need a number for each of `layers`"),
+        (
+            {"dispatch_s": [True, 1.0, 1.0, 1.0]},
+            r"dispatch_s\.0: a number is needed, got True",
+        ),
+        (
+            {"dispatch_s": [1.0] * 3},
+            "dispatch_s and combine_s need a number for each of `layers`",
+        ),
         ({"combine_s": [1.0, 1.0, 1.0, -1.0]}, r"combine_s\.3: .* got -1"),
         ({"combine_s": [1.0, 1.0, 1.0, float("nan")]}, r"combine_s\.3: .* got nan"),
         ({"version": 2}, "version: .* got 2"),
     ):
         with pytest.raises(UserError, match=message):
             read_windows(windows(folder, **changes), config, 4)
-    with pytest.raises(UserError, match=r"holds something else \(no dispatch_s or combine_s\); `fcsd plan"):
+    with pytest.raises(
+        UserError,
+        match=r"holds something else \(no dispatch_s or combine_s\); `fcsd plan",
+    ):
         read_windows(folder / "links.json", config, 4)
 
 
@@ -344,8 +475,14 @@ def test_a_place_that_cannot_hold_the_tables_is_refused_before_the_model_is_look
     before = (folder / "rows.jsonl").read_bytes()
     for out, message in (
         (folder, "is a folder; name the file"),
-        (folder / "none" / "tables", "is in a folder that does not exist; name the file"),
-        (folder / "rows.jsonl", "exists and is another kind of file; name another file, or remove it"),
+        (
+            folder / "none" / "tables",
+            "is in a folder that does not exist; name the file",
+        ),
+        (
+            folder / "rows.jsonl",
+            "exists and is another kind of file; name another file, or remove it",
+        ),
     ):
         assert bias(folder, "--strength", "0.1", model="nowhere", out=out) == 2
         assert capsys.readouterr().err == f"fcsd bias: error: {out}: {message}" + (
@@ -357,7 +494,12 @@ def test_a_place_that_cannot_hold_the_tables_is_refused_before_the_model_is_look
 def test_endpoints_that_do_not_divide_the_experts_are_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny_model("qwen3_moe", vocab_size=512, num_experts=6).save_pretrained(folder / "six")
+    tiny_model("qwen3_moe", vocab_size=512, num_experts=6).save_pretrained(
+        folder / "six"
+    )
     tiny_tokenizer().save_pretrained(folder / "six")
     assert bias(folder, "--strength", "0.1", model="six") == 2
-    assert "6 experts cannot be shared out evenly over 4 endpoints" in capsys.readouterr().err
+    assert (
+        "6 experts cannot be shared out evenly over 4 endpoints"
+        in capsys.readouterr().err
+    )

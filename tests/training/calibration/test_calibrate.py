@@ -1,4 +1,6 @@
-"""Calibration from end to end: in memory, from folder to folder, killed and resumed, over ranks, by command."""
+"""Calibration from end to end: in memory, from folder to folder, killed and resumed,
+over ranks, by command.
+"""
 
 import copy
 import itertools
@@ -39,7 +41,11 @@ from fcsd.report.publish.push import push
 from fcsd.training.calibration import checkpoint as folder_module
 from fcsd.training.calibration import layer as layer_module
 from fcsd.training.calibration import solve
-from fcsd.training.calibration.checkpoint import calibrate_checkpoint, split_rows, take_rows
+from fcsd.training.calibration.checkpoint import (
+    calibrate_checkpoint,
+    split_rows,
+    take_rows,
+)
 from fcsd.training.calibration.experts import calls_of
 from fcsd.training.calibration.model import calibrate_model, complaint
 from fcsd.training.calibration.shards import Layerwise, damage_of_copies
@@ -54,17 +60,23 @@ ALL = Connectivity("all")
 
 
 def text(rows: int, seed: int = 0, length: int = 32) -> Tensor:
-    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, 90, (rows, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def as_rows(ids: Tensor) -> list[dict[str, Any]]:
-    return [{"input_ids": row, "position_ids": torch.arange(len(row)), "labels": row} for row in ids]
+    return [
+        {"input_ids": row, "position_ids": torch.arange(len(row)), "labels": row}
+        for row in ids
+    ]
 
 
 @torch.no_grad()
 def kl(teacher: Any, student: Any, ids: Tensor) -> float:
     p, q = (
-        model(input_ids=ids, use_cache=False).logits.double().log_softmax(-1) for model in (teacher, student)
+        model(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)
+        for model in (teacher, student)
     )
     return float((p.exp() * (p - q)).sum(-1).mean())
 
@@ -100,7 +112,10 @@ def test_a_calibrated_model_is_nearer_to_its_original_on_text_it_has_not_seen(
     assert kl(teacher, student, text(32, seed=1)) < 0.95 * before
     assert [result["layer"] for result in results] == student.config.farskip["layers"]
     for result in results:
-        pairs = [*result["reads"].values(), *(result[key] for key in ("adds", "experts") if result[key])]
+        pairs = [
+            *result["reads"].values(),
+            *(result[key] for key in ("adds", "experts") if result[key]),
+        ]
         assert all(after <= before for before, after in pairs)
     names = {
         name.split(".")[2]
@@ -110,12 +125,20 @@ def test_a_calibrated_model_is_nearer_to_its_original_on_text_it_has_not_seen(
     assert names <= {str(k) for k in student.config.farskip["layers"]}
 
 
-def by_hand(x: Tensor, y: Tensor, held_out: Tensor, ridge: float, towards: Tensor) -> Tensor:
-    """Return the ridge regression of x A ≈ y towards another map, which is taken if A fits the sample only."""
+def by_hand(
+    x: Tensor, y: Tensor, held_out: Tensor, ridge: float, towards: Tensor
+) -> Tensor:
+    """Return the ridge regression of x A ≈ y towards another map, which is taken if A
+    fits the sample only.
+    """
 
     def regression(x: Tensor, y: Tensor) -> Tensor:
-        pull = (ridge * x.square().sum(0).mean()).sqrt() * torch.eye(x.shape[1], dtype=x.dtype)
-        return torch.linalg.lstsq(torch.cat([x, pull]), torch.cat([y, pull @ towards])).solution
+        pull = (ridge * x.square().sum(0).mean()).sqrt() * torch.eye(
+            x.shape[1], dtype=x.dtype
+        )
+        return torch.linalg.lstsq(
+            torch.cat([x, pull]), torch.cat([y, pull @ towards])
+        ).solution
 
     def residual(matrix: Tensor) -> Tensor:
         return (x @ matrix - y)[held_out].square().sum()
@@ -124,18 +147,27 @@ def by_hand(x: Tensor, y: Tensor, held_out: Tensor, ridge: float, towards: Tenso
     return regression(x, y) if fits else towards
 
 
-def test_every_expert_reads_by_the_ridge_regression_on_the_tokens_it_is_chosen_for() -> None:
-    teacher = tiny_model("qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager")
+def test_every_expert_reads_by_the_ridge_regression_on_the_tokens_it_is_chosen_for() -> (
+    None
+):
+    teacher = tiny_model(
+        "qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager"
+    )
     ids, student = text(96), converted(teacher, Connectivity({"last": 1}))
     calibrated = copy.deepcopy(student)
     (result,) = calibrate_model(calibrated, teacher, ids, progress=False)
     read: list[Tensor] = []
     for model in (student, teacher):
-        model.model.layers[-1].mlp.register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
+        model.model.layers[-1].mlp.register_forward_pre_hook(
+            lambda _, args: read.append(args[0].detach())
+        )
         model.model(ids)
     x, y = (value.flatten(0, 1) for value in read)
     held_out, own = torch.arange(len(x)) // ids.shape[1] % 4 == 3, 0
-    identity, none = torch.eye(x.shape[1], dtype=x.dtype), torch.zeros(len(x), dtype=torch.bool)
+    identity, none = (
+        torch.eye(x.shape[1], dtype=x.dtype),
+        torch.zeros(len(x), dtype=torch.bool),
+    )
     shared = by_hand(x, y, none, 1e-3, identity)
     old, new = (model.model.layers[-1].mlp for model in (student, calibrated))
     gate = old.gate.weight.detach() @ shared.T
@@ -146,22 +178,31 @@ def test_every_expert_reads_by_the_ridge_regression_on_the_tokens_it_is_chosen_f
         chosen = (choices == number).any(-1)
         reads = by_hand(x[chosen], y[chosen], held_out[chosen], 0.03, shared)
         torch.testing.assert_close(
-            new.experts.gate_up_proj[number].detach(), weight @ reads.T, rtol=1e-6, atol=1e-9
+            new.experts.gate_up_proj[number].detach(),
+            weight @ reads.T,
+            rtol=1e-6,
+            atol=1e-9,
         )
         own += not torch.equal(reads, shared)
         parts = (y, x @ shared - y, x @ reads - y)
         squares += torch.stack([part[chosen].square().sum() for part in parts])
     assert own
     wanted = (squares[1:] / squares[0]).tolist()
-    assert result["reads"]["mlp.experts"] == pytest.approx(wanted, rel=1e-6) and wanted[1] < 0.99 * wanted[0]
+    assert (
+        result["reads"]["mlp.experts"] == pytest.approx(wanted, rel=1e-6)
+        and wanted[1] < 0.99 * wanted[0]
+    )
 
 
 def test_every_expert_has_the_ridge_regression_of_what_those_before_it_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By hand, on the last layer: before it is what a calibration without such maps leaves. A map that fits the sample
-    only, by every fourth row, is not taken; else it is solved on all rows."""
-    teacher = tiny_model("qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager")
+    """By hand, on the last layer: before it is what a calibration without such maps
+    leaves. A map that fits the sample only, by every fourth row, is not taken; else it
+    is solved on all rows."""
+    teacher = tiny_model(
+        "qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager"
+    )
     ids, last = text(96), Connectivity({"last": 1})
     calibrated, shared = converted(teacher, last), converted(teacher, last)
     (result,) = calibrate_model(calibrated, teacher, ids, progress=False)
@@ -170,19 +211,29 @@ def test_every_expert_has_the_ridge_regression_of_what_those_before_it_left(
     seen: dict[str, Tensor] = {}
     for name, model in (("teacher", teacher), ("student", shared)):
         layer, block = model.model.layers[-1], model.model.layers[-1].mlp
-        layer.register_forward_hook(lambda _, __, out, name=name: seen.update({name: out}))
+        layer.register_forward_hook(
+            lambda _, __, out, name=name: seen.update({name: out})
+        )
         block.experts.register_forward_pre_hook(
             lambda _, args, name=name: seen.update({f"{name} args": args})
         )
         model.model(ids)
     missing = (seen["teacher"] - seen["student"]).detach().flatten(0, 1)
-    experts, (hidden, choices, weights) = shared.model.layers[-1].mlp.experts, seen["student args"]
+    experts, (hidden, choices, weights) = (
+        shared.model.layers[-1].mlp.experts,
+        seen["student args"],
+    )
     before, own = missing.square().sum(), 0
     identity = torch.eye(hidden.shape[1], dtype=hidden.dtype)
     for number, down in enumerate(experts.down_proj.detach()):
         tokens, slots = (choices == number).nonzero(as_tuple=True)
         gate, up = (hidden[tokens] @ experts.gate_up_proj[number].T).chunk(2, -1)
-        added = (torch.nn.functional.silu(gate) * up @ down.T * weights[tokens, slots][:, None]).detach()
+        added = (
+            torch.nn.functional.silu(gate)
+            * up
+            @ down.T
+            * weights[tokens, slots][:, None]
+        ).detach()
         wanted, held_out = added + missing[tokens], tokens // ids.shape[1] % 4 == 3
         change = by_hand(added, wanted, held_out, 0.01, identity) - identity
         own += bool(change.any())
@@ -194,20 +245,28 @@ def test_every_expert_has_the_ridge_regression_of_what_those_before_it_left(
             atol=1e-9,
         )
     assert own
-    assert result["experts"][1] == pytest.approx(float(missing.square().sum() / before), rel=1e-6)
+    assert result["experts"][1] == pytest.approx(
+        float(missing.square().sum() / before), rel=1e-6
+    )
     assert result["experts"][1] < 0.99
 
 
-def test_an_expert_that_few_tokens_choose_keeps_the_maps_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expert_that_few_tokens_choose_keeps_the_maps_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     teacher = tiny_model("qwen3_moe", seed=1)
-    own, reads, neither = (converted(teacher, Connectivity({"last": 1})) for _ in range(3))
+    own, reads, neither = (
+        converted(teacher, Connectivity({"last": 1})) for _ in range(3)
+    )
     ids = text(5)  # 160 tokens, of which an expert has 40 on average
     calibrate_model(own, teacher, ids, progress=False)
     monkeypatch.setattr(layer_module, "fold_adds", lambda *_: None)
     calibrate_model(reads, teacher, ids, progress=False)
     monkeypatch.setattr(solve, "FITS_THE_SAMPLE", 0.0)  # no map of their own
     calibrate_model(neither, teacher, ids, progress=False)
-    one, two, three = (model.model.layers[-1].mlp.experts for model in (own, reads, neither))
+    one, two, three = (
+        model.model.layers[-1].mlp.experts for model in (own, reads, neither)
+    )
     with calls_of(three) as calls:
         neither.model(ids)
     few = torch.bincount(calls[0].choices.flatten(), minlength=8) < 32
@@ -218,8 +277,12 @@ def test_an_expert_that_few_tokens_choose_keeps_the_maps_of_all(monkeypatch: pyt
 
 
 def test_a_teacher_that_is_a_linear_map_away_is_recovered() -> None:
-    """Parallel layers, the first of which computes what the regular one does: its maps are all that differs."""
-    teacher = tiny_model("cohere2_moe", dtype=torch.float64, experts_implementation="eager")
+    """Parallel layers, the first of which computes what the regular one does: its maps
+    are all that differs.
+    """
+    teacher = tiny_model(
+        "cohere2_moe", dtype=torch.float64, experts_implementation="eager"
+    )
     student = copy.deepcopy(teacher)
     convert_model(student, Connectivity([0]), regular_ok=True)
     layer, generator = student.model.layers[0], torch.Generator().manual_seed(0)
@@ -259,7 +322,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    words = [f"Line {n} of {n * n % 97} says {n % 7} more, and then {n * 31 % 89}." for n in range(400)]
+    words = [
+        f"Line {n} of {n * n % 97} says {n % 7} more, and then {n * 31 % 89}."
+        for n in range(400)
+    ]
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in words))
     return path
 
@@ -271,14 +337,24 @@ def run_folder(
     work.mkdir(exist_ok=True)
     checkpoint = find_model(ModelConfig(path=str(base)))
     return calibrate_checkpoint(
-        checkpoint, work, Connectivity([1, 3]), as_rows(ids), ridge=1e-3, launch=launch, left_out=left_out
+        checkpoint,
+        work,
+        Connectivity([1, 3]),
+        as_rows(ids),
+        ridge=1e-3,
+        launch=launch,
+        left_out=left_out,
     )
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_resumed_it_is_the_same(
@@ -286,17 +362,25 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
 ) -> None:
     ids = text(24)
     whole = run_folder(base, tmp_path / "whole", ids)
-    assert whole["tokens"] == 24 * 32 and [result["layer"] for result in whole["layers"]] == [1, 3]
+    assert whole["tokens"] == 24 * 32 and [
+        result["layer"] for result in whole["layers"]
+    ] == [1, 3]
     model = tmp_path / "whole" / "model"
     old, new = tensors(base), tensors(model)
-    assert old.keys() == new.keys() and {value.dtype for value in new.values()} == {torch.bfloat16}
+    assert old.keys() == new.keys() and {value.dtype for value in new.values()} == {
+        torch.bfloat16
+    }
     changed = {name for name in old if not torch.equal(old[name], new[name])}
     assert {name.split(".")[2] for name in changed} == {"1", "3"}
     assert not any("norm" in name for name in changed) and any(
         "experts.7.up_proj" in name for name in changed
     )
     config = json.loads((model / "config.json").read_text())
-    assert config["farskip_calibration"] == {"tokens": 768, "ridge": 1e-3, "layers": [1, 3]}
+    assert config["farskip_calibration"] == {
+        "tokens": 768,
+        "ridge": 1e-3,
+        "layers": [1, 3],
+    }
     teacher = load_model(base, dtype=torch.float32)
     plain = load_model(base, connectivity=Connectivity([1, 3]), dtype=torch.float32)
     held_out = text(32, seed=1)
@@ -306,17 +390,27 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    for place in ("_save", "write_changed"):  # after a layer was written and not noted; before it was written
+    # after a layer was written and not noted; before it was written
+    for place in ("_save", "write_changed"):
         work = tmp_path / place
         with monkeypatch.context() as patch:
             original, calls = getattr(folder_module, place), iter(range(9))
-            patch.setattr(folder_module, place, lambda *a: original(*a) if next(calls) < 1 else stop())  # noqa: B023
+            patch.setattr(
+                folder_module,
+                place,
+                lambda *a: original(*a) if next(calls) < 1 else stop(),  # noqa: B023
+            )
             with pytest.raises(KeyboardInterrupt):
                 run_folder(base, work, ids)
-        assert "farskip_calibration" not in json.loads((work / "model" / "config.json").read_text())
+        assert "farskip_calibration" not in json.loads(
+            (work / "model" / "config.json").read_text()
+        )
         resumed = run_folder(base, work, ids)
         assert resumed["layers"] == whole["layers"]
-        assert all(torch.equal(value, new[name]) for name, value in tensors(work / "model").items())
+        assert all(
+            torch.equal(value, new[name])
+            for name, value in tensors(work / "model").items()
+        )
     assert all(torch.equal(value, old[name]) for name, value in tensors(base).items())
 
 
@@ -327,20 +421,30 @@ def test_a_rank_without_text_adds_nothing_and_the_weights_are_those_of_one_proce
 
     def rank(number: int) -> bool:
         ranks = Ranks(number, 2, lockstep=True)
-        run_folder(base, tmp_path / "two" / "out", ids, Launch(CPU.device, Engine("ddp"), ranks))
+        run_folder(
+            base,
+            tmp_path / "two" / "out",
+            ids,
+            Launch(CPU.device, Engine("ddp"), ranks),
+        )
         teacher = load_model(base, dtype=torch.float32)
         students = [converted(teacher, Connectivity([1, 3])) for _ in range(2)]
         calibrate_model(students[0], teacher, ids, ranks=ranks, progress=False)
         calibrate_model(students[1], teacher, ids, progress=False)
         pairs = zip(*(model.state_dict().values() for model in students), strict=True)
-        return all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in pairs)
+        return all(
+            torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in pairs
+        )
 
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     run_folder(base, tmp_path / "one" / "out", ids)
     assert run_ranks(rank, 2) == [True, True]
     one, two = (tensors(tmp_path / name / "out") for name in ("one", "two"))
-    assert all(torch.allclose(one[name].float(), two[name].float(), rtol=2**-7, atol=1e-5) for name in one)
+    assert all(
+        torch.allclose(one[name].float(), two[name].float(), rtol=2**-7, atol=1e-5)
+        for name in one
+    )
 
 
 def packed(lengths: list[list[int]], size: int, seed: int) -> list[dict[str, Any]]:
@@ -350,19 +454,31 @@ def packed(lengths: list[list[int]], size: int, seed: int) -> list[dict[str, Any
     for row in lengths:
         num = sum(row)
         ids = torch.randint(3, 90, (num,), generator=generator)
-        positions = torch.cat([torch.arange(length) for length in row] + [torch.zeros(size - num).long()])
+        positions = torch.cat(
+            [torch.arange(length) for length in row] + [torch.zeros(size - num).long()]
+        )
         padding = torch.full((size - num,), -100)
-        ids, labels = torch.cat([ids, torch.zeros(size - num).long()]), torch.cat([ids, padding])
+        ids, labels = (
+            torch.cat([ids, torch.zeros(size - num).long()]),
+            torch.cat([ids, padding]),
+        )
         rows.append({"input_ids": ids, "position_ids": positions, "labels": labels})
     return rows
 
 
 @torch.no_grad()
-def kl_by_hand(teacher: Any, student: Any, rows: list[dict[str, Any]]) -> tuple[float, float, int]:
-    """Return the KL of each next token, one example at a time, its standard error by rows, and how many tokens."""
+def kl_by_hand(
+    teacher: Any, student: Any, rows: list[dict[str, Any]]
+) -> tuple[float, float, int]:
+    """Return the KL of each next token, one example at a time, its standard error by
+    rows, and how many tokens.
+    """
     by_row = []
     for row in rows:
-        begins = [*(row["position_ids"] == 0).nonzero()[:, 0].tolist(), len(row["labels"])]
+        begins = [
+            *(row["position_ids"] == 0).nonzero()[:, 0].tolist(),
+            len(row["labels"]),
+        ]
         values = []
         for begin, end in itertools.pairwise(begins):
             if (row["labels"][begin:end] != -100).any():
@@ -375,7 +491,9 @@ def kl_by_hand(teacher: Any, student: Any, rows: list[dict[str, Any]]) -> tuple[
         by_row.append(torch.cat(values))
     sums, counts = [float(v.sum()) for v in by_row], [len(v) for v in by_row]
     mean, n = sum(sums) / sum(counts), len(sums)
-    squares = sum((total - mean * count) ** 2 for total, count in zip(sums, counts, strict=True))
+    squares = sum(
+        (total - mean * count) ** 2 for total, count in zip(sums, counts, strict=True)
+    )
     return mean, (n / (n - 1) * squares) ** 0.5 / sum(counts), sum(counts)
 
 
@@ -385,12 +503,17 @@ LEFT_OUT = packed(LEFT_OUT_LENGTHS, 32, seed=3)
 
 @pytest.mark.parametrize(
     ("model_type", "fields"),
-    [("qwen3_moe", {"tie_word_embeddings": True}), *few((name, {}) for name in FAMILIES)],
+    [
+        ("qwen3_moe", {"tie_word_embeddings": True}),
+        *few((name, {}) for name in FAMILIES),
+    ],
 )
 def test_the_kl_of_a_calibration_is_that_of_both_models_on_rows_that_no_map_was_solved_on(
     model_type: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Compare calibrated and copied weights to 1e-5; layers behind the last rewired one are run as well."""
+    """Compare calibrated and copied weights to 1e-5; layers behind the last rewired one
+    are run as well.
+    """
     teacher = tiny_model(model_type, seed=1, **fields)
     teacher.save_pretrained(tmp_path / "base")
     if packing_of(teacher.config) == "leaks":
@@ -424,7 +547,9 @@ def test_the_kl_of_a_calibration_is_the_same_after_a_kill_and_on_two_ranks(
     options: dict[str, Any] = {"left_out": left_out}
     whole = run_folder(base, tmp_path / "whole", ids, **options)
     teacher = load_model(base, dtype=torch.float32)
-    mean, _, _ = kl_by_hand(teacher, load_model(tmp_path / "whole" / "model", dtype=torch.float32), LEFT_OUT)
+    mean, _, _ = kl_by_hand(
+        teacher, load_model(tmp_path / "whole" / "model", dtype=torch.float32), LEFT_OUT
+    )
     assert whole["kl"]["calibrated"]["kl"] == pytest.approx(mean, abs=1e-5)
     without = run_folder(base, tmp_path / "without", ids)
     assert without["kl"] is None and without["layers"] == whole["layers"]
@@ -436,7 +561,11 @@ def test_the_kl_of_a_calibration_is_the_same_after_a_kill_and_on_two_ranks(
         work = tmp_path / str(number)
         with monkeypatch.context() as patch:
             save, calls = folder_module._save, iter(range(9))
-            patch.setattr(folder_module, "_save", lambda *a: save(*a) if next(calls) < number else stop())  # noqa: B023
+            patch.setattr(
+                folder_module,
+                "_save",
+                lambda *a: save(*a) if next(calls) < number else stop(),  # noqa: B023
+            )
             with pytest.raises(KeyboardInterrupt):
                 run_folder(base, work, ids, **options)
         assert run_folder(base, work, ids, **options)["kl"] == whole["kl"]
@@ -452,7 +581,9 @@ def test_the_kl_of_a_calibration_is_the_same_after_a_kill_and_on_two_ranks(
         assert one[name]["kl"] == pytest.approx(whole["kl"][name]["kl"], abs=1e-4)
 
 
-def test_what_measures_a_calibration_shares_no_example_with_what_it_is_solved_on() -> None:
+def test_what_measures_a_calibration_shares_no_example_with_what_it_is_solved_on() -> (
+    None
+):
     rows = as_rows(text(100))
     solved, left_out = split_rows(rows, 1600, 16)  # the next ones, an eighth as many
     assert solved == rows[:50] and left_out == rows[50:57]
@@ -460,14 +591,21 @@ def test_what_measures_a_calibration_shares_no_example_with_what_it_is_solved_on
     assert split_rows(again, 1600, 16)[1] == rows[60:67]
     few_rows = split_rows(rows[:20], 1600, 16)  # all are needed: the last of them
     assert few_rows == (rows[:17], rows[17:20])
-    assert split_rows(rows[:20], 1600, 80) == (rows[:20], [])  # 640 tokens, 8 x 80: none can be spared
+    # 640 tokens, 8 x 80: none can be spared
+    assert split_rows(rows[:20], 1600, 80) == (rows[:20], [])
     repeated = [rows[0]] * 40
     assert split_rows(repeated, 1600, 1)[1] == []
 
 
-@pytest.mark.parametrize("what", ["streams", "model", "config", "state", "streams are gone"])
+@pytest.mark.parametrize(
+    "what", ["streams", "model", "config", "state", "streams are gone"]
+)
 def test_what_a_killed_calibration_left_is_begun_again_where_it_is_damaged(
-    base: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    base: Path,
+    tmp_path: Path,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     ids = text(8)
     run_folder(base, tmp_path / "whole", ids)
@@ -487,12 +625,18 @@ def test_what_a_killed_calibration_left_is_begun_again_where_it_is_damaged(
     if what == "model":
         solved = json.loads((work / "state.json").read_text())["written"]
         name = next(name for name in sorted(solved) if ".1." in name)
-        (file,) = [f for f in (work / "model").glob("*.safetensors") if name in safetensors_header(f)[0]]
+        (file,) = [
+            f
+            for f in (work / "model").glob("*.safetensors")
+            if name in safetensors_header(f)[0]
+        ]
         header, begin = safetensors_header(file)
         change_byte(file, begin + header[name]["data_offsets"][0])
     elif what == "config":
         config = json.loads((work / "model" / "config.json").read_text())
-        (work / "model" / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
+        (work / "model" / "config.json").write_text(
+            json.dumps(config | {"num_experts_per_tok": 1})
+        )
     elif what == "state":
         state = (work / "state.json").read_text()
         (work / "state.json").write_text(state.replace('"layer": 1', '"layer": 0'))
@@ -506,8 +650,13 @@ def test_what_a_killed_calibration_left_is_begun_again_where_it_is_damaged(
     assert "it is calibrated from the first layer again" in capsys.readouterr().err
     whole = tmp_path / "whole" / "model"
     assert tensors(work / "model").keys() == tensors(whole).keys()
-    assert all(torch.equal(value, tensors(whole)[name]) for name, value in tensors(work / "model").items())
-    assert (work / "model" / "config.json").read_text() == (whole / "config.json").read_text()
+    assert all(
+        torch.equal(value, tensors(whole)[name])
+        for name, value in tensors(work / "model").items()
+    )
+    assert (work / "model" / "config.json").read_text() == (
+        whole / "config.json"
+    ).read_text()
 
 
 def change_byte(file: Path, place: int) -> None:
@@ -560,10 +709,12 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
         )
         return counts
 
-    # When the first rank says that the model is calibrated, a late one is no longer at work in the folder.
+    # When the first rank says that the model is calibrated, a late one is no longer at
+    # work in the folder.
     assert run_ranks(rank, 2) == [[2], []]
     one, two, old = (
-        tensors(folder) for folder in (tmp_path / "one" / "model", tmp_path / "two" / "model", base)
+        tensors(folder)
+        for folder in (tmp_path / "one" / "model", tmp_path / "two" / "model", base)
     )
     distances = [
         float(
@@ -572,20 +723,27 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
         )
         for n in one
     ]
-    assert max(distances) < 0.02  # bfloat16 rounds a few of the weights to the other side
+    # bfloat16 rounds a few of the weights to the other side
+    assert max(distances) < 0.02
 
 
 def test_one_layer_is_in_memory_at_a_time(base: Path) -> None:
     models = Layerwise(read_checkpoint(base), ALL, torch.device("cpu"))
 
     def loaded() -> set[str]:
-        return {name for name, value in models.model.named_parameters() if not value.is_meta}
+        return {
+            name for name, value in models.model.named_parameters() if not value.is_meta
+        }
 
     outside = {"model.embed_tokens.weight", "model.norm.weight"}
     assert loaded() == outside
     for index in (0, 3):
         with models.layer(index):
-            inside = {name for name, _ in models.model.named_parameters() if f".layers.{index}." in name}
+            inside = {
+                name
+                for name, _ in models.model.named_parameters()
+                if f".layers.{index}." in name
+            }
             assert loaded() == outside | inside
     assert loaded() == outside
 
@@ -606,44 +764,84 @@ def test_the_command_calibrates_and_tells_what_it_did(
     assert main([*words, "--tokens", "2000", "--max-length", "64"]) == 0
     said = capsys.readouterr()
     assert said.out == f"{out}\n" and "layer 0" not in said.err
-    assert re.search(r"\btext: \d+ examples read: \d+ cut, 0 without loss, 0 left out$", said.err, flags=re.M)
-    every = [*words[:2], str(tmp_path / "all"), "--layers", "all", "--text", str(tmp_path / "gone.jsonl")]
+    assert re.search(
+        r"\btext: \d+ examples read: \d+ cut, 0 without loss, 0 left out$",
+        said.err,
+        flags=re.M,
+    )
+    every = [
+        *words[:2],
+        str(tmp_path / "all"),
+        "--layers",
+        "all",
+        "--text",
+        str(tmp_path / "gone.jsonl"),
+    ]
     assert main(every) == 2
-    said_of_first = f"measured by `fcsd layers {base}`; --layers last:3 leaves out layer 0"
+    said_of_first = (
+        f"measured by `fcsd layers {base}`; --layers last:3 leaves out layer 0"
+    )
     assert said_of_first in capsys.readouterr().err
     manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["stage"] == "calibrate" and 2000 <= manifest["results"]["tokens"] < 2064
     assert (
-        manifest["settings"]["data"]["train"][0]["path"] == str(rows) and "data.train.0" in manifest["inputs"]
+        manifest["stage"] == "calibrate"
+        and 2000 <= manifest["results"]["tokens"] < 2064
+    )
+    assert (
+        manifest["settings"]["data"]["train"][0]["path"] == str(rows)
+        and "data.train.0" in manifest["inputs"]
     )
     assert [result["layer"] for result in manifest["results"]["layers"]] == [1, 2, 3]
     assert not (tmp_path / "out.partial").exists()
     kl = manifest["results"]["kl"]
-    assert 250 <= kl["num_tokens"] <= 2064 // 8 + 64 and 0 < kl["calibrated"]["kl"] < kl["copied"]["kl"]
+    assert (
+        250 <= kl["num_tokens"] <= 2064 // 8 + 64
+        and 0 < kl["calibrated"]["kl"] < kl["copied"]["kl"]
+    )
     measured = (
-        "KL to the original {} nats per token, with copied weights {}, on {:,} tokens that no map".format(
-            *(plus_minus(kl[name]["kl"], kl[name]["stderr"]) for name in ("calibrated", "copied")),
+        "KL to the original {} nats per token, with copied weights {}, on {:,} tokens"
+        " that no map".format(
+            *(
+                plus_minus(kl[name]["kl"], kl[name]["stderr"])
+                for name in ("calibrated", "copied")
+            ),
             kl["num_tokens"],
         )
     )
     tokens = manifest["results"]["tokens"]
-    assert re.search(rf"^calibrate: {tokens:,} tokens, 3 layers; {re.escape(measured)}", said.err, flags=re.M)
+    assert re.search(
+        rf"^calibrate: {tokens:,} tokens, 3 layers; {re.escape(measured)}",
+        said.err,
+        flags=re.M,
+    )
     model, tokenizer = fcsd.load(out)
-    assert model.config.farskip["layers"] == [1, 2, 3] and tokenizer("Line 1")["input_ids"]
+    assert (
+        model.config.farskip["layers"] == [1, 2, 3] and tokenizer("Line 1")["input_ids"]
+    )
     push(out, "me/model", dry_run=tmp_path / "push")
     card = (tmp_path / "push" / "README.md").read_text()
     assert f" {measured} was solved on." in card
     assert (
-        "are folded into the weights of 3 layers, which are therefore not the original's. Data: `text.jsonl`"
-        in card
+        "are folded into the weights of 3 layers, which are therefore not the"
+        " original's. Data: `text.jsonl`" in card
     )
     for again in (out, base):  # a calibrated model, and a folder that is there
         capsys.readouterr()
         assert (
-            main(["calibrate", str(again), str(tmp_path / "other" if again == out else out), *words[3:]]) == 2
+            main(
+                [
+                    "calibrate",
+                    str(again),
+                    str(tmp_path / "other" if again == out else out),
+                    *words[3:],
+                ]
+            )
+            == 2
         )
         message = capsys.readouterr().err
-        assert ("is calibrated already" if again == out else "exists and is not empty") in message
+        assert (
+            "is calibrated already" if again == out else "exists and is not empty"
+        ) in message
         assert len(message.splitlines()) == 1
 
 
@@ -667,7 +865,10 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
         "model": {"path": str(base)},
         "connectivity": {"layers": [1, 3]},
         "calibration": {"tokens": 1500},
-        "data": {"train": [{"path": str(rows), "columns": {"text": "text"}}], "max_length": 64},
+        "data": {
+            "train": [{"path": str(rows), "columns": {"text": "text"}}],
+            "max_length": 64,
+        },
         "train": train | {"warmup_steps": 0},
         "variants": {
             "same": {"train.learning_rate": 2e-9},
@@ -691,11 +892,29 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
         ("variants/copied", original),
     ):
         weights = tensors(run / folder / "model")
-        assert max(float((value - start[name]).abs().max()) for name, value in weights.items()) < 1e-6, folder
-    tokens = json.loads((run / "calibrate" / "fcsd" / "manifest.json").read_text())["results"]["tokens"]
+        assert (
+            max(
+                float((value - start[name]).abs().max())
+                for name, value in weights.items()
+            )
+            < 1e-6
+        ), folder
+    tokens = json.loads((run / "calibrate" / "fcsd" / "manifest.json").read_text())[
+        "results"
+    ]["tokens"]
     for name, start, results, said in (
-        ("untrained", calibrated, {"steps": 0, "tokens": tokens}, "not trained. Calibrated with fcsd"),
-        ("rewired", original, {"steps": 0}, "not trained: the weights are those of the original"),
+        (
+            "untrained",
+            calibrated,
+            {"steps": 0, "tokens": tokens},
+            "not trained. Calibrated with fcsd",
+        ),
+        (
+            "rewired",
+            original,
+            {"steps": 0},
+            "not trained: the weights are those of the original",
+        ),
     ):
         folder = run / "variants" / name
         weights = tensors(folder / "model")
@@ -708,17 +927,27 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
         assert said in (tmp_path / "push" / name / "README.md").read_text()
     config = json.loads((run / "distill" / "model" / "config.json").read_text())
     assert config["farskip_calibration"]["layers"] == [1, 3]
-    (weights_file, *_) = sorted((run / "calibrate" / "fcsd" / "model").glob("*.safetensors"))
+    weights_file, *_ = sorted(
+        (run / "calibrate" / "fcsd" / "model").glob("*.safetensors")
+    )
     shutil.copyfile(weights_file, tmp_path / "copy")
     change_byte(tmp_path / "copy", weights_file.stat().st_size - 1)
     os.replace(tmp_path / "copy", weights_file)
     shutil.rmtree(run / "distill")
     with pytest.raises(
-        UserError, match=r"calibrate/fcsd: is not what the stage left \(model: .*remove the folder"
+        UserError,
+        match=(
+            r"calibrate/fcsd: is not what the stage left \(model: .*remove the folder"
+        ),
     ):
         fcsd.run_stage("distill", recipe)
-    with pytest.raises(UserError, match="adapter_off takes the student's own weights for the original's"):
-        fcsd.run_stage("distill", recipe | {"lora": {}, "teacher": {"backend": "adapter_off"}})
+    with pytest.raises(
+        UserError,
+        match="adapter_off takes the student's own weights for the original's",
+    ):
+        fcsd.run_stage(
+            "distill", recipe | {"lora": {}, "teacher": {"backend": "adapter_off"}}
+        )
 
 
 @pytest.fixture
@@ -727,11 +956,18 @@ def pair() -> Iterator[tuple[Any, Any]]:
     yield converted(teacher), teacher
 
 
-def test_a_data_set_is_made_into_the_rows_that_a_training_would_have(pair: tuple[Any, Any]) -> None:
+def test_a_data_set_is_made_into_the_rows_that_a_training_would_have(
+    pair: tuple[Any, Any],
+) -> None:
     student, teacher = pair
     tokenizer = tiny_tokenizer(99)
     chats = [
-        {"messages": [{"role": "user", "content": f"{n} + 1"}, {"role": "assistant", "content": f"{n + 1}"}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"{n} + 1"},
+                {"role": "assistant", "content": f"{n + 1}"},
+            ]
+        }
         for n in range(60)
     ]
     options: dict[str, Any] = {"max_length": 32, "shuffle": False, "loss_on": "all"}
@@ -739,11 +975,18 @@ def test_a_data_set_is_made_into_the_rows_that_a_training_would_have(pair: tuple
     others = [copy.deepcopy(student) for _ in range(3)]
     expected = fcsd.calibrate(student, teacher, packed)
     data = datasets.Dataset.from_list(chats)
-    assert fcsd.calibrate(others[0], teacher, data, tokenizer=tokenizer, max_length=32) == expected
-    assert fcsd.calibrate(others[1], teacher, list(text(24))) == fcsd.calibrate(others[2], teacher, text(24))
+    assert (
+        fcsd.calibrate(others[0], teacher, data, tokenizer=tokenizer, max_length=32)
+        == expected
+    )
+    assert fcsd.calibrate(others[1], teacher, list(text(24))) == fcsd.calibrate(
+        others[2], teacher, text(24)
+    )
 
 
-def test_rows_that_are_no_tokens_are_refused_with_what_is_needed(pair: tuple[Any, Any]) -> None:
+def test_rows_that_are_no_tokens_are_refused_with_what_is_needed(
+    pair: tuple[Any, Any],
+) -> None:
     chats = [{"messages": [{"role": "user", "content": "a"}]}]
     for rows, message in (
         (chats, "rows: a data set with 'messages'; give the model's tokenizer, too"),
@@ -761,19 +1004,34 @@ def test_rows_that_are_no_tokens_are_refused_with_what_is_needed(pair: tuple[Any
     ):
         with pytest.raises(UserError, match=message):
             fcsd.calibrate(*pair, rows)
-    with pytest.raises(UserError, match=r"data set rows, row 1: .*'content': 5}; correct it$"):
-        fcsd.calibrate(*pair, [{"messages": [{"role": "user", "content": 5}]}], tokenizer=tiny_tokenizer(99))
+    with pytest.raises(
+        UserError, match=r"data set rows, row 1: .*'content': 5}; correct it$"
+    ):
+        fcsd.calibrate(
+            *pair,
+            [{"messages": [{"role": "user", "content": 5}]}],
+            tokenizer=tiny_tokenizer(99),
+        )
 
 
-def test_a_row_that_is_repeated_is_no_more_text(pair: tuple[Any, Any], base: Path, tmp_path: Path) -> None:
+def test_a_row_that_is_repeated_is_no_more_text(
+    pair: tuple[Any, Any], base: Path, tmp_path: Path
+) -> None:
     student, teacher = pair
     row = text(1, length=120)
-    for rows in (row.repeat(64, 1), row.repeat(1, 64).view(60, 128)):  # cut in other places, too
-        with pytest.raises(UserError, match=r"1[12]\d distinct tokens of 7680 in all .* give more text"):
+    # cut in other places, too
+    for rows in (row.repeat(64, 1), row.repeat(1, 64).view(60, 128)):
+        with pytest.raises(
+            UserError, match=r"1[12]\d distinct tokens of 7680 in all .* give more text"
+        ):
             calibrate_model(student, teacher, rows, progress=False)
     # Just enough tokens that differ: text that is left out says it.
     with pytest.raises(
-        UserError, match=r"too little, or too much alike: .* left out, what rewired layers read misses"
+        UserError,
+        match=(
+            r"too little, or too much alike: .* left out, what rewired layers read"
+            r" misses"
+        ),
     ):
         run_folder(base, tmp_path / "work", text(1, length=132).repeat(64, 1))
     config = json.loads((tmp_path / "work" / "model" / "config.json").read_text())
@@ -785,7 +1043,10 @@ def test_a_row_that_is_repeated_is_no_more_text(pair: tuple[Any, Any], base: Pat
     [(5, Connectivity({"last": 3}), True), (16, ALL, False), (256, ALL, None)],
 )
 def test_text_that_was_left_out_tells_that_there_is_too_little_of_it(
-    rows: int, connectivity: Connectivity, is_ruled_out: bool | None, capsys: pytest.CaptureFixture[str]
+    rows: int,
+    connectivity: Connectivity,
+    is_ruled_out: bool | None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     teacher = tiny_model("qwen3_moe", seed=1)
     student, held_out = converted(teacher, connectivity), text(32, seed=1)
@@ -793,41 +1054,67 @@ def test_text_that_was_left_out_tells_that_there_is_too_little_of_it(
     results = fcsd.calibrate(student, teacher, text(rows))
     verdict = complaint(results)
     assert (verdict[0] if verdict is not None else None) is is_ruled_out
-    assert capsys.readouterr().err.endswith("" if verdict is None else f"{verdict[1]}\n")
+    assert capsys.readouterr().err.endswith(
+        "" if verdict is None else f"{verdict[1]}\n"
+    )
     assert (kl(teacher, student, held_out) > before) is bool(is_ruled_out)
 
 
-def test_what_is_left_of_text_that_was_left_out_is_that_of_maps_solved_without_it() -> None:
-    """By hand, of what the MoE block of the last layer reads: every fourth row is left out, equal rows are one."""
-    teacher = tiny_model("qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager")
+def test_what_is_left_of_text_that_was_left_out_is_that_of_maps_solved_without_it() -> (
+    None
+):
+    """By hand, of what the MoE block of the last layer reads: every fourth row is left
+    out, equal rows are one.
+    """
+    teacher = tiny_model(
+        "qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager"
+    )
     ids, student = text(12), converted(teacher, Connectivity({"last": 1}))
     ids = torch.cat([ids, ids[3:4]])
     read: list[Tensor] = []
     for model in (student, teacher):
-        handle = model.model.layers[-1].mlp.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+        handle = model.model.layers[-1].mlp.register_forward_pre_hook(
+            lambda _, args: read.append(args[0])
+        )
         model.model(ids)
         handle.remove()
     x, y = (value.detach().flatten(0, 1) for value in read)
-    held_out = ((torch.arange(13) % 4 == 3) | (torch.arange(13) == 12)).repeat_interleave(ids.shape[1])
+    held_out = (
+        (torch.arange(13) % 4 == 3) | (torch.arange(13) == 12)
+    ).repeat_interleave(ids.shape[1])
     own, none = x[~held_out], torch.zeros(int((~held_out).sum()), dtype=torch.bool)
-    matrix = by_hand(own, y[~held_out], none, 1e-3, torch.eye(x.shape[1], dtype=x.dtype))
-    wanted = [float((z - y)[held_out].square().sum() / y[held_out].square().sum()) for z in (x, x @ matrix)]
+    matrix = by_hand(
+        own, y[~held_out], none, 1e-3, torch.eye(x.shape[1], dtype=x.dtype)
+    )
+    wanted = [
+        float((z - y)[held_out].square().sum() / y[held_out].square().sum())
+        for z in (x, x @ matrix)
+    ]
     (result,) = calibrate_model(student, teacher, ids, progress=False)
     assert result["held_out"]["mlp"] == pytest.approx(wanted, rel=1e-6)
 
 
-def test_bad_input_is_one_line(pair: tuple[Any, Any], base: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_line(
+    pair: tuple[Any, Any], base: Path, tmp_path: Path
+) -> None:
     student, teacher = pair
-    with pytest.raises(UserError, match=r"87 distinct tokens of 96 in all .* at least 128 distinct"):
+    with pytest.raises(
+        UserError, match=r"87 distinct tokens of 96 in all .* at least 128 distinct"
+    ):
         fcsd.calibrate(student, teacher, text(3))
     with pytest.raises(
-        UserError, match=r"has the token id 150, and the model 99 tokens; .* another tokenizer"
+        UserError,
+        match=r"has the token id 150, and the model 99 tokens; .* another tokenizer",
     ):
         fcsd.calibrate(student, teacher, text(24) + 61)
     with pytest.raises(UserError, match="is not converted; convert the student first"):
         fcsd.calibrate(teacher, teacher, text(24))
     with pytest.raises(
-        UserError, match="the teacher has to be the student's original, a regular qwen3_moe of width 32"
+        UserError,
+        match=(
+            "the teacher has to be the student's original, a regular qwen3_moe of"
+            " width 32"
+        ),
     ):
         fcsd.calibrate(student, tiny_model("olmoe"), text(24))
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Where maps go: on every family, folded weights compute what the unfolded ones do with the maps applied outside."""
+"""Where maps go: on every family, folded weights compute what the unfolded ones do with
+the maps applied outside.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -29,9 +31,11 @@ NO_NORM = "what {} reads: it is not given the output of a norm"
 BOTH = {ADDS.format("self_attn"), ADDS.format("mlp")}
 INKLING = BOTH | {NO_NORM.format("attn_sconv"), NO_NORM.format("mlp_sconv")}
 GEMMA4 = BOTH | {ADDS.format("experts"), NO_NORM.format("router")}
-# A norm, a convolution or a gate a channel lies behind the branch; everything else of all families is folded.
+# A norm, a convolution or a gate a channel lies behind the branch; everything else of
+# all families is folded.
 INDEXER = (
-    "what self_attn reads, where aten.native_layer_norm takes it"  # a norm of its own before the queries
+    # a norm of its own before the queries
+    "what self_attn reads, where aten.native_layer_norm takes it"
 )
 LEFT = {
     "afmoe": BOTH,
@@ -47,7 +51,8 @@ LEFT = {
     "muse_spark": BOTH,
     "mistral_large4": {INDEXER},
 }
-# Nothing of their MoE block can be folded, or their experts are not called with the tokens' choices and weights.
+# Nothing of their MoE block can be folded, or their experts are not called with the
+# tokens' choices and weights.
 TOGETHER = {
     "afmoe",
     "kolibri1",
@@ -63,8 +68,14 @@ TOGETHER |= {"muse_spark", "llama4_text", "llama4", "dbrx", "jetmoe"}
 
 
 def batch(rows: int = 2) -> Batch:
-    ids = torch.randint(3, 90, (rows, TOKENS), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "position_ids": torch.arange(TOKENS).expand(rows, TOKENS), "labels": ids}
+    ids = torch.randint(
+        3, 90, (rows, TOKENS), generator=torch.Generator().manual_seed(0)
+    )
+    return {
+        "input_ids": ids,
+        "position_ids": torch.arange(TOKENS).expand(rows, TOKENS),
+        "labels": ids,
+    }
 
 
 def forward(steps: Steps, index: int, tokens: Batch, stream: Stream) -> Tensor:
@@ -72,8 +83,9 @@ def forward(steps: Steps, index: int, tokens: Batch, stream: Stream) -> Tensor:
 
 
 def layers(model: Any, family: Any) -> Iterator[tuple[Steps, int, Stream, Roles]]:
-    """Yield the first layer of each kind that a model has, with the stream before it and the roles that its family's
-    row gives, which are those that following tensors through the layer gives."""
+    """Yield the first layer of each kind that a model has, with the stream before it
+    and the roles that its family's row gives, which are those that following tensors
+    through the layer gives."""
     steps, tokens, seen = Steps(model, family), batch(), set[Any]()
     stream = steps.step(0, tokens, None)
     for index, layer in enumerate(steps.layers):
@@ -82,7 +94,9 @@ def layers(model: Any, family: Any) -> Iterator[tuple[Steps, int, Stream, Roles]
             seen.add(kind)
             run = partial(forward, steps, index, tokens, stream)
             roles = roles_of(layer, family)
-            assert roles == in_order(trace_layer(layer, family, run), layer), f"layer {index}"
+            assert roles == in_order(trace_layer(layer, family, run), layer), (
+                f"layer {index}"
+            )
             yield steps, index, stream, roles
         stream = steps.step(index, tokens, stream)
 
@@ -95,13 +109,19 @@ def in_order(roles: Roles, layer: nn.Module) -> Roles:
         return tuple(sorted(places, key=lambda place: order.index(place[0])))
 
     roles.sides = [replace(side, readers=ordered(side.readers)) for side in roles.sides]
-    roles.groups = [replace(group, writers=ordered(group.writers)) for group in roles.groups]
+    roles.groups = [
+        replace(group, writers=ordered(group.writers)) for group in roles.groups
+    ]
     if (experts := roles.experts) is not None:
-        roles.experts = replace(experts, readers=ordered(experts.readers), writers=ordered(experts.writers))
+        roles.experts = replace(
+            experts, readers=ordered(experts.readers), writers=ordered(experts.writers)
+        )
     return roles
 
 
-def around(layer: nn.Module, reads: dict[str, Tensor], adds: dict[str, Tensor]) -> list[Any]:
+def around(
+    layer: nn.Module, reads: dict[str, Tensor], adds: dict[str, Tensor]
+) -> list[Any]:
     """Return hooks that map what modules of a layer are called with, and what they give."""
 
     def before(matrix: Tensor) -> Any:
@@ -114,20 +134,28 @@ def around(layer: nn.Module, reads: dict[str, Tensor], adds: dict[str, Tensor]) 
         return hook
 
     def mapped(out: Any, matrix: Tensor) -> Any:
-        return (mapped(out[0], matrix), *out[1:]) if isinstance(out, tuple) else out @ matrix
+        return (
+            (mapped(out[0], matrix), *out[1:])
+            if isinstance(out, tuple)
+            else out @ matrix
+        )
 
     hooks = [
         layer.get_submodule(n).register_forward_pre_hook(before(m), with_kwargs=True)
         for n, m in reads.items()
     ]
     return hooks + [
-        layer.get_submodule(n).register_forward_hook(lambda _, __, out, m=m: mapped(out, m))
+        layer.get_submodule(n).register_forward_hook(
+            lambda _, __, out, m=m: mapped(out, m)
+        )
         for n, m in adds.items()
     ]
 
 
 @pytest.mark.parametrize("model_type", few(FAMILIES))
-def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type: str) -> None:
+def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(
+    model_type: str,
+) -> None:
     family = FAMILIES[model_type]
     model = tiny_model(model_type, dtype=torch.float64, experts_implementation="eager")
     convert_model(model, Connectivity("all"))
@@ -140,16 +168,25 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
         identity = torch.eye(width, dtype=torch.float64)
 
         def near(identity: Tensor = identity) -> Tensor:
-            return identity + 0.1 * torch.randn(identity.shape, generator=generator, dtype=torch.float64)
+            return identity + 0.1 * torch.randn(
+                identity.shape, generator=generator, dtype=torch.float64
+            )
 
         whole = [
-            side for side in roles.sides if not (side.modules == ("self_attn",) and INDEXER in roles.rest)
+            side
+            for side in roles.sides
+            if not (side.modules == ("self_attn",) and INDEXER in roles.rest)
         ]
         reads = {side: near() for side in whole}
         adds = {group: near() for group in roles.groups}
-        for places, side in [(r.readers, "reads") for r in reads] + [(g.writers, "writes") for g in adds]:
+        for places, side in [(r.readers, "reads") for r in reads] + [
+            (g.writers, "writes") for g in adds
+        ]:
             fold_map(layer, places, identity, side)
-        assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+        assert all(
+            torch.equal(value, before[name])
+            for name, value in layer.state_dict().items()
+        )
 
         hooks = around(
             layer,
@@ -193,7 +230,9 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
         ("qwen3_moe", {"attention_bias": True, "mlp_only_layers": [0]}),
     ],
 )
-def test_a_familys_row_holds_for_its_other_configurations(model_type: str, changes: dict[str, Any]) -> None:
+def test_a_familys_row_holds_for_its_other_configurations(
+    model_type: str, changes: dict[str, Any]
+) -> None:
     for mlp in ("outdated", "full"):
         model = tiny_model(model_type, **changes)
         convert_model(model, Connectivity("all", mlp=mlp))
@@ -201,27 +240,44 @@ def test_a_familys_row_holds_for_its_other_configurations(model_type: str, chang
 
 
 @torch.no_grad()
-def check_experts(steps: Steps, index: int, stream: Stream, roles: Roles, near: Callable[[], Tensor]) -> bool:
-    """Maps of its own for every expert are what it reads, and its part of the output, are mapped by."""
+def check_experts(
+    steps: Steps, index: int, stream: Stream, roles: Roles, near: Callable[[], Tensor]
+) -> bool:
+    """Maps of its own for every expert are what it reads, and its part of the output,
+    are mapped by.
+    """
     experts = roles.experts
     if experts is None:
         return False
     layer = steps.layers[index]
-    module, before = layer.get_submodule(experts.module), copy.deepcopy(layer.state_dict())
+    module, before = (
+        layer.get_submodule(experts.module),
+        copy.deepcopy(layer.state_dict()),
+    )
     num_experts = len(layer.get_parameter(experts.writers[0][0]))
     with calls_of(module) as calls:
         plain = steps.step(index, batch(), stream)["o"]
     (call,) = calls
     assert adds_up(module, call, num_experts) and experts.readers
-    wanted, seen, identity = torch.zeros_like(call.out), 0, torch.eye(stream["o"].shape[-1])
+    wanted, seen, identity = (
+        torch.zeros_like(call.out),
+        0,
+        torch.eye(stream["o"].shape[-1]),
+    )
     for number in range(num_experts):
         fold_map(layer, experts.readers, identity, "reads", number)
         fold_map(layer, experts.writers, identity, "writes", number)
-        assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+        assert all(
+            torch.equal(value, before[name])
+            for name, value in layer.state_dict().items()
+        )
         reads, adds = near(), near()
         hidden = call.hidden @ reads
         args = tuple(hidden if value is call.hidden else value for value in call.args)
-        kwargs = {name: hidden if value is call.hidden else value for name, value in call.kwargs.items()}
+        kwargs = {
+            name: hidden if value is call.hidden else value
+            for name, value in call.kwargs.items()
+        }
         moved = Call(args, kwargs, hidden, call.choices, call.weights, call.out)
         tokens, out = moved.expert(module, number)
         wanted.index_add_(0, tokens, out @ adds)
@@ -232,9 +288,13 @@ def check_experts(steps: Steps, index: int, stream: Stream, roles: Roles, near: 
     assert seen >= len(call.hidden)
     with calls_of(module) as calls:
         mapped = steps.step(index, batch(), stream)["o"]
-    torch.testing.assert_close(calls[0].out, wanted, rtol=1e-5, atol=float(1e-5 * wanted.abs().max()))
+    torch.testing.assert_close(
+        calls[0].out, wanted, rtol=1e-5, atol=float(1e-5 * wanted.abs().max())
+    )
     reached = ((wanted - call.out) * experts.factor).view_as(plain)
-    torch.testing.assert_close(mapped - plain, reached, rtol=1e-4, atol=float(1e-4 * reached.abs().max()))
+    torch.testing.assert_close(
+        mapped - plain, reached, rtol=1e-4, atol=float(1e-4 * reached.abs().max())
+    )
     return True
 
 
@@ -254,8 +314,12 @@ def test_the_map_is_the_ridge_regression_towards_the_identity() -> None:
     rows = torch.cat([x, weight * torch.eye(6, dtype=torch.float64)])
     wanted = torch.linalg.lstsq(rows, torch.cat([y, weight * towards])).solution
     torch.testing.assert_close(solution.map, wanted, rtol=1e-10, atol=1e-12)
-    assert solution.before == pytest.approx(float((x @ towards - y).square().sum() / y.square().sum()))
-    assert solution.after == pytest.approx(float((x @ wanted - y).square().sum() / y.square().sum()))
+    assert solution.before == pytest.approx(
+        float((x @ towards - y).square().sum() / y.square().sum())
+    )
+    assert solution.after == pytest.approx(
+        float((x @ wanted - y).square().sum() / y.square().sum())
+    )
 
 
 def test_the_same_on_both_sides_changes_nothing_and_bad_sums_are_refused() -> None:
@@ -265,10 +329,13 @@ def test_the_same_on_both_sides_changes_nothing_and_bad_sums_are_refused() -> No
     assert same.solve(1e-3, "x").map is None
     singular.add(x[:2], x[2:4])
     with pytest.raises(
-        UserError, match=r"layer 3: the Gram matrix .* is singular: .* ridge 0; give more, or more varied"
+        UserError,
+        match=r"layer 3: the Gram matrix .* is singular: .* ridge 0; give more, or more varied",
     ):
         singular.solve(0.0, "layer 3")
     assert singular.solve(1e-3, "x").map is not None
     infinite.add(x, x / 0)
-    with pytest.raises(UserError, match="layer 3: the sums over the calibration text are not finite"):
+    with pytest.raises(
+        UserError, match="layer 3: the sums over the calibration text are not finite"
+    ):
         infinite.solve(1e-3, "layer 3")

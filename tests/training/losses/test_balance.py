@@ -1,4 +1,6 @@
-"""The balance of experts' loads against sums written out token by token, and the bias that moves instead."""
+"""The balance of experts' loads against sums written out token by token, and the bias
+that moves instead.
+"""
 
 import json
 from pathlib import Path
@@ -28,7 +30,9 @@ from tests.support import make_bench
 
 ALONE = SimpleNamespace(num_processes=1)
 PACKED = [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1, 0, 0]]
-"""Positions of two rows: three examples; two and padding, of which the last has two tokens behind its last loss."""
+"""Positions of two rows: three examples; two and padding, of which the last has two
+tokens behind its last loss.
+"""
 
 
 def batch(rows: slice = slice(None)) -> dict[str, torch.Tensor]:
@@ -43,9 +47,11 @@ def batch(rows: slice = slice(None)) -> dict[str, torch.Tensor]:
     }
 
 
-def written_out(logits: list[torch.Tensor], top_k: int, examples: list[list[int]]) -> float:
-    """Return the loss times its tokens, sums over examples and layers, by counting; places of tokens in each
-    example."""
+def written_out(
+    logits: list[torch.Tensor], top_k: int, examples: list[list[int]]
+) -> float:
+    """Return the loss times its tokens, sums over examples and layers, by counting;
+    places of tokens in each example."""
     total = 0.0
     for layer in logits:
         p = layer.softmax(-1)
@@ -57,7 +63,9 @@ def written_out(logits: list[torch.Tensor], top_k: int, examples: list[list[int]
                     counts[e] += 1
             for e in range(num_experts):
                 f = num_experts * counts[e] / (top_k * len(places))
-                total += len(places) * f * float(sum(p[t, e] for t in places)) / len(places)
+                total += (
+                    len(places) * f * float(sum(p[t, e] for t in places)) / len(places)
+                )
     return total
 
 
@@ -67,7 +75,11 @@ COUNTED = [place for places in EXAMPLES for place in places]
 
 def run(model: Any, inputs: dict[str, torch.Tensor], balance: Balance) -> Any:
     with balance.recorded(model) as record:
-        model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False)
+        model(
+            input_ids=inputs["input_ids"],
+            position_ids=inputs["position_ids"],
+            use_cache=False,
+        )
     return record.take()
 
 
@@ -77,21 +89,33 @@ def test_what_counts_is_the_text_up_to_the_last_token_with_loss() -> None:
 
 @pytest.mark.parametrize("over", ["sequence", "batch"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_loss_and_gradient_are_those_of_the_sums(over: Any, checkpointing: bool) -> None:
+def test_loss_and_gradient_are_those_of_the_sums(
+    over: Any, checkpointing: bool
+) -> None:
     with in_float64():
         model = tiny_model("qwen3_moe").double()
         if checkpointing:
             model.train().activation_checkpointing_enable({"use_reentrant": False})
-        balance = Balance(TrainConfig(balance_loss_coefficient=0.1, balance_loss_over=over), model, ALONE)
+        balance = Balance(
+            TrainConfig(balance_loss_coefficient=0.1, balance_loss_over=over),
+            model,
+            ALONE,
+        )
         balance.begin_step(len(COUNTED))
         routed = run(model, batch(), balance)
         logits = [one.logits.detach().view(20, -1) for one in routed]
         top_k = find_routers(model)[0].top_k
-        expected = written_out(logits, top_k, EXAMPLES if over == "sequence" else [COUNTED])
+        expected = written_out(
+            logits, top_k, EXAMPLES if over == "sequence" else [COUNTED]
+        )
         meters = Meters(ALONE, "ce", None)
         value = balance.share(routed, batch(), meters)
-        assert float(value.detach()) == pytest.approx(0.1 * expected / len(COUNTED), rel=1e-12)
-        assert meters.means(1)["balance"] == pytest.approx(expected / len(COUNTED) / len(logits), rel=1e-6)
+        assert float(value.detach()) == pytest.approx(
+            0.1 * expected / len(COUNTED), rel=1e-12
+        )
+        assert meters.means(1)["balance"] == pytest.approx(
+            expected / len(COUNTED) / len(logits), rel=1e-6
+        )
         value.backward()
         weight = find_routers(model)[
             0
@@ -103,14 +127,24 @@ def test_loss_and_gradient_are_those_of_the_sums(over: Any, checkpointing: bool)
             with torch.no_grad():
                 weight.add_(sign * step)
                 again = Balance(
-                    TrainConfig(balance_loss_coefficient=0.1, balance_loss_over=over), model, ALONE
+                    TrainConfig(balance_loss_coefficient=0.1, balance_loss_over=over),
+                    model,
+                    ALONE,
                 )
                 again.begin_step(len(COUNTED))
                 sides.append(
-                    float(again.share(run(model, batch(), again), batch(), Meters(ALONE, "ce", None)))
+                    float(
+                        again.share(
+                            run(model, batch(), again),
+                            batch(),
+                            Meters(ALONE, "ce", None),
+                        )
+                    )
                 )
                 weight.sub_(sign * step)
-        assert float(weight.grad[0, 0]) == pytest.approx((sides[0] - sides[1]) / 2e-6, rel=1e-5)
+        assert float(weight.grad[0, 0]) == pytest.approx(
+            (sides[0] - sides[1]) / 2e-6, rel=1e-5
+        )
 
 
 def test_the_loss_over_sequences_does_not_depend_on_how_a_batch_is_cut() -> None:
@@ -121,10 +155,16 @@ def test_the_loss_over_sequences_does_not_depend_on_how_a_batch_is_cut() -> None
         loads = balance.loads
         balance.begin_step(1)
         parts = [
-            balance.add(run(model, batch(slice(k, k + 1)), balance), batch(slice(k, k + 1))) for k in (0, 1)
+            balance.add(
+                run(model, batch(slice(k, k + 1)), balance), batch(slice(k, k + 1))
+            )
+            for k in (0, 1)
         ]
         assert float(sum(parts)) == pytest.approx(float(whole), rel=1e-12)
-        assert torch.equal(balance.loads, loads) and int(loads.sum()) == len(COUNTED) * loads.shape[0] * 2
+        assert (
+            torch.equal(balance.loads, loads)
+            and int(loads.sum()) == len(COUNTED) * loads.shape[0] * 2
+        )
 
 
 def test_a_balanced_router_has_one_and_a_collapsed_one_as_much_as_experts() -> None:
@@ -135,12 +175,17 @@ def test_a_balanced_router_has_one_and_a_collapsed_one_as_much_as_experts() -> N
     balance.begin_step(len(COUNTED))
     meters = Meters(ALONE, "ce", None)
     balance.share(run(model, batch(), balance), batch(), meters)
-    assert meters.means(1)["balance"] == pytest.approx(1.0, rel=1e-5)  # whatever the ties choose
+    # whatever the ties choose
+    assert meters.means(1)["balance"] == pytest.approx(1.0, rel=1e-5)
     meters.add_loads(balance.end_step())
     router = find_routers(model)[0]
     logged = meters.means(1)
-    assert logged["load_max_over_mean"] == pytest.approx(router.num_experts / router.top_k)
-    assert logged["dead_experts"] == len(find_routers(model)) * (router.num_experts - router.top_k)
+    assert logged["load_max_over_mean"] == pytest.approx(
+        router.num_experts / router.top_k
+    )
+    assert logged["dead_experts"] == len(find_routers(model)) * (
+        router.num_experts - router.top_k
+    )
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "lfm2_moe", "ernie4_5_moe"])
@@ -151,25 +196,42 @@ def test_the_bias_of_an_expert_with_more_than_the_mean_falls_and_that_of_others_
     balance = Balance(TrainConfig(balance_bias_rate=0.25), model, ALONE)
     before = [bias.clone() for bias in balance.biases]
     balance.begin_step(1)
-    assert float(balance.share(run(model, batch(), balance), batch(), Meters(ALONE, "ce", None))) == 0
+    assert (
+        float(
+            balance.share(
+                run(model, batch(), balance), batch(), Meters(ALONE, "ce", None)
+            )
+        )
+        == 0
+    )
     loads = balance.end_step()
     assert loads is not None
     for load, old, new in zip(loads.tolist(), before, balance.biases, strict=True):
         mean = sum(load) / len(load)
         for e, number in enumerate(load):
             sign = (number < mean) - (number > mean)
-            assert float(new[e].detach() - old[e].detach()) == pytest.approx(0.25 * sign, abs=1e-6)
-    names = [name for name, _ in [*model.named_buffers(), *model.named_parameters()] if "bias" in name]
+            assert float(new[e].detach() - old[e].detach()) == pytest.approx(
+                0.25 * sign, abs=1e-6
+            )
+    names = [
+        name
+        for name, _ in [*model.named_buffers(), *model.named_parameters()]
+        if "bias" in name
+    ]
     assert any(name.endswith(("correction_bias", "expert_bias")) for name in names)
 
 
 def test_a_family_without_the_bias_is_refused_with_what_it_has() -> None:
-    with pytest.raises(UserError, match=r"balance_bias_rate: .*; use train\.balance_loss_coefficient"):
+    with pytest.raises(
+        UserError, match=r"balance_bias_rate: .*; use train\.balance_loss_coefficient"
+    ):
         Balance(TrainConfig(balance_bias_rate=0.1), tiny_model("qwen3_moe"), ALONE)
 
 
 class Watched(TrainerCallback):
-    """Notes the biases of the first layer around every step, and what a checkpoint of it holds; `skip`: gets none."""
+    """Notes the biases of the first layer around every step, and what a checkpoint of
+    it holds; `skip`: gets none.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -192,17 +254,27 @@ class Watched(TrainerCallback):
         self.before = self.now()
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        stored = json.loads((self.folder / f"checkpoint-{state.global_step}" / "balance.json").read_text())
+        stored = json.loads(
+            (
+                self.folder / f"checkpoint-{state.global_step}" / "balance.json"
+            ).read_text()
+        )
         self.saved.append(torch.equal(torch.tensor(stored[0]), self.before))
 
 
 RATE = 0.0625
 
 
-def biased_trainer(folder: Path, num_rows: int, **settings: Any) -> tuple[FCSDTrainer, Watched]:
+def biased_trainer(
+    folder: Path, num_rows: int, **settings: Any
+) -> tuple[FCSDTrainer, Watched]:
     """Return a trainer of one packed row a step, that moves biases, and what watches it."""
-    ids = torch.randint(3, 99, (num_rows, 12), generator=torch.Generator().manual_seed(1)).tolist()
-    rows = [{"input_ids": row, "labels": row, "position_ids": [*range(12)]} for row in ids]
+    ids = torch.randint(
+        3, 99, (num_rows, 12), generator=torch.Generator().manual_seed(1)
+    ).tolist()
+    rows = [
+        {"input_ids": row, "labels": row, "position_ids": [*range(12)]} for row in ids
+    ]
     watch = Watched(folder)
     arguments: dict[str, Any] = {
         "objective": "ce", "layers": "none", "max_length": 12, "learning_rate": 1e-3, "seed": 0, "disable_tqdm": True,
@@ -225,9 +297,13 @@ def test_the_biases_move_once_a_step_and_a_checkpoint_holds_them_as_they_are_beh
     noted: list[torch.Tensor] = []
     add_loads = Meters.add_loads
     monkeypatch.setattr(
-        Meters, "add_loads", lambda self, loads: (noted.append(loads), add_loads(self, loads))[1]
+        Meters,
+        "add_loads",
+        lambda self, loads: (noted.append(loads), add_loads(self, loads))[1],
     )
-    trainer, watch = biased_trainer(tmp_path, num_rows, max_steps=steps, save_strategy="epoch")
+    trainer, watch = biased_trainer(
+        tmp_path, num_rows, max_steps=steps, save_strategy="epoch"
+    )
     trainer.train()
     assert len(watch.moves) == steps == len(noted)
     for move, loads in zip(watch.moves, noted, strict=True):
@@ -238,9 +314,12 @@ def test_the_biases_move_once_a_step_and_a_checkpoint_holds_them_as_they_are_beh
     assert all(watch.untouched) and len(watch.untouched) == steps - 1
     assert torch.equal(watch.now(), watch.before)
     assert watch.saved == [True] * -(-steps // num_rows)
-    # The meters count each step once, too: the busiest expert over the mean of all steps.
+    # The meters count each step once, too: the busiest expert over the mean of all
+    # steps.
     loads = torch.stack(noted).sum(0).double()
-    (logged,) = [entry for entry in trainer.state.log_history if "load_max_over_mean" in entry]
+    (logged,) = [
+        entry for entry in trainer.state.log_history if "load_max_over_mean" in entry
+    ]
     busiest = float((loads.amax(1) / loads.mean(1)).mean())
     assert logged["load_max_over_mean"] == pytest.approx(busiest)
 
@@ -258,7 +337,11 @@ def test_a_training_that_goes_on_at_the_end_of_an_epoch_ends_as_one_that_was_not
 
 def test_a_step_that_is_skipped_or_rewound_moves_no_bias(tmp_path: Path) -> None:
     trainer, watch = biased_trainer(
-        tmp_path, 3, max_steps=6, save_steps=1, safety={"max_rewinds": 1, "max_skipped_steps": 1}
+        tmp_path,
+        3,
+        max_steps=6,
+        save_steps=1,
+        safety={"max_rewinds": 1, "max_skipped_steps": 1},
     )
     compute, calls = trainer.compute_loss, iter(range(100))
 
@@ -268,8 +351,14 @@ def test_a_step_that_is_skipped_or_rewound_moves_no_bias(tmp_path: Path) -> None
 
     trainer.compute_loss = lost  # type: ignore[method-assign]
     trainer.train()
-    # The second step is skipped, the third, the last one of its epoch, is rewound to the first.
-    assert [bool(move.any()) for move in watch.moves] == [True, False, False, *[True] * 5]
+    # The second step is skipped, the third, the last one of its epoch, is rewound to
+    # the first.
+    assert [bool(move.any()) for move in watch.moves] == [
+        True,
+        False,
+        False,
+        *[True] * 5,
+    ]
     assert watch.untouched == [True] * 7 and trainer.guard.rewinds == 1
 
 
@@ -298,26 +387,38 @@ def test_a_run_that_was_ended_goes_on_with_its_biases(
     monkeypatch.setattr(DistillTrainer, "compute_loss", compute)
     assert main(["distill", ended]) == main(["distill", whole]) == 0
     one, other = (
-        weights_fingerprint(bench.folder / name / "distill" / "model") for name in ("ended", "whole")
+        weights_fingerprint(bench.folder / name / "distill" / "model")
+        for name in ("ended", "whole")
     )
     assert one == other
     stopping = bench.recipe("stops", train=train, early_stopping=bench.choice)
     assert main(["distill", str(stopping)]) == 2
-    assert "train.balance_bias_rate does not work with early_stopping" in capsys.readouterr().err
+    assert (
+        "train.balance_bias_rate does not work with early_stopping"
+        in capsys.readouterr().err
+    )
 
 
-def test_the_loss_over_the_batch_is_of_the_micro_batches_so_far_and_its_cut_is_fixed() -> None:
+def test_the_loss_over_the_batch_is_of_the_micro_batches_so_far_and_its_cut_is_fixed() -> (
+    None
+):
     train = TrainConfig(balance_loss_coefficient=1.0, balance_loss_over="batch")
     with in_float64(), torch.no_grad():
         model = tiny_model("qwen3_moe").double()
         balance, parts = Balance(train, model, ALONE), [slice(0, 1), slice(1, 2)]
         whole = float(balance.add(run(model, batch(), balance), batch()))
         balance.begin_step(1)
-        cut = [float(balance.add(run(model, batch(part), balance), batch(part))) for part in parts]
+        cut = [
+            float(balance.add(run(model, batch(part), balance), batch(part)))
+            for part in parts
+        ]
         first = Balance(train, model, ALONE)
         alone = float(first.add(run(model, batch(parts[0]), first), batch(parts[0])))
-    assert cut[0] == pytest.approx(alone, rel=1e-12)  # knows nothing of what comes behind it
+    # knows nothing of what comes behind it
+    assert cut[0] == pytest.approx(alone, rel=1e-12)
     assert sum(cut) != pytest.approx(whole, rel=1e-3)
     rows = "train.per_device_train_batch_size"
     assert rows not in may_change(train)
-    assert rows in may_change(train.model_copy(update={"balance_loss_over": "sequence"}))
+    assert rows in may_change(
+        train.model_copy(update={"balance_loss_over": "sequence"})
+    )

@@ -24,7 +24,9 @@ from tests.support import few
 N, D, D_TEACHER, V = 37, 12, 20, 53
 
 
-def reference_logits(hidden, weight, bias=None, scale=1.0, softcap=None, dtype=torch.float64):
+def reference_logits(
+    hidden, weight, bias=None, scale=1.0, softcap=None, dtype=torch.float64
+):
     z = hidden.to(dtype) @ weight.to(dtype).T
     if bias is not None:
         z = z + bias.to(dtype)
@@ -33,7 +35,12 @@ def reference_logits(hidden, weight, bias=None, scale=1.0, softcap=None, dtype=t
 
 
 def reference_kl(student, teacher):
-    return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="sum")
+    return F.kl_div(
+        student.log_softmax(-1),
+        teacher.log_softmax(-1),
+        log_target=True,
+        reduction="sum",
+    )
 
 
 def inputs(dtype=torch.float64, n=N, seed=0):
@@ -43,7 +50,14 @@ def inputs(dtype=torch.float64, n=N, seed=0):
     def rand(*shape):
         return torch.randn(*shape, generator=g).to(dtype)
 
-    return rand(n, D), rand(V, D), rand(n, D_TEACHER), rand(V, D_TEACHER), rand(V), rand(V)
+    return (
+        rand(n, D),
+        rand(V, D),
+        rand(n, D_TEACHER),
+        rand(V, D_TEACHER),
+        rand(V),
+        rand(V),
+    )
 
 
 def assert_equal_equations(actual, expected):
@@ -52,9 +66,13 @@ def assert_equal_equations(actual, expected):
 
 
 def assert_as_exact(actual, plain, exact):
-    """float32's `actual` is not much further from float64's `exact` than `plain`, which is float32 on full logits."""
+    """float32's `actual` is not much further from float64's `exact` than `plain`, which
+    is float32 on full logits.
+    """
     floor = torch.finfo(torch.float32).eps * exact.norm()
-    assert (actual.double() - exact).norm() <= ROUNDINGS * max((plain.double() - exact).norm(), floor)
+    assert (actual.double() - exact).norm() <= ROUNDINGS * max(
+        (plain.double() - exact).norm(), floor
+    )
 
 
 def one_token_bytes(tiles=3, itemsize=8):
@@ -112,10 +130,17 @@ def test_cross_entropy_and_its_gradients_equal_float64_autograd(option):
     labels = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(1))
     scale, softcap = o.get("scale", 1.0), o.get("softcap")
 
-    expected = F.cross_entropy(reference_logits(h, w, bias, scale, softcap), labels, reduction="sum")
+    expected = F.cross_entropy(
+        reference_logits(h, w, bias, scale, softcap), labels, reduction="sum"
+    )
     expected_grads = torch.autograd.grad(expected, leaves)
     actual = fused_cross_entropy(
-        h, w, labels, bias=bias, scaling=(scale, softcap), chunk_bytes=5 * one_token_bytes(2)
+        h,
+        w,
+        labels,
+        bias=bias,
+        scaling=(scale, softcap),
+        chunk_bytes=5 * one_token_bytes(2),
     )
     grads = torch.autograd.grad(actual, leaves)
 
@@ -146,7 +171,9 @@ def test_gradients_equal_central_differences_in_float64(objective):
                 moved[which].view(-1)[index] += sign * step
                 values.append(loss(*moved))
             difference = (values[0] - values[1]) / (2 * step)
-            torch.testing.assert_close(grad.view(-1)[index], difference, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(
+                grad.view(-1)[index], difference, rtol=1e-6, atol=1e-7
+            )
 
 
 def test_masked_rows_left_out_give_the_loss_of_the_mask_and_no_gradient_to_them():
@@ -184,11 +211,15 @@ def test_no_tokens_give_zero_and_stay_connected_with_zero_gradients(objective):
 @pytest.mark.parametrize("frozen", ["head", "hidden"])
 def test_a_frozen_side_gets_no_gradient_and_leaves_the_other_sides_unchanged(frozen):
     h, w, th, tw, *_ = inputs()
-    both = torch.autograd.grad(fused_kl(h.requires_grad_(), w.requires_grad_(), th, tw), (h, w))
+    both = torch.autograd.grad(
+        fused_kl(h.requires_grad_(), w.requires_grad_(), th, tw), (h, w)
+    )
     h2, w2 = h.detach().clone(), w.detach().clone()
     trained = (h2 if frozen == "head" else w2).requires_grad_()
     fused_kl(h2, w2, th, tw).backward()
-    torch.testing.assert_close(trained.grad, both[0] if frozen == "head" else both[1], rtol=0, atol=0)
+    torch.testing.assert_close(
+        trained.grad, both[0] if frozen == "head" else both[1], rtol=0, atol=0
+    )
     assert (w2 if frozen == "head" else h2).grad is None
 
 
@@ -203,7 +234,10 @@ def test_a_head_tied_to_the_embedding_collects_both_gradients():
     ids = torch.arange(N) % V
     w.requires_grad_()
     expected = torch.autograd.grad(
-        reference_kl(reference_logits(torch.tanh(w[ids].double()), w), reference_logits(th, tw)), w
+        reference_kl(
+            reference_logits(torch.tanh(w[ids].double()), w), reference_logits(th, tw)
+        ),
+        w,
     )[0]
     actual = torch.autograd.grad(fused_kl(torch.tanh(w[ids]), w, th, tw), w)[0]
     assert_equal_equations(actual, expected)
@@ -214,11 +248,15 @@ def test_without_gradients_only_the_loss_is_computed():
     with torch.no_grad():
         loss = fused_kl(h.requires_grad_(), w, th, tw)
     assert not loss.requires_grad
-    assert_equal_equations(loss, reference_kl(reference_logits(h, w), reference_logits(th, tw)))
+    assert_equal_equations(
+        loss, reference_kl(reference_logits(h, w), reference_logits(th, tw))
+    )
 
 
 def close_student(kl_scale, dtype=torch.bfloat16):
-    """Return a student near its teacher: one shared bfloat16 head, logits of standard deviation about 2.5."""
+    """Return a student near its teacher: one shared bfloat16 head, logits of standard
+    deviation about 2.5.
+    """
     g = torch.Generator().manual_seed(3)
     d, v, n = 64, 2000, 64
     w = (torch.randn(v, d, generator=g) / d**0.5).to(dtype)
@@ -232,7 +270,9 @@ def test_bfloat16_gradients_are_exact_where_rounded_logits_lose_a_tenth(autocast
     h, w, th = close_student(0.1)
     s, t = reference_logits(h, w), reference_logits(th, w)
     exact = (s.softmax(-1) - t.softmax(-1)) @ w.double()
-    rounded = (s.bfloat16().double().softmax(-1) - t.bfloat16().double().softmax(-1)) @ w.double()
+    rounded = (
+        s.bfloat16().double().softmax(-1) - t.bfloat16().double().softmax(-1)
+    ) @ w.double()
 
     h.requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -260,15 +300,21 @@ def test_a_non_finite_hidden_state_gives_a_non_finite_loss(bad):
     h, w, th, tw, *_ = inputs()
     h[3, 2] = bad
     assert not torch.isfinite(fused_kl(h, w, th, tw))
-    assert not torch.isfinite(fused_cross_entropy(h, w, torch.zeros(N, dtype=torch.long)))
+    assert not torch.isfinite(
+        fused_cross_entropy(h, w, torch.zeros(N, dtype=torch.long))
+    )
     h, w, th, tw, *_ = inputs()
     th[3, 2] = bad
     assert not torch.isfinite(fused_kl(h, w, th, tw))
 
 
 def rounding_of(*logits):
-    """Return what float32 rounds off the largest logit; a probability, and so a loss, is relatively as inexact."""
-    return torch.finfo(torch.float32).eps * max(float(z.detach().abs().max()) for z in logits)
+    """Return what float32 rounds off the largest logit; a probability, and so a loss,
+    is relatively as inexact.
+    """
+    return torch.finfo(torch.float32).eps * max(
+        float(z.detach().abs().max()) for z in logits
+    )
 
 
 def test_extreme_logits_give_the_finite_loss_that_float64_gives():
@@ -276,7 +322,9 @@ def test_extreme_logits_give_the_finite_loss_that_float64_gives():
     h, th = h * 200, th * 200
     logits = reference_logits(h, w), reference_logits(th, tw)
     loss = fused_kl(h, w, th, tw).double()
-    torch.testing.assert_close(loss, reference_kl(*logits), rtol=rounding_of(*logits), atol=0)
+    torch.testing.assert_close(
+        loss, reference_kl(*logits), rtol=rounding_of(*logits), atol=0
+    )
 
 
 def test_different_vocabularies_are_refused_with_both_sizes():
@@ -289,7 +337,9 @@ def test_shapes_that_do_not_fit_are_refused():
     h, w, th, tw, b, _ = inputs()
     with pytest.raises(UserError, match="teacher: hidden states"):
         fused_kl(h, w, th[:, :-1], tw)
-    with pytest.raises(UserError, match="36 tokens of the teacher for 37 of the student"):
+    with pytest.raises(
+        UserError, match="36 tokens of the teacher for 37 of the student"
+    ):
         fused_kl(h, w, th[:-1], tw)
     with pytest.raises(UserError, match="head bias"):
         fused_kl(h, w, th, tw, bias=b[:-1])
@@ -309,7 +359,9 @@ def test_a_retained_graph_cannot_be_scaled_twice():
 
 
 def reference_divergence(student, teacher, name, temperature=1.0, beta=0.5, clip=None):
-    """Return for each token, from full logits, the sums over the vocabulary as they stand in the papers."""
+    """Return for each token, from full logits, the sums over the vocabulary as they
+    stand in the papers.
+    """
     p_s, p_t = (student / temperature).softmax(-1), (teacher / temperature).softmax(-1)
 
     def kl(p, q):
@@ -328,7 +380,11 @@ DIVERGENCES = {
     "kl at 2": {"name": "kl", "temperature": 2.0},
     "kl clipped": {"name": "kl", "clip": 20.0},
     "reverse_kl": {"name": "reverse_kl"},
-    "reverse_kl at 0.5, clipped": {"name": "reverse_kl", "temperature": 0.5, "clip": 25.0},
+    "reverse_kl at 0.5, clipped": {
+        "name": "reverse_kl",
+        "temperature": 0.5,
+        "clip": 25.0,
+    },
     "jsd": {"name": "jsd"},
     "jsd 0.1 at 3": {"name": "jsd", "jsd_beta": 0.1, "temperature": 3.0},
     "jsd 0.9 clipped": {"name": "jsd", "jsd_beta": 0.9, "clip": 0.3},
@@ -339,7 +395,9 @@ DIVERGENCES = {
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_divergences_and_their_gradients_equal_float64_autograd(divergence, option, chunk_tokens, statistics):
+def test_divergences_and_their_gradients_equal_float64_autograd(
+    divergence, option, chunk_tokens, statistics
+):
     by, o = objective_of(**DIVERGENCES[divergence]), OPTIONS[option]
     h, w, th, tw, b, tb = inputs()
     bias, teacher_bias = (b, tb) if o.get("bias") else (None, None)
@@ -388,18 +446,32 @@ def test_gradients_of_divergences_equal_autograd_to_rounding_in_float64(divergen
         getattr(by, "jsd_beta", 0.5),
         by.clip,
     ).sum()
-    options = {"bias": b, "teacher_bias": tb, "scaling": (0.5, 2.0), "teacher_scaling": (0.7, 3.0)}
+    options = {
+        "bias": b,
+        "teacher_bias": tb,
+        "scaling": (0.5, 2.0),
+        "teacher_scaling": (0.7, 3.0),
+    }
     actual, _ = fused_divergence(h, w, th, tw, divergence=by, **options)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    pairs = zip(torch.autograd.grad(actual, leaves), torch.autograd.grad(expected, leaves), strict=True)
+    pairs = zip(
+        torch.autograd.grad(actual, leaves),
+        torch.autograd.grad(expected, leaves),
+        strict=True,
+    )
     for grad, reference in pairs:
         torch.testing.assert_close(grad, reference, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl: pip install 'fcsd[bench]'")
+@pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None,
+    reason="needs trl: pip install 'fcsd[bench]'",
+)
 @pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize(("name", "beta"), [("kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.5), ("jsd", 0.2)])
+@pytest.mark.parametrize(
+    ("name", "beta"), [("kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.5), ("jsd", 0.2)]
+)
 def test_divergences_are_those_of_trl(name, beta, temperature):
     from trl.experimental.gkd import GKDTrainer
 
@@ -411,7 +483,9 @@ def test_divergences_are_those_of_trl(name, beta, temperature):
         temperature=temperature,
         reduction="sum",
     )
-    by = objective_of(name, temperature=temperature, **({"jsd_beta": beta} if name == "jsd" else {}))
+    by = objective_of(
+        name, temperature=temperature, **({"jsd_beta": beta} if name == "jsd" else {})
+    )
     actual, _ = fused_divergence(h, w, th, tw, divergence=by)
     assert_equal_equations(actual, expected)
 
@@ -419,7 +493,9 @@ def test_divergences_are_those_of_trl(name, beta, temperature):
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
 def test_a_token_above_the_clip_counts_as_the_clip_and_gives_no_gradient(name):
     h, w, th, tw, *_ = inputs()
-    per_token = reference_divergence(reference_logits(h, w), reference_logits(th, tw), name)
+    per_token = reference_divergence(
+        reference_logits(h, w), reference_logits(th, tw), name
+    )
     clip = per_token.sort().values[N // 2 : N // 2 + 2].mean().item()
     above = per_token > clip
     assert 0 < above.sum() < N
@@ -441,7 +517,8 @@ def test_a_token_above_the_clip_counts_as_the_clip_and_gives_no_gradient(name):
 def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tokens):
     by = objective_of(**DIVERGENCES[divergence])
     h, w, th, tw, b, tb = inputs()
-    th, tw, tb = th[:, :D], w.clone(), tb * 0.5  # near enough for the student to agree on some tokens
+    # near enough for the student to agree on some tokens
+    th, tw, tb = th[:, :D], w.clone(), tb * 0.5
     student, teacher = reference_logits(h + th, w, b), reference_logits(th, tw, tb)
     _, statistics = fused_divergence(
         (h + th).requires_grad_(),
@@ -459,7 +536,9 @@ def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tok
     assert 0 < agreement.sum() < N
     assert torch.equal(statistics.top1_agreement, agreement)
     assert_equal_equations(statistics.teacher_entropy, -(p * p.log()).sum(-1))
-    expected = reference_divergence(student, teacher, by.name, by.temperature, getattr(by, "jsd_beta", 0.5))
+    expected = reference_divergence(
+        student, teacher, by.name, by.temperature, getattr(by, "jsd_beta", 0.5)
+    )
     assert_equal_equations(statistics.divergence, expected)
     assert not any(rows.requires_grad for rows in statistics)
 
@@ -467,15 +546,22 @@ def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tok
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize(("rows", "teacher_rows"), [(V, V - 5), (V - 5, V), (V, V)])
-def test_padded_rows_of_either_head_are_no_part_of_the_distributions(rows, teacher_rows, name, frozen):
+def test_padded_rows_of_either_head_are_no_part_of_the_distributions(
+    rows, teacher_rows, name, frozen
+):
     h, w, th, tw, b, tb = inputs()
     size = V - 9
-    w, b = w[:rows].clone().requires_grad_(not frozen), b[:rows].clone().requires_grad_(not frozen)
+    w, b = (
+        w[:rows].clone().requires_grad_(not frozen),
+        b[:rows].clone().requires_grad_(not frozen),
+    )
     tw, tb = tw[:teacher_rows] * 1.0, tb[:teacher_rows] * 1.0
     tw[size:] *= 100  # loud, were they not left out
     leaves = [h.requires_grad_()] + ([] if frozen else [w, b])
     expected = reference_divergence(
-        reference_logits(h, w[:size], b[:size]), reference_logits(th, tw[:size], tb[:size]), name
+        reference_logits(h, w[:size], b[:size]),
+        reference_logits(th, tw[:size], tb[:size]),
+        name,
     ).sum()
     expected_grads = torch.autograd.grad(expected, leaves)
     actual, statistics = fused_divergence(
@@ -507,14 +593,19 @@ def test_padded_rows_have_no_part_in_the_cross_entropy():
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
-def test_bfloat16_gradients_of_all_divergences_are_within_half_a_percent_near_the_teacher(name):
+def test_bfloat16_gradients_of_all_divergences_are_within_half_a_percent_near_the_teacher(
+    name,
+):
     h, w, th = close_student(0.02)
     s = reference_logits(h, w).requires_grad_()
     total = reference_divergence(s, reference_logits(th, w), name).sum()
     assert 2e-5 < total / len(h) < 1e-2
     exact = torch.autograd.grad(total, s)[0] @ w.double()
-    h = h.float().requires_grad_()  # the gradient itself is then not rounded to bfloat16
-    loss, statistics = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=True)
+    # the gradient itself is then not rounded to bfloat16
+    h = h.float().requires_grad_()
+    loss, statistics = fused_divergence(
+        h, w, th, w, divergence=objective_of(name), statistics=True
+    )
     loss.backward()
     assert (h.grad.double() - exact).norm() / exact.norm() < 5e-3
     torch.testing.assert_close(loss.double(), total.detach(), rtol=5e-3, atol=0)
@@ -522,7 +613,9 @@ def test_bfloat16_gradients_of_all_divergences_are_within_half_a_percent_near_th
 
 
 class WideningKernels(Kernels):
-    """The matmuls of a GPU, which take bfloat16 and leave float32; the gradient of the logits is rounded."""
+    """The matmuls of a GPU, which take bfloat16 and leave float32; the gradient of the
+    logits is rounded.
+    """
 
     def widens(self, device, dtype):
         return dtype == torch.bfloat16
@@ -534,9 +627,15 @@ class WideningKernels(Kernels):
         accumulator.addmm_(a.float(), b.float())
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, WideningKernels()], ids=["as on this device", "as on a GPU"])
-def test_bfloat16_gradients_of_a_whole_head_are_within_half_a_percent_of_float64_at_a_kl_of_4e_4(kernels):
-    """Through the head module: bfloat16 hidden states, heads and returned gradients, a vocabulary of 32,000."""
+@pytest.mark.parametrize(
+    "kernels", [KERNELS, WideningKernels()], ids=["as on this device", "as on a GPU"]
+)
+def test_bfloat16_gradients_of_a_whole_head_are_within_half_a_percent_of_float64_at_a_kl_of_4e_4(
+    kernels,
+):
+    """Through the head module: bfloat16 hidden states, heads and returned gradients, a
+    vocabulary of 32,000.
+    """
     g = torch.Generator().manual_seed(0)
     n, d, v = 24, 512, 32000
     model = tiny_model("qwen3_moe")
@@ -547,23 +646,34 @@ def test_bfloat16_gradients_of_a_whole_head_are_within_half_a_percent_of_float64
     attach_loss_head(model)
     model.lm_head.kernels = kernels
     th = (2.5 * torch.randn(n, d, generator=g)).bfloat16()
-    h = (th.float() + 0.028 * torch.randn(n, d, generator=g)).bfloat16().requires_grad_()
+    h = (
+        (th.float() + 0.028 * torch.randn(n, d, generator=g))
+        .bfloat16()
+        .requires_grad_()
+    )
 
     hidden, weight = (
         h.detach().double().requires_grad_(),
         model.lm_head.weight.detach().double().requires_grad_(),
     )
-    expected = reference_kl((hidden @ weight.T), reference_logits(th, teacher_head.weight.detach()))
+    expected = reference_kl(
+        (hidden @ weight.T), reference_logits(th, teacher_head.weight.detach())
+    )
     expected.backward()
     assert 3e-4 < expected / n < 5e-4
 
     by = objective_of("kl")
     loss, _ = model.lm_head(h, Target(by, teacher_hidden=th, teacher_head=teacher_head))
     loss.backward()
-    for gradient, exact in ((h.grad, hidden.grad), (model.lm_head.weight.grad, weight.grad)):
+    for gradient, exact in (
+        (h.grad, hidden.grad),
+        (model.lm_head.weight.grad, weight.grad),
+    ):
         assert gradient.dtype == torch.bfloat16
         assert (gradient.double() - exact).norm() / exact.norm() < 5e-3
-    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        loss.detach().double(), expected.detach(), rtol=1e-4, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
@@ -571,7 +681,9 @@ def test_bfloat16_gradients_of_a_whole_head_are_within_half_a_percent_of_float64
 def test_a_rounded_log_sum_exp_does_not_show_in_the_divergence_of_a_nearly_converged_student(
     name, statistics, monkeypatch
 ):
-    """In float64, with errors of the size that float32 has: one of 1e-6 a row, where the divergence is below 5e-7."""
+    """In float64, with errors of the size that float32 has: one of 1e-6 a row, where
+    the divergence is below 5e-7.
+    """
     exactly, g = losses._log_softmax_, torch.Generator().manual_seed(5)
 
     def rounded(x, work):
@@ -579,21 +691,32 @@ def test_a_rounded_log_sum_exp_does_not_show_in_the_divergence_of_a_nearly_conve
         x.add_(1e-6 * torch.randn(len(x), 1, generator=g, dtype=x.dtype))
 
     h, w, th = close_student(1e-3, torch.float64)
-    expected = reference_divergence(reference_logits(h, w), reference_logits(th, w), name).sum()
+    expected = reference_divergence(
+        reference_logits(h, w), reference_logits(th, w), name
+    ).sum()
     assert expected / len(h) < 5e-7
     monkeypatch.setattr(losses, "_log_softmax_", rounded)
-    loss, _ = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=statistics)
+    loss, _ = fused_divergence(
+        h, w, th, w, divergence=objective_of(name), statistics=statistics
+    )
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("statistics", [False, True])
-def test_no_divergence_of_a_nearly_converged_student_is_rounding_noise(name, statistics):
+def test_no_divergence_of_a_nearly_converged_student_is_rounding_noise(
+    name, statistics
+):
     h, w, th = close_student(1e-2, torch.float32)
-    expected = reference_divergence(reference_logits(h, w), reference_logits(th, w), name).sum()
+    expected = reference_divergence(
+        reference_logits(h, w), reference_logits(th, w), name
+    ).sum()
     assert 1e-5 < expected / len(h) < 5e-5
-    loss, _ = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=statistics)
-    # A token's figure has two sums of probabilities in it, each near 1 and rounded once; the signs are random.
+    loss, _ = fused_divergence(
+        h, w, th, w, divergence=objective_of(name), statistics=statistics
+    )
+    # A token's figure has two sums of probabilities in it, each near 1 and rounded
+    # once; the signs are random.
     unit = torch.finfo(torch.float32).eps * (2 * len(h)) ** 0.5
     assert abs(loss.double() - expected) < ROUNDINGS * unit < 0.05 * expected
 
@@ -601,7 +724,10 @@ def test_no_divergence_of_a_nearly_converged_student_is_rounding_noise(name, sta
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("divergence", DIVERGENCES | {"kl": {"name": "kl"}})
 def test_float32_is_as_exact_as_it_is_on_full_logits(divergence, option):
-    by, o = objective_of(**(DIVERGENCES | {"kl": {"name": "kl"}})[divergence]), OPTIONS[option]
+    by, o = (
+        objective_of(**(DIVERGENCES | {"kl": {"name": "kl"}})[divergence]),
+        OPTIONS[option],
+    )
     h, w, th, tw, b, tb = inputs(torch.float32)
     bias, teacher_bias = (b, tb) if o.get("bias") else (None, None)
     leaves = [x.requires_grad_() for x in (h, w, bias) if x is not None]
@@ -635,7 +761,9 @@ def test_float32_is_as_exact_as_it_is_on_full_logits(divergence, option):
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
-def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_gives(name):
+def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_gives(
+    name,
+):
     h, w, th, tw, *_ = inputs(torch.float32)
     h, th = (h * 200).requires_grad_(), th * 200
     logits = reference_logits(h, w), reference_logits(th, tw)
@@ -648,18 +776,24 @@ def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_giv
         m = torch.logaddexp(s, t) - math.log(2)
         expected = 0.5 * (t.exp() * (t - m)).sum() + 0.5 * (s.exp() * (s - m)).sum()
     expected_grad = torch.autograd.grad(expected, h)[0]
-    loss, _ = fused_divergence(h, w, th, tw, divergence=objective_of(name), statistics=True)
+    loss, _ = fused_divergence(
+        h, w, th, tw, divergence=objective_of(name), statistics=True
+    )
     loss.backward()
     rounding = rounding_of(*logits)
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=rounding, atol=0)
-    assert (h.grad - expected_grad).norm() < ROUNDINGS * rounding * (1 + expected_grad.norm())
+    assert (h.grad - expected_grad).norm() < ROUNDINGS * rounding * (
+        1 + expected_grad.norm()
+    )
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
 def test_equal_students_have_no_divergence_and_no_gradient(name):
     h, w, *_ = inputs()
     h = h.requires_grad_()
-    loss, statistics = fused_divergence(h, w, h, w, divergence=objective_of(name), statistics=True)
+    loss, statistics = fused_divergence(
+        h, w, h, w, divergence=objective_of(name), statistics=True
+    )
     loss.backward()
     assert abs(loss.item()) < 1e-6 and h.grad.abs().max() < 1e-6
     assert statistics.top1_agreement.all()
@@ -675,7 +809,13 @@ def test_a_student_that_prefers_no_token_agrees_with_nobody(name, chunk_tokens):
     chunk_bytes = chunk_tokens * one_token_bytes(4)
     for weight in (torch.zeros_like(w), dead):
         _, statistics = fused_divergence(
-            h, weight, th, tw, divergence=objective_of(name), statistics=True, chunk_bytes=chunk_bytes
+            h,
+            weight,
+            th,
+            tw,
+            divergence=objective_of(name),
+            statistics=True,
+            chunk_bytes=chunk_bytes,
         )
         best = reference_logits(th, tw).argmax(-1)
         assert (best > 0).sum() > 0 and not statistics.top1_agreement[best > 0].any()
@@ -684,11 +824,17 @@ def test_a_student_that_prefers_no_token_agrees_with_nobody(name, chunk_tokens):
 
 def test_logits_that_rounding_makes_equally_probable_are_different():
     # A sum of exponentials far above the two largest, which differ in their last bits.
-    w = torch.cat([torch.tensor([[0.0], [1.0], [1.0 + 2**-20]]), torch.full((4096, 1), 0.5)])
+    w = torch.cat(
+        [torch.tensor([[0.0], [1.0], [1.0 + 2**-20]]), torch.full((4096, 1), 0.5)]
+    )
     h, th = torch.full((2, 1), 0.25), torch.full((2, 1), 8.0)
-    _, statistics = fused_divergence(h, w, th, w, divergence=objective_of("kl"), statistics=True)
+    _, statistics = fused_divergence(
+        h, w, th, w, divergence=objective_of("kl"), statistics=True
+    )
     rounded, teacher = ((states @ w.t()).log_softmax(-1) for states in (h, th))
-    assert (rounded[:, 1] == rounded[:, 2]).all() and (teacher[:, 1] < teacher[:, 2]).all()
+    assert (rounded[:, 1] == rounded[:, 2]).all() and (
+        teacher[:, 1] < teacher[:, 2]
+    ).all()
     assert statistics.top1_agreement.all()
 
 
@@ -709,7 +855,9 @@ def test_no_tokens_give_zero_and_empty_statistics(name):
 def test_a_non_finite_hidden_state_is_not_hidden_by_the_clip(name, bad):
     h, w, th, tw, *_ = inputs()
     h[3, 2] = bad
-    loss, _ = fused_divergence(h.requires_grad_(), w, th, tw, divergence=objective_of(name, clip=1.0))
+    loss, _ = fused_divergence(
+        h.requires_grad_(), w, th, tw, divergence=objective_of(name, clip=1.0)
+    )
     loss.backward()
     assert not torch.isfinite(h.grad).all()
 
@@ -720,7 +868,10 @@ def test_a_non_finite_hidden_state_is_not_hidden_by_the_clip(name, bad):
         ({"name": "tvd"}, "name: Input should be 'kl', 'reverse_kl', .*, got 'tvd'"),
         ({"temperature": 0.0}, "temperature: Input should be greater than 0, got 0.0"),
         ({"temperature": math.inf}, "temperature: Input should be a finite number"),
-        ({"name": "jsd", "jsd_beta": 1.0}, "jsd_beta: Input should be less than 1, got 1.0"),
+        (
+            {"name": "jsd", "jsd_beta": 1.0},
+            "jsd_beta: Input should be less than 1, got 1.0",
+        ),
         ({"clip": 0.0}, "clip: Input should be greater than 0, got 0.0"),
         ({"clip": math.nan}, "clip: Input should be a finite number"),
     ],
@@ -732,7 +883,9 @@ def test_a_divergence_that_has_no_meaning_is_refused(fields, message):
 
 def test_a_vocabulary_larger_than_a_head_is_refused():
     h, w, th, tw, *_ = inputs()
-    with pytest.raises(UserError, match=r"teacher: a vocabulary of 53 for a head of 50 rows"):
+    with pytest.raises(
+        UserError, match=r"teacher: a vocabulary of 53 for a head of 50 rows"
+    ):
         fused_kl(h, w, th, tw[:50], vocab_size=V)
 
 

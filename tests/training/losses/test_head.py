@@ -1,4 +1,6 @@
-"""The loss head against the unpatched model: same logits without an objective, the textbook loss with one."""
+"""The loss head against the unpatched model: same logits without an objective, the
+textbook loss with one.
+"""
 
 import copy
 import functools
@@ -40,7 +42,11 @@ SHAPE = {
 }
 CONFIGS = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **SHAPE, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+        **SHAPE,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
     ),
     "granitemoeshared": lambda: transformers.GraniteMoeSharedConfig(
         **SHAPE,
@@ -52,7 +58,9 @@ CONFIGS = {
         tie_word_embeddings=True,
     ),
     "cohere2": lambda: transformers.Cohere2Config(**SHAPE, logit_scale=0.25),
-    "gemma2": lambda: transformers.Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=3.0),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SHAPE, head_dim=8, final_logit_softcapping=3.0
+    ),
 }
 
 
@@ -76,12 +84,19 @@ def make_batch(seed=0):
 
 
 def reference_kl(student_logits, teacher_logits):
-    s, t = student_logits.double().log_softmax(-1), teacher_logits.double().log_softmax(-1)
+    s, t = (
+        student_logits.double().log_softmax(-1),
+        teacher_logits.double().log_softmax(-1),
+    )
     return F.kl_div(s, t, log_target=True, reduction="sum")
 
 
 def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -90,7 +105,9 @@ def test_the_kl_and_its_gradients_are_those_of_the_unpatched_models_logits(famil
     ids, positions, keep, _ = make_batch()
     with torch.no_grad():
         teacher_logits = teacher(ids, position_ids=positions).logits[keep]
-    expected = reference_kl(student(ids, position_ids=positions).logits[keep], teacher_logits)
+    expected = reference_kl(
+        student(ids, position_ids=positions).logits[keep], teacher_logits
+    )
     expected.backward()
     expected_gradients = gradients(student)
     student.zero_grad()
@@ -112,7 +129,9 @@ def test_the_kl_and_its_gradients_are_those_of_the_unpatched_models_logits(famil
     actual = gradients(student)
     assert actual.keys() == expected_gradients.keys()
     for name, gradient in actual.items():
-        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            gradient, expected_gradients[name], rtol=1e-3, atol=1e-4, msg=name
+        )
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -120,10 +139,14 @@ def test_the_cross_entropy_is_that_of_the_unpatched_models_logits(family):
     model = make_model(family)
     ids, positions, keep, labels = make_batch()
     expected = F.cross_entropy(
-        model(ids, position_ids=positions).logits[keep].double(), labels, reduction="sum"
+        model(ids, position_ids=positions).logits[keep].double(),
+        labels,
+        reduction="sum",
     )
     attach_loss_head(model)
-    loss = model(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective=CE)["loss"]
+    loss = model(
+        input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective=CE
+    )["loss"]
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -148,7 +171,9 @@ def test_a_batch_without_kept_positions_gives_zero_and_a_gradient_for_every_para
     attach_loss_head(model)
     nothing = torch.zeros_like(keep)
     labels = torch.zeros(0, dtype=torch.long)
-    loss = model(input_ids=ids, position_ids=positions, keep=nothing, labels=labels, objective=CE)["loss"]
+    loss = model(
+        input_ids=ids, position_ids=positions, keep=nothing, labels=labels, objective=CE
+    )["loss"]
     loss.backward()
     assert loss.item() == 0
     assert gradients(model).keys() == dict(model.named_parameters()).keys()
@@ -159,16 +184,23 @@ def test_a_batch_without_kept_positions_gives_zero_and_a_gradient_for_every_para
 def test_without_an_objective_the_model_is_what_it_was(family, tmp_path):
     model, untouched = make_model(family), make_model(family)
     ids, *_ = make_batch()
-    modules, signature = [name for name, _ in model.named_modules()], inspect.signature(model.forward)
+    modules, signature = (
+        [name for name, _ in model.named_modules()],
+        inspect.signature(model.forward),
+    )
     attach_loss_head(model)
 
     assert torch.equal(model(ids).logits, untouched(ids).logits)
     assert torch.equal(model(ids, labels=ids).loss, untouched(ids, labels=ids).loss)
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, **options), untouched.generate(ids, **options))
+    assert torch.equal(
+        model.generate(ids, **options), untouched.generate(ids, **options)
+    )
     assert inspect.signature(model.forward) == signature
     assert [name for name, _ in model.named_modules()] == modules
-    assert type(model.lm_head).__name__ == "Linear" and isinstance(model.lm_head, nn.Linear)
+    assert type(model.lm_head).__name__ == "Linear" and isinstance(
+        model.lm_head, nn.Linear
+    )
     assert model.state_dict().keys() == untouched.state_dict().keys()
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -189,7 +221,9 @@ def test_a_forward_that_was_already_replaced_comes_back():
     model = make_model()
     seen = []
     family_forward = model.forward
-    model.forward = lambda *args, **kwargs: seen.append(1) or family_forward(*args, **kwargs)
+    model.forward = lambda *args, **kwargs: (
+        seen.append(1) or family_forward(*args, **kwargs)
+    )
     replaced = model.forward
     attach_loss_head(model)
     model(make_batch()[0])
@@ -202,7 +236,9 @@ def test_a_copied_model_trains_its_own_parameters():
     attach_loss_head(model)
     twin = copy.deepcopy(model)
     ids, positions, keep, labels = make_batch()
-    twin(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective=CE)["loss"].backward()
+    twin(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective=CE)[
+        "loss"
+    ].backward()
     assert not gradients(model) and gradients(twin)
 
 
@@ -217,7 +253,9 @@ def test_forward_hooks_of_the_head_fire_in_training():
     model = make_model()
     attach_loss_head(model)
     shapes = []
-    model.lm_head.register_forward_pre_hook(lambda _module, inputs: shapes.append(tuple(inputs[0].shape)))
+    model.lm_head.register_forward_pre_hook(
+        lambda _module, inputs: shapes.append(tuple(inputs[0].shape))
+    )
     ids, positions, keep, labels = make_batch()
     model(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective=CE)
     assert shapes == [(int(keep.sum()), 32)]
@@ -236,7 +274,10 @@ def test_a_teacher_with_a_loss_head_gives_the_same_hidden_states_through_its_own
 
 
 def test_a_teacher_of_another_scale_keeps_its_own():
-    student, teacher = make_model("granitemoeshared", 0), make_model("granitemoeshared", 1)
+    student, teacher = (
+        make_model("granitemoeshared", 0),
+        make_model("granitemoeshared", 1),
+    )
     teacher.config.logits_scaling = 2.0
     ids, positions, keep, _ = make_batch()
     expected = reference_kl(student(ids).logits[keep], teacher(ids).logits[keep])
@@ -268,9 +309,11 @@ def test_flash_attention_gets_one_long_row_because_it_would_mix_packed_rows_of_a
     expected = model(**arguments)["loss"]
     shapes = []
     model.model.register_forward_pre_hook(
-        lambda _m, _a, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        lambda _m, _a, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
     )
-    # sdpa computes; only the name that the model is asked for is that of the flash kernels
+    # sdpa computes; only the name that the model is asked for is that of the flash
+    # kernels
     kernel, model.config._attn_implementation_internal = "sdpa", "flash_attention_2"
     model.model.register_forward_pre_hook(
         lambda *_: setattr(model.config, "_attn_implementation_internal", kernel)
@@ -315,7 +358,9 @@ def text_ids(model, shape, seed):
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "ce"])
 @pytest.mark.parametrize("family", few(TINY))
 def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
-    """Teacher: the same model on other tokens. Soft caps and padding are made to bite where a family has them."""
+    """Teacher: the same model on other tokens. Soft caps and padding are made to bite
+    where a family has them.
+    """
     model = own_logits_model(family)
     ids, others = text_ids(model, (B, T), 0), text_ids(model, (B, T), 1)
     positions, keep = torch.arange(T).expand(B, T), make_batch()[2]
@@ -323,7 +368,12 @@ def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
         objective = objective_of(name, **({"temperature": 2.0} if name != "ce" else {}))
         logits, teacher_logits = (model(x).logits[keep].double() for x in (ids, others))
         labels = torch.arange(len(logits)) % logits.shape[-1]
-        arguments = {"input_ids": ids, "position_ids": positions, "keep": keep, "objective": objective}
+        arguments = {
+            "input_ids": ids,
+            "position_ids": positions,
+            "keep": keep,
+            "objective": objective,
+        }
         attach_loss_head(model)
         if name == "ce":
             expected = F.cross_entropy(logits, labels, reduction="sum")
@@ -331,15 +381,22 @@ def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
         else:
             s, t = (logits / 2).log_softmax(-1), (teacher_logits / 2).log_softmax(-1)
             m = ((s.exp() + t.exp()) / 2).log()
-            pairs = {"kl": [(s, t)], "reverse_kl": [(t, s)], "jsd": [(m, s), (m, t)]}[name]
-            expected = sum(F.kl_div(a, b, log_target=True, reduction="sum") for a, b in pairs) / len(pairs)
+            pairs = {"kl": [(s, t)], "reverse_kl": [(t, s)], "jsd": [(m, s), (m, t)]}[
+                name
+            ]
+            expected = sum(
+                F.kl_div(a, b, log_target=True, reduction="sum") for a, b in pairs
+            ) / len(pairs)
             hidden = final_hidden(model, others, positions, keep)
             arguments |= {"teacher_hidden": hidden, "teacher_head": output_head(model)}
             output = model(**arguments)
             agreement = logits.argmax(-1) == teacher_logits.argmax(-1)
             assert torch.equal(output["top1_agreement"], agreement)
             torch.testing.assert_close(
-                output["teacher_entropy"].double(), -(t.exp() * t).sum(-1), rtol=1e-5, atol=0
+                output["teacher_entropy"].double(),
+                -(t.exp() * t).sum(-1),
+                rtol=1e-5,
+                atol=0,
             )
         detach_loss_head(model)
     torch.testing.assert_close(output["loss"].double(), expected, rtol=1e-5, atol=0)
@@ -363,9 +420,13 @@ def test_every_kind_of_logit_post_processing_is_among_the_families():
     kinds = set()
     for family in TINY:
         config = own_logits_model(family).config.get_text_config()
-        kinds |= {name for name in scales if getattr(config, name, None) not in (None, 1.0)}
         kinds |= {
-            name for name in ("final_logit_softcapping", "unpadded_vocab_size") if hasattr(config, name)
+            name for name in scales if getattr(config, name, None) not in (None, 1.0)
+        }
+        kinds |= {
+            name
+            for name in ("final_logit_softcapping", "unpadded_vocab_size")
+            if hasattr(config, name)
         }
     assert kinds == {*scales, "final_logit_softcapping", "unpadded_vocab_size"}
 
@@ -382,21 +443,35 @@ ATTENTION = [
 
 
 def packed_and_alone(model):
-    """Return the losses of examples packed into rows of 24, and of each on its own; the packed batch."""
+    """Return the losses of examples packed into rows of 24, and of each on its own; the
+    packed batch.
+    """
     ids = text_ids(model, (54,), 0).tolist()
-    examples = [ids[sum(LENGTHS[:k]) : sum(LENGTHS[: k + 1])] for k in range(len(LENGTHS))]
-    rows = pack([{"input_ids": e, "loss_mask": [True] * len(e)} for e in examples], 24, pad_token_id=0)
+    examples = [
+        ids[sum(LENGTHS[:k]) : sum(LENGTHS[: k + 1])] for k in range(len(LENGTHS))
+    ]
+    rows = pack(
+        [{"input_ids": e, "loss_mask": [True] * len(e)} for e in examples],
+        24,
+        pad_token_id=0,
+    )
     batch = Collator()(list(rows))
     keep, targets = next_token_targets(batch["labels"], batch["position_ids"])
     with torch.no_grad():
         alone = sum(
             F.cross_entropy(
-                model(torch.tensor([e])).logits[0, :-1].double(), torch.tensor(e[1:]), reduction="sum"
+                model(torch.tensor([e])).logits[0, :-1].double(),
+                torch.tensor(e[1:]),
+                reduction="sum",
             )
             for e in examples
         )
         attach_loss_head(model)
-        arguments = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "keep": keep}
+        arguments = {
+            "input_ids": batch["input_ids"],
+            "position_ids": batch["position_ids"],
+            "keep": keep,
+        }
         packed = model(**arguments, labels=targets, objective=CE)["loss"]
     return packed.double(), alone, batch
 
@@ -406,7 +481,9 @@ LENGTHS = (5, 19, 2, 7, 12, 3, 6)
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("family", "attention"), few(ATTENTION))
-def test_packed_examples_of_a_family_have_the_loss_that_each_has_alone(family, attention):
+def test_packed_examples_of_a_family_have_the_loss_that_each_has_alone(
+    family, attention
+):
     """Twenty-four positions a row are more than the windows of the sliding and chunked families."""
     model = tiny_model(family, attn_implementation=attention)
     packed, alone, batch = packed_and_alone(model)
@@ -415,13 +492,20 @@ def test_packed_examples_of_a_family_have_the_loss_that_each_has_alone(family, a
 
 
 @pytest.mark.parametrize("family", sorted(PACKING_LEAKS))
-def test_packed_rows_are_refused_for_the_families_in_which_examples_would_see_each_other(family):
+def test_packed_rows_are_refused_for_the_families_in_which_examples_would_see_each_other(
+    family,
+):
     model = tiny_model(family)
     packed, alone, batch = packed_and_alone(model)
     assert abs(packed - alone) > 1e-4 * alone, "packs well now: take it off the list"
-    with pytest.raises(UserError, match=f"model type '{family}' lets packed examples .* data.packing: false"):
+    with pytest.raises(
+        UserError,
+        match=f"model type '{family}' lets packed examples .* data.packing: false",
+    ):
         refuse_packing(model, batch["labels"], batch["position_ids"])
-    rows = pack([{"input_ids": [11, 12, 13], "loss_mask": [True] * 3}], 24, pad_token_id=0)
+    rows = pack(
+        [{"input_ids": [11, 12, 13], "loss_mask": [True] * 3}], 24, pad_token_id=0
+    )
     single = Collator()(list(rows))
     refuse_packing(model, single["labels"], single["position_ids"])
 
@@ -430,10 +514,14 @@ def test_packed_rows_are_refused_for_the_families_in_which_examples_would_see_ea
 def test_the_head_takes_the_divergences_settings_and_its_real_vocabulary():
     student, teacher = make_model(seed=0), make_model(seed=1)
     ids, positions, keep, _ = make_batch()
-    logits = [model(ids).logits[keep][:, :50].double() / 1.5 for model in (student, teacher)]
+    logits = [
+        model(ids).logits[keep][:, :50].double() / 1.5 for model in (student, teacher)
+    ]
     p_s, p_t = (x.softmax(-1) for x in logits)
     m = 0.8 * p_s + 0.2 * p_t
-    per_token = 0.2 * (p_t * (p_t / m).log()).sum(-1) + 0.8 * (p_s * (p_s / m).log()).sum(-1)
+    per_token = 0.2 * (p_t * (p_t / m).log()).sum(-1) + 0.8 * (
+        p_s * (p_s / m).log()
+    ).sum(-1)
     clip = per_token.sort().values[3:5].mean().item()
     attach_loss_head(student, vocab_size=50)
     output = student(
@@ -445,21 +533,27 @@ def test_the_head_takes_the_divergences_settings_and_its_real_vocabulary():
         teacher_head=teacher.lm_head,
     )
     torch.testing.assert_close(output["divergence"], per_token, rtol=1e-10, atol=0)
-    torch.testing.assert_close(output["loss"], per_token.clamp(max=clip).sum(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        output["loss"], per_token.clamp(max=clip).sum(), rtol=1e-10, atol=0
+    )
 
 
 def test_the_class_of_the_head_is_made_once():
     first, second = make_model(), make_model()
     attach_loss_head(first)
     attach_loss_head(second)
-    assert type(first.lm_head) is type(second.lm_head) and issubclass(type(first.lm_head), LossHead)
+    assert type(first.lm_head) is type(second.lm_head) and issubclass(
+        type(first.lm_head), LossHead
+    )
 
 
 # ---- several ranks
 
 
 def kl_of_one_rank(rank, wrapper):
-    """Return loss and gradients of two rows on one rank, then over two; the second row is masked throughout."""
+    """Return loss and gradients of two rows on one rank, then over two; the second row
+    is masked throughout.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -475,8 +569,17 @@ def kl_of_one_rank(rank, wrapper):
     def loss_of(model, rows):
         with torch.no_grad():
             hidden = final_hidden(teacher, ids[rows], positions[rows], keep[rows])
-        arguments = {"input_ids": ids[rows], "position_ids": positions[rows], "keep": keep[rows]}
-        return model(**arguments, objective=KL, teacher_hidden=hidden, teacher_head=teacher.lm_head)["loss"]
+        arguments = {
+            "input_ids": ids[rows],
+            "position_ids": positions[rows],
+            "keep": keep[rows],
+        }
+        return model(
+            **arguments,
+            objective=KL,
+            teacher_hidden=hidden,
+            teacher_head=teacher.lm_head,
+        )["loss"]
 
     expected = loss_of(student, slice(None))
     expected.backward()
@@ -497,14 +600,27 @@ def kl_of_one_rank(rank, wrapper):
     dist.all_reduce(total)
     worst = 0.0
     for name, parameter in student.named_parameters():
-        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        gradient = (
+            parameter.grad.full_tensor()
+            if isinstance(parameter.grad, DTensor)
+            else parameter.grad
+        )
         reference = expected_gradients[name]
-        worst = max(worst, ((gradient - reference).norm() / (reference.norm() + 1e-6)).item())
-    return expected.item(), total.item(), worst, isinstance(student.lm_head.weight, DTensor)
+        worst = max(
+            worst, ((gradient - reference).norm() / (reference.norm() + 1e-6)).item()
+        )
+    return (
+        expected.item(),
+        total.item(),
+        worst,
+        isinstance(student.lm_head.weight, DTensor),
+    )
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_two_ranks_give_the_loss_and_gradients_of_one_even_when_one_of_them_keeps_no_token(wrapper):
+def test_two_ranks_give_the_loss_and_gradients_of_one_even_when_one_of_them_keeps_no_token(
+    wrapper,
+):
     for expected, total, worst, sharded in run_ranks(kl_of_one_rank, 2, wrapper):
         assert total == pytest.approx(expected, rel=1e-5)
         assert worst < 1e-4

@@ -26,24 +26,41 @@ def text(tmp_path: Path) -> Path:
     with path.open("w") as file:
         for n in range(NUM_EXAMPLES):
             roles = (("user", f"{n} + {n % 7}"), ("assistant", f"{n + n % 7} is it"))
-            row = {"messages": [{"role": role, "content": content} for role, content in roles]}
+            row = {
+                "messages": [
+                    {"role": role, "content": content} for role, content in roles
+                ]
+            }
             file.write(json.dumps(row) + "\n")
     return path
 
 
 def rows_of(text: Path, packing: bool) -> Any:
-    options: dict[str, Any] = {"num_examples": NUM_EXAMPLES, "max_length": 48, "loss_on": "response"}
-    return heldout_rows(SourceConfig(path=str(text)), tiny_tokenizer(300), packing=packing, **options)
+    options: dict[str, Any] = {
+        "num_examples": NUM_EXAMPLES,
+        "max_length": 48,
+        "loss_on": "response",
+    }
+    return heldout_rows(
+        SourceConfig(path=str(text)), tiny_tokenizer(300), packing=packing, **options
+    )
 
 
 @torch.no_grad()
 def by_hand(original: Any, model: Any, rows: Any, vocab_size: int) -> float:
-    """Return the mean over response tokens of sum_v p log(p / q), one row of one example at a time."""
+    """Return the mean over response tokens of sum_v p log(p / q), one row of one
+    example at a time.
+    """
     values = []
     for row in rows:
-        ids, labels = torch.as_tensor(row["input_ids"])[None], torch.as_tensor(row["labels"])
+        ids, labels = (
+            torch.as_tensor(row["input_ids"])[None],
+            torch.as_tensor(row["labels"]),
+        )
         p, q = (
-            torch.log_softmax(m(ids, use_cache=False).logits[0, :, :vocab_size].double(), -1)
+            torch.log_softmax(
+                m(ids, use_cache=False).logits[0, :, :vocab_size].double(), -1
+            )
             for m in (original, model)
         )
         kl = (p.exp() * (p - q)).sum(-1)
@@ -53,7 +70,11 @@ def by_hand(original: Any, model: Any, rows: Any, vocab_size: int) -> float:
 
 @pytest.mark.parametrize(
     ("family", "fields", "vocab_size"),
-    [("qwen2_moe", {}, 300), ("inkling_text", {"unpadded_vocab_size": 270}, 270), ("jamba", {}, 300)],
+    [
+        ("qwen2_moe", {}, 300),
+        ("inkling_text", {"unpadded_vocab_size": 270}, 270),
+        ("jamba", {}, 300),
+    ],
 )
 def test_the_kl_is_that_of_the_models_own_logits(
     family: str, fields: dict[str, Any], vocab_size: int, text: Path
@@ -62,7 +83,9 @@ def test_the_kl_is_that_of_the_models_own_logits(
     convert_model(model, Connectivity("all"))
     rows = rows_of(text, packing=False)
     result = mean_kl(read_original(original, rows), model, rows)
-    assert result["kl"] == pytest.approx(by_hand(original, model, rows, vocab_size), rel=1e-4)
+    assert result["kl"] == pytest.approx(
+        by_hand(original, model, rows, vocab_size), rel=1e-4
+    )
     assert result["kl"] > 0.01
 
 
@@ -76,11 +99,13 @@ def test_a_row_is_cut_between_examples_and_behind_its_last_token_with_loss() -> 
         [0, 1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17],
     ]  # fmt: skip
     assert all(
-        part["position_ids"][0] == 0 and len(part["labels"]) == len(part["input_ids"]) for part in parts
+        part["position_ids"][0] == 0 and len(part["labels"]) == len(part["input_ids"])
+        for part in parts
     )
     (whole,) = row_parts(row, 64)
     assert whole["input_ids"].tolist() == list(range(18))
-    (nothing,) = row_parts(row | {"labels": [-100] * 19}, 7)  # no token counts, and there is a row for it
+    # no token counts, and there is a row for it
+    (nothing,) = row_parts(row | {"labels": [-100] * 19}, 7)
     assert len(nothing["input_ids"]) == 1
 
 
@@ -88,46 +113,65 @@ def test_a_row_is_cut_between_examples_and_behind_its_last_token_with_loss() -> 
 def test_rows_in_parts_have_the_kl_of_each_example_alone(
     part_tokens: int, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither how a row is cut nor its padding changes its sum, its tokens or the standard error."""
+    """Neither how a row is cut nor its padding changes its sum, its tokens or the
+    standard error.
+    """
     monkeypatch.setitem(PART_TOKENS, "cpu", part_tokens)
     original, model = (
-        tiny_model("qwen2_moe", vocab_size=300, experts_implementation="eager").double() for _ in range(2)
+        tiny_model("qwen2_moe", vocab_size=300, experts_implementation="eager").double()
+        for _ in range(2)
     )
     convert_model(model, Connectivity("all"))
     examples = rows_of(text, packing=False)
     source = SourceConfig(path=str(text))
-    options: dict[str, Any] = {"num_examples": NUM_EXAMPLES, "max_length": 100, "loss_on": "response"}
+    options: dict[str, Any] = {
+        "num_examples": NUM_EXAMPLES,
+        "max_length": 100,
+        "loss_on": "response",
+    }
     rows = heldout_rows(source, tiny_tokenizer(300), packing=True, **options)
     assert 1 < len(rows) < NUM_EXAMPLES
     longest: list[int] = []
     model.model.register_forward_pre_hook(
-        lambda _, __, kwargs: longest.append(kwargs["input_ids"].numel()), with_kwargs=True
+        lambda _, __, kwargs: longest.append(kwargs["input_ids"].numel()),
+        with_kwargs=True,
     )
     result = mean_kl(read_original(original, rows, in_parts=True), model, rows)
     assert max(longest) <= max(
-        part_tokens, max(len(ids) for k in range(len(rows)) for ids, _ in rows.examples_of(k))
+        part_tokens,
+        max(len(ids) for k in range(len(rows)) for ids, _ in rows.examples_of(k)),
     )
-    assert result["kl"] == pytest.approx(by_hand(original, model, examples, 300), rel=1e-6)
+    assert result["kl"] == pytest.approx(
+        by_hand(original, model, examples, 300), rel=1e-6
+    )
     whole = mean_kl(read_original(original, rows), model, rows)
     assert result["stderr"] == pytest.approx(whole["stderr"], rel=1e-6)
     assert result["num_tokens"] == whole["num_tokens"]
 
 
-def test_packed_rows_are_refused_where_examples_would_see_each_other(text: Path) -> None:
+def test_packed_rows_are_refused_where_examples_would_see_each_other(
+    text: Path,
+) -> None:
     rows = rows_of(text, packing=True)
     assert len(rows) < NUM_EXAMPLES
     model = tiny_model("jamba", vocab_size=300)
     with pytest.raises(
-        UserError, match=r"'jamba' lets packed examples see each other; set data\.packing: false"
+        UserError,
+        match=r"'jamba' lets packed examples see each other; set data\.packing: false",
     ):
         mean_kl(read_original(model, rows), model, rows)
 
 
-def test_the_layer_study_of_such_a_family_has_one_example_in_a_row(text: Path, tmp_path: Path) -> None:
+def test_the_layer_study_of_such_a_family_has_one_example_in_a_row(
+    text: Path, tmp_path: Path
+) -> None:
     original, model = (tiny_model("jamba", vocab_size=300) for _ in range(2))
     original.save_pretrained(tmp_path / "model")
     tiny_tokenizer(300).save_pretrained(tmp_path / "model")
-    options = f"--text {text} --max-length 48 --sides last --counts 4 --output {tmp_path / 'study'}".split()
+    options = (
+        f"--text {text} --max-length 48 --sides last --counts 4 --output"
+        f" {tmp_path / 'study'}".split()
+    )
     assert main(["layers", str(tmp_path / "model"), *options]) == 0
     convert_model(model, Connectivity("all"))
     rows = rows_of(text, packing=False)

@@ -9,11 +9,16 @@ from fcsd.training.losses.objectives import MEASURES, OBJECTIVES
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_objective_has_a_measure_and_keys_that_are_arguments_with_help(name: str) -> None:
+def test_every_objective_has_a_measure_and_keys_that_are_arguments_with_help(
+    name: str,
+) -> None:
     kind = OBJECTIVES[name]
-    values = {key: 1.0 for key in kind.model_fields if kind.requires(key) and key != "name"}
+    values = {
+        key: 1.0 for key in kind.model_fields if kind.requires(key) and key != "name"
+    }
     assert kind(name=name, **values).logged in MEASURES
-    assert kind.has_teacher != (name in kind.trained)  # a model card knows how it was trained
+    # a model card knows how it was trained
+    assert kind.has_teacher != (name in kind.trained)
     arguments = {field.name: field.metadata for field in dataclasses.fields(FCSDConfig)}
     keys = kind.model_fields.keys() - {"name"}
     assert keys <= arguments.keys()

@@ -10,8 +10,14 @@ from fcsd.training.meters import LARGEST, SMALLEST, bin_counts, quantile
 
 @pytest.mark.parametrize("q", [0.0, 0.01, 0.5, 0.9, 0.99, 1.0])
 @pytest.mark.parametrize("count", [1, 2, 1000])
-def test_a_quantile_is_the_value_of_its_rank_within_one_percent(q: float, count: int) -> None:
-    values = torch.randn(count, generator=torch.Generator().manual_seed(count)).mul(1.5).exp()
+def test_a_quantile_is_the_value_of_its_rank_within_one_percent(
+    q: float, count: int
+) -> None:
+    values = (
+        torch.randn(count, generator=torch.Generator().manual_seed(count))
+        .mul(1.5)
+        .exp()
+    )
     exact = values.sort().values[max(1, math.ceil(q * count)) - 1].item()
     assert quantile(bin_counts(values), q) == pytest.approx(exact, rel=0.01)
 

@@ -1,4 +1,6 @@
-"""Teacher caches: the same training as with the teacher, on any number of processes, and every way to be wrong."""
+"""Teacher caches: the same training as with the teacher, on any number of processes,
+and every way to be wrong.
+"""
 
 import json
 import multiprocessing
@@ -28,7 +30,13 @@ from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.teachers import cache as cache_module
 from fcsd.training.teachers import cache_fill as cache_stage
 from fcsd.training.teachers.base import ModelTeacher
-from fcsd.training.teachers.cache import CachedTeacher, HiddenCache, row_keys, write_manifest, write_shard
+from fcsd.training.teachers.cache import (
+    CachedTeacher,
+    HiddenCache,
+    row_keys,
+    write_manifest,
+    write_shard,
+)
 from fcsd.training.teachers.load import identity, read_head, unloaded
 from fcsd.training.teachers.lora import AdapterOffTeacher
 from tests.losses import objective_of
@@ -55,7 +63,9 @@ def cached(bench: Bench, name: str = "r", **changes: Any) -> Path:
 
 
 @pytest.fixture
-def filled(bench: Bench, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Path:
+def filled(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Path:
     """Return the folder of a whole cache of several shards for the recipe `cached`."""
     monkeypatch.setattr(cache_stage, "SHARD_BYTES", 20_000)
     assert main(["cache-teacher", str(cached(bench))]) == 0
@@ -79,7 +89,9 @@ def error_of(command: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 # ---- the same numbers
 
 
-def test_all_back_ends_give_the_same_loss_and_gradient_on_the_same_batch(tmp_path: Path) -> None:
+def test_all_back_ends_give_the_same_loss_and_gradient_on_the_same_batch(
+    tmp_path: Path,
+) -> None:
     original = tiny_model("qwen2_moe", num_hidden_layers=2)
     original.save_pretrained(tmp_path / "model")
     facts = unloaded(ModelFolder(ModelConfig(), tmp_path / "model"))
@@ -93,11 +105,18 @@ def test_all_back_ends_give_the_same_loss_and_gradient_on_the_same_batch(tmp_pat
     folder.mkdir()
     (folder / "teacher.json").write_text(json.dumps(known))
     for row in stored:
-        parts = zip(row_keys(row), row["teacher_hidden"].split(len(row["teacher_hidden"]) // 2), strict=True)
+        parts = zip(
+            row_keys(row),
+            row["teacher_hidden"].split(len(row["teacher_hidden"]) // 2),
+            strict=True,
+        )
         written = write_shard(folder, known, list(parts))
-        assert written.stat().st_mode == (folder / "teacher.json").stat().st_mode  # for whom the umask says
+        # for whom the umask says
+        assert written.stat().st_mode == (folder / "teacher.json").stat().st_mode
     places = [
-        place for path in folder.glob("hidden-*") for place in cache_module.read_shard(path, known).values()
+        place
+        for path in folder.glob("hidden-*")
+        for place in cache_module.read_shard(path, known).values()
     ]
     write_manifest(folder, places)
     teachers = {
@@ -113,17 +132,25 @@ def test_all_back_ends_give_the_same_loss_and_gradient_on_the_same_batch(tmp_pat
         student.train()
         total = torch.zeros(())
         for one in batches:
-            keep, _ = cache_module.next_token_targets(one["labels"], one["position_ids"])
+            keep, _ = cache_module.next_token_targets(
+                one["labels"], one["position_ids"]
+            )
             total = total + student(
                 input_ids=one["input_ids"], position_ids=one["position_ids"], keep=keep, objective=objective_of("kl"),
                 teacher_hidden=one["teacher_hidden"], teacher_head=teacher.head,
             )["loss"]  # fmt: skip
         total.backward()
-        gradients = {n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None}
+        gradients = {
+            n: p.grad.clone()
+            for n, p in student.named_parameters()
+            if p.grad is not None
+        }
         return total.detach(), gradients
 
     loss, gradients = step(teachers["sharded"])
-    assert loss > 0.1 and gradients and all(g.abs().max() > 0 for g in gradients.values())
+    assert (
+        loss > 0.1 and gradients and all(g.abs().max() > 0 for g in gradients.values())
+    )
     for name in ("adapter_off", "cache"):
         other, others = step(teachers[name])
         assert torch.equal(loss, other), name
@@ -135,7 +162,11 @@ def test_a_training_on_a_cache_has_the_curve_of_one_with_the_teacher(
 ) -> None:
     manifest = read_json(filled / "cache.json")
     assert len(manifest["shards"]) > 2 and manifest["rows"] == 60
-    assert manifest["tokens"] * 32 * 4 < manifest["bytes"] < manifest["tokens"] * 32 * 4 * 1.2
+    assert (
+        manifest["tokens"] * 32 * 4
+        < manifest["bytes"]
+        < manifest["tokens"] * 32 * 4 * 1.2
+    )
     assert main(["distill", str(live(bench))]) == 0
     assert main(["distill", str(cached(bench, "r"))]) == 0
     assert losses(bench, "r") == pytest.approx(losses(bench, "live"), rel=1e-5)
@@ -158,13 +189,18 @@ def test_a_sweep_and_variants_share_one_cache_and_run_fills_it_by_itself(
     sweep = {
         "batch_size_tokens": [64, 128], "learning_rate": [1e-3], "steps": 2, "warmup_steps": 0, "last_steps": 1,
     }  # fmt: skip
-    variants = {"half": {"connectivity.layers": {"last": "50%"}}, "sft": {"objective.name": "sft"}}
+    variants = {
+        "half": {"connectivity.layers": {"last": "50%"}},
+        "sft": {"objective.name": "sft"},
+    }
     run = run_of(cached(bench, sweep=sweep, variants=variants))
     assert run.recipe.variant("sft").teacher is None
     calls = []
     compute = cache_stage._compute
     monkeypatch.setattr(
-        cache_stage, "_compute", lambda *args, **kwargs: (calls.append(args[3]), compute(*args, **kwargs))
+        cache_stage,
+        "_compute",
+        lambda *args, **kwargs: (calls.append(args[3]), compute(*args, **kwargs)),
     )
     stages.sweep(run, fill_cache=True)
     stages.distill(run, fill_cache=True)
@@ -173,11 +209,14 @@ def test_a_sweep_and_variants_share_one_cache_and_run_fills_it_by_itself(
     assert (bench.folder / "r" / "variants" / "half" / "model").is_dir()
 
 
-def test_of_a_stream_the_rows_that_the_longest_training_reads_are_kept(bench: Bench) -> None:
+def test_of_a_stream_the_rows_that_the_longest_training_reads_are_kept(
+    bench: Bench,
+) -> None:
     data = {"train": [{"path": str(bench.rows)}], "max_length": 32}
     path = cached(bench, data=data)
     assert main(["cache-teacher", str(path), "--set", "train.max_steps=17"]) == 0
-    # 17 steps of 4 rows: more than the stream's 60, whose second epoch comes in another order but the same rows
+    # 17 steps of 4 rows: more than the stream's 60, whose second epoch comes in another
+    # order but the same rows
     assert read_json(bench.folder / "cache" / "cache.json")["rows"] >= 60
     assert main(["distill", str(path)]) == 0
 
@@ -188,15 +227,20 @@ def test_of_a_stream_the_rows_that_the_longest_training_reads_are_kept(bench: Be
 def of_a_rank(rank: int, *commands: list[str]) -> list[int]:
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
-    multiprocessing.process.current_process()._config["daemon"] = False  # it has a worker that reads ahead
+    # the parent may have run alone before
+    AcceleratorState._reset_state(reset_partial_state=True)
+    # it has a worker that reads ahead
+    multiprocessing.process.current_process()._config["daemon"] = False
     return [main(command) for command in commands]
 
 
 @pytest.mark.breadth
 def test_two_ranks_fill_one_cache_and_train_on_it_as_one_does(bench: Bench) -> None:
     path = str(cached(bench))
-    assert run_ranks(of_a_rank, 2, ["cache-teacher", path], ["distill", path]) == [[0, 0], [0, 0]]
+    assert run_ranks(of_a_rank, 2, ["cache-teacher", path], ["distill", path]) == [
+        [0, 0],
+        [0, 0],
+    ]
     manifest = read_json(bench.folder / "cache" / "cache.json")
     assert manifest["rows"] == 60 and len(manifest["shards"]) == 2
     assert main(["distill", str(live(bench))]) == 0
@@ -204,7 +248,10 @@ def test_two_ranks_fill_one_cache_and_train_on_it_as_one_does(bench: Bench) -> N
 
 
 def test_a_cache_whose_making_was_killed_is_refused_and_goes_on_with_what_is_missing(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    bench: Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(cache_stage, "SHARD_BYTES", 20_000)
     command = ["cache-teacher", str(cached(bench))]
@@ -215,19 +262,24 @@ def test_a_cache_whose_making_was_killed_is_refused_and_goes_on_with_what_is_mis
         def die_in_the_third(folder: Path, known: Any, rows: Any) -> Any:
             written.append(len(rows))
             if len(written) == 3:  # between writing and renaming
-                monkeypatch.setattr(os, "replace", lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+                monkeypatch.setattr(
+                    os, "replace", lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+                )
             return write(folder, known, rows)
 
         monkeypatch.setattr(cache_stage, "write_shard", die_in_the_third)
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
+        tmp_path / "output"
+    ).read_text()
     folder = bench.folder / "cache"
     kept = {path.name: path.stat().st_mtime_ns for path in folder.glob("hidden-*")}
     assert len(kept) == 2 and len(list(folder.glob(".hidden-*"))) == 1
     error = error_of(["distill", str(cached(bench))], capfd)
     assert (
-        "the teacher cache is not finished; `fcsd cache-teacher RECIPE` goes on where it was cut off" in error
+        "the teacher cache is not finished; `fcsd cache-teacher RECIPE` goes on where"
+        " it was cut off" in error
     )
     computed: list[int] = []
     compute = cache_stage._compute
@@ -239,7 +291,9 @@ def test_a_cache_whose_making_was_killed_is_refused_and_goes_on_with_what_is_mis
     monkeypatch.setattr(cache_stage, "_compute", counted)
     assert main(command) == 0
     assert computed[0] < 60 and not list(folder.glob(".hidden-*"))
-    assert all((folder / name).stat().st_mtime_ns == time for name, time in kept.items())
+    assert all(
+        (folder / name).stat().st_mtime_ns == time for name, time in kept.items()
+    )
     assert read_json(folder / "cache.json")["rows"] == 60
     assert main(command) == 0 and len(computed) == 1
 
@@ -267,9 +321,18 @@ def test_a_killed_training_on_a_cache_goes_on_to_the_same_weights(
     changes = {"train": TRAIN | {"save_steps": 2}}
     assert main(["distill", str(cached(bench, "whole", **changes))]) == 0
     command = ["distill", str(cached(bench, "killed", **changes))]
-    killed_after(monkeypatch, writer_module, "replace_folder", lambda: main(command), tmp_path / "output")
+    killed_after(
+        monkeypatch,
+        writer_module,
+        "replace_folder",
+        lambda: main(command),
+        tmp_path / "output",
+    )
     assert main(command) == 0
-    one, other = (weights_fingerprint(bench.folder / n / "distill" / "model") for n in ("whole", "killed"))
+    one, other = (
+        weights_fingerprint(bench.folder / n / "distill" / "model")
+        for n in ("whole", "killed")
+    )
     assert one == other
 
 
@@ -283,7 +346,10 @@ def test_a_disk_without_room_is_refused_before_the_teacher_runs(
         lambda *args, **kwargs: pytest.fail("the teacher was loaded"),
     )
     error = error_of(["cache-teacher", str(cached(bench))], capfd)
-    assert re.search(r"60 rows with \d+ tokens with loss need 0.1 MB, 1.0 MB are free at .*--output", error)
+    assert re.search(
+        r"60 rows with \d+ tokens with loss need 0.1 MB, 1.0 MB are free at .*--output",
+        error,
+    )
 
 
 # ---- caches that do not fit
@@ -292,10 +358,16 @@ def test_a_disk_without_room_is_refused_before_the_teacher_runs(
 def test_other_rows_are_counted_and_added_by_filling_again(
     bench: Bench, filled: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    other = str(cached(bench, data={"train": [{"path": str(bench.rows)}], "max_length": 64}))
+    other = str(
+        cached(bench, data={"train": [{"path": str(bench.rows)}], "max_length": 64})
+    )
     longer = [other, "--set", "train.batch_size_tokens=256"]
     error = error_of(["distill", *longer], capfd)
-    assert re.search(r"\d+ of \d+ rows of the training data are not in the teacher cache: other data", error)
+    assert re.search(
+        r"\d+ of \d+ rows of the training data are not in the teacher cache: other"
+        r" data",
+        error,
+    )
     assert "`fcsd cache-teacher RECIPE` adds what is missing" in error
     assert main(["cache-teacher", *longer]) == 0
     assert main(["distill", *longer]) == 0
@@ -306,15 +378,24 @@ def test_other_rows_are_counted_and_added_by_filling_again(
     [
         (["model.dtype=bfloat16"], 'dtype: "float32" -> "bfloat16"'),
         (["model.attn_implementation=eager"], 'attn_implementation: "sdpa" -> "eager"'),
-        (["model.experts_implementation=eager"], 'experts_implementation: ".*" -> "eager"'),
+        (
+            ["model.experts_implementation=eager"],
+            'experts_implementation: ".*" -> "eager"',
+        ),
     ],
 )
 def test_a_cache_of_a_teacher_that_computes_otherwise_is_refused(
-    bench: Bench, filled: Path, change: list[str], message: str, capfd: pytest.CaptureFixture[str]
+    bench: Bench,
+    filled: Path,
+    change: list[str],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     error = error_of(["distill", str(cached(bench)), "--set", *change], capfd)
     assert re.search(
-        rf"cache: holds the hidden states of another teacher \({message}; cache -> recipe\)", error
+        rf"cache: holds the hidden states of another teacher \({message}; cache ->"
+        r" recipe\)",
+        error,
     )
 
 
@@ -326,8 +407,13 @@ def test_a_cache_of_another_revision_of_the_weights_is_refused(
     tensors = load_file(file)
     tensors["model.norm.weight"] += 1e-3
     save_file(tensors, file, metadata={"format": "pt"})
-    error = error_of(["distill", str(cached(bench)), "--set", f"model.path={tmp_path / 'other'}"], capfd)
-    assert re.search(r'another teacher \(weights: "\w+\.\.\. -> "\w+\.\.\.; cache -> recipe\)', error)
+    error = error_of(
+        ["distill", str(cached(bench)), "--set", f"model.path={tmp_path / 'other'}"],
+        capfd,
+    )
+    assert re.search(
+        r'another teacher \(weights: "\w+\.\.\. -> "\w+\.\.\.; cache -> recipe\)', error
+    )
 
 
 def test_a_missing_a_cut_and_a_changed_shard_are_noticed_and_mended(
@@ -338,9 +424,15 @@ def test_a_missing_a_cut_and_a_changed_shard_are_noticed_and_mended(
     whole = shard.read_bytes()
     shard.unlink()
     error = error_of(train, capfd)
-    assert f"{shard}: no such file, but cache.json names this shard; `fcsd cache-teacher RECIPE`" in error
+    assert (
+        f"{shard}: no such file, but cache.json names this shard; `fcsd cache-teacher"
+        " RECIPE`" in error
+    )
     shard.write_bytes(whole[:-100])
-    assert "a damaged shard; `fcsd cache-teacher RECIPE` computes its rows again" in error_of(train, capfd)
+    assert (
+        "a damaged shard; `fcsd cache-teacher RECIPE` computes its rows again"
+        in error_of(train, capfd)
+    )
     assert main([*fill, "--verify"]) == 0  # removed, its rows computed again
     assert read_json(filled / "cache.json")["rows"] == 60
     # The same length, another content: what is read is compared.
@@ -350,11 +442,15 @@ def test_a_missing_a_cut_and_a_changed_shard_are_noticed_and_mended(
     damaged[begin : begin + 400] = bytes(400)
     shard.write_bytes(damaged)
     error = error_of([*fill, "--verify"], capfd)
-    assert f"{shard}: its content does not have the checksum" in error and "remove the file" in error
+    assert (
+        f"{shard}: its content does not have the checksum" in error
+        and "remove the file" in error
+    )
     for rows in (0, 60):  # with and without a spot check
         error = error_of([*train, "--set", f"teacher.spot_check_rows={rows}"], capfd)
         assert (
-            f"{shard}: is damaged: a row's hidden states are not what was written; remove the file" in error
+            f"{shard}: is damaged: a row's hidden states are not what was written;"
+            " remove the file" in error
         )
     shard.write_bytes(b"\x10" + bytes(len(damaged) - 1))
     assert "damaged or incomplete shard" in error_of(train, capfd)
@@ -364,22 +460,31 @@ def test_the_spot_check_refuses_a_cache_that_other_software_made(
     bench: Bench, filled: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with safe_open(sorted(filled.glob("hidden-*"))[0], "pt") as file:
-        hidden, keys, ends = (file.get_tensor(name) for name in ("hidden", "keys", "ends"))
+        hidden, keys, ends = (
+            file.get_tensor(name) for name in ("hidden", "keys", "ends")
+        )
     parts = hidden.tensor_split(ends[:-1])
-    rows = [(key.tobytes(), 1.01 * part) for key, part in zip(keys.numpy(), parts, strict=True)]
+    rows = [
+        (key.tobytes(), 1.01 * part)
+        for key, part in zip(keys.numpy(), parts, strict=True)
+    ]
     write_shard(filled, read_json(filled / "teacher.json"), rows)
     train = ["distill", str(cached(bench)), "--set", "teacher.spot_check_rows=60"]
     said = r"the spot check found a row whose hidden states are .* more than 0.001"
     assert re.search(said, error_of(train, capfd))
 
 
-def test_a_folder_that_is_no_cache_is_named(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_cache_is_named(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = str(cached(bench))
-    assert "holds no teacher cache; fill it with `fcsd cache-teacher RECIPE`" in error_of(
-        ["distill", path], capfd
+    assert (
+        "holds no teacher cache; fill it with `fcsd cache-teacher RECIPE`"
+        in error_of(["distill", path], capfd)
     )
     (bench.folder / "cache").mkdir()
-    # What a kill leaves while the first file is written, and what a system leaves, is nobody's.
+    # What a kill leaves while the first file is written, and what a system leaves, is
+    # nobody's.
     for name in (".teacher.json.0a1b2c3d-17-0123abcd.tmp", ".DS_Store"):
         (bench.folder / "cache" / name).touch()
     assert main(["cache-teacher", path]) == 0
@@ -388,7 +493,10 @@ def test_a_folder_that_is_no_cache_is_named(bench: Bench, capfd: pytest.CaptureF
     (bench.folder / "cache" / "mine.txt").write_text("mine")
     error = error_of(["cache-teacher", path], capfd)
     assert "is not empty and holds no teacher cache; choose another folder" in error
-    error = error_of(["cache-teacher", path, "--set", "teacher=null", "--set", "objective.name=sft"], capfd)
+    error = error_of(
+        ["cache-teacher", path, "--set", "teacher=null", "--set", "objective.name=sft"],
+        capfd,
+    )
     assert "objective 'sft' compares with no teacher" in error
 
 
@@ -400,30 +508,50 @@ def test_another_checkpoint_may_be_the_teacher_of_any_width_if_its_tokenizer_is_
 ) -> None:
     wide = tmp_path / "wide"
     # Another family, whose logits are scaled
-    tiny_model("granitemoe", num_hidden_layers=3, vocab_size=300, hidden_size=48, seed=5).save_pretrained(
-        wide
-    )
+    tiny_model(
+        "granitemoe", num_hidden_layers=3, vocab_size=300, hidden_size=48, seed=5
+    ).save_pretrained(wide)
     tiny_tokenizer(300).save_pretrained(wide)
     assert main(["distill", str(live(bench, teacher={"path": str(wide)}))]) == 0
     path = str(
-        cached(bench, "r", teacher={"backend": "cache", "path": str(wide), "cache": str(tmp_path / "c")})
+        cached(
+            bench,
+            "r",
+            teacher={
+                "backend": "cache",
+                "path": str(wide),
+                "cache": str(tmp_path / "c"),
+            },
+        )
     )
     assert main(["cache-teacher", path]) == 0
     assert main(["distill", path]) == 0
     assert losses(bench, "r") == pytest.approx(losses(bench, "live"), rel=1e-5)
-    assert "teacher" in read_json(bench.folder / "r" / "distill" / "manifest.json")["inputs"]
+    assert (
+        "teacher"
+        in read_json(bench.folder / "r" / "distill" / "manifest.json")["inputs"]
+    )
     # A stage that was distilled from another teacher is another stage.
     error = error_of(["distill", str(live(bench, "r"))], capfd)
     assert re.search(
-        r'was made with other settings \(teacher: "\w+\.\.\. -> null; teacher/config\.json: ', error
+        r'was made with other settings \(teacher: "\w+\.\.\. -> null;'
+        r" teacher/config\.json: ",
+        error,
     )
 
     vocabulary = yaml.safe_load((wide / "tokenizer.json").read_text())
     names = vocabulary["model"]["vocab"]
-    names["<unused280>"], names["<unused281>"] = names.pop("<unused22>"), names["<unused23>"]
+    names["<unused280>"], names["<unused281>"] = (
+        names.pop("<unused22>"),
+        names["<unused23>"],
+    )
     (wide / "tokenizer.json").write_text(json.dumps(vocabulary))
-    error = error_of(["distill", str(live(bench, "other", teacher={"path": str(wide)}))], capfd)
-    assert re.search(r"teacher.path .*: its tokenizer is not the student's: \d+ tokens", error)
+    error = error_of(
+        ["distill", str(live(bench, "other", teacher={"path": str(wide)}))], capfd
+    )
+    assert re.search(
+        r"teacher.path .*: its tokenizer is not the student's: \d+ tokens", error
+    )
 
 
 def test_a_farskip_checkpoint_is_distilled_further_from_its_original_and_never_from_itself(
@@ -435,17 +563,25 @@ def test_a_farskip_checkpoint_is_distilled_further_from_its_original_and_never_f
     assert main(["distill", str(further)]) == 0
     assert losses(bench, "further")[0] < losses(bench, "first")[0]
     for sections in ({}, {"teacher": {"backend": "adapter_off"}, "lora": LORA}):
-        error = error_of(["distill", str(live(bench, "itself", model=model, **sections))], capfd)
+        error = error_of(
+            ["distill", str(live(bench, "itself", model=model, **sections))], capfd
+        )
         assert (
-            "is a FarSkip checkpoint, and as its own teacher it would teach nothing; set teacher.path"
-            in error
+            "is a FarSkip checkpoint, and as its own teacher it would teach nothing;"
+            " set teacher.path" in error
         )
     error = error_of(["cache-teacher", str(live(bench, "itself", model=model))], capfd)
     assert "as its own teacher it would teach nothing" in error
-    regular = str(bench.folder / "regular")  # the connectivity goes, the weights stay trained
+    # the connectivity goes, the weights stay trained
+    regular = str(bench.folder / "regular")
     assert main(["unconvert", model["path"], regular]) == 0
-    error = error_of(["distill", str(live(bench, "itself", model={"path": regular}))], capfd)
-    assert "was trained as a FarSkip checkpoint, and as its own teacher it would teach nothing" in error
+    error = error_of(
+        ["distill", str(live(bench, "itself", model={"path": regular}))], capfd
+    )
+    assert (
+        "was trained as a FarSkip checkpoint, and as its own teacher it would teach"
+        " nothing" in error
+    )
 
 
 @pytest.mark.parametrize(
@@ -465,10 +601,16 @@ def test_the_head_is_read_from_the_files_as_the_loaded_model_has_it(
     scaling = run.logit_scale, run.softcap
     attach_loss_head(loaded)
     head, expected = read_head(facts), output_head(loaded)
-    assert head.weight.dtype == torch.float32 and torch.equal(head.weight, expected.weight)
+    assert head.weight.dtype == torch.float32 and torch.equal(
+        head.weight, expected.weight
+    )
     assert (head.bias is None) == (expected.bias is None)
     assert head.bias is None or torch.equal(head.bias, expected.bias)
-    assert (head.logit_scale, head.softcap) == scaling == (expected.logit_scale, expected.softcap)
+    assert (
+        (head.logit_scale, head.softcap)
+        == scaling
+        == (expected.logit_scale, expected.softcap)
+    )
     known = identity(facts, "w")
     text = loaded.config.get_text_config()
     assert known["attn_implementation"] == text._attn_implementation

@@ -81,7 +81,9 @@ def test_with_adapters_and_connectivity_off_the_student_is_the_original_to_the_l
 ) -> None:
     original = tiny_model(family, dtype=dtype)
     experts = f"{FAMILIES[family].moe}.experts.down_proj"
-    student = student_of(original, LORA | {"target_modules": ["o_proj"], "target_parameters": [experts]})
+    student = student_of(
+        original, LORA | {"target_modules": ["o_proj"], "target_parameters": [experts]}
+    )
     rows, own = batch(), {"keep": None, "objective": "hidden"}
 
     def of_the_student() -> torch.Tensor:
@@ -92,15 +94,25 @@ def test_with_adapters_and_connectivity_off_the_student_is_the_original_to_the_l
     states = hidden(AdapterOffTeacher(student), rows)
     assert torch.equal(states, hidden(ModelTeacher(original), rows))
     assert torch.equal(of_the_student(), before)
-    terms = AuxiliaryLosses(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
+    terms = AuxiliaryLosses(
+        KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1
+    )
     _, seen = AdapterOffTeacher(student).hidden_and_captured(rows, terms)
     _, expected = ModelTeacher(original).hidden_and_captured(rows, terms)
     assert len(seen.streams) == len(expected.streams) == 4
-    assert all(torch.equal(one, other) for one, other in zip(seen.streams, expected.streams, strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(seen.streams, expected.streams, strict=True)
+    )
 
 
-def test_the_pass_leaves_every_training_flag_gradient_flag_and_the_random_state_as_they_were() -> None:
-    student = student_of(tiny_model("qwen2_moe"), {"r": 2, "target_modules": ["o_proj"], "lora_dropout": 0.5})
+def test_the_pass_leaves_every_training_flag_gradient_flag_and_the_random_state_as_they_were() -> (
+    None
+):
+    student = student_of(
+        tiny_model("qwen2_moe"),
+        {"r": 2, "target_modules": ["o_proj"], "lora_dropout": 0.5},
+    )
     student.train()
     student.model.layers[1].eval()
     before = [module.training for module in student.modules()]
@@ -108,7 +120,11 @@ def test_the_pass_leaves_every_training_flag_gradient_flag_and_the_random_state_
     torch.manual_seed(7)
     state = torch.get_rng_state()
     hidden(AdapterOffTeacher(student), batch())
-    assert [module.training for module in student.modules()] == before and any(before) and not all(before)
+    assert (
+        [module.training for module in student.modules()] == before
+        and any(before)
+        and not all(before)
+    )
     assert [value.requires_grad for value in student.parameters()] == trained
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(ZeroDivisionError), as_original(student):
@@ -126,18 +142,31 @@ def test_only_adapters_are_trained_and_fresh_ones_change_nothing() -> None:
         assert value.dtype == (torch.float32 if value.requires_grad else torch.bfloat16)
     with torch.no_grad():
         ids = batch()["input_ids"]
-        assert torch.equal(student(ids, use_cache=False).logits, rewired(ids, use_cache=False).logits)
+        assert torch.equal(
+            student(ids, use_cache=False).logits, rewired(ids, use_cache=False).logits
+        )
 
 
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ({"target_modules": ["nothing_like_it"]}, r"lora: peft cannot adapt .*nothing_like_it.*check lora"),
-        ({"target_modules": ["lm_head"]}, r"lora.target_modules: names the head of the model"),
-        ({"target_modules": ["embed_tokens"]}, r"lora.target_modules: names the embeddings"),
+        (
+            {"target_modules": ["nothing_like_it"]},
+            r"lora: peft cannot adapt .*nothing_like_it.*check lora",
+        ),
+        (
+            {"target_modules": ["lm_head"]},
+            r"lora.target_modules: names the head of the model",
+        ),
+        (
+            {"target_modules": ["embed_tokens"]},
+            r"lora.target_modules: names the embeddings",
+        ),
     ],
 )
-def test_names_that_cannot_be_adapted_are_refused(lora: dict[str, Any], message: str) -> None:
+def test_names_that_cannot_be_adapted_are_refused(
+    lora: dict[str, Any], message: str
+) -> None:
     model = tiny_model("qwen2_moe")
     convert_model(model, Connectivity("all"))
     with pytest.raises(UserError, match=message):
@@ -154,8 +183,13 @@ def history(bench: Bench, name: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
-def test_a_run_leaves_the_adapter_and_the_model_with_the_adapter_merged(bench: Bench) -> None:
+# peft 0.21
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+def test_a_run_leaves_the_adapter_and_the_model_with_the_adapter_merged(
+    bench: Bench,
+) -> None:
     path = bench.recipe("r", lora=LORA, teacher={"backend": "adapter_off"})
     assert main(["distill", str(path)]) == 0
     folder = bench.folder / "r" / "distill"
@@ -163,20 +197,36 @@ def test_a_run_leaves_the_adapter_and_the_model_with_the_adapter_merged(bench: B
         "stage.json", "manifest.json", "history.jsonl", "model", "adapter",
     }  # fmt: skip
     assert main(["convert", str(bench.base), str(bench.folder / "converted")]) == 0
-    adapted = peft.PeftModel.from_pretrained(load_model(bench.folder / "converted"), folder / "adapter")
+    adapted = peft.PeftModel.from_pretrained(
+        load_model(bench.folder / "converted"), folder / "adapter"
+    )
     merged = load_model(folder / "model")
     ids = torch.arange(3, 33)[None]
     with torch.no_grad():
-        difference = adapted(input_ids=ids, use_cache=False).logits - merged(ids, use_cache=False).logits
+        difference = (
+            adapted(input_ids=ids, use_cache=False).logits
+            - merged(ids, use_cache=False).logits
+        )
         with adapted.disable_adapter():
             untrained = adapted(input_ids=ids, use_cache=False).logits
         moved = (merged(ids, use_cache=False).logits - untrained).abs().max()
     with torch.no_grad():
-        rounding = merged(ids, use_cache=False).logits - logits_in_float64(merged, {"input_ids": ids})
-    assert difference.abs().max() < ROUNDINGS * rounding.abs().max() < 0.01 < 0.1 < moved
-    before, after = load_file(bench.base / "model.safetensors"), load_file(folder / "model/model.safetensors")
+        rounding = merged(ids, use_cache=False).logits - logits_in_float64(
+            merged, {"input_ids": ids}
+        )
+    assert (
+        difference.abs().max() < ROUNDINGS * rounding.abs().max() < 0.01 < 0.1 < moved
+    )
+    before, after = (
+        load_file(bench.base / "model.safetensors"),
+        load_file(folder / "model/model.safetensors"),
+    )
     assert before.keys() == after.keys()
-    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
+    changed = {
+        name.split(".")[-2]
+        for name in before
+        if not torch.equal(before[name], after[name])
+    }
     assert changed == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -184,26 +234,47 @@ def test_a_run_leaves_the_adapter_and_the_model_with_the_adapter_merged(bench: B
 def test_a_killed_lora_run_goes_on_to_the_same_weights_from_checkpoints_of_adapters_only(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sections = {"lora": LORA | {"target_parameters": None}, "teacher": {"backend": "adapter_off"}}
+    sections = {
+        "lora": LORA | {"target_parameters": None},
+        "teacher": {"backend": "adapter_off"},
+    }
     stopping = bench.early_stopping | {"every_steps": 6}
-    assert main(["distill", str(bench.recipe("whole", early_stopping=stopping, **sections))]) == 0
-    command = ["distill", str(bench.recipe("killed", early_stopping=stopping, **sections))]
-    killed_after(monkeypatch, writer_module, "replace_folder", lambda: main(command), tmp_path / "output")
+    assert (
+        main(
+            ["distill", str(bench.recipe("whole", early_stopping=stopping, **sections))]
+        )
+        == 0
+    )
+    command = [
+        "distill",
+        str(bench.recipe("killed", early_stopping=stopping, **sections)),
+    ]
+    killed_after(
+        monkeypatch,
+        writer_module,
+        "replace_folder",
+        lambda: main(command),
+        tmp_path / "output",
+    )
     checkpoints = bench.folder / "killed" / "distill" / "checkpoints"
     kept = load_file(checkpoints / "checkpoint-4" / "state-00001-of-00001.safetensors")
     assert kept and all(".lora_" in name for name in kept)
     assert main(command) == 0
-    one, other = (weights_fingerprint(bench.folder / n / "distill" / "model") for n in ("whole", "killed"))
+    one, other = (
+        weights_fingerprint(bench.folder / n / "distill" / "model")
+        for n in ("whole", "killed")
+    )
     assert one == other
-    assert [p["loss"] for p in history(bench, "whole")][-8:] == [p["loss"] for p in history(bench, "killed")][
-        -8:
-    ]
+    assert [p["loss"] for p in history(bench, "whole")][-8:] == [
+        p["loss"] for p in history(bench, "killed")
+    ][-8:]
 
 
 def of_a_rank(rank: int, command: list[str]) -> int:
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
+    # the parent may have run alone before
+    AcceleratorState._reset_state(reset_partial_state=True)
     return main(command)
 
 
@@ -218,14 +289,19 @@ def test_two_ranks_train_adapters_on_bfloat16_weights_as_one_does(bench: Bench) 
             "warmup_steps": 0, "logging_steps": 1, "gradient_checkpointing": True,
         },
     }  # fmt: skip
-    assert run_ranks(of_a_rank, 2, ["distill", str(bench.recipe("two", **sections))]) == [0, 0]
+    assert run_ranks(
+        of_a_rank, 2, ["distill", str(bench.recipe("two", **sections))]
+    ) == [0, 0]
     assert main(["distill", str(bench.recipe("one", **sections))]) == 0
     for one, two in zip(history(bench, "one"), history(bench, "two"), strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=0.02)
     left, right = (
-        load_file(bench.folder / n / "distill/adapter/adapter_model.safetensors") for n in ("one", "two")
+        load_file(bench.folder / n / "distill/adapter/adapter_model.safetensors")
+        for n in ("one", "two")
     )
-    assert left.keys() == right.keys() and all(value.dtype == torch.float32 for value in left.values())
+    assert left.keys() == right.keys() and all(
+        value.dtype == torch.float32 for value in left.values()
+    )
     assert all(value.abs().max() > 0 for value in left.values())
     merged = load_file(bench.folder / "two" / "distill" / "model" / "model.safetensors")
     assert all(value.dtype == torch.bfloat16 for value in merged.values())

@@ -1,5 +1,5 @@
-"""The sandbox that runs generated programs: `server.py` is run as `python -I`, never imported into the main
-process; `job.py` has its examiner and program.
+"""The sandbox that runs generated programs: `server.py` is run as `python -I`, never
+imported into the main process; `job.py` has its examiner and program.
 
 Four kinds of process, each with less to lose than the one before:
 
@@ -11,14 +11,15 @@ Four kinds of process, each with less to lose than the one before:
     examiner    runs the tests of one job; the expected outputs are here, and only here
     program     runs the generated code of one job, and answers the examiner's calls in plain values
 
-Success is decided by the examiner, in whose memory no generated code ever runs. The program is started
-before the job is read, so neither tests nor expected outputs are anywhere in its memory, stack frames or
-files, and there is no token whose possession means success. An object that claims to be equal to everything
-does not cross: values are rebuilt from JSON as plain Python values. See `layers.py` for what the kernel
+Success is decided by the examiner, in whose memory no generated code ever runs. The
+program is started before the job is read, so neither tests nor expected outputs are
+anywhere in its memory, stack frames or files, and there is no token whose possession
+means success. An object that claims to be equal to everything does not cross: values
+are rebuilt from JSON as plain Python values. See `layers.py` for what the kernel
 forbids, `cell.py` for what a job gets of its own.
 
-Not covered: bugs of the kernel; probing whether a path exists (stat is allowed); reading the Python
-installation and /usr; timing of other processes; a program that recognises the visible tests of its prompt
-and answers only those; programs that need to start processes, open sockets, or take functions as arguments
-from a test.
+Not covered: bugs of the kernel; probing whether a path exists (stat is allowed);
+reading the Python installation and /usr; timing of other processes; a program that
+recognises the visible tests of its prompt and answers only those; programs that need to
+start processes, open sockets, or take functions as arguments from a test.
 """

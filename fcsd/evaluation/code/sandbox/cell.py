@@ -1,4 +1,6 @@
-"""What encloses one job after another. Loaded by `server.py`, after the layers; standard library only."""
+"""What encloses one job after another. Loaded by `server.py`, after the layers;
+standard library only.
+"""
 
 import contextlib
 import json
@@ -12,30 +14,40 @@ layers: Any = sys.modules.get("fcsd_sandbox_layers")  # as the server has loaded
 
 
 class Cell:
-    """What encloses one job after another: a folder that is made for it and ends with it, file rules, limits.
+    """What encloses one job after another: a folder that is made for it and ends with
+    it, file rules, limits.
 
-    The server keeps of its capabilities the one that mounts folders; the processes of a job keep none.
+    The server keeps of its capabilities the one that mounts folders; the processes of a
+    job keep none.
     """
 
-    def __init__(self, config: dict[str, Any], namespaces: list[str], modules: str | None):
+    def __init__(
+        self, config: dict[str, Any], namespaces: list[str], modules: str | None
+    ):
         self.memory_bytes, self.disable = config["memory_bytes"], config["disable"]
         self._base = self.folder = config["folder"]
         self._mounts = (
-            "user" in namespaces and "scratch" not in self.disable and layers.enter_mounts(self._base)
+            "user" in namespaces
+            and "scratch" not in self.disable
+            and layers.enter_mounts(self._base)
         )
         rules = None if "landlock" in self.disable else layers.FileRules(modules)
         self._rules = rules if rules and rules.abi else None
         self._ruleset: int | None = None
         self._count = 0
         try:
-            self._events: int | None = os.open("/proc/vmstat", os.O_RDONLY | os.O_CLOEXEC)
+            self._events: int | None = os.open(
+                "/proc/vmstat", os.O_RDONLY | os.O_CLOEXEC
+            )
         except OSError:
             self._events = None
         self._num_oom_kills, self._counted = self._oom_kills(), time.monotonic()
         if "pid" in namespaces:
             layers.limit_processes()
         # The kernel counts them by user and user namespace.
-        self._num_threads = layers.MAX_THREADS + (0 if "user" in namespaces else layers.count_threads())
+        self._num_threads = layers.MAX_THREADS + (
+            0 if "user" in namespaces else layers.count_threads()
+        )
         self._privileges = layers.forbid_privileges()
         layers.hold_capabilities(layers.CAP_SYS_ADMIN if self._mounts else 0)
         self.held: dict[str, bool] = {}  # which layers hold in the processes of a job
@@ -61,16 +73,21 @@ class Cell:
             "landlock_abi": landlock,
             "no_capabilities": self.held["capabilities"],
             "rlimits": self.held["rlimits"],
-            "scratch": "tmpfs" if self._mounts else ("none" if landlock else "unlimited"),
+            "scratch": "tmpfs"
+            if self._mounts
+            else ("none" if landlock else "unlimited"),
             "writes_restricted": landlock > 0,
         }
 
     def prepare(self) -> None:
-        """Make the folder of the next job, and the rules that open it; OSError where the machine cannot."""
+        """Make the folder of the next job, and the rules that open it; OSError where
+        the machine cannot.
+        """
         if self._mounts:
             layers.mount_scratch(self.folder)
         elif self._rules is None:
-            # Nothing keeps programs from writing where they like. A new name each time: one may resist its removal.
+            # Nothing keeps programs from writing where they like. A new name each time:
+            # one may resist its removal.
             self._count += 1
             self.folder = os.path.join(self._base, f"job{self._count}")
             os.mkdir(self.folder, 0o700)
@@ -83,12 +100,20 @@ class Cell:
     def enter(self, cpu_s: int) -> dict[str, bool]:
         """Confine this process, for ever, to what is left to a job; return which layers hold."""
         os.chdir(self.folder)
-        rules, ruleset, limits = self._rules, self._ruleset, (self.memory_bytes, cpu_s, self._num_threads)
+        rules, ruleset, limits = (
+            self._rules,
+            self._ruleset,
+            (self.memory_bytes, cpu_s, self._num_threads),
+        )
         return {
-            "rlimits": "rlimits" not in self.disable and layers.limit_resources(*limits),
-            "landlock": rules is not None and ruleset is not None and rules.restrict(ruleset),
+            "rlimits": "rlimits" not in self.disable
+            and layers.limit_resources(*limits),
+            "landlock": rules is not None
+            and ruleset is not None
+            and rules.restrict(ruleset),
             "capabilities": self._privileges and layers.hold_capabilities(0),
-            "seccomp": "seccomp" not in self.disable and layers.forbid_system_calls(job=True),
+            "seccomp": "seccomp" not in self.disable
+            and layers.forbid_system_calls(job=True),
         }
 
     def end(self) -> None:
@@ -103,13 +128,21 @@ class Cell:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _oom_kills(self) -> int | None:
-        """Read how many processes the kernel has ended because the machine had no memory; None: it does not say."""
+        """Read how many processes the kernel has ended because the machine had no
+        memory; None: it does not say.
+        """
         if self._events is None:
             return None
         _, name, rest = os.pread(self._events, 1 << 16, 0).partition(b"\noom_kill ")
         return int(rest.split(None, 1)[0]) if name else None
 
     def out_of_memory(self) -> bool | None:
-        """Tell whether the machine has run out of memory since the job began; None where that is not known."""
+        """Tell whether the machine has run out of memory since the job began; None
+        where that is not known.
+        """
         now = self._oom_kills()
-        return None if now is None or self._num_oom_kills is None else now > self._num_oom_kills
+        return (
+            None
+            if now is None or self._num_oom_kills is None
+            else now > self._num_oom_kills
+        )

@@ -1,6 +1,8 @@
-"""The caller's side of one sandbox server: its process, the pipes to it, one job at a time.
+"""The caller's side of one sandbox server: its process, the pipes to it, one job at a
+time.
 
-Standard library only here and beside it, but for the errors of fcsd; `fcsd.evaluation.code.scorer` has a pool of these.
+Standard library only here and beside it, but for the errors of fcsd;
+`fcsd.evaluation.code.scorer` has a pool of these.
 """
 
 import contextlib
@@ -20,7 +22,8 @@ from fcsd.base.errors import ScorerError
 from fcsd.base.temporary import scratch_folder
 
 _SERVER = Path(__file__).parent / "server.py"
-_START_S, _GRACE_S, _WAIT = 60.0, 30.0, 3.0  # the server ends a job at _WAIT times its limit
+# the server ends a job at _WAIT times its limit
+_START_S, _GRACE_S, _WAIT = 60.0, 30.0, 3.0
 
 
 class SandboxServer:
@@ -33,8 +36,9 @@ class SandboxServer:
             self._spawn()
         except OSError as error:
             raise ScorerError(
-                f"cannot start a sandbox server: {error}; nothing is known about the programs;"
-                f" see to room for files in {tempfile.gettempdir()}, memory and processes, and call again"
+                f"cannot start a sandbox server: {error}; nothing is known about the"
+                f" programs; see to room for files in {tempfile.gettempdir()}, memory"
+                " and processes, and call again"
             ) from error
 
     def _spawn(self) -> None:
@@ -48,11 +52,17 @@ class SandboxServer:
                 "folder": self.folder,
                 "memory_bytes": self.memory_bytes,
                 "disable": self.disable,
-                "numpy": str(Path(numpy.origin).parents[1]) if numpy and numpy.origin else None,
+                "numpy": (
+                    str(Path(numpy.origin).parents[1])
+                    if numpy and numpy.origin
+                    else None
+                ),
             }
-            # Nothing of this process reaches the server: no environment, no descriptors, another working
-            # directory.
-            one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+            # Nothing of this process reaches the server: no environment, no
+            # descriptors, another working directory.
+            one_thread = {
+                f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")
+            }
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-B", str(_SERVER), json.dumps(config)],
                 stdin=subprocess.PIPE,
@@ -72,14 +82,19 @@ class SandboxServer:
         return self._layers
 
     def run(
-        self, code: str, tests: Sequence[str], limit_s: float, names: Sequence[str] | None
+        self,
+        code: str,
+        tests: Sequence[str],
+        limit_s: float,
+        names: Sequence[str] | None,
     ) -> dict[str, Any]:
         """Run one job and return the server's reply. names: as `Problem.names`."""
         self.ready()
         self._number += 1
         body = json.dumps({"code": code, "tests": list(tests), "names": names}).encode()
         message = memoryview(
-            f"{self._number:016x}{len(body):016x}{round(limit_s * 1000):016x}".encode() + body
+            f"{self._number:016x}{len(body):016x}{round(limit_s * 1000):016x}".encode()
+            + body
         )
         deadline = time.monotonic() + _WAIT * limit_s + _GRACE_S
         assert self._process.stdin is not None
@@ -100,7 +115,8 @@ class SandboxServer:
             if reply.get("outcome") == "failure":
                 self.broken = True
                 return reply
-            # The examiner may have replied in the moment in which the server gave it up: the first counts.
+            # The examiner may have replied in the moment in which the server gave it
+            # up: the first counts.
             outcome = outcome or reply
 
     def _read(self, deadline: float) -> dict[str, Any]:
@@ -133,8 +149,9 @@ class SandboxServer:
         self._log.seek(0)
         log = self._log.read().decode(errors="replace").strip().splitlines()
         return ScorerError(
-            f"the sandbox server {what} (exit status {status}){': ' + log[-1] if log else ''};"
-            " the scorer has failed, nothing is known about the programs; call again to start it anew"
+            f"the sandbox server {what} (exit status"
+            f" {status}){': ' + log[-1] if log else ''}; the scorer has failed, nothing"
+            " is known about the programs; call again to start it anew"
         )
 
     def stop(self) -> None:

@@ -1,9 +1,10 @@
-"""Plain Python values as JSON: what crosses between the examiner and the generated program. Standard library
-only.
+"""Plain Python values as JSON: what crosses between the examiner and the generated
+program. Standard library only.
 
-A JSON list is a list and a JSON scalar is itself; anything else is {"t": type, "v": content}. An instance of
-a class that is not known here crosses as a handle: something that is not None, has a truth value, equals only
-itself, and becomes the object again when it is passed back. Decoding never runs code that the sender chose.
+A JSON list is a list and a JSON scalar is itself; anything else is {"t": type, "v":
+content}. An instance of a class that is not known here crosses as a handle: something
+that is not None, has a truth value, equals only itself, and becomes the object again
+when it is passed back. Decoding never runs code that the sender chose.
 """
 
 import itertools
@@ -23,9 +24,18 @@ _ITERATORS: tuple[Any, ...] = (
     itertools.chain, itertools.islice, itertools.combinations, itertools.permutations, itertools.product,
     itertools.combinations_with_replacement, itertools.accumulate, itertools.starmap,
 )  # fmt: skip
-_COLLECTIONS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_COLLECTIONS: dict[str, Any] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+}
 # `dict` is the base of the others.
-_MAPPINGS: dict[str, Any] = {"OrderedDict": OrderedDict, "Counter": Counter, "dict": dict}
+_MAPPINGS: dict[str, Any] = {
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "dict": dict,
+}
 MAX_FRAME_BYTES = 1 << 30
 
 
@@ -53,7 +63,11 @@ class Codec:
         kind = type(value)
         if kind in _LEAF:
             # Decimal digits of a large number take a time that grows with their square.
-            return value if kind is not int or _short(value) else {"t": "int", "v": hex(value)}
+            return (
+                value
+                if kind is not int or _short(value)
+                else {"t": "int", "v": hex(value)}
+            )
         if kind is list:
             types = set(map(type, value))
             if types <= _LEAF and _all_short(value):
@@ -63,10 +77,17 @@ class Codec:
             return [self.encode(item) for item in value]
         if kind is Handle:
             return {"t": "handle", "v": value.number}
-        if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
+        if (
+            kind.__module__ == "numpy"
+            and hasattr(value, "dtype")
+            and value.dtype.kind in "biufc"
+        ):
             flat = value.ravel()
             parts = flat.view(flat.real.dtype) if value.dtype.kind == "c" else flat
-            return {"t": "numpy", "v": [value.dtype.str, list(value.shape), parts.tolist()]}
+            return {
+                "t": "numpy",
+                "v": [value.dtype.str, list(value.shape), parts.tolist()],
+            }
         for base in (int, float, str):
             if isinstance(value, base):  # a subclass (an Enum): its plain value
                 return base(value)
@@ -77,7 +98,10 @@ class Codec:
                 return {"t": name, "v": self.encode(list(value))}
         for name, mapping in _MAPPINGS.items():
             if isinstance(value, mapping):
-                return {"t": name, "v": [[self.encode(k), self.encode(v)] for k, v in value.items()]}
+                return {
+                    "t": name,
+                    "v": [[self.encode(k), self.encode(v)] for k, v in value.items()],
+                }
         if isinstance(value, bytes | bytearray):
             return {"t": kind.__name__, "v": value.decode("latin-1")}
         if isinstance(value, complex):
@@ -89,7 +113,10 @@ class Codec:
         if isinstance(value, _ITERATORS):
             return {"t": "iterator", "v": self.encode(list(value))}
         if isinstance(value, Fraction):
-            return {"t": "Fraction", "v": [self.encode(value.numerator), self.encode(value.denominator)]}
+            return {
+                "t": "Fraction",
+                "v": [self.encode(value.numerator), self.encode(value.denominator)],
+            }
         if isinstance(value, Decimal):
             return {"t": "Decimal", "v": str(value)}
         return self._handle(value)
@@ -113,7 +140,11 @@ class Codec:
         if kind in _LEAF:
             return data
         if kind is list:
-            return data if set(map(type, data)) <= _LEAF else [self.decode(item) for item in data]
+            return (
+                data
+                if set(map(type, data)) <= _LEAF
+                else [self.decode(item) for item in data]
+            )
         if kind is not dict or not isinstance(data.get("t"), str) or "v" not in data:
             raise ValueError("not a value")
         name, value = data["t"], data["v"]
@@ -123,7 +154,9 @@ class Codec:
             return _rows(value["leaves"], value["width"], value["cells"])
         if name == "handle":
             if "truth" in data:
-                return Handle(int(value), data["truth"] is True, str(data.get("shown"))[:100])
+                return Handle(
+                    int(value), data["truth"] is True, str(data.get("shown"))[:100]
+                )
             return self.objects[int(value)]
         if name in _MAPPINGS:
             return _MAPPINGS[name]({self.decode(k): self.decode(v) for k, v in value})
@@ -134,7 +167,9 @@ class Codec:
         if name == "dict_keys":
             return dict.fromkeys(self.decode(value)).keys()
         if name in ("bytes", "bytearray"):
-            return {"bytes": bytes, "bytearray": bytearray}[name](value.encode("latin-1"))
+            return {"bytes": bytes, "bytearray": bytearray}[name](
+                value.encode("latin-1")
+            )
         if name == "int":
             return int(value, 16)
         if name == "complex":
@@ -160,16 +195,20 @@ def _all_short(values: Iterable[Any]) -> bool:
 
 def _all_leaves(rows: list[tuple[Any, ...]]) -> bool:
     chain = itertools.chain.from_iterable
-    return set(map(type, chain(rows))) <= _LEAF and _all_short({id(x): x for x in chain(rows)}.values())
+    return set(map(type, chain(rows))) <= _LEAF and _all_short(
+        {id(x): x for x in chain(rows)}.values()
+    )
 
 
 _FIRST, _MOST, _LARGE = 35, 90, 4096  # cells are printable characters
 
 
 def _table(rows: list[tuple[Any, ...]]) -> dict[str, Any] | None:
-    """Pack many equally long tuples of few objects as one text of indices; None when `rows` is not like that.
+    """Pack many equally long tuples of few objects as one text of indices; None when
+    `rows` is not like that.
 
-    Mbpp/255 returns 1.7 million tuples of 77 of the same five objects: as JSON they would need gigabytes.
+    Mbpp/255 returns 1.7 million tuples of 77 of the same five objects: as JSON they
+    would need gigabytes.
     """
     width = len(rows[0])
     if not width or len(rows) * width < _LARGE or set(map(len, rows)) != {width}:
@@ -182,7 +221,10 @@ def _table(rows: list[tuple[Any, ...]]) -> dict[str, Any] | None:
         return None
     code = {key: _FIRST + index for index, key in enumerate(leaves)}
     cells = bytes(map(code.__getitem__, map(id, chain(rows)))).decode("ascii")
-    return {"t": "table", "v": {"leaves": list(leaves.values()), "width": width, "cells": cells}}
+    return {
+        "t": "table",
+        "v": {"leaves": list(leaves.values()), "width": width, "cells": cells},
+    }
 
 
 def _rows(leaves: list[Any], width: int, cells: str) -> list[tuple[Any, ...]]:

@@ -1,5 +1,6 @@
-"""The two processes of a job: the program, which runs generated code and answers calls, and the examiner, which runs
-the tests and replies. Loaded by `server.py`, after the codec; standard library only.
+"""The two processes of a job: the program, which runs generated code and answers calls,
+and the examiner, which runs the tests and replies. Loaded by `server.py`, after the
+codec; standard library only.
 """
 
 import builtins
@@ -15,7 +16,8 @@ codec: Any = sys.modules.get(
 )  # as the server has loaded it: `-I` takes this folder off the path
 
 JOBS, REPLIES = 0, 1
-RECURSION_LIMIT = 1000  # Python's own, for programs; a recursion that is too deep elsewhere is too deep here
+# Python's own, for programs; a recursion that is too deep elsewhere is too deep here
+RECURSION_LIMIT = 1000
 
 
 def program(requests: int, answers: int) -> None:
@@ -30,18 +32,24 @@ def program(requests: int, answers: int) -> None:
         try:
             codec.write_frame(answers, {"value": values.encode(work())})
         except BaseException as error:
-            codec.write_frame(answers, {"error": type(error).__name__, "text": _text(error)})
+            codec.write_frame(
+                answers, {"error": type(error).__name__, "text": _text(error)}
+            )
 
     def run_code() -> list[str]:
         exec(compile(request["code"], "<program>", "exec"), namespace)
         return [
-            n for n, v in namespace.items() if isinstance(n, str) and callable(v) and not n.startswith("__")
+            n
+            for n, v in namespace.items()
+            if isinstance(n, str) and callable(v) and not n.startswith("__")
         ]
 
     def call() -> Any:
         function = namespace[request["call"]]
         arguments = [values.decode(value) for value in request["arguments"]]
-        return function(*arguments, **{k: values.decode(v) for k, v in request["named"].items()})
+        return function(
+            *arguments, **{k: values.decode(v) for k, v in request["named"].items()}
+        )
 
     try:
         while True:
@@ -70,7 +78,9 @@ class Link:
         self.values = codec.Codec()
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """Send one request, return its answer; what the program raised is raised here, as the builtin of that name."""
+        """Send one request, return its answer; what the program raised is raised here,
+        as the builtin of that name.
+        """
         try:
             codec.write_frame(self.requests, request)
             reply = codec.read_frame(self.answers)
@@ -80,9 +90,12 @@ class Link:
             return self.values.decode(reply["value"])
         name, text = str(reply["error"]), str(reply["text"])
         kind = getattr(builtins, name, None)
-        # The end of an iteration would end a loop of the test before it has compared everything.
+        # The end of an iteration would end a loop of the test before it has compared
+        # everything.
         special = (UnicodeError, ExceptionGroup, StopIteration, StopAsyncIteration)
-        if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, special):
+        if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(
+            kind, special
+        ):
             kind, text = RuntimeError, f"{name}: {text}"
         error = kind(text)
         error.fcsd_from_program = name  # type: ignore[attr-defined]
@@ -107,7 +120,8 @@ def examine(job: dict[str, Any], link: Link) -> tuple[str, str]:
     try:
         names = link.ask({"code": job["code"]})
         namespace: dict[str, Any] = {"__name__": "tests"}
-        # A program that defines its own `zip` or `set` must not change what the tests do.
+        # A program that defines its own `zip` or `set` must not change what the tests
+        # do.
         allowed = job["names"]
         namespace.update({
             name: link.function(name)
@@ -126,12 +140,18 @@ def examine(job: dict[str, Any], link: Link) -> tuple[str, str]:
     except BaseException as error:
         origin = getattr(error, "fcsd_from_program", None)
         wrong = isinstance(error, AssertionError) and origin is None
-        return "wrong" if wrong else "error", f"{origin or type(error).__name__}: {_text(error)}"
+        return (
+            "wrong" if wrong else "error",
+            f"{origin or type(error).__name__}: {_text(error)}",
+        )
 
 
 def examiner(link: Link, number: int, length: int, done: int) -> None:
-    """Read the job, examine, reply; bytes on `done`: j read the job, then r replied or d the program died."""
-    sys.setrecursionlimit(4 * RECURSION_LIMIT)  # a program may raise its own, and answer with nested values
+    """Read the job, examine, reply; bytes on `done`: j read the job, then r replied or
+    d the program died.
+    """
+    # a program may raise its own, and answer with nested values
+    sys.setrecursionlimit(4 * RECURSION_LIMIT)
     start = time.monotonic()
     try:
         body = codec.read_exactly(JOBS, length)
@@ -143,6 +163,11 @@ def examiner(link: Link, number: int, length: int, done: int) -> None:
         return
     except MemoryError:
         outcome, message = "memory", "the tests ran out of memory"
-    reply = {"job": number, "outcome": outcome, "seconds": time.monotonic() - start, "message": message[:300]}
+    reply = {
+        "job": number,
+        "outcome": outcome,
+        "seconds": time.monotonic() - start,
+        "message": message[:300],
+    }
     codec.write_frame(REPLIES, reply)  # below PIPE_BUF, so whole or not at all
     os.write(done, b"r")

@@ -6,14 +6,16 @@
                   file can be written
     landlock      files: read the Python installation and /usr, write only the folder of the job
     seccomp       no system calls that no benchmark program needs: sockets, exec, ptrace, keys, …; in a job
-                  also no mount, no fork, no signals to others, no chmod, no locks of whole files, no foreign
-                  limits or priorities; and nothing that is newer than the kernel whose table was read
+                  also no mount, no fork, no signals to others, no chmod, no locks of
+                  whole files, no foreign limits or priorities; and nothing that is
+                  newer than the kernel whose table was read
     rlimits       address space, CPU time, file size, open files, processes, pending signals
     capabilities  none left; no_new_privs
 
-A function that applies a layer does so to the calling process, for ever, and returns whether it holds.
-Structures and numbers: linux/landlock.h, linux/seccomp.h, linux/filter.h, and the system call tables of
-x86_64 and of asm-generic (aarch64) of Linux 7.2.
+A function that applies a layer does so to the calling process, for ever, and returns
+whether it holds. Structures and numbers: linux/landlock.h, linux/seccomp.h,
+linux/filter.h, and the system call tables of x86_64 and of asm-generic (aarch64) of
+Linux 7.2.
 """
 
 import contextlib
@@ -40,7 +42,8 @@ CAP_SYS_ADMIN = 1 << 21  # mount and unmount
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
-# Denied to everything in the sandbox: name -> (x86_64, aarch64), None where the machine has no such call.
+# Denied to everything in the sandbox: name -> (x86_64, aarch64), None where the machine
+# has no such call.
 _SYSTEM: dict[str, tuple[int | None, int | None]] = {
     "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200),
     "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242), "execve": (59, 221),
@@ -72,10 +75,12 @@ _SYSTEM: dict[str, tuple[int | None, int | None]] = {
     "semtimedop": (220, 192), "msgctl": (71, 187), "msgsnd": (69, 189), "msgrcv": (70, 188),
     "mq_unlink": (241, 181),
 }  # fmt: skip
-# What a later kernel adds is refused until someone has looked at it: the last call in the tables of Linux 7.2.
+# What a later kernel adds is refused until someone has looked at it: the last call in
+# the tables of Linux 7.2.
 _NEWEST = 471
-# Denied to the two processes of a job. The server mounts their folder. Landlock does not know file modes, owners, times
-# and attributes, and lets whoever may read a file take a lock of it (`flock`) for which other jobs wait.
+# Denied to the two processes of a job. The server mounts their folder. Landlock does
+# not know file modes, owners, times and attributes, and lets whoever may read a file
+# take a lock of it (`flock`) for which other jobs wait.
 _JOB: dict[str, tuple[int | None, int | None]] = {
     "fork": (57, None), "vfork": (58, None), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "sched_setscheduler": (144, 119), "chmod": (90, None),
@@ -96,20 +101,21 @@ _CHECKED: dict[str, tuple[int, int]] = {
     "clone": (56, 220), "clone3": (435, 435), "kill": (62, 129), "tgkill": (234, 131),
     "prlimit64": (302, 261), "prctl": (157, 167), "sched_setaffinity": (203, 122), "fcntl": (72, 25),
 }  # fmt: skip
-# Set who gets which signal when a descriptor is ready (F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY):
-# the kernel would send SIGKILL to another process for a program that may not. And F_SETPIPE_SZ: the pages of all pipes
-# of a user count together.
+# Set who gets which signal when a descriptor is ready (F_SETOWN, F_SETSIG, F_SETOWN_EX,
+# F_SETLEASE, F_NOTIFY): the kernel would send SIGKILL to another process for a program
+# that may not. And F_SETPIPE_SZ: the pages of all pipes of a user count together.
 _FCNTL = (8, 10, 15, 1024, 1026, 1031)
-# Set which signal is sent when the parent ends, and whether the kernel writes a core: a handler of cores would keep it
-# on the disk, whatever the limit of its size.
+# Set which signal is sent when the parent ends, and whether the kernel writes a core: a
+# handler of cores would keep it on the disk, whatever the limit of its size.
 _PRCTL = (PR_SET_PDEATHSIG, PR_SET_DUMPABLE)
-_ARCH = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
+# column above, AUDIT_ARCH
+_ARCH = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _THIS_PROCESS = 0x7FEDCBA9  # the number of no process
 
 
 def unshare_namespaces() -> list[str]:
-    """Enter new namespaces, with a user namespace or (as root where those are forbidden) without; [] if
-    neither works.
+    """Enter new namespaces, with a user namespace or (as root where those are
+    forbidden) without; [] if neither works.
 
     The process namespace holds for children: fork afterwards.
     """
@@ -131,23 +137,34 @@ def unshare_namespaces() -> list[str]:
 
 
 def limit_processes() -> None:
-    """Bound the process numbers of this process namespace, from its first process: the limit of processes does not hold
-    for root, and a machine without a free number starts no process for anybody.
+    """Bound the process numbers of this process namespace, from its first process: the
+    limit of processes does not hold for root, and a machine without a free number
+    starts no process for anybody.
 
     A kernel before 6.14 has one bound for the whole machine, which stays as it is.
     """
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     if release and (int(release[1]), int(release[2])) >= (6, 14):
         reserved = (
-            300  # which are not given a second time; the first time neither, so that all jobs have as many
+            # which are not given a second time; the first time neither, so that all
+            # jobs have as many
+            300
         )
-        for name, value in (("pid_max", reserved + MAX_THREADS), ("ns_last_pid", reserved)):
-            with contextlib.suppress(OSError), open(f"/proc/sys/kernel/{name}", "w") as file:
+        for name, value in (
+            ("pid_max", reserved + MAX_THREADS),
+            ("ns_last_pid", reserved),
+        ):
+            with (
+                contextlib.suppress(OSError),
+                open(f"/proc/sys/kernel/{name}", "w") as file,
+            ):
                 file.write(str(value))
 
 
 def enter_mounts(folder: str) -> bool:
-    """Enter a mount namespace whose mounts nobody else sees; False where no folder can be mounted in it."""
+    """Enter a mount namespace whose mounts nobody else sees; False where no folder can
+    be mounted in it.
+    """
     if _libc.unshare(NEWNS) != 0:
         return False
     private, recursive = 1 << 18, 1 << 14
@@ -161,7 +178,9 @@ def enter_mounts(folder: str) -> bool:
 
 
 def mount_scratch(folder: str) -> None:
-    """Put an empty tmpfs of limited size and number of files over `folder`; OSError where that fails."""
+    """Put an empty tmpfs of limited size and number of files over `folder`; OSError
+    where that fails.
+    """
     options = f"size={SCRATCH_BYTES},nr_inodes={SCRATCH_FILES},mode=700".encode()
     nosuid_nodev_noexec = 2 | 4 | 8
     flags = ctypes.c_ulong(nosuid_nodev_noexec)
@@ -172,7 +191,10 @@ def mount_scratch(folder: str) -> None:
 def unmount_scratch(folder: str) -> None:
     """End the tmpfs over `folder` with all that it holds; OSError where that fails."""
     detach = 2  # out of everybody's sight, though something still holds it
-    if _libc.umount2(folder.encode(), 0) != 0 and _libc.umount2(folder.encode(), detach) != 0:
+    if (
+        _libc.umount2(folder.encode(), 0) != 0
+        and _libc.umount2(folder.encode(), detach) != 0
+    ):
         raise _os_error("cannot remove the folder of a program")
 
 
@@ -197,22 +219,33 @@ def hold_capabilities(kept: int) -> bool:
 
 
 def readable_paths(modules: str | None) -> list[str]:
-    """List what programs may read. A prefix that is the root folder does not count: such a Python lies in /usr and
-    /lib."""
-    paths = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"}
+    """List what programs may read. A prefix that is the root folder does not count:
+    such a Python lies in /usr and /lib."""
+    paths = {
+        sys.prefix,
+        sys.base_prefix,
+        "/usr",
+        "/lib",
+        "/lib64",
+        "/etc/ld.so.cache",
+        "/etc/localtime",
+    }
     paths |= {modules} if modules else set()
     paths |= {os.path.realpath(path) for path in paths} | {"/dev/urandom", "/dev/zero"}
     return sorted(paths - {"/"})
 
 
 class FileRules:
-    """What a job may do with files, by Landlock: read the Python installation, system libraries and `modules`, and
-    write below a folder of its own. abi: of the kernel's Landlock, 0 where it has none."""
+    """What a job may do with files, by Landlock: read the Python installation, system
+    libraries and `modules`, and write below a folder of its own. abi: of the kernel's
+    Landlock, 0 where it has none."""
 
     _CREATE, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 
     def __init__(self, modules: str | None = None):
-        self.abi = abi = max(0, int(_libc.syscall(self._CREATE, None, ctypes.c_size_t(0), 1)))
+        self.abi = abi = max(
+            0, int(_libc.syscall(self._CREATE, None, ctypes.c_size_t(0), 1))
+        )
         execute, write_file, read_file, read_dir = 1, 2, 4, 8
         refer, truncate, ioctl, resolve_unix = 1 << 13, 1 << 14, 1 << 15, 1 << 16
         handled = (
@@ -222,9 +255,12 @@ class FileRules:
             | (ioctl if abi >= 5 else 0)
             | (resolve_unix if abi >= 9 else 0)
         )
-        net = (3 if abi >= 4 else 0) | (12 if abi >= 10 else 0)  # bind and connect of TCP, of UDP
+        # bind and connect of TCP, of UDP
+        net = (3 if abi >= 4 else 0) | (12 if abi >= 10 else 0)
         scoped = 3 if abi >= 6 else 0  # abstract sockets and signals stay inside
-        self._attributes = ctypes.create_string_buffer(struct.pack("=QQQ", handled, net, scoped), 24)
+        self._attributes = ctypes.create_string_buffer(
+            struct.pack("=QQQ", handled, net, scoped), 24
+        )
         self._size = ctypes.c_size_t(8 if abi < 4 else 16 if abi < 6 else 24)
         # In its own folder a program makes no programs, devices and sockets.
         self._whole = handled & ~(execute | 1 << 6 | 1 << 9 | 1 << 11 | resolve_unix)
@@ -243,7 +279,9 @@ class FileRules:
         return ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor), 12)
 
     def ruleset(self, folder: str | None) -> int:
-        """Return a descriptor of the rules of one job, which writes below `folder`; OSError where they cannot be."""
+        """Return a descriptor of the rules of one job, which writes below `folder`;
+        OSError where they cannot be.
+        """
         ruleset = int(_libc.syscall(self._CREATE, self._attributes, self._size, 0))
         if ruleset < 0:
             raise _os_error("cannot make the file rules of a program")
@@ -265,15 +303,23 @@ class FileRules:
 
 
 def filter_program(machine: str, *, job: bool) -> bytes:
-    """Return the seccomp filter of the sandbox, or (`job=True`, on top of it) of one job's process, this one."""
-    return _filter(machine, job).replace(struct.pack("=I", _THIS_PROCESS), struct.pack("=I", os.getpid()))
+    """Return the seccomp filter of the sandbox, or (`job=True`, on top of it) of one
+    job's process, this one.
+    """
+    return _filter(machine, job).replace(
+        struct.pack("=I", _THIS_PROCESS), struct.pack("=I", os.getpid())
+    )
 
 
 @functools.cache
 def _filter(machine: str, job: bool) -> bytes:
     """Build a filter in which `_THIS_PROCESS` stands for the number of the process."""
     column, audit = _ARCH[machine]
-    kill_process, refuse, allow = (0x06, 0, 0, 0x80000000), 0x00050000, (0x06, 0, 0, 0x7FFF0000)
+    kill_process, refuse, allow = (
+        (0x06, 0, 0, 0x80000000),
+        0x00050000,
+        (0x06, 0, 0, 0x7FFF0000),
+    )
     load, equal, at_least, any_bit = 0x20, 0x15, 0x35, 0x45
     number, architecture, first_argument, second_argument = 0, 4, 16, 24
     program: list[tuple[int, int, int, int]] = [
@@ -290,15 +336,26 @@ def _filter(machine: str, job: bool) -> bytes:
         if numbers[column] is not None:
             program += [(equal, 0, 1, int(numbers[column] or 0)), stop]
     if job:
-        when("clone", argument, (any_bit, 0, 1, 0x10000), allow, stop)  # threads, not processes
-        when("clone3", (0x06, 0, 0, refuse | ENOSYS))  # its flags lie in memory; glibc then uses clone
+        # threads, not processes
+        when("clone", argument, (any_bit, 0, 1, 0x10000), allow, stop)
+        # its flags lie in memory; glibc then uses clone
+        when("clone3", (0x06, 0, 0, refuse | ENOSYS))
         when("kill", argument, (equal, 0, 1, _THIS_PROCESS), allow, stop)
         when("tgkill", argument, (equal, 0, 1, _THIS_PROCESS), allow, stop)
         when("prlimit64", argument, (equal, 0, 1, 0), allow, stop)
-        when("sched_setaffinity", argument, (equal, 1, 0, 0), (equal, 0, 1, _THIS_PROCESS), allow, stop)
+        when(
+            "sched_setaffinity",
+            argument,
+            (equal, 1, 0, 0),
+            (equal, 0, 1, _THIS_PROCESS),
+            allow,
+            stop,
+        )
         options = [step for option in _PRCTL for step in ((equal, 0, 1, option), stop)]
         when("prctl", argument, *options, allow)
-        commands = [step for command in _FCNTL for step in ((equal, 0, 1, command), stop)]
+        commands = [
+            step for command in _FCNTL for step in ((equal, 0, 1, command), stop)
+        ]
         when("fcntl", (load, 0, 0, second_argument), *commands, allow)
     program.append(allow)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
@@ -306,12 +363,19 @@ def _filter(machine: str, job: bool) -> bytes:
 
 def forbid_system_calls(*, job: bool) -> bool:
     """Apply `filter_program` of seccomp, where this machine has one."""
-    if platform.machine() not in _ARCH or struct.calcsize("P") != 8 or sys.byteorder != "little":
+    if (
+        platform.machine() not in _ARCH
+        or struct.calcsize("P") != 8
+        or sys.byteorder != "little"
+    ):
         return False
     code = filter_program(platform.machine(), job=job)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
-    return bool(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(header, 16), 0, 0) == 0)
+    return bool(
+        _libc.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(header, 16), 0, 0)
+        == 0
+    )
 
 
 if platform.machine() in _ARCH:
@@ -319,7 +383,9 @@ if platform.machine() in _ARCH:
 
 
 def count_threads() -> int:
-    """Count the threads of this user on the machine, as far as they are seen; 0 for root, who has no limit of them."""
+    """Count the threads of this user on the machine, as far as they are seen; 0 for
+    root, who has no limit of them.
+    """
     user, count = os.getuid(), 0
     for process in os.scandir("/proc") if user else ():
         with contextlib.suppress(OSError):
@@ -328,9 +394,11 @@ def count_threads() -> int:
     return count
 
 
-def limit_resources(memory_bytes: int, cpu_s: int, num_threads: int = MAX_THREADS) -> bool:
-    """Set hard limits of one job's process: address space, CPU seconds, file size, open files, processes, pending
-    signals, no core."""
+def limit_resources(
+    memory_bytes: int, cpu_s: int, num_threads: int = MAX_THREADS
+) -> bool:
+    """Set hard limits of one job's process: address space, CPU seconds, file size, open
+    files, processes, pending signals, no core."""
     held = True
     for name, value in (
         (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_FSIZE, 16 << 20),

@@ -1,12 +1,13 @@
-"""The fork server of the sandbox: `python -I server.py CONFIG`. Standard library only; see the package's
-docstring.
+"""The fork server of the sandbox: `python -I server.py CONFIG`. Standard library only;
+see the package's docstring.
 
-CONFIG is JSON: {"folder": scratch, "memory_bytes": …, "numpy": the folder that has it, for an interpreter that does not
-find it by itself, or null, "disable": [layers to leave out, for tests]}.
-On standard output first a frame {"layers": {…}}; then for each job on standard input
+CONFIG is JSON: {"folder": scratch, "memory_bytes": …, "numpy": the folder that has it,
+for an interpreter that does not find it by itself, or null, "disable": [layers to leave
+out, for tests]}. On standard output first a frame {"layers": {…}}; then for each job on
+standard input
 
-    48 hexadecimal digits: number, length, milliseconds;
-    then JSON {"code": …, "tests": [program, …], "names": [what the tests may call] or null}
+    48 hexadecimal digits: number, length, milliseconds; then JSON {"code": …, "tests":
+    [program, …], "names": [what the tests may call] or null}
 
 one frame {"job": number, "outcome": passed|wrong|error|timeout|memory|failure, "seconds": …, "message": …}.
 milliseconds: the limit of processor time, program and examiner together; WAIT times as much may go by on the clock.
@@ -47,10 +48,13 @@ codec, layers, processes = _sibling("codec"), _sibling("layers"), _sibling("job"
 cells = _sibling("cell")
 
 JOBS, REPLIES = processes.JOBS, processes.REPLIES
-# The limit of a job is processor time of program and examiner, so that a busy machine fails no program; one that waits
-# is ended when so many times the limit has gone by.
+# The limit of a job is processor time of program and examiner, so that a busy machine
+# fails no program; one that waits is ended when so many times the limit has gone by.
 WAIT = 3.0
-_NO_MEMORY = "the machine ran out of memory while it ran, though the program took no more than it may; free some memory"
+_NO_MEMORY = (
+    "the machine ran out of memory while it ran, though the program took no more than"
+    " it may; free some memory"
+)
 _DESCRIPTORS = 64  # more than the server ever has open
 # Imported once, so that a job does not pay for it.
 PRELOAD = (
@@ -61,9 +65,11 @@ PRELOAD = (
 
 
 def fork_job_process(run: Any, keep: set[int], cell: Any, cpu_s: int, done: int) -> int:
-    """Start a job's process that holds only the descriptors in `keep`, confined to `cell`.
+    """Start a job's process that holds only the descriptors in `keep`, confined to
+    `cell`.
 
-    Where it cannot be confined, f and the reason are written to `done` and nothing is run.
+    Where it cannot be confined, f and the reason are written to `done` and nothing is
+    run.
     """
     pid = os.fork()
     if pid:
@@ -82,7 +88,10 @@ def fork_job_process(run: Any, keep: set[int], cell: Any, cpu_s: int, done: int)
         for low, high in itertools.pairwise(kept):
             os.closerange(low + 1, high)
     except BaseException as error:
-        os.write(done, f"f{type(error).__name__}: {error}"[:250].encode(errors="replace") + b"\n")
+        os.write(
+            done,
+            f"f{type(error).__name__}: {error}"[:250].encode(errors="replace") + b"\n",
+        )
         os._exit(70)
     try:
         if done not in keep:
@@ -93,8 +102,12 @@ def fork_job_process(run: Any, keep: set[int], cell: Any, cpu_s: int, done: int)
     os._exit(0)
 
 
-def run_job(number: int, length: int, timeout_s: float, cell: Any, own_space: bool) -> bool:
-    """Run one job from start to the last of its processes; False when the scorer has gone or the sandbox failed."""
+def run_job(
+    number: int, length: int, timeout_s: float, cell: Any, own_space: bool
+) -> bool:
+    """Run one job from start to the last of its processes; False when the scorer has
+    gone or the sandbox failed.
+    """
     start = time.monotonic()
     cpu_s = int(timeout_s) + 2
     to_program, to_examiner, done = os.pipe(), os.pipe(), os.pipe()
@@ -109,7 +122,11 @@ def run_job(number: int, length: int, timeout_s: float, cell: Any, own_space: bo
     link = processes.Link(to_program[1], to_examiner[0])
     keep = {JOBS, REPLIES, to_program[1], to_examiner[0], done[1]}
     judge = fork_job_process(
-        lambda: processes.examiner(link, number, length, done[1]), keep, cell, cpu_s, done[1]
+        lambda: processes.examiner(link, number, length, done[1]),
+        keep,
+        cell,
+        cpu_s,
+        done[1],
     )
     for fd in (*to_program, *to_examiner, done[1]):
         os.close(fd)
@@ -117,7 +134,8 @@ def run_job(number: int, length: int, timeout_s: float, cell: Any, own_space: bo
     poll.register(done[0], select.POLLIN)
     poll.register(JOBS, 0)  # only its end is of interest here
     verdict, here = b"", True
-    check = last = math.inf  # the time of a program begins when its job has been read, and all of it
+    # the time of a program begins when its job has been read, and all of it
+    check = last = math.inf
     while True:
         now = time.monotonic()
         if now >= check:
@@ -125,7 +143,9 @@ def run_job(number: int, length: int, timeout_s: float, cell: Any, own_space: bo
             if remaining_s <= 0 or now >= last:
                 break
             check = min(now + max(remaining_s / 2, 0.02), last)
-        events = dict(poll.poll(None if check == math.inf else max(check - now, 0) * 1000))
+        events = dict(
+            poll.poll(None if check == math.inf else max(check - now, 0) * 1000)
+        )
         if events.get(JOBS):
             here = False
             break
@@ -140,7 +160,8 @@ def run_job(number: int, length: int, timeout_s: float, cell: Any, own_space: bo
         _wait(pid, 0.2)  # the program is ending: its own status is the one that counts
     ended = _kill(pid, judge, own_space)
     late = os.read(done[0], 300)  # not blocking: all who could write have ended
-    if not verdict and late[:1] == b"r":  # that the program died, it may have seen of our own kill
+    # that the program died, it may have seen of our own kill
+    if not verdict and late[:1] == b"r":
         verdict = b"r"
     os.close(done[0])
     if not here:
@@ -149,7 +170,12 @@ def run_job(number: int, length: int, timeout_s: float, cell: Any, own_space: bo
         outcome, message = _classify(verdict, in_time, ended, (pid, judge), cpu_s, cell)
         if verdict == b"f" and late:
             outcome, message = "failure", late.decode(errors="replace").splitlines()[0]
-        reply = {"job": number, "outcome": outcome, "seconds": time.monotonic() - start, "message": message}
+        reply = {
+            "job": number,
+            "outcome": outcome,
+            "seconds": time.monotonic() - start,
+            "message": message,
+        }
         codec.write_frame(REPLIES, reply)
         return outcome != "failure"
     return True
@@ -181,15 +207,26 @@ def _classify(
         if number == signal.SIGXCPU or usage >= cpu_s - 0.5:
             return "timeout", "CPU time limit"
         if number == signal.SIGKILL and (lack := cell.out_of_memory()) is not False:
-            return ("failure", _NO_MEMORY) if lack else ("memory", "killed, most likely for memory")
-        ending = f"signal {number}" if number else f"exit status {os.waitstatus_to_exitcode(status)}"
+            return (
+                ("failure", _NO_MEMORY)
+                if lack
+                else ("memory", "killed, most likely for memory")
+            )
+        ending = (
+            f"signal {number}"
+            if number
+            else f"exit status {os.waitstatus_to_exitcode(status)}"
+        )
         return "error", f"the program ended itself ({ending})"
     if not in_time or examining >= cpu_s - 0.5:
         return "timeout", "time limit"
     if cell.out_of_memory():
         return "failure", _NO_MEMORY
     if not shielded:
-        return "error", "the examiner was ended, which without seccomp the program can do"
+        return (
+            "error",
+            "the examiner was ended, which without seccomp the program can do",
+        )
     return "failure", "the examiner ended without a verdict"
 
 
@@ -223,7 +260,8 @@ def _kill(pid: int, judge: int, own_space: bool) -> dict[int, tuple[int, float]]
                     end(target, signal.SIGKILL)
     if own_space:
         with contextlib.suppress(OSError):
-            os.kill(-1, signal.SIGKILL)  # from the first process of a namespace: every other process in it
+            # from the first process of a namespace: every other process in it
+            os.kill(-1, signal.SIGKILL)
         while _reap(block=True):
             pass
     else:
@@ -240,19 +278,23 @@ def serve(config: dict[str, Any], namespaces: list[str]) -> None:
     """Apply the layers, report them, and run jobs until standard input ends."""
     layers.prctl(layers.PR_SET_CHILD_SUBREAPER, 1)
     modules = config["numpy"] if importlib.util.find_spec("numpy") is None else None
-    if modules:  # installed for the user alone, or by PYTHONPATH, which `-I` does not read
+    # installed for the user alone, or by PYTHONPATH, which `-I` does not read
+    if modules:
         sys.path.append(modules)
     for name in PRELOAD:
         with contextlib.suppress(ImportError):
             __import__(name)
     cell = cells.Cell(config, namespaces, modules)
-    seccomp = "seccomp" not in config["disable"] and layers.forbid_system_calls(job=False)
+    seccomp = "seccomp" not in config["disable"] and layers.forbid_system_calls(
+        job=False
+    )
     layers.prctl(layers.PR_SET_DUMPABLE, 0)
     cell.prepare()
     report = {
         "namespaces": namespaces,
         "seccomp": seccomp,
-        # A network namespace alone leaves sockets with a path (a container engine's!) and those to a hypervisor.
+        # A network namespace alone leaves sockets with a path (a container engine's!)
+        # and those to a hypervisor.
         "network_off": seccomp,
         **cell.report(),
     }
@@ -264,7 +306,9 @@ def serve(config: dict[str, Any], namespaces: list[str]) -> None:
             header = codec.read_exactly(JOBS, 48)
         except EOFError:
             return
-        number, length, milliseconds = (int(header[i : i + 16], 16) for i in (0, 16, 32))
+        number, length, milliseconds = (
+            int(header[i : i + 16], 16) for i in (0, 16, 32)
+        )
         if not run_job(number, length, milliseconds / 1000, cell, "pid" in namespaces):
             return
         cell.end()
@@ -273,13 +317,19 @@ def serve(config: dict[str, Any], namespaces: list[str]) -> None:
 
 
 def main() -> None:
-    """Enter the namespaces, start the server in them, wait, and clean up, also when the scorer is killed."""
+    """Enter the namespaces, start the server in them, wait, and clean up, also when the
+    scorer is killed.
+    """
     config = json.loads(sys.argv[1])
     scorer = os.getppid()
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory runs out, end a program, not what holds a model
-    namespaces = [] if "namespaces" in config["disable"] else layers.unshare_namespaces()
-    layers.prctl(layers.PR_SET_DUMPABLE, 0)  # no program of the same user reads or writes this memory
+        # where memory runs out, end a program, not what holds a model
+        file.write("1000")
+    namespaces = (
+        [] if "namespaces" in config["disable"] else layers.unshare_namespaces()
+    )
+    # no program of the same user reads or writes this memory
+    layers.prctl(layers.PR_SET_DUMPABLE, 0)
     pid = os.fork()
     if pid == 0:
         layers.prctl(layers.PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""AMD's Instella-MoE: DeepSeek-V3 whose attention has a gate on every channel of every head.
+"""AMD's Instella-MoE: DeepSeek-V3 whose attention has a gate on every channel of every
+head.
 
     a = W_o (y * sigmoid(W_g x))      x: what `input_layernorm` gives, y: the heads side by side
 
@@ -34,7 +35,9 @@ class InstellaMoEAttention(DeepseekV3Attention):
         def gated(heads):
             return self.o_proj(heads * torch.sigmoid(self.gate_proj(hidden_states)))
 
-        return DeepseekV3Attention.forward(View(self, {"o_proj": gated}), hidden_states, *args, **kwargs)
+        return DeepseekV3Attention.forward(
+            View(self, {"o_proj": gated}), hidden_states, *args, **kwargs
+        )
 
 
 class _Settable:
@@ -65,7 +68,8 @@ class InstellaMoEForCausalLM(_Settable, DeepseekV3ForCausalLM):
     config: InstellaMoEConfig
 
     def __init__(self, config):
-        DeepseekV3PreTrainedModel.__init__(self, config)  # whose subclass would build a model without gates
+        # whose subclass would build a model without gates
+        DeepseekV3PreTrainedModel.__init__(self, config)
         self.model = InstellaMoEModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -1,8 +1,9 @@
-"""Modules without files: `fcsd.model.connectivity.generated.qwen3_moe` is the text that checkpoints carry for that
-family.
+"""Modules without files: `fcsd.model.connectivity.generated.qwen3_moe` is the text that
+checkpoints carry for that family.
 
-They are importable by name (not only in the process that made them), so that models pickle. Holds no code of
-its own; not covered here: what the text says (`fcsd.model.connectivity.modeling`).
+They are importable by name (not only in the process that made them), so that models
+pickle. Holds no code of its own; not covered here: what the text says
+(`fcsd.model.connectivity.modeling`).
 """
 
 import importlib.abc
@@ -16,7 +17,9 @@ from fcsd.model.families import FAMILIES
 
 
 class _Loader(importlib.abc.SourceLoader):
-    """Serves the generated text; `inspect`, tracebacks and torch.compile get the source through it."""
+    """Serves the generated text; `inspect`, tracebacks and torch.compile get the source
+    through it.
+    """
 
     def get_filename(self, fullname: str) -> str:
         return f"<{fullname}>"
@@ -24,17 +27,24 @@ class _Loader(importlib.abc.SourceLoader):
     def get_data(self, path: str | bytes) -> bytes:
         if not str(path).endswith(">"):  # the path of a bytecode cache: there is none
             raise FileNotFoundError(path)
-        return modeling_source(FAMILIES[str(path).strip("<>").rpartition(".")[2]]).encode()
+        return modeling_source(
+            FAMILIES[str(path).strip("<>").rpartition(".")[2]]
+        ).encode()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
         if package != __name__ or name not in FAMILIES:
             return None
-        return importlib.machinery.ModuleSpec(fullname, _Loader(), origin=f"<{fullname}>")
+        return importlib.machinery.ModuleSpec(
+            fullname, _Loader(), origin=f"<{fullname}>"
+        )
 
 
 sys.meta_path.append(_Finder())

@@ -1,4 +1,6 @@
-"""Stands in for SGLang's compiled kernels, which have no CPU build on PyPI: it can be imported from, not called."""
+"""Stands in for SGLang's compiled kernels, which have no CPU build on PyPI: it can be
+imported from, not called.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,11 +1,15 @@
-"""Stands in for torchvision, which text models do not use but SGLang and transformers import from."""
+"""Stands in for torchvision, which text models do not use but SGLang and transformers
+import from.
+"""
 
 import sys
 from enum import Enum
 from types import ModuleType
 
 __version__ = "0.0"
-InterpolationMode = Enum("InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS")
+InterpolationMode = Enum(
+    "InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS"
+)
 
 
 class _Empty(ModuleType):
@@ -18,7 +22,13 @@ class _Empty(ModuleType):
         return InterpolationMode if name == "InterpolationMode" else None
 
 
-for _path in ("io", "transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional"):
+for _path in (
+    "io",
+    "transforms",
+    "transforms.functional",
+    "transforms.v2",
+    "transforms.v2.functional",
+):
     _module = _Empty(f"{__name__}.{_path}")
     _module.__path__ = []
     sys.modules[_module.__name__] = _module
