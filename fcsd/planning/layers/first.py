@@ -52,7 +52,8 @@ def tell_first_layers(
     mask = moe_mask(config, family)
     layers = resolve_layers(connectivity.layers, mask)
     others = [layer for layer in layers if layer]
-    regular = connectivity.mlp == "full" or family.layout == "parallel"
+    outdated = connectivity.outdated_layers(mask)
+    regular = 0 not in outdated or family.layout == "parallel"
     if regular or len(others) in (0, len(layers)):
         return
     print(
