@@ -160,7 +160,7 @@ def special_text(facts: dict[str, Any]) -> list[str]:
         (
             f"{number} layer{plural} cost{'' if plural else 's'} far more alone than a"
             f" typical one ({nats(special['typical'])}): {', '.join(costs)}{whole}."
-            f" {without['name'].capitalize()} (--layers {without['selection']}):"
+            f" {without['name'].capitalize()} (--{without['option']} {without['selection']}):"
             f" {measured}; {without['overlapped_collectives']} of"
             f" {without['collectives']} collectives overlapped,"
             f" {without['overlapped_by_all']} by all layers."
