@@ -16,7 +16,7 @@ from fcsd.model.connectivity import Connectivity, Selection
 from fcsd.model.connectivity.convert import convert_model, unconvert_model
 from fcsd.model.connectivity.export import convert_checkpoint as convert_folder
 from fcsd.model.connectivity.load import load_model
-from fcsd.model.connectivity.spec import connectivity_of
+from fcsd.model.connectivity.spec import MlpInput, connectivity_of
 from fcsd.model.families import family_of, moe_mask
 from fcsd.model.load import find_model, load_tokenizer, tokenizer_of
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model")
 Attention = Literal["partial", "full"]
-Mlp = Literal["outdated", "full"]
 
 
 def convert(
@@ -34,7 +33,7 @@ def convert(
     layers: Selection | Connectivity = "all",
     *,
     attention: Attention = "partial",
-    mlp: Mlp = "outdated",
+    mlp: MlpInput = "outdated",
 ) -> Model:
     """Rewire a loaded transformers model in place, and return it.
 
@@ -46,7 +45,8 @@ def convert(
             {"last": "90%"}, or a `Connectivity`.
         attention: "partial" reads the stream without the routed output that is in
             flight, "full" waits for it.
-        mlp: "outdated" reads the input of the layer, "full" the regular input.
+        mlp: "outdated" reads the input of the layer, "full" the regular input; a
+            selection of layers: outdated in these, full in the other rewired ones.
 
     Raises:
         UserError: unsupported family or class, a dense model, a selection that the
@@ -199,7 +199,7 @@ def convert_checkpoint(
     *,
     layers: Selection | Connectivity | None = None,
     attention: Attention = "partial",
-    mlp: Mlp = "outdated",
+    mlp: MlpInput = "outdated",
     revision: str | None = None,
 ) -> Path:
     """Write a FarSkip checkpoint with the weights of another one, which are linked or
@@ -241,7 +241,7 @@ def load(
     *,
     layers: Selection | Connectivity | None = None,
     attention: Attention = "partial",
-    mlp: Mlp = "outdated",
+    mlp: MlpInput = "outdated",
     original: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,

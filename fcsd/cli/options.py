@@ -111,7 +111,7 @@ def field_options(
             options["default"] = None if named else ",".join(map(str, default)) or None
         elif kinds == [bool]:
             options["action"] = "store_true"
-        elif len(kinds) > 1:
+        elif len(kinds) > 1 and str not in kinds:
             words = [
                 word
                 for kind in kinds

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from fcsd.base.errors import UserError
 from fcsd.base.strict import Strict, option
 from fcsd.base.unions import one_of
-from fcsd.model.connectivity.spec import Connectivity, parse_selection
+from fcsd.model.connectivity.spec import Connectivity, parse_mlp, parse_selection
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -37,16 +37,18 @@ class ConnectivityConfig(Strict):
         "partial",
         "what attention reads; partial: the stream without the routed output in flight",
     )
-    mlp: Literal["outdated", "full"] = option(
+    mlp: str | list[int] | dict[Literal["first", "last"], int | str] = option(
         "outdated",
         "what MoE and MLP blocks read; outdated: the stream before this layer's"
-        " attention",
+        " attention; full: the regular input; a selection of layers, such as last:50%:"
+        " outdated in these alone",
     )
 
     @model_validator(mode="after")
     def _selection_can_be_read(self) -> "ConnectivityConfig":
         try:
             parse_selection(self.layers)
+            parse_mlp(self.mlp)
         except UserError as error:
             raise ValueError(str(error)) from None
         return self
@@ -54,7 +56,8 @@ class ConnectivityConfig(Strict):
     def spec(self) -> Connectivity:
         """Return the connectivity that this section describes."""
         layers: Any = self.layers
-        return Connectivity(layers, self.attention, self.mlp)
+        mlp: Any = self.mlp
+        return Connectivity(layers, self.attention, mlp)
 
 
 class _OfACheckpoint(Strict):

@@ -162,7 +162,9 @@ def layers(run: Run) -> Stage:
     study = Study(
         model=original.config,
         attention=connectivity.attention,
-        mlp=connectivity.mlp,
+        mlp=connectivity.mlp
+        if connectivity.mlp in ("outdated", "full")
+        else "selected",
         sides=chosen.sides
         or (
             ["first", "last"]

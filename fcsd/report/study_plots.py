@@ -54,7 +54,7 @@ def plot_layers(result: Mapping[str, Any], path: Path) -> None:
     metrics, points = result["metrics"], result["points"]
     by_side = {
         side: [p for p in points if p["side"] == side]
-        for side in ("none", "first", "last", "single")
+        for side in ("none", "attention", "first", "last", "single")
     }
     panels = [by_side["first"] + by_side["last"] != [], by_side["single"] != []]
     figure, axes = plt.subplots(
@@ -82,9 +82,8 @@ def _plot_ends(
         if by_side[side]:
             # 0 layers: the original's score; its KL is 0, for which a logarithmic axis
             # has no place.
-            points = (
-                by_side["none"] if metric["better"] == "higher" else []
-            ) + by_side[side]
+            original = by_side["none"] if metric["better"] == "higher" else []
+            points = (by_side["attention"] or original) + by_side[side]
             for weights, word, line in _curves(points):
                 style = {
                     "marker": marker,
@@ -100,9 +99,10 @@ def _plot_ends(
                     label=label + word,
                     **style,
                 )
-    axis.set(
-        xlabel=f"N, rewired layers of {num_layers}", xlim=(-0.02 * num_layers, None)
-    )
+    xlabel = f"N, rewired layers of {num_layers}"
+    if by_side["attention"]:
+        xlabel = f"N layers of {num_layers} whose MLP side is outdated, too"
+    axis.set(xlabel=xlabel, xlim=(-0.02 * num_layers, None))
     _finish_layers(axis, metric, "rewired from either end, untrained", grid="both")
 
 

@@ -30,9 +30,10 @@ def layer_plans(
         mask: one entry a layer, True for an MoE layer.
     """
     selected = set(resolve_layers(connectivity.layers, mask)) if connectivity else set()
+    outdated = connectivity.outdated_layers(mask) if connectivity else []
     return [
         LayerPlan(
-            outdated=connectivity.mlp == "outdated",
+            outdated=k in outdated,
             carry=connectivity.attention == "partial" and mask[k] and k + 1 in selected,
         )
         if connectivity and k in selected

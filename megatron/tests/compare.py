@@ -53,6 +53,7 @@ CONNECTIVITIES: dict[str, Connectivity | None] = {
     "gap": Connectivity([0, 1, 3]),
     "attention_full": Connectivity("all", attention="full"),
     "mlp_full": Connectivity("all", mlp="full"),
+    "mlp_mixed": Connectivity("all", mlp=[1, 2]),
 }
 """Four layers; the first of deepseek_v3 is dense."""
 

@@ -22,8 +22,8 @@ class Field:
     """Indices, sorted."""
     partial: bool
     """Attention reads the stream without the routed output of a selected MoE layer before it."""
-    outdated: bool
-    """MLP or MoE block read the stream before attention of their layer."""
+    outdated: frozenset[int]
+    """Layers of which MLP or MoE block read the stream before attention of their layer."""
 
 
 def read_field(
@@ -54,19 +54,32 @@ def read_field(
             f"{where}: farskip: needs exactly the keys version, layers (a list),"
             f" attention, mlp; got {dict(value)!r}"
         )
-    layers = _indices(value["layers"], num_layers)
+    layers = _indices(value["layers"], num_layers, "layers")
     attention, mlp = value["attention"], value["mlp"]
     if attention not in ("partial", "full"):
         raise FieldError(f"attention: must be 'partial' or 'full', got {attention!r}")
-    if mlp not in ("outdated", "full"):
-        raise FieldError(f"mlp: must be 'outdated' or 'full', got {mlp!r}")
+    if mlp not in ("outdated", "full") and not isinstance(mlp, list):
+        raise FieldError(
+            f"mlp: must be 'outdated', 'full' or a list of layers, got {mlp!r}"
+        )
+    outdated = (
+        layers
+        if mlp == "outdated"
+        else ()
+        if mlp == "full"
+        else _indices(mlp, num_layers, "mlp")
+    )
+    if regular := sorted(set(outdated) - set(layers)):
+        raise FieldError(
+            f"mlp: layer {regular[0]} is not rewired; select it with `layers`, too"
+        )
     if attention == mlp == "full" and layers:
         raise FieldError(
             "connectivity: attention: full with mlp: full is the regular connectivity,"
             " nothing would be rewired; set one of them (attention: partial, mlp:"
             " outdated), or use layers: none"
         )
-    return Field(layers, attention == "partial", mlp == "outdated")
+    return Field(layers, attention == "partial", frozenset(outdated))
 
 
 PUBLISHED = (
@@ -103,7 +116,7 @@ def field_of(config: Any, num_layers: int) -> Field:
     last = keys.get("farskip_end_idx")
     end = min(num_layers - 1 if last is None else int(last), num_layers - 1)
     if not keys.get("farskip") or start > end or (attention_only and mlp_only):
-        return Field((), True, True)
+        return Field((), True, frozenset())
     first_moe = config.first_k_dense_replace
     if start > first_moe and attention_only:
         start -= 1  # of AMD's regular MoE layers the routed output is in flight, too
@@ -113,26 +126,27 @@ def field_of(config: Any, num_layers: int) -> Field:
             " whose routed output AMD's file leaves in flight, too; allowed: 0 to"
             f" {first_moe}, or mlp_only_farskip or attn_only_farskip with it"
         )
-    return Field(tuple(range(start, end + 1)), not mlp_only, not attention_only)
+    layers = tuple(range(start, end + 1))
+    return Field(layers, not mlp_only, frozenset(() if attention_only else layers))
 
 
-def _indices(values: list[Any], num_layers: int | None) -> tuple[int, ...]:
+def _indices(values: list[Any], num_layers: int | None, name: str) -> tuple[int, ...]:
     if not all(
         isinstance(index, int) and not isinstance(index, bool) for index in values
     ):
-        raise FieldError(f"layers: indices must be whole numbers, got {values!r}")
+        raise FieldError(f"{name}: indices must be whole numbers, got {values!r}")
     if negative := [index for index in values if index < 0]:
         raise FieldError(
-            f"layers: index {negative[0]} is negative; for the last layers use last:N"
+            f"{name}: index {negative[0]} is negative; for the last layers use last:N"
         )
     if repeated := [index for index in values if values.count(index) > 1]:
-        raise FieldError(f"layers: index {repeated[0]} is given twice in {values!r}")
+        raise FieldError(f"{name}: index {repeated[0]} is given twice in {values!r}")
     indices = sorted(values)
     if num_layers is not None and (
         beyond := [index for index in indices if index >= num_layers]
     ):
         raise FieldError(
-            f"layers: index {beyond[0]} is out of range: the model has {num_layers}"
+            f"{name}: index {beyond[0]} is out of range: the model has {num_layers}"
             f" decoder layers, 0 to {num_layers - 1}"
         )
     return tuple(indices)

@@ -196,7 +196,7 @@ def place(field: Field, k: int, here: list[bool], is_moe: list[bool]) -> dict[st
         "index": k,
         "name": layer_name(k),
         "dense": not is_moe[k],
-        "outdated": field.outdated,
+        "outdated": k in field.outdated,
         "receives": (
             field.partial and k - 1 in field.layers and (begins_stage or is_moe[k - 1])
         ),

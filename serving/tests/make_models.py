@@ -141,6 +141,9 @@ CASES: dict[str, tuple[str, Connectivity | None]] = {
         for family in SIZES
         for side in ("attention", "mlp")
     },
+    **{
+        f"{family}-mixed": (family, Connectivity("all", mlp=[1, 3])) for family in SIZES
+    },
     "ernie4_5_moe-original": ("ernie4_5_moe", None),  # the plugin has no row of it
     "ernie4_5_moe-all": ("ernie4_5_moe", Connectivity("all")),
 }

@@ -20,6 +20,7 @@ CASES = [
         for family in ("qwen2_moe", "deepseek_v2", "gpt_oss")
         for side in ("attention", "mlp")
     ),
+    *(f"{family}-mixed" for family in ("qwen2_moe", "deepseek_v2", "gpt_oss")),
 ]
 
 

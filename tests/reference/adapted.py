@@ -22,6 +22,7 @@ from tests.reference.parts import (
     _routed,
     _softmax_router,
     _swiglu,
+    is_outdated,
     layer_arguments,
 )
 
@@ -520,7 +521,7 @@ def adapted_streams(
     input_ids: Tensor,
     layers: Sequence[int],
     attention: str = "partial",
-    mlp: str = "outdated",
+    mlp: str | Sequence[int] = "outdated",
     **inputs: Any,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return ([o_0 … o_L], [o_k without what is in flight after layer k, or None where
@@ -541,7 +542,7 @@ def adapted_streams(
         far = k in layers
         own = arguments[k] | handed_on
         a = rest if far and attention == "partial" and rest is not None else o
-        o, rest = step(layer, model.config, o, a, far and mlp == "outdated", own)
+        o, rest = step(layer, model.config, o, a, is_outdated(k, layers, mlp), own)
         handed_on = {name: own[name] for name in handed_on}
         rest = rest if far else None
         streams.append(o)
@@ -554,7 +555,7 @@ def adapted_forward(
     input_ids: Tensor,
     layers: Sequence[int],
     attention: str = "partial",
-    mlp: str = "outdated",
+    mlp: str | Sequence[int] = "outdated",
     **inputs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     """As `tests.reference.reference.reference_forward`, for the families in `LAYERS`."""

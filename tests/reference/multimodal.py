@@ -16,7 +16,7 @@ from torch.nn.functional import linear, silu, softmax
 
 from tests.reference.adapted import LAYERS
 from tests.reference.adapted import WRAPPERS as ADAPTED_WRAPPERS
-from tests.reference.parts import computed_once
+from tests.reference.parts import computed_once, is_outdated
 
 Parts = tuple[Tensor, Tensor]
 """(routed output, shared output), each N x D."""
@@ -258,7 +258,7 @@ def multimodal_reference_forward(
     model: Any,
     layers: Sequence[int],
     attention: str = "partial",
-    mlp: str = "outdated",
+    mlp: str | Sequence[int] = "outdated",
     **inputs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the logits and streams of a regular wrapper as if `layers` of its text
@@ -312,7 +312,7 @@ def multimodal_reference_forward(
         if model_type in ADAPTED:
             own = arguments[k] | side
             new, rest = ADAPTED[model_type](
-                layer, config, o, a, far and mlp == "outdated", own
+                layer, config, o, a, is_outdated(k, layers, mlp), own
             )
             in_flight, o = (new - rest if far and rest is not None else None), new
             side = {name: own[name] for name in side}
@@ -320,7 +320,7 @@ def multimodal_reference_forward(
             continue
         attended = _attention(layer, layer.input_layernorm(a), arguments[k])
         m = layer.post_attention_layernorm(
-            o if far and mlp == "outdated" else o + attended
+            o if is_outdated(k, layers, mlp) else o + attended
         )
         x = m.reshape(-1, m.shape[-1])
         if any(

@@ -1,7 +1,7 @@
 """Parts that several hand-written references share: MLPs, fused experts, routers."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,3 +117,8 @@ def _layer_arguments(
         for hook in hooks:
             hook.remove()
     return first[0], arguments
+
+
+def is_outdated(k: int, layers: Sequence[int], mlp: str | Sequence[int]) -> bool:
+    """Return whether the MLP side of layer k reads the stream before its attention."""
+    return k in layers and (mlp == "outdated" if isinstance(mlp, str) else k in mlp)

@@ -21,6 +21,7 @@ from tests.reference.parts import (
     _routed,
     _softmax_router,
     _swiglu,
+    is_outdated,
     layer_arguments,
 )
 
@@ -299,7 +300,7 @@ def reference_forward(
     input_ids: Tensor,
     layers: Sequence[int],
     attention: str = "partial",
-    mlp: str = "outdated",
+    mlp: str | Sequence[int] = "outdated",
     **inputs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return logits and streams of a regular model as if `layers` were FarSkip layers.
@@ -307,7 +308,7 @@ def reference_forward(
         o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m)
         a   = o_{k-1} - routed_{k-1}   layer k FarSkip, layer k-1 a FarSkip MoE layer, attention partial
               o_{k-1}                  otherwise
-        m   = o_{k-1}                  layer k FarSkip, mlp outdated
+        m   = o_{k-1}                  layer k FarSkip, mlp outdated or has k
               o_{k-1} + attn_k(a)      otherwise
 
     Args:
@@ -348,7 +349,7 @@ def reference_forward(
         )
         in_norm, mlp_norm = _norms(config, layer)
         attended = scale * _attention(layer, in_norm(a), arguments[k])
-        m = mlp_norm(o if far and mlp == "outdated" else o + attended)
+        m = mlp_norm(o if is_outdated(k, layers, mlp) else o + attended)
         x = m.reshape(-1, m.shape[-1])
         if _is_moe(layer):
             routed, shared = (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fcsd.model.families import FAMILIES, Family, text_config
-from tests.reference.parts import layer_arguments
+from tests.reference.parts import is_outdated, layer_arguments
 
 _MIXERS = ("self_attn", "linear_attn", "mamba", "conv")
 _FINAL_NORMS = ("norm", "final_layernorm", "embedding_norm")
@@ -90,7 +90,7 @@ def surgery_forward(
     input_ids: Tensor,
     layers: Sequence[int],
     attention: str = "partial",
-    mlp: str = "outdated",
+    mlp: str | Sequence[int] = "outdated",
     **inputs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     """As `tests.reference.reference.reference_forward`, for every family with the plain
@@ -117,7 +117,7 @@ def surgery_forward(
             layer, getattr(layer, str(family.in_norm))(a), arguments[k]
         )
         m = getattr(layer, str(family.mlp_norm))(
-            o if far and mlp == "outdated" else o + attended
+            o if is_outdated(k, layers, mlp) else o + attended
         )
         if type(getattr(layer, family.moe)).__name__ == family.moe_block:
             routed, shared = (scale * part for part in _moe(layer, family, m))

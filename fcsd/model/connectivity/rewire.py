@@ -155,7 +155,10 @@ def check_field(family: Any, farskip: Any) -> None:
     if not isinstance(farskip, dict) or farskip.get("version") != 1:
         raise ValueError(f"config.farskip: version 1 is needed, got {farskip!r}")
     attention, mlp = farskip["attention"], farskip["mlp"]
-    if attention not in ("partial", "full") or mlp not in ("outdated", "full"):
+    mlp_is_valid = mlp in ("outdated", "full") or (
+        isinstance(mlp, list) and set(mlp) <= set(farskip["layers"])
+    )
+    if attention not in ("partial", "full") or not mlp_is_valid:
         raise ValueError(f"config.farskip: unknown connectivity {farskip!r}")
     if family.layout == "parallel" and attention == "full" and farskip["layers"]:
         raise ValueError(
@@ -171,7 +174,7 @@ def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
         model: a model of the family that holds one decoder stack.
         family: the attribute names of the family (`fcsd.model.families.Family`).
         farskip: {"version": 1, "layers": indices, "attention": "partial" | "full", "mlp": "outdated" |
-            "full"}.
+            "full" | indices of the outdated layers}.
 
     Returns:
         The indices of the rewired layers.
@@ -224,7 +227,9 @@ def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
         layer.__class__ = layer_class(layer.__class__)
         layer.farskip_plan = LayerPlan(
             family=family,
-            outdated=farskip["mlp"] == "outdated",
+            outdated=k in farskip["mlp"]
+            if isinstance(farskip["mlp"], list)
+            else farskip["mlp"] == "outdated",
             carry=carry,
             block_shared=block_shared,
             layer_shared=bool(

@@ -12,6 +12,10 @@ from fcsd.base.errors import UserError
 Selection = str | dict[str, int | str] | list[int]
 """`all | moe | none | {"first": N | "P%"} | {"last": N | "P%"} | [indices]`."""
 
+MlpInput = Literal["outdated", "full"] | Selection
+"""Which rewired layers have an MLP side that reads the outdated stream: all of them, none,
+or a selection."""
+
 VERSION = 1
 """Version of the `farskip` field in a checkpoint's config."""
 
@@ -42,6 +46,7 @@ class Connectivity:
         attention: full      a = o_{k-1}
         mlp: outdated        m = o_{k-1}
         mlp: full            m = h_k = o_{k-1} + attn_k(a), the regular MLP input
+        mlp: SELECTION       outdated in these of the selected layers, full in the others
 
     What is in flight does not depend on the MLP side: `mlp: full` is attention-only
     FarSkip, in which attention still reads the stream without the routed output of the
@@ -59,16 +64,20 @@ class Connectivity:
 
     layers: Selection = "all"
     attention: Literal["partial", "full"] = "partial"
-    mlp: Literal["outdated", "full"] = "outdated"
+    mlp: MlpInput = "outdated"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", parse_selection(self.layers))
+        object.__setattr__(self, "mlp", parse_mlp(self.mlp))
         if self.attention not in ("partial", "full"):
             raise UserError(
                 f"attention: must be 'partial' or 'full', got {self.attention!r}"
             )
-        if self.mlp not in ("outdated", "full"):
-            raise UserError(f"mlp: must be 'outdated' or 'full', got {self.mlp!r}")
+        if self.attention == "full" and self.mlp not in ("outdated", "full"):
+            raise UserError(
+                "connectivity: with attention: full a layer whose MLP side is regular is"
+                " a regular layer; select with `layers` alone, and mlp: outdated"
+            )
         if self.attention == self.mlp == "full" and self.layers not in ("none", []):
             raise UserError(
                 "connectivity: attention: full with mlp: full is the regular"
@@ -77,14 +86,40 @@ class Connectivity:
             )
 
     def field(self, moe_mask: Sequence[bool]) -> dict[str, Any]:
-        """Return the `farskip` field of a config: version, resolved layer indices, both sides."""
+        """Return the `farskip` field of a config: version, resolved layer indices, both
+        sides. `mlp` is a list of indices where only some layers are outdated.
+
+        Raises:
+            UserError: as `resolve_layers`; `mlp` lists a layer that is not rewired.
+        """
         layers = resolve_layers(self.layers, moe_mask)
+        mlp: str | list[int] = self.mlp  # type: ignore[assignment]
+        if layers and self.mlp not in ("outdated", "full"):
+            chosen = resolve_layers(self.mlp, moe_mask, "mlp")
+            outdated = [layer for layer in chosen if layer in layers]
+            if isinstance(self.mlp, list) and outdated != chosen:
+                regular = sorted(set(chosen) - set(layers))
+                raise UserError(
+                    f"mlp: layer {regular[0]} is not rewired; select it with `layers`,"
+                    " too"
+                )
+            mlp = (
+                "full"
+                if not outdated
+                else "outdated"
+                if outdated == layers
+                else outdated
+            )
         return {
             "version": VERSION,
             "layers": layers,
             "attention": self.attention,
-            "mlp": self.mlp,
+            "mlp": mlp if layers or isinstance(mlp, str) else "outdated",
         }
+
+    def outdated_layers(self, moe_mask: Sequence[bool]) -> list[int]:
+        """Return the indices of the layers whose MLP side reads the outdated stream."""
+        return outdated_layers(self.field(moe_mask))
 
     def new_field(
         self, moe_mask: Sequence[bool], layout: str = "pre_norm"
@@ -104,7 +139,7 @@ class Connectivity:
         )
         # attention: full of a parallel family is refused by name where the layers are
         # looked at.
-        regular_mlp = self.mlp == "full" or (
+        regular_mlp = field["mlp"] == "full" or (
             layout == "parallel" and self.attention == "partial"
         )
         if layers and not behind and regular_mlp:
@@ -138,8 +173,22 @@ class Connectivity:
                 f"{where}: farskip: needs exactly the keys version, layers (a list),"
                 f" attention, mlp; got {dict(field)!r}"
             )
+        if field["mlp"] not in ("outdated", "full") and not isinstance(
+            field["mlp"], list
+        ):
+            raise UserError(
+                "mlp: must be 'outdated', 'full' or a list of layers, got"
+                f" {field['mlp']!r}"
+            )
         layers: Selection = field["layers"] or "none"
         return Connectivity(layers, field["attention"], field["mlp"])
+
+
+def outdated_layers(field: Mapping[str, Any]) -> list[int]:
+    """Return the layers of a `farskip` field whose MLP side reads the outdated stream."""
+    if field["mlp"] == "outdated":
+        return list(field["layers"])
+    return [] if field["mlp"] == "full" else list(field["mlp"])
 
 
 def connectivity_of(
@@ -166,9 +215,29 @@ def connectivity_of(
     return layers
 
 
-def parse_selection(value: Any) -> Selection:
+def parse_mlp(value: Any) -> MlpInput:
+    """Return what the MLP side reads in its normal form: "outdated", "full" or a selection.
+
+    Raises:
+        UserError: neither of the two words nor a selection.
+    """
+    if value in ("outdated", "full"):
+        return value
+    try:
+        return parse_selection(value, "mlp")
+    except UserError as error:
+        if not isinstance(value, str):
+            raise
+        raise UserError(
+            f"{error}; also allowed: outdated (all rewired layers) or full (none)"
+        ) from None
+
+
+def parse_selection(value: Any, name: str = "layers") -> Selection:
     """Return a selection in its normal form, from a value (recipe, Python) or from text
     (command line).
+
+    name: begins the messages.
 
     Text: `all`, `moe`, `none`, `first:8`, `last:75%`, `0,2,5`, `1-5`, `0,2-4`. Values:
     the same words, a mapping with one key `first` or `last`, or a list of indices.
@@ -179,45 +248,45 @@ def parse_selection(value: Any) -> Selection:
             outside (0, 100], a count below 1.
     """
     if isinstance(value, str):
-        return _parse_text(value)
+        return _parse_text(value, name)
     if isinstance(value, Mapping):
         if len(value) != 1 or (side := next(iter(value))) not in ("first", "last"):
             raise UserError(
-                "layers: a mapping needs exactly one key, first or last; got"
+                f"{name}: a mapping needs exactly one key, first or last; got"
                 f" {dict(value)!r}"
             )
-        return {side: _count(value[side], f"layers.{side}")}
+        return {side: _count(value[side], f"{name}.{side}")}
     if isinstance(value, int) and not isinstance(value, bool):
         raise UserError(
-            f"layers: {value} is ambiguous; write first:{value}, last:{value} or the"
+            f"{name}: {value} is ambiguous; write first:{value}, last:{value} or the"
             f" list [{value}]"
         )
     if isinstance(value, Sequence):
-        return _indices(list(value), repr(value))
-    raise UserError(f"layers: {value!r} is not a selection; allowed: {_ALLOWED}")
+        return _indices(list(value), repr(value), name)
+    raise UserError(f"{name}: {value!r} is not a selection; allowed: {_ALLOWED}")
 
 
-def _parse_text(text: str) -> Selection:
+def _parse_text(text: str, name: str) -> Selection:
     word = text.strip()
     if word in ("all", "moe", "none"):
         return word
     if match := re.fullmatch(r"(first|last)\s*:\s*(.+)", word):
         number = match[2].strip()
         count: int | str = int(number) if re.fullmatch(r"-?\d+", number) else number
-        return {match[1]: _count(count, f"layers {match[1]}")}
+        return {match[1]: _count(count, f"{name} {match[1]}")}
     indices: list[int] = []
     for part in word.split(","):
         if not (match := re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)):
-            raise UserError(f"layers: '{text}' is not a selection; allowed: {_ALLOWED}")
+            raise UserError(f"{name}: '{text}' is not a selection; allowed: {_ALLOWED}")
         low, high = int(match[1]), int(match[2] or match[1])
         if high < low:
             raise UserError(
-                f"layers: '{part.strip()}' runs backwards; write {high}-{low}"
+                f"{name}: '{part.strip()}' runs backwards; write {high}-{low}"
             )
         if high - low > 10_000:
-            raise UserError(f"layers: '{part.strip()}' has more than 10000 layers")
+            raise UserError(f"{name}: '{part.strip()}' has more than 10000 layers")
         indices.extend(range(low, high + 1))
-    return _indices(indices, f"'{text}'")
+    return _indices(indices, f"'{text}'", name)
 
 
 def _count(value: Any, where: str) -> int | str:
@@ -244,28 +313,31 @@ def _count(value: Any, where: str) -> int | str:
     )
 
 
-def _indices(values: list[Any], shown: str) -> list[int]:
+def _indices(values: list[Any], shown: str, name: str) -> list[int]:
     if not values:
-        raise UserError("layers: the list of indices is empty; for no layers use none")
+        raise UserError(f"{name}: the list of indices is empty; for no layers use none")
     if not all(
         isinstance(index, int) and not isinstance(index, bool) for index in values
     ):
-        raise UserError(f"layers: indices must be whole numbers, got {shown}")
+        raise UserError(f"{name}: indices must be whole numbers, got {shown}")
     if negative := [index for index in values if index < 0]:
         raise UserError(
-            f"layers: index {negative[0]} is negative; for the last layers use last:N"
+            f"{name}: index {negative[0]} is negative; for the last layers use last:N"
         )
     if repeated := [index for index in values if values.count(index) > 1]:
-        raise UserError(f"layers: index {repeated[0]} is given twice in {shown}")
+        raise UserError(f"{name}: index {repeated[0]} is given twice in {shown}")
     return sorted(values)
 
 
-def resolve_layers(selection: Selection, moe_mask: Sequence[bool]) -> list[int]:
+def resolve_layers(
+    selection: Selection, moe_mask: Sequence[bool], name: str = "layers"
+) -> list[int]:
     """Return the sorted indices that a selection names in one model.
 
     Args:
         selection: see `Selection`; text forms are accepted too.
         moe_mask: one entry a decoder layer, True for an MoE layer.
+        name: begins the messages.
 
     Rules: `all` is every decoder layer, dense ones too; `moe` the MoE layers; `first`
     and `last` count decoder layers; P% of L layers is P·L/100 rounded to the nearest
@@ -276,7 +348,7 @@ def resolve_layers(selection: Selection, moe_mask: Sequence[bool]) -> list[int]:
             comes to no layer.
     """
     total = len(moe_mask)
-    selection = parse_selection(selection)
+    selection = parse_selection(selection, name)
     if selection == "none":
         return []
     if selection == "all":
@@ -289,14 +361,14 @@ def resolve_layers(selection: Selection, moe_mask: Sequence[bool]) -> list[int]:
             number = int(float(count.rstrip("%")) * total / 100 + 0.5)
             if number < 1:
                 raise UserError(
-                    f"layers: {side}:{count} of {total} layers is no layer at all; for"
+                    f"{name}: {side}:{count} of {total} layers is no layer at all; for"
                     " none use none"
                 )
         else:
             number = count
         if number > total:
             raise UserError(
-                f"layers: {side}:{number}: the model has only {total} decoder layers"
+                f"{name}: {side}:{number}: the model has only {total} decoder layers"
             )
         return (
             list(range(number))
@@ -307,7 +379,7 @@ def resolve_layers(selection: Selection, moe_mask: Sequence[bool]) -> list[int]:
         beyond := [index for index in selection if index >= total]
     ):
         raise UserError(
-            f"layers: index {beyond[0]} is out of range: the model has {total} decoder"
+            f"{name}: index {beyond[0]} is out of range: the model has {total} decoder"
             f" layers, 0 to {total - 1}"
         )
     assert isinstance(selection, list)

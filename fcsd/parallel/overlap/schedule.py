@@ -15,7 +15,7 @@ mirror image: each start becomes a wait and each wait a start.
 Not covered: how long anything takes; pipeline parallelism.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -112,7 +112,7 @@ def layer_facts(
     rewired: Sequence[bool],
     moe: Sequence[bool],
     attention: str,
-    mlp: str,
+    mlp: str | Collection[int],
     splits: Iterable[Split] | None = None,
     *,
     inside: bool = False,
@@ -134,17 +134,25 @@ def layer_facts(
         and not inside
         for k in range(len(rewired))
     ]
+    outdated = _outdated(rewired, mlp)
     cuts: list[Split] = ["core"] * len(rewired) if splits is None else list(splits)
     return [
         (
-            LayerFacts(
-                moe[k], k > 0 and carry[k - 1], carry[k], mlp == "outdated", cuts[k]
-            )
+            LayerFacts(moe[k], k > 0 and carry[k - 1], carry[k], outdated[k], cuts[k])
             if rewired[k]
             else None
         )
         for k in range(len(rewired))
     ]
+
+
+def _outdated(rewired: Sequence[bool], mlp: str | Collection[int]) -> list[bool]:
+    """Return whether the MLP side of each layer reads the outdated stream; mlp: as in the
+    `farskip` field.
+    """
+    if isinstance(mlp, str):
+        return [is_rewired and mlp == "outdated" for is_rewired in rewired]
+    return [is_rewired and k in mlp for k, is_rewired in enumerate(rewired)]
 
 
 def beside(facts: Sequence[LayerFacts | None]) -> list[dict[str, Computed]]:
@@ -174,7 +182,7 @@ def served_beside(
     rewired: Sequence[bool],
     moe: Sequence[bool],
     attention: str,
-    mlp: str,
+    mlp: str | Collection[int],
     shared: Sequence[bool],
 ) -> list[tuple[Computed, ...]]:
     """Return for each layer what a server computes beside its all-reduces
@@ -188,16 +196,17 @@ def served_beside(
 
     shared: layers that have a shared expert.
     """
+    outdated = _outdated(rewired, mlp)
     computed: list[tuple[Computed, ...]] = []
     for k, is_rewired in enumerate(rewired):
         if not is_rewired or not moe[k]:
-            computed.append(([],) if is_rewired and mlp == "outdated" else ([], []))
+            computed.append(([],) if is_rewired and outdated[k] else ([], []))
             continue
         follows = k + 1 < len(rewired) and rewired[k + 1] and attention == "partial"
         following: Computed = (
             [(k + 1, step.name) for step in _ATTENTION] if follows else []
         )
         experts: Computed = [(k, EXPERTS.name)]
-        third = (experts,) if mlp == "full" and follows and shared[k] else ()
-        computed.append((experts if mlp == "outdated" else [], following, *third))
+        third = (experts,) if not outdated[k] and follows and shared[k] else ()
+        computed.append((experts if outdated[k] else [], following, *third))
     return computed

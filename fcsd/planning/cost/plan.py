@@ -83,7 +83,7 @@ def _settings(planned: Planned) -> dict[str, Any]:
         "layers": resolve_layers(spec.layers, planned.work.moe),
         "num_layers": len(planned.work.layers),
         "attention": spec.attention,
-        "mlp": spec.mlp,
+        "mlp": planned.mlp,
     }
 
 

@@ -116,11 +116,21 @@ class Planned:
         """Return what the schedule of its layers depends on. layers: rewired ones
         instead of the planned ones.
         """
-        spec, work, rewired = self.connectivity, self.work, self.rewired(layers)
+        work, rewired = self.work, self.rewired(layers)
         splits: Any = ["core" if layer.core else "end" for layer in work.layers]
         return layer_facts(
-            rewired, work.moe, spec.attention, spec.mlp, splits, inside=self.inside
+            rewired,
+            work.moe,
+            self.connectivity.attention,
+            self.mlp,
+            splits,
+            inside=self.inside,
         )
+
+    @property
+    def mlp(self) -> str | list[int]:
+        """What the MLP side reads, as in the `farskip` field of a checkpoint."""
+        return self.connectivity.field(self.work.moe)["mlp"]
 
     def assuming(self, **values: float) -> Planned:
         """Return it with other values of some assumptions."""

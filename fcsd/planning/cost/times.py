@@ -279,11 +279,15 @@ def _wide_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any
 def _serving_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any]:
     if planned.wide:
         return _wide_times(planned, layers)
-    spec, work, roofline = planned.connectivity, planned.work, planned.roofline
+    work, roofline = planned.work, planned.roofline
     seconds = roofline.layers(work, 1)
     shared = [each.get("shared expert", 0.0) > 0 for each in seconds]
     computed = served_beside(
-        planned.rewired(layers), work.moe, spec.attention, spec.mlp, shared
+        planned.rewired(layers),
+        work.moe,
+        planned.connectivity.attention,
+        planned.mlp,
+        shared,
     )
     windows = [[window(each, seconds) for each in layer] for layer in computed]
     each = roofline.all_reduce(work)

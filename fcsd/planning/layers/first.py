@@ -52,7 +52,8 @@ def tell_first_layers(
     mask = moe_mask(config, family)
     layers = resolve_layers(connectivity.layers, mask)
     others = [layer for layer in layers if layer]
-    regular = connectivity.mlp == "full" or family.layout == "parallel"
+    outdated = connectivity.outdated_layers(mask)
+    regular = 0 not in outdated or family.layout == "parallel"
     if regular or len(others) in (0, len(layers)):
         return
     print(
@@ -159,7 +160,7 @@ def special_text(facts: dict[str, Any]) -> list[str]:
         (
             f"{number} layer{plural} cost{'' if plural else 's'} far more alone than a"
             f" typical one ({nats(special['typical'])}): {', '.join(costs)}{whole}."
-            f" {without['name'].capitalize()} (--layers {without['selection']}):"
+            f" {without['name'].capitalize()} (--{without['option']} {without['selection']}):"
             f" {measured}; {without['overlapped_collectives']} of"
             f" {without['collectives']} collectives overlapped,"
             f" {without['overlapped_by_all']} by all layers."

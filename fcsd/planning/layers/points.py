@@ -2,7 +2,7 @@
 it overlaps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fcsd.base.errors import UserError
@@ -61,7 +61,7 @@ def overlapped_collectives(
     layers: Sequence[int],
     moe_layers: Sequence[int],
     attention: str,
-    mlp: str,
+    mlp: str | Collection[int],
     model_type: str | None = None,
 ) -> tuple[int, int]:
     """Return (collectives that no longer block, all): dispatch and combine of each MoE
@@ -91,10 +91,17 @@ def overlapped_collectives(
 
 def study_overlap(study: dict[str, Any], layers: Sequence[int]) -> tuple[int, int]:
     """Return `overlapped_collectives` of a selection of a study's model, with its connectivity."""
-    parts = study["study"]["attention"], study["study"]["mlp"]
+    attention, mlp = study["study"]["attention"], study["study"]["mlp"]
+    if mlp == "selected":
+        layers, mlp = range(study["num_hidden_layers"]), layers
     return overlapped_collectives(
-        layers, study["moe_layers"], *parts, study.get("model_type")
+        layers, study["moe_layers"], attention, mlp, study.get("model_type")
     )
+
+
+def selecting_option(study: dict[str, Any]) -> str:
+    """Return the option, and the key of a recipe, that the selections of a study are for."""
+    return "mlp" if study["study"]["mlp"] == "selected" else "layers"
 
 
 def selection_facts(study: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
@@ -103,6 +110,7 @@ def selection_facts(study: dict[str, Any], layers: Sequence[int]) -> dict[str, A
     """
     overlapped, total = study_overlap(study, layers)
     return {
+        "option": selecting_option(study),
         "selection": selection_text(layers),
         "overlapped_collectives": overlapped,
         "collectives": total,

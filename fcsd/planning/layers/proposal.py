@@ -32,6 +32,7 @@ from fcsd.planning.layers.points import (
     has_calibrated,
     number_text,
     point_loss,
+    selecting_option,
     selection_facts,
     selection_text,
     study_metric,
@@ -99,8 +100,12 @@ def plan_layers(
         "layers": proposal,
         "selection": selection_text(proposal),
         "connectivity": (
-            {"layers": proposal}
-            | {part: settings[part] for part in ("attention", "mlp")}
+            {
+                "layers": "all",
+                "attention": settings["attention"],
+                "mlp": settings["mlp"],
+            }
+            | {selecting_option(study): proposal}
         ),
         "sensitivities": [
             {
@@ -247,7 +252,7 @@ def within_text(answer: dict[str, Any]) -> str:
     header = [
         "weights",
         f"most with {lost} <= {answer['max_loss']:g}",
-        "--layers",
+        f"--{answer['within'][0]['option']}",
         lost,
         OVERLAPPED,
     ]
@@ -360,12 +365,13 @@ def plan_text(proposal: dict[str, Any]) -> str:
             _verdict(proposal),
             *special_text(proposal),
             "",
-            f"--layers {proposal['selection']}",
+            f"--{proposal['selections'][0]['option']} {proposal['selection']}",
             "",
             "connectivity:",
-            f"  layers: {json.dumps(proposal['layers'])}",
-            f"  attention: {proposal['connectivity']['attention']}",
-            f"  mlp: {proposal['connectivity']['mlp']}",
+            *[
+                f"  {key}: {value if isinstance(value, str) else json.dumps(value)}"
+                for key, value in proposal["connectivity"].items()
+            ],
         ]
     )
 
@@ -416,7 +422,10 @@ def study_table(study: dict[str, Any]) -> str:
         for calibrated in which
         for row in study["metrics"]
     ]
-    table = markdown(["rewired layers", *heads, OVERLAPPED], rows)
+    selected = "rewired layers"
+    if selecting_option(study) == "mlp":
+        selected = "layers with an outdated MLP side"
+    table = markdown([selected, *heads, OVERLAPPED], rows)
     facts = {
         "metric": study["metrics"][0],
         "special_layers": special_layers(study, names[0]),
@@ -430,6 +439,8 @@ def _point_text(point: dict[str, Any], num_layers: int) -> str:
     match point["side"]:
         case "none":
             return "original"
+        case "attention":
+            return "attention alone"
         case "single":
             return f"only {layers[0]}"
         case "without":

@@ -1,12 +1,12 @@
 """What a layer study measures, and on which selections of layers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import like
+from fcsd.base.strict import like, option
 from fcsd.data.config import DataConfig, ModelStudy, SourceConfig, source_option
 from fcsd.evaluation.config import (
     EvaluationConfig,
@@ -16,7 +16,7 @@ from fcsd.evaluation.config import (
     named_tasks,
 )
 from fcsd.model.config import ConnectivityConfig
-from fcsd.model.connectivity.spec import resolve_layers
+from fcsd.model.connectivity.spec import Connectivity, resolve_layers
 from fcsd.training.config import CalibrationConfig
 
 KL = "kl"  # the metric that is not a task; lower is better
@@ -28,7 +28,12 @@ class Study(ModelStudy):
     """
 
     attention: Literal["partial", "full"] = like(ConnectivityConfig, "attention")
-    mlp: Literal["outdated", "full"] = like(ConnectivityConfig, "mlp")
+    mlp: Literal["outdated", "full", "selected"] = option(
+        "outdated",
+        "what MoE and MLP blocks of the rewired layers read; selected: attention is"
+        " partial in all layers, and the study measures in which of them the MLP side"
+        " can be outdated",
+    )
     sides: list[Side] = Field(["first", "last", "single"], min_length=1)
     # Numbers of layers rewired from the start and from the end: these, or every Nth and
     # all.
@@ -54,6 +59,11 @@ class Study(ModelStudy):
             raise ValueError(
                 f"a task cannot be called {KL!r} here; that is the KL to the original"
                 " on the text"
+            )
+        if self.mlp == "selected" and self.attention != "partial":
+            raise ValueError(
+                "mlp: selected: attention must be partial; with attention: full a layer"
+                " whose MLP side is regular is a regular layer"
             )
         if self.attention == self.mlp == "full":
             raise ValueError(
@@ -81,6 +91,12 @@ class Study(ModelStudy):
                 "counts: give at least one number, and not `every` beside it"
             )
         return self
+
+    def connectivity(self, layers: Sequence[int]) -> Connectivity:
+        """Return the connectivity that is measured for a selection of layers."""
+        if self.mlp == "selected":
+            return Connectivity("all", self.attention, list(layers) or "full")
+        return Connectivity(list(layers), self.attention, self.mlp)
 
 
 def study_from_options(options: Mapping[str, Any]) -> Study:
@@ -127,7 +143,7 @@ def metrics(study: Study) -> list[dict[str, str]]:
     ]
 
 
-def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
+def selections(study: Study, num_layers: int) -> list[tuple[str, list[int]]]:
     """Return the study's points as (side, rewired layers), in the order in which they
     are measured.
 
@@ -142,7 +158,9 @@ def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
             f"counts: {wrong[0]}: the model has {num_layers} decoder layers; allowed: 1"
             f" to {num_layers}"
         )
-    points: list[tuple[Side, list[int]]] = []
+    points: list[tuple[str, list[int]]] = []
+    if study.mlp == "selected":
+        points.append(("attention", []))
     for side in study.sides:
         if side == "single":
             points += [(side, [layer]) for layer in range(num_layers)]

@@ -42,7 +42,7 @@ from fcsd.data.local import data_fingerprint
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.stage import test_set_fingerprints
-from fcsd.model.connectivity import Connectivity, convert_model, unconvert_model
+from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.load import load_config
@@ -80,9 +80,9 @@ class Measured:
     items: dict[str, list[Any]]
 
 
-Measure = Callable[[Sequence[int], bool], Measured]
-"""Rewires these layers of the model in place and measures it; True: with calibrated
-weights, not with copied ones.
+Measure = Callable[[Sequence[int] | None, bool], Measured]
+"""Rewires the model in place for a selection of layers and measures it; None: the
+original. True: with calibrated weights, not with copied ones.
 """
 
 
@@ -176,24 +176,27 @@ def study_layers(
             ["values", "calibrated"] if study.calibrated is not None else ["values"]
         )
         known = {
-            tuple(point["layers"]): {key: point[key] for key in weights}
+            _selection_key(point["side"], point["layers"]): {
+                key: point[key] for key in weights
+            }
             for point in done
         }
         result = _without_points(study, model, mask)
         # Zero rewired layers have no KL, but tasks have a score.
         wanted = [("none", []), *points] if study.tasks else points
-        num_new = len({tuple(layers) for _, layers in wanted} - known.keys())
+        num_new = len({_selection_key(*point) for point in wanted} - known.keys())
         with progress_bar(
             total=num_new, desc="layers", unit="point", smoothing=0.1, shown=ranks.first
         ) as bar:
 
             def add(side: str, layers: Sequence[int], place: int) -> None:
-                if (key := tuple(layers)) not in known:
+                key = _selection_key(side, layers)
+                if key not in known:
                     bar.set_postfix_str(
                         f"{side} {layers[0] if side == 'single' else len(layers)}"
                     )
                     known[key] = {
-                        which: measure(layers, which == "calibrated").values
+                        which: measure(key, which == "calibrated").values
                         for which in weights
                     }
                     bar.update()
@@ -216,6 +219,11 @@ def study_layers(
         draw(result, folder / "layers.png")
     launch.finish(stage, {})
     return stage
+
+
+def _selection_key(side: str, layers: Sequence[int]) -> tuple[int, ...] | None:
+    """Return what points with the same measurements have in common; None: the original."""
+    return None if side == "none" else tuple(layers)
 
 
 def _without_points(
@@ -340,19 +348,18 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             else None
         )
 
-        def measure(layers: Sequence[int], calibrated: bool) -> Measured:
-            if layers:
-                wired = Connectivity(list(layers), study.attention, study.mlp)
-                convert_model(model, wired, regular_ok=True)
-            else:
+        def measure(layers: Sequence[int] | None, calibrated: bool) -> Measured:
+            if layers is None:
                 unconvert_model(model)
+            else:
+                convert_model(model, study.connectivity(layers), regular_ok=True)
             if not calibrated:
                 return as_it_is(layers)
             assert calibrations is not None
             with calibrations.folded():
                 return as_it_is(layers)
 
-        def as_it_is(layers: Sequence[int]) -> Measured:
+        def as_it_is(layers: Sequence[int] | None) -> Measured:
             values: dict[str, Value] = {}
             items: dict[str, list[Any]] = {}
             if rows is not None and known is not None:
@@ -362,7 +369,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
                 if not math.isfinite(value := values[KL]["value"]):
                     raise UserError(
                         f"{study.model.path}: the KL to the original with layers"
-                        f" {list(layers)} rewired is {value}"
+                        f" {list(layers or [])} rewired is {value}"
                     )
             if evaluate is not None:
                 result, samples = evaluate(model, study.model.path)

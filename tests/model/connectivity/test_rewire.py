@@ -32,6 +32,8 @@ FAMILY_NAMES = sorted(
 )
 SELECTIONS = ("all", "moe", {"first": 2}, {"last": "75%"}, [0, 2])
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
+MIXED = ("partial", [1, 3])
+"""The MLP side is outdated in some of the rewired layers, and regular in the others."""
 
 SINKS = ("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash")
 RECURRENT = (
@@ -156,11 +158,11 @@ def test_a_converted_model_computes_the_equations(family, implementation, padded
         "eager" if family in SINKS else "sdpa"
     )
     if FAMILIES[family].reference == "written" and every_pair:
-        cases = [*itertools.product(SELECTIONS, sides)]
+        cases = [*itertools.product(SELECTIONS, sides), ("all", MIXED)]
     else:
         selections = SELECTIONS[1:] if every_pair else SELECTIONS[-1:]
         cases = [
-            *itertools.product(["all"], sides),
+            *itertools.product(["all"], (*sides, MIXED)),
             *itertools.product(selections, sides[:1]),
         ]
     selected = {str(selection): resolved(model, selection) for selection, _ in cases}

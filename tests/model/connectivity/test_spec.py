@@ -103,9 +103,11 @@ def test_the_sides_are_checked_and_the_regular_connectivity_is_not_a_conversion(
     ):
         Connectivity("all", attention="Partial")  # type: ignore[arg-type]
     with pytest.raises(
-        UserError, match=r"^mlp: must be 'outdated' or 'full', got 'none'"
+        UserError, match=r"^mlp: 'late' is not a selection; allowed: .*outdated \(all"
     ):
-        Connectivity("all", mlp="none")  # type: ignore[arg-type]
+        Connectivity("all", mlp="late")
+    with pytest.raises(UserError, match="with attention: full a layer whose MLP side"):
+        Connectivity("all", "full", "last:2")
     with pytest.raises(UserError, match="is the regular connectivity"):
         Connectivity("all", "full", "full")
     assert Connectivity("none", "full", "full").field(MASK)["layers"] == []
@@ -116,11 +118,36 @@ def test_a_connectivity_survives_its_config_field():
         Connectivity("moe"),
         Connectivity("none"),
         Connectivity({"last": 2}, mlp="full"),
+        Connectivity("all", mlp=[0, 2]),
     ):
         field = connectivity.field(MASK)
         read = Connectivity.from_field(field)
         assert read.field(MASK) == field
         assert (read.attention, read.mlp) == (connectivity.attention, connectivity.mlp)
+
+
+@pytest.mark.parametrize(
+    ("layers", "mlp", "written"),
+    [
+        ("all", "last:2", [len(MASK) - 2, len(MASK) - 1]),
+        ("last:2", "all", "outdated"),
+        ("last:2", f"0-{len(MASK) - 1}", None),
+        ("first:2", "last:2", "full"),
+        ("all", "none", "full"),
+        ("first:3", "first:2", [0, 1]),
+        ("first:3", "1,2", [1, 2]),
+        ("none", "last:2", "outdated"),
+    ],
+)
+def test_a_selection_of_outdated_mlp_sides_is_written_as_indices_or_as_a_word(
+    layers, mlp, written
+):
+    connectivity = Connectivity(layers, mlp=mlp)
+    if written is None:
+        with pytest.raises(UserError, match="mlp: layer 0 is not rewired; select it"):
+            connectivity.field(MASK)
+        return
+    assert connectivity.field(MASK)["mlp"] == written
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ CONNECTIVITIES = {
     "the last half": Connectivity("last:50%"),
     "attention alone": Connectivity(mlp="full"),
     "MLP alone": Connectivity(attention="full"),
+    "MLP in some layers": Connectivity(mlp=[1, 2]),
     "none before": Connectivity([3]),
 }
 

@@ -23,7 +23,7 @@ def windows(facts: Any, seconds: Any) -> list[tuple[float, float]]:
 
 
 def serving_windows(
-    rewired: Any, moe: Any, attention: str, mlp: str, seconds: Any
+    rewired: Any, moe: Any, attention: str, mlp: Any, seconds: Any
 ) -> list[tuple[float, ...]]:
     shared = ["shared expert" in each for each in seconds]
     computed = served_beside(rewired, moe, attention, mlp, shared)
@@ -34,7 +34,7 @@ def windows_of(
     rewired: list[bool],
     moe: list[bool],
     attention: str = "partial",
-    mlp: str = "outdated",
+    mlp: Any = "outdated",
     **changes: Any,
 ) -> list[tuple[float, float]]:
     splits = changes.pop("splits", ["core"] * len(moe))
@@ -90,6 +90,13 @@ def test_each_side_alone_has_the_windows_that_its_schedule_leaves() -> None:
     assert windows_of([True] * 2, [True] * 2, mlp="full") == [(10000, 11), (10000, 0)]
 
 
+def test_sides_that_differ_by_layer_have_the_windows_of_each() -> None:
+    # A layer with a regular MLP side computes its shared expert beside its dispatch, and
+    # all of its attention beside the combine before it.
+    assert windows_of([True] * 2, [True] * 2, mlp=[1]) == [(10000, 1), (10, 10000)]
+    assert windows_of([True] * 2, [True] * 2, mlp=[0]) == [(11, 10011), (10000, 0)]
+
+
 def test_attention_that_cannot_be_cut_leaves_the_dispatch_the_shared_expert() -> None:
     assert windows_of([True] * 3, [True] * 3, splits=["end"] * 3)[1] == (10000, 11)
 
@@ -125,6 +132,7 @@ def test_all_reduces_of_a_server_hide_under_the_routed_experts_and_the_next_atte
     # A third, of the shared experts, where the next attention does not wait for what
     # they are summed with.
     assert served([True, True], mlp="full") == [(0, 11, 1000), (0, 0)]
+    assert served([True, True], mlp=[1]) == [(0, 11, 1000), (1000, 0)]
     without = [
         {name: value for name, value in STEPS.items() if name != "shared expert"}
     ] * 2

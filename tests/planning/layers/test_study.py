@@ -321,6 +321,40 @@ def test_one_side_of_the_connectivity_is_studied_alone(
     assert points[2]["values"]["kl"]["value"] == pytest.approx(direct["kl"], rel=1e-5)
 
 
+def test_the_mlp_side_is_studied_where_attention_is_partial_in_all_layers(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--mlp", "selected", "--counts", "1,2", "--sides", "last,single")
+    assert main(command(model, text, tmp_path / "s", *words)) == 0
+    points = read_study(tmp_path / "s")["points"]
+    assert [(point["side"], point["layers"]) for point in points] == [
+        ("attention", []), ("last", [3]), ("last", [2, 3]),
+        *(("single", [layer]) for layer in range(4)),
+    ]  # fmt: skip
+    rows = heldout_rows(SourceConfig(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
+    original = read_original(load_model(model), rows)
+    for point, mlp in ((points[0], "full"), (points[2], [2, 3]), (points[4], [1])):
+        converted = load_model(model, connectivity=Connectivity("all", mlp=mlp))
+        direct = mean_kl(original, converted, rows)
+        assert point["values"]["kl"]["value"] == pytest.approx(direct["kl"], rel=1e-5)
+    # A proposal is a list of outdated MLP sides, which a recipe takes as it stands.
+    capsys.readouterr()
+    budget = ("plan-layers", str(tmp_path / "s"), "--budget", "2")
+    assert main([*budget, "--json"]) == 0
+    proposal = json.loads(capsys.readouterr().out)
+    assert proposal["connectivity"] == {
+        "layers": "all", "attention": "partial", "mlp": proposal["layers"],
+    }  # fmt: skip
+    assert main([*budget]) == 0
+    printed = capsys.readouterr().out
+    assert f"--mlp {proposal['selection']}" in printed
+    assert f"  mlp: {proposal['layers']}" in printed and "  layers: all" in printed
+    config = ConnectivityConfig.model_validate(proposal["connectivity"])
+    assert config.spec().field([True] * 4)["mlp"] == proposal["layers"]
+    assert main([*budget[:2], "--max-loss", "100"]) == 0
+    assert "--mlp" in capsys.readouterr().out
+
+
 def test_task_points_are_what_evaluate_gives(tasks: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     fields = {"num_hidden_layers": 2, "vocab_size": 400, "max_position_embeddings": 512}
@@ -458,6 +492,7 @@ def test_a_changed_study_is_refused_with_the_difference(
             r"'single' with mlp: full would measure nothing",
         ),
         (["--mlp", "full", "--attention", "full"], r"is the regular model"),
+        (["--mlp", "selected", "--attention", "full"], r"attention must be partial"),
         (["--max-length", "1"], r"--max-length: "),
         (
             ["--calibrated", "{path: x, colums: {}}"],
@@ -1107,7 +1142,7 @@ def test_convert_says_when_the_first_layer_is_among_those_to_rewire(
                 "--layers",
                 text,
                 "--mlp",
-                connectivity.mlp,
+                str(connectivity.mlp),
             ]
         )
         == 0
