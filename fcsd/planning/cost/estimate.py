@@ -449,8 +449,8 @@ def _assumptions(job: Job) -> Iterator[str]:
     training, setting, hardware = job.training, job.setting, job.hardware
     if hardware.mfu is None:
         shares = ", ".join(
-            f"{assumption.what.removeprefix('share of the peak, ')} {assumption.value:.0%}"
-            f" ({assumption.low:.0%} to {assumption.high:.0%})"
+            f"{assumption.what.removeprefix('share of the peak, ')}"
+            f" {assumption.value:.0%} ({assumption.low:.0%} to {assumption.high:.0%})"
             for assumption in map(ASSUMPTIONS.__getitem__, SHARES)
         )
         yield (

@@ -99,7 +99,8 @@ def make_machine(
                 f", at most {assumption.most:g}" if assumption.most < math.inf else ""
             )
             raise UserError(
-                f"assumptions.{name}: {value:g}: must be {least}{most}: {assumption.what}"
+                f"assumptions.{name}: {value:g}: must be {least}{most}:"
+                f" {assumption.what}"
             )
     values = default_values() | dict(changes)
     return Machine(

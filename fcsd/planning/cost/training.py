@@ -1,4 +1,4 @@
-"""Say which training of a recipe is estimated, and trace its optimiser step."""
+"""Select the training of a recipe to estimate, and trace its optimiser step."""
 
 import copy
 import functools
@@ -57,9 +57,10 @@ class Training:
 def distillation(recipe: Recipe, variant: str | None) -> Training:
     if variant is not None:
         if variant not in recipe.variants:
-            known = ", ".join(recipe.variants) or "none"
+            variant_names = ", ".join(recipe.variants) or "none"
             raise UserError(
-                f"recipe {recipe.name}: has no variant '{variant}'; allowed: {known}"
+                f"recipe {recipe.name}: has no variant '{variant}'; allowed:"
+                f" {variant_names}"
             )
         recipe = recipe.variant(variant)
     if recipe.model.path:
@@ -102,8 +103,8 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
 
 
 def only_pretrains(recipe: Recipe) -> bool:
-    """Tell whether a recipe is about its pre-training alone: it says nothing of a
-    training that would follow.
+    """Tell whether a recipe only pre-trains: it has no settings of a training that
+    would follow.
     """
     return recipe.pretrain is not None and "train" not in recipe.model_fields_set
 
@@ -142,14 +143,19 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def built(training: Training) -> tuple[Family, Any, Callable[[], Any]]:
-    """Return the family, the config object, and what builds its regular model from that."""
+    """Return the family, the config object, and a function that builds the regular
+    model from it.
+    """
     family = family_of(training.config)
     cls = base_model_class(family)
+    # A training needs plain weights, and transformers' default implementation of the
+    # experts.
     plain = without_quantisation(training.config)
     raw = {
         key: value for key, value in plain.items() if key != "experts_implementation"
     }
     config = config_object(cls.config_class, raw, family.model_type, training.where)
+    # Checked again with the class's defaults for keys that the file lacks.
     try:
         family_of(config)
     except UserError as error:
@@ -165,7 +171,7 @@ def built(training: Training) -> tuple[Family, Any, Callable[[], Any]]:
 
 
 def tracer(training: Training) -> Callable[[Setting], Trace]:
-    """Return `trace_step` for this run; a setting is traced once."""
+    """Return `trace_step` for this training; each setting is traced once."""
     family, _, build = built(training)
     section = training.connectivity
 
@@ -181,9 +187,9 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
 
     @functools.cache
     def trace(setting: Setting) -> Trace:
-        shown = sys.stderr.isatty()
+        is_terminal = sys.stderr.isatty()
         with progress_bar(
-            desc="Tracing a step", unit="layer", leave=False, shown=shown
+            desc="Tracing a step", unit="layer", leave=False, shown=is_terminal
         ) as bar:
             return trace_step(
                 build,
@@ -192,7 +198,7 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
                 setting,
                 adapt=adapt,
                 progress=bar.update,
-                what=f"{training.where}: the training step of {family.model_type}",
+                subject=f"{training.where}: the training step of {family.model_type}",
             )
 
     return trace
@@ -204,8 +210,8 @@ def spread(
     work: ModelWork,
     ranks: int,
 ) -> Callable[[Setting], Trace]:
-    """Return `trace_of` of ranks that share the experts: each gathers its own, and
-    keeps what its tokens chose.
+    """Return `trace_of` for ranks that share the experts: each gathers its own experts,
+    and keeps the activations of its tokens' chosen experts.
 
     work: of the regular model.
     """
@@ -231,10 +237,11 @@ def spread(
     experts = max(layer.work("experts").weights for layer in work.layers)
 
     def trace(setting: Setting) -> Trace:
-        whole = trace_of(setting)
-        gathered = whole.largest_layer - experts + experts // ranks
+        # The full trace has all experts of a layer; a rank gathers only its own.
+        full_trace = trace_of(setting)
+        gathered = full_trace.largest_layer - experts + experts // ranks
         return replace(
-            whole, largest_layer=gathered, transient=chosen_of(setting).transient
+            full_trace, largest_layer=gathered, transient=chosen_of(setting).transient
         )
 
     return trace
