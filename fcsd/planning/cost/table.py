@@ -141,7 +141,7 @@ def _activations(values: Mapping[str, int | None]) -> Iterator[str]:
         f", and {size(second)} for the second one of FarSkip layers" if second else ""
     )
     yield (
-        f"              checkpointed inputs of the layers"
+        "              checkpointed inputs of the layers"
         f" {size(inputs or 0)}{second_inputs}"
     )
 

@@ -175,7 +175,8 @@ def special_text(facts: dict[str, Any]) -> list[str]:
         (
             f"{number} layer{plural} cost{'' if plural else 's'} far more alone than a"
             f" typical one ({nats(special['typical'])}):"
-            f" {', '.join(costs)}{all_layers_text}. {without['name'].capitalize()} (--layers {without['selection']}):"
+            f" {', '.join(costs)}{all_layers_text}."
+            f" {without['name'].capitalize()} (--layers {without['selection']}):"
             f" {measured}; {without['overlapped_collectives']} of"
             f" {without['collectives']} collectives overlapped,"
             f" {without['overlapped_by_all']} by all layers."
