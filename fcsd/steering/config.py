@@ -1,6 +1,4 @@
-"""Sections of a recipe and records of `fcsd routing` and `fcsd bias`: text that is
-routed, biases of routers.
-"""
+"""Settings of `fcsd routing`, of `fcsd bias` and of a recipe's steered models."""
 
 from typing import Literal, NamedTuple
 
@@ -78,7 +76,7 @@ class RouterBiasConfig(Strict):
 
     @property
     def kinds(self) -> list[Swept]:
-        """The kinds, also where there is one."""
+        """The kinds as a list, even of a single one."""
         return (
             [self.kind]
             if isinstance(self.kind, str)
@@ -99,7 +97,7 @@ class RouterBiasConfig(Strict):
         }
 
     def names_of(self, model: str) -> dict[str, Steered]:
-        """Those of one model of the run."""
+        """Return the steered models made from one model of the run."""
         return {
             name: steered
             for name, steered in self.names.items()
@@ -108,7 +106,7 @@ class RouterBiasConfig(Strict):
 
 
 class RoutingStudy(ModelStudy):
-    """Which models are run on which text, and where their experts are thought to be."""
+    """The models, the text and the endpoints of a routing study."""
 
     against: ModelConfig | None = None
     batch_size: int = option(
@@ -134,7 +132,7 @@ class RoutingStudy(ModelStudy):
 
 
 class BiasSettings(RoutingStudy):
-    """Which tables to make, from which text and links."""
+    """The kind of tables to make, and the text and links to make them from."""
 
     links: str = option(
         ..., "links that `fcsd profile-network` measured", metavar="FILE"

@@ -117,7 +117,8 @@ def memory(planned: Planned) -> dict[str, Any]:
             f"--batch {settings.batch} --length {settings.length}: a rank needs"
             f" {size(needed_bytes)}, the {planned.machine.gpu.name} has"
             f" {size(available_bytes)} (mostly"
-            f" {max(parts, key=lambda name: parts[name])}); a smaller batch, shorter rows, more GPUs"
+            f" {max(parts, key=lambda name: parts[name])}); a smaller batch,"
+            " shorter rows, more GPUs"
         )
     return {"parts": parts, "total_bytes": needed_bytes, "gpu_bytes": available_bytes}
 

@@ -286,13 +286,13 @@ class Roofline:
             * self.values["link"]
         )
         interfaces = least * machine.nic_gb_s * self.values["nic"]
-        rate = (
-            links
-            if len(groups) == 1
-            else min(links, interfaces)
-            if least > 1
-            else interfaces
-        )
+        # Within one node only its links count; with one rank a node only interfaces.
+        if len(groups) == 1:
+            rate = links
+        elif least > 1:
+            rate = min(links, interfaces)
+        else:
+            rate = interfaces
         return self.values["latency_us"] / 1e6 + (1 - 1 / ranks) * num_bytes / (
             rate * 1e9
         )

@@ -3,7 +3,7 @@ servers against each other.
 
     settings    the settings of a benchmark
     plan        the settings that are refused
-    engines     vLLM and SGLang: their flags, and the contents of an engine's environment
+    engines     vLLM and SGLang: their flags and environments
     rows        the servers that are compared, by their flags
     serve       the order of the measurements, and the continuation of a benchmark
     server      the start, the end and a measurement of a server

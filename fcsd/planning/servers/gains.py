@@ -1,7 +1,7 @@
 """Compare the gain that `fcsd plan --measured` computes from a server's times with the
 measured gain.
 
-    f = exposed / seconds     of a run of all requests: seconds in which a rank only communicates, and seconds of the run
+    f = exposed / seconds     of a run of all requests: seconds of communication alone, and of the run
     v = hidden / total        of the communication in the overlapped row's run
     gain = f v / (1 - f v)    regular / overlapped time - 1
 

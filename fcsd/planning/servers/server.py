@@ -120,12 +120,11 @@ def running_server(
                 for file in parts
             }
             text = texts[log]
-            if (
-                line := next(
-                    (line for line in text.splitlines() if _matches(line, signs)), None
-                )
-            ) is not None:
-                raise NotServed(_PREFIX.sub("", line).strip(), tail_of(text))
+            sign_line = next(
+                (line for line in text.splitlines() if _matches(line, signs)), None
+            )
+            if sign_line is not None:
+                raise NotServed(_PREFIX.sub("", sign_line).strip(), tail_of(text))
             for file, part in parts.items():
                 if part.poll() is not None:
                     raise NotServed(reason_of(texts[file]), tail_of(texts[file]))
